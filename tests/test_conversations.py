@@ -23,6 +23,7 @@ from infinity.runs import loop as runs_loop
 from infinity.runs import run as runs_run
 from infinity.runs.conversations import FIRST, TOKEN, TRAINED, Conversations
 from infinity.runs.data import Corpus
+from infinity.runs.loop import Loop
 from infinity.runs.preparation import check_packing, loss_of, read_facts
 from infinity.runs.run import Run
 from infinity.runs.settings import load_run_config
@@ -510,6 +511,17 @@ def test_the_best_weights_are_kept_and_the_run_ends_early(
     told[12] = 3.0
     more_steps, _ = train(raw, "auto")
     assert (more_steps.steps, more_steps.best_step, more_steps.stopped_early) == (12, 12, False)
+
+
+def test_nothing_is_kept_that_is_worse_than_what_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {0: 3.0, 3: 3.5, 6: 3.2}
+    monkeypatch.setattr(Loop, "evaluate", lambda loop: (told[loop.step], 1))
+    result, watcher = train(settings(tmp_path, training__keep_best=True))
+    assert (result.best, result.best_step, result.best_model) == (3.0, 0, None)
+    assert not (tmp_path / "run" / "best").exists()
+    assert not any("best so far" in note for note in watcher.notes)
 
 
 def test_weights_that_cannot_be_kept_cost_only_themselves(

@@ -22,7 +22,7 @@ from infinity.runs import data, texts
 from infinity.runs.data import Recipe, prepare
 from infinity.runs.preparation import BYTES_END, BYTES_SIZE, read_facts
 from infinity.runs.settings import load_run_config
-from infinity.runs.texts import ByteTokenizer, find_sources, find_tokenizer
+from infinity.runs.texts import ByteTokenizer, Tokenizer, find_sources, find_tokenizer
 from infinity.runs.windows import Reel, Windows, split
 
 END = BYTES_END
@@ -179,7 +179,8 @@ def test_text_that_is_none(tmp_path: Path) -> None:
     for text, message in (
         (b'{"text": "a"}\nnot json\n', "line 2 is not JSON"),
         (b'{"txt": "a"}\n', "line 1 has no field 'text': it has 'txt'"),
-        (b"[1]\n", "no object"),
+        (b'[{"text": "a"}]\n', "line 1 is a list"),
+        (b"1\n", "no object"),
         (b'{"text": "\xff"}\n', "line 1 is not UTF-8"),
         (b'{"text": "\\ud800"}\n', "line 1 is not UTF-8"),
     ):
@@ -332,3 +333,16 @@ def test_code_that_comes_with_a_model_is_refused_without_a_question(
     with pytest.raises(ConfigError, match="no config that transformers takes"):
         read_facts(load_run_config(settings(tmp_path, model={"path": str(tmp_path)})), None, None)
     assert questions == []
+
+
+def test_tokens_with_holes_between_them_keep_their_numbers() -> None:
+    class Holes:
+        eos_token_id = 70_000
+
+        def __len__(self) -> int:
+            return 3
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0, "b": 1, "end": 70_000}
+
+    assert Tokenizer("holes", Holes()).size == 70_001

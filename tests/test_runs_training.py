@@ -278,6 +278,39 @@ def test_goes_on_from_a_checkpoint_that_is_named(
         Run(load_run_config(settings(tmp_path)), str(tmp_path / "nowhere"))
 
 
+def test_a_run_that_died_before_its_first_checkpoint_begins_where_it_began(
+    plain: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    """At the checkpoint that was named, not at new weights."""
+    folder, losses = plain
+    raw = settings(tmp_path, training__checkpoint_every=6)
+    with pytest.raises(KeyboardInterrupt):
+        train(raw, str(folder / "run" / "checkpoints" / "step4"), die_after=5)
+    _, watcher = train(raw, "auto")
+    assert watcher.done == 4
+    assert [(line.step, line.loss) for line in watcher.steps] == [
+        (step, loss) for event, step, loss in losses if event == "step" and step > 4
+    ]
+
+
+def test_a_checkpoint_of_another_run_and_other_settings(
+    plain: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    """Its optimizer goes on as it was: nothing that is told otherwise may look as if it acted."""
+    start = str(plain[0] / "run" / "checkpoints" / "step4")
+    for changes, words in (
+        ({"engine__optimizer__lr": 1e-3}, "lr is 0.01 there, and 0.001 here"),
+        ({"engine__optimizer__weight_decay": 0.5}, "weight_decay is 0.01 there, and 0.5 here"),
+        ({"training__micro_batch": 1}, "of step 4, which would be step 8 with the 2 windows"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            train(settings(tmp_path, **changes), start)
+        assert words in str(caught.value)
+        assert not (tmp_path / "run" / "run.json").exists()
+    _, watcher = train(settings(tmp_path), start)  # in the same directory
+    assert watcher.done == 4
+
+
 def test_state_on_disk_gives_the_same_bits(plain: tuple[Path, list[Any]], tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()
@@ -310,9 +343,16 @@ def test_a_durable_run_goes_on_without_checkpoints(
     )
     result, _ = train(raw, stop_after=3)
     assert result.checkpoint is None
-    _, watcher = train(raw, "auto")
+    moved = tmp_path / "moved"
+    (tmp_path / "run").rename(moved)  # its state is found by what it was called
+    _, watcher = train(raw | {"run_dir": str(moved)}, "auto")
     assert watcher.done == 3
+    moved.rename(tmp_path / "run")
     assert losses_of(tmp_path) == plain[1]
+    for command in (["verify", str(state), "--all"], ["inspect", str(state)]):
+        assert CliRunner().invoke(app, ["checkpoint", *command]).exit_code == 0
+    told = CliRunner().invoke(app, ["checkpoint", "inspect", str(tmp_path / "run")])
+    assert "has no checkpoint yet" in told.output + told.stderr
 
 
 def test_what_would_change_the_numbers_is_refused(plain: tuple[Path, list[Any]]) -> None:
@@ -343,6 +383,28 @@ def test_other_data_is_refused(tmp_path: Path) -> None:
     other = settings(tmp_path, run_dir=str(tmp_path / "other"))
     with pytest.raises(CheckpointError, match="other data: corpus was"):
         train(other, str(tmp_path / "run"))
+
+
+def test_files_of_a_run_are_no_data(tmp_path: Path) -> None:
+    """Where its directory lies below that of the texts."""
+    raw = settings(tmp_path, data__train=str(tmp_path))
+    train(raw, stop_after=1)
+    (tmp_path / "run" / "notes.txt").write_text("no data")
+    _, watcher = train(raw, "auto")
+    assert watcher.done == 1
+
+
+def test_losses_of_other_held_out_data_are_not_compared(tmp_path: Path) -> None:
+    easy, hard = write_text(tmp_path / "easy.txt", seed=5), tmp_path / "hard.txt"
+    hard.write_text("".join(map(chr, range(33, 120))) * 20)
+    changes = {"data__held_out": None, "training__early_stop": 2, "training__evaluate_every": 2}
+    raw = settings(tmp_path, data__evaluate=str(easy), **changes)
+    train(raw, stop_after=4)
+    raw["data"]["evaluate"] = str(hard)
+    result, watcher = train(raw, "auto")
+    assert any("held-out data are others" in note for note in watcher.notes)
+    assert not result.stopped_early
+    assert result.best == min(watcher.evaluations.values())
 
 
 def test_fine_tuning_begins_with_the_weights_of_the_directory(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +27,7 @@ from infinity.errors import CheckpointError, ConfigError, listed
 from infinity.model.weight_directory import holds_weights
 from infinity.model.weight_files import write_shards
 from infinity.optim.moments import COMPUTE_DTYPES
+from infinity.runs.directory import is_run
 from infinity.sizes import format_count, format_size, parse_size
 from infinity.storage.run_dir import RECORD_NAME, durable_records, ranks_below
 
@@ -73,6 +75,12 @@ def _of_run(directory: Path) -> Path:
 
 
 def _durable_in(directory: Path) -> Path | None:
+    if is_run(directory):
+        raise CheckpointError(
+            f"the run in {directory} has no checkpoint yet",
+            because="checkpoints/ is not there; of a run with engine.durable the state itself is "
+            "one, below its engine.nvme_path (config.yaml)",
+        )
     if (directory / RECORD_NAME).exists():
         return directory
     if (directory / LATEST_NAME).exists() or tags(directory):
@@ -87,12 +95,16 @@ def _durable_in(directory: Path) -> Path | None:
 
 
 def _durable_runs(root: Path) -> list[Path]:
-    """The durable runs of an nvme_path, one directory of each; the oldest first.
+    """The durable runs of an nvme_path, one directory of each; of one place the oldest first.
+
+    Those of `infinity train` have a directory of their own below it.
 
     Of several ranks it is one of the first's.
     """
     found: dict[object, Path] = {}
-    for place in (root, *list(ranks_below(root).values())[:1]):
+    runs = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    ranks = [list(ranks_below(place).values())[:1] for place in (root, *runs)]
+    for place in dict.fromkeys((root, *runs, *chain(*ranks))):
         for path, record in durable_records(place).items():
             found.setdefault(record.get("run", path), path)
     return list(found.values())

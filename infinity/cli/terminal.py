@@ -72,9 +72,13 @@ def command() -> Iterator[None]:
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM go to a handler; only the main thread may say so."""
+    """SIGINT, SIGTERM and, unless it is ignored, SIGHUP go to a handler; only the main thread may
+    say so.
+    """
     main = threading.current_thread() is threading.main_thread()
-    signums = (signal.SIGINT, signal.SIGTERM) if main else ()
+    signums = [signal.SIGINT, signal.SIGTERM] if main else []
+    if main and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signums.append(signal.SIGHUP)
     before = {signum: signal.signal(signum, handler) for signum in signums}
     try:
         yield

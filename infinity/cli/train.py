@@ -157,7 +157,7 @@ def _train_on(
 
             raise elsewhere(error, run, typed) if run.directory.has_run else error from None
         finally:
-            if run.trains and not run.ranks.rank:
+            if run.trains and not run.ranks.rank and run.directory.metrics.exists():
                 page.report(run.directory.path)
         page.closing(result, run.directory.path)
     if result.stopped:
@@ -233,6 +233,14 @@ class _Stop:
             raise Stopped(signum)
 
 
+class _Log(Console):
+    """A log that nobody reads any more is no reason to end."""
+
+    def on_broken_pipe(self) -> None:
+        """Say no more."""
+        self.quiet = True
+
+
 # --- what is shown: a line that moves on a terminal, a few plain lines elsewhere -----------------
 
 
@@ -243,7 +251,7 @@ class TrainPage:
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self._console = Console(
+        self._console = _Log(
             stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=quiet
         )
         self._progress: Progress | None = None
@@ -351,13 +359,15 @@ class TrainPage:
             rows.append(["last checkpoint", str(result.checkpoint)])
         if result.model is not None:
             rows.append(["model", str(result.model)])
-        Page().table(f"{directory}: done", ["", ""], rows)
+        with suppress(OSError):  # the terminal is gone
+            Page().table(f"{directory}: done", ["", ""], rows)
 
     def pause(self) -> None:
         """Leave the moving line as it is, so that something else can be printed."""
         if self._progress is not None:
             progress, self._progress = self._progress, None
-            progress.stop()
+            with suppress(OSError):
+                progress.stop()
 
     def _show(self, text: str, done: int, total: int, *, edge: bool) -> None:
         """Move the line; where there is no terminal, tell at the edges and every few seconds."""
@@ -366,6 +376,10 @@ class TrainPage:
                 self._shown_at_s = time.monotonic()
                 self.note(text)
             return
+        with suppress(OSError):
+            self._move(text, done, total)
+
+    def _move(self, text: str, done: int, total: int) -> None:
         if self._progress is None:
             line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
             words = TextColumn("{task.description}", markup=False, table_column=line)

@@ -106,7 +106,7 @@ def _library() -> str:
     remedy = "pip install 'torch-infinity[report]'"
     if importlib.util.find_spec("vl_convert") is None:
         raise MachineError("the package vl-convert-python is not installed", remedy=remedy)
-    script = "import sys, vl_convert; sys.stdout.write(vl_convert.javascript_bundle())"
+    script = "import sys, vl_convert as v; sys.stdout.buffer.write(v.javascript_bundle().encode())"
     done = subprocess.run(
         [sys.executable, "-P", "-c", script], capture_output=True, encoding="utf-8", check=False
     )

@@ -12,9 +12,11 @@ class Best:
 
     `last` is the step of the last evaluation, -1 before any; `worse` counts those since the best.
     `kept` is the loss of the weights in the directory for the best ones, `kept_step` their step.
+    Losses of other data than `of` says are not compared with: then it begins anew, and is `anew`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of: str = "") -> None:
+        self.of, self.anew = of, False
         self.loss, self.step = math.inf, -1
         self.last, self.worse = -1, 0
         self.kept, self.kept_step = math.inf, -1
@@ -28,8 +30,11 @@ class Best:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if name != "anew"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse."""
-        vars(self).update(state)
+        if state.get("of", self.of) == self.of:
+            vars(self).update(state)
+        else:
+            self.anew = state["step"] >= 0

@@ -34,7 +34,7 @@ from infinity.files import (
 from infinity.ranks import ALONE, Ranks
 from infinity.sealed import read_sealed, write_sealed
 
-_RUN = "run.json"
+RUN_RECORD = "run.json"
 _LOCK = ".lock"
 _MADE_BEFORE = {"data", _LOCK, "config.yaml", "plan.txt", "plan.json"}
 _FORMAT, _VERSION = "torch-infinity-training", 3
@@ -82,7 +82,7 @@ class RunDirectory:
             ) from error
 
     def _check_contents(self, resume: bool) -> None:
-        if (self.path / _RUN).exists():
+        if (self.path / RUN_RECORD).exists():
             self.record = self._read_record()
             if not resume:
                 done = "a run that is complete" if self.is_complete else "a run"
@@ -155,6 +155,7 @@ class RunDirectory:
         self.record = {
             "infinity": __version__,
             "id": uuid.uuid4().hex[:12],
+            "name": self.path.name,  # it may be moved
             "complete": False,
             "decides": _as_kept(decides),
         }
@@ -164,10 +165,14 @@ class RunDirectory:
         try:
             yield
         except BaseException:
-            self.record = {}
-            if not self._ranks.rank:
-                (self.path / _RUN).unlink(missing_ok=True)
+            self.forget()
             raise
+
+    def forget(self) -> None:
+        """This directory holds no run: the one that began here did not come to a step."""
+        self.record = {}
+        if not self._ranks.rank:
+            (self.path / RUN_RECORD).unlink(missing_ok=True)
 
     def remember(self, **facts: Any) -> None:
         """Put facts that outlast the process into the record, if they are new."""
@@ -177,7 +182,7 @@ class RunDirectory:
             self._write_record()
 
     def _read_record(self) -> dict[str, Any]:
-        path = self.path / _RUN
+        path = self.path / RUN_RECORD
         try:
             record = read_sealed(path, _FORMAT, _VERSION)
             if not isinstance(record["decides"], dict):
@@ -197,7 +202,7 @@ class RunDirectory:
         if self._ranks.rank:
             return
         with self._explained():
-            write_sealed(self.path / _RUN, _FORMAT, _VERSION, self.record)
+            write_sealed(self.path / RUN_RECORD, _FORMAT, _VERSION, self.record)
 
     def write(self, name: str, text: str) -> None:
         """Write a small file of the directory, whole or not at all."""
@@ -216,6 +221,14 @@ class RunDirectory:
             what = f"the run directory {self.path} cannot be used: {error.filename}"
             remedy = "run_dir=... a directory that can be written"
             raise refused(what, error, self.path, remedy=remedy) from error
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory is that of a run, whatever is in it."""
+    try:
+        return bool(read_sealed(path / RUN_RECORD, _FORMAT, _VERSION))
+    except (OSError, ValueError):
+        return False
 
 
 def _as_kept(decides: Mapping[str, Any]) -> dict[str, Any]:

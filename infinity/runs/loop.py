@@ -319,7 +319,8 @@ class Loop:
                     "windows": count,
                 }
             )
-        if self.keep_best is not None and self.step and loss < best.kept:
+        beaten = best.step == 0 and loss > best.loss  # by the weights that it began with
+        if self.keep_best is not None and self.step and loss < best.kept and not beaten:
             self._keep(self.keep_best, loss)
         self._tell_early_end()
 

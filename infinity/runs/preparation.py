@@ -310,6 +310,14 @@ class Prepared:
     ranks: int = 1
 
     @property
+    def held_out(self) -> str:
+        """What held-out losses are of: those of other windows cannot be compared with them."""
+        if self.evaluate is None:
+            return ""
+        count = min(len(self.evaluate), self.config.training.evaluate_windows)
+        return f"{count} of {len(self.evaluate)} windows of {self.evaluate.corpus.identity}"
+
+    @property
     def notes(self) -> list[str]:
         """What has to be known of its conversations."""
         found = []

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -33,6 +33,7 @@ from infinity.errors import (
     InfinityError,
     MachineError,
     TransferError,
+    listed,
 )
 from infinity.files import free_bytes, sync_directory
 from infinity.huggingface.batches import shared
@@ -86,6 +87,7 @@ class Run:
         self.resume = resume
         self.ranks = ranks or find_ranks()
         self._shares_ranks = False  # with an engine, which closes them
+        self._begins = True  # nothing was trained here before
         self._left: Path | None = None  # the state of another number of ranks, until it is copied
         with self.ranks.settle("looks for a run"):
             transformers()  # told before anything is done
@@ -150,7 +152,7 @@ class Run:
         """
         prepared, directory, ranks = self.prepared, self.directory, self.ranks
         assert prepared is not None
-        begins = not directory.has_run
+        begins = self._begins = not directory.has_run
         with directory.beginning(prepared.decides()):
             with ranks.settle("builds the model"):
                 model = build(self.config, prepared.facts, prepared.engine)
@@ -186,7 +188,12 @@ class Run:
         engine.register_state("windows", reel)
         last_step = LastStep()
         engine.register_state("last_step", last_step)
-        source = self._go_on(engine, reel, prepared)
+        try:
+            source = self._go_on(engine, reel, prepared)
+        except BaseException:
+            if self._begins:
+                directory.forget()
+            raise
         if source:
             watcher.note(f"going on from {source}")
         if note := follow_steps(engine.lr_scheduler, prepared):
@@ -195,8 +202,10 @@ class Run:
             self._keep_state()
         with ranks.settle("remembers the run"):
             directory.remember(decides=prepared.decides())
-        best, done = Best(), reel.taken // prepared.windows_per_step
+        best, done = Best(prepared.held_out), reel.taken // prepared.windows_per_step
         engine.register_state("evaluations", best)  # after loading: older runs have none
+        if best.anew:
+            watcher.note("held-out data are others than before: the best of them begins anew")
         if not ranks.gather_words(directory.best.is_dir())[0]:
             best.kept, best.kept_step = math.inf, -1  # those of another directory's run
         with self._metrics(done, engine.device) as metrics:
@@ -338,7 +347,8 @@ class Run:
 
     def _state_name(self, number: int) -> str:
         """Of the n-th time that another number of ranks went on with it."""
-        name = f"{self.directory.path.name}-{self.directory.record['id']}"
+        record = self.directory.record
+        name = f"{record.get('name', self.directory.path.name)}-{record['id']}"
         return f"{name}-{number}" if number else name
 
     def _own_state(self, config: Config) -> Config:
@@ -386,7 +396,9 @@ class Run:
     def _go_on(self, engine: Engine, reel: Reel, prepared: Prepared) -> str:
         """Take up what was saved; returns where it was, empty where there is nothing."""
         if self.checkpoint is not None:
-            engine.load_checkpoint(self.checkpoint.parent, self.checkpoint.name)
+            self._load(engine, self.checkpoint, reel, prepared)
+            with self.ranks.settle("remembers where it came from"):
+                self.directory.remember(origin=str(self.checkpoint))
             return f"{self.checkpoint}; its optimizer and schedule go on as they were"
         if self.resume != AUTO:
             return ""
@@ -401,7 +413,33 @@ class Run:
         if found is not None and _step_of(found.name) > done:
             engine.load_checkpoint(found.parent, found.name)
             return str(found)
+        origin = self.directory.record.get("origin")
+        if origin and found is None and not goes_on:  # it ended before it had a checkpoint
+            self._load(engine, Path(origin), reel, prepared)
+            return str(origin)
         return f"the committed step {done}" if goes_on else ""
+
+    def _load(self, engine: Engine, checkpoint: Path, reel: Reel, prepared: Prepared) -> None:
+        """Go on from a checkpoint of another run; raises `ConfigError` for other settings."""
+        wanted = _hypers(engine)
+        told = engine.load_checkpoint(checkpoint.parent, checkpoint.name)[1] or {}
+        changed = [
+            f"{name} is {there!r} there, and {here!r} here"
+            for name, here in wanted.items()
+            if (there := _hypers(engine).get(name, here)) != here
+        ]
+        step = reel.taken // prepared.windows_per_step
+        if told.get("step", step) != step:
+            changed.append(
+                f"it is of step {told['step']}, which would be step {step} with the "
+                f"{prepared.windows_per_step} windows of a step here"
+            )
+        if changed:
+            raise ConfigError(
+                f"cannot go on from {checkpoint} with other settings: {listed(changed, 4, '; ')}",
+                because="its optimizer and its schedule go on as they were",
+                remedy="put them back; or begin anew with its weights, model.path=...",
+            )
 
     def _check_state(self, paths: Sequence[Path]) -> Path:
         """A directory of the state of a durable run, of any rank.
@@ -491,6 +529,27 @@ def _not_saved(loop: Loop, error: InfinityError, model: Path | None) -> Infinity
         because=error.because,
         remedy=f"{error.remedy or 'look at that drive'}; then --resume auto goes on from there",
     )
+
+
+def _hypers(engine: Engine) -> dict[str, Any]:
+    """The numbers of the optimizer's groups by name, but what a schedule changes."""
+    found: dict[str, Any] = {}
+    for number, group in enumerate(engine.optimizer.param_groups):
+        for name, value in group.items():
+            scheduled = engine.lr_scheduler is not None and name in _SCHEDULED
+            if name == "initial_lr":
+                name = "lr"
+            elif name in ("params", "param_names") or scheduled:
+                continue
+            found[f"{name} of group {number}" if number else name] = _as_plain(value)
+    return found
+
+
+def _as_plain(value: Any) -> Any:
+    return list(map(float, value)) if isinstance(value, list | tuple) else value
+
+
+_SCHEDULED = ("lr", "betas", "momentum")
 
 
 def _step_of(tag: str) -> int:

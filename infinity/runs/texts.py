@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from infinity.errors import ConfigError, first_lines, listed
 from infinity.huggingface.models import transformers
+from infinity.runs.directory import RUN_RECORD
 from infinity.runs.settings import BYTES
 
 T = TypeVar("T")
@@ -50,8 +51,8 @@ class Source:
 def find_sources(key: str, patterns: Sequence[str], form: str) -> list[Source]:
     """The files that files, directories and patterns name, in order and once each.
 
-    Of a directory all files with a known ending are taken, those below it as well; "hub:NAME" is
-    a dataset of the Hub. `key` is that of the configuration, for errors.
+    Of a directory all files with a known ending are taken, those below it as well, but not those of
+    a run; "hub:NAME" is a dataset of the Hub. `key` is that of the configuration, for errors.
 
     Raises one `ConfigError` that names every pattern that gives nothing.
     """
@@ -65,7 +66,12 @@ def find_sources(key: str, patterns: Sequence[str], form: str) -> list[Source]:
                 found.setdefault(pattern, Source(pattern, "hub"))
                 continue
             if path.is_dir():
-                paths = [p for p in sorted(path.rglob("*")) if _ending(p) in known]
+                runs = [record.parent for record in path.rglob(RUN_RECORD)]
+                paths = [
+                    p
+                    for p in sorted(path.rglob("*"))
+                    if _ending(p) in known and not any(map(p.is_relative_to, runs))
+                ]
                 why_none = f"no file in this directory ends in {', '.join(known)}"
             elif path.exists():
                 paths, why_none = [path], "is neither a file nor a directory"
@@ -216,6 +222,12 @@ def _rows(source: Source) -> Iterator[tuple[str, Any]]:
 def _field(where: str, row: Any, field: str, errors: str) -> str:
     if not isinstance(row, dict) or field not in row:
         keys = ", ".join(map(repr, row)) if isinstance(row, dict) else "no object"
+        if isinstance(row, list):
+            raise ConfigError(
+                f"{where} is a list",
+                because="each line is to be one object",
+                remedy="jq -c '.[]' FILE > FILE.jsonl",
+            )
         raise ConfigError(
             f"{where} has no field {field!r}: it has {keys or 'no fields'}",
             remedy="data.text_field names the field with the text; conversations have 'messages', "
@@ -257,7 +269,7 @@ class Tokenizer:
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         self.name = name
-        self.size = len(tokenizer)
+        self.size = max(tokenizer.get_vocab().values(), default=-1) + 1
         end = tokenizer.eos_token_id
         self.end: int | None = end if isinstance(end, int) else None
         self.wrapped = tokenizer

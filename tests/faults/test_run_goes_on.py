@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shlex
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -204,6 +205,16 @@ def test_metrics_and_logs_on_a_full_disk_end_nothing(
     page._console = Console(file=Full())
     page.told(vars(watcher.steps[0]))
     page.note("a line")
+
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    page = TrainPage()
+    page._console.file = Closed()  # as `2>&1 | tee log` leaves it after Ctrl-C
+    page.note("a line")
+    page.ask_to_stop(signal.SIGINT)
+    assert page.stopping
 
 
 def test_a_line_of_metrics_that_was_cut_off_ends_there(

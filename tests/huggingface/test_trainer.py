@@ -582,8 +582,9 @@ def test_a_frozen_model_is_evaluated(tmp_path: Path) -> None:
 
 
 def test_a_model_computes_in_what_most_of_it_is_in(tmp_path: Path) -> None:
-    model = llama().to(torch.bfloat16)
-    model.model.norm.float()
+    """As a base in bf16 under adapters, which peft makes in fp32."""
+    model = llama().to(torch.bfloat16).requires_grad_(False)
+    model.model.norm.float().requires_grad_(True)
     trainer = trainer_for(InfinityTrainer, tmp_path, model, {"infinity_config": {}}, max_steps=1)
     trainer.train()
     assert trainer.engine.plan.precision.name == "bf16"

@@ -35,7 +35,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from infinity.errors import EngineFailedError, MachineError, ResidencyError, TransferError
+from infinity.errors import (
+    EngineFailedError,
+    MachineError,
+    ResidencyError,
+    TransferError,
+    listed,
+)
 from infinity.model.parameters import Edit, ParameterBinding
 from infinity.offload.exchange import GradientExchange
 from infinity.offload.slots import Entry, Slot, SlotLedger, Where
@@ -67,6 +73,9 @@ class Prefetcher:
         self.entries = self.ledger.entries
         self.current = -1  # the unit in use
         self.reached: set[int] = set()  # bound, and reached for outside a call
+        self.loose: set[int] = set()  # reached for within a call, outside of their own forward
+        self.let_go: set[int] = set()  # of these, since the last step, those that were given up
+        self._demands = False  # a slot is needed now, not for later
         self.failure: BaseException | None = None
         self._proved: set[tuple[int, bool]] = set()  # units whose first forward was looked at
         units = range(len(plan.units))
@@ -274,6 +283,13 @@ class Prefetcher:
         slot_class = self.class_of(unit)
         if slot_class is None:
             return
+        self._demands = True
+        try:
+            self._free_one(unit, slot_class)
+        finally:
+            self._demands = False
+
+    def _free_one(self, unit: int, slot_class: int) -> None:
         entry, looked_again = self.entries[unit], False
         while entry.slot is None and not self.num_free(slot_class):
             # One of its own class first, as the forecast has it; then whatever is large enough.
@@ -424,6 +440,7 @@ class Prefetcher:
         Raises the first `ResidencyError` of an edited parameter, after all units are pending.
         """
         edited: ResidencyError | None = None
+        self.let_go.clear()
         for unit in units:
             if self.entries[unit].where is Where.FETCHING:
                 try:
@@ -512,6 +529,7 @@ class Prefetcher:
         """
         self.transfers.device.synchronize()
         self.current, self.retries = -1, False
+        self.loose.clear()
         for unit, entry in enumerate(self.entries):
             entry.entered = 0
             if entry.bound:
@@ -546,15 +564,20 @@ class Prefetcher:
         return len(self.ledger.free_slots(slot_class))
 
     def evictable(self, slot_class: int) -> Collection[int]:
-        """Units resident in slots of the class that no forward is inside of."""
-        found = []
+        """Units resident in slots of the class that no forward is inside of.
+
+        Nobody says when what was reached for by name, as `w = self.a.weight`, is done with: such a
+        unit goes for one that is needed now, and where no other can.
+        """
+        found: list[int] = []
+        loose: list[int] = []
         for slot in self.ledger.slots:
             unit = slot.owner
             if slot.slot_class == slot_class and unit is not None and unit != self.current:
                 entry = self.entries[unit]
                 if entry.where is Where.RESIDENT and not entry.entered:
-                    found.append(unit)
-        return found
+                    (loose if unit in self.loose else found).append(unit)
+        return found or (loose if self._demands else [])
 
     def evict(self, unit: int) -> bool:
         """Give up the unit's slot; False if something still refers to its weights."""
@@ -562,6 +585,8 @@ class Prefetcher:
         assert slot is not None
         if self.entries[unit].num_aliases > 0:
             return False
+        if unit in self.loose:
+            self.let_go.add(unit)
         try:
             self.give_up(unit)
         finally:  # an edited parameter is gone all the same
@@ -582,9 +607,12 @@ class Prefetcher:
     def no_slot(self, unit: int, slot_class: int) -> ResidencyError:
         """The error that says who holds all slots the unit could use."""
         name = self.plan.units[unit].name
+        because = "tensors that share memory with lent-out weights are still alive"
+        if inside := [self.plan.units[u].name for u, e in enumerate(self.entries) if e.entered]:
+            because += f", or forwards within one another need several: {listed(inside, 4)}"
         return ResidencyError(
             f"no slot is free for unit {name!r}: {self.ledger.holders(slot_class)}",
-            because="tensors that share memory with lent-out weights are still alive",
+            because=because,
             remedy="drop graphs and aliases you do not need, or raise prefetch_units (more slots)",
         )
 
@@ -677,6 +705,7 @@ class Prefetcher:
         first `ResidencyError` of an edited parameter, after all are offloaded.
         """
         error = None
+        self.loose.clear()
         for unit, entry in enumerate(self.entries):
             if entry.bound and (reached or unit not in self.reached):
                 error = self.release(unit) or error

@@ -445,10 +445,22 @@ class Stepper:
                 f"finite; first in {culprits[0]!r}",
                 because="the loss is NaN or infinite, or the learning rate diverged, or an "
                 "autograd.Function keeps a weight in ctx without ctx.save_for_backward"
+                + self._held_too_long()
                 + (f", or the loss scale {before.scale:g} is too large" if before else ""),
                 remedy="lower the learning rate, or look at the loss and the data"
                 + ("; or leave loss_scale.value out: then the scale is found" if before else ""),
             )
+
+    def _held_too_long(self) -> str:
+        """Of weights that were given up while a forward may have had them by name, in words."""
+        prefetcher = self._prefetcher
+        names = [prefetcher.plan.units[unit].name for unit in sorted(prefetcher.let_go)]
+        if not names:
+            return ""
+        return (
+            f", or weights of {listed(names, 3)}, which a forward reached for by name, were used "
+            "when they had been given up for others (raise prefetch_units, or use each at once)"
+        )
 
     def _say_skipped(self, before: ScaleState | None, culprits: Sequence[str]) -> None:
         """Warn once in a row of skipped steps, when it is no search for the loss scale any more."""
@@ -459,7 +471,8 @@ class Stepper:
         scale = f", at a loss scale of {before.scale:g}" if before else ""
         warnings.warn(
             f"{what} skipped: gradients are not finite, first that of {culprits[0]!r}{scale}; "
-            "weights stay as they were. Look at the loss and the data of this batch; the next "
+            "weights stay as they were. Look at the loss and the data of this batch"
+            f"{self._held_too_long()}; the next "
             "warning comes after a step that was not skipped",
             InfinityWarning,
             stacklevel=5,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import small
 from support.fake_accelerator import FakeAccelerator
 from support.grids import diagonal
 from support.models import CASES, LENGTH, VOCAB, Batch, Block, Checkpointing
@@ -21,8 +23,10 @@ from support.trainer import (
     train_exactly,
 )
 from torch import Tensor, nn
+from torch.nn import functional
 
-from infinity.errors import InfinityError, TrainingError
+import infinity
+from infinity.errors import InfinityError, InfinityWarning, TrainingError
 
 DISK = ("disk", "disk", "disk")
 PLACES = [
@@ -144,6 +148,49 @@ def test_conjugated_weights(place: Any) -> None:
         backward(model(ids(1)))
 
     assert_same(engine_gradients(spectral, use, place), plain_gradients(spectral, use))
+
+
+class Holding(nn.Module):
+    """Reaches for weights by name, and uses them when others have been used: as many as `count`."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, small.WIDTH)
+        self.blocks = nn.ModuleList([small.Block(small.WIDTH) for _ in range(6)])
+        self.count = count
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        held = [block.up.weight for block in self.blocks[: self.count]]
+        for block in self.blocks:
+            x = block(x)
+        for weight in held:
+            x = x + functional.linear(x, weight)[..., : small.WIDTH] * (weight > 0).float().mean()
+        return x.square().mean()
+
+
+def holding() -> nn.Module:
+    torch.manual_seed(0)
+    return Holding(1)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_weights_that_are_held_while_others_are_used(place: Any) -> None:
+    def use(model: Callable[..., Any], backward: Callable[..., Any]) -> None:
+        backward(model(ids(1)))
+
+    assert_same(engine_gradients(holding, use, place), plain_gradients(holding, use))
+
+
+def test_more_weights_are_held_than_there_are_slots(tmp_path: Path) -> None:
+    """They are placeholders by then, and it is said where the loss shows it."""
+    torch.manual_seed(0)
+    given = small.settings(tmp_path, small.ON_DISK, prefetch_units=1)
+    engine, *_ = infinity.initialize(Holding(5), given)
+    with engine:
+        engine.backward(engine(ids(1)))
+        with pytest.warns(InfinityWarning, match=r"or weights of blocks\.0, .*raise prefetch_uni"):
+            engine.step()
 
 
 @pytest.mark.parametrize("place", diagonal(PLACES), ids=str)

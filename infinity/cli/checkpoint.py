@@ -102,7 +102,8 @@ def _durable_runs(root: Path) -> list[Path]:
     Of several ranks it is one of the first's.
     """
     found: dict[object, Path] = {}
-    runs = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    places = (path for path in root.iterdir() if path.is_dir()) if root.is_dir() else ()
+    runs = sorted({*places} - {*ranks_below(root).values()})
     ranks = [list(ranks_below(place).values())[:1] for place in (root, *runs)]
     for place in dict.fromkeys((root, *runs, *chain(*ranks))):
         for path, record in durable_records(place).items():

@@ -35,13 +35,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from infinity.errors import (
-    EngineFailedError,
-    MachineError,
-    ResidencyError,
-    TransferError,
-    listed,
-)
+from infinity.errors import EngineFailedError, MachineError, ResidencyError, TransferError
 from infinity.model.parameters import Edit, ParameterBinding
 from infinity.offload.exchange import GradientExchange
 from infinity.offload.slots import Entry, Slot, SlotLedger, Where
@@ -75,7 +69,6 @@ class Prefetcher:
         self.reached: set[int] = set()  # bound, and reached for outside a call
         self.loose: set[int] = set()  # reached for within a call, outside of their own forward
         self.let_go: set[int] = set()  # of these, since the last step, those that were given up
-        self._demands = False  # a slot is needed now, not for later
         self.failure: BaseException | None = None
         self._proved: set[tuple[int, bool]] = set()  # units whose first forward was looked at
         units = range(len(plan.units))
@@ -283,13 +276,6 @@ class Prefetcher:
         slot_class = self.class_of(unit)
         if slot_class is None:
             return
-        self._demands = True
-        try:
-            self._free_one(unit, slot_class)
-        finally:
-            self._demands = False
-
-    def _free_one(self, unit: int, slot_class: int) -> None:
         entry, looked_again = self.entries[unit], False
         while entry.slot is None and not self.num_free(slot_class):
             # One of its own class first, as the forecast has it; then whatever is large enough.
@@ -564,20 +550,15 @@ class Prefetcher:
         return len(self.ledger.free_slots(slot_class))
 
     def evictable(self, slot_class: int) -> Collection[int]:
-        """Units resident in slots of the class that no forward is inside of.
-
-        Nobody says when what was reached for by name, as `w = self.a.weight`, is done with: such a
-        unit goes for one that is needed now, and where no other can.
-        """
-        found: list[int] = []
-        loose: list[int] = []
+        """Units resident in slots of the class that no forward is inside of."""
+        found = []
         for slot in self.ledger.slots:
             unit = slot.owner
             if slot.slot_class == slot_class and unit is not None and unit != self.current:
                 entry = self.entries[unit]
                 if entry.where is Where.RESIDENT and not entry.entered:
-                    (loose if unit in self.loose else found).append(unit)
-        return found or (loose if self._demands else [])
+                    found.append(unit)
+        return found
 
     def evict(self, unit: int) -> bool:
         """Give up the unit's slot; False if something still refers to its weights."""
@@ -607,12 +588,10 @@ class Prefetcher:
     def no_slot(self, unit: int, slot_class: int) -> ResidencyError:
         """The error that says who holds all slots the unit could use."""
         name = self.plan.units[unit].name
-        because = "tensors that share memory with lent-out weights are still alive"
-        if inside := [self.plan.units[u].name for u, e in enumerate(self.entries) if e.entered]:
-            because += f", or forwards within one another need several: {listed(inside, 4)}"
         return ResidencyError(
             f"no slot is free for unit {name!r}: {self.ledger.holders(slot_class)}",
-            because=because,
+            because="tensors that share memory with lent-out weights are still alive, or more "
+            "forwards within one another are under way than there are slots",
             remedy="drop graphs and aliases you do not need, or raise prefetch_units (more slots)",
         )
 

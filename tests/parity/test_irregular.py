@@ -151,46 +151,36 @@ def test_conjugated_weights(place: Any) -> None:
 
 
 class Holding(nn.Module):
-    """Reaches for weights by name, and uses them when others have been used: as many as `count`."""
+    """Reaches for a weight by name, and uses it when others have been used."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, small.WIDTH)
         self.blocks = nn.ModuleList([small.Block(small.WIDTH) for _ in range(6)])
-        self.count = count
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        held = [block.up.weight for block in self.blocks[: self.count]]
+        held = self.blocks[0].up.weight
         for block in self.blocks:
             x = block(x)
-        for weight in held:
-            x = x + functional.linear(x, weight)[..., : small.WIDTH] * (weight > 0).float().mean()
-        return x.square().mean()
+        return functional.linear(x, held).square().mean()
 
 
-def holding() -> nn.Module:
+def test_a_weight_that_is_held_while_others_are_used(tmp_path: Path) -> None:
+    """It is a placeholder by then, and it is said where the loss shows it; slots enough help."""
     torch.manual_seed(0)
-    return Holding(1)
-
-
-@pytest.mark.parametrize("place", PLACES, ids=str)
-def test_weights_that_are_held_while_others_are_used(place: Any) -> None:
-    def use(model: Callable[..., Any], backward: Callable[..., Any]) -> None:
-        backward(model(ids(1)))
-
-    assert_same(engine_gradients(holding, use, place), plain_gradients(holding, use))
-
-
-def test_more_weights_are_held_than_there_are_slots(tmp_path: Path) -> None:
-    """They are placeholders by then, and it is said where the loss shows it."""
-    torch.manual_seed(0)
-    given = small.settings(tmp_path, small.ON_DISK, prefetch_units=1)
-    engine, *_ = infinity.initialize(Holding(5), given)
+    given = small.settings(tmp_path, small.ON_DISK, prefetch_units=0)
+    engine, *_ = infinity.initialize(Holding(), given)
     with engine:
         engine.backward(engine(ids(1)))
         with pytest.warns(InfinityWarning, match=r"or weights of blocks\.0, .*raise prefetch_uni"):
             engine.step()
+    model = Holding()
+    engine, *_ = infinity.initialize(model, given | {"prefetch_units": 8})
+    with engine:
+        engine.backward(engine(ids(1)))
+        engine.step()
+        assert not engine.last_report.skipped
 
 
 @pytest.mark.parametrize("place", diagonal(PLACES), ids=str)

@@ -590,8 +590,7 @@ class Prefetcher:
         name = self.plan.units[unit].name
         return ResidencyError(
             f"no slot is free for unit {name!r}: {self.ledger.holders(slot_class)}",
-            because="tensors that share memory with lent-out weights are still alive, or more "
-            "forwards within one another are under way than there are slots",
+            because="tensors that share memory with lent-out weights, or forwards, go on in all",
             remedy="drop graphs and aliases you do not need, or raise prefetch_units (more slots)",
         )
 

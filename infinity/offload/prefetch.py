@@ -590,7 +590,7 @@ class Prefetcher:
         name = self.plan.units[unit].name
         return ResidencyError(
             f"no slot is free for unit {name!r}: {self.ledger.holders(slot_class)}",
-            because="tensors that share memory with lent-out weights, or forwards, go on in all",
+            because="tensors share memory with lent-out weights, or forwards in forwards need several",
             remedy="drop graphs and aliases you do not need, or raise prefetch_units (more slots)",
         )
 

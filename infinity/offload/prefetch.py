@@ -590,7 +590,7 @@ class Prefetcher:
         name = self.plan.units[unit].name
         return ResidencyError(
             f"no slot is free for unit {name!r}: {self.ledger.holders(slot_class)}",
-            because="tensors share memory with lent-out weights, or forwards lie too deep in others",
+            because="tensors share memory with lent-out weights, or forwards lie deep in others",
             remedy="drop graphs and aliases you do not need, or raise prefetch_units (more slots)",
         )
 

@@ -21,7 +21,7 @@ import lightning
 import lightning_module as example
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from infinity.errors import CheckpointError, ConfigError
+from infinity.errors import CheckpointError, ConfigError, InfinityWarning
 from infinity.lightning import InfinityStrategy
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -82,6 +82,49 @@ def test_a_fit_is_that_of_lightning(tmp_path: Path) -> None:
     torch.testing.assert_close(
         ours.lightning_module.eval()(x), theirs.lightning_module.eval()(x), rtol=0, atol=1e-4
     )
+
+
+class Chained(example.Classifier):  # type: ignore[misc]
+    """A warm-up and then a decay, as one schedule of two; and a norm that changes to none."""
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        schedules = torch.optim.lr_scheduler
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        parts = [
+            schedules.LinearLR(optimizer, 0.1, total_iters=3),
+            schedules.ExponentialLR(optimizer, 0.9),
+        ]
+        schedule = schedules.SequentialLR(optimizer, parts, [3])
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        norm = 0.01 if self.global_step < 4 else 0.0
+        self.clip_gradients(optimizer, gradient_clip_val=norm, gradient_clip_algorithm="norm")
+
+
+def test_schedules_within_a_schedule_and_a_norm_that_changes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    _, expected = run("auto", Chained(), gradient_clip_val=None)
+    torch.manual_seed(0)
+    strategy = strategy_on(tmp_path)
+    _, found = run(strategy, Chained(), gradient_clip_val=None)
+    strategy.close()
+    assert len(set(found.rates)) > 3
+    assert found.rates == expected.rates
+    assert found.losses == pytest.approx(expected.losses, rel=2e-5)
+
+
+def test_a_checkpoint_of_another_strategy_has_no_moments_for_an_engine(tmp_path: Path) -> None:
+    keeps = ModelCheckpoint(tmp_path, save_last=True)
+    run("auto", max_epochs=1, callbacks=[keeps], enable_checkpointing=True)
+    strategy = strategy_on(tmp_path)
+    with pytest.warns(InfinityWarning, match="the optimizer starts anew"):
+        trainer, _ = run(strategy, resume=tmp_path / "last.ckpt", max_epochs=2)
+    strategy.close()
+    assert trainer.global_step == 6
 
 
 def test_a_run_that_is_resumed_has_the_same_bits(tmp_path: Path) -> None:

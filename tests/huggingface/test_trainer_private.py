@@ -115,5 +115,5 @@ def test_the_parts_of_training_that_never_run_here() -> None:
         "return model, train_dataloader",
     ):
         assert line in source
-    assert len(source.splitlines()) < 110
+    assert len(source.splitlines()) < 115  # 5.24 has more of FSDP
     assert "self.deepspeed" in inspect.getsource(hf.TrainingArguments.__post_init__)

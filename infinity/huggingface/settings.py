@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections import Counter
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -73,9 +73,8 @@ def choose_instance(config: Config, given: torch.optim.Optimizer, *, named: bool
             remedy="leave optimizer.type out of the configuration, or give no object",
         )
     refuse_hooks(given)
-    if any(
-        float(state.get("step", 1)) > 0 for state in given.state.values()
-    ):  # Adagrad begins at 0
+    # Adagrad has state from the beginning, at step 0.
+    if any(float(state.get("step", 1)) > 0 for state in given.state.values()):
         raise ConfigError(
             f"{type(given).__name__} was given with state of {len(given.state)} parameters",
             because="it has stepped; its state cannot be taken over",

@@ -31,7 +31,7 @@ from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.cuda import CudaKernels
 from infinity.optim.moments import BESIDE, Moment
 from infinity.optim.offloaded import OffloadedOptimizer, optimizer_method
-from infinity.optim.update import BuiltInRule
+from infinity.optim.update import BuiltInRule, step_count
 from infinity.plan.machine import read_machine
 from infinity.rules import RULES, AdamW, Hyper, twin_of
 
@@ -60,7 +60,7 @@ class _Views:
         self.rest = rest
         self.moments = [Moment(state[name].view(-1)) for name in AdamW.state_names]
         if not isinstance(state["step"], Tensor) or not state["step"].is_cpu:
-            state["step"] = _count(float(state["step"]))
+            state["step"] = step_count(state["step"])
         self.count = state["step"].numpy()  # the same memory
         self.state = tuple(state.values())
 
@@ -76,11 +76,6 @@ class _Views:
             and len(state) == len(self.state)
             and all(map(is_, state.values(), self.state))
         )
-
-
-def _count(steps: float) -> Tensor:
-    """As torch keeps it, whatever its defaults for new tensors are."""
-    return torch.tensor(steps, dtype=torch.float32, device="cpu")
 
 
 class _Adam(torch.optim.Optimizer):
@@ -269,7 +264,7 @@ class _Adam(torch.optim.Optimizer):
             )
         self._check(parameter)
         if not state:
-            state["step"] = _count(0.0)
+            state["step"] = step_count(0)
             for name in AdamW.state_names:
                 state[name] = torch.zeros_like(parameter, dtype=torch.float32)
         rest = self._rest(parameter, state) if self.master else None
@@ -422,7 +417,7 @@ def _taken_state(parameter: Tensor, given: Mapping[str, Any], master: bool) -> _
                 because="another optimizer that loaded the state has converted it",
                 remedy=f"delete {rest!r} from the state: the master begins at the parameter",
             )
-    state: _State = {"step": _count(float(given["step"]))}
+    state: _State = {"step": step_count(given["step"])}
     for name, dtype in names.items():
         if given[name].shape != parameter.shape:
             raise ConfigError(

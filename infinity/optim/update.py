@@ -245,11 +245,7 @@ class KernelUpdater:
 
         SGD's buffer is there from its first step with momentum on, as torch's is.
         """
-        state: dict[str, Any] = (
-            {"step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
-            if hyper.counts
-            else {}
-        )
+        state: dict[str, Any] = {"step": step_count(step)} if hyper.counts else {}
         if hyper.switch:
             kept = moments if parameter in self._begun else ()
         else:
@@ -259,6 +255,11 @@ class KernelUpdater:
             self.kernels.decode(moment, values, signed=not unsigned)
             state[name] = values.view(shape)
         return state
+
+
+def step_count(steps: Any) -> Tensor:
+    """A count of steps as torch keeps it, whatever its defaults for new tensors are."""
+    return torch.tensor(float(steps), dtype=torch.float32, device="cpu")
 
 
 def rounding_key(seed: int, name: str, step: int) -> int:

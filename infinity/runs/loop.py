@@ -352,7 +352,7 @@ class Loop:
         """The mean loss of the first held-out windows over their tokens, and how many windows."""
         prepared, windows, ranks = self.prepared, self.prepared.evaluate, self.engine.ranks
         assert windows is not None
-        count = min(len(windows), prepared.config.training.evaluate_windows)
+        count = prepared.num_evaluated
         batches = [
             range(first, min(first + prepared.micro_batch, count))
             for first in range(0, count, prepared.micro_batch)

@@ -310,12 +310,18 @@ class Prepared:
     ranks: int = 1
 
     @property
+    def num_evaluated(self) -> int:
+        """Held-out windows that an evaluation looks at, the first."""
+        assert self.evaluate is not None
+        return min(len(self.evaluate), self.config.training.evaluate_windows)
+
+    @property
     def held_out(self) -> str:
         """What held-out losses are of: those of other windows cannot be compared with them."""
         if self.evaluate is None:
             return ""
-        count = min(len(self.evaluate), self.config.training.evaluate_windows)
-        return f"{count} of {len(self.evaluate)} windows of {self.evaluate.corpus.identity}"
+        windows = self.evaluate
+        return f"{self.num_evaluated} of {len(windows)} windows of {windows.corpus.identity}"
 
     @property
     def notes(self) -> list[str]:

@@ -67,6 +67,7 @@ from infinity.storage.cuda import find_device
 from infinity.storage.run_dir import durable_records, ranks_below, run_records
 
 NEVER = "never"
+_SCHEDULED = ("lr", "betas", "momentum")  # entries of a group that a schedule may change
 _WAITS_S = 60.0  # for the first rank, until that says that it is at work
 OTHER = Path("/other/drive")  # what people put their own in the place of
 _HEADING = """\
@@ -152,7 +153,7 @@ class Run:
         """
         prepared, directory, ranks = self.prepared, self.directory, self.ranks
         assert prepared is not None
-        begins = self._begins = not directory.has_run
+        self._begins = not directory.has_run
         with directory.beginning(prepared.decides()):
             with ranks.settle("builds the model"):
                 model = build(self.config, prepared.facts, prepared.engine)
@@ -162,7 +163,7 @@ class Run:
             engine, _, _, _ = initialize(model, config, progress=progress, ranks=ranks)
             try:
                 with ranks.settle("looks for room"):
-                    self._look_for_room(engine.plan, begins, watcher)
+                    self._look_for_room(engine.plan, watcher)
             except BaseException:
                 engine.close()
                 raise
@@ -241,7 +242,7 @@ class Run:
         save_pretrained(engine, place, tokenizer=self.prepared.tokenizer, dtype=dtype)
         return place
 
-    def _look_for_room(self, plan: Plan, begins: bool, watcher: Watcher) -> None:
+    def _look_for_room(self, plan: Plan, watcher: Watcher) -> None:
         """Tell where checkpoints will not fit beside each other; a run must not begin without one.
 
         The state on disk has its place already. Raises `DoesNotFitError`.
@@ -256,7 +257,7 @@ class Run:
             f"{place}: a checkpoint takes {format_size(each)}, and {format_size(free)} are free "
             "there"
         )
-        if begins and free < each:
+        if self._begins and free < each:
             raise DoesNotFitError(
                 what,
                 because=f"{format_size(each - free)} are missing, and without one nothing can go "
@@ -264,7 +265,7 @@ class Run:
                 remedy="run_dir=... on another drive, or room there; with engine.nvme_path also "
                 "engine.durable=true: the state on disk is the checkpoint",
             )
-        if begins and free < count * each:
+        if self._begins and free < count * each:
             watcher.note(
                 f"{what}: there are {count} while one is written (training.keep_last: "
                 f"{training.keep_last}); those that do not fit are told, and tried again"
@@ -421,12 +422,13 @@ class Run:
 
     def _load(self, engine: Engine, checkpoint: Path, reel: Reel, prepared: Prepared) -> None:
         """Go on from a checkpoint of another run; raises `ConfigError` for other settings."""
-        wanted = _hypers(engine)
+        here = _hypers(engine)
         told = engine.load_checkpoint(checkpoint.parent, checkpoint.name)[1] or {}
+        there = _hypers(engine)
         changed = [
-            f"{name} is {there!r} there, and {here!r} here"
-            for name, here in wanted.items()
-            if (there := _hypers(engine).get(name, here)) != here
+            f"{name} is {there[name]!r} there, and {value!r} here"
+            for name, value in here.items()
+            if there.get(name, value) != value
         ]
         step = reel.taken // prepared.windows_per_step
         if told.get("step", step) != step:
@@ -547,9 +549,6 @@ def _hypers(engine: Engine) -> dict[str, Any]:
 
 def _as_plain(value: Any) -> Any:
     return list(map(float, value)) if isinstance(value, list | tuple) else value
-
-
-_SCHEDULED = ("lr", "betas", "momentum")
 
 
 def _step_of(tag: str) -> int:

@@ -27,7 +27,7 @@ from infinity.heap import return_freed_memory
 from infinity.model.meta_init import Origins
 from infinity.model.parameters import ParameterMap, engine_of
 from infinity.model.shapes import Target, target_of
-from infinity.model.torch_private import storage_address
+from infinity.model.torch_private import has_memory, storage_address
 from infinity.optim.adapter import AdapterRule
 from infinity.optim.adapter_probe import OptimizerMaker, open_adapter
 from infinity.optim.offloaded import OffloadedOptimizer, refuse_hooks
@@ -72,8 +72,7 @@ def check_model(model: nn.Module) -> None:
                 f"parameter {name!r} has no shape yet",
                 remedy="pass a batch through the model before initialize()",
             )
-        there = parameter.is_meta or not parameter.numel() or storage_address(parameter)
-        if type(parameter) is nn.Parameter and not there:
+        if type(parameter) is nn.Parameter and not has_memory(parameter):
             raise ConfigError(
                 f"parameter {name!r} has no memory",
                 because="its .data was taken from a weight that is still in a file",

@@ -50,6 +50,17 @@ def forget_flat_weights(model: nn.Module) -> None:
             module._flat_weight_refs = [None] * len(module._flat_weight_refs)
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the tensor's memory may be read, or is known not to be there: on meta, also where
+    `Init` has it say that it is on the CPU, an address is 0.
+    """
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
 def top_saved_tensors_hooks() -> SavedTensorHooks | None:
     """The innermost active (pack, unpack) pair of this thread, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)

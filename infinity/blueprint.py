@@ -393,6 +393,7 @@ def plan_for(
         rates=rates,
         stored=run.stored if run is not None else None,
         rank=ranks.rank,
+        nodes=ranks.num_nodes,
         may_share=config.placement.shared is not False and can_share(ranks),
     )
     if plan.micro_batches > 1 and any(unit.is_block for unit in plan.units):

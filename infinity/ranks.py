@@ -91,7 +91,8 @@ class Ranks(ABC):
     def all_gather(self, whole: Tensor, *, beside: bool = False) -> Work:
         """Start to fill `whole`, as many equal parts as ranks, of which this rank's is there.
 
-        It moves `beside` compute and meetings, or is one of these.
+        It moves `beside` compute and meetings, or is one of these. In host memory it may be a
+        matrix of which only the rows, the parts, are contiguous.
         """
 
     @abstractmethod
@@ -333,8 +334,9 @@ class TorchRanks(Ranks):
     def among(self, sets: Sequence[Sequence[int]]) -> Ranks:
         """See `Ranks`."""
         found, new = copy.copy(self), self._dist.new_group
+        patience = _patience(self._dist.group.WORLD)
         for members in sets:  # all ranks make all groups, in one order
-            group, host = new(members), new(members, backend="gloo")
+            group, host = new(members), new(members, backend="gloo", timeout=patience)
             if self.rank in members:
                 found._group, found._host, found._members = group, host, members
         found.rank = found.local_rank = found._members.index(self.rank)
@@ -346,8 +348,10 @@ class TorchRanks(Ranks):
         """See `Ranks`."""
         parts, dist = whole.view(self.count, -1), self._dist
         group = self._beside(whole) if beside else self._host
-        if (self._gloo or group is self._host) and parts[0].nbytes >= _IN_PLACE_BYTES:
-            # Gloo's own fills memory that is taken anew each time, and copies that to `whole`.
+        many = parts[0].nbytes >= _IN_PLACE_BYTES or not whole.is_contiguous()
+        if many and (self._gloo or group is self._host):
+            # Gloo's own fills memory that is taken anew each time, and copies that to `whole`; and
+            # wants it to be contiguous.
             send = dist.broadcast
             return self._start(
                 *(
@@ -356,7 +360,8 @@ class TorchRanks(Ranks):
                 )
             )
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name
-        return self._start(partial(gather, whole, parts[self.rank], group, async_op=True))
+        flat = whole.view(-1)
+        return self._start(partial(gather, flat, parts[self.rank], group, async_op=True))
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
         """See `Ranks`."""

@@ -67,7 +67,7 @@ class MemoryWatch:
         self._model = ActivationModel(plan.units, lookups=target.lookups, heads=target.heads)
         self._cuda = device.torch_device if device.torch_device.type == "cuda" else None
         self._budget = budget
-        self._others = (plan.ranks - 1) * plan.shared_bytes
+        self._others = (plan.ranks // plan.nodes - 1) * plan.shared_bytes
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._reserved_before = PROCESS.ram()
         self._next_s = 0.0

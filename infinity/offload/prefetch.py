@@ -158,26 +158,34 @@ class Prefetcher:
         Raises `TrainingError` where another rank uses another unit, or failed.
         """
         entry, ready, next_units = self.entries[unit], exchange.ready(), self._next_in_slots()
-        words = [2 * other + self._is_whole(other) for other in next_units]
+        words = [_HAVE * other + self._has(other) for other in next_units]
         words += [_NOTHING] * (_MAX_AHEAD - len(words))
-        told = self.ranks.meet(self._using(unit), not self._is_whole(unit), ready, *words)
+        told = self.ranks.meet(self._using(unit), self._has(unit), ready, *words)
         # Until all is started that they agreed on, nothing may fail on one rank alone.
-        if any(missing for missing, *_ in told):
-            self._gather(unit)
-        ahead = [{word // 2: word % 2 for word in words if word >= 0} for _, _, *words in told]
+        arrived = self._gather(unit, [has for has, *_ in told])
+        ahead = [{w // _HAVE: w % _HAVE for w in words if w >= 0} for _, _, *words in told]
         for other in ahead[0]:
-            if all(other in theirs for theirs in ahead) and not all(t[other] for t in ahead):
-                self._gather(other)
+            if all(other in theirs for theirs in ahead):
+                self._gather(other, [theirs[other] for theirs in ahead])
         exchange.send_ready([theirs for _, theirs, *_ in told])
+        if not arrived:
+            assert self.store.shared is not None
+            self.store.shared.settle(unit)
+            self.ranks.meet(f"shares unit {self.plan.units[unit].name!r}")
+            self._gather(unit, [_HERE])
         if entry.gathering is not None:
             self.transfers.device.compute_wait(entry.gathering)
         entry.gathered, entry.gathering = True, None
         self.ledger.dequantise(unit)
 
-    def _is_whole(self, unit: int) -> bool:
-        """Whether the unit's slot holds all ranks' shards, or will soon."""
+    def _has(self, unit: int) -> int:
+        """Whether the unit's slot holds all ranks' shards, or will soon; or they can be gathered,
+        or those of other nodes have to come first.
+        """
         entry = self.entries[unit]
-        return entry.gathered or entry.gathering is not None
+        if entry.gathered or entry.gathering is not None:
+            return _WHOLE
+        return _HERE if self.store.is_here(unit) else _OWN
 
     def _next_in_slots(self) -> list[int]:
         """Units that come next and whose shard, at least, is in a slot."""
@@ -196,13 +204,21 @@ class Prefetcher:
                 found.append(unit)
         return found
 
-    def _gather(self, unit: int) -> None:
-        """Start to fill the unit's slot with what the other ranks keep; all start it now."""
+    def _gather(self, unit: int, told: Collection[int]) -> bool:
+        """Start to fill the unit's slot with what the other ranks keep, if one lacks it; all start
+        it now. Where shards of other nodes have to come first they are asked for: False.
+        """
+        if min(told) == _WHOLE:
+            return True
+        if min(told) == _OWN:
+            self.store.bring(unit)
+            return False
         entry = self.entries[unit]
         assert entry.slot is not None
         whole = entry.slot.alias()  # torch's threads may refer to it after the end
         gathering = self.store.gather(unit, whole, entry.ready)
         entry.gathering = together([e for e in (entry.gathering, gathering) if e is not None])
+        return True
 
     def _end_gather(self, entry: Entry) -> None:
         """Wait for what is being gathered, and is not wanted any more."""
@@ -281,16 +297,16 @@ class Prefetcher:
             # One of its own class first, as the forecast has it; then whatever is large enough.
             if access_order.make_slot_free(self, slot_class, self._distance):
                 return
-            if self.free_slot(unit) is not None:
+            if self.ledger.free_slot(unit) is not None:
                 return
             if any(
                 access_order.make_slot_free(self, wider, self._distance) or self._call_off(wider)
                 for wider in range(slot_class, -1, -1)
             ):
                 return
-            if not self.pass_fills(slot_class):
+            if not self.ledger.pass_fills(slot_class):
                 if looked_again:
-                    raise self.no_slot(unit, slot_class)
+                    raise self.ledger.no_slot(unit, slot_class)
                 looked_again = True
                 self.changed.wait(_LOOK_AGAIN_S)
                 continue
@@ -388,7 +404,7 @@ class Prefetcher:
     def fetch(self, unit: int, priority: Priority = Priority.NORMAL) -> None:
         """Start bringing the unit's weights from where they rest into a free slot."""
         with self.changed:
-            slot = self.free_slot(unit)
+            slot = self.ledger.free_slot(unit)
             assert slot is not None
             residency = self.ledger.assign(unit, slot)
             entry = self.ledger.move(unit, Where.FETCHING)
@@ -443,6 +459,7 @@ class Prefetcher:
                     except ResidencyError as error:
                         edited = edited or error
                 self.ledger.move(unit, Where.PENDING)
+                self.store.stale(unit)
             self.paced = True
         self.current = -1
         if edited is not None:
@@ -485,7 +502,7 @@ class Prefetcher:
                 assert slot_class is not None
                 free = self.ledger.free_slots(slot_class)
                 if not free and self.demand == unit:
-                    wide = self.free_slot(unit)
+                    wide = self.ledger.free_slot(unit)
                     free = [wide] if wide is not None else []
                 if free:
                     return free[0], self.ledger.assign(unit, free[0])
@@ -574,35 +591,6 @@ class Prefetcher:
             self.ledger.move(unit, Where.OFFLOADED)
         # Another thread that looks at our frames keeps their views for a moment longer.
         return slot.is_free()
-
-    def free_slot(self, unit: int) -> Slot | None:
-        """A free slot of the unit's class, else of a wider one."""
-        slot_class = self.class_of(unit)
-        assert slot_class is not None
-        for wider in range(slot_class, -1, -1):
-            free = self.ledger.free_slots(wider)
-            if free:
-                return free[0]
-        return None
-
-    def no_slot(self, unit: int, slot_class: int) -> ResidencyError:
-        """The error that says who holds all slots the unit could use."""
-        name = self.plan.units[unit].name
-        return ResidencyError(
-            f"no slot is free for unit {name!r}: {self.ledger.holders(slot_class)}",
-            because="tensors share memory with lent-out weights, or forwards lie deep in others",
-            remedy="drop graphs and aliases you do not need, or raise prefetch_units (more slots)",
-        )
-
-    def pass_fills(self, slot_class: int) -> bool:
-        """Whether new weights are on their way into a slot that would do."""
-        return any(
-            slot.slot_class is not None
-            and slot.slot_class <= slot_class
-            and slot.owner is not None
-            and self.is_pending(slot.owner)
-            for slot in self.ledger.slots
-        )
 
     def bind(self, unit: int) -> None:
         """Make the parameters of a unit that is resident views of its slot.
@@ -757,4 +745,5 @@ class Prefetcher:
 
 _MAX_AHEAD = NOTES - 2  # units that a meeting tells of beside the one in use
 _NOTHING = -1  # instead of one
+_OWN, _HERE, _WHOLE, _HAVE = range(4)  # see `_has`
 _LOOK_AGAIN_S = 0.1  # a slot is free when nothing refers to it any more, which nobody tells

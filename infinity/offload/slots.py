@@ -24,6 +24,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from infinity.errors import ResidencyError
 from infinity.formats import FrozenFormat
 from infinity.model.quantised import dequantise
 from infinity.model.torch_private import storage_use_count
@@ -168,6 +169,23 @@ class SlotLedger:
         """Slots of one class in which a residency may begin."""
         return [s for s in self.slots if s.slot_class == slot_class and s.is_free()]
 
+    def free_slot(self, unit: int) -> Slot | None:
+        """A free slot of the unit's class, else of a wider one."""
+        slot_class = self.class_of[unit]
+        assert slot_class is not None
+        free = (slot for wider in range(slot_class, -1, -1) for slot in self.free_slots(wider))
+        return next(free, None)
+
+    def pass_fills(self, slot_class: int) -> bool:
+        """Whether new weights are on their way into a slot that would do."""
+        return any(
+            slot.slot_class is not None
+            and slot.slot_class <= slot_class
+            and slot.owner is not None
+            and self.entries[slot.owner].where is Where.PENDING
+            for slot in self.slots
+        )
+
     def add_permanent(self, unit: int, weights: Tensor) -> None:
         """The unit's weights rest on the device, in `weights`: a slot it never leaves."""
         slot = Slot(None, None, 0, weights.numel(), owner=unit, residency=weights)
@@ -227,8 +245,8 @@ class SlotLedger:
             slot.end()
         self.changed.notify_all()
 
-    def holders(self, slot_class: int) -> str:
-        """Who holds the slots of a class, for an error message."""
+    def no_slot(self, unit: int, slot_class: int) -> ResidencyError:
+        """The error that says who holds all slots the unit could use."""
         lines = []
         for index, slot in enumerate(s for s in self.slots if s.slot_class == slot_class):
             if slot.owner is None:
@@ -242,4 +260,8 @@ class SlotLedger:
             name = self.plan.units[slot.owner].name
             why = "inside its forward" if entry.entered else f"referred to, {entry.where.value}"
             lines.append(f"slot {index}: {name!r} ({why})")
-        return "; ".join(lines)
+        return ResidencyError(
+            f"no slot is free for unit {self.plan.units[unit].name!r}: {'; '.join(lines)}",
+            because="tensors share memory with lent-out weights, or forwards lie deep in others",
+            remedy="drop graphs and aliases you do not need, or raise prefetch_units (more slots)",
+        )

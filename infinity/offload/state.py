@@ -24,6 +24,9 @@ anyway. Copies come after that of the unit's use: by then every rank has its sha
 update is over. Updates come after that of the norm, which knows all gradients: by then every copy
 that somebody computed with is over; what is left are copies of weights about to change, which are
 dropped. An edit meets once more, when each rank's copies are over.
+
+Of several nodes each has such RAM, with the shards of all: those of other nodes are brought there
+(`bring`) once all ranks have written theirs, and `is_here` on all before any copies them.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from infinity.plan.plan import Plan
 from infinity.ranks import ALONE, Ranks
 from infinity.storage.device import HAPPENED, Event, after_all
 from infinity.storage.disk import Extent
-from infinity.storage.shared import SharedArena
+from infinity.storage.shared import SharedWeights
 from infinity.storage.staging import host_buffer
 from infinity.storage.store import MemoryRange, Range, Store, together
 
@@ -135,7 +138,7 @@ class StateStore:
         self.units = [UnitState(own, plan.record(own)) for own in plan.own]
         self.edited = False  # since somebody last set it to False
         self.frozen_edition = 0  # counts what may have changed frozen bytes at rest
-        self._shared: dict[int, Sequence[MemoryRange]] = {}  # by unit, all ranks' shards
+        self.shared: SharedWeights | None = None
         self._copies: Event = HAPPENED  # from there
         self._share()
         for tier, store in transfers.stores.items():
@@ -161,17 +164,14 @@ class StateStore:
 
     def _share(self) -> None:
         """Weights in RAM that all ranks map; see [Note: shared RAM]."""
-        units = [unit for unit in self.units if self.plan.is_shared(unit.layout.index)]
-        units = [unit for unit in units if unit.layout.shard_bytes]
-        if not units:
+        own = {unit.index: unit for unit in self.plan.own if self.plan.is_shared(unit.index)}
+        own = {index: unit for index, unit in own.items() if unit.shard_bytes}
+        if not own:
             return
-        count, rank = self.ranks.count, self.ranks.rank
-        arena = SharedArena(count * self.plan.shared_bytes, self.ranks)
-        self.transfers.device.pin(arena)
-        for unit in units:
-            shards = [arena.carve(unit.layout.shard_bytes) for _ in range(count)]
-            self._shared[unit.layout.index] = [MemoryRange(Tier.HOST, part) for part in shards]
-            unit.memory[Kind.WEIGHT] = self._shared[unit.layout.index][rank]
+        self.shared = SharedWeights(own, self.ranks, self.transfers.device.pin)
+        for index in own:
+            shard = self.shared.shards[index][self.ranks.rank]
+            self.units[index].memory[Kind.WEIGHT] = MemoryRange(Tier.HOST, shard)
 
     def rest_bytes(self, layout: UnitLayout, kind: Kind) -> int:
         """Bytes of a shard's flat range of a kind; with the weights come the frozen bytes."""
@@ -183,7 +183,8 @@ class StateStore:
         """Drop the reserved ranges."""
         for unit in self.units:
             unit.memory.clear()
-        self._shared.clear()
+        if self.shared is not None:
+            self.shared.close()
 
     # --- where bytes lie -------------------------------------------------------------------------
 
@@ -228,10 +229,24 @@ class StateStore:
         trained = self.units[unit].layout.trained_bytes
         return own[:trained], own[trained:]
 
+    def is_here(self, unit: int) -> bool:
+        """Whether `gather` needs no `bring` before it: no shard of another node in shared RAM."""
+        return self.shared is None or self.shared.is_here(unit)
+
+    def bring(self, unit: int) -> None:
+        """Start to bring other nodes' shards; all ranks together, when they have their own."""
+        assert self.shared is not None
+        self.transfers.count("between_nodes", self.shared.bring(unit))
+
+    def stale(self, unit: int) -> None:
+        """An optimizer pass replaces the unit's weights on all ranks."""
+        if self.shared is not None:
+            self.shared.written(unit)
+
     def gather(self, unit: int, whole: Tensor, after: Event) -> Event:
         """Start to fill a unit's whole weights (uint8), of which this rank's are there `after`."""
-        if unit in self._shared:
-            return self._copy_shared(unit, whole, after)
+        if self.shared is not None and unit in self.shared:
+            return self._copy_shared(self.shared.shards[unit], unit, whole, after)
         trained, count = self.plan.units[unit].trained_bytes, self.ranks.count
         whole = whole[: self.plan.units[unit].rest_bytes]
         parts = [part for part in (whole[:trained], whole[trained:]) if part.numel()]
@@ -242,10 +257,12 @@ class StateStore:
              for start, part in starts]
         )  # fmt: skip
 
-    def _copy_shared(self, unit: int, whole: Tensor, after: Event) -> Event:
+    def _copy_shared(
+        self, shards: Sequence[Tensor], unit: int, whole: Tensor, after: Event
+    ) -> Event:
         found = []
-        for rank, shard in enumerate(self._shared[unit]):
-            parts = self.shard_in(unit, whole, rank), self.cut(unit, shard.data)
+        for rank, shard in enumerate(shards):
+            parts = self.shard_in(unit, whole, rank), self.cut(unit, shard)
             for part, source in zip(*parts, strict=True):
                 if rank != self.ranks.rank and part.numel():
                     found.append(self.transfers.copy_in(part, source, after, (unit, "weight")))
@@ -367,9 +384,10 @@ class StateStore:
         assert value.dtype is torch.uint8
         assert value.numel() == nbytes
         self.edited = True
-        if kind is Kind.WEIGHT and unit in self._shared:
+        if kind is Kind.WEIGHT and self.shared is not None and unit in self.shared:
             self._copies.wait()
             self.ranks.meet(f"writes weight of unit {self.plan.units[unit].name!r}")
+            self.shared.written(unit, frozen=True)
         if kind is Kind.WEIGHT and state.layout.frozen_bytes:
             self.frozen_edition += 1
         self._move_over(unit, kind)

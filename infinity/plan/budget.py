@@ -169,7 +169,8 @@ def _at_rest(plan: Plan) -> dict[Tier, dict[str, int]]:
         layout, placement, count = alike.layout, alike.placement, len(alike.units)
         weight = plan.range_bytes(layout, Kind.WEIGHT)
         state = plan.state_bytes(layout, placement, tuple(Tier)) - weight
-        found[placement.weight]["weights"] += count * layout.shard_bytes
+        copies = plan.nodes if plan.is_shared(alike.units[0]) else 1
+        found[placement.weight]["weights"] += copies * count * layout.shard_bytes
         found[placement.state]["state"] += count * state
         found[placement.gradient]["gradients"] += count * plan.gradient_bytes(layout)
     return found

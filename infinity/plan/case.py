@@ -187,7 +187,8 @@ class Case:
             rule=self.rule,
             device_kernels=not self.machine.unified and bool(self.machine.rates.device_update),
             rates=self.machine.rank_rates,
-            may_share=self.machine.gpus > 1 and self.machine.nodes == 1,
+            nodes=self.machine.nodes,
+            may_share=True,
         )
 
     def lowest_plans(self) -> Iterator[Plan]:

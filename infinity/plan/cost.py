@@ -51,6 +51,7 @@ from infinity.plan.activations import attending_width, recomputed
 from infinity.plan.forecast import PhaseBytes, disk_of_pass, forecast_phases
 from infinity.plan.layout import Segment, Tier, UnitLayout
 from infinity.plan.plan import (
+    BETWEEN_NODES,
     LINKS,
     Plan,
     UpdatePlace,
@@ -72,7 +73,6 @@ UPDATE = tuple(f"update.{name}" for name in UPDATE_FORMATS)
 _KINDS = ("compute", "between", "attention")
 COMPUTE = (*(f"{kind}.{name}" for kind in _KINDS for name in PRECISIONS), "logits")
 DEVICE_UPDATE = "device_update"
-BETWEEN_NODES = "between_nodes"
 
 
 @dataclass(frozen=True)
@@ -142,14 +142,17 @@ class Rates:
                 name: rate / local for name, rate in self.numbers().items() if name in COMPUTE
             }
             found = replace(found, **nested(computing))
-        if nodes == 1 or self.between_nodes is None or self.all_gather is None:
+        if nodes == 1 or self.all_gather is None:
             return found
+        if self.between_nodes is None:
+            return replace(found, between_nodes=self.all_gather)
         others = local * nodes - 1
         shared = self.between_nodes * others / (local * local * (nodes - 1))
         return replace(
             found,
             all_gather=min(self.all_gather, self.between_nodes),
             all_to_all=min(self.all_to_all or math.inf, shared),
+            between_nodes=self.between_nodes / local,
         )
 
     def numbers(self) -> dict[str, float]:
@@ -425,7 +428,7 @@ class _Pricing:
             inward_s, outward_s = rates.copies_s(moved["to_device"], moved["from_device"])
             resources |= {"to_device": inward_s, "from_device": outward_s}
         if plan.ranks > 1:
-            links = ((moved[name], getattr(rates, name)) for name in LINKS)
+            links = ((moved[name], getattr(rates, name)) for name in (*LINKS, BETWEEN_NODES))
             resources["link"] = sum(nbytes / rate for nbytes, rate in links if rate)
         again = self._again if phase.backward else _Elements()
         compute = self._compute_s(phase, self._elements, again)

@@ -130,6 +130,7 @@ class _Bytes:
     ) -> None:
         self.plan = plan
         self._summed = summed
+        self._used = used
         self._saved = saved_moves(saved, plan.saved, unified=plan.unified)
         self._updated: dict[tuple[int, int, UnitPlacement, bool], dict[str, int]] = {}
         self._gradients = self._of_gradients(used)
@@ -159,6 +160,7 @@ class _Bytes:
             _add(self._gradients[moves.micro_batch > 0], moved)
         if self.plan.ranks > 1:
             moved["all_gather"], copied = self._gathered(moves)
+            moved["between_nodes"] = self._between_nodes(moves)
             if not self.plan.unified:
                 moved["to_device"] += copied
         return moved
@@ -177,6 +179,13 @@ class _Bytes:
             told = (unit.num_told for unit in units if unit.numel)
             nbytes += 8 * others * max(map(sum, zip(*told, strict=True)), default=0)
         return nbytes, copied
+
+    def _between_nodes(self, moves: _PhaseMoves) -> int:
+        """What other nodes' ranks of the same number keep of weights in shared RAM: once after each
+        update of what is used at all.
+        """
+        units = [u for u, _ in moves.updated if u in self._used and self.plan.is_shared(u)]
+        return (self.plan.nodes - 1) * sum(self.plan.own[u].trained_bytes for u in units)
 
     def _of_fetches(self, fetched: list[int]) -> dict[str, int]:
         sizes = [(self.plan.units[u].shard_bytes, self.plan.placements[u].weight) for u in fetched]

@@ -68,7 +68,10 @@ def placed(
     first = with_whole_units(plan, whole, limits)
     found = [first] if whole or first is plan or not fields else [plan, first]
     if plan.may_share and not plan.shared:
-        found += [replace(start, shared=True) for start in found]
+        for start in list(found):
+            shared = with_memory(replace(start, shared=True), limits)
+            if fits_as(shared, start, limits, auto=True):  # on several nodes it takes more RAM
+                found.append(shared)
     if fields:
         found = [
             with_whole_units(best_placement(start, fields, limits, rates), whole, limits)

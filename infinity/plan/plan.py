@@ -14,7 +14,8 @@ from infinity.plan.layout import PAGE, Kind, Precision, Record, Tier, UnitLayout
 from infinity.sizes import format_count, format_size
 
 LINKS = ("all_gather", "all_to_all")  # between ranks: bytes that one of them receives
-DIRECTIONS = ("disk_read", "disk_write", "to_device", "from_device", *LINKS)
+BETWEEN_NODES = "between_nodes"  # likewise, into RAM that its node shares
+DIRECTIONS = ("disk_read", "disk_write", "to_device", "from_device", *LINKS, BETWEEN_NODES)
 RAM = "RAM"  # the memory of a machine whose device computes in the host's
 _MASTERS = {
     "bf16": "bf16 + 16-bit residual",
@@ -125,7 +126,8 @@ class Plan:
     rank: int = 0  # whose plan this is, of `ranks`
     ranks: int = 1  # that share every unit: bytes and memory are of one of them
     whole: frozenset[int] = frozenset()  # of several ranks: units with a slot each, for good
-    may_share: bool = False  # all ranks can map the same RAM
+    nodes: int = 1  # that the ranks fill
+    may_share: bool = False  # all ranks of a node can map the same RAM
     shared: bool = False  # weights that rest in RAM do so there: see `is_shared`
 
     @cached_property
@@ -134,15 +136,17 @@ class Plan:
         return tuple(unit.of_shard(self.rank) for unit in self.units)
 
     def is_shared(self, unit: int) -> bool:
-        """Whether all ranks copy the unit's whole weights from RAM that they share."""
+        """Whether ranks copy the unit's whole weights from RAM that those of a node share."""
         tier = self.placements[unit].weight
         return self.shared and (tier is Tier.HOST or (self.unified and tier is Tier.DEVICE))
 
     @cached_property
     def shared_bytes(self) -> int:
-        """What this rank has in RAM that all ranks map; each other one has as much there."""
+        """What this rank has in RAM that all of its node map: its shards, and those of one rank of
+        every other node. Each other rank of the node has as much there.
+        """
         units = (u for u in self.units if self.is_shared(u.index))
-        return sum(round_up(unit.shard_bytes, PAGE) for unit in units)
+        return self.nodes * sum(round_up(unit.shard_bytes, PAGE) for unit in units)
 
     def computes_at_rest(self, unit: int) -> bool:
         """Whether modules compute with the unit's weights where they rest.

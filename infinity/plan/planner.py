@@ -251,6 +251,7 @@ def make_plan(
     rates: Rates | None = None,
     stored: Stored | None = None,
     rank: int = 0,
+    nodes: int = 1,
     may_share: bool = False,
 ) -> Plan:
     """Choose placement, slots and staging buffers; raises `DoesNotFitError` or `ConfigError`.
@@ -259,19 +260,17 @@ def make_plan(
     says that the device can run our optimizer kernels itself. `rates` weigh resources against
     one another where placement is left to the plan; those of a common machine if left out. `stored`
     gives placement and chunks of a durable run that is continued. Units that are laid out for
-    several ranks make the plan of one of them: `rank`; `may_share` says that all can map the same
-    RAM.
+    several ranks make the plan of one of them: `rank`, of so many `nodes`; `may_share` says that
+    those of a node can map the same RAM.
     """
     if units and units[0].shards > 1 and config.placement.shared and not may_share:
         raise ConfigError(
             "placement.shared: the ranks cannot share RAM",
-            because="they are on several machines, or may not open each other's memory",
+            because="they may not open each other's memory, or nodes have not as many ranks each",
             remedy="leave it out, and weights are gathered",
         )
-    rates = rates or nominal(unified)
-    rule = rule or RuleFacts()
+    rates, rule = rates or nominal(unified), rule or RuleFacts()
     precision = replace(PRECISIONS[config.precision], moments=rule.moments)
-    micro_batches = config.gradient_accumulation_steps
     largest = max((u.shard_numel for u in units), default=0)
     ranks = units[0].shards if units else 1
     chunk = config.chunk_size if isinstance(config.chunk_size, int) else CHUNK_ELEMENTS
@@ -293,7 +292,7 @@ def make_plan(
         chunk_elements=min(chunk, round_up(max(largest, 1), ELEMENT_ALIGN)),
         num_staging_buffers=NUM_STAGING_BUFFERS,
         prefetch_units=config.prefetch_units,
-        micro_batches=micro_batches,
+        micro_batches=config.gradient_accumulation_steps,
         gradient_itemsize=gradient_itemsize(config, ranks),
         unified=unified,
         verify=config.durable if config.io.verify == "auto" else config.io.verify,
@@ -306,6 +305,7 @@ def make_plan(
         ranks=ranks,
         durable=config.durable,
         durable_every=config.durable_every if config.durable_every != "auto" else _RARELY,
+        nodes=nodes,
         may_share=may_share and config.placement.shared is not False,
         shared=may_share and config.placement.shared is True,
     )

@@ -95,6 +95,7 @@ AXES: dict[str, list[Any]] = {
     "ranks": [1, 2, 3],  # each with so many micro-batches
     "whole": [False, True],  # whether weights stay gathered
     "shared": [False, True],  # whether ranks share the RAM that they rest in
+    "nodes": [1, 2],  # that they are on
 }
 MANY = [2, 3, 4]  # tests/ranks/test_array.py has all of them
 # What the numbers depend on; all else is placement.
@@ -131,6 +132,7 @@ IMPOSSIBLE += [
 ]
 
 
+IMPOSSIBLE += [{"ranks": ranks, "nodes": 2} for ranks in (1, 3)]
 # What torch's operations run keeps fp32.
 IMPOSSIBLE += [
     {"optimizer": name, "format": form}
@@ -249,7 +251,7 @@ class Trained:
             result = train_ranks(
                 choice["ranks"], partial(self.case.build, own, seed=seed), batches, config,
                 device=lambda rank: device_of(choice, self.seed + rank),
-                load=load, save=save, **options,
+                load=load, save=save, nodes=choice["nodes"], **options,
             )  # fmt: skip
         else:
             model, device = self.case.build(own, seed=seed), device_of(choice, self.seed)

@@ -54,7 +54,13 @@ class Processes:
     """
 
     def __init__(
-        self, count: int, folder: Path, target: Callable[..., Any], *args: Any, agent: bool = True
+        self,
+        count: int,
+        folder: Path,
+        target: Callable[..., Any],
+        *args: Any,
+        agent: bool = True,
+        nodes: int = 1,
     ) -> None:
         self.logs = [folder / f"log-{rank}" for rank in range(count)]
         self._running: list[ForkServerProcess] = []
@@ -65,7 +71,9 @@ class Processes:
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
             environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         for rank, log in enumerate(self.logs):
-            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+            local = count // nodes
+            own = {"RANK": rank, "LOCAL_RANK": rank % local}
+            own |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": local}
             told = environment | {name: str(value) for name, value in own.items() if count > 1}
             self._running.append(forked.start(target, *args, environment=told, out=log))
 
@@ -91,15 +99,19 @@ class Processes:
         assert codes == [0] * len(codes), self.words()
 
 
-def found_by(count: int, folder: Path, main: Callable[..., Any], **job: Any) -> list[Any]:
+def found_by(
+    count: int, folder: Path, main: Callable[..., Any], *, nodes: int = 1, **job: Any
+) -> list[Any]:
     """What the ranks of `main(job)` leave in `job["out"]`-RANK."""
     folder.mkdir(exist_ok=True)
-    with Processes(count, folder, main, {"out": str(folder / "out"), **job}) as processes:
+    job["out"] = str(folder / "out")
+    with Processes(count, folder, main, job, nodes=nodes) as processes:
         processes.end_well()
     return [torch.load(folder / f"out-{rank}") for rank in range(count)]
 
 
-def test_processes_that_a_launcher_started_give_the_bits_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_processes_that_a_launcher_started_give_the_bits_of_one(nodes: int, tmp_path: Path) -> None:
     config = make_config(("host", "host", "disk"), precision="bf16", gradient_accumulation_steps=2)
     config["placement"]["shared"] = True
     case, count = CASES["gpt"], 2
@@ -107,7 +119,7 @@ def test_processes_that_a_launcher_started_give_the_bits_of_one(tmp_path: Path) 
     expected = train_exactly(case.build(), case.batches(12), together, groups=case.groups)
     (nvme := tmp_path / "nvme").mkdir()
     job = {"case": "gpt", "config": {**config, "nvme_path": str(nvme)}, "batches": 12}
-    found = found_by(count, tmp_path, rank_alone.main, **job)
+    found = found_by(count, tmp_path, rank_alone.main, nodes=nodes, **job)
     losses = [loss for pair in zip(*(r["losses"] for r in found), strict=True) for loss in pair]
     assert losses == expected.losses
     for rank in found:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from support.models import CASES
-from support.ranks import make_engine, on_ranks, train_ranks
+from support.ranks import ThreadRanks, make_engine, on_ranks, train_ranks
 from support.trainer import make_config, make_device, train_exactly
 
 from infinity.config.schema import load_config
@@ -18,26 +19,33 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError
 from infinity.plan.budget import Limits
 from infinity.plan.cost import NOMINAL, with_links
-from infinity.plan.layout import FP32, PAGE, ParameterFacts, lay_out
+from infinity.plan.layout import FP32, PAGE, ParameterFacts, Tier, lay_out
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.ranks import Ranks
 from infinity.storage import shared
-from infinity.storage.shared import can_share
+from infinity.storage.shared import SharedWeights, can_share
 
-GPT, FROZEN = CASES["gpt"], CASES["frozen"]
+FROZEN = CASES["frozen"]
+FACTS = [ParameterFacts("w", 0, (1 << 18,), "float32", 1 << 18, 4, True, 0)]
 
 
 @pytest.mark.parametrize("name", ["gpt", "frozen"])
 @pytest.mark.parametrize(
-    ("count", "device", "placement", "whole"),
-    [(2, "fake", ("host", "host", "host"), False), (3, "fake", ("host", "disk", "host"), True),
-     (2, "cpu", ("device", "host", "host"), False)],
+    ("count", "nodes", "device", "placement", "whole"),
+    [(2, 1, "fake", ("host", "host", "host"), False),
+     (3, 1, "fake", ("host", "disk", "host"), True),
+     (2, 1, "cpu", ("device", "host", "host"), False),
+     (4, 2, "fake", ("host", "host", "host"), False),
+     (2, 2, "cpu", ("device", "host", "host"), True)],
 )  # fmt: skip
 def test_the_bits_and_the_bytes(
-    name: str, count: int, device: str, placement: tuple[str, str, str], whole: bool
+    name: str, count: int, nodes: int, device: str, placement: tuple[str, str, str], whole: bool
 ) -> None:
-    """Nothing is gathered but the norm's sums; a device gets of each unit what others keep, too."""
+    """Nothing is gathered but the norm's sums; a device gets of each unit what others keep, too.
+
+    A node gets what others keep once after each update, and what is frozen once.
+    """
     case = CASES[name]
     config = make_config(placement, precision="bf16", gradient_accumulation_steps=2)
     config["placement"] |= {"whole": whole, "shared": True}
@@ -47,7 +55,7 @@ def test_the_bits_and_the_bytes(
     found, gathered = (
         train_ranks(
             count, case.build, batches, {**config, "placement": config["placement"] | more},
-            groups=case.groups, device=partial(make_device, device),
+            groups=case.groups, device=partial(make_device, device), nodes=nodes,
         )
         for more in ({}, {"shared": False})
     )  # fmt: skip
@@ -63,26 +71,31 @@ def test_the_bits_and_the_bytes(
     copied = before["all_gather"] - moved["all_gather"]
     assert copied > 0
     assert moved["to_device"] == before["to_device"] + (copied if device == "fake" else 0)
+    trained = sum(unit.trained_bytes for unit in found.plan.own)
+    assert moved["between_nodes"] == (nodes - 1) * trained
     assert "weights rest in shared RAM" in found.plan.describe()
 
 
-def test_edits_are_seen_by_every_rank_and_nothing_is_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_edits_are_seen_by_every_rank_and_nothing_is_left(nodes: int, tmp_path: Path) -> None:
     """Values, loads and edits while others may still read; the memory has no name anywhere."""
     config = make_config(("host", "host", "host"))
     config["placement"]["shared"] = True
-    models, there = [GPT.build() for _ in range(2)], set(os.listdir("/dev/shm"))
+    models, there = [FROZEN.build() for _ in range(2)], set(os.listdir("/dev/shm"))
 
     def changed(engine: Engine, rank: int) -> torch.Tensor:
-        batch = GPT.batches(2)[rank]
+        batch = FROZEN.batches(2)[rank]
         engine.backward(batch.call(engine))
         engine.step()
-        parameter = next(engine.module.parameters())
+        one_of_each = {p.requires_grad: p for p in engine.module.parameters()}
+        assert len(one_of_each) == 2
+        for parameter in one_of_each.values():
+            with torch.no_grad():
+                batch.call(engine)  # copies what is edited next
+            with engine.materialized(parameter, master=True):
+                parameter.data.mul_(0.5)
         with torch.no_grad():
-            batch.call(engine)  # copies what is edited next
-        with engine.materialized(parameter, master=True):
-            parameter.data.mul_(0.5)
-        with torch.no_grad():
-            return torch.as_tensor(GPT.batches(1)[0].call(engine)).clone()
+            return torch.as_tensor(FROZEN.batches(1)[0].call(engine)).clone()
 
     def work(ranks: Ranks) -> tuple[torch.Tensor, bool]:
         device = make_device("fake", ranks.rank)
@@ -96,13 +109,34 @@ def test_edits_are_seen_by_every_rank_and_nothing_is_left(tmp_path: Path) -> Non
             assert torch.equal(second, again)
             return second, engine.plan.shared
 
-    found = on_ranks(2, work)
+    found = on_ranks(2, work, nodes=nodes)
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1]
     assert set(os.listdir("/dev/shm")) == there
     gc.collect()
     mapped = Path("/proc/self/maps").read_text()
     assert "infinity-shared" not in mapped, "the last tensors are gone, and the memory with them"
+
+
+def test_what_nobody_wanted_is_here_before_it_is_brought_again() -> None:
+    """Two editions of a unit at once would land in one place."""
+    unit = lay_out(0, "unit", FACTS, FP32, ranks=2)
+
+    def work(ranks: Ranks) -> tuple[list[int], list[tuple[str, str | int]]]:
+        weights = SharedWeights({0: unit.of_shard(ranks.rank)}, ranks, lambda arena: None)
+        for value in (1, 2):
+            weights.written(0)
+            weights.shards[0][ranks.rank].fill_(10 * ranks.rank + value)
+            ranks.meet("wrote")
+            weights.bring(0)
+        weights.settle(0)
+        assert isinstance(weights._peers, ThreadRanks)
+        log, found = weights._peers.log, [int(shard[0]) for shard in weights.shards[0]]
+        weights.close()
+        return found, [what for what in log if what[0] != "meets"]
+
+    order = [("all_gather", 0), ("over", 0), ("all_gather", 1), ("over", 1)]
+    assert on_ranks(2, work, nodes=2) == [([2, 12], order)] * 2
 
 
 def test_memory_that_is_not_rank_0_s_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,14 +156,16 @@ def test_memory_that_is_not_rank_0_s_is_not_shared(monkeypatch: pytest.MonkeyPat
 # --- the plan ------------------------------------------------------------------------------------
 
 
-def planned(link: float, *, may_share: bool = True, **placement: object) -> Plan:
-    facts = [ParameterFacts("w", 0, (1 << 18,), "float32", 1 << 18, 4, True, 0)]
-    units = tuple(lay_out(i, f"unit {i}", facts, FP32, ranks=4) for i in range(10))
+def planned(link: float, *, nodes: int = 1, may_share: bool = True, **placement: object) -> Plan:
+    units = tuple(lay_out(i, f"unit {i}", FACTS, FP32, ranks=4) for i in range(10))
     config = load_config({"precision": "fp32", "placement": {"whole": False, **placement}})
     rates, _ = with_links(NOMINAL, 4, unified=False)
     rates = NOMINAL.of({**rates.numbers(), "all_gather": link, "all_to_all": link})
-    limits = Limits(8 << 20, None, None)
-    return make_plan(units, config, limits, unified=False, rates=rates, may_share=may_share)
+    rates = replace(rates, between_nodes=link)  # a rank's part
+    return make_plan(
+        units, config, Limits(8 << 20, None, None), unified=False, rates=rates, nodes=nodes,
+        may_share=may_share,
+    )  # fmt: skip
 
 
 def test_ranks_share_where_links_are_slow() -> None:
@@ -140,3 +176,16 @@ def test_ranks_share_where_links_are_slow() -> None:
     assert not planned(1e9, may_share=False).shared
     with pytest.raises(ConfigError, match="the ranks cannot share RAM"):
         planned(1e9, may_share=False, shared=True)
+
+
+def test_each_node_has_the_weights_of_all() -> None:
+    """Twice the RAM for half of what a step gathers, which is brought once."""
+    one, two = (planned(1e9, nodes=nodes, weights="host") for nodes in (1, 2))
+    assert one.shared
+    assert two.shared
+    assert two.memory[Tier.HOST]["weights"] == 2 * one.memory[Tier.HOST]["weights"]
+    assert two.shared_bytes == 2 * one.shared_bytes
+    gathered = planned(1e9, nodes=2, weights="host", shared=False).predicted_bytes["all_gather"]
+    shards = sum(unit.shard_bytes for unit in one.own)
+    assert two.predicted_bytes["between_nodes"] == shards
+    assert gathered > 3 * shards > 3 * two.predicted_bytes["all_gather"]

@@ -92,8 +92,9 @@ class Beside:
 class Group:
     """The ranks of one run. Whoever waits for a rank that has ended is told so."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, nodes: int = 1) -> None:
         self.count = count
+        self.nodes = nodes
         self.sent: list[dict[str, int]] = [{} for _ in range(count)]  # bytes, by collective
         self._changed = threading.Condition()
         self._rounds = [0] * count
@@ -154,8 +155,9 @@ class ThreadRanks(Ranks):
 
     def __init__(self, group: Group, rank: int) -> None:
         self.group = group
-        self.rank = self.local_rank = rank
-        self.count = self.local_count = group.count
+        self.rank, self.count = rank, group.count
+        self.local_count = group.count // group.nodes
+        self.local_rank = rank % self.local_count
         self.thread = 0  # that all collectives must come from
         # What began, with its number; what it met for; what was over; in order.
         self.log: list[tuple[str, str | int]] = []
@@ -217,9 +219,9 @@ class ThreadRanks(Ranks):
         return ThreadRanks(groups[members[0]], members.index(self.rank))
 
 
-def on_ranks(count: int, work: Callable[[Ranks], T]) -> list[T]:
+def on_ranks(count: int, work: Callable[[Ranks], T], *, nodes: int = 1) -> list[T]:
     """What `work` returns on each rank. Raises what the first rank that failed by itself raised."""
-    results, errors = together(count, work)
+    results, errors = together(count, work, nodes=nodes)
     failed = sorted(errors.items(), key=lambda item: "lost the others" in str(item[1]))
     if failed:
         raise failed[0][1]
@@ -227,12 +229,12 @@ def on_ranks(count: int, work: Callable[[Ranks], T]) -> list[T]:
 
 
 def together(
-    count: int, work: Callable[[Ranks], T]
+    count: int, work: Callable[[Ranks], T], *, nodes: int = 1
 ) -> tuple[dict[int, T], dict[int, BaseException]]:
     """Results and errors by rank. What they started, they have waited for."""
     # Two threads that import it at once may break CPython 3.11's parser (gh-106905).
     importlib.import_module("torch._dynamo")
-    group = Group(count)
+    group = Group(count, nodes)
     members = group.ranks()
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
@@ -322,6 +324,7 @@ def train_ranks(
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
     load: Path | None = None,
     save: Path | None = None,
+    nodes: int = 1,
     **options: Any,
 ) -> Result:
     """Train on ranks: of `batches`, in the order (micro-batch, rank), each has every count-th.
@@ -343,7 +346,7 @@ def train_ranks(
                 result.losses = losses.T.flatten().tolist()
                 return result
 
-        found = on_ranks(count, work)
+        found = on_ranks(count, work, nodes=nodes)
         left = list(Path(name).iterdir())
         assert not left, f"left in nvme_path: {left}"
     for used in devices:

@@ -442,7 +442,7 @@ class PlacementConfig(Section):
     """Several ranks: gathered weights stay on the device until they are updated (ZeRO-2), or leave
     it between uses and are gathered at each (ZeRO-3); `None`: they stay where there is room."""
     shared: bool | None = None
-    """Ranks of one machine: weights that rest in RAM do so once, where every rank copies whole
+    """Several ranks: weights that rest in RAM do so once a node, where every rank copies whole
     units from, and nothing is gathered; `None`: where the plan finds that faster."""
 
     @model_validator(mode="before")

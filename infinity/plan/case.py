@@ -188,7 +188,7 @@ class Case:
             device_kernels=not self.machine.unified and bool(self.machine.rates.device_update),
             rates=self.machine.rank_rates,
             nodes=self.machine.nodes,
-            may_share=True,
+            may_share=self.machine.ranks > 1,
         )
 
     def lowest_plans(self) -> Iterator[Plan]:

@@ -350,7 +350,10 @@ class Plan:
             lines.append(f"  weights{of} stay whole in slots: gathered once after each update")
         if shared := sum(map(self.is_shared, range(len(self.units)))):
             of = f" of {shared} units" if shared < len(self.units) else ""
-            lines.append(f"  weights{of} rest in shared RAM, and are copied from there, whole")
+            whose = f" of each of {self.nodes} nodes" if self.nodes > 1 else ""
+            lines.append(
+                f"  weights{of} rest in shared RAM{whose}, and are copied from there, whole"
+            )
         return lines
 
     def _whole_batch_lines(self) -> list[str]:

@@ -121,8 +121,8 @@ IMPOSSIBLE += [{"model": name, "frozen": "nf4"} for name in CASES if name != "fr
 # Ranks use the same units, which routing hangs on data; buffers see each rank's own; and a gradient
 # that comes twice in a backward is added in another order.
 IMPOSSIBLE += [
-    {"ranks": ranks, **part}
-    for ranks in MANY
+    {**many, **part}
+    for many in (*({"ranks": ranks} for ranks in MANY), {"nodes": 2})
     for part in (
         {"model": "routed"},
         {"model": "buffered"},

@@ -1,4 +1,4 @@
-"""Weights that ranks of one machine keep in RAM that all of them map: same bits, other bytes."""
+"""Weights that ranks of a node keep in RAM that all of them map: same bits, other bytes."""
 
 from __future__ import annotations
 

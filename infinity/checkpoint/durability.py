@@ -46,7 +46,7 @@ from infinity.storage.device import Event
 from infinity.storage.disk import CHECKSUM_BYTES, STATE_NAME, Extent
 from infinity.storage.staging import BufferPool, host_buffer
 from infinity.storage.store import Range
-from infinity.trace.recorder import NO_UNIT
+from infinity.trace.recorder import NO_UNIT, Laps
 
 _IN_FLIGHT = 8  # writes of a commit at a time
 _LABEL: Label = (NO_UNIT, "commit")
@@ -198,18 +198,15 @@ class Durability:
     ) -> None:
         changed = [state for state in self.store.units if state.copy.dirty]
         frozen = [state for state in self.store.units if state.frozen_copy.dirty]
-        trace = self.transfers.trace
-        laps = None if trace is None else trace.laps()
+        laps = Laps(self.transfers.trace)
         if in_memory and not self._move_memory(changed, frozen, stopped):
             return
         for state in self.store.units:
             for write in tuple(state.writes):  # the training thread may take them off the list
                 write.wait()
-        if laps is not None:
-            laps.lap("saving", "commit: write what rests in memory")
+        laps.lap("saving", "commit: write what rests in memory")
         self._disk.sync()
-        if laps is not None:
-            laps.lap("saving", "commit: sync")
+        laps.lap("saving", "commit: sync")
         self._write_sums(changed, frozen)
         units = self.store.units
         record = CommitRecord(
@@ -228,8 +225,7 @@ class Durability:
         self._since = 0
         if self._ranks.count == 1:
             self.agree()
-        if laps is not None:
-            laps.lap("saving", "commit: record")
+        laps.lap("saving", "commit: record")
 
     # --- memory to disk ----------------------------------------------------------------------
 

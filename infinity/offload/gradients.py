@@ -38,6 +38,7 @@ from infinity.ranks import ALONE, Ranks
 from infinity.storage.device import HAPPENED, Event, HostArena, SquareSums
 from infinity.storage.staging import host_buffer
 from infinity.storage.store import Range
+from infinity.trace.recorder import Laps
 
 # Gradients that go straight from a device to where they rest in RAM, and their square sums.
 #
@@ -235,15 +236,14 @@ class GradientSums:
         target = part(self._windows.range(unit) if at_rest is None else at_rest, segment)
         self.squares.pop(segment.parameter, None)
         trace = None if self._transfers is None else self._transfers.trace
-        laps = None if trace is None else trace.laps(unit)
+        laps = Laps(trace, unit)
         if first:
             self._kernels.convert(target, gradient)
         else:
             self._kernels.accumulate(target, gradient)
         if complete:
             self.squares[segment.parameter] = self._square(target)
-        if laps is not None:
-            laps.lap("sums", "gradient", target.numel() * target.element_size())
+        laps.lap("sums", "gradient", target.numel() * target.element_size())
         if at_rest is None:
             self._windows.count(unit)
 

@@ -161,10 +161,6 @@ class Trace:
         """See to it that a request which nobody waits for is recorded, at the latest by `close`."""
         self._watched.add(request)
 
-    def laps(self, unit: int = NO_UNIT) -> Laps:
-        """A stop watch of one thread, that is running."""
-        return Laps(self, unit)
-
     def _append(self, event: _Event) -> None:
         if len(self._queue) >= self._capacity or self._closed:
             with self._lock:
@@ -298,15 +294,20 @@ class Trace:
 
 
 class Laps:
-    """Times the phases of something that one thread does; each lap begins where the last ended."""
+    """Times the phases of something that one thread does; each lap begins where the last ended.
 
-    def __init__(self, trace: Trace, unit: int) -> None:
+    Without a trace nothing is timed.
+    """
+
+    def __init__(self, trace: Trace | None, unit: int = NO_UNIT) -> None:
         self._trace = trace
         self._unit = unit
         self._begin = time.perf_counter_ns()
 
     def lap(self, track: str, name: str, nbytes: int = 0) -> None:
         """A phase is over."""
+        if self._trace is None:
+            return
         now = time.perf_counter_ns()
         self._trace.add(track, name, self._unit, self._begin, now, nbytes)
         self._begin = now

@@ -32,6 +32,7 @@ from infinity.plan.layout import Kind, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.ranks import Ranks
 from infinity.storage.staging import BufferPool
+from infinity.trace.recorder import Laps
 
 # Whether the frozen parameters of the next checkpoint are, byte for byte, those of the last one.
 #
@@ -271,12 +272,10 @@ class Saver:
             self.frozen.check(writer)
             frozen = not writer.shares(FROZEN)
             self._copy(lambda piece, data: writer.write(piece.stream, data), frozen=frozen)
-            trace = self._store.transfers.trace
-            laps = None if trace is None else trace.laps()
+            laps = Laps(self._store.transfers.trace)
             publish()
             self.frozen.published(writer.written)
-            if laps is not None:
-                laps.lap("saving", "publish the checkpoint")
+            laps.lap("saving", "publish the checkpoint")
         except _StoppedError:
             writer.abort()
         except BaseException as error:
@@ -315,21 +314,18 @@ class Saver:
             buffers.settle()
 
     def _copy_one(self, put: Put, layout: UnitLayout, read: _Read, *, frozen: bool) -> None:
-        trace = self._store.transfers.trace
-        laps = None if trace is None else trace.laps(layout.index)
+        laps = Laps(self._store.transfers.trace, layout.index)
         for item in read.staged.waits:
             item.wait()
-        if laps is not None:
-            laps.lap("saving", "save: wait for state")
+        laps.lap("saving", "save: wait for state")
         if read.chunk is not None:
             for kind, view in read.staged.views.items():
                 for piece in pieces(self._plan, layout, read.chunk, kind):
                     put(piece, view[piece.place])
         elif frozen and layout.frozen_bytes:
             self._write_frozen(put, layout)
-        if laps is not None:
-            views = read.staged.views.values()
-            laps.lap("saving", "save: write", sum(view.numel() for view in views))
+        views = read.staged.views.values()
+        laps.lap("saving", "save: write", sum(view.numel() for view in views))
         if read.chunk is None:
             with self._changed:
                 self._left.discard(layout.index)

@@ -36,6 +36,7 @@ from infinity.plan.layout import Kind, UnitLayout
 from infinity.plan.plan import Plan, UpdatePlace, update_place
 from infinity.storage.device import HAPPENED, Event, after_all
 from infinity.storage.staging import BufferPool
+from infinity.trace.recorder import Laps
 
 # What one optimizer pass is to do, and its parts as the optimizer sees them.
 
@@ -206,12 +207,10 @@ class Updates:
         while pending is not None or queue:
             # Of the buffers one is being updated, one is on its way back; the others read ahead.
             while pending is not None and len(queue) < self.plan.num_staging_buffers - 2:
-                trace = self.transfers.trace
-                laps = None if trace is None else trace.laps(pending[0])
+                laps = Laps(self.transfers.trace, pending[0])
                 buffer = self._staging.take(self._land)
                 queue.append(self._issue(job, *pending, buffer))
-                if laps is not None:
-                    laps.lap("optimizer_pass", "wait for a buffer, request")
+                laps.lap("optimizer_pass", "wait for a buffer, request")
                 pending = next(order, None)
             if stopped():
                 for work in queue:
@@ -279,26 +278,22 @@ class Updates:
         streamed = self._places[work.unit] is UpdatePlace.STREAMED
         if not (streamed and all(item.done() for item in work.waits)):
             self._land_all()  # rather than wait with chunks that may be back
-        trace = self.transfers.trace
-        laps = None if trace is None else trace.laps(work.unit)
+        laps = Laps(self.transfers.trace, work.unit)
         for item in work.waits:
             item.wait()
         if streamed:
             self._stream(job, work)
-            if laps is not None:
-                laps.lap("optimizer_pass", "stream")
+            laps.lap("optimizer_pass", "stream")
             return
         if work.is_first:
             # A copy of the old weights to the device may still read the range about to change.
             self.prefetcher.entries[work.unit].ready.wait()
             self.before_change(work.unit)
         tiles = self._tiles(job, work.unit, work.chunks, work.views)
-        if laps is not None:
-            laps.lap("optimizer_pass", "wait for state")
+        laps.lap("optimizer_pass", "wait for state")
         if tiles:
             self.updater.update(tiles, job.grad_scale)
-        if laps is not None:
-            laps.lap("update", "update", sum(view.numel() for view in work.views.values()))
+        laps.lap("update", "update", sum(view.numel() for view in work.views.values()))
         if work.is_first:
             self._published = []
         written = self._write_back(work)
@@ -306,8 +301,7 @@ class Updates:
             self._target = self.prefetcher.publish_slot(work.unit)
         written += self._publish(work)
         self._staging.give_back(work.buffer, *written)
-        if laps is not None:
-            laps.lap("optimizer_pass", "publish, write back")
+        laps.lap("optimizer_pass", "publish, write back")
         self._finish(work, after_all(*self._published))
 
     def _finish(self, work: Work, ready: Event) -> None:

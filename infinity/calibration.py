@@ -41,7 +41,7 @@ from infinity.plan import cost as names
 from infinity.plan.cost import Rates
 from infinity.plan.layout import PAGE, round_up
 from infinity.plan.machine import cpu_model, mount_of, read_machine, threads_for
-from infinity.plan.plan import BETWEEN_NODES, LINKS
+from infinity.plan.plan import BETWEEN_HOSTS, LINKS
 from infinity.ranks import Ranks, Work
 from infinity.rules import AdamW
 from infinity.storage.device import HAPPENED, CpuDevice, Device, DeviceArena, Event, HostArena
@@ -82,7 +82,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _FORMAT = 1  # of what is kept; counts up when what is measured changes its meaning
 # What may be kept; a stranger's number must not get into a plan.
 _NAMES = {*names.DISK, *names.COPIES, *names.UPDATE, *names.COMPUTE, names.DEVICE_UPDATE}
-_NAMES |= {*LINKS, BETWEEN_NODES}
+_NAMES |= {*LINKS, names.BETWEEN_NODES, BETWEEN_HOSTS}
 _Numbers = dict[str, float]
 _Kept = tuple[_Numbers, str]  # and the day
 # What is described, the names that its rates must have, and how to measure them.
@@ -168,7 +168,7 @@ def kept_links(device: Device, gpus: int, nodes: int) -> _Kept | None:
         return None
     found = _read(_links(device, gpus, nodes), LINKS)
     if found is None and nodes > 1:
-        found = _read(_links(device), {BETWEEN_NODES})
+        found = _read(_links(device), {names.BETWEEN_NODES})
         inside = kept_links(device, gpus, 1)
         if found is not None and inside is not None:
             found = found[0] | inside[0], min(found[1], inside[1])
@@ -182,8 +182,8 @@ def cached_links(
 
     All ranks call it together. They hold for a processor and device, and for so many ranks on so
     many nodes. Of several nodes it also measures, and keeps for plans of other numbers of nodes,
-    what a node receives while only ranks of different nodes send, and what ranks receive while only
-    those of one node do. Raises what a lost rank raises.
+    what a node receives while only ranks of different nodes send (and a rank from RAM to RAM), and
+    what ranks receive while only those of one node do. Raises what a lost rank raises.
     """
     gpus, nodes = ranks.local_count, ranks.num_nodes
     kept = None if refresh else _read(_links(device, gpus, nodes), LINKS)
@@ -195,8 +195,11 @@ def cached_links(
     kinds = [(_links(device, gpus, nodes), numbers)]
     if {*ranks.gather_words(gpus)} == {gpus} and nodes > 1:  # as many on each
         by_node = [[*range(first, first + gpus)] for first in range(0, ranks.count, gpus)]
-        across = _measure_sets(ranks, [*zip(*by_node, strict=True)], device, seconds)
-        between = {BETWEEN_NODES: gpus * across["all_to_all"]}
+        peers = [*zip(*by_node, strict=True)]
+        across = _measure_sets(ranks, peers, device, seconds)
+        hosts = across if device.unified else _measure_sets(ranks, peers, CpuDevice(), seconds)
+        between = {names.BETWEEN_NODES: gpus * across["all_to_all"]}
+        between[BETWEEN_HOSTS] = hosts["all_gather"]
         numbers |= between
         kinds.append((_links(device), between))
         if gpus > 1:

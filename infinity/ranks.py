@@ -76,8 +76,9 @@ class Done:
 class Ranks(ABC):
     """One of `count` ranks: `rank`. `local_count` of them, numbered `local_rank`, share a machine.
 
-    Tensors are uint8 or int64, contiguous, in host memory or that of the rank's device. Every rank
-    calls the same methods in the same order. Until work is over nobody may touch its tensors.
+    Tensors are uint8 or int64, contiguous unless said otherwise, in host memory or that of the
+    rank's device. Every rank calls the same methods in the same order. Until work is over nobody
+    may touch its tensors.
     """
 
     rank: int
@@ -112,11 +113,11 @@ class Ranks(ABC):
     def close(self) -> None:  # noqa: B027
         """Let go of connections."""
 
-    def among(self, sets: Sequence[Sequence[int]]) -> Ranks:
+    def among(self, sets: Sequence[Sequence[int]], *, by_host: bool = False) -> Ranks:
         """The one of these disjoint sets that this rank is in, as ranks of their own, to be closed.
 
-        All ranks call it together. `rank` and `count` are of the set, all on one node; nobody says
-        which of them are lost.
+        All ranks call it together. `rank` and `count` are of the set, as if all were on one node.
+        They move what is in host memory alone if `by_host`.
         """
         raise NotImplementedError
 
@@ -329,19 +330,22 @@ class TorchRanks(Ranks):
         with _by_loopback(self.local_count == self.count):
             self._host: Any = dist.new_group(backend="gloo", timeout=_patience(dist.group.WORLD))
         self._group: Any = None  # torch's default
+        self._all: TorchRanks | None = None  # of whom these are some
         self._members: Sequence[int] = range(self.count)
 
-    def among(self, sets: Sequence[Sequence[int]]) -> Ranks:
+    def among(self, sets: Sequence[Sequence[int]], *, by_host: bool = False) -> Ranks:
         """See `Ranks`."""
-        found, new = copy.copy(self), self._dist.new_group
-        patience = _patience(self._dist.group.WORLD)
-        for members in sets:  # all ranks make all groups, in one order
-            group, host = new(members), new(members, backend="gloo", timeout=patience)
-            if self.rank in members:
-                found._group, found._host, found._members = group, host, members
+        found = copy.copy(self)
+        new = partial(self._dist.new_group, timeout=_patience(self._dist.group.WORLD))
+        with self.connected():
+            for members in sets:  # all ranks make all groups, in one order
+                host = new(members, backend="gloo")
+                group = host if by_host else new(members)
+                if self.rank in members:
+                    found._group, found._host, found._members = group, host, members
         found.rank = found.local_rank = found._members.index(self.rank)
         found.count = found.local_count = len(found._members)
-        found._store, found._owned = None, False
+        found._all, found._owned = self, False
         return found
 
     def all_gather(self, whole: Tensor, *, beside: bool = False) -> Work:
@@ -388,9 +392,10 @@ class TorchRanks(Ranks):
         try:
             yield
         except RuntimeError as error:
-            silent = self._silent()
+            every = self._all or self
+            silent = every._silent()
             raise _LostError(
-                f"rank {self.rank} of {self.count} lost the others"
+                f"rank {every.rank} of {every.count} lost the others"
                 + (f", {named_ranks(silent)} first" if silent else "")
                 + f": {first_lines(error)}",
                 because="another rank has ended, was killed, hangs, or cannot be reached",
@@ -429,7 +434,7 @@ class TorchRanks(Ranks):
         host, self._host = self._host, None
         if host is not None and self._dist.is_initialized():
             self._dist.destroy_process_group(None if self._owned else host)
-            if self._group is not None:
+            if self._group not in (None, host):
                 self._dist.destroy_process_group(self._group)
 
 

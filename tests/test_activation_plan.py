@@ -119,5 +119,5 @@ def test_the_forecast_has_inputs_in_every_micro_batch() -> None:
             "disk_write": count * BLOCKS * PAGED,
             "to_device": count * BLOCKS * INPUT,
             "from_device": count * BLOCKS * INPUT,
-            **dict.fromkeys(("all_gather", "all_to_all", "between_nodes"), 0),
+            **dict.fromkeys(("all_gather", "all_to_all", "between_hosts"), 0),
         }

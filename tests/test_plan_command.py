@@ -165,7 +165,7 @@ def test_every_key_that_is_documented_is_there(tiny: str) -> None:
     for key in TOP_KEYS - {"infinity"}:
         assert f"`{key}`" in (documented.__doc__ or ""), key
     assert set(report["moved"]) == {"disk_read", "disk_write", "to_device", "from_device",
-                                    "all_gather", "all_to_all", "between_nodes"}  # fmt: skip
+                                    "all_gather", "all_to_all", "between_hosts"}  # fmt: skip
     assert report["ranks"] is None
     assert set(report["machine"]["nominal"]) == set(report["machine"]["rates"])
     assert report["step"]["seconds"] == pytest.approx(

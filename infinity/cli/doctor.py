@@ -20,7 +20,7 @@ from infinity._version import __version__
 from infinity.cli.terminal import AsJson, Drives, command, stdout_is_ours
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
 from infinity.files import atomic_write
-from infinity.plan.cost import COPIES, DISK, Rates
+from infinity.plan.cost import BETWEEN_NODES, COPIES, DISK, Rates
 from infinity.plan.machine import (
     Machine,
     PlanMachine,
@@ -31,7 +31,7 @@ from infinity.plan.machine import (
     read_machine,
     read_meminfo,
 )
-from infinity.plan.plan import BETWEEN_NODES, LINKS
+from infinity.plan.plan import BETWEEN_HOSTS, LINKS
 from infinity.sizes import format_count, format_rate, format_size
 
 # What `infinity doctor` finds out: facts about this machine, and what keeps a run from starting.
@@ -416,6 +416,8 @@ def link_words(rates: dict[str, Any]) -> str:
     each = ", ".join(f"{name.replace('_', '-')} {format_rate(rates[name])}" for name in LINKS)
     between = rates.get(BETWEEN_NODES)
     more = f"; {format_rate(between)} by each node from others" if between else ""
+    hosts = rates.get(BETWEEN_HOSTS)
+    more += f", {format_rate(hosts)} by each rank from RAM to RAM" if hosts else ""
     return f"{each}, received by each rank{more}"
 
 

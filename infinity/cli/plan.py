@@ -576,7 +576,8 @@ def _sized(machine: PlanMachine, wishes: Wishes) -> PlanMachine:
 
 def _of_ranks(machine: PlanMachine, wishes: Wishes) -> PlanMachine:
     """With so many ranks, and the rates between them that were given."""
-    from infinity.plan.plan import BETWEEN_NODES, LINKS
+    from infinity.plan.cost import BETWEEN_NODES
+    from infinity.plan.plan import LINKS
 
     machine = machine.with_ranks(wishes.gpus or machine.gpus, wishes.nodes or machine.nodes)
     if wishes.link is not None and machine.ranks == 1:

@@ -47,9 +47,9 @@ from infinity.plan.advice import Way, faster, ways_to_fit
 from infinity.plan.batch_schedule import BatchSchedule, Chosen
 from infinity.plan.budget import budgeted_bytes
 from infinity.plan.case import Case, Priced, price
-from infinity.plan.cost import PhaseCost, disk_days, flop_per_token
+from infinity.plan.cost import BETWEEN_NODES, PhaseCost, disk_days, flop_per_token
 from infinity.plan.layout import Kind, Tier, UnitLayout
-from infinity.plan.plan import BETWEEN_NODES, DIRECTIONS, LINKS, Plan
+from infinity.plan.plan import DIRECTIONS, LINKS, Plan
 from infinity.sizes import format_count, format_duration, format_rate, format_size
 
 # The answer of `infinity plan` as people read it.
@@ -65,7 +65,7 @@ _DIRECTION_NAMES = {
     "from_device": "from device",
     "all_gather": "all-gather",
     "all_to_all": "all-to-all",
-    "between_nodes": "between nodes",
+    "between_hosts": "between hosts",
 }
 
 

@@ -169,8 +169,7 @@ class Prefetcher:
                 self._gather(other, [theirs[other] for theirs in ahead])
         exchange.send_ready([theirs for _, theirs, *_ in told])
         if not arrived:
-            assert self.store.shared is not None
-            self.store.shared.settle(unit)
+            self.store.settle_brought(unit)
             self.ranks.meet(f"shares unit {self.plan.units[unit].name!r}")
             self._gather(unit, [_HERE])
         if entry.gathering is not None:

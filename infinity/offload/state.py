@@ -140,13 +140,17 @@ class StateStore:
         self.frozen_edition = 0  # counts what may have changed frozen bytes at rest
         self.shared: SharedWeights | None = None
         self._copies: Event = HAPPENED  # from there
-        self._share()
-        for tier, store in transfers.stores.items():
-            if tier is not Tier.DISK:
-                self._reserve(tier, store)
-        if transfers.disk is not None:
-            for unit in self.units:
-                promise_extents(plan, unit, transfers.disk)
+        try:
+            self._share()
+            for tier, store in transfers.stores.items():
+                if tier is not Tier.DISK:
+                    self._reserve(tier, store)
+            if transfers.disk is not None:
+                for unit in self.units:
+                    promise_extents(plan, unit, transfers.disk)
+        except BaseException:
+            self.forget()
+            raise
 
     def _reserve(self, tier: Tier, store: Store) -> None:
         """Flat ranges for what rests in memory. (On disk the kinds of a chunk share a record.)"""
@@ -164,8 +168,8 @@ class StateStore:
 
     def _share(self) -> None:
         """Weights in RAM that all ranks map; see [Note: shared RAM]."""
-        own = {unit.index: unit for unit in self.plan.own if self.plan.is_shared(unit.index)}
-        own = {index: unit for index, unit in own.items() if unit.shard_bytes}
+        shared = (unit for unit in self.plan.own if self.plan.is_shared(unit.index))
+        own = {unit.index: unit for unit in shared if unit.shard_bytes}
         if not own:
             return
         self.shared = SharedWeights(own, self.ranks, self.transfers.device.pin)
@@ -230,13 +234,22 @@ class StateStore:
         return own[:trained], own[trained:]
 
     def is_here(self, unit: int) -> bool:
-        """Whether `gather` needs no `bring` before it: no shard of another node in shared RAM."""
+        """Whether `gather` needs no `bring` before it: shared RAM has what other nodes keep."""
         return self.shared is None or self.shared.is_here(unit)
 
     def bring(self, unit: int) -> None:
         """Start to bring other nodes' shards; all ranks together, when they have their own."""
         assert self.shared is not None
-        self.transfers.count("between_nodes", self.shared.bring(unit))
+        self.transfers.count("between_hosts", self.shared.bring(unit))
+
+    def settle_brought(self, unit: int) -> None:
+        """Wait for what `bring` started."""
+        assert self.shared is not None
+        self.shared.settle(unit)
+
+    def settle_copies(self) -> None:
+        """Wait for copies from shared RAM, before other ranks may write there."""
+        self._copies.wait()
 
     def stale(self, unit: int) -> None:
         """An optimizer pass replaces the unit's weights on all ranks."""
@@ -385,7 +398,7 @@ class StateStore:
         assert value.numel() == nbytes
         self.edited = True
         if kind is Kind.WEIGHT and self.shared is not None and unit in self.shared:
-            self._copies.wait()
+            self.settle_copies()
             self.ranks.meet(f"writes weight of unit {self.plan.units[unit].name!r}")
             self.shared.written(unit, frozen=True)
         if kind is Kind.WEIGHT and state.layout.frozen_bytes:

@@ -458,7 +458,8 @@ def _more_hardware(priced: Priced) -> Iterator[Case]:
     share = HOST_BUDGET_SHARE * (AUTO_SHARE if priced.plan.unified else 1.0)
     sizes = {round_size(int(1.25 * case.machine.host_bytes))}
     for purpose in ("gradients", "weights", "state"):
-        held += local * disk[purpose]
+        copies = priced.plan.nodes if purpose == "weights" and priced.plan.shared else 1
+        held += local * copies * disk[purpose]
         sizes.add(round_size(int(1.01 * held / share)))  # and what else grows with it
     for nbytes in sorted(sizes):
         if case.machine.host_bytes < nbytes <= _LARGEST[Tier.HOST]:

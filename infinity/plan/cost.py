@@ -51,7 +51,7 @@ from infinity.plan.activations import attending_width, recomputed
 from infinity.plan.forecast import PhaseBytes, disk_of_pass, forecast_phases
 from infinity.plan.layout import Segment, Tier, UnitLayout
 from infinity.plan.plan import (
-    BETWEEN_NODES,
+    BETWEEN_HOSTS,
     LINKS,
     Plan,
     UpdatePlace,
@@ -73,6 +73,7 @@ UPDATE = tuple(f"update.{name}" for name in UPDATE_FORMATS)
 _KINDS = ("compute", "between", "attention")
 COMPUTE = (*(f"{kind}.{name}" for kind in _KINDS for name in PRECISIONS), "logits")
 DEVICE_UPDATE = "device_update"
+BETWEEN_NODES = "between_nodes"
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class Rates:
     second of what stands between them, and `attention`, FLOP per second of its own. `logits` is how
     many cross entropy takes in a second, there and back: see [Note: compute]. `all_gather` and
     `all_to_all` are what one rank receives from others while all do; None where there is one rank.
-    `between_nodes` is what a node receives from others, for all of its ranks.
+    `between_nodes` is what a node receives from others, for all of its ranks, and `between_hosts`
+    what each of these gets in RAM from its peers, ranks of the same number on other nodes.
     """
 
     disk_read: float
@@ -106,6 +108,7 @@ class Rates:
     all_gather: float | None = None
     all_to_all: float | None = None
     between_nodes: float | None = None
+    between_hosts: float | None = None
 
     def disk_s(self, read_bytes: int, written_bytes: int) -> float:
         """Seconds for so many bytes in both directions at once.
@@ -142,17 +145,15 @@ class Rates:
                 name: rate / local for name, rate in self.numbers().items() if name in COMPUTE
             }
             found = replace(found, **nested(computing))
-        if nodes == 1 or self.all_gather is None:
+        if nodes == 1 or self.between_nodes is None or self.all_gather is None:
             return found
-        if self.between_nodes is None:
-            return replace(found, between_nodes=self.all_gather)
         others = local * nodes - 1
         shared = self.between_nodes * others / (local * local * (nodes - 1))
         return replace(
             found,
             all_gather=min(self.all_gather, self.between_nodes),
             all_to_all=min(self.all_to_all or math.inf, shared),
-            between_nodes=self.between_nodes / local,
+            between_hosts=min(self.between_hosts or math.inf, self.between_nodes / local),
         )
 
     def numbers(self) -> dict[str, float]:
@@ -260,9 +261,10 @@ def rates_origin(rates: Rates, nominal: Collection[str], measured: str | None) -
 # and up another, while each also carries what comes from RAM; half of what a copy alone sees.
 # Between processes: gloo through the loopback interface, where ranks take turns on the cores that
 # compute (2 ranks on 2 busy cores of an EPYC: 0.1 to 0.3e9 gathered, 0.3 to 0.9e9 exchanged).
-# Between nodes: one port of 100 Gbit/s, less framing.
+# Between nodes: one port of 100 Gbit/s, less framing. From RAM to RAM there: gloo by TCP, a guess.
 _NOMINAL_LINKS = {False: 11e9, True: 0.3e9}
 _NOMINAL_BETWEEN = 11e9
+_NOMINAL_HOSTS = {False: 1e9, True: 0.3e9}
 
 
 def with_links(
@@ -277,6 +279,8 @@ def with_links(
         wanted |= dict.fromkeys(LINKS, _NOMINAL_LINKS[unified])
     if nodes > 1 and not across:
         wanted[BETWEEN_NODES] = _NOMINAL_BETWEEN
+    if nodes > 1:
+        wanted[BETWEEN_HOSTS] = _NOMINAL_HOSTS[unified]
     there = rates.numbers()
     missing = tuple(name for name in wanted if name not in there)
     return Rates.of(wanted | there), missing
@@ -428,7 +432,7 @@ class _Pricing:
             inward_s, outward_s = rates.copies_s(moved["to_device"], moved["from_device"])
             resources |= {"to_device": inward_s, "from_device": outward_s}
         if plan.ranks > 1:
-            links = ((moved[name], getattr(rates, name)) for name in (*LINKS, BETWEEN_NODES))
+            links = ((moved[name], getattr(rates, name)) for name in (*LINKS, BETWEEN_HOSTS))
             resources["link"] = sum(nbytes / rate for nbytes, rate in links if rate)
         again = self._again if phase.backward else _Elements()
         compute = self._compute_s(phase, self._elements, again)

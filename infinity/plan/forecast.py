@@ -130,7 +130,6 @@ class _Bytes:
     ) -> None:
         self.plan = plan
         self._summed = summed
-        self._used = used
         self._saved = saved_moves(saved, plan.saved, unified=plan.unified)
         self._updated: dict[tuple[int, int, UnitPlacement, bool], dict[str, int]] = {}
         self._gradients = self._of_gradients(used)
@@ -160,7 +159,7 @@ class _Bytes:
             _add(self._gradients[moves.micro_batch > 0], moved)
         if self.plan.ranks > 1:
             moved["all_gather"], copied = self._gathered(moves)
-            moved["between_nodes"] = self._between_nodes(moves)
+            moved["between_hosts"] = self._between_hosts(moves)
             if not self.plan.unified:
                 moved["to_device"] += copied
         return moved
@@ -180,11 +179,11 @@ class _Bytes:
             nbytes += 8 * others * max(map(sum, zip(*told, strict=True)), default=0)
         return nbytes, copied
 
-    def _between_nodes(self, moves: _PhaseMoves) -> int:
+    def _between_hosts(self, moves: _PhaseMoves) -> int:
         """What other nodes' ranks of the same number keep of weights in shared RAM: once after each
-        update of what is used at all.
+        update.
         """
-        units = [u for u, _ in moves.updated if u in self._used and self.plan.is_shared(u)]
+        units = [unit for unit, _ in moves.updated if self.plan.is_shared(unit)]
         return (self.plan.nodes - 1) * sum(self.plan.own[u].trained_bytes for u in units)
 
     def _of_fetches(self, fetched: list[int]) -> dict[str, int]:

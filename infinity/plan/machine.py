@@ -603,6 +603,7 @@ class _Rates(_Section):
     all_gather: _Rate | None = None
     all_to_all: _Rate | None = None
     between_nodes: _Rate | None = None
+    between_hosts: _Rate | None = None
     update: dict[Literal["fp32", "bf16", "8bit"], _Rate] = Field(default_factory=dict)
     compute: dict[Literal["bf16", "fp32"], _Rate] = Field(default_factory=dict)
     between: dict[Literal["bf16", "fp32"], _Rate] = Field(default_factory=dict)

@@ -14,8 +14,8 @@ from infinity.plan.layout import PAGE, Kind, Precision, Record, Tier, UnitLayout
 from infinity.sizes import format_count, format_size
 
 LINKS = ("all_gather", "all_to_all")  # between ranks: bytes that one of them receives
-BETWEEN_NODES = "between_nodes"  # likewise, into RAM that its node shares
-DIRECTIONS = ("disk_read", "disk_write", "to_device", "from_device", *LINKS, BETWEEN_NODES)
+BETWEEN_HOSTS = "between_hosts"  # likewise, from RAM to RAM of another node
+DIRECTIONS = ("disk_read", "disk_write", "to_device", "from_device", *LINKS, BETWEEN_HOSTS)
 RAM = "RAM"  # the memory of a machine whose device computes in the host's
 _MASTERS = {
     "bf16": "bf16 + 16-bit residual",

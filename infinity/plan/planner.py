@@ -470,24 +470,26 @@ def _require_fit(plan: Plan, limits: Limits, config: Config) -> None:
         f"{where} needs {format_size(sum(parts.values()))} of a budget of "
         f"{format_size(limits.budgets[tier] or 0)}: {format_size(too_much)} too much",
         because=needs,
-        remedy=_remedy(tier, config, plan.rule),
+        remedy=_remedy(tier, config, plan),
     )
 
 
-def _remedy(tier: Tier, config: Config, rule: RuleFacts) -> str:
+def _remedy(tier: Tier, config: Config, plan: Plan) -> str:
     if tier is Tier.DISK:
         return "free space on nvme_path, add a path to the list, or raise budget.disk"
     if tier is Tier.DEVICE and config.update == "device":
         return "raise budget.device, lower chunk_size, or leave update: device out"
+    if tier is Tier.HOST and plan.shared and plan.nodes > 1:
+        return f"raise budget.host, or placement.shared: false ({plan.nodes} nodes hold copies)"
     if not config.nvme_path:
         return "set nvme_path so that state can rest on disk"
     placement = config.placement
     on_disk = [k for k in ("weights", "moments", "gradients") if getattr(placement, k) != "disk"]
     if on_disk:
         return f"raise budget.{tier}, or put more on disk: placement.{on_disk[-1]}=disk"
-    if rule.whole:  # no chunk size helps: a chunk is a unit
+    if plan.rule.whole:  # no chunk size helps: a chunk is a unit
         return (
             f"raise budget.{tier}, cut the model into smaller units (initialize(units=[...])), or "
-            f"use an optimizer that does not need whole parameters as {rule.name} does"
+            f"use an optimizer that does not need whole parameters as {plan.rule.name} does"
         )
     return f"raise budget.{tier}, lower chunk_size, or cut the model into smaller units"

@@ -74,13 +74,16 @@ def _explained(nbytes: int) -> Iterator[None]:
 
 def can_share(ranks: Ranks) -> bool:
     """Whether the ranks of each node, as many on all, can map each other's memory; all ask."""
-    if ranks.count == 1 or len(set(ranks.gather_words(ranks.local_count))) > 1:
+    if ranks.count == 1:
+        return False
+    counts = {count for count, *_ in ranks.meet("asks for shared RAM", ranks.local_count)}
+    if len(counts) > 1 or ranks.count != ranks.num_nodes * ranks.local_count:
         return False
     try:
         SharedArena(PAGE, ranks)
     except InfinityError:
         return False
-    return ranks.count == ranks.num_nodes * ranks.local_count
+    return True
 
 
 class SharedWeights:
@@ -98,15 +101,20 @@ class SharedWeights:
         local, nodes = ranks.local_count, ranks.num_nodes
         strides = {unit: round_up(own.shard_bytes, PAGE) for unit, own in units.items()}
         arena = SharedArena(ranks.count * sum(strides.values()), ranks)
-        pin(arena)
         self._peers: Ranks | None = None
-        if nodes > 1:
-            self._peers = ranks.among([range(i, ranks.count, local) for i in range(local)])
+        if nodes > 1:  # before anything that may fail on one rank alone
+            sets = [range(i, ranks.count, local) for i in range(local)]
+            self._peers = ranks.among(sets, by_host=True)
         self.shards: dict[int, list[Tensor]] = {}  # by unit and rank: uint8
         # Of a unit's trained or frozen bytes: (nodes, n), and what is on its way there.
         self._of_peers: dict[_Key, Tensor] = {}
         self._coming: dict[_Key, Work] = {}
         self._current: set[_Key] = set()
+        try:
+            pin(arena)
+        except BaseException:
+            self.close()
+            raise
         for unit, own in units.items():
             whole = arena.carve(ranks.count * strides[unit]).view(local, nodes, -1)
             whole = whole[..., : own.shard_bytes]
@@ -123,8 +131,15 @@ class SharedWeights:
         return [key for key in ((unit, False), (unit, True)) if key in self._of_peers]
 
     def is_here(self, unit: int) -> bool:
-        """Whether the peers' shards of a unit are here, or need not come: it is not shared."""
-        return all(key in self._current and self._coming[key].done() for key in self._parts(unit))
+        """Whether the peers' shards of a unit are here, or need not come: it is not shared.
+
+        Raises `MachineError` where the peers are lost.
+        """
+        keys = self._parts(unit)
+        if not all(key in self._current and self._coming[key].done() for key in keys):
+            return False
+        self.settle(unit)  # what failed is over, too
+        return True
 
     def bring(self, unit: int) -> int:
         """Start to bring what is stale of the peers' shards, which all have written; returns bytes.

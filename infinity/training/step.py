@@ -404,6 +404,7 @@ class Stepper:
         self._gradients.finish()  # a backward the engine did not see may have left some open
         # What may fail on one rank alone comes before ranks meet for the norm: then all commit.
         self._gradients.settle()
+        self._parts.store.settle_copies()
         hypers = self._optimizer.hypers(self._index_of)
         alike = self._alike() if self._parts.ranks.count > 1 else {}
         with self._prefetcher.transfers.stall("norm"):

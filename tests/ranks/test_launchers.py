@@ -135,7 +135,7 @@ def test_doctor_measures_links_inside_nodes_and_between_them(
     said = "".join(together(command, command))
     links = json.loads(re.findall(r"^{.*$", said, re.MULTILINE)[0])["links"]
     assert (links["gpus"], links["nodes"]) == (2, 2)
-    assert set(links["rates"]) == {*LINKS, "between_nodes"}
+    assert set(links["rates"]) == {*LINKS, "between_nodes", "between_hosts"}
     elsewhere, _ = kept_links(CpuDevice(), 2, 5) or ({}, "")
     assert set(elsewhere) == set(links["rates"])
     assert elsewhere["between_nodes"] == links["rates"]["between_nodes"]

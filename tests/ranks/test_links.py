@@ -83,18 +83,19 @@ def test_of_several_nodes_links_inside_and_between_them_are_kept_too(
     assert sorted(sizes) == [2] * 6 + [3] * 6 + [6] * 6, "nodes of 2, 3 of different nodes, all"
     rates, day = found[0]
     mib = 2.0**20
-    assert rates == {"all_gather": 2.5 * mib, "all_to_all": 2.5 * mib, "between_nodes": 4 * mib}
+    between = {"between_nodes": 4 * mib, "between_hosts": 2 * mib}
+    assert rates == {"all_gather": 2.5 * mib, "all_to_all": 2.5 * mib, **between}
     assert kept_links(device, 2, 3) == found[0]
     inside = dict.fromkeys(LINKS, 1.5 * mib)
     assert kept_links(device, 2, 1) == (inside, day)
-    assert kept_links(device, 2, 8) == (inside | {"between_nodes": 4 * mib}, day)
-    assert kept_links(device, 1, 8) == ({"between_nodes": 4 * mib}, day)
+    assert kept_links(device, 2, 8) == (inside | between, day)
+    assert kept_links(device, 1, 8) == (between, day)
     assert kept_links(device, 4, 1) is None
     known = kept_rates((), device, gpus=2, nodes=8)
-    assert not {*NAMES, "between_nodes"} & set(known.nominal)
+    assert not {*NAMES, *between} & set(known.nominal)
     known = kept_rates((), device, gpus=1, nodes=8)
     assert set(known.nominal) > NAMES
-    assert "between_nodes" not in known.nominal
+    assert not between.keys() & set(known.nominal)
 
 
 def test_the_slowest_rank_is_what_a_link_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +147,7 @@ def test_a_rank_plans_with_its_part_and_the_least_of_all(
 
 def test_a_rank_of_a_gpu_has_its_own_device_and_a_part_of_the_rest() -> None:
     rates, guessed = with_links(nominal(unified=False), 4, nodes=2, unified=False)
-    assert set(guessed) == NAMES | {"between_nodes"}
+    assert set(guessed) == NAMES | {"between_nodes", "between_hosts"}
     own = rates.of_rank(4, 2, unified=False)
     assert own.disk_mixed == rates.disk_mixed / 4
     assert (own.compute, own.to_device, own.device_update) == (

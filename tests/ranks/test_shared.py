@@ -16,13 +16,13 @@ from support.trainer import make_config, make_device, train_exactly
 
 from infinity.config.schema import load_config
 from infinity.engine import Engine
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
 from infinity.plan.budget import Limits
 from infinity.plan.cost import NOMINAL, with_links
 from infinity.plan.layout import FP32, PAGE, ParameterFacts, Tier, lay_out
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
-from infinity.ranks import Ranks
+from infinity.ranks import Done, Ranks
 from infinity.storage import shared
 from infinity.storage.shared import SharedWeights, can_share
 
@@ -72,7 +72,7 @@ def test_the_bits_and_the_bytes(
     assert copied > 0
     assert moved["to_device"] == before["to_device"] + (copied if device == "fake" else 0)
     trained = sum(unit.trained_bytes for unit in found.plan.own)
-    assert moved["between_nodes"] == (nodes - 1) * trained
+    assert moved["between_hosts"] == (nodes - 1) * trained
     assert "weights rest in shared RAM" in found.plan.describe()
 
 
@@ -139,6 +139,54 @@ def test_what_nobody_wanted_is_here_before_it_is_brought_again() -> None:
     assert on_ranks(2, work, nodes=2) == [([2, 12], order)] * 2
 
 
+def test_what_failed_on_its_way_is_not_here() -> None:
+    """Torch's work is over then, too; only who waits for it is told."""
+
+    class Failed(Done):
+        def wait(self) -> None:
+            raise MachineError("lost")
+
+    unit = lay_out(0, "unit", FACTS, FP32, ranks=2)
+
+    def work(ranks: Ranks) -> str:
+        weights = SharedWeights({0: unit.of_shard(ranks.rank)}, ranks, lambda arena: None)
+        assert weights._peers is not None
+        weights._peers.all_gather = lambda *_, **__: Failed()  # type: ignore[method-assign]
+        weights.bring(0)
+        with pytest.raises(MachineError) as told:
+            weights.is_here(0)
+        weights.close()
+        return str(told.value)
+
+    assert on_ranks(2, work, nodes=2) == ["lost", "lost"]
+
+
+def test_copies_are_over_before_ranks_meet_for_the_norm(tmp_path: Path) -> None:
+    """What a last forward queued may still read what others write as soon as they know the norm."""
+    config = make_config(("host", "host", "host"))
+    config["placement"]["shared"] = True
+    models = [FROZEN.build() for _ in range(2)]
+
+    class Open(Done):
+        def __init__(self, log: list[tuple[str, str | int]]) -> None:
+            self.log = log
+
+        def wait(self) -> None:
+            self.log.append(("copies", "are over"))
+
+    def work(ranks: Ranks) -> list[str]:
+        assert isinstance(ranks, ThreadRanks)
+        with make_engine(ranks, models[ranks.rank], config, tmp_path) as engine:
+            engine.backward(FROZEN.batches(2)[ranks.rank].call(engine))
+            engine._parts.store._copies = Open(ranks.log)
+            before = len(ranks.log)
+            engine.step()
+            return [what for what, _ in ranks.log[before:]]
+
+    for log in on_ranks(2, work):
+        assert log[-2:] == ["copies", "meets"], log
+
+
 def test_memory_that_is_not_rank_0_s_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where its process has that number in a container of its own only."""
     other = os.memfd_create("other")
@@ -156,14 +204,21 @@ def test_memory_that_is_not_rank_0_s_is_not_shared(monkeypatch: pytest.MonkeyPat
 # --- the plan ------------------------------------------------------------------------------------
 
 
-def planned(link: float, *, nodes: int = 1, may_share: bool = True, **placement: object) -> Plan:
+def planned(
+    link: float,
+    *,
+    nodes: int = 1,
+    may_share: bool = True,
+    host: int | None = None,
+    **placement: object,
+) -> Plan:
     units = tuple(lay_out(i, f"unit {i}", FACTS, FP32, ranks=4) for i in range(10))
     config = load_config({"precision": "fp32", "placement": {"whole": False, **placement}})
     rates, _ = with_links(NOMINAL, 4, unified=False)
     rates = NOMINAL.of({**rates.numbers(), "all_gather": link, "all_to_all": link})
-    rates = replace(rates, between_nodes=link)  # a rank's part
+    rates = replace(rates, between_hosts=link)
     return make_plan(
-        units, config, Limits(8 << 20, None, None), unified=False, rates=rates, nodes=nodes,
+        units, config, Limits(8 << 20, host, None), unified=False, rates=rates, nodes=nodes,
         may_share=may_share,
     )  # fmt: skip
 
@@ -187,5 +242,7 @@ def test_each_node_has_the_weights_of_all() -> None:
     assert two.shared_bytes == 2 * one.shared_bytes
     gathered = planned(1e9, nodes=2, weights="host", shared=False).predicted_bytes["all_gather"]
     shards = sum(unit.shard_bytes for unit in one.own)
-    assert two.predicted_bytes["between_nodes"] == shards
+    assert two.predicted_bytes["between_hosts"] == shards
     assert gathered > 3 * shards > 3 * two.predicted_bytes["all_gather"]
+    with pytest.raises(DoesNotFitError, match=r"placement\.shared: false \(2 nodes hold copies\)"):
+        planned(1e9, nodes=2, host=two.tier_bytes[Tier.HOST] - 1, weights="host", shared=True)

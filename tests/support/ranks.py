@@ -213,7 +213,7 @@ class ThreadRanks(Ranks):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         tensor.copy_(self._swap("broadcast", tensor)[source])
 
-    def among(self, sets: Sequence[Sequence[int]]) -> Ranks:
+    def among(self, sets: Sequence[Sequence[int]], *, by_host: bool = False) -> Ranks:
         members = next(members for members in sets if self.rank in members)
         groups = self.group.swap(self.rank, Group(len(members)))
         return ThreadRanks(groups[members[0]], members.index(self.rank))

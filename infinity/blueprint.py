@@ -48,6 +48,7 @@ from infinity.storage.device import PROCESS, Device
 from infinity.storage.shared import can_share
 
 _TRAINABLE = (torch.float32, torch.float16, torch.bfloat16)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def check_model(model: nn.Module) -> None:
@@ -83,18 +84,37 @@ def check_model(model: nn.Module) -> None:
                 f"parameter {name!r} is owned by another engine",
                 remedy="close that engine first, or put both models into one module",
             )
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and isinstance(module, _EMBEDDINGS):
+            raise ConfigError(
+                f"{name!r}, an nn.{type(module).__name__}, has max_norm",
+                because="its forward edits the weight, of which the engine lends a copy",
+                remedy="leave max_norm out, and shorten rows in engine.materialized(...) now and "
+                "then",
+            )
     _refuse_shared_memory(model)
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
     """What is trained has memory of its own: others that share it would stay behind."""
     held = []
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        # Strides may leave gaps, as those of parts that are interleaved.
-        dense = tensor.layout is torch.strided and tensor.is_contiguous()
-        if dense and tensor.numel() and (base := storage_address(tensor)):
+    left = [
+        (f"{path}.{name}".lstrip("."), value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+    ]
+    for name, tensor in [*model.named_parameters(), *model.named_buffers(), *left]:
+        # Strides may leave gaps, as those of parameters that are interleaved.
+        if tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        dense = tensor.is_contiguous() or not isinstance(tensor, nn.Parameter)
+        if dense and (base := storage_address(tensor)):
             start = base + int(tensor.storage_offset()) * tensor.element_size()
-            held.append((start, start + tensor.nbytes, name, tensor.requires_grad))
+            sides = zip(tensor.shape, tensor.stride(), strict=True)
+            span = (1 + sum((n - 1) * stride for n, stride in sides)) * tensor.element_size()
+            trained = tensor.requires_grad and isinstance(tensor, nn.Parameter)
+            held.append((start, start + span, name, trained))
     reach, before, also = 0, "", False  # where memory ends that was seen, and whose it is
     for begin, end, name, trained in sorted(held):
         if begin < reach and (trained or also):
@@ -150,7 +170,12 @@ def make_optimizer(
     own = {id(p) for p in model.parameters()}
     for parameter in flat:
         if id(parameter) not in own:
-            raise ConfigError("model_parameters holds a parameter the model does not have")
+            raise ConfigError(
+                f"{'model_parameters' if given is None else 'the optimizer'} has a parameter of "
+                f"shape {tuple(parameter.shape)} that the model does not have",
+                because="it is another model's, or was replaced since the optimizer was made",
+                remedy="make the optimizer of the parameters of the model that you pass",
+            )
         if parameter.dtype not in _TRAINABLE:
             raise ConfigError(
                 f"a trained parameter has dtype {parameter.dtype}",

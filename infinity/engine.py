@@ -94,7 +94,9 @@ class Engine:
     def _own(self, module: nn.Module) -> None:
         """What the module and its parameters know of the engine, until that is closed or gone."""
         parts, parameters = self._parts, self._parts.cut.parameters
-        parts.also(ModuleStateHooks(module, self._values, self._index_of).remove)
+        hooks = ModuleStateHooks(module, self._values, self._index_of)
+        parts.installation.on_new = hooks.add
+        parts.also(hooks.remove)
         parts.also(MergeGuard(module, self._values, self._index_of).remove)
         if not any(parts.cut.trained):
             parts.also(freeze(parameters))
@@ -334,7 +336,10 @@ class Engine:
             raise TrainingError(
                 "backward needs a scalar loss that depends on trained parameters, got "
                 + (f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss))),
-                remedy="reduce the loss with .mean(); call the engine outside torch.no_grad()",
+                remedy="reduce the loss with .mean(); call the engine outside torch.no_grad()"
+                if isinstance(loss, Tensor)
+                else "pass the loss itself: output.loss, output['loss'] or output[0], and no "
+                "number made by .item()",
             )
         self._window.check()
         state = self._stepper.progress.loss_scale
@@ -655,10 +660,10 @@ class Engine:
     def close(self, *, restore: bool = False) -> None:
         """Give everything back: threads, pins, files, disk space. Idempotent.
 
-        An engine that nothing refers to any more does that too, but its module then refuses. In a
-        forked child nothing happens. A checkpoint that is being saved is completed first; what made
-        one fail is raised when all is given back. Parameters are offloaded afterwards; with
-        `restore` they get their full values back, in RAM, in the compute dtype; buffers are there.
+        An engine that nothing refers to any more does that too. In a forked child nothing happens.
+        A checkpoint that is being saved is completed first; what made one fail is raised when all
+        is given back. With `restore` parameters get their full values back, in RAM, in the compute
+        dtype, and buffers are there; else the module refuses them: `EngineClosedError`.
         """
         if self._owner.is_here() and not (self._closed and self._parts.closed):
             self._close(restore)
@@ -680,6 +685,7 @@ class Engine:
                 failure = failure or error
         self._closed = True
         try:
+            self._parts.installation.gone = values is None
             self._parts.close()
         finally:
             if self._parts.closed:

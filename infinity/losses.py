@@ -142,8 +142,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wants = [t is not None and t.requires_grad for t in (hidden, weight, bias)]
         grad_hidden = torch.empty_like(hidden) if wants[0] else None
         grad_weight: Tensor | None = None
-        grad_bias = torch.zeros(weight.shape[0], device=weight.device) if wants[2] else None
-        total = torch.zeros((), device=hidden.device)
+        new_zeros = partial(torch.zeros, dtype=torch.float32, device=hidden.device)
+        grad_bias = new_zeros(weight.shape[0]) if wants[2] else None
+        total = new_zeros(())
         valid = labels != options.ignore_index
         # The count stays a tensor: the host must not wait for the device.
         mean = options.reduction == "mean"

@@ -219,8 +219,7 @@ def test_an_optimizer_and_the_same_parameters() -> None:
         with made[0] as engine:
             assert engine.optimizer.param_groups[0]["lr"] == 0.5
             assert engine.get_lr() == [0.5]
-        for parameter, fresh in zip(model.parameters(), small_model().parameters(), strict=True):
-            parameter.data = fresh.data
+            engine.close(restore=True)
     with pytest.raises(ConfigError, match="1 that require grad are not in the optimizer"):
         deepspeed.initialize(
             model=model,
@@ -302,6 +301,8 @@ def test_schedules_that_are_not_plain_are_saved_and_gone_on_with(tmp_path: Path)
         assert told == pytest.approx(
             [0.05, 0.005, 0.0005] if kind is not Own else [1 / 2, 1 / 3, 1 / 4]
         )
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with pytest.raises(ConfigError, match="which has no step"):
         deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=1, config=config)
 
@@ -521,6 +522,7 @@ def test_a_deepspeed_configuration_without_an_optimizer() -> None:
         assert engine(batch(0)).requires_grad is False
         with pytest.raises(TrainingError, match="engine for inference"):
             engine.backward(torch.ones((), requires_grad=True))
+        engine.close(restore=True)
     assert all(p.requires_grad for p in model.parameters())
     with pytest.raises(ConfigError, match=r"optimizer\.type: must be given"):
         deepspeed.initialize(

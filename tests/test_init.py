@@ -132,6 +132,7 @@ def test_tied_weights_and_buffers_stay_one_and_parameters_the_same_objects(tmp_p
         now = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
         assert now == parameters
         train(engine, 1)
+        engine.close(restore=True)
     assert not any(p.is_meta for p in model.parameters())
 
 

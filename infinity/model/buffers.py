@@ -141,7 +141,7 @@ class Rerun:
         self._before = {
             at: copy
             for at, value, version, copy in before
-            if now.get(at) is not value or _version(value) != version
+            if now.get(at) is not value or _version(value) != version or _differs(value, copy)
         }
 
     @contextmanager
@@ -168,6 +168,15 @@ class Rerun:
 
 def _version(value: Tensor | None) -> int:
     return -1 if value is None or value.is_inference() else value._version
+
+
+def _differs(value: Tensor | None, copy: Tensor | None) -> bool:
+    """Whether it was edited through `.data`, of which versions know nothing; a GPU is not asked,
+    since the host would wait for it.
+    """
+    if value is None or copy is None or value is copy or value.device.type != "cpu":
+        return False
+    return not torch.equal(value, copy)
 
 
 def _copy(value: Tensor | None) -> Tensor | None:

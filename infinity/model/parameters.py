@@ -449,17 +449,18 @@ class ParameterMap(dict[str, nn.Parameter | None]):
 
 
 class GoneParameters(dict[str, nn.Parameter | None]):
-    """`module._parameters` after its engine was dropped: the values are gone, and whoever asks
-    for them is told; NaN would be trained with.
+    """`module._parameters` after its engine was closed without `restore`, or dropped: the values
+    are gone, and whoever asks for them is told; NaN would be trained with, or saved.
     """
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         """For every way to the parameters."""
         raise EngineClosedError(
-            "the engine of this module was dropped without close(restore=True), and the values "
-            "of the parameters with it",
-            because="nothing referred to the engine any more; weights rest in its memory and files",
-            remedy="keep the engine as long as the module is used, and call "
+            "the engine of this module is gone without close(restore=True), and the values of the "
+            "parameters with it",
+            because="weights rest in its memory and files; it was closed, or nothing referred to "
+            "it any more",
+            remedy="use the module, and save it, while the engine is there; call "
             "engine.close(restore=True) for a plain module; or build the module anew",
         )
 
@@ -541,7 +542,8 @@ class Installation:
     """Replaces and restores `_parameters`, `_modules` and `_apply` on a module tree."""
 
     def __init__(self, root: nn.Module, touch: Touch) -> None:
-        self.gone = False  # whether the values will be, and nobody has said that they may
+        self.gone = False  # whether the values will be
+        self.on_new: Callable[[nn.Module], None] = lambda module: None
         self._touch = touch
         self._held = {id(parameter) for parameter in root.parameters()}
         self._modules: list[nn.Module] = []
@@ -556,6 +558,7 @@ class Installation:
                 module.__dict__["_modules"] = ModuleMap(module._modules, admit)
                 module.__dict__["_apply"] = RefusedApply(module)
                 self._modules.append(module)
+                self.on_new(module)
 
     def _admit(self, path: str, name: str, module: nn.Module) -> None:
         """A module is put into the tree: whoever brings parameters would train nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, GeneratorType
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
@@ -36,6 +37,13 @@ def storage_address(tensor: Tensor) -> int:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether somebody asked to be called before or after its steps."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def no_dispatch_modes() -> AbstractContextManager[object]:
+    """Without what others made of torch's operations, as selective checkpointing does."""
+    if not torch._C._len_torch_dispatch_stack():
+        return nullcontext()
+    return _disable_current_modes()
 
 
 def negated_view(tensor: Tensor) -> Tensor:

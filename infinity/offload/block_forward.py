@@ -204,7 +204,7 @@ Forward = Callable[..., Any]
 
 
 class Slicer:
-    """Slices the calls of one block; `tried` holds the kinds of blocks that were tried out."""
+    """Slices the calls of one block; `tried` holds the kinds of calls that were tried out."""
 
     def __init__(
         self,
@@ -212,7 +212,6 @@ class Slicer:
         plain: Forward,
         cut: UnitCut,
         count: int,
-        tried: set[object],
         sums: SliceSums,
     ) -> None:
         self._module = module
@@ -221,8 +220,7 @@ class Slicer:
         self._plain = plain
         self._name = cut.name
         self._count = count
-        self._tried = tried
-        self._kind = (type(module), tuple(tuple(p.shape) for p in module.parameters()))
+        self._tried: set[object] = set()
         for path, part in module.named_modules():
             if getattr(part, "batch_first", True) is False:
                 raise self._refusal(
@@ -255,7 +253,7 @@ class Slicer:
         for index in range(-(-rows // size)):
             calls.append([p[index] if s else p[0] for p, s in zip(parts, sliced, strict=True)])
         before: dict[tuple[int, str], Tensor] | None = None
-        if (kind := (self._kind, self._module.training)) not in self._tried:
+        if (kind := (self._module.training, *sliced)) not in self._tried:
             before = self._attributes()
             self._try_out(shape, tensors, sliced, size)
             self._tried.add(kind)
@@ -272,7 +270,9 @@ class Slicer:
 
     def _check_left(self, before: Mapping[tuple[int, str], Tensor]) -> None:
         for place, tensor in self._attributes().items():
-            if place not in before and tensor.grad_fn is not None:
+            # What had a graph before is made anew by each call, as a weight by its parametrization.
+            had = place in before and before[place].grad_fn is not None
+            if tensor.grad_fn is not None and not had:
                 raise self._refusal(
                     f"it leaves a tensor in its attribute {place[1]!r}",
                     "what is left there is of one slice only",
@@ -280,13 +280,21 @@ class Slicer:
                 )
 
     def _attributes(self) -> dict[tuple[int, str], Tensor]:
-        """Tensors that the block's modules have as plain attributes, by module and name."""
-        return {
-            (id(part), name): value
-            for part in self._module.modules()
-            for name, value in vars(part).items()
-            if isinstance(value, Tensor)
-        }
+        """Tensors that the block's modules have as attributes, also in lists and dicts of these
+        (as buffers are), by module and name.
+        """
+        found: dict[tuple[int, str], Tensor] = {}
+        for part in self._module.modules():
+            for name, value in vars(part).items():
+                if isinstance(value, Tensor):
+                    found[id(part), name] = value
+                elif type(value) in (list, tuple):
+                    inside = ((f"{name}[{i}]", item) for i, item in enumerate(value))
+                    found |= {(id(part), at): x for at, x in inside if isinstance(x, Tensor)}
+                elif type(value) in (dict, OrderedDict):
+                    found |= {(id(part), str(at)): x for at, x in value.items()
+                              if isinstance(x, Tensor)}  # fmt: skip
+        return found
 
     def _sliced(self, tensors: Sequence[Tensor]) -> tuple[int, list[bool]]:
         """How many samples there are, and which tensors have one row for each."""
@@ -308,10 +316,19 @@ class Slicer:
     def _try_out(
         self, shape: Any, tensors: Sequence[Tensor], sliced: Sequence[bool], size: int
     ) -> None:
-        """Raise if slices compute something else beside one another than alone."""
+        """Raise if slices compute something else beside one another than alone: as in evaluation,
+        where dropout hides nothing, and as it is.
+        """
+        for training in {False, self._module.training}:
+            self._try_out_as(training, shape, tensors, sliced, size)
+
+    def _try_out_as(
+        self, training: bool, shape: Any, tensors: Sequence[Tensor], sliced: Sequence[bool],
+        size: int,
+    ) -> None:  # fmt: skip
         gpus = {t.get_device() for t in tensors if t.is_cuda}
-        runs = Rerun([*self._module.modules()])
-        with torch.no_grad(), torch.random.fork_rng(gpus), runs.again(), self._undisturbed():
+        runs, alone = Rerun([*self._module.modules()]), self._undisturbed(training)
+        with torch.no_grad(), torch.random.fork_rng(gpus), runs.again(), alone:
             drawn = _random_state(tensors)
             first, second, both = (
                 self._floats_of(
@@ -325,9 +342,12 @@ class Slicer:
             )
             random = not torch.equal(drawn, _random_state(tensors))
         for one, two, other in zip(first, second, both, strict=True):
-            allowed = _TOLERANCE.get(one.dtype, _COARSE) * float(other.abs().max())
-            alone = torch.cat([one, two])
-            same = alone.shape == other.shape and float((alone - other).abs().max()) <= allowed
+            largest = float(other.abs().nan_to_num(0.0, 0.0).max()) if other.numel() else 0.0
+            apart = torch.cat([one, two])
+            same = apart.shape == other.shape and torch.allclose(
+                apart, other, rtol=0.0, atol=_TOLERANCE.get(one.dtype, _COARSE) * largest,
+                equal_nan=True,
+            )  # fmt: skip
             if not same and not random:  # of a function that draws, whatever it is told
                 raise self._refusal(
                     f"{size} samples give other results when more are beside them",
@@ -335,15 +355,15 @@ class Slicer:
                 )
 
     @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """As in evaluation, so that dropout hides nothing, and unseen by the hooks of others."""
+    def _undisturbed(self, training: bool) -> Iterator[None]:
+        """Unseen by the hooks of others, and as in evaluation if not `training`."""
         names = ("training", "_forward_hooks", "_forward_pre_hooks")
         before = [
             (part, {name: vars(part)[name] for name in names}) for part in self._module.modules()
         ]
         try:
             for part, own in before:
-                part.training = False
+                part.training = part.training and training
                 for name in names[1:]:  # ours fetch weights
                     kept = ((k, h) for k, h in own[name].items() if _is_ours(h))
                     vars(part)[name] = OrderedDict(kept)
@@ -433,7 +453,6 @@ class UnitForwards:
         self.recomputed = 0
         self._said: set[str] = set()  # of what was warned
         self.inside = 0  # blocks whose recomputable forward runs
-        self.tried: set[object] = set()  # see `Slicer`
         self._hooks = hooks
         self._cuts = cuts
         self._parameters = parameters
@@ -521,7 +540,7 @@ class _Block:
         self._own: Callable[..., Any] = module.forward
         self._slicer = None
         if plan.slices > 1:
-            self._slicer = Slicer(module, self._own, cut, plan.slices, owner.tried, hooks.sums)
+            self._slicer = Slicer(module, self._own, cut, plan.slices, hooks.sums)
         self._replaced = module.__dict__.get("forward")
 
         @functools.wraps(self._own)

@@ -10,8 +10,8 @@ and so do parameters that a call returns.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from infinity.model.torch_private import (
     backward_task,
     inside_backward,
     inside_function_transform,
+    no_dispatch_modes,
     runs_backward,
     top_saved_tensors_hooks,
 )
@@ -158,6 +159,10 @@ class Hooks:
         return self.sums.read(self._index_of[id(parameter)], parameter)
 
     def _use(self, unit: int) -> None:
+        with no_dispatch_modes():  # what moves is no part of what a checkpoint's policy sees
+            self._use_as_ours(unit)
+
+    def _use_as_ours(self, unit: int) -> None:
         self._join()
         self.write_edits()
         if not torch.is_inference_mode_enabled():
@@ -210,8 +215,7 @@ class Hooks:
 
     def release(self, output: object) -> None:
         """A call returns `output`: what it bound is released, but parameters in that."""
-        found: Any = output.values() if isinstance(output, Mapping) else output
-        for value in found if isinstance(output, Mapping | list | tuple) else (output,):
+        for value in _items((output,)):
             index = self._index_of.get(id(value)) if isinstance(value, nn.Parameter) else None
             if index is not None and self.prefetcher.entries[self._unit_of[index]].bound:
                 self.prefetcher.look_for_edits(self._unit_of[index], reached=True)
@@ -312,12 +316,12 @@ class Hooks:
         """What goes before and after a forward of the unit that is not a call of its module."""
         return self._before(unit), self._after(unit)
 
-    def _borrow(self, unit: int, given: tuple[Any, ...]) -> list[int]:
+    def _borrow(self, unit: int, given: Iterable[Any]) -> list[int]:
         """Bring the units of parameters that another module reached for and hands over.
 
         Such a parameter may have left meanwhile; while it is computed with, it stays.
         """
-        indices = [self._index_of[id(x)] for x in given if id(x) in self._index_of]
+        indices = [self._index_of[id(x)] for x in _items(given) if id(x) in self._index_of]
         if not indices:
             return []
         units = {self._unit_of[i] for i in indices if i not in self.lent} - {unit}
@@ -434,3 +438,16 @@ class Hooks:
         self.watch.close()
         self.saved.close()
         self.sums.drop()
+
+
+def _items(values: Iterable[Any]) -> Iterator[Any]:
+    """What is among the values, or inside of lists, tuples, mappings and dataclasses of these."""
+    for value in values:
+        if isinstance(value, Mapping):
+            yield from _items(value.values())
+        elif isinstance(value, list | tuple):
+            yield from _items(value)
+        elif is_dataclass(value) and not isinstance(value, type):
+            yield from _items(vars(value).values())
+        else:
+            yield value

@@ -104,7 +104,7 @@ class MemoryWatch:
         if self._steps >= MEASURED_STEPS:
             return
         for tensor in inputs:
-            if isinstance(tensor, Tensor) and tensor.numel():
+            if isinstance(tensor, Tensor) and not tensor.is_nested and tensor.numel():
                 width = tensor.shape[-1] if tensor.is_floating_point() and tensor.dim() else 1
                 self._tokens = max(self._tokens, tensor.numel() // width)
 

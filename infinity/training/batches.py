@@ -96,6 +96,11 @@ def train_one(engine: Any, batch: Any, loss_fn: LossFn | None) -> Tensor:
 
 def _loss_of(engine: Any, batch: Any, loss_fn: LossFn | None) -> Tensor:
     target = batch
+    if loss_fn is not None and not callable(loss_fn):
+        raise TrainingError(
+            f"train_batch() got a {type(loss_fn).__name__} as its loss_fn",
+            remedy="one batch, and then a function: train_batch((inputs, target), loss_fn)",
+        )
     if isinstance(batch, Mapping):
         output = engine(**batch)
     elif isinstance(batch, tuple | list):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -56,8 +57,10 @@ class StateDict(Mapping[str, Tensor]):
         return self.buffers[name].detach().cpu().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled or copied it is a dict of values, all of them in RAM."""
-        return dict, (dict(self.items()),)
+        """Pickled or copied it is a dict of values, all of them in RAM; of a kind that `torch.load`
+        takes without being asked to trust.
+        """
+        return OrderedDict, (), None, None, iter(self.items())
 
     def __contains__(self, name: object) -> bool:
         return name in self.parameters or name in self.buffers  # the mapping's own reads a value
@@ -266,17 +269,21 @@ class ModuleStateHooks:
         self._index_of = index_of
         self._handles: list[RemovableHandle] = []
 
+        for module in root.modules():
+            self.add(module)
+
+    def add(self, hooked: Any) -> None:
+        """A module of the tree, which may have come later."""
+
         def give(*args: Any) -> None:  # torch marks the hook, which a bound method refuses
             self._give(*args)
 
-        for module in root.modules():
-            if self._own(module):
-                hooked: Any = module
-                self._handles += [
-                    hooked.register_state_dict_post_hook(give),
-                    hooked.register_load_state_dict_pre_hook(self._open),
-                    hooked.register_load_state_dict_post_hook(self._close),
-                ]
+        if self._own(hooked):
+            self._handles += [
+                hooked.register_state_dict_post_hook(give),
+                hooked.register_load_state_dict_pre_hook(self._open),
+                hooked.register_load_state_dict_post_hook(self._close),
+            ]
 
     def _own(self, module: nn.Module) -> dict[str, int]:
         items = module._parameters.items()  # iterating does not fetch

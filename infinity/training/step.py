@@ -239,8 +239,12 @@ class Inputs:
                 f"an input of shape {tuple(tensor.shape)} is {tensor.dtype}, the engine computes "
                 f"in {self._dtype}",
                 because=first_lines(error),
-                remedy=f"cast it: tensor.to({self._dtype}); or write cast_inputs: true, which does "
-                "so with all floating inputs in bf16 and fp16",
+                remedy=f"cast it: tensor.to({self._dtype})"
+                + (
+                    ""
+                    if self._dtype is torch.float32
+                    else "; or write cast_inputs: true, which does so with all floating inputs"
+                ),
             ) from error
         floating = [b for b in find_buffers(self._module) if b.value.is_floating_point()]
         others = [b.names[0] for b in floating if b.value.dtype is not self._dtype]
@@ -271,6 +275,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 MAX_SKIPPED_IN_A_ROW = 20
 # A dynamic loss scale is found by skipping steps: only so many in a row are more than a search.
 SCALES_TRIED_IN_SILENCE = 10
+_MANY_BACKWARDS = 16  # of one micro-batch: more than there are losses
 
 
 @dataclass(frozen=True)
@@ -346,9 +351,21 @@ class Stepper:
             self._timeline.micro_batch(self._window.micro_step)
         self._window.backwards += 1
         self._window.account()
+        if self._window.backwards == _MANY_BACKWARDS:
+            _warn(
+                f"{_MANY_BACKWARDS} backwards, and no engine.step(): nothing was updated. Call it "
+                "after each backward; optimizer.step() of an optimizer that was not passed to "
+                "initialize() does nothing here"
+            )
 
     def end_micro_batch(self) -> None:
         """The next micro-batch of the same window begins."""
+        if (count := self._window.backwards) == self._window.length > 2:
+            _warn(
+                f"{count} backwards before one engine.step(), which ended micro-batch "
+                f"{self._window.micro_step + 1} of {count}: call step() after each backward; "
+                f"gradient_accumulation_steps: {count} says which of them update"
+            )
         self._window.end_micro_batch()
         self.progress = replace(self.progress, micro_batches=self.progress.micro_batches + 1)
 
@@ -406,6 +423,7 @@ class Stepper:
         self._gradients.settle()
         self._parts.store.settle_copies()
         hypers = self._optimizer.hypers(self._index_of)
+        self._refuse_others(hypers)
         alike = self._alike() if self._parts.ranks.count > 1 else {}
         with self._prefetcher.transfers.stall("norm"):
             norm = math.sqrt(self._gradients.square_sum(alike))
@@ -452,6 +470,28 @@ class Stepper:
                 + ("; or leave loss_scale.value out: then the scale is found" if before else ""),
             )
 
+    def _refuse_others(self, hypers: Mapping[int, Any]) -> None:
+        """Raise for gradients that a step cannot be made of."""
+        cut = self._parts.cut
+        for parameter, trained, name in zip(cut.parameters, cut.trained, cut.names, strict=True):
+            if trained and parameter.grad is not None:
+                parameter.grad = None
+                raise TrainingError(
+                    f"{name!r} has a .grad that did not come to the engine; it is dropped",
+                    because="gradients leave as they are made: one was put there by hand, or "
+                    "parameters were swapped (torch.__future__.set_swap_module_params_on_"
+                    "conversion), and the engine's hooks with them",
+                    remedy="engine.set_gradient(parameter, value) after a backward",
+                )
+        for index in self._gradients.arrived():
+            if index not in hypers:
+                raise TrainingError(
+                    f"{cut.names[index]!r} has a gradient, and is in no group of the optimizer "
+                    "any more",
+                    because="groups, or what is in them, were taken away",
+                    remedy="requires_grad_(False) freezes it; or a group with lr 0",
+                )
+
     def _held_too_long(self) -> str:
         """Of weights that were given up while a forward may have had them by name, in words."""
         prefetcher = self._prefetcher
@@ -470,13 +510,11 @@ class Stepper:
             return
         what = f"step {self.progress.steps} was" if count == 1 else f"{count} steps in a row were"
         scale = f", at a loss scale of {before.scale:g}" if before else ""
-        warnings.warn(
+        _warn(
             f"{what} skipped: gradients are not finite, first that of {culprits[0]!r}{scale}; "
             "weights stay as they were. Look at the loss and the data of this batch"
             f"{self._held_too_long()}; the next "
             "warning comes after a step that was not skipped",
-            InfinityWarning,
-            stacklevel=5,
         )
 
     def _commit(
@@ -491,6 +529,11 @@ class Stepper:
         rules, scale = self.scale_rules, progress.loss_scale
         unscaled = factor / scale.scale if scale is not None else factor
         job = None if skipped else self._make_job(unscaled, computed, hypers)
+        if job is not None and not job.units:
+            _warn(
+                f"step {progress.steps + 1} updates nothing: no gradient came to the engine; is "
+                "the loss made of what engine(...) returned, or of another copy of the model?"
+            )
         self.progress = replace(
             progress,
             global_steps=progress.global_steps + (not skipped),
@@ -574,3 +617,7 @@ class Stepper:
 def _loses_gradients(error: Exception) -> bool:
     """Whether gradients were lost on their way; other errors of ours are refusals."""
     return isinstance(error, TransferError) or not isinstance(error, InfinityError)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, InfinityWarning, stacklevel=6)

@@ -314,6 +314,50 @@ class Leaving(Centred):
         return y
 
 
+class LeavingAgain(Leaving):
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux = torch.zeros(())
+
+
+class LeavingInBuffer(Centred):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("aux", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.linear(x))
+        self.aux = y.square().mean()
+        return y
+
+
+class LeavingInList(Centred):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.linear(x))
+        self.found[:] = [y.square().mean()]
+        return y
+
+
+class NormedInTraining(Centred):
+    """By a function of torch's, and only then over the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, spread = torch.zeros(LENGTH), torch.ones(LENGTH)
+        y = nn.functional.batch_norm(x, mean, spread, training=self.training)
+        return self.act(self.linear(y))
+
+
+class Infinite(Centred):
+    """What it returns is infinite here and there, and of each sample alone."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.act(self.linear(x)), x.detach().masked_fill(x > 0, -torch.inf)
+
+
 class Appending(Centred):
     def forward(self, x: Tensor, found: list[Tensor] | None = None) -> Tensor:
         y = self.act(self.linear(x))
@@ -350,6 +394,10 @@ def sequence_first() -> nn.Module:
         (Causal, {}, "other results when more are beside"),
         (Dropping, {}, "other results when more are beside"),
         (Leaving, {}, "leaves a tensor in its attribute 'aux'"),
+        (LeavingAgain, {}, "leaves a tensor in its attribute 'aux'"),
+        (LeavingInBuffer, {}, "leaves a tensor in its attribute 'aux'"),
+        (LeavingInList, {}, r"leaves a tensor in its attribute 'found\[0\]'"),
+        (NormedInTraining, {}, "other results when more are beside"),
         (Appending, {"found": []}, "changes a list or dict that it was given"),
         (Giving, {}, "returns an object that holds tensors"),
         (Given, {"pair": Pair(torch.ones(1), torch.ones(1))}, "given a Pair that holds tensors"),
@@ -366,6 +414,51 @@ def test_what_cannot_be_sliced_is_refused_by_name(kind: Any, more: Any, said: st
     ):
         run.engine(x, **more)
     assert "'blocks.0'" in str(caught.value)
+
+
+class Turning(Centred):
+    """Of one class, and yet only the second sees others, as blocks that attend over time do."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).made += 1
+        self.over_samples = type(self).made % 2 == 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.over_samples else self.act(self.linear(x))
+
+
+def test_every_block_is_tried_out_by_itself() -> None:
+    config = make_config(activations={"slices": 3})
+    with (
+        pytest.raises(TrainingError, match=r"'blocks.1'[\s\S]*other results when more are beside"),
+        Run(Base(Turning), config, device="cpu") as run,
+    ):
+        run.engine(torch.randn(ROWS, LENGTH, WIDTH))
+
+
+class ByHeads(Centred):
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        assert scale is not None
+        y = self.linear(x).view(*x.shape[:2], len(scale), -1) * scale
+        return self.act(y.reshape(x.shape))
+
+
+def test_what_is_cut_otherwise_is_tried_out_again() -> None:
+    """A scale for each head, and in the last batch as many samples as heads."""
+    config = make_config(activations={"slices": 2})
+    with Run(Base(ByHeads), config, device="cpu") as run:
+        scale = torch.tensor([[1.0], [2.0]])
+        run.engine(torch.randn(ROWS, LENGTH, WIDTH), scale=scale)
+        with pytest.raises(TrainingError, match="other results when more are beside"):
+            run.engine(torch.randn(2, LENGTH, WIDTH), scale=scale)
+
+
+def test_infinite_values_are_equal_to_themselves() -> None:
+    with Run(Base(Infinite), make_config(activations={"slices": 3}), device="cpu") as run:
+        assert run.engine(torch.randn(ROWS, LENGTH, WIDTH)).isfinite()
 
 
 def test_hooks_of_others_and_a_blocks_input_do_not_show_that_it_is_tried_out() -> None:

@@ -1,0 +1,273 @@
+"""What scripts do beside calling the engine: the numbers of plain torch, or clear words."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.small import MIXED, ON_DISK, Block, batch, small_engine, small_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from infinity.errors import ConfigError, InfinityWarning, TrainingError
+
+WIDTH = 16
+
+
+def inputs(index: int) -> Tensor:
+    return torch.randn(4, 6, WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+def as_plain(
+    tmp_path: Path, build: Callable[[], nn.Module], loss_of: Callable[[Any], Tensor] = lambda x: x,
+    placement: dict[str, str] = ON_DISK, **more: Any,
+) -> None:  # fmt: skip
+    """Three steps give the losses of plain torch."""
+    torch.manual_seed(0)
+    model = build()
+    optimizer, expected = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for index in range(3):
+        loss = loss_of(model(inputs(index)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    torch.manual_seed(0)
+    with small_engine(tmp_path, placement, build(), gradient_clipping=0.0, **more) as engine:
+        found = []
+        for index in range(3):
+            loss = loss_of(engine(inputs(index)))
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+class Blocks(nn.Module):
+    def __init__(self, kind: Callable[[], nn.Module] | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() if kind else Block(WIDTH) for _ in range(3))
+        self.table = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+# --- what modules do -----------------------------------------------------------------------------
+
+
+class Codes(Block):
+    """Keeps averages in buffers, through `.data`, and reads them."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.register_buffer("average", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x + self.average)
+        self.average.data.mul_(0.5).add_(y.detach().mean((0, 1)))
+        return y
+
+
+def test_buffers_that_change_through_data_are_recomputed_with(tmp_path: Path) -> None:
+    as_plain(tmp_path, partial(Blocks, Codes), activations={"checkpoint": "units"})
+
+
+class Listed(Blocks):
+    """Gives a parameter to its blocks, in a list."""
+
+    class Kind(Block):
+        def forward(self, x: Tensor, more: list[Tensor] | None = None) -> Tensor:
+            assert more is not None
+            return super().forward(x + more[0])
+
+    def __init__(self) -> None:
+        super().__init__(partial(self.Kind, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, [self.table])
+        return x.square().mean()
+
+
+def test_a_parameter_in_a_list_that_blocks_are_given(tmp_path: Path) -> None:
+    as_plain(tmp_path, Listed, activations={"checkpoint": "units"})
+
+
+@dataclass
+class Answer:
+    x: Tensor
+    more: dict[str, Tensor]
+
+
+class Answering(Blocks):
+    def forward(self, x: Tensor) -> Answer:
+        for block in self.blocks:
+            x = block(x)
+        return Answer(x, {"weight": self.blocks[0].up.weight})
+
+
+def test_a_parameter_deep_in_what_the_model_returns(tmp_path: Path) -> None:
+    as_plain(tmp_path, Answering, lambda out: (out.x @ out.more["weight"].T).square().mean())
+
+
+def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = op is torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return x.square().mean()
+
+
+def test_selective_checkpoints_see_nothing_of_what_moves(tmp_path: Path) -> None:
+    as_plain(tmp_path, Selective)
+
+
+def test_an_encoder_that_makes_nested_tensors_in_evaluation(tmp_path: Path) -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True)
+    plain, mask = nn.TransformerEncoder(layer, 2).eval(), torch.zeros(4, 6, dtype=torch.bool)
+    mask[0, 4:] = True
+    expected = plain(inputs(0), src_key_padding_mask=mask)
+    with small_engine(tmp_path, model=plain) as engine, torch.no_grad():
+        engine.eval()
+        found = engine(inputs(0), src_key_padding_mask=mask)
+    assert torch.allclose(found[~mask], expected[~mask], atol=1e-6)
+
+
+def test_a_view_of_a_weight_in_an_attribute_is_refused(tmp_path: Path) -> None:
+    model = Blocks()
+    model.transposed = model.blocks[0].up.weight.t()
+    with (
+        pytest.raises(ConfigError, match=r"'transposed' and 'blocks.0.up.weight' share memory|"
+                      r"'blocks.0.up.weight' and 'transposed' share memory"),
+        small_engine(tmp_path, model=model),
+    ):  # fmt: skip
+        pass
+
+
+def test_an_embedding_that_edits_itself_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(8, WIDTH, max_norm=1.0))
+    with pytest.raises(ConfigError, match="max_norm"), small_engine(tmp_path, model=model):
+        pass
+
+
+@pytest.mark.parametrize("placement", [ON_DISK, MIXED])
+def test_a_module_that_comes_later_has_its_values_in_state_dicts(
+    placement: dict[str, str], tmp_path: Path
+) -> None:
+    model = small_model()
+    with small_engine(tmp_path, placement, model) as engine:
+        head = nn.Linear(WIDTH, 50, bias=False)
+        head.weight = model.embedding.weight
+        model.head = head
+        engine.backward(engine(batch(0)))
+        engine.step()
+        state = model.state_dict()
+        assert torch.equal(state["head.weight"], state["embedding.weight"])
+        assert state["head.weight"].isfinite().all()
+
+
+def test_a_state_dict_that_was_saved_is_loaded_without_trust(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        file = io.BytesIO()
+        torch.save({"model": engine.state_dict()}, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)["model"]
+        assert loaded.keys() == engine.state_dict().keys()
+        assert torch.equal(loaded["norm.weight"], engine.state_dict()["norm.weight"])
+
+
+# --- loops ---------------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_is_put_there_by_hand_is_refused(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        parameter = next(engine.module.parameters())
+        engine.backward(engine(batch(0)))
+        parameter.grad = torch.zeros(parameter.shape)
+        with pytest.raises(TrainingError, match=r"weight' has a .grad[\s\S]*set_gradient"):
+            engine.step()
+        assert (engine.micro_step, engine.global_steps) == (0, 0)
+        engine.backward(engine(batch(0)))
+        engine.step()
+        assert engine.global_steps == 1
+
+
+def test_a_parameter_that_was_taken_from_its_group_is_named(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        engine.optimizer.param_groups[0]["params"].pop()
+        engine.backward(engine(batch(0)))
+        with pytest.raises(TrainingError, match=r"'norm.bias' has a gradient, and is in no group"):
+            engine.step()
+
+
+def test_sliced_logits_are_summed_in_fp32_whatever_the_default_is(tmp_path: Path) -> None:
+    found = []
+    for default in (torch.float32, torch.bfloat16):
+        model = small_model()
+        torch.set_default_dtype(default)
+        try:
+            with small_engine(tmp_path, model=model, activations={"logits": "sliced"}) as engine:
+                found.append(float(engine(batch(0)).detach()))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert found[0] == found[1]
+
+
+def warned(loop: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop()
+    return [str(w.message) for w in caught if w.category is InfinityWarning]
+
+
+def test_loops_that_update_nothing_are_warned_of(tmp_path: Path) -> None:
+    with small_engine(tmp_path, gradient_accumulation_steps=4) as engine:
+
+        def never() -> None:
+            for _ in range(17):
+                engine.backward(engine(batch(0)))
+
+        def rarely() -> None:
+            engine.zero_grad()
+            for _ in range(4):
+                engine.backward(engine(batch(0)))
+            engine.step()
+
+        assert ["16 backwards, and no" in said for said in warned(never)] == [True]
+        assert ["4 backwards before one" in said for said in warned(rarely)] == [True]
+        assert warned(rarely) != []
+    other = small_model()
+    with small_engine(tmp_path) as engine:
+
+        def elsewhere() -> None:
+            engine.backward(other(batch(0)))
+            engine.step()
+
+        assert ["step 1 updates nothing" in said for said in warned(elsewhere)] == [True]
+
+
+def test_what_is_no_loss_and_no_function_is_answered(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        with pytest.raises(TrainingError, match=r"output\.loss"):
+            engine.backward({"loss": engine(batch(0))})
+        with pytest.raises(TrainingError, match=r"got a Tensor as its loss_fn"):
+            engine.train_batch(batch(0), batch(1))

@@ -138,7 +138,7 @@ class Selective(Blocks):
 
 
 def test_selective_checkpoints_see_nothing_of_what_moves(tmp_path: Path) -> None:
-    as_plain(tmp_path, Selective)
+    as_plain(tmp_path, Selective, prefetch_units=1)
 
 
 def test_an_encoder_that_makes_nested_tensors_in_evaluation(tmp_path: Path) -> None:

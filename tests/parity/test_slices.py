@@ -355,7 +355,8 @@ class Infinite(Centred):
     """What it returns is infinite here and there, and of each sample alone."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.act(self.linear(x)), x.detach().masked_fill(x > 0, -torch.inf)
+        odd = x.detach().masked_fill(x > 0, -torch.inf).masked_fill(x > 1, torch.nan)
+        return self.act(self.linear(x)), odd
 
 
 class Appending(Centred):

@@ -447,9 +447,14 @@ def pieces_bytes(num_chunks: int) -> int:
     return num_chunks * _CHUNK * _LARGEST_BYTES + 8 * PAGE
 
 
-def pieces_in(arena: DeviceArena, num_chunks: int, kind: MomentFormat) -> list[Piece]:
-    """Chunks to update in an arena: weights and gradients like real ones, fresh moments."""
-    count, offset = num_chunks * _CHUNK, 0
+def pieces_in(
+    arena: DeviceArena, num_chunks: int, kind: MomentFormat, *, at_once: int = 1
+) -> list[Piece]:
+    """Chunks to update in an arena: weights and gradients like real ones, fresh moments.
+
+    So many of them are a piece.
+    """
+    count, offset, size = num_chunks * _CHUNK, 0, at_once * _CHUNK
 
     def carve(dtype: torch.dtype, count: int = count) -> Tensor:
         nonlocal offset
@@ -472,9 +477,9 @@ def pieces_in(arena: DeviceArena, num_chunks: int, kind: MomentFormat) -> list[P
     for tensor in (weight, gradient):
         tensor.view(-1, _NUM_NOISE).copy_(noise)  # pages that were only read would be one page
     pieces = []
-    for first in range(0, count, _CHUNK):
-        part = slice(first, first + _CHUNK)
-        kept = [moment.part(first, first + _CHUNK) for moment in moments]
+    for first in range(0, count, size):
+        part = slice(first, min(first + size, count))
+        kept = [moment.part(part.start, part.stop) for moment in moments]
         hyper = AdamW(lr=1e-4)
         pieces.append(
             Piece(weight[part], residual[part], kept, gradient[part], hyper, 100, first=first)
@@ -489,7 +494,8 @@ def _device_update(device: Device, seconds: float) -> dict[str, float]:
     if num_chunks == 0 or device.why_no_kernels() is not None:
         return {}
     arena = device.reserve(pieces_bytes(num_chunks))
-    pieces = pieces_in(arena, num_chunks, MomentFormat.FP32)
+    # In one piece: what the host does for each is no part of this rate.
+    pieces = pieces_in(arena, num_chunks, MomentFormat.FP32, at_once=num_chunks)
 
     def update() -> None:
         device.update(pieces, after=device.compute_event()).wait()

@@ -34,6 +34,7 @@ class Child:
         self.name = name
         self.first: dict[str, Any] = {}
         self.turns: list[dict[str, Any]] = []
+        self.ended = False  # after all turns
         self.phases: list[Phases] = []  # one a turn, of those that are timed in parts
         self.shares: dict[str, Any] = {}  # of the traced steps; what has no trace has none
         path = Path(__file__).with_name(script)

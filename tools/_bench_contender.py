@@ -225,7 +225,7 @@ class Infinity(Contender):
         assert report is not None
         return super().facts() | {
             "rates_origin": self.engine.plan.rates_origin,
-            "warnings": list(self.engine.warnings),
+            "warnings": list(self.engine._parts.device.warnings),  # not the disk's
             "moved_bytes": dict(report.moved),
             "predicted_bytes": dict(self.engine.plan.predicted_bytes),
             "stall_s": dict(report.stall_s),

@@ -29,8 +29,9 @@ from _gpu_stages import STAGES, WHOLE_GIB, Check, checks_of
 from _gpu_targets import table
 from _gpu_wheels import REPOSITORY
 
-FACTS_S = 20.0
+FACTS_S = 30.0
 BUILT = REPOSITORY / "build" / "gpu_site"  # git ignores it: kept on the machine between calls
+BEGAN = time.monotonic()  # before torch is imported, and looks for GPUs
 LIMIT_S = 540.0  # of everything: a stage ends within ten minutes, wherever it runs
 SHOWN_LINES = 60  # of a check's output in the report
 GRACE_S = 10.0  # to clean up in
@@ -49,7 +50,12 @@ free = int(told["MemAvailable"].split()[0]) * 1024
 ram, free, disk = (f"{nbytes / 2**30:.0f} GiB" for nbytes in (ram, free, disk))
 print(f"{ram} of RAM, {free} available, {disk} free on the disk")
 print("torch", torch.__version__, "CUDA", torch.version.cuda)
-print("kernels:", cuda.why_not(device) or f"NVRTC {nvrtc.version()}, source in {nvrtc.folder()}")
+try:
+    cuda.CudaKernels(device)
+    print(f"kernels: NVRTC {nvrtc.version()}, source in {nvrtc.folder()}")
+except Exception as error:
+    print("kernels:", error)
+    raise SystemExit(1)
 """
 
 
@@ -133,6 +139,13 @@ def reports_in(work: Path, checks: Sequence[Check]) -> dict[str, dict[str, Any]]
         if text.strip():
             found[check.name] = json.loads(text)
     return found
+
+
+def keep_results(work: Path, checks: Sequence[Check], out: Path) -> dict[str, dict[str, Any]]:
+    """`reports_in`, also written to a file."""
+    reports = reports_in(work, checks)
+    (out / "results.json").write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
+    return reports
 
 
 def warnings_in(report: dict[str, Any]) -> list[str]:
@@ -333,11 +346,13 @@ def check_all(
     device_gib: float,
 ) -> int:
     """Install, build, run and report; the exit code."""
-    until = time.monotonic() + LIMIT_S
+    until = BEGAN + LIMIT_S
     out.mkdir(parents=True, exist_ok=True)
     (out / "log.txt").write_text("")
     paths = [str(site), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    # Programs that are carried come after the machine's own.
+    os.environ["PATH"] = os.pathsep.join(filter(None, [os.environ.get("PATH"), str(site / "bin")]))
     os.environ |= {"PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     os.environ["INFINITY_KERNEL_CACHE"] = str(BUILT / "kernels")  # tests have no home of their own
     results = run_all([check for check in checks if check.plain], out, work, until)
@@ -361,14 +376,20 @@ def check_all(
     if done.exists():
         looking = Check("facts", FACTS_S, [sys.executable, "-P", "-c", FACTS])
         found = run(looking, FACTS_S, out, work)
-        facts = found.output if found.code == 0 else ""
+        if found.code and carried.has_cuda_core() and (theirs := carried.of_cuda()):
+            # The machine's packages of CUDA do not do: those that are carried.
+            results += [
+                found,
+                *run_all([Check("cuda", 15, install(site, *theirs))], out, work, until),
+            ]
+            found = run(looking, FACTS_S, out, work)
+        facts = found.output
         results.append(found)
         for check in (one for one in checks if not one.plain):
             results += run_all([check], out, work, until, device_gib)
             # Whatever happens to the machine, the last report is there.
-            write_report(results, facts, stages, out, reports_in(work, checks))
-    reports = reports_in(work, checks)
-    (out / "results.json").write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
+            write_report(results, facts, stages, out, keep_results(work, checks, out))
+    reports = keep_results(work, checks, out)
     keep_traces(work, out)
     report = write_report(results, facts, stages, out, reports)
     print("\n".join(table(reports)))

@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,20 +42,23 @@ NUM_STEPS = 3
 # --- facts: no package is needed ------------------------------------------------------------------
 
 
-def machine_facts() -> list[str]:
-    """What a run on this machine depends on, in lines."""
-    lines = [f"Python {sys.version.split()[0]} at {sys.executable}; {os.uname().release}"]
-    lines += [f"{name}: {shutil.which(name) or 'not on the PATH'}" for name in
-              ("cmake", "ninja", "c++", "g++", "clang++", "nvcc")]  # fmt: skip
+def machine_facts() -> Iterator[str]:
+    """What a run on this machine depends on, line by line, those first that cannot hang."""
+    yield f"Python {sys.version.split()[0]} at {sys.executable}; {os.uname().release}"
+    for name in ("cmake", "ninja", "c++", "g++", "clang++", "nvcc"):
+        yield f"{name}: {shutil.which(name) or 'not on the PATH'}"
     header = Path(sysconfig.get_path("include"), "Python.h")
-    lines.append(f"{header}: {'there' if header.exists() else 'NOT THERE'}")
-    lines += [line for line in _read("/proc/meminfo").splitlines() if line.startswith("Mem")]
-    lines.append(f"CPUs: {len(os.sched_getaffinity(0))} of {os.cpu_count()}")
+    yield f"{header}: {'there' if header.exists() else 'NOT THERE'}"
+    yield from (line for line in _read("/proc/meminfo").splitlines() if line.startswith("Mem"))
+    yield f"CPUs: {len(os.sched_getaffinity(0))} of {os.cpu_count()}"
     pages = _read("/sys/kernel/mm/transparent_hugepage/enabled").strip() or "not known"
-    lines.append(f"transparent huge pages: {pages}")
-    lines += [f"NUMA {path.name}" for path in Path("/sys/devices/system/node").glob("node[0-9]*")]
-    lines += _said("df", "-h", ".") + _said("nvidia-smi") + _said("nvidia-smi", "topo", "-m")
-    return [*lines, *_said(sys.executable, "-m", "pip", "list", "--format=freeze")]
+    yield f"transparent huge pages: {pages}"
+    for path in Path("/sys/devices/system/node").glob("node[0-9]*"):
+        yield f"NUMA {path.name}"
+    yield from _said("df", "-h", ".")
+    yield from _said(sys.executable, "-m", "pip", "list", "--format=freeze")
+    yield from _said("nvidia-smi")
+    yield from _said("nvidia-smi", "topo", "-m")
 
 
 def _read(path: str) -> str:
@@ -66,7 +69,7 @@ def _read(path: str) -> str:
 
 def _said(*command: str) -> list[str]:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return [f"{command[0]}: {error}"]
     return (done.stdout or done.stderr).rstrip().splitlines()
@@ -183,7 +186,9 @@ def pinning(make: Make, say: Say, left_s: float) -> dict[str, Any]:
         say(f"{gib} GiB: {how}, registered in {pinned_s:.1f} s")
         if device.warnings:
             break
-    return found | {"warnings": device.warnings}
+    warned = list(device.warnings)
+    device.close()  # before the memory goes that is registered
+    return found | {"warnings": warned}
 
 
 def _available_gib() -> float:
@@ -219,7 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--machine", action="store_true", help="facts alone")
     if parser.parse_args(arguments).machine:
-        print("\n".join(machine_facts()))
+        for line in machine_facts():
+            print(line, flush=True)
         return 0
 
     import torch

@@ -31,6 +31,8 @@ TRAINING_TESTS = ("tests/gpu/test_cuda.py", "tests/gpu/test_overlap.py")
 WHOLE_GIB, PLAIN_8B_GIB, OURS_14B_GIB = 139, 131, 136  # of an H200; that these take
 CAPPED = ("--device-budget", "24GiB")
 MOST_RAM = ("--host-budget", "116GiB")
+# Where a plan comes near that: what CUDA's own libraries take of RAM is seen when they are used.
+ALL_RAM = ("--host-budget", "118GiB")
 OURS, BOTH = ("--only", "infinity_ram"), ("--only", "torch_ram,infinity_ram", "--alone")
 # A micro-batch's weights are fetched once. (One micro-batch of four slices has 3 GiB too much in
 # RAM: inputs of blocks for all its tokens, beside gradients that are summed in fp32.)
@@ -114,7 +116,7 @@ def checks_of(
                 step(
                     "step-8b-16k",
                     255,
-                    *llama("8b", 16384, 1, 2, *CAPPED, *MOST_RAM, *OURS, *SLICED),
+                    *llama("8b", 16384, 1, 2, *CAPPED, *ALL_RAM, *OURS, *SLICED),
                 )
             ),
         ],
@@ -124,7 +126,7 @@ def checks_of(
                 step(
                     "step-8b-32k",
                     255,
-                    *llama("8b", 32768, 2, 2, *CAPPED, *MOST_RAM, *OURS, *SLICED),
+                    *llama("8b", 32768, 2, 2, *CAPPED, *ALL_RAM, *OURS, *SLICED),
                 )
             ),
         ],

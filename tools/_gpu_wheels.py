@@ -102,6 +102,11 @@ def has_cuda_core() -> bool:
         return False
 
 
+def of_cuda() -> list[str]:
+    """CUDA's packages that are carried."""
+    return sorted(str(path) for path in WHEELS.glob("*.whl") if name_of(path) in OF_CUDA)
+
+
 def missing(pyproject: Path = REPOSITORY / "pyproject.toml") -> list[str]:
     """Requirements that are not met in this process."""
     from packaging.requirements import Requirement

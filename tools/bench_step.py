@@ -60,7 +60,7 @@ def measure(arguments: argparse.Namespace, folder: Path, say: Callable[[str], No
         else:
             names.append(PEERS[arguments.compare])
     race = Race(arguments, job_of(arguments, folder), say)
-    rates = [measure_disk_rates(folder)]
+    rates, stopped = [measure_disk_rates(folder)], False
     for group in [[name] for name in names] if arguments.alone else [names]:
         try:
             race.run(group)
@@ -69,8 +69,15 @@ def measure(arguments: argparse.Namespace, folder: Path, say: Callable[[str], No
                 raise
             skipped[group[0]] = f"failed: {error}"
             say(f"error: {error}")
-    rates.append(measure_disk_rates(folder))
-    report = report_of(arguments, race.job, race.children, rates)
+        except Stopped as error:  # who has had all turns is worth being told of
+            if not any(child.ended for child in race.children):
+                raise
+            skipped[group[0]], stopped = f"failed: {error}", True
+            say(f"error: {error}")
+            break
+    rates += rates if stopped else [measure_disk_rates(folder)]
+    ended = [child for child in race.children if child.ended or not stopped]
+    report = report_of(arguments, race.job, ended, rates)
     return report | {"skipped": skipped}
 
 
@@ -106,6 +113,8 @@ class Race:
             for child in alive:
                 child.shares = child.ask({"do": "shares"})
             done = True
+            for child in alive:
+                child.ended = True
         finally:
             for child in alive:
                 child.close(kill=not done)

@@ -1,7 +1,7 @@
 """Train a model that need not fit the GPU, nor RAM: `python examples/quickstart.py`.
 
 Meant for one GPU of any size and a fast drive; runs on any CPU in seconds. Make it larger:
-`width, depth = 8192, 60` is 32 billion parameters, 390 GB of state, on disk.
+`width, depth = 8192, 480` is 32 billion parameters, 390 GB of state, on disk.
 """
 
 import tempfile

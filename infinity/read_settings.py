@@ -74,7 +74,8 @@ def read_settings(
     if not given:
         raise ConfigError(
             "initialize() got no configuration",
-            remedy='config={"optimizer": {"lr": 1e-4}}, or the path of a file',
+            remedy='after the model: initialize(model, config={"optimizer": {"lr": 1e-4}}), or the '
+            "path of a file",
         )
     first, *others = given.values()
     if any(other is not first and other != first for other in others):

@@ -228,7 +228,7 @@ def plan(
 
     Where state rests, what a step moves, how long it takes, and what to change. Nothing is
     allocated. Sizes are those of the hardware: a run takes 90 % of a GPU's memory and 80 % of the
-    RAM, unless its configuration names budgets. This machine is measured, once, unless --machine
+    RAM that is free when it starts, unless its configuration names budgets. This machine is measured, once, unless --machine
     describes another, or --device a GPU that is not here and there is no --path; what was not
     measured is that of a common machine, and is said to be.
 

@@ -316,7 +316,10 @@ def _when_auto(key: Key) -> str:
 
 def _unknown(section: str, name: str) -> str:
     if not section and name in Config.model_fields:
-        return f'a key of ours, not of DeepSpeed\'s; write "{OURS}": {{"{name}": ...}}'
+        return (
+            f"a key of ours, not of DeepSpeed's, whose keys are beside it; write "
+            f'"{OURS}": {{"{name}": ...}}, or leave out theirs'
+        )
     prefix = f"{section}." if section else ""
     known = names_in(section)
     # It may also have the right name in the wrong place.

@@ -450,10 +450,7 @@ def pieces_bytes(num_chunks: int) -> int:
 def pieces_in(
     arena: DeviceArena, num_chunks: int, kind: MomentFormat, *, at_once: int = 1
 ) -> list[Piece]:
-    """Chunks to update in an arena: weights and gradients like real ones, fresh moments.
-
-    So many of them are a piece.
-    """
+    """Pieces of so many chunks: weights and gradients like real ones, fresh moments."""
     count, offset, size = num_chunks * _CHUNK, 0, at_once * _CHUNK
 
     def carve(dtype: torch.dtype, count: int = count) -> Tensor:

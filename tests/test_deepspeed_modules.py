@@ -116,6 +116,7 @@ def test_what_no_engine_owns_is_left_alone(tmp_path: Path) -> None:
     ):
         assert bool((plain == 1).all())
         assert bool((engine.module.norm.bias == 0).all())
+        engine.close(restore=True)
     with deepspeed.zero.GatheredParameters(engine.module.parameters()):
         pass  # the engine is closed: nobody owns them
     with torch.device("meta"):

@@ -35,6 +35,7 @@ from torch import Tensor
 import infinity
 from infinity.engine import Engine
 from infinity.errors import EngineFailedError, ResidencyError
+from infinity.model.parameters import GoneParameters
 from infinity.offload.owner import DEFERRAL
 
 STEPS = 3
@@ -218,7 +219,7 @@ def test_the_second_ends_the_call_and_the_engine(
     engine.close()
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch.is_autocast_cache_enabled()
-    assert type(model._parameters) is dict
+    assert type(model._parameters) is GoneParameters
     if not durable:
         assert_nothing_left(nvme, threads)
         return

@@ -461,6 +461,7 @@ def test_what_no_checkpoint_can_hold_is_told_before(
             ConfigError, match=r"buffer 'odd' cannot be saved: it is of torch\.comp"
         ):
             engine.save_checkpoint(saved, "two")
+        engine.close(restore=True)
     monkeypatch.setattr(checkpoints, "MAX_ARRAY_BYTES", 1024)
     with pytest.raises(ConfigError, match=r"durable: the buffer 'table' has 1\.25 KiB"):
         infinity.initialize(model, settings(nvme, durable=True))

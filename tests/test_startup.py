@@ -27,6 +27,7 @@ from infinity import blueprint, startup
 from infinity.blueprint import limits_for
 from infinity.config.schema import load_config
 from infinity.errors import ConfigError, DoesNotFitError, InfinityWarning
+from infinity.model.parameters import GoneParameters
 from infinity.plan.layout import Tier
 from infinity.startup import make_current
 from infinity.storage.device import PROCESS, CpuDevice, Device
@@ -124,7 +125,7 @@ def test_a_warning_made_an_error_leaves_nothing_behind(
     assert device.num_closed >= passed
     assert_nothing_left(tmp_path, threads)
     assert PROCESS.total("host") == before
-    assert all(type(m._parameters) is dict for m in model.modules())
+    assert all(type(m._parameters) is GoneParameters for m in model.modules())
 
 
 # --- our standalone optimizers -------------------------------------------------------------------

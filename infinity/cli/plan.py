@@ -227,10 +227,10 @@ def plan(
     """Say what a run would take and how fast it would be.
 
     Where state rests, what a step moves, how long it takes, and what to change. Nothing is
-    allocated. Sizes are those of the hardware: a run takes 90 % of a GPU's memory and 80 % of the
-    RAM that is free when it starts, unless its configuration names budgets. This machine is measured, once, unless --machine
-    describes another, or --device a GPU that is not here and there is no --path; what was not
-    measured is that of a common machine, and is said to be.
+    allocated. Sizes are those of the hardware: a run takes 90 % of a GPU's memory and 80 % of
+    the RAM that is free when it starts, unless its configuration names budgets. This machine is
+    measured, once, unless --machine describes another, or --device a GPU that is not here and
+    there is no --path; what was not measured is that of a common machine, and is said to be.
 
     With --gpus the model is shared by so many ranks: --host and --disk are those of their node,
     and memory, bytes and times are of one rank; tokens/s of all.

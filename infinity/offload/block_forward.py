@@ -188,11 +188,11 @@ def _run_once(
 # The batch is split along the first dimension, each slice runs alone, and results are put behind
 # one another. Where no sample sees another, the numbers are those of plain torch run with the same
 # slices, bit for bit. They are not those of the whole batch at once: matrix products of other
-# shapes round differently. Gradients of slices are summed in fp32 (`slice_sums.py`). What
-# cannot be sliced is refused by name; and the first call of each block is tried out (and the first
-# that is cut in another way), on two slices together and on each of them alone, without dropout and
-# with it, unseen by the hooks of others, which leaves no trace in its buffers. A slice is a call of its own: what a forward counts in a buffer is
-# counted once a slice.
+# shapes round differently. Gradients of slices are summed in fp32 (`slice_sums.py`). What cannot be
+# sliced is refused by name; and the first call of each block is tried out (and the first that is
+# cut in another way), on two slices together and on each of them alone, without dropout and with
+# it, unseen by the hooks of others, which leaves no trace in its buffers. A slice is a call of its
+# own: what a forward counts in a buffer is counted once a slice.
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -286,6 +286,6 @@ def test_a_dropped_engine_gives_everything_back_while_its_module_lives(
         lambda: infinity.initialize(model, given),
         optimizer.step,
     ):
-        with pytest.raises(EngineClosedError, match="is gone without|was dropped"):
+        with pytest.raises(EngineClosedError, match=r"is gone without|was dropped"):
             ask()
     assert "Engine" not in {type(getattr(x, "_infinity_engine", None)).__name__ for x in kept}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -448,6 +448,6 @@ def _items(values: Iterable[Any]) -> Iterator[Any]:
         elif isinstance(value, list | tuple):
             yield from _items(value)
         elif is_dataclass(value) and not isinstance(value, type):
-            yield from _items(vars(value).values())
+            yield from _items(getattr(value, field.name, None) for field in fields(value))
         else:
             yield value

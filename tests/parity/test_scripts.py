@@ -107,7 +107,7 @@ def test_a_parameter_in_a_list_that_blocks_are_given(tmp_path: Path) -> None:
     as_plain(tmp_path, Listed, activations={"checkpoint": "units"})
 
 
-@dataclass
+@dataclass(slots=True)
 class Answer:
     x: Tensor
     more: dict[str, Tensor]

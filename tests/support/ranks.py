@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import random
 import tempfile
@@ -249,10 +250,17 @@ def together(
             group.end(ranks.rank)
 
     threads = [threading.Thread(target=run, args=(ranks,)) for ranks in members]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    # `torch.get_rng_state` makes a tensor under its generator's lock. If garbage is collected there
+    # the interpreter may be another thread's, which waits for that lock and never lets go.
+    gc.collect()
+    gc.disable()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        gc.enable()
     left = [
         (ranks.rank, work.what) for ranks in members for work in ranks.works if not work.awaited
     ]

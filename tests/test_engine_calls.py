@@ -419,7 +419,7 @@ def test_defaults_of_torch_change_nothing(tmp_path: Path) -> None:
             assert engine.optimizer.read_state(parameter)
             assert all(value.device.type == "cpu" for value in small.masters(engine).values())
             copied = copy.deepcopy(engine.state_dict())
-            assert type(copied) is dict
+            assert isinstance(copied, dict)
             assert all(torch.equal(copied[n], v) for n, v in engine.state_dict().items())
             engine.close(restore=True)
 

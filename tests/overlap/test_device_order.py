@@ -397,7 +397,7 @@ def functions_that_call(name: str) -> set[tuple[str, str]]:
 # Who reserves what is not pinned: buffers of the first write, and memory of the device itself. What
 # ranks share is pinned by them: tests/ranks/test_shared.py.
 NOT_IN_RAM_FOR_LONG = {
-    ("infinity.offload.state", "_share"),
+    ("infinity.storage.shared", "__init__"),
     ("infinity.training.initial_write", "__init__"),
     ("infinity.offload.slots", "__post_init__"),
     ("infinity.offload.exchange", "__init__"),

@@ -123,6 +123,7 @@ def test_who_steps_what_is_the_users_to_say() -> None:
             (g["use_muon"], g["lr"], g.get("momentum"), g.get("betas"))
             for g in run.engine.optimizer.param_groups
         ]
+        run.engine.close(restore=True)
     assert found == [
         (True, 0.5, 0.95, None),
         (False, 0.5, None, (0.9, 0.999)),
@@ -203,7 +204,7 @@ def test_a_durable_run_goes_on(tmp_path: Path) -> None:
 def test_the_plan_prices_the_products() -> None:
     with Run(CASE.build(), config_of(), device=FakeAccelerator(1, kernels=True)) as run:
         plan = run.engine.plan
-    sides = [sorted(p.shape) for p in hidden(run.model)]
+        sides = [sorted(p.shape) for p in hidden(run.model)]
     flops = 5 * sum(4 * m * m * n + 2 * m**3 for m, n in sides)
     assert sum(matrix_flops(unit, plan.rule.matrix_steps) for unit in plan.units) == flops
     host, device = update_s(plan, NOMINAL)

@@ -312,6 +312,7 @@ def test_what_a_forward_writes_to_buffers_is_written_once(micro_batches: int) ->
         for (name, mine), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
             assert same_bits(mine.cpu(), theirs), name
         assert model.blocks[0].inner.shared is model.blocks[0].calls
+        model = case.build()
         with Run(model, config, device=make_device(device)) as run:
             again, before = case.batch(4).call(run.engine), dict(model.named_buffers())
             run.engine.backward(again)

@@ -108,13 +108,13 @@ def memory(job: dict[str, Any]) -> None:
     def run(width: int, num_layers: int) -> dict[str, int]:
         with infinity.Init():
             model = layers(width, num_layers)
+        model_bytes = 4 * sum(p.numel() for p in model.parameters())
         before = init_alone.reset_peak()
         with init_alone.start(model, config) as engine:
             engine.backward(engine(torch.ones(1, width, dtype=torch.bfloat16)).sum())
             engine.step()
             grown, memory = init_alone.status("VmHWM") - before, engine.plan.memory
         planned = sum(memory["device"].values()) + sum(memory["host"].values())
-        model_bytes = 4 * sum(p.numel() for p in model.parameters())
         return {
             "model": model_bytes,
             "planned": planned - memory["host"]["process"],

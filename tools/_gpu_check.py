@@ -378,10 +378,7 @@ def check_all(
         found = run(looking, FACTS_S, out, work)
         if found.code and carried.has_cuda_core() and (theirs := carried.of_cuda()):
             # The machine's packages of CUDA do not do: those that are carried.
-            results += [
-                found,
-                *run_all([Check("cuda", 15, install(site, *theirs))], out, work, until),
-            ]
+            results += run_all([Check("cuda", 15, install(site, *theirs))], out, work, until)
             found = run(looking, FACTS_S, out, work)
         facts = found.output
         results.append(found)

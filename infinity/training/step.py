@@ -234,17 +234,14 @@ class Inputs:
         """
         if not isinstance(error, RuntimeError) or not _OTHER_DTYPE.search(str(error)):
             return
+        cast = "; or write cast_inputs: true, which does so with all floating inputs"
         for tensor in self._of_other_dtype(arguments):
             raise TrainingError(
                 f"an input of shape {tuple(tensor.shape)} is {tensor.dtype}, the engine computes "
                 f"in {self._dtype}",
                 because=first_lines(error),
                 remedy=f"cast it: tensor.to({self._dtype})"
-                + (
-                    ""
-                    if self._dtype is torch.float32
-                    else "; or write cast_inputs: true, which does so with all floating inputs"
-                ),
+                + (cast if self._dtype is not torch.float32 else ""),
             ) from error
         floating = [b for b in find_buffers(self._module) if b.value.is_floating_point()]
         others = [b.names[0] for b in floating if b.value.dtype is not self._dtype]

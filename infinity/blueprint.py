@@ -49,6 +49,9 @@ from infinity.storage.shared import can_share
 
 _TRAINABLE = (torch.float32, torch.float16, torch.bfloat16)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_WRAPPERS = (
+    "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule",
+)  # fmt: skip
 
 
 def check_model(model: nn.Module) -> None:
@@ -61,6 +64,13 @@ def check_model(model: nn.Module) -> None:
                 f"module {name or 'model'!r} is a TorchScript module",
                 because="it takes no hooks, which fetch weights",
                 remedy="use the module it was scripted from",
+            )
+        wrapper = next((b.__name__ for b in type(module).__mro__ if _wraps(b)), None)
+        if wrapper is not None:
+            raise ConfigError(
+                f"module {name or 'model'!r} is a {wrapper} of torch's",
+                because="the engine shares weights and batches out among ranks itself",
+                remedy="pass the module without it, the same on all ranks",
             )
         if isinstance(module._parameters, ParameterMap):
             raise ConfigError(
@@ -93,6 +103,11 @@ def check_model(model: nn.Module) -> None:
                 "then",
             )
     _refuse_shared_memory(model)
+
+
+def _wraps(kind: type) -> bool:
+    """Whether it is one of torch's classes for several GPUs, which need not be imported."""
+    return kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch.")
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:

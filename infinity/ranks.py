@@ -24,6 +24,8 @@ import os
 import socket
 import sys
 import time
+import warnings
+import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,9 +37,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+import infinity._aio as _aio
 from infinity.errors import (
     ConfigError,
     InfinityError,
+    InfinityWarning,
     MachineError,
     TrainingError,
     first_lines,
@@ -47,6 +51,7 @@ NOTES = 8  # of a meeting, at most
 _IN_PLACE_BYTES = 1 << 16  # of a rank, from which on gloo is better told part by part
 _HELD_UP = timedelta(minutes=30)  # what a rank may take longer than another, and is not dead yet
 _ROLL_CALL_S = 5.0  # in which those that live, and may be busy, say that they have lost one
+_SILENCE = timedelta(seconds=60)  # of a meeting that others do not come to, until it is told
 
 
 class Work(Protocol):
@@ -86,6 +91,7 @@ class Ranks(ABC):
     local_rank: int
     local_count: int
     _given_up = False  # this rank cannot go on
+    _doing = "begins"  # what it met the others for last
     _last_words: Sequence[Sequence[str]] = ()  # of all ranks, when one of them could not go on
 
     @abstractmethod
@@ -139,8 +145,12 @@ class Ranks(ABC):
         whole = torch.empty((self.count, own.numel()), dtype=own.dtype, device="cpu")
         whole[self.rank] = own
         if own.numel():
-            self.all_gather(whole.view(-1)).wait()
+            self._await(self.all_gather(whole.view(-1)))
         return whole
+
+    def _await(self, meeting: Work) -> None:
+        """Wait for all ranks to come."""
+        meeting.wait()
 
     def num_sharing_processors(self) -> int:
         """How many ranks of this machine may use some of the processors that this one may use.
@@ -176,6 +186,7 @@ class Ranks(ABC):
             return [notes]
         if self._last_words:
             raise _apart(self.rank, self._last_words)
+        self._doing = doing
         failed = 0 if error is None else 1 + self._given_up
         own = [zlib.crc32(doing.encode()), failed, *notes]
         assert len(notes) <= NOTES
@@ -191,7 +202,7 @@ class Ranks(ABC):
         return [others for _, _, *others in table]
 
     def meet_alike(
-        self, doing: str, *notes: int, alike: Mapping[str, int]
+        self, doing: str, *notes: int, alike: Mapping[str, int], remedy: str | None = None
     ) -> Sequence[Sequence[int]]:
         """`meet`, with what must be `alike` on all ranks; raises `TrainingError` on all if not."""
         found = self.meet(doing, *notes, *alike.values())
@@ -202,9 +213,22 @@ class Ranks(ABC):
                     f"ranks 0 and {number} differ ({doing}): {what}",
                     because="each rank must do the same calls, and set the same values; it may be "
                     "that one rank caught an error and went on, or set a learning rate by itself",
-                    remedy="end all ranks, and go on from the last checkpoint or commit",
+                    remedy=remedy or "end all ranks, and go on from the last checkpoint or commit",
                 )
         return found
+
+    def meet_to_write(self, what: str, *values: Tensor | None) -> None:
+        """Meet to replace `what` by these whole values, in host memory, of which each rank writes a
+        part; none are what is there. Raises `TrainingError` on all ranks where they differ.
+        """
+        if self.count > 1:
+            found = [_aio.crc32c(v.data_ptr(), v.nbytes) for v in values if v is not None]
+            self.meet_alike(
+                f"writes {what}",
+                alike={f"new values of {what}": zlib.crc32(repr(found).encode())},
+                remedy="make the same edit on all ranks (from one: torch.distributed.broadcast); "
+                "nothing was written",
+            )
 
     @contextmanager
     def telling(self, doing: str) -> Iterator[None]:
@@ -314,7 +338,7 @@ ALONE = Alone()
 class TorchRanks(Ranks):
     """The ranks of torch's default process group, gloo or NCCL, and of one of gloo beside it.
 
-    With `owned` the default group is destroyed by `close`.
+    A default group that is `owned` was made here: who closes last destroys it.
     """
 
     def __init__(self, *, owned: bool) -> None:
@@ -323,12 +347,18 @@ class TorchRanks(Ranks):
         self._dist: Any = dist
         find = getattr(dist.group.WORLD, "get_group_store", None)
         self._store: Any = find() if find is not None else None
+        self._world = dist.group.WORLD
         self._owned = owned
+        if owned:
+            _OF_OUR_GROUP.add(self)
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.local_rank, self.local_count = _on_this_machine(self._store, self.rank, self.count)
         self._gloo = dist.get_backend() == "gloo"
         with _by_loopback(self.local_count == self.count):
             self._host: Any = dist.new_group(backend="gloo", timeout=_patience(dist.group.WORLD))
+        number = self._store.add(f"engines of rank {self.rank}", 1) if self._store else 0
+        self._closed = f"engine {number} closed by rank {{}}".format  # a key of the store
+        self._patient = True  # nobody was waited for long yet
         self._group: Any = None  # torch's default
         self._all: TorchRanks | None = None  # of whom these are some
         self._members: Sequence[int] = range(self.count)
@@ -386,39 +416,73 @@ class TorchRanks(Ranks):
         with self.connected():
             return _TorchWork(self, [collective() for collective in collectives])
 
+    def _await(self, meeting: Work) -> None:
+        """See `Ranks`. Says once that others do not come: torch would wait in silence."""
+        works = meeting.works if isinstance(meeting, _TorchWork) and self._patient else ()
+        with self.connected():
+            try:
+                for work in works:
+                    work.wait(_SILENCE)
+            except RuntimeError:
+                if meeting.done():  # it failed
+                    raise
+                self._patient = False
+                warnings.warn(
+                    f"rank {self.rank} has waited {_SILENCE.seconds} s for other ranks to come "
+                    f"where it is ({self._doing}). If they do not read data or compute all the "
+                    "time: is this call made on some ranks only (`if rank == 0:`), or had they "
+                    "fewer batches? All must save, evaluate, generate and read values together",
+                    InfinityWarning,
+                    stacklevel=4,
+                )
+        meeting.wait()
+
     @contextmanager
     def connected(self) -> Iterator[None]:
         """What raises inside is that others are lost."""
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # ValueError: there is no group any more
             every = self._all or self
-            silent = every._silent()
-            raise _LostError(
-                f"rank {every.rank} of {every.count} lost the others"
-                + (f", {named_ranks(silent)} first" if silent else "")
-                + f": {first_lines(error)}",
-                because="another rank has ended, was killed, hangs, or cannot be reached",
-                remedy="look at what the other ranks said last; torchrun names the one that ended "
+            closed, silent = every._roll_call()
+            first = f", {named_ranks(silent)} first" if silent else ""
+            here = f"; this one {every._doing}"
+            because = f"another rank has ended, was killed, hangs, or cannot be reached{here}"
+            remedy = (
+                "look at what the other ranks said last; torchrun names the one that ended "
                 f"first. One that is silent for {_HELD_UP.seconds // 60} minutes counts as lost; "
-                "for less: torch.distributed.init_process_group(timeout=...) before initialize()",
+                "for less: torch.distributed.init_process_group(timeout=...) before initialize()"
+            )
+            if closed:
+                first = f", for {named_ranks(closed)} closed the engine, or ended"
+                because = f"all ranks must call the engine, and use the model, together{here}"
+                remedy = "no `if rank == 0:` around these, and as many batches on each rank"
+            raise _LostError(
+                f"rank {every.rank} of {every.count} lost the others{first}: {first_lines(error)}",
+                because=because,
+                remedy=remedy,
             ) from error
 
-    def _silent(self) -> list[int]:
-        """Which ranks have not lost the others as well: they ended, or hang."""
+    def _roll_call(self) -> tuple[list[int], list[int]]:
+        """Which ranks closed their engine, and which of the others have not lost any: they ended,
+        or hang.
+        """
+        closed: list[int] = []
         silent: list[int] = []
         store, self._store = self._store, None  # asked once
         if store is not None:
             with contextlib.suppress(RuntimeError):
                 store.set(f"lost-{self.rank}", "")
+                others = [r for r in range(self.count) if r != self.rank]
+                closed = [r for r in others if store.check([self._closed(r)])]
                 end = time.monotonic() + _ROLL_CALL_S
-                for rank in (r for r in range(self.count) if r != self.rank):
+                for rank in others if not closed else ():
                     left = timedelta(seconds=max(end - time.monotonic(), 0.1))
                     try:
                         store.wait([f"lost-{rank}"], left)
                     except RuntimeError:
                         silent.append(rank)
-        return silent
+        return closed, silent
 
     def check(self, device: torch.device) -> None:
         """See `Ranks`."""
@@ -432,10 +496,19 @@ class TorchRanks(Ranks):
     def close(self) -> None:
         """Destroy what was made here; idempotent."""
         host, self._host = self._host, None
-        if host is not None and self._dist.is_initialized():
-            self._dist.destroy_process_group(None if self._owned else host)
-            if self._group not in (None, host):
-                self._dist.destroy_process_group(self._group)
+        if host is None or not self._dist.is_initialized():
+            return
+        _OF_OUR_GROUP.discard(self)
+        if self._all is None and self._store is not None:
+            with contextlib.suppress(RuntimeError):  # others may have ended, and it with them
+                self._store.set(self._closed(self.rank), "")
+        is_last = all(other._world is not self._world for other in _OF_OUR_GROUP)
+        self._dist.destroy_process_group(None if self._owned and is_last else host)
+        if self._group not in (None, host):
+            self._dist.destroy_process_group(self._group)
+
+
+_OF_OUR_GROUP: weakref.WeakSet[TorchRanks] = weakref.WeakSet()  # a default group made here
 
 
 def _patience(group: Any) -> timedelta:
@@ -452,16 +525,16 @@ class _TorchWork:
 
     def __init__(self, ranks: TorchRanks, works: Sequence[Any]) -> None:
         self._ranks = ranks
-        self._works = works
+        self.works = works
 
     def done(self) -> bool:
         """See `Work`."""
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
         """See `Work`."""
         with self._ranks.connected():
-            for work in self._works:
+            for work in self.works:
                 work.wait()
 
 
@@ -475,7 +548,8 @@ def find_ranks(timeout: timedelta | None = None) -> Ranks:
     """
     dist: Any = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
-        return TorchRanks(owned=False) if dist.get_world_size() > 1 else ALONE
+        ours = any(user._world is dist.group.WORLD for user in _OF_OUR_GROUP)
+        return TorchRanks(owned=ours) if dist.get_world_size() > 1 else ALONE
     count = num_launched()
     if count <= 1:
         return ALONE
@@ -572,6 +646,11 @@ def _by_loopback(one_machine: bool) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
+def as_json(facts: Any) -> str:
+    """Facts to be compared; of tensors, which print few digits, all of them."""
+    return json.dumps(facts, default=lambda v: v.tolist() if isinstance(v, Tensor) else str(v))
+
+
 def check_alike(ranks: Ranks, what: str, facts: Mapping[str, Any]) -> None:
     """Raise `ConfigError` on every rank where `facts` (plain data) of two ranks differ.
 
@@ -579,7 +658,7 @@ def check_alike(ranks: Ranks, what: str, facts: Mapping[str, Any]) -> None:
     """
     if ranks.count == 1:
         return
-    mine = json.loads(json.dumps(dict(facts), default=str))
+    mine = json.loads(as_json(dict(facts)))
     ranks.meet(f"compares {what}")
     every = ranks.gather_words(mine)
     for number, theirs in enumerate(every):

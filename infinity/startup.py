@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from infinity.blueprint import check_model, make_optimizer, plan_for, rates_of_rank
@@ -209,6 +209,8 @@ def _make(
         micro_batch_size=told.batch_size,
     )
     undo.callback(engine.close)  # no values: they may not fit RAM
+    if settings.seed is not None and ranks.rank and not engine.resumed:
+        torch.manual_seed(settings.seed + ranks.rank)  # dropout of its own
     if isinstance(client, torch.optim.Optimizer):
         parts.also(_lead(client, offloaded))
     if isinstance(engine, DeepSpeedEngine):
@@ -263,7 +265,8 @@ def _seed_of_meta(config: Config, ranks: Ranks) -> int | None:
 def _facts_of(cut: Cut, origins: Origins) -> dict[str, Any]:
     """What ranks must have alike: all parameters, their units, and some of their values.
 
-    Of values in RAM the first; of those that will be made, which takes time, the smallest tensor's.
+    Of values in RAM the first and last; of those that will be made, which takes time, those of the
+    smallest matrix, or where there is none tensor: vectors are often constants.
     """
     facts: dict[str, Any] = {"units": [unit.name for unit in cut.layouts]}
     for unit in cut.layouts:
@@ -272,13 +275,18 @@ def _facts_of(cut: Cut, origins: Origins) -> dict[str, Any]:
                 f"trained in group {s.group}" if s.trained else "frozen"
             )
     on_meta = [i for i, p in enumerate(cut.parameters) if p.is_meta]
-    made = min(on_meta, key=lambda i: cut.parameters[i].numel(), default=None)
+    made = min(on_meta, key=lambda i: _cost(cut.parameters[i]), default=None)
     for index, parameter in enumerate(cut.parameters):
         if index == made or not parameter.is_meta:
-            value = origins.value(parameter).detach().flatten()[:4096].cpu().contiguous()
-            name = f"first values of {cut.names[index]}"
-            facts[name] = crc32c(value.view(torch.uint8).numpy().tobytes())
+            value = origins.value(parameter).detach().flatten()
+            for name, part in (("first", value[:4096]), ("last", value[4096:][-4096:])):
+                data = part.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+                facts[f"{name} values of {cut.names[index]}"] = crc32c(data)
     return facts
+
+
+def _cost(parameter: Tensor) -> tuple[bool, int]:
+    return parameter.dim() < 2, parameter.numel()
 
 
 def _facts_of_optimizer(optimizer: OffloadedOptimizer) -> dict[str, Any]:

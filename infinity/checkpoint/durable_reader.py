@@ -47,6 +47,11 @@ from infinity.storage.striping import Stripes
 _READ_BYTES = 1 << 20  # at once, whole pages
 
 
+def _apart(values: Mapping[str, Tensor], first: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those that are not the first rank's."""
+    return {n: v for n, v in values.items() if n not in first or not torch.equal(v, first[n])}
+
+
 class DurableReader(StateReader):
     """The streams of a durable run's last commit, and the buffers of its document.
 
@@ -91,7 +96,12 @@ class DurableReader(StateReader):
         """The run's state as JSON; of several ranks with what each has of its own."""
         if len(self._parts) == 1 or not self.document.run:
             return self.record.document.get("run", {})
-        own = [{n: part.document.run[n] for n in OF_EACH_RANK} for part in self._parts]
+        first = self.document.buffers
+        own = [
+            {n: part.document.run[n] for n in OF_EACH_RANK}
+            | {"buffers": _apart(part.document.buffers, first)}
+            for part in self._parts
+        ]
         kept: dict[str, Any] = {}
         for part in self._parts:  # whoever has the last part of a parameter tells, as in a save
             there = {s.name for unit in part.plan.own for s in unit.trained_segments}

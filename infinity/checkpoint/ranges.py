@@ -19,7 +19,7 @@ from torch import Tensor
 import infinity._aio as _aio
 from infinity.checkpoint.directory import refusal
 from infinity.checkpoint.manifest import BLOCK_BYTES, FileRecord, Shard
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, MachineError
 
 _FLAGS = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 Streams = Mapping[str, Sequence[Shard]]
@@ -62,6 +62,13 @@ class RangeWriter:
                         self._places[stream, tensor.name] = len(self._files), at
                         at += tensor.nbytes
                     self._files.append(os.open(self.directory / shard.name, _FLAGS))
+        except FileNotFoundError as error:
+            self.abort()
+            raise MachineError(
+                f"{self.directory}, which the first rank has made, is not there on this one",
+                because="it is a directory of each node's own, or was removed meanwhile",
+                remedy="a directory on a file system that all nodes share",
+            ) from error
         except OSError as error:
             self.abort()
             raise refusal("saving", self.directory, error) from error

@@ -454,7 +454,12 @@ class GradientStore:
             self._worker.put(partial(self._windows.expect, unit))
 
     def replace(self, parameter: int, value: Tensor) -> None:
-        """Put a value of the parameter's size in the place of what was accumulated."""
+        """Put a value of the parameter's size in the place of what was accumulated.
+
+        Raises `TrainingError` where ranks give other ones.
+        """
+        what = f"the gradient of {self._segments[parameter][1].name!r}"
+        self.ranks.meet_to_write(what, value.detach().cpu().contiguous())
         self.finish()
         self.drain()
         self._copies.wait(parameter)

@@ -68,7 +68,8 @@ class AccumulationWindow:
     @property
     def place(self) -> dict[str, int]:
         """Where it stands, in numbers: on all ranks alike."""
-        return {"updates": self.updates, "micro_step": self.micro_step, "backwards": self.backwards}
+        place = {"updates": self.updates, "micro_step": self.micro_step}
+        return place | {"backwards": self.backwards, "micro-batches of an update": self.length}
 
     def set_length(self, length: int) -> None:
         """Another number of micro-batches; the caller sees to it that no window is open."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import infinity._aio as _aio
 from infinity.checkpoint.commits import OF_EACH_RANK, Document, OpenWindow
 from infinity.checkpoint.directory import no_latest
 from infinity.checkpoint.durable_reader import DurableReader
@@ -174,10 +175,11 @@ class Checkpoints:
         """`engine.save_checkpoint`."""
         rooms = self._rooms
         rooms.saver.finish()
+        tag = tag if tag is not None else f"global_step{self._stepper.progress.steps}"
+        check_alike(rooms.ranks, "the checkpoint to save", {"directory": str(root), "tag": tag})
         with rooms.ranks.telling("saves a checkpoint"):
             self._refuse_loans("saved")
             self._settle()
-        tag = tag if tag is not None else f"global_step{self._stepper.progress.steps}"
         gradients = sorted(rooms.gradients.arrived())
         buffers = self._saved_buffers()
         streams = state_streams(rooms.plan)
@@ -249,7 +251,7 @@ class Checkpoints:
             buffers=tuple(
                 BufferRecord.of(b.names, b.value, persistent=b.persistent) for b in buffers
             ),
-            run=self._run(),
+            run=self._run(buffers),
             client_state=encode(dict(client_state), "client_state"),
             config=dict(self._config),
             plan={
@@ -259,15 +261,25 @@ class Checkpoints:
             },
         )
 
-    def _run(self) -> Any:
-        """The run's state as JSON; of several ranks with what each has of its own."""
+    def _run(self, buffers: Sequence[Buffer]) -> Any:
+        """The run's state as JSON; of several ranks with what each has of its own.
+
+        Of buffers, too: the first rank's are those of the checkpoint.
+        """
         rooms, ranks = self._rooms, self._rooms.ranks
         share_kept(rooms.store, rooms.updater, self._segments.keys())
         state = self.run_state.capture()
         if ranks.count > 1:
-            own = encode({name: state[name] for name in OF_EACH_RANK}, "the run's state")
+            values = {b.names[0]: b.value.detach().cpu().contiguous() for b in buffers}
+            sums = {n: _aio.crc32c(v.data_ptr(), v.nbytes) for n, v in values.items()}
             ranks.meet("saves a checkpoint")
-            state["ranks"] = [decode(words) for words in ranks.gather_words(own)]
+            first = ranks.gather_words(sums)[0]
+            apart = {n: v for n, v in values.items() if first.get(n) != sums[n]}
+            held = {n: v for n, v in apart.items() if v.nbytes <= MAX_ARRAY_BYTES}
+            own = {name: state[name] for name in OF_EACH_RANK} | {"buffers": held}
+            with ranks.settle("saves a checkpoint"):
+                words = encode(own, "the run's state")
+            state["ranks"] = [decode(found) for found in ranks.gather_words(words)]
         return encode(state, "the run's state")
 
     def _aliases(self) -> dict[int, tuple[str, ...]]:
@@ -321,7 +333,7 @@ class Checkpoints:
                 prefetcher.failure = None
             try:
                 with ranks.settle("loads a checkpoint"):
-                    self._replace(reader, wanted, full=full)
+                    self._replace(reader, wanted, run.get("buffers", {}), full=full)
                     self._restore(reader, run, wanted)
                 self._commit(reader)
             except BaseException:
@@ -359,7 +371,10 @@ class Checkpoints:
             self._rooms.prefetcher.fail(error)
             raise
 
-    def _replace(self, reader: StateReader, wanted: Wanted, *, full: bool) -> None:
+    def _replace(
+        self, reader: StateReader, wanted: Wanted, own: dict[str, Tensor], *, full: bool
+    ) -> None:
+        """`own` are buffers in which this rank differs from the first one."""
         self._settle()
         self._window.start_over()
         self._rooms.gradients.reset()
@@ -368,7 +383,7 @@ class Checkpoints:
             self._load_gradients(reader)
         else:
             self._load_weights(reader)
-        values = {n: reader.read(BUFFERS, n) for n in reader.names(BUFFERS)}
+        values = {n: reader.read(BUFFERS, n) for n in reader.names(BUFFERS)} | own
         put_buffers(self._module, values, persistent_only=wanted.module_only)
 
     def _check(

@@ -135,6 +135,7 @@ def write_state(
         count = moment.values.numel()
         kernels.encode(values[done : done + count], moment, signed=signed)
         done += count
+    store.ranks.meet_to_write(f"{name} of {segment.name!r}", flat)
     store.write(layout.index, kind, flat)
 
 
@@ -229,11 +230,13 @@ class _CachedUnit:
     layout: UnitLayout
     weight: Tensor
     rest: Tensor | None = None
+    given: bool = False  # values, the same ones or others
     dirty: bool = False
 
     def replace(self, part: Tensor, value: Tensor) -> None:
         """Overwrite a part of a range; the unit is dirty if any byte changes."""
         old, new = part.view(torch.uint8), value.view(torch.uint8)
+        self.given = True
         if not torch.equal(old, new):
             self.dirty = True
             old.copy_(new)
@@ -348,6 +351,9 @@ class Values:
     def flush(self) -> None:
         """Write the cached unit back if it was edited, and forget it."""
         cached, self._cached = self._cached, None
+        if cached is not None and cached.given:
+            parts = (cached.weight, cached.rest) if cached.dirty else ()
+            self.store.ranks.meet_to_write(f"unit {cached.layout.name!r}", *parts)
         if cached is not None and cached.dirty:
             unit = cached.layout.index
             self.before_change(unit)
@@ -365,8 +371,8 @@ class Values:
                 self.prefetcher.edited(unit)
 
     def flush_edits(self) -> None:
-        """`flush`, if anything was edited."""
-        if self._cached is not None and self._cached.dirty:
+        """`flush`, if values were given."""
+        if self._cached is not None and self._cached.given:
             self.flush()
 
     def _load(self, layout: UnitLayout) -> _CachedUnit:

@@ -8,7 +8,6 @@ that the step has happened, whatever failed after it.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
@@ -40,6 +39,7 @@ from infinity.model.torch_private import end_checkpoints, tree_map
 from infinity.offload.report import Meter, StepReport
 from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.ranks import as_json
 from infinity.storage.device import Event
 from infinity.training.optimizer_pass import PassJob
 from infinity.training.parameter_access import read_state
@@ -421,7 +421,7 @@ class Stepper:
         self._parts.store.settle_copies()
         hypers = self._optimizer.hypers(self._index_of)
         self._refuse_others(hypers)
-        alike = self._alike() if self._parts.ranks.count > 1 else {}
+        alike = self._alike(clipping) if self._parts.ranks.count > 1 else {}
         with self._prefetcher.transfers.stall("norm"):
             norm = math.sqrt(self._gradients.square_sum(alike))
         before = self.progress.loss_scale
@@ -443,10 +443,13 @@ class Stepper:
             self._refuse_to_go_on(before, culprits)
             self._say_skipped(before, culprits)
 
-    def _alike(self) -> dict[str, int]:
+    def _alike(self, clipping: float) -> dict[str, int]:
         """What ranks must have alike where they meet for a step."""
-        values = json.dumps(self._optimizer.group_values(), default=str).encode()
-        return self._window.place | {"values of the optimizer's groups": zlib.crc32(values)}
+        values = as_json(self._optimizer.group_values()).encode()
+        return self._window.place | {
+            "values of the optimizer's groups": zlib.crc32(values),
+            "gradient_clipping": zlib.crc32(repr(clipping).encode()),
+        }
 
     def _refuse_to_go_on(self, before: ScaleState | None, culprits: Sequence[str]) -> None:
         """Raise if steps are skipped and nothing will change that; the last one has been."""

@@ -222,6 +222,31 @@ def test_the_example_prints_the_same_alone_and_on_two(tmp_path: Path) -> None:
     assert printed[0] == printed[1]
 
 
+def test_who_made_the_group_may_close_first(tmp_path: Path) -> None:
+    """And each rank has random numbers of its own, of one seed."""
+    (nvme := tmp_path / "nvme").mkdir()
+    first, second = found_by(2, tmp_path, rank_alone.two_engines, nvme=str(nvme))
+    assert first["state"].keys() == second["state"].keys()
+    assert all(torch.equal(value, second["state"][n]) for n, value in first["state"].items())
+    for found in (first, second):
+        assert not found["left"]
+        assert torch.equal(*found["drawn"])
+    assert not torch.equal(first["drawn"][0], second["drawn"][0])
+
+
+def test_a_call_on_one_rank_only_is_told_while_it_waits_and_when_the_other_has_closed(
+    tmp_path: Path,
+) -> None:
+    job = {name: str(tmp_path / name) for name in ("nvme", "saves", "store")}
+    (tmp_path / "nvme").mkdir()
+    (waits, lost), others = found_by(2, tmp_path, rank_alone.on_one_rank_only, **job)
+    assert "for other ranks to come where it is (compares the checkpoint to save)" in waits
+    assert "`if rank == 0:`" in waits
+    assert "rank 0 of 2 lost the others, for rank 1 closed the engine, or ended" in lost
+    assert "this one compares the checkpoint to save" in lost
+    assert others == []
+
+
 def test_a_group_of_the_users_is_let_go_of_once() -> None:
     """An error in initialize() closes what it may have closed: the error is what is raised."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -421,17 +421,98 @@ def test_whoever_catches_an_error_of_one_rank_goes_on_with_the_bits_of_none(
         assert all(map(torch.equal, masters, expected))
 
 
-def test_a_learning_rate_of_one_rank_alone_is_told_on_all(tmp_path: Path) -> None:
+def of_rank(value: Any, rank: int) -> Callable[[Engine], None]:
+    """Sets a learning rate; tensors print four digits of it."""
+    return lambda engine: engine.optimizer.param_groups[0].update(lr=value * (1 + rank * 1e-6))
+
+
+@pytest.mark.parametrize(
+    ("differ", "words"),
+    [
+        (partial(of_rank, 1e-3), "(ends a step): values of the optimizer's groups"),
+        (partial(of_rank, torch.tensor(1e-3)), "(ends a step): values of the optimizer's groups"),
+        (
+            lambda rank: lambda engine: setattr(engine, "gradient_clipping", 0.5 + rank),
+            "(ends a step): gradient_clipping",
+        ),
+        (
+            lambda rank: lambda engine: engine._window.set_length(2 + rank),
+            "(ends a backward): micro-batches of an update",
+        ),
+    ],
+    ids=["rate", "rate as a tensor", "clipping", "window"],
+)
+def test_settings_of_one_rank_alone_are_told_on_all(
+    differ: Callable[[int], Callable[[Engine], None]], words: str, tmp_path: Path
+) -> None:
     models = same_models(Ordered, 2)
 
     def work(ranks: Ranks) -> None:
-        with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
-            engine.optimizer.param_groups[0]["lr"] *= 1 + ranks.rank
-            engine.backward(engine(torch.ones(2, 64), (0, 1, 2)))
-            engine.step()
+        config = with_micro_batches(make_config(), 2)
+        with make_engine(ranks, models[ranks.rank], config, tmp_path) as engine:
+            differ(ranks.rank)(engine)
+            for _ in range(2):
+                engine.backward(engine(torch.ones(2, 64), (0, 1, 2)))
+                engine.step()
 
-    for words in words_of(2, work).values():
-        assert "ranks 0 and 1 differ (ends a step): values of the optimizer's groups" in words
+    for told in words_of(2, work).values():
+        assert f"ranks 0 and 1 differ {words}" in told
+
+
+def by_value(engine: Engine, value: float | None) -> None:
+    weight = engine.module.blocks[1].weight
+    with engine.materialized(weight), torch.no_grad():
+        if value is not None:
+            weight.fill_(value)
+
+
+def by_state_dict(engine: Engine, value: float | None) -> None:
+    state = {name: found.clone() for name, found in engine.state_dict(master=True).items()}
+    if value is not None:
+        state["blocks.1.weight"].fill_(value)
+    engine.load_state_dict(state)
+
+
+def by_moment(engine: Engine, value: float | None) -> None:
+    engine.set_optimizer_state(
+        engine.module.blocks[1].weight, "exp_avg", torch.full((64, 64), value or 0.0)
+    )
+
+
+def by_gradient(engine: Engine, value: float | None) -> None:
+    engine.backward(engine(torch.ones(2, 64), (0, 1, 2)))
+    engine.set_gradient(engine.module.blocks[1].weight, torch.full((64, 64), value or 0.0))
+    engine.step()
+
+
+@pytest.mark.parametrize("edit", [by_value, by_state_dict, by_moment, by_gradient])
+@pytest.mark.parametrize("first", [2.0, None])
+def test_values_that_ranks_give_must_be_the_same(
+    edit: Callable[[Engine, float | None], None], first: float | None, tmp_path: Path
+) -> None:
+    """Each keeps its share of them: of two values a weight of pieces would be made.
+
+    The first rank may give none, or what is there.
+    """
+    models = same_models(Ordered, 2)
+
+    def work(ranks: Ranks) -> tuple[Tensor, Tensor]:
+        config = make_config(ON_DISK, precision="bf16", cast_inputs=True)
+        with make_engine(ranks, models[ranks.rank], config, tmp_path) as engine:
+            before = engine.state_dict(master=True)["blocks.1.weight"].clone()
+            with pytest.raises(TrainingError, match="ranks 0 and 1 differ") as caught:
+                edit(engine, 1.0 if ranks.rank else first)
+            assert "make the same edit on all ranks" in str(caught.value)
+            assert torch.equal(engine.state_dict(master=True)["blocks.1.weight"], before)
+            edit(engine, 3.0)
+            return before, engine.state_dict(master=True)["blocks.1.weight"].clone()
+
+    (before, found), (_, other) = on_ranks(2, work)
+    assert torch.equal(found, other)
+    if edit in (by_value, by_state_dict):
+        assert torch.equal(found, torch.full((64, 64), 3.0))
+    elif edit is by_gradient:
+        assert not torch.equal(found, before)
 
 
 def test_a_rank_that_ends_early_leaves_nobody_waiting(tmp_path: Path) -> None:
@@ -509,18 +590,32 @@ def frozen_in_part() -> nn.Module:
     return model
 
 
+def of_rows(last: float) -> nn.Module:
+    model = Ordered()
+    model.table = nn.Parameter(torch.zeros(100, 64))
+    with torch.no_grad():
+        model.table[-1] = last
+    return model
+
+
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("kind", "other", "words"),
     [
-        (reseeded, "first values of blocks.0.weight is"),
-        (frozen_in_part, "blocks.1.weight is '(64, 64), float32, trained in group 0' on rank 0"),
-        (lambda: nn.ModuleList([Ordered()]), "units is ['blocks.0'"),
+        (Ordered, reseeded, "first values of blocks.0.weight is"),
+        (
+            Ordered, frozen_in_part,
+            "blocks.1.weight is '(64, 64), float32, trained in group 0' on rank 0",
+        ),
+        (Ordered, lambda: nn.ModuleList([Ordered()]), "units is ['blocks.0'"),
+        (partial(of_rows, 0.0), partial(of_rows, 1.0), "last values of table is"),
     ],
-)
+)  # fmt: skip
 def test_models_that_differ_are_refused(
-    other: Callable[[], nn.Module], words: str, tmp_path: Path
+    kind: Callable[[], nn.Module], other: Callable[[], nn.Module], words: str, tmp_path: Path
 ) -> None:
-    models = [*same_models(Ordered, 2), other()]
+    models = same_models(kind, 2)
+    torch.manual_seed(0)
+    models.append(other())
 
     def work(ranks: Ranks) -> None:
         make_engine(ranks, models[ranks.rank], make_config(), tmp_path)

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,12 +16,12 @@ import torch
 from support.models import CASES
 from support.ranks import HANG_S, make_engine, on_ranks, train_ranks
 from support.trainer import make_config
-from torch import Tensor
+from torch import Tensor, nn
 
 from infinity.checkpoint.ranges import RangeWriter
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.engine import Engine
-from infinity.errors import InfinityError
+from infinity.errors import ConfigError, InfinityError
 from infinity.ranks import Ranks
 
 GPT = CASES["gpt"]
@@ -150,6 +150,76 @@ def test_what_one_rank_cannot_save_is_told_on_all(tmp_path: Path) -> None:
 
     for words in on_ranks(2, work):
         assert "registered.own.of is builtins.object, which a checkpoint cannot hold" in words
+
+
+class Counting(nn.Module):
+    """A running mean, as of batch norms, is of what a rank saw, and decides what comes next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.register_buffer("mean", torch.zeros(64))
+        self.register_buffer("constant", torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.5)
+        return (self.inner(x - self.mean) * self.constant).square().mean()
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_buffers_are_each_ranks_own_when_it_goes_on(durable: bool, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Counting()
+
+    models = [build() for _ in range(6)]
+    config = make_config(("disk", "disk", "disk"))
+
+    def train(engine: Engine, ranks: Ranks, steps: Iterable[int]) -> list[float]:
+        losses = []
+        for number in steps:
+            generator = torch.Generator().manual_seed(10 * number + ranks.rank)
+            loss = engine(torch.randn(4, 64, generator=generator))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    def sound(ranks: Ranks) -> list[float]:
+        (folder := tmp_path / "sound").mkdir(exist_ok=True)
+        with make_engine(ranks, models.pop(), config, folder) as engine:
+            return train(engine, ranks, range(4))
+
+    def stopped(ranks: Ranks) -> list[float]:
+        own = config | ({"durable": True, "resume": "auto"} if durable else {})
+        (folder := tmp_path / "stopped").mkdir(exist_ok=True)
+        with make_engine(ranks, models.pop(), own, folder) as engine:
+            losses = train(engine, ranks, range(2))
+            if not durable:
+                engine.save_checkpoint(tmp_path / "saves")
+        with make_engine(ranks, models.pop(), own, folder) as engine:
+            if not durable:
+                engine.load_checkpoint(tmp_path / "saves")
+            return losses + train(engine, ranks, range(2, 4))
+
+    expected = on_ranks(2, sound)
+    assert expected[0] != expected[1]
+    assert on_ranks(2, stopped) == expected
+
+
+def test_ranks_save_to_one_place(tmp_path: Path) -> None:
+    models = [GPT.build() for _ in range(2)]
+
+    def work(ranks: Ranks) -> str:
+        with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
+            with pytest.raises(ConfigError) as caught:
+                engine.save_checkpoint(tmp_path / "saves", f"loss-{ranks.rank}")
+            engine.save_checkpoint(tmp_path / "saves", "loss")
+            return str(caught.value)
+
+    for told in on_ranks(2, work):
+        assert "differ in the checkpoint to save: tag is 'loss-0' on rank 0, 'loss-1'" in told
+    assert [path.name for path in (tmp_path / "saves").iterdir() if path.is_dir()] == ["loss"]
 
 
 @pytest.mark.parametrize("shared", [False, True])

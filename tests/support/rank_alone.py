@@ -9,7 +9,9 @@ import os
 import resource
 import signal
 import socket
+import warnings
 from contextlib import closing, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from support.models import CASES
 
 import infinity
 import infinity.ranks
+from infinity.errors import InfinityError
 
 WIDTH, NUM_LAYERS = 1024, 48  # of layers that are linear
 
@@ -162,3 +165,52 @@ def out_of_memory(job: dict[str, Any]) -> None:
             samples = torch.ones(room // 1024 if number == 1 else 1, 1024, dtype=torch.bfloat16)
             engine.backward(engine(samples).sum())
             engine.step()
+
+
+def two_engines(job: dict[str, Any]) -> None:
+    """The one that made the group is closed first; what the other computes then, and random
+    numbers after each start.
+    """
+    rank, drawn = os.environ["RANK"], []
+
+    def start() -> Any:
+        torch.manual_seed(0)
+        config = {"nvme_path": job["nvme"], "precision": "fp32", "budget": {}, "seed": 7}
+        engine = init_alone.start(layers(64, 2), config)
+        drawn.append(torch.rand(4))
+        return engine
+
+    first, second = start(), start()
+    first.close()
+    second.backward(second(torch.ones(1, 64)).sum())
+    second.step()
+    state = {name: value.clone() for name, value in second.state_dict().items()}
+    second.close()
+    found = {"drawn": drawn, "state": state, "left": dist.is_initialized()}
+    torch.save(found, f"{job['out']}-{rank}")
+
+
+def on_one_rank_only(job: dict[str, Any]) -> None:
+    """The first rank saves alone: it says that it waits, and that the other has closed."""
+    rank, store = int(os.environ["RANK"]), dist.FileStore(job["store"])
+    infinity.ranks._SILENCE = timedelta(seconds=0.2)
+    config = {"nvme_path": job["nvme"], "precision": "fp32", "budget": {}}
+    engine = init_alone.start(layers(64, 2), config)
+    said: list[str] = []
+
+    def hear(message: Warning | str, *_: Any, **__: Any) -> None:
+        said.append(str(message))
+        store.set("said", "")
+
+    if rank:
+        store.wait(["said"])
+        engine.close()
+        store.set("closed", "")
+    else:
+        warnings.showwarning = hear
+        try:
+            engine.save_checkpoint(job["saves"])
+        except InfinityError as error:
+            said.append(str(error))
+        engine.close()
+    torch.save(said, f"{job['out']}-{rank}")

@@ -304,7 +304,7 @@ def _apart(rank: int, told: Sequence[Sequence[str]]) -> TrainingError:
         f"ranks do different things: {said}",
         because="they must call the engine, and use the model's units, in one order",
         remedy=f"look what rank {rank} did before: as many batches on each rank, no unit that only "
-        "some data needs, no call of the engine on one rank alone",
+        "some data needs, no call of the engine (a save, state_dict, evaluation) on one rank alone",
     )
 
 
@@ -456,7 +456,10 @@ class TorchRanks(Ranks):
             if closed:
                 first = f", for {named_ranks(closed)} closed the engine, or ended"
                 because = f"all ranks must call the engine, and use the model, together{here}"
-                remedy = "no `if rank == 0:` around these, and as many batches on each rank"
+                remedy = (
+                    f"look whether {named_ranks(closed)} ended by an error; else: no `if rank == "
+                    "0:` around these calls, and as many batches on each rank"
+                )
             raise _LostError(
                 f"rank {every.rank} of {every.count} lost the others{first}: {first_lines(error)}",
                 because=because,

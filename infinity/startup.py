@@ -262,6 +262,9 @@ def _seed_of_meta(config: Config, ranks: Ranks) -> int | None:
     return int(ranks.gather_words(int(torch.randint(2**62, ())))[0])
 
 
+_COMPARED = 4096  # elements, from either end of a parameter
+
+
 def _facts_of(cut: Cut, origins: Origins) -> dict[str, Any]:
     """What ranks must have alike: all parameters, their units, and some of their values.
 
@@ -278,8 +281,12 @@ def _facts_of(cut: Cut, origins: Origins) -> dict[str, Any]:
     made = min(on_meta, key=lambda i: _cost(cut.parameters[i]), default=None)
     for index, parameter in enumerate(cut.parameters):
         if index == made or not parameter.is_meta:
-            value = origins.value(parameter).detach().flatten()
-            for name, part in (("first", value[:4096]), ("last", value[4096:][-4096:])):
+            count = min(parameter.numel(), _COMPARED)
+            parts = origins.pieces(parameter, 0, count)  # of a file that is all that is read
+            found = [origins.value(parameter)] if parts is None else [read() for read in parts]
+            value = torch.cat([part.detach().flatten() for part in found])
+            ends = {"first": value[:_COMPARED], "last": value[_COMPARED:][-_COMPARED:]}
+            for name, part in ends.items():
                 data = part.cpu().contiguous().view(torch.uint8).numpy().tobytes()
                 facts[f"{name} values of {cut.names[index]}"] = crc32c(data)
     return facts

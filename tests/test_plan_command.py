@@ -97,7 +97,7 @@ def test_more_micro_batches_are_tried_where_fewer_blocks_need_recomputation(
              "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 8000}  # fmt: skip
     model = lower(tmp_path, "8b", **sizes)
     arguments = [model, "--device", "2200MiB", "--host", "3000MiB", "--disk", "1TiB"]
-    arguments += ["--tokens", "8192"]
+    arguments += ["--tokens", "8192", "--sequence", "512"]
     free, named = (answer(*arguments, *more) for more in ((), ("--micro-batches", "16")))
     assert free["step"]["seconds"] == named["step"]["seconds"]
 
@@ -107,7 +107,7 @@ def test_more_micro_batches_are_tried_where_fewer_blocks_need_recomputation(
     [
         (["--tokens", "4096", "--sequence", "2048", "--slices", "3"], "of the 2 samples"),
         (["--tokens", "4096", "--sequence", "2048", "--micro-batches", "3"], "of the 2 samples"),
-        (["--tokens", "32", "--slices", "64"], "64 slices cannot be made of the 32 tokens"),
+        (["--tokens", "32", "--slices", "64"], "64 slices cannot be made of the 32 samples"),
         (["--activations", "disk", "--disk", "0"], "--disk 0, and state or activations"),
     ],
 )
@@ -513,6 +513,7 @@ def test_the_page_says_which_schedule_was_chosen_and_the_next(tmp_path: Path) ->
     parts = ["--micro-batches", "4", "--slices", "2", "--recompute-blocks", "3"]
     roomy = [lowered, "--device", "80GiB", "--host", "64GiB", "--disk", "1TiB"]
     assert (work["context"], "2,048 a sample" in out) == (2048, True)
+    assert (work["tokens"] // work["slices"]) % 2048 == 0  # no slice is less than a sample
     shorter = answer(*arguments, "--tokens", "32768", "--sequence", "1024")
     assert shorter["work"]["context"] == 1024
     assert shorter["step"]["seconds"] < report["step"]["seconds"]

@@ -203,3 +203,15 @@ def test_streaming_takes_no_room_from_activations() -> None:
         plan = plan_of(limits=limits)
         assert plan.tier_bytes["device"] <= AUTO_SHARE * (megabytes << 20)
     assert UpdatePlace.STREAMED in places(plan)
+
+
+def test_a_disk_that_nothing_needs_makes_nothing_slower() -> None:
+    """Buffers are left room for as for state in RAM, of which more chunks pass at once."""
+    many, limits, found = units([64 << 20] * 40, "bf16"), Limits(8 << 30, 64 << 30, 1 << 40), []
+    for given in ({}, {"nvme_path": "/nvme"}):
+        config = load_config(given)
+        plan = make_plan(many, config, limits, unified=False, device_kernels=True)
+        assert not any(plan.memory[Tier.DISK].values())
+        found.append((plan.placements, places(plan), plan.chunks_at_once))
+    assert found[0] == found[1]
+    assert UpdatePlace.STREAMED in found[0][1]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from infinity.plan.machine import PlanMachine
     from infinity.runs.settings import RunConfig
 
-DEFAULT_TOKENS = 2048
+DEFAULT_TOKENS = 2048  # of a rank's step, and of a sample
 _COMMON = "a common machine"
 _BARE = 1 << 20  # bytes; less than this is no size of a machine
 DEFAULT_ENDURANCE = "600TB"  # what data sheets promise for common 1 TB drives
@@ -162,7 +162,7 @@ _Sequence = Annotated[
     typer.Option(
         "--sequence",
         help="Tokens of a sample: nothing smaller is a slice, and attention sees no more. "
-        "Default: 2048, and slices as small as need be.",
+        f"Default: about {DEFAULT_TOKENS}.",
         min=1,
     ),
 ]
@@ -309,9 +309,14 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
     config = _on_machine(_as_trained(source, wishes, target), wishes, machine)
     groups = groups_of(target.module, config)
     cut = cut_model(target.module, config, groups, None, machine.ranks)
-    known, wish = wishes.sequence, _wish(wishes, config)
-    piece = (known or 1) * (wish.micro_batches or 1) * (wish.slices or 1)
+    length, wish = wishes.sequence, _wish(wishes, config)
+    pieces = (wish.micro_batches or 1) * (wish.slices or 1)
+    piece = (length or 1) * pieces
     tokens = -(-(wishes.tokens or 0) // machine.ranks) or -(-DEFAULT_TOKENS // piece) * piece
+    if length is None:  # about the usual one, and as many as pieces want
+        samples = min(-(-max(tokens // DEFAULT_TOKENS, 1) // pieces) * pieces, tokens)
+        length = tokens // samples
+    samples = max(tokens // length, 1)
     case = case_for(
         target,
         cut,
@@ -321,26 +326,25 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
         tokens,
         recompute=wishes.run is not None and wishes.run.model.gradient_checkpointing,
         made=max((p.nbytes for p in target.module.parameters()), default=0),
-        length=known,
+        length=length,
     )
-    samples = None if known is None else max(tokens // known, 1)
-    _check_pieces(wish, tokens, samples)
+    _check_pieces(wish, samples)
     chosen = choose_schedule(case, wish, samples)
     found = report(chosen.case, target, cut, rated_bytes, chosen)
     found["machine"]["assumed_disk"] = next(map(str, _assumed_disk(wishes)), None)
     return found if translation is None else found | {"deepspeed": translation.table()}
 
 
-def _check_pieces(wish: BatchSchedule, tokens: int, samples: int | None) -> None:
+def _check_pieces(wish: BatchSchedule, samples: int) -> None:
     """Raise `ConfigError` for pieces of a step that no loop can hand over."""
     count, slices = wish.micro_batches or 1, wish.slices or 1
-    what, most = ("tokens", tokens) if samples is None else ("samples", samples)
-    if count * slices > most or (samples is not None and samples % (count * slices)):
+    if samples % (count * slices):
         raise ConfigError(
-            f"{count} micro-batches in {slices} slices cannot be made of the {most:,} {what} of a "
-            "rank's step",
+            f"{count} micro-batches in {slices} slices cannot be made of the {samples:,} samples "
+            "of a rank's step",
             because="every piece has as many, and at least one",
-            remedy="other --micro-batches and --slices, or more --tokens",
+            remedy="other --micro-batches and --slices, more --tokens, or shorter samples "
+            "(--sequence)",
         )
 
 

@@ -11,8 +11,8 @@
               together; None for one rank. `activations`, `plan`, `moved` and `step` are of one
               rank, tokens_per_s of all
 `work`        tokens (of a micro-batch), micro_batches (both of a rank), tokens_per_step, context
-              (tokens of a sample: what --sequence says, else 2048), precision, slices, recompute
-              (blocks, or "all"), offload, sliced_logits
+              (tokens of a sample: what --sequence says, else about 2048), precision, slices,
+              recompute (blocks, or "all"), offload, sliced_logits
 `schedule`    line (`work` in words), blocks, settings (as a configuration says it),
               runner_up {line, seconds, tokens_per_s} or None
 `fits`        whether plan and activations fit; `problem` {what, because, remedy} where they do not
@@ -295,7 +295,9 @@ def _say_faster(page: Page, report: dict[str, Any]) -> None:
     page.say("to go faster (each planned again; tokens/s, predicted)")
     for way in report["faster"]:
         batch = "; another training" if way["changes_batch"] else ""
-        page.say(f"  {way['speed_up']:.2f}x  {_speed(way['tokens_per_s'])}: {way['what']}{batch}")
+        slower = "; asked for, and no gain" if way["speed_up"] < 1 else ""
+        said = f"{way['what']}{batch}{slower}"
+        page.say(f"  {way['speed_up']:.2f}x  {_speed(way['tokens_per_s'])}: {said}")
         page.say(f"         {way['how']}")
 
 

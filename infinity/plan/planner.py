@@ -139,7 +139,10 @@ def leaving_room(plan: Plan, wish: str, limits: Limits) -> Limits:
     """
     if wish == "cpu" or why_only_cpu(plan) or limits.device is None:
         return limits
-    room = _stream_room(_narrowed(replace(plan, streamed=frozenset(plan.placements)), limits))
+    # As if all were to rest in RAM: of what is on disk fewer chunks pass at once.
+    in_ram = UnitPlacement(weight=Tier.HOST, state=Tier.HOST, gradient=Tier.HOST)
+    draft = replace(plan, placements=(in_ram,) * len(plan.units), streamed=frozenset([in_ram]))
+    room = _stream_room(_narrowed(draft, limits))
     if wish == "auto" and room > MOST_ROOM * limits.device:
         return limits
     if limits.activations is None:

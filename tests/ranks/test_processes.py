@@ -176,7 +176,8 @@ def test_a_rank_that_is_out_of_memory_ends_the_others_with_words(when: str, tmp_
         assert "the system refused to reserve" in first
     else:  # what the program's own code asks for
         assert "can't allocate memory" in second
-        assert "rank 0 of 2 lost the others, rank 1 first" in first
+        assert "rank 0 of 2 lost the others, for rank 1 closed the engine, or ended" in first
+        assert "look whether rank 1 ended by an error" in first
     assert list(nvme.iterdir()) == []
 
 

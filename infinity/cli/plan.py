@@ -309,13 +309,13 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
     config = _on_machine(_as_trained(source, wishes, target), wishes, machine)
     groups = groups_of(target.module, config)
     cut = cut_model(target.module, config, groups, None, machine.ranks)
-    length, wish = wishes.sequence, _wish(wishes, config)
+    wish = _wish(wishes, config)
     pieces = (wish.micro_batches or 1) * (wish.slices or 1)
-    piece = (length or 1) * pieces
+    piece = (wishes.sequence or 1) * pieces
     tokens = -(-(wishes.tokens or 0) // machine.ranks) or -(-DEFAULT_TOKENS // piece) * piece
-    if length is None:  # about the usual one, and as many as pieces want
-        samples = min(-(-max(tokens // DEFAULT_TOKENS, 1) // pieces) * pieces, tokens)
-        length = tokens // samples
+    # Left out, about the usual length, and as many samples as pieces want.
+    samples = min(-(-max(tokens // DEFAULT_TOKENS, 1) // pieces) * pieces, tokens)
+    length = wishes.sequence or tokens // samples
     samples = max(tokens // length, 1)
     case = case_for(
         target,

@@ -51,6 +51,7 @@ _TRAINABLE = (torch.float32, torch.float16, torch.bfloat16)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _WRAPPERS = (
     "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule",
+    "OptimizedModule",
 )  # fmt: skip
 
 
@@ -67,10 +68,14 @@ def check_model(model: nn.Module) -> None:
             )
         wrapper = next((b.__name__ for b in type(module).__mro__ if _wraps(b)), None)
         if wrapper is not None:
+            compiled = wrapper == "OptimizedModule"
             raise ConfigError(
-                f"module {name or 'model'!r} is a {wrapper} of torch's",
-                because="the engine shares weights and batches out among ranks itself",
-                remedy="pass the module without it, the same on all ranks",
+                f"module {name or 'model'!r} is torch's {wrapper}",
+                because="hooks, which fetch weights, would be compiled with it"
+                if compiled
+                else "the engine shares weights and gradients out among ranks itself",
+                remedy="pass the module without it"
+                + (", and write compile: true" if compiled else ", the same on all ranks"),
             )
         if isinstance(module._parameters, ParameterMap):
             raise ConfigError(
@@ -106,7 +111,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def _wraps(kind: type) -> bool:
-    """Whether it is one of torch's classes for several GPUs, which need not be imported."""
+    """Whether it is one of torch's classes around a module, which need not be imported."""
     return kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch.")
 
 

@@ -427,6 +427,7 @@ def _lead(client: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> Calla
                 own[name] = method
 
     own.update({name: leading(name) for name in before})
+    mark_stepped(client)  # by the engine, of which a scheduler over it knows nothing
     return end
 
 

@@ -416,7 +416,8 @@ def test_models_that_cannot_be_owned(tmp_path: Path) -> None:
         "'blocks.0.up.weight' and 'blocks.1.up.weight' share memory": shared,
         "'extra.weight' has no shape yet": lazy,
         "'blocks.1' is a TorchScript module": scripted,
-        "'model' is a DataParallel of torch's": nn.DataParallel(small_model()),
+        "'model' is torch's DataParallel": nn.DataParallel(small_model()),
+        "'model' is torch's OptimizedModule": torch.compile(small_model()),
     }
     for expected, model in words.items():
         with pytest.raises(ConfigError, match=expected):

@@ -442,7 +442,8 @@ def _chosen(
             "resume: auto finds signs of a run that it cannot go on with: " + "; ".join(signs),
             because="starting over, or from another one, could lose what was done",
             remedy="bring back what is missing, or end that process; or name the run to go on "
-            "with (resume: DIRECTORY); or start a new one beside it (resume: never)",
+            "with (resume: DIRECTORY); or start a new one beside it (resume: never); or remove "
+            "those directories, when all that is needed was loaded from there",
         )
     if len(began) > 1:
         parts = [next(one.fitting[g][0] for one in every if g in one.fitting) for g in began]

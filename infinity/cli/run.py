@@ -79,5 +79,10 @@ def _command(name: str) -> str:
     here = Path(sys.executable).parent
     found = shutil.which(name, path=here) or shutil.which(name)
     if found is None:
-        raise ConfigError(f"{name} is no file, and no command", remedy="the path of a script")
+        raise ConfigError(
+            f"{name} is no file, and no command",
+            remedy="infinity run --gpus N train.py ..., which starts the processes itself"
+            if name == "deepspeed"
+            else "the path of a script",
+        )
     return found

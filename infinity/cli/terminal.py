@@ -66,7 +66,8 @@ def command() -> Iterator[None]:
             say(f"error: {found}")
             raise typer.Exit(found.exit_code) from None
         except Stopped as stopped:
-            say(stopped.text)
+            if os.environ.get("RANK", "0") == "0":  # of several ranks the first one
+                say(stopped.text)
             raise typer.Exit(stopped.exit_code) from None
 
 

@@ -218,7 +218,8 @@ class RunConfig(Section):
                 because="a run has the same steps on any number of ranks",
                 remedy=f"training.tokens_per_step={tokens}"
                 if wanted is not None and tokens
-                else f"engine.gradient_accumulation_steps={more}, those of all ranks together",
+                else f"engine.gradient_accumulation_steps={more}, those of all ranks together; "
+                "with a smaller training.micro_batch a step keeps its size",
             )
         if count == engine.gradient_accumulation_steps * ranks:
             return engine

@@ -234,7 +234,10 @@ class Inputs:
         """
         if not isinstance(error, RuntimeError) or not _OTHER_DTYPE.search(str(error)):
             return
-        cast = "; or write cast_inputs: true, which does so with all floating inputs"
+        cast = (
+            "; or write cast_inputs: true, which does so with all floating inputs (among keys of "
+            'DeepSpeed\'s: "infinity": {"cast_inputs": true})'
+        )
         for tensor in self._of_other_dtype(arguments):
             raise TrainingError(
                 f"an input of shape {tuple(tensor.shape)} is {tensor.dtype}, the engine computes "
@@ -507,6 +510,8 @@ class Stepper:
         """Warn once in a row of skipped steps, when it is no search for the loss scale any more."""
         count, rules = self.progress.skipped_in_a_row, self.scale_rules
         if count != (SCALES_TRIED_IN_SILENCE if rules is not None and rules.dynamic else 1):
+            return
+        if self._parts.ranks.rank:  # all skip it
             return
         what = f"step {self.progress.steps} was" if count == 1 else f"{count} steps in a row were"
         scale = f", at a loss scale of {before.scale:g}" if before else ""

@@ -229,6 +229,13 @@ def test_what_has_no_loss_says_what_it_is(output: Any, words: str) -> None:
         train_one(Returns(output), torch.zeros(1), None)
 
 
+def test_a_target_that_the_model_does_not_take_wants_a_loss_fn(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        with pytest.raises(TrainingError, match="does not take the 3 elements(?s:.*)loss_fn"):
+            engine.train_batch((batch(0), torch.zeros(4), torch.zeros(4)))
+        assert not engine._window.is_open
+
+
 def test_a_target_alone_is_no_batch() -> None:
     with pytest.raises(TrainingError, match="1 elements, and a loss_fn"):
         train_one(Returns(None), [torch.zeros(1)], next_token)

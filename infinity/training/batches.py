@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from infinity.errors import TrainingError, listed
+from infinity.errors import TrainingError, first_lines, listed
 from infinity.model.torch_private import tree_leaves, tree_map
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -113,7 +113,17 @@ def _loss_of(engine: Any, batch: Any, loss_fn: LossFn | None) -> Tensor:
                     remedy="(inputs, target); or leave loss_fn out where the model makes the loss",
                 )
             *inputs, target = batch
-        output = engine(*inputs)
+        try:
+            output = engine(*inputs)
+        except TypeError as error:
+            if loss_fn is not None or "positional argument" not in str(error):
+                raise
+            raise TrainingError(
+                f"the model does not take the {len(batch)} elements of a micro-batch",
+                because=first_lines(error),
+                remedy="train_batch(data, loss_fn), where loss_fn(output, target) gets the last "
+                "one; or a model that makes the loss of all",
+            ) from error
     else:
         output = engine(batch)
     return _loss_in(output) if loss_fn is None else loss_fn(output, target)

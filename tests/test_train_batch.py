@@ -231,7 +231,7 @@ def test_what_has_no_loss_says_what_it_is(output: Any, words: str) -> None:
 
 def test_a_target_that_the_model_does_not_take_wants_a_loss_fn(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
-        with pytest.raises(TrainingError, match="does not take the 3 elements(?s:.*)loss_fn"):
+        with pytest.raises(TrainingError, match=r"does not take the 3 elements(?s:.*)loss_fn"):
             engine.train_batch((batch(0), torch.zeros(4), torch.zeros(4)))
         assert not engine._window.is_open
 

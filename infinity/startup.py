@@ -284,7 +284,8 @@ def _facts_of(cut: Cut, origins: Origins) -> dict[str, Any]:
             count = min(parameter.numel(), _COMPARED)
             parts = origins.pieces(parameter, 0, count)  # of a file that is all that is read
             found = [origins.value(parameter)] if parts is None else [read() for read in parts]
-            value = torch.cat([part.detach().flatten() for part in found])
+            flat = [part.detach().flatten() for part in found]
+            value = torch.cat(flat) if len(flat) > 1 else flat[0]
             ends = {"first": value[:_COMPARED], "last": value[_COMPARED:][-_COMPARED:]}
             for name, part in ends.items():
                 data = part.cpu().contiguous().view(torch.uint8).numpy().tobytes()

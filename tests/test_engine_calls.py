@@ -6,6 +6,7 @@ import argparse
 import copy
 import itertools
 import logging
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -318,6 +319,21 @@ def test_arguments_of_the_schedules_step(tmp_path: Path) -> None:
             engine.step(lr_kwargs={"metrics": metric})
             rates += engine.get_lr()
     assert rates == [1e-2, 5e-3, 2.5e-3]
+
+
+def test_a_schedule_of_the_loops_own_knows_that_the_engine_stepped(tmp_path: Path) -> None:
+    """Torch would warn of an order that is right."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    given = {k: v for k, v in settings(tmp_path, ON_DISK).items() if k != "optimizer"}
+    engine, *_ = infinity.initialize(model, given, optimizer=optimizer)
+    with engine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.backward(engine(batch(0)))
+        engine.step()
+        schedule.step()
+        assert engine.optimizer.param_groups[0]["lr"] == 0.05
 
 
 def test_an_optimizer_that_was_passed_is_the_engines_own(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-import infinity._aio as _aio
+from infinity.crc32c import crc32c_of
 from infinity.errors import (
     ConfigError,
     InfinityError,
@@ -222,7 +222,7 @@ class Ranks(ABC):
         part; none are what is there. Raises `TrainingError` on all ranks where they differ.
         """
         if self.count > 1:
-            found = [_aio.crc32c(v.data_ptr(), v.nbytes) for v in values if v is not None]
+            found = [crc32c_of(value) for value in values if value is not None]
             self.meet_alike(
                 f"writes {what}",
                 alike={f"new values of {what}": zlib.crc32(repr(found).encode())},

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import infinity._aio as _aio
 from infinity.checkpoint.commits import OF_EACH_RANK, Document, OpenWindow
 from infinity.checkpoint.directory import no_latest
 from infinity.checkpoint.durable_reader import DurableReader
@@ -33,6 +32,7 @@ from infinity.checkpoint.ranges import RangeWriter
 from infinity.checkpoint.reader import CheckpointReader, StateReader, find_tag
 from infinity.checkpoint.streams import Piece, frozen_pieces, pieces, state_streams
 from infinity.checkpoint.writer import CheckpointWriter, TensorSpec, files_of, temporary_of
+from infinity.crc32c import crc32c_of
 from infinity.errors import (
     CheckpointError,
     ConfigError,
@@ -271,7 +271,7 @@ class Checkpoints:
         state = self.run_state.capture()
         if ranks.count > 1:
             values = {b.names[0]: b.value.detach().cpu().contiguous() for b in buffers}
-            sums = {n: _aio.crc32c(v.data_ptr(), v.nbytes) for n, v in values.items()}
+            sums = {n: crc32c_of(v) for n, v in values.items()}
             ranks.meet("saves a checkpoint")
             first = ranks.gather_words(sums)[0]
             apart = {n: v for n, v in values.items() if first.get(n) != sums[n]}

@@ -452,7 +452,8 @@ class Engine:
         `value` has the parameter's shape, and no loss scale. It is kept in the dtype that gradients
         rest in: fp32 where `gradient_accumulation_steps` is above 1, else the compute dtype.
         """
-        index = self._index_for(parameter, value)
+        with self.ranks.telling("sets a gradient"):
+            index = self._index_for(parameter, value)
         state = self._stepper.progress.loss_scale
         scaled = value.float() * (1.0 if state is None else state.scale)
         self._parts.prefetcher.await_consumed(self._parts.hooks.unit_of(index))

@@ -227,7 +227,7 @@ class Ranks(ABC):
                 f"writes {what}",
                 alike={f"new values of {what}": zlib.crc32(repr(found).encode())},
                 remedy="make the same edit on all ranks (from one: torch.distributed.broadcast); "
-                "nothing was written",
+                "this was not written, nor what comes after it",
             )
 
     @contextmanager
@@ -419,16 +419,16 @@ class TorchRanks(Ranks):
     def _await(self, meeting: Work) -> None:
         """See `Ranks`. Says once that others do not come: torch would wait in silence."""
         works = meeting.works if isinstance(meeting, _TorchWork) and self._patient else ()
-        with self.connected():
-            try:
-                for work in works:
-                    work.wait(_SILENCE)
-            except RuntimeError:
-                if meeting.done():  # it failed
-                    raise
+        began = time.monotonic()
+        try:
+            for work in works:
+                work.wait(_SILENCE)
+        except RuntimeError:  # in vain, or it failed, which it will say again
+            if time.monotonic() - began >= _SILENCE.total_seconds() and not meeting.done():
                 self._patient = False
+                rank = (self._all or self).rank
                 warnings.warn(
-                    f"rank {self.rank} has waited {_SILENCE.seconds} s for other ranks to come "
+                    f"rank {rank} has waited {_SILENCE.seconds} s for other ranks to come "
                     f"where it is ({self._doing}). If they do not read data or compute all the "
                     "time: is this call made on some ranks only (`if rank == 0:`), or had they "
                     "fewer batches? All must save, evaluate, generate and read values together",
@@ -477,7 +477,12 @@ class TorchRanks(Ranks):
             with contextlib.suppress(RuntimeError):
                 store.set(f"lost-{self.rank}", "")
                 others = [r for r in range(self.count) if r != self.rank]
-                closed = [r for r in others if store.check([self._closed(r)])]
+                # One that closed because it had lost others is not to blame.
+                closed = [
+                    r
+                    for r in others
+                    if store.check([self._closed(r)]) and not store.check([f"lost-{r}"])
+                ]
                 end = time.monotonic() + _ROLL_CALL_S
                 for rank in others if not closed else ():
                     left = timedelta(seconds=max(end - time.monotonic(), 0.1))
@@ -500,6 +505,8 @@ class TorchRanks(Ranks):
         """Destroy what was made here; idempotent."""
         host, self._host = self._host, None
         if host is None or not self._dist.is_initialized():
+            return
+        if self._dist.group.WORLD is not self._world:  # whoever destroyed that, ours with it
             return
         _OF_OUR_GROUP.discard(self)
         if self._all is None and self._store is not None:

@@ -209,8 +209,6 @@ def _make(
         micro_batch_size=told.batch_size,
     )
     undo.callback(engine.close)  # no values: they may not fit RAM
-    if settings.seed is not None and ranks.rank and not engine.resumed:
-        torch.manual_seed(settings.seed + ranks.rank)  # dropout of its own
     if isinstance(client, torch.optim.Optimizer):
         parts.also(_lead(client, offloaded))
     if isinstance(engine, DeepSpeedEngine):

@@ -76,9 +76,12 @@ def load_weights(
             raise _refusal(source, match, strict=strict)
         try:
             later = _write(files, match.found)
-        finally:
+        except BaseException:
             if state is not None:
-                state.flush()
+                state.abandon()
+            raise
+        if state is not None:
+            state.flush()
         if later:
             remember_values(module, later)
             stack.pop_all()  # what was remembered holds the files open, until the last is read

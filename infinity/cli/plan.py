@@ -314,9 +314,11 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
     piece = (wishes.sequence or 1) * pieces
     tokens = -(-(wishes.tokens or 0) // machine.ranks) or -(-DEFAULT_TOKENS // piece) * piece
     # Left out, about the usual length, and as many samples as pieces want.
-    samples = min(-(-max(tokens // DEFAULT_TOKENS, 1) // pieces) * pieces, tokens)
+    usual = max(round(tokens / DEFAULT_TOKENS), 1)
+    samples = min(-(-usual // pieces) * pieces, tokens)
     length = wishes.sequence or tokens // samples
-    samples = max(tokens // length, 1)
+    if wishes.sequence is not None:
+        samples = max(tokens // length, 1)
     case = case_for(
         target,
         cut,

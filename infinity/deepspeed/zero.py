@@ -189,12 +189,15 @@ class GatheredParameters:
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        if self._modifier_rank is not None and exc_info[0] is None:
+        if exc_info[0] is not None:
+            self._undo.__exit__(*exc_info)
+            return
+        with self._undo:
             for engine, parameters in self._owned:
-                _share_values(engine, parameters, self._modifier_rank)
-        self._undo.__exit__(*exc_info)
+                if self._modifier_rank is not None:
+                    _share_values(engine, parameters, self._modifier_rank)
         many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if many and self._modifier_rank is not None and exc_info[0] is None:
+        if many and self._modifier_rank is not None:
             gpu = dist.get_backend() == "nccl"
             for parameter in self._params:
                 if engine_of(parameter) is None:

@@ -116,7 +116,8 @@ def _loss_of(engine: Any, batch: Any, loss_fn: LossFn | None) -> Tensor:
         try:
             output = engine(*inputs)
         except TypeError as error:
-            if loss_fn is not None or "positional argument" not in str(error):
+            called = f"{type(engine.module).forward.__qualname__}() takes "
+            if loss_fn is not None or called not in str(error):
                 raise
             raise TrainingError(
                 f"the model does not take the {len(batch)} elements of a micro-batch",

@@ -121,6 +121,9 @@ def _fill(reader: StateReader, flat: Tensor, held: Iterable[Piece]) -> None:
         reader.read_into(piece.stream, piece.name, piece.first, flat[piece.place])
 
 
+_MOST_OF_A_RANK = 4 << 20  # bytes of buffers, which stand in the manifest
+
+
 class HalfLoadedError(EngineFailedError):
     """Loading did not end well; another load that does makes the engine usable again."""
 
@@ -176,7 +179,7 @@ class Checkpoints:
         rooms = self._rooms
         rooms.saver.finish()
         tag = tag if tag is not None else f"global_step{self._stepper.progress.steps}"
-        check_alike(rooms.ranks, "the checkpoint to save", {"directory": str(root), "tag": tag})
+        check_alike(rooms.ranks, "the checkpoint to save", {"tag": tag})
         with rooms.ranks.telling("saves a checkpoint"):
             self._refuse_loans("saved")
             self._settle()
@@ -270,17 +273,31 @@ class Checkpoints:
         share_kept(rooms.store, rooms.updater, self._segments.keys())
         state = self.run_state.capture()
         if ranks.count > 1:
-            values = {b.names[0]: b.value.detach().cpu().contiguous() for b in buffers}
-            sums = {n: crc32c_of(v) for n, v in values.items()}
-            ranks.meet("saves a checkpoint")
-            first = ranks.gather_words(sums)[0]
-            apart = {n: v for n, v in values.items() if first.get(n) != sums[n]}
-            held = {n: v for n, v in apart.items() if v.nbytes <= MAX_ARRAY_BYTES}
-            own = {name: state[name] for name in OF_EACH_RANK} | {"buffers": held}
+            own = {name: state[name] for name in OF_EACH_RANK}
+            own["buffers"] = self._apart(buffers)
             with ranks.settle("saves a checkpoint"):
                 words = encode(own, "the run's state")
             state["ranks"] = [decode(found) for found in ranks.gather_words(words)]
         return encode(state, "the run's state")
+
+    def _apart(self, buffers: Sequence[Buffer]) -> dict[str, Tensor]:
+        """Persistent buffers whose values are not the first rank's, as far as there is room."""
+        kept = [b for b in buffers if b.persistent and type(b.value) is Tensor]
+        values = {b.names[0]: b.value.detach().cpu().contiguous() for b in kept}
+        sums = {n: crc32c_of(v) for n, v in values.items()}
+        self._rooms.ranks.meet("saves a checkpoint")
+        first = self._rooms.ranks.gather_words(sums)[0]
+        apart = {n: v for n, v in values.items() if first.get(n) != sums[n]}
+        if sum(v.nbytes for v in apart.values()) <= _MOST_OF_A_RANK:
+            return apart
+        warnings.warn(
+            f"{listed(list(apart), 3)} are not the first rank's, and take more than "
+            f"{format_size(_MOST_OF_A_RANK)}: the checkpoint has the first rank's only, as a run "
+            "that goes on from there will",
+            InfinityWarning,
+            stacklevel=6,
+        )
+        return {}
 
     def _aliases(self) -> dict[int, tuple[str, ...]]:
         """Parameter index -> the names of `state_dict()` beside its first."""

@@ -370,6 +370,12 @@ class Values:
                     raise
                 self.prefetcher.edited(unit)
 
+    def abandon(self) -> None:
+        """`flush` after an error; of several ranks nothing is written, as others may do."""
+        if self.store.ranks.count > 1:
+            self._cached = None
+        self.flush()
+
     def flush_edits(self) -> None:
         """`flush`, if values were given."""
         if self._cached is not None and self._cached.given:
@@ -420,8 +426,15 @@ class Values:
         try:
             self._lend_all(indices, master=master)
             yield
-        finally:
+        except BaseException as error:
+            ranks = self.store.ranks
+            if ranks.count > 1:  # the others, who write at the end, write nothing either
+                if isinstance(error, Exception):
+                    ranks.tell("edits values", error)
+                self._drop(indices)
             self._take_back(indices)
+            raise
+        self._take_back(indices)
 
     @exclusive
     def _lend_all(self, indices: Sequence[int], *, master: bool) -> None:
@@ -429,10 +442,23 @@ class Values:
             self.lend(index, master=master)
 
     @exclusive
-    def _take_back(self, indices: Iterable[int]) -> None:
+    def _take_back(self, indices: Collection[int]) -> None:
+        try:
+            for index in indices:
+                self.take_back(index)
+            self.flush()
+        except BaseException:
+            if self.store.ranks.count > 1:
+                self._drop(indices)
+            raise
+
+    @exclusive
+    def _drop(self, indices: Collection[int]) -> None:
+        """End loans, and write nothing."""
+        self._cached = None
         for index in indices:
-            self.take_back(index)
-        self.flush()
+            if self.lent.pop(index, None) is not None:
+                self.prefetcher.binding.unlend(index)
 
     def lend(self, index: int, *, master: bool) -> None:
         """Bind a parameter to a full value of its own."""

@@ -112,6 +112,10 @@ class StateDict(Mapping[str, Tensor]):
         """Write back what `Place.write` left to be written."""
         self._values.flush()
 
+    def abandon(self) -> None:
+        """`flush`, after an error."""
+        self._values.abandon()
+
     def save(
         self, directory: Path, dtype: torch.dtype | str | None, max_shard: int | str
     ) -> list[Path]:

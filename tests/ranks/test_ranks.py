@@ -30,6 +30,7 @@ import infinity
 from infinity import blueprint, startup
 from infinity.blueprint import limits_for
 from infinity.config.schema import Config, load_config
+from infinity.deepspeed import zero
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, InfinityError, TrainingError
 from infinity.model.meta_init import Origins
@@ -483,6 +484,41 @@ def by_gradient(engine: Engine, value: float | None) -> None:
     engine.backward(engine(torch.ones(2, 64), (0, 1, 2)))
     engine.set_gradient(engine.module.blocks[1].weight, torch.full((64, 64), value or 0.0))
     engine.step()
+
+
+def gathered(engine: Engine) -> Any:
+    return zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("lend", [lambda engine: engine.materialized(engine.module), gathered])
+def test_an_error_while_values_are_edited_is_told_and_nothing_is_written(
+    lend: Callable[[Engine], Any], failing: int, tmp_path: Path
+) -> None:
+    models = same_models(Ordered, 2)
+
+    def fill(engine: Engine, rank: int) -> None:
+        with lend(engine), torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.fill_(7.0)
+            if rank == failing:
+                raise KeyError("lost")
+
+    def work(ranks: Ranks) -> tuple[BaseException, list[Tensor]]:
+        with make_engine(ranks, models[ranks.rank], make_config(ON_DISK), tmp_path) as engine:
+            before = [v.clone() for v in engine.state_dict(master=True).values()]
+            with pytest.raises((KeyError, TrainingError)) as caught:
+                fill(engine, ranks.rank)
+            after = list(engine.state_dict(master=True).values())
+            assert all(map(torch.equal, after, before))
+            engine.backward(engine(torch.ones(2, 64), (0, 1, 2)))
+            engine.step()
+            return caught.value, [v.clone() for v in engine.state_dict(master=True).values()]
+
+    found = on_ranks(2, work)
+    assert isinstance(found[failing][0], KeyError)
+    assert f"rank {failing} failed (edits values): KeyError: 'lost'" in str(found[1 - failing][0])
+    assert all(map(torch.equal, found[0][1], found[1][1]))
 
 
 @pytest.mark.parametrize("edit", [by_value, by_state_dict, by_moment, by_gradient])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-from torch import Tensor
 
 import infinity._aio as _aio
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def crc32c(data: bytes) -> int:
@@ -15,5 +19,6 @@ def crc32c(data: bytes) -> int:
 
 
 def crc32c_of(tensor: Tensor) -> int:
-    """CRC32C of a tensor's bytes; it is contiguous, and in host memory."""
-    return _aio.crc32c(tensor.data_ptr(), tensor.nbytes)
+    """CRC32C of a tensor's elements, wherever they are, in their order."""
+    here = tensor.detach().cpu().contiguous()
+    return _aio.crc32c(here.data_ptr(), here.nbytes)

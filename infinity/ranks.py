@@ -218,8 +218,8 @@ class Ranks(ABC):
         return found
 
     def meet_to_write(self, what: str, *values: Tensor | None) -> None:
-        """Meet to replace `what` by these whole values, in host memory, of which each rank writes a
-        part; none are what is there. Raises `TrainingError` on all ranks where they differ.
+        """Meet to replace `what` by these whole values, of which each rank writes a part; none are
+        what is there. Raises `TrainingError` on all ranks where they differ.
         """
         if self.count > 1:
             found = [crc32c_of(value) for value in values if value is not None]

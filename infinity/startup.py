@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from infinity.blueprint import check_model, make_optimizer, plan_for, rates_of_rank
 from infinity.config.schema import Config
-from infinity.crc32c import crc32c
+from infinity.crc32c import crc32c_of
 from infinity.cutting import Cut, cut_model
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.processes import init_distributed
@@ -276,23 +276,21 @@ def _facts_of(cut: Cut, origins: Origins) -> dict[str, Any]:
                 f"trained in group {s.group}" if s.trained else "frozen"
             )
     on_meta = [i for i, p in enumerate(cut.parameters) if p.is_meta]
-    made = min(on_meta, key=lambda i: _cost(cut.parameters[i]), default=None)
+    vectors_last = {i: (cut.parameters[i].dim() < 2, cut.parameters[i].numel()) for i in on_meta}
+    made = min(on_meta, key=vectors_last.__getitem__, default=None)
     for index, parameter in enumerate(cut.parameters):
         if index == made or not parameter.is_meta:
             count = min(parameter.numel(), _COMPARED)
             parts = origins.pieces(parameter, 0, count)  # of a file that is all that is read
-            found = [origins.value(parameter)] if parts is None else [read() for read in parts]
-            flat = [part.detach().flatten() for part in found]
-            value = torch.cat(flat) if len(flat) > 1 else flat[0]
+            value = (
+                origins.value(parameter).detach().flatten()
+                if parts is None
+                else torch.cat([read().flatten() for read in parts])
+            )
             ends = {"first": value[:_COMPARED], "last": value[_COMPARED:][-_COMPARED:]}
             for name, part in ends.items():
-                data = part.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-                facts[f"{name} values of {cut.names[index]}"] = crc32c(data)
+                facts[f"{name} values of {cut.names[index]}"] = crc32c_of(part)
     return facts
-
-
-def _cost(parameter: Tensor) -> tuple[bool, int]:
-    return parameter.dim() < 2, parameter.numel()
 
 
 def _facts_of_optimizer(optimizer: OffloadedOptimizer) -> dict[str, Any]:

@@ -313,12 +313,12 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
     pieces = (wish.micro_batches or 1) * (wish.slices or 1)
     piece = (wishes.sequence or 1) * pieces
     tokens = -(-(wishes.tokens or 0) // machine.ranks) or -(-DEFAULT_TOKENS // piece) * piece
-    # Left out, about the usual length, and as many samples as pieces want.
-    usual = max(round(tokens / DEFAULT_TOKENS), 1)
-    samples = min(-(-usual // pieces) * pieces, tokens)
-    length = wishes.sequence or tokens // samples
     if wishes.sequence is not None:
-        samples = max(tokens // length, 1)
+        length, samples = wishes.sequence, max(tokens // wishes.sequence, 1)
+    else:  # about the usual length, and as many samples as pieces want
+        usual = max(round(tokens / DEFAULT_TOKENS), 1)
+        samples = min(-(-usual // pieces) * pieces, tokens)
+        length = tokens // samples
     case = case_for(
         target,
         cut,

@@ -459,7 +459,7 @@ class GradientStore:
         Raises `TrainingError` where ranks give other ones.
         """
         what = f"the gradient of {self._segments[parameter][1].name!r}"
-        self.ranks.meet_to_write(what, value.detach().cpu().contiguous())
+        self.ranks.meet_to_write(what, value)
         self.finish()
         self.drain()
         self._copies.wait(parameter)

@@ -427,12 +427,12 @@ class Values:
             self._lend_all(indices, master=master)
             yield
         except BaseException as error:
-            ranks = self.store.ranks
-            if ranks.count > 1:  # the others, who write at the end, write nothing either
+            if self.store.ranks.count == 1:
+                self._take_back(indices)
+            else:  # the others, who write at the end, write nothing either
                 if isinstance(error, Exception):
-                    ranks.tell("edits values", error)
+                    self.store.ranks.tell("edits values", error)
                 self._drop(indices)
-            self._take_back(indices)
             raise
         self._take_back(indices)
 

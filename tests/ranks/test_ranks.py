@@ -784,7 +784,11 @@ def test_a_backward_of_ones_own_and_a_whole_step_in_one_call(
 def test_models_without_memory_are_made_by_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(ON_DISK, precision="bf16", seed=3)
     made: dict[int, set[int]] = {}
-    lock, value = threading.Lock(), Origins.value
+    lock, value, seed = threading.RLock(), Origins.value, torch.manual_seed
+
+    def seeded(number: int) -> torch.Generator:
+        with lock:  # not while another rank's values are made
+            return seed(number)
 
     def counted(self: Origins, tensor: Tensor) -> Tensor:
         with lock:  # torch's generator, which values are made with, is one for all threads
@@ -797,6 +801,7 @@ def test_models_without_memory_are_made_by_shares(monkeypatch: pytest.MonkeyPatc
             return Gpt()
 
     monkeypatch.setattr(Origins, "value", counted)
+    monkeypatch.setattr(torch, "manual_seed", seeded)
     batches = GPT.batches(6)
     expected = train_exactly(build(deferred=False), batches, with_micro_batches(config, 2))
     found = train_ranks(2, partial(build, deferred=True), batches, config)

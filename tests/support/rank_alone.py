@@ -201,7 +201,6 @@ def on_one_rank_only(job: dict[str, Any]) -> None:
     if rank:
         store.wait(["said"])
         engine.close()
-        store.set("closed", "")
     else:
         warnings.showwarning = hear
         try:

@@ -13,6 +13,7 @@ from test_advice import MIB, machine, units
 
 from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError
+from infinity.plan.advice import faster
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.plan.budget import budgeted_bytes
 from infinity.plan.case import MARGIN, Case, Priced, price
@@ -92,6 +93,18 @@ def test_what_is_asked_for_is_kept() -> None:
         "2 micro-batches of 1,024 tokens in 4 slices, 2 of 6 blocks recomputed in backward, "
         "their inputs wait in RAM"
     )
+
+
+def test_what_is_advised_cuts_a_step_between_its_samples_too() -> None:
+    case = replace(case_of(*MACHINES["roomy"]), work=Work(3 * LENGTH * 4))
+    chosen = choose_schedule(case, BatchSchedule(micro_batches=1), 3)
+    assert chosen.best is not None
+    (way,) = [
+        w
+        for w in faster(chosen.best, 20, chosen)
+        if "--micro-batches" in w.how and not w.changes_batch
+    ]
+    assert way.priced.case.micro_batches == 3
 
 
 def test_where_ram_computes_its_named_budget_is_for_activations_too() -> None:

@@ -273,7 +273,8 @@ def _schedules(case: Case, chosen: Chosen | None) -> Chosen:
     if chosen is not None and chosen.wish == BatchSchedule():
         return chosen
     of_rank = case.work.tokens * case.micro_batches
-    return choose_schedule(case.with_step(of_rank, 1), BatchSchedule())
+    samples = chosen.samples if chosen is not None else None
+    return choose_schedule(case.with_step(of_rank, 1), BatchSchedule(), samples)
 
 
 def _other(case: Case, chosen: Chosen) -> Iterator[Case]:

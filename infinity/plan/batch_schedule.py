@@ -123,6 +123,8 @@ class Chosen:
     runner_up: Priced | None
     smallest: Case
     """The schedule with the least activations, to say what is missing where none fits."""
+    samples: int | None
+    """Of a step of a rank, as they were told to `choose_schedule`."""
 
     @property
     def case(self) -> Case:
@@ -139,22 +141,20 @@ class Chosen:
         return config.model_copy(update=changes)
 
 
-def choose_schedule(case: Case, wish: BatchSchedule, sequences: int | None = None) -> Chosen:
+def choose_schedule(case: Case, wish: BatchSchedule, samples: int | None = None) -> Chosen:
     """The fastest way of a step's tokens through the model that fits.
 
-    `case` has all tokens of a step in one micro-batch; `sequences` is how many samples they are,
+    `case` has all tokens of a step in one micro-batch; `samples` is how many they are,
     None where that is not known: then pieces may be as small as `LEAST_TOKENS`. Parts of `wish`
     that are not None are kept. Where RAM computes, activations get `MARGIN` more than estimated,
     unless nothing fits with that; of a device's own memory something is left over anyway.
     """
-    chosen = _Search(case, wish, sequences, MARGIN if case.machine.unified else 1.0).run()
-    return chosen if chosen.best else _Search(case, wish, sequences, 1.0).run()
+    chosen = _Search(case, wish, samples, MARGIN if case.machine.unified else 1.0).run()
+    return chosen if chosen.best else _Search(case, wish, samples, 1.0).run()
 
 
 class _Search:
-    def __init__(
-        self, case: Case, wish: BatchSchedule, sequences: int | None, margin: float
-    ) -> None:
+    def __init__(self, case: Case, wish: BatchSchedule, samples: int | None, margin: float) -> None:
         self.case = case
         self.margin = margin
         unified = case.machine.unified
@@ -162,8 +162,8 @@ class _Search:
             wish = replace(wish, offload="none")  # it would move nothing
         self.wish = wish
         self.tokens = case.work.tokens
-        self.pieces = sequences or max(self.tokens // LEAST_TOKENS[unified], 1)
-        self.known = sequences is not None
+        self.pieces = samples or max(self.tokens // LEAST_TOKENS[unified], 1)
+        self.samples = samples
         self.blocks = num_blocks(case.units)
         self._rooms: dict[tuple[bool, str, int], int] = {}
         self.found: list[Priced] = []
@@ -187,7 +187,7 @@ class _Search:
         ranked = sorted(self.found, key=_seconds)
         first = ranked[0] if ranked else None
         others = (p for p in ranked if first is not None and _way(p) != _way(first))
-        return Chosen(self.wish, first, next(others, None), self._smallest())
+        return Chosen(self.wish, first, next(others, None), self._smallest(), self.samples)
 
     def _counts(self) -> Iterator[int]:
         """Numbers of micro-batches."""
@@ -198,7 +198,7 @@ class _Search:
 
     def _parts(self, pieces: int, most: int) -> list[int]:
         """Into how many equal parts: divisors where samples are known, else halves."""
-        if self.known:
+        if self.samples is not None:
             return [n for n in range(1, min(pieces, most) + 1) if pieces % n == 0]
         return [1 << n for n in range(min(pieces, most).bit_length())]
 

@@ -197,6 +197,7 @@ def report_of(
         "contenders": {
             team.name: {
                 **{k: v for k, v in team.turns[-1].items() if k != "step_s"},
+                "loss": team.turns[0]["loss"],  # later some have taken further batches
                 "median_step_s": statistics.median(times[team.name]),
                 "min_step_s": min(times[team.name]),
                 "peak_rss_bytes": max(turn["peak_rss_bytes"] for turn in team.turns),
@@ -266,6 +267,8 @@ def show(report: dict[str, Any]) -> None:
                 if link.startswith("all_")
             )
             console.print(f"{name}, each rank: {said}")
+    said = ", ".join(f"{name} {c['loss']:.7g}" for name, c in report["contenders"].items())
+    console.print(f"losses after the same steps: {said}")
     parts = report["parts"]
     said = [f"{k.removesuffix('_s')} {v:.3f} s" for k, v in parts.items() if k.endswith("_s")]
     said += [f"{k} {format_rate(v)}" for k, v in parts.items() if not k.endswith("_s")]

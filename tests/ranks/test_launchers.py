@@ -143,21 +143,23 @@ def test_doctor_measures_links_inside_nodes_and_between_them(
 
 @pytest.mark.big
 def test_contenders_on_ranks_compute_the_same(tmp_path: Path) -> None:
-    """Ours and DDP begin with one model and see the same batches; bytes are as predicted."""
+    """All begin with one model and see the same batches; bytes are as predicted."""
     command = [str(TESTS.parent / "tools" / "bench_ranks.py"), "--model", "gpt-tiny"]
     command += ["--rounds", "1", "--warmup", "1", "--tokens", "128", "--path", str(tmp_path)]
-    command += ["--only", "infinity_ram,ddp,deepspeed_2", "--json"]
+    names = ["infinity_ram", "ddp", "deepspeed_2", "deepspeed_3"]
+    command += ["--only", ",".join(names), "--json"]
     report = json.loads(together(command)[0])
     found = report["contenders"]
     assert {"infinity_ram", "ddp"} <= set(found)
-    assert set(found) | set(report["skipped"]) == {"infinity_ram", "ddp", "deepspeed_2"}
+    assert found.keys() | report["skipped"].keys() == set(names)
     ours, ddp = found["infinity_ram"], found["ddp"]
-    assert ours["loss"] == pytest.approx(ddp["loss"], rel=1e-5)
+    for name, other in found.items():
+        assert other["loss"] == pytest.approx(ours["loss"], rel=1e-6), name
     for link in LINKS:
         assert ours["moved_bytes"][link] == ours["predicted_bytes"][link] > 0
     sent = 2 * sum(ours["moved_bytes"][link] for link in LINKS)
     assert 0.9 * sent < ours["loopback_bytes"], "what is counted crosses the interface"
     assert ddp["loopback_bytes"] > 1.5 * 4 * report["num_parameters"]
     assert report["bound"]["infinity_ram"] > 0
-    assert set(report["ratio"]) == {"ddp/infinity_ram", "infinity_ram/schedule"}
+    assert {"ddp/infinity_ram", "infinity_ram/schedule"} <= set(report["ratio"])
     assert list(tmp_path.iterdir()) == []

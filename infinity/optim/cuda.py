@@ -15,6 +15,7 @@ import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -320,10 +321,14 @@ class CudaLauncher:
         return found
 
     def _enter(self) -> None:
-        """Make torch's context current in this thread: the driver asks for one, torch does not."""
+        """Make torch's context current in this thread: the driver asks for one, torch does not.
+
+        Each time, since it is of the thread, and others may have made theirs current meanwhile.
+        """
         nvrtc.core().Device(self._index).set_current()
 
 
+@cache  # asked for with every launch, as `nvrtc.core` is
 def _driver() -> Any:
     return importlib.import_module("cuda.bindings.driver")
 

@@ -12,7 +12,7 @@ import hashlib
 import importlib
 import os
 import re
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,7 @@ def cubin(arch: str, defines: tuple[tuple[str, str], ...], cache: KernelCache) -
     return code
 
 
+@cache
 def core() -> Any:
     """cuda-core's module; before version 1 it was called experimental."""
     module = importlib.import_module(_CORE)

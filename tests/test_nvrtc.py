@@ -146,6 +146,7 @@ def test_a_source_that_does_not_compile_is_shown(compiler, cache, monkeypatch) -
 
 def test_without_cuda_core_the_reason_is_named(monkeypatch) -> None:
     nvrtc.version.cache_clear()
+    nvrtc.core.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.core", None)
     reason = nvrtc.why_not()
     assert reason is not None

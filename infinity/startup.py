@@ -159,7 +159,7 @@ def _make(
     """An engine, one of `ranks`; what must be undone if another fails goes to `undo`."""
     settings, model, client = told.config, given["model"], given["optimizer"]
     engine_class = _class_of(given, told)
-    _check_alike(settings, ranks)
+    _check_alike(told, ranks)
     target = find_device(device_for(given["device"], ranks))
     undo.callback(target.close)
     make_current(target.torch_device, ranks)
@@ -224,12 +224,13 @@ def _make(
     return engine, offloaded, loader, scheduler
 
 
-def _check_alike(config: Config, ranks: Ranks) -> None:
+def _check_alike(told: Settings, ranks: Ranks) -> None:
     """Raise `ConfigError` for what ranks were not told alike."""
     apart = ("nvme_path", "journal", "trace", "io.weights")
-    told = {n: e["value"] for n, e in config.resolved().items() if n not in apart}
-    facts = {"infinity": version("torch-infinity"), "torch": torch.__version__, **told}
-    check_alike(ranks, "the configuration", facts)
+    facts = {n: e["value"] for n, e in told.config.resolved().items() if n not in apart}
+    batches = {"samples of a micro-batch": told.batch_size, "drop_last": told.drop_last}
+    versions = {"infinity": version("torch-infinity"), "torch": torch.__version__}
+    check_alike(ranks, "the configuration", versions | batches | facts)
 
 
 def device_for(given: Any, ranks: Ranks) -> Any:
@@ -260,14 +261,14 @@ def _seed_of_meta(config: Config, ranks: Ranks) -> int | None:
     return int(ranks.gather_words(int(torch.randint(2**62, ())))[0])
 
 
-_COMPARED = 4096  # elements, from either end of a parameter
+_COMPARED = 1024  # elements, from either end of a parameter whose values are in a file
 
 
 def _facts_of(cut: Cut, origins: Origins) -> dict[str, Any]:
-    """What ranks must have alike: all parameters, their units, and some of their values.
+    """What ranks must have alike: all parameters, their units, and their values.
 
-    Of values in RAM the first and last; of those that will be made, which takes time, those of the
-    smallest matrix, or where there is none tensor: vectors are often constants.
+    Of values in files the first and last; of those that will be made, which takes time, those of
+    the smallest matrix, or where there is none tensor: vectors are often constants.
     """
     facts: dict[str, Any] = {"units": [unit.name for unit in cut.layouts]}
     for unit in cut.layouts:
@@ -275,21 +276,24 @@ def _facts_of(cut: Cut, origins: Origins) -> dict[str, Any]:
             facts[s.name] = f"{s.shape}, {s.dtype}, " + (
                 f"trained in group {s.group}" if s.trained else "frozen"
             )
-    on_meta = [i for i, p in enumerate(cut.parameters) if p.is_meta]
-    vectors_last = {i: (cut.parameters[i].dim() < 2, cut.parameters[i].numel()) for i in on_meta}
-    made = min(on_meta, key=vectors_last.__getitem__, default=None)
+    made: dict[int, tuple[bool, int]] = {}
     for index, parameter in enumerate(cut.parameters):
-        if index == made or not parameter.is_meta:
-            count = min(parameter.numel(), _COMPARED)
-            parts = origins.pieces(parameter, 0, count)  # of a file that is all that is read
-            value = (
-                origins.value(parameter).detach().flatten()
-                if parts is None
-                else torch.cat([read().flatten() for read in parts])
-            )
-            ends = {"first": value[:_COMPARED], "last": value[_COMPARED:][-_COMPARED:]}
-            for name, part in ends.items():
-                facts[f"{name} values of {cut.names[index]}"] = crc32c_of(part)
+        size, name = parameter.numel(), cut.names[index]
+        count = min(size, _COMPARED)
+        first = origins.pieces(parameter, 0, count)
+        last = origins.pieces(parameter, size - count, count)
+        if first and last:
+            for end, pieces in (("first", first), ("last", last)):
+                value = torch.cat([read().flatten() for read in pieces])
+                facts[f"{end} values of {name}"] = crc32c_of(value)
+        elif parameter.is_meta:
+            made[index] = (parameter.dim() < 2, size)
+        else:
+            facts[f"values of {name}"] = crc32c_of(parameter)
+    if made:
+        index = min(made, key=made.__getitem__)
+        value = origins.value(cut.parameters[index])
+        facts[f"values of {cut.names[index]}"] = crc32c_of(value)
     return facts
 
 
@@ -360,6 +364,8 @@ def _make_loader(
     has_items = all(hasattr(training_data, name) for name in ("__getitem__", "__len__"))
     if not (isinstance(training_data, Dataset) or (as_deepspeed and has_items)):
         return training_data
+    if has_items:
+        check_alike(ranks, "training_data", {"number of samples": len(training_data)})
     return ResumableLoader(
         training_data,
         ranks,

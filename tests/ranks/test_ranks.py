@@ -25,6 +25,7 @@ from support.models import CASES, Batch, Gpt
 from support.ranks import ThreadRanks, make_engine, on_ranks, together, train_over, train_ranks
 from support.trainer import make_config, make_device, same_bits, train_exactly
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import infinity
 from infinity import blueprint, startup
@@ -626,24 +627,24 @@ def frozen_in_part() -> nn.Module:
     return model
 
 
-def of_rows(last: float) -> nn.Module:
+def of_rows(middle: float) -> nn.Module:
     model = Ordered()
     model.table = nn.Parameter(torch.zeros(100, 64))
     with torch.no_grad():
-        model.table[-1] = last
+        model.table[50] = middle
     return model
 
 
 @pytest.mark.parametrize(
     ("kind", "other", "words"),
     [
-        (Ordered, reseeded, "first values of blocks.0.weight is"),
+        (Ordered, reseeded, "values of blocks.0.weight is"),
         (
             Ordered, frozen_in_part,
             "blocks.1.weight is '(64, 64), float32, trained in group 0' on rank 0",
         ),
         (Ordered, lambda: nn.ModuleList([Ordered()]), "units is ['blocks.0'"),
-        (partial(of_rows, 0.0), partial(of_rows, 1.0), "last values of table is"),
+        (partial(of_rows, 0.0), partial(of_rows, 1.0), "values of table is"),
     ],
 )  # fmt: skip
 def test_models_that_differ_are_refused(
@@ -659,6 +660,47 @@ def test_models_that_differ_are_refused(
     for told in words_of(3, work).values():
         assert "ranks 0 and 2 differ in the model: " in told
         assert words in told
+
+
+def test_files_of_weights_that_differ_are_refused(tmp_path: Path) -> None:
+    """As where one machine has an older one."""
+    values = {name: p.detach().clone() for name, p in Gpt().named_parameters()}
+    last = [name for name in values if name.endswith("weight")][-1]
+    for rank in range(2):
+        save_file(values, tmp_path / f"{rank}.safetensors")
+        values[last] = values[last] + 1
+
+    def work(ranks: Ranks) -> None:
+        with torch.device("meta"):
+            model = Gpt()
+        infinity.load_weights(model, tmp_path / f"{ranks.rank}.safetensors")
+        make_engine(ranks, model, make_config(), tmp_path)
+
+    for told in words_of(2, work).values():
+        assert f"ranks 0 and 1 differ in the model: first values of {last} is" in told
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"batch_size": 2}, "the configuration: samples of a micro-batch is 1 on rank 0, 2"),
+        ({"samples": 12}, "training_data: number of samples is 8 on rank 0, 12 on rank 1"),
+    ],
+)
+def test_batches_that_would_overlap_are_refused(
+    given: dict[str, int], words: str, tmp_path: Path
+) -> None:
+    """Each takes every N-th batch of its own size, of its own data."""
+    models = same_models(Ordered, 2)
+
+    def work(ranks: Ranks) -> None:
+        told = {"batch_size": 1, "samples": 8} | (given if ranks.rank else {})
+        data = TensorDataset(torch.zeros(told["samples"], 64))
+        more = {"training_data": data, "batch_size": told["batch_size"]}
+        make_engine(ranks, models[ranks.rank], make_config(), tmp_path, **more)
+
+    for told in words_of(2, work).values():
+        assert f"ranks 0 and 1 differ in {words}" in told
 
 
 def test_plans_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -816,11 +858,11 @@ def test_models_without_memory_are_made_by_shares(monkeypatch: pytest.MonkeyPatc
 def test_each_byte_of_the_files_is_read_by_one_rank(
     frozen: bool, tmp_path: Path, bytes_read: list[int]
 ) -> None:
-    """But for the first values of the smallest matrix, which are compared."""
+    """But for the ends of each, which are compared."""
     path = tmp_path / "model.safetensors"
     values = {name: p.detach().clone() for name, p in Gpt().named_parameters()}
     save_file(values, path)
-    smallest = min(value.nbytes for value in values.values() if value.dim() > 1)
+    ends = sum(2 * min(v.numel(), startup._COMPARED) * v.itemsize for v in values.values())
 
     def build() -> nn.Module:
         with torch.device("meta"):
@@ -835,7 +877,7 @@ def test_each_byte_of_the_files_is_read_by_one_rank(
         config = with_micro_batches(make_config(ON_DISK, precision="bf16"), 6 // count)
         bytes_read.clear()
         found[count] = train_ranks(count, build, GPT.batches(6), config)
-        compared = 0 if count == 1 else count * smallest
+        compared = 0 if count == 1 else count * ends
         assert sum(bytes_read) == sum(v.nbytes for v in values.values()) + compared
     assert found[2].differences(found[1]) == found[3].differences(found[1]) == []
 

@@ -700,7 +700,9 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self.ranks.end_by(error)
         self.close()
 
     # --- what is refused -------------------------------------------------------------------------

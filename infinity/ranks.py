@@ -51,6 +51,7 @@ NOTES = 8  # of a meeting, at most
 _IN_PLACE_BYTES = 1 << 16  # of a rank, from which on gloo is better told part by part
 _HELD_UP = timedelta(minutes=30)  # what a rank may take longer than another, and is not dead yet
 _ROLL_CALL_S = 5.0  # in which those that live, and may be busy, say that they have lost one
+_STALE_S = 30.0  # in which a process that is started again says what it was told
 _SILENCE = timedelta(seconds=60)  # of a meeting that others do not come to, until it is told
 
 
@@ -118,6 +119,9 @@ class Ranks(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Let go of connections."""
+
+    def end_by(self, error: BaseException) -> None:  # noqa: B027
+        """An error ends this rank, which closes: those who miss it are to know."""
 
     def among(self, sets: Sequence[Sequence[int]], *, by_host: bool = False) -> Ranks:
         """The one of these disjoint sets that this rank is in, as ranks of their own, to be closed.
@@ -358,6 +362,7 @@ class TorchRanks(Ranks):
             self._host: Any = dist.new_group(backend="gloo", timeout=_patience(dist.group.WORLD))
         number = self._store.add(f"engines of rank {self.rank}", 1) if self._store else 0
         self._closed = f"engine {number} closed by rank {{}}".format  # a key of the store
+        self._end = ""  # words of the error that ends this rank
         self._patient = True  # nobody was waited for long yet
         self._group: Any = None  # torch's default
         self._all: TorchRanks | None = None  # of whom these are some
@@ -454,11 +459,13 @@ class TorchRanks(Ranks):
                 "for less: torch.distributed.init_process_group(timeout=...) before initialize()"
             )
             if closed:
-                first = f", for {named_ranks(closed)} closed the engine, or ended"
+                who = named_ranks([*closed])
+                first = f", for {who} closed the engine, or ended"
+                first += next((f" by {words}" for words in closed.values() if words), "")
                 because = f"all ranks must call the engine, and use the model, together{here}"
                 remedy = (
-                    f"look whether {named_ranks(closed)} ended by an error; else: no `if rank == "
-                    "0:` around these calls, and as many batches on each rank"
+                    f"look whether {who} ended by an error; else: no `if rank == 0:` around "
+                    "these calls, and as many batches on each rank"
                 )
             raise _LostError(
                 f"rank {every.rank} of {every.count} lost the others{first}: {first_lines(error)}",
@@ -466,11 +473,11 @@ class TorchRanks(Ranks):
                 remedy=remedy,
             ) from error
 
-    def _roll_call(self) -> tuple[list[int], list[int]]:
-        """Which ranks closed their engine, and which of the others have not lost any: they ended,
-        or hang.
+    def _roll_call(self) -> tuple[dict[int, str], list[int]]:
+        """Which ranks closed their engine, with the error that made them, if any; and which of the
+        others have not lost any: they ended, or hang.
         """
-        closed: list[int] = []
+        closed: dict[int, str] = {}
         silent: list[int] = []
         store, self._store = self._store, None  # asked once
         if store is not None:
@@ -478,11 +485,11 @@ class TorchRanks(Ranks):
                 store.set(f"lost-{self.rank}", "")
                 others = [r for r in range(self.count) if r != self.rank]
                 # One that closed because it had lost others is not to blame.
-                closed = [
-                    r
+                closed = {
+                    r: store.get(self._closed(r)).decode()
                     for r in others
                     if store.check([self._closed(r)]) and not store.check([f"lost-{r}"])
-                ]
+                }
                 end = time.monotonic() + _ROLL_CALL_S
                 for rank in others if not closed else ():
                     left = timedelta(seconds=max(end - time.monotonic(), 0.1))
@@ -501,6 +508,10 @@ class TorchRanks(Ranks):
                 remedy='torch.distributed.init_process_group("nccl"), or leave it to initialize()',
             )
 
+    def end_by(self, error: BaseException) -> None:
+        """See `Ranks`."""
+        self._end = f"{type(error).__name__}: {first_lines(error)}"
+
     def close(self) -> None:
         """Destroy what was made here; idempotent."""
         host, self._host = self._host, None
@@ -511,7 +522,7 @@ class TorchRanks(Ranks):
         _OF_OUR_GROUP.discard(self)
         if self._all is None and self._store is not None:
             with contextlib.suppress(RuntimeError):  # others may have ended, and it with them
-                self._store.set(self._closed(self.rank), "")
+                self._store.set(self._closed(self.rank), self._end)
         is_last = all(other._world is not self._world for other in _OF_OUR_GROUP)
         self._dist.destroy_process_group(None if self._owned and is_last else host)
         if self._group not in (None, host):
@@ -553,8 +564,8 @@ def find_ranks(timeout: timedelta | None = None) -> Ranks:
 
     A launcher such as `torchrun` says so in WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT: then a
     group is made, of NCCL where there are GPUs, else of gloo, in which who takes longer than
-    `timeout` counts as lost. Raises `ConfigError` where one of these is missing, `MachineError`
-    where no group can be made.
+    `timeout` counts as lost. Raises `ConfigError` where one of these is missing, or not the same on
+    all ranks, `MachineError` where no group can be made.
     """
     dist: Any = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
@@ -574,7 +585,9 @@ def find_ranks(timeout: timedelta | None = None) -> Ranks:
 
     backend, timeout = "nccl" if torch.cuda.is_available() else "gloo", timeout or _HELD_UP
     try:
-        store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+        # A store that waits for nobody: else rank 0 would wait there for ranks that nobody starts.
+        store, rank, _ = next(dist.rendezvous("env://", world_size=1, timeout=timeout))
+        _check_count(store, rank, count)
         one_machine = _on_this_machine(store, rank, count)[1] == count
         with _by_loopback(one_machine):
             if one_machine:  # a store that torchrun keeps over restarts has addresses of the dead
@@ -593,6 +606,25 @@ def find_ranks(timeout: timedelta | None = None) -> Ranks:
             because="a rank did not start, or MASTER_ADDR and MASTER_PORT cannot be reached",
             remedy="on one machine: torchrun --standalone --nproc-per-node N train.py",
         ) from error
+
+
+def _check_count(store: Any, rank: int, count: int) -> None:
+    """Raise `ConfigError` where the first rank and another were told of different numbers."""
+    key = "WORLD_SIZE of rank {}".format
+    store.set(key(rank), str(count))
+    for other in range(1, count) if rank == 0 else (0,):
+        end = None
+        while (told := int(store.get(key(other)))) != count:
+            # A store that is kept over restarts may have what a dead one was told.
+            end = end or time.monotonic() + _STALE_S
+            if time.monotonic() > end:
+                raise ConfigError(
+                    f"WORLD_SIZE is {count} on rank {rank}, {told} on rank {other}",
+                    because="they were started for different numbers of processes",
+                    remedy="start all with one command; on several nodes with the same --nnodes "
+                    "and --nproc-per-node on each",
+                )
+            time.sleep(0.1)
 
 
 def num_launched() -> int:

@@ -190,6 +190,18 @@ def test_infinity_run_starts_a_script_alone_and_in_two_processes(tmp_path: Path)
     assert len(first["losses"]) == 6
 
 
+def test_no_process_outlives_the_launcher(tmp_path: Path) -> None:
+    """Not even one that is killed, and can tell nobody: its pipe ends with who writes to it."""
+    script = tmp_path / "waits.py"
+    script.write_text("import time\nprint('waits', flush=True)\ntime.sleep(600)\n")
+    start = [sys.executable, "-m", "infinity.cli", "run", "--gpus", "2", str(script)]
+    with subprocess.Popen(start, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        assert [launcher.stdout.readline() for _ in range(2)] == ["waits\n"] * 2
+        launcher.kill()
+        assert launcher.communicate(timeout=60) == ("", None)
+
+
 @pytest.mark.big  # another launcher of what the test before starts
 def test_accelerate_launch_starts_a_script(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")

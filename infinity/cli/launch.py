@@ -18,6 +18,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from infinity.errors import ConfigError, MachineError
 from infinity.plan.machine import read_machine
 
+# What each process is at first: Linux ends it when the launcher is gone, also by kill -9.
+_FOLLOW = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
 _PATIENCE_S = 600  # for a step that ends, and a save, after Ctrl-C; then processes are killed
 
 
@@ -25,7 +33,7 @@ def launch(count: int, arguments: Sequence[str]) -> None:
     """Run Python with these arguments in `count` processes, as `torchrun --standalone` does.
 
     They meet on the loopback interface, so the machine need not know its own name; Ctrl-C and
-    SIGTERM are passed on. Returns when all end well. Raises `ConfigError` for more processes than
+    SIGTERM are passed on, and none of them outlives the launcher. Returns when all end well. Raises `ConfigError` for more processes than
     GPUs, where there are any, or inside a launcher; `MachineError` where one was killed;
     `typer.Exit` where one ended with words of its own.
     """
@@ -52,7 +60,7 @@ def launch(count: int, arguments: Sequence[str]) -> None:
     )
     logging.disable(logging.ERROR)  # what it would say of processes that say it themselves
     try:
-        elastic_launch(config, sys.executable)(*arguments)
+        elastic_launch(config, sys.executable)("-c", _FOLLOW, str(os.getpid()), *arguments)
     except ChildFailedError as error:
         number, failure = error.get_first_failure()
         if failure.exitcode < 0:

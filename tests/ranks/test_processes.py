@@ -176,9 +176,34 @@ def test_a_rank_that_is_out_of_memory_ends_the_others_with_words(when: str, tmp_
         assert "the system refused to reserve" in first
     else:  # what the program's own code asks for
         assert "can't allocate memory" in second
-        assert "rank 0 of 2 lost the others, for rank 1 closed the engine, or ended" in first
+        words = (
+            "rank 0 of 2 lost the others, for rank 1 closed the engine, or ended by RuntimeError: "
+        )
+        assert words in first
+        assert "can't allocate memory" in first
         assert "look whether rank 1 ended by an error" in first
     assert list(nvme.iterdir()) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("agent", [True, False])
+def test_other_numbers_of_ranks_are_told(
+    rank: int, agent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a launcher keeps the store or the first rank, which waits for nobody there."""
+    if not agent:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    job = {"nvme": str(tmp_path), "rank": rank}
+    with Processes(2, tmp_path, rank_alone.counted_otherwise, job, agent=agent) as processes:
+        assert processes.codes() == [1, 1], processes.words()
+    one, other = (3, 2) if rank == 0 else (2, 3)
+    first, second = (log.read_text() for log in processes.logs)
+    assert f"WORLD_SIZE is {one} on rank 0, {other} on rank 1" in first
+    if agent:  # else the store may have gone with the first rank
+        assert f"WORLD_SIZE is {other} on rank 1, {one} on rank 0" in second
 
 
 def test_plain_torch_on_as_many_ranks_agrees(tmp_path: Path) -> None:
@@ -254,10 +279,10 @@ def test_who_closed_because_another_was_lost_is_not_to_blame(
     ranks._store = HashStore()
     for key in ("lost-0", "closed-0"):
         ranks._store.set(key, "")
-    assert ranks._roll_call() == ([], [2, 3])
+    assert ranks._roll_call() == ({}, [2, 3])
     ranks._store = HashStore()
-    ranks._store.set("closed-3", "")
-    assert ranks._roll_call() == ([3], [])
+    ranks._store.set("closed-3", "ValueError: odd")
+    assert ranks._roll_call() == ({3: "ValueError: odd"}, [])
 
 
 def test_a_group_of_the_users_is_let_go_of_once() -> None:

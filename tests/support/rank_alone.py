@@ -167,6 +167,14 @@ def out_of_memory(job: dict[str, Any]) -> None:
             engine.step()
 
 
+def counted_otherwise(job: dict[str, Any]) -> None:
+    """One rank was told of more processes than the others."""
+    infinity.ranks._STALE_S = 0.5
+    if int(os.environ["RANK"]) == job["rank"]:
+        os.environ["WORLD_SIZE"] = "3"
+    init_alone.start(layers(64, 2), {"nvme_path": job["nvme"]}).close()
+
+
 def two_engines(job: dict[str, Any]) -> None:
     """The one that made the group is closed first; what the other computes then."""
     rank = os.environ["RANK"]

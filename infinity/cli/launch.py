@@ -33,9 +33,9 @@ def launch(count: int, arguments: Sequence[str]) -> None:
     """Run Python with these arguments in `count` processes, as `torchrun --standalone` does.
 
     They meet on the loopback interface, so the machine need not know its own name; Ctrl-C and
-    SIGTERM are passed on, and none of them outlives the launcher. Returns when all end well. Raises `ConfigError` for more processes than
-    GPUs, where there are any, or inside a launcher; `MachineError` where one was killed;
-    `typer.Exit` where one ended with words of its own.
+    SIGTERM are passed on, and none of them outlives the launcher. Returns when all end well.
+    Raises `ConfigError` for more processes than GPUs, where there are any, or inside a launcher;
+    `MachineError` where one was killed; `typer.Exit` where one ended with words of its own.
     """
     if "WORLD_SIZE" in os.environ:
         raise ConfigError(

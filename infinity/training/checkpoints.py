@@ -326,11 +326,9 @@ class Checkpoints:
             found = "" if is_run else find_tag(root, tag)
         check_alike(ranks, "the checkpoint to load", {"tag": found})
         if found is None:
-            warnings.warn(
-                f"nothing was loaded: {no_latest(root)}",
-                InfinityWarning,
-                stacklevel=3,
-            )
+            if ranks.rank == 0:
+                text = f"nothing was loaded: {no_latest(root)}"
+                warnings.warn(text, InfinityWarning, stacklevel=3)
             return None, None
         with (
             ranks.telling("loads a checkpoint"),

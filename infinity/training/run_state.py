@@ -158,7 +158,8 @@ class ResumableLoader(DataLoader[Any]):
         resume = self._resume and self._start is not None
         if resume:
             # As scripts for DeepSpeed do not expect.
-            if self._own is not None and self._own.shuffled and self._batches:
+            skips_twice = self._own is not None and self._own.shuffled and self._batches
+            if skips_twice and not self._ranks.rank:
                 warnings.warn(
                     f"the loader of training_data goes on after {self._batches} batches of its "
                     "pass: a loop that skips those itself would skip them twice",

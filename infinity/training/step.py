@@ -352,7 +352,7 @@ class Stepper:
         self._window.backwards += 1
         self._window.account()
         if self._window.backwards == _MANY_BACKWARDS:
-            _warn(
+            self._warn(
                 f"{_MANY_BACKWARDS} backwards, and no engine.step(): nothing was updated. Call it "
                 "after each backward; optimizer.step() of an optimizer that was not passed to "
                 "initialize() does nothing here"
@@ -361,13 +361,18 @@ class Stepper:
     def end_micro_batch(self) -> None:
         """The next micro-batch of the same window begins."""
         if (count := self._window.backwards) == self._window.length > 2:
-            _warn(
+            self._warn(
                 f"{count} backwards before one engine.step(), which ended micro-batch "
                 f"{self._window.micro_step + 1} of {count}: call step() after each backward; "
                 f"gradient_accumulation_steps: {count} says which of them update"
             )
         self._window.end_micro_batch()
         self.progress = replace(self.progress, micro_batches=self.progress.micro_batches + 1)
+
+    def _warn(self, text: str) -> None:
+        """Of what all ranks do one says it."""
+        if self._parts.ranks.rank == 0:
+            warnings.warn(text, InfinityWarning, stacklevel=6)
 
     # --- rollback --------------------------------------------------------------------------------
 
@@ -511,11 +516,9 @@ class Stepper:
         count, rules = self.progress.skipped_in_a_row, self.scale_rules
         if count != (SCALES_TRIED_IN_SILENCE if rules is not None and rules.dynamic else 1):
             return
-        if self._parts.ranks.rank:  # all skip it
-            return
         what = f"step {self.progress.steps} was" if count == 1 else f"{count} steps in a row were"
         scale = f", at a loss scale of {before.scale:g}" if before else ""
-        _warn(
+        self._warn(
             f"{what} skipped: gradients are not finite, first that of {culprits[0]!r}{scale}; "
             "weights stay as they were. Look at the loss and the data of this batch"
             f"{self._held_too_long()}; the next "
@@ -535,7 +538,7 @@ class Stepper:
         unscaled = factor / scale.scale if scale is not None else factor
         job = None if skipped else self._make_job(unscaled, computed, hypers)
         if job is not None and not job.units:
-            _warn(
+            self._warn(
                 f"step {progress.steps + 1} updates nothing: no gradient came to the engine; is "
                 "the loss made of what engine(...) returned, or of another copy of the model?"
             )
@@ -622,7 +625,3 @@ class Stepper:
 def _loses_gradients(error: Exception) -> bool:
     """Whether gradients were lost on their way; other errors of ours are refusals."""
     return isinstance(error, TransferError) or not isinstance(error, InfinityError)
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, InfinityWarning, stacklevel=6)

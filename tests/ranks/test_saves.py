@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from infinity.checkpoint.ranges import RangeWriter
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.engine import Engine
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import ConfigError, InfinityError, InfinityWarning
 from infinity.ranks import Ranks
 
 GPT = CASES["gpt"]
@@ -52,6 +52,24 @@ def test_ranks_write_the_files_of_one(name: str, moments: str, tmp_path: Path) -
     assert written[2] == written[0]
     assert sums[1] == sums[0]
     assert sums[2] == sums[0]
+
+
+def test_what_all_ranks_are_to_hear_is_said_once(tmp_path: Path) -> None:
+    models, empty = [GPT.build() for _ in range(2)], tmp_path / "empty"
+    empty.mkdir()
+
+    def work(ranks: Ranks) -> None:
+        (batch,) = GPT.batches(1)
+        with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
+            assert engine.load_checkpoint(empty) == (None, None)
+            for _ in range(16):
+                engine.backward(batch.call(engine))
+
+    with pytest.warns(InfinityWarning) as said:
+        on_ranks(2, work)
+    words = [str(one.message) for one in said]
+    for found in ("nothing was loaded", "16 backwards, and no engine.step()"):
+        assert sum(found in text for text in words) == 1
 
 
 def step(engine: Engine, number: int) -> None:

@@ -599,6 +599,8 @@ def test_four_gpus_share_a_node_and_every_unit() -> None:
     assert budget["host"] == int(0.8 * 256 * GIB) // 4
     used = {tier: sum(parts.values()) for tier, parts in plan["memory"].items()}
     assert report["ranks"]["node_bytes"] == {tier: 4 * used[tier] for tier in ("host", "disk")}
+    pinned = used["host"] - plan["memory"]["host"]["process"]
+    assert report["ranks"]["pinned_bytes"] == pinned
     # At rest a quarter of 12 bytes and of an fp32 sum, on some tier or other.
     rests = sum(at["bytes"] for kind in plan["placement"].values() for at in kind.values())
     assert rests == pytest.approx((12 + 4) * parameters / 4, rel=2e-3)
@@ -628,6 +630,8 @@ def test_the_page_says_what_is_a_ranks_and_what_a_nodes() -> None:
         "4 such ranks: RAM ",
         "each rank keeps 1/4 of every unit, as ZeRO-3",
         "units become whole by ",
+        "threads of a rank that update on the CPU: ",
+        " of RAM pinned, near its GPU",
         "what a step moves of one rank",
         "all-gather",
         "11.00 GB/s *",

@@ -8,7 +8,8 @@
               node's
 `ranks`       count, zero_stage, whole_units (gathered once a step), shared_units (copied whole from
               RAM that ranks share, not gathered), node_bytes {tier: bytes}, all of a node's ranks
-              together; None for one rank. `activations`, `plan`, `moved` and `step` are of one
+              together; of each rank num_threads (of CPU updates), pinned_bytes (of RAM, beside a
+              GPU all but the process's own); None for one rank. `activations`, `plan`, `moved` and `step` are of one
               rank, tokens_per_s of all
 `work`        tokens (of a micro-batch), micro_batches (both of a rank), tokens_per_step, context
               (tokens of a sample: what --sequence says, else about 2048), precision, slices,
@@ -49,6 +50,7 @@ from infinity.plan.budget import budgeted_bytes
 from infinity.plan.case import Case, Priced, price
 from infinity.plan.cost import BETWEEN_NODES, PhaseCost, disk_days, flop_per_token
 from infinity.plan.layout import Kind, Tier, UnitLayout
+from infinity.plan.machine import threads_for
 from infinity.plan.plan import DIRECTIONS, LINKS, Plan
 from infinity.sizes import format_count, format_duration, format_rate, format_size
 
@@ -200,6 +202,9 @@ def _bars(page: Page, report: dict[str, Any]) -> None:
         how = "copies from RAM that ranks share" if shared else "all-gather"
         rest = f", {units - shared} of {units} by all-gather" if 0 < shared < units else ""
         page.say(f"         units become whole by {how}{rest}")
+        pinned, threads = report["ranks"]["pinned_bytes"], report["ranks"]["num_threads"]
+        near = f", {format_size(pinned)} of RAM pinned, near its GPU" if pinned else ""
+        page.say(f"         threads of a rank that update on the CPU: {threads}{near}")
     _say_activations(page, report)
     for note in report["plan"]["notes"]:
         page.say(f"note: {note}")
@@ -443,6 +448,10 @@ def _planned(priced: Priced, rated_bytes: int) -> dict[str, Any]:
         "whole_units": len(plan.units) - plan.num_moving,
         "shared_units": sum(map(plan.is_shared, range(len(plan.units)))),
         "node_bytes": {tier.value: machine.gpus * used[tier] for tier in (Tier.HOST, Tier.DISK)},
+        "num_threads": threads_for(
+            priced.case.config.cpu.num_threads, machine.num_cpus, machine.gpus, unified=plan.unified
+        ),
+        "pinned_bytes": 0 if plan.unified else used[Tier.HOST] - plan.memory[Tier.HOST]["process"],
     }
     return {
         "ranks": ranks if plan.ranks > 1 else None,

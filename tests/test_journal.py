@@ -38,7 +38,7 @@ def stall(monkeypatch: pytest.MonkeyPatch, journal: Journal) -> threading.Event:
 
     monkeypatch.setattr(journal, "_append", slow)
     journal.write({"first": True})
-    assert hanging.wait(10)
+    assert hanging.wait(60)
     return released
 
 

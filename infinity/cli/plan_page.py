@@ -9,8 +9,8 @@
 `ranks`       count, zero_stage, whole_units (gathered once a step), shared_units (copied whole from
               RAM that ranks share, not gathered), node_bytes {tier: bytes}, all of a node's ranks
               together; of each rank num_threads (of CPU updates), pinned_bytes (of RAM, beside a
-              GPU all but the process's own); None for one rank. `activations`, `plan`, `moved` and `step` are of one
-              rank, tokens_per_s of all
+              GPU all but the process's own); None for one rank. `activations`, `plan`, `moved` and
+              `step` are of one rank, tokens_per_s of all
 `work`        tokens (of a micro-batch), micro_batches (both of a rank), tokens_per_step, context
               (tokens of a sample: what --sequence says, else about 2048), precision, slices,
               recompute (blocks, or "all"), offload, sliced_logits

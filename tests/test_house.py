@@ -213,3 +213,12 @@ def test_there_is_a_house() -> None:
 
 def test_tests_and_tools_are_finished_too() -> None:
     assert no_leftovers(sources_below("tests", "tools", "examples")) == []
+
+
+def test_what_torch_brings_is_its_own_to_pin() -> None:
+    """Its builds want other releases of CUDA's libraries: a pin here installs nowhere else."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {line.partition("==")[0].lower() for line in lines if not line.startswith("#")}
+    assert "numpy" in pinned
+    brought = ("nvidia-", "cuda-bindings", "cuda-pathfinder", "cuda-toolkit", "triton")
+    assert not [name for name in pinned if name == "torch" or name.startswith(brought)]

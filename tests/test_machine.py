@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.fake_accelerator import FakeAccelerator
+from support.small import small_engine
 
 from infinity.errors import MachineError
 from infinity.plan import machine as module
@@ -21,6 +24,7 @@ from infinity.plan.machine import (
     read_machine,
     threads_for,
 )
+from infinity.storage.device import CpuDevice
 
 GIB = 2**30
 V1_MOUNTS = (
@@ -258,3 +262,15 @@ def test_cores_are_left_to_those_who_launch(
     wanted: int, ranks: int, unified: bool, threads: int
 ) -> None:
     assert threads_for(wanted, 16, ranks, unified=unified) == threads
+
+
+@pytest.mark.parametrize(("unified", "threads"), [(True, 8), (False, 5)])
+def test_an_engine_leaves_them(
+    unified: bool, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eight = replace(read_machine(), num_cpus=8, cpu_quota=None)
+    monkeypatch.setattr("infinity.training.parts.read_machine", lambda: eight)
+    device = CpuDevice() if unified else FakeAccelerator()
+    told = {"cpu": {"num_threads": 0}}
+    with small_engine(tmp_path, arguments={"device": device}, **told) as engine:
+        assert engine._parts.kernels.num_threads == threads

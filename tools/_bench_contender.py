@@ -53,7 +53,8 @@ class Contender:
     def __init__(self, job: dict[str, Any]) -> None:
         self.job = job
         self.shape = shape_of(job)
-        index = 0 if job["device"] == "cuda" else None  # some of torch.cuda insists on one
+        on_gpu = job["device"] == "cuda"  # some of torch.cuda insists on a number
+        index = int(os.environ.get("LOCAL_RANK", "0")) if on_gpu else None
         self.device = torch.device(job["device"], index)
         self.generator = torch.Generator().manual_seed(1 + job.get("rank", 0))
         self.last_loss = float("nan")

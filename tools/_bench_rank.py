@@ -1,7 +1,7 @@
 """One rank of a contender of `bench_ranks.py`; requests and turns are those of `_bench_contender`.
 
 Every contender has the same values, AdamW, clipping at 1, and its rank's own batches; all compute
-in fp32 on a CPU, and meet by gloo.
+in fp32, and meet by gloo, or by NCCL where each has a GPU.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from _bench_contender import main as serve
 from torch import Tensor, nn
 
 from infinity.calibration import measure_links
-from infinity.storage.device import CpuDevice
+from infinity.storage.cuda import find_device
 
 STAGES = (0, 1, 2, 3)
 
@@ -34,7 +34,8 @@ class Ours(Infinity):
 
     def links(self) -> dict[str, float]:
         """Rates between the ranks, measured by all of them now, through what a run sends by."""
-        return measure_links(self.engine.ranks, CpuDevice())
+        with closing(find_device(self.device)) as device:
+            return measure_links(self.engine.ranks, device)
 
 
 class Together(Contender):
@@ -42,7 +43,9 @@ class Together(Contender):
 
     def __init__(self, job: dict[str, Any]) -> None:
         super().__init__(job | {"by_engine": False})
-        torch.distributed.init_process_group("gloo")
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        torch.distributed.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
         self.model = self.shared(self.build(self.device))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **HYPER_PARAMETERS)
 
@@ -70,6 +73,7 @@ class Together(Contender):
         self.last_loss = loss.item()
         times.append(time.perf_counter())
         (loss / self.job["micro_batches"]).backward()
+        self.synchronize()
         times.append(time.perf_counter())
         return [b - a for a, b in itertools.pairwise(times)]
 
@@ -106,7 +110,7 @@ class Fsdp(Together):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-        more: dict[str, Any] = {"mesh": init_device_mesh("cpu", (self.job["ranks"],))}
+        more: dict[str, Any] = {"mesh": init_device_mesh(self.device.type, (self.job["ranks"],))}
         if self.job["contender"] == "fsdp_offload":
             more["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         for block in model.get_submodule("blocks").children():

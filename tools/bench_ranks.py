@@ -1,16 +1,21 @@
 #!/usr/bin/env python3
-"""Time training steps of several ranks: ours, DDP, FSDP2, DeepSpeed's ZeRO, on CPUs over gloo.
+"""Time training steps of several ranks: ours, DDP, FSDP2, DeepSpeed's ZeRO.
 
     python tools/bench_ranks.py --model gpt-100m --tokens 1024 --json
+    python tools/bench_ranks.py --device cuda --device-budget 24GiB --model gpt-1.3b --tokens 8192
+
+On CPUs they meet by gloo; with `--device cuda` each rank has a GPU, and they meet by NCCL.
 
 Every contender is as many processes as ranks, all live beside each other, and they take turns, so
 that a machine whose speed wanders slows all alike: only ratios within a round are compared. What is
-not installed, or does not run here, is left out and named. fp32 throughout: CPUs emulate bf16.
+not installed, or does not run here, is left out and named. fp32 throughout: CPUs emulate bf16, and
+on GPUs nobody else keeps masters beside it.
 
 Prints step times, peak RSS of all ranks together, bytes that crossed the loopback interface in a
 step (of all ranks, counted by the kernel, for all contenders alike), ratios of step times to ours,
 and our step beside the schedule bound: the plan's bytes over rates of gloo and disk that were
-measured in the same rounds, with compute as DDP takes for it when it exchanges nothing.
+measured in the same rounds, with compute as DDP takes for it when it exchanges nothing. On GPUs
+there is no such bound: links to RAM are not measured here, and NCCL does not use the interface.
 """
 
 from __future__ import annotations
@@ -42,8 +47,9 @@ OURS = CHOICES[:2]
 class Team:
     """One contender: a process for each rank."""
 
-    def __init__(self, name: str, count: int) -> None:
+    def __init__(self, name: str, count: int, device: str) -> None:
         self.name = name
+        there = {"DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
         self.first: dict[str, Any] = {}
         self.turns: list[dict[str, Any]] = []
         with socket.socket() as probe:
@@ -58,7 +64,7 @@ class Team:
                     "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count),
                     "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads),
-                    "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu",
+                    "GLOO_SOCKET_IFNAME": "lo", **there,
                 },
             )
             for rank in range(count)
@@ -121,7 +127,7 @@ def measure(arguments: argparse.Namespace, folder: Path, say: Callable[[str], No
             if name.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
                 skipped[name] = "deepspeed is not installed"
                 continue
-            teams.append(team := Team(name, arguments.ranks))
+            teams.append(team := Team(name, arguments.ranks, arguments.device))
             try:
                 say(f"starting {name} ...")
                 team.start(job)
@@ -174,13 +180,15 @@ def report_of(
     times = {t.name: [statistics.median(turn["step_s"]) for turn in t.turns] for t in teams}
     bounds: dict[str, list[float]] = {}
     for team in teams:
-        if team.name in OURS and all("forward_s" in sample for sample in samples):
+        known = job["device"] == "cpu" and all("forward_s" in sample for sample in samples)
+        if team.name in OURS and known:
             bounds[team.name] = bounds_in(team, samples)
     ours = [name for name in OURS if name in times]
     others = [name for name in times if name not in OURS]
     pairs = {f"{other}/{name}": (times[other], times[name]) for name in ours for other in others}
     pairs |= {f"{name}/schedule": (times[name], bounds[name]) for name in bounds}
-    parts = {key: statistics.median(one[key] for one in samples) for key in samples[0]}
+    keys = samples[0] if samples else ()
+    parts = {key: statistics.median(one[key] for one in samples) for key in keys}
     return {
         "model": arguments.model,
         "num_parameters": presets.count_parameters(presets.shape_of(arguments.model)),
@@ -259,6 +267,8 @@ def show(report: dict[str, Any]) -> None:
         )
     console.print(table)
     for name, facts in report["contenders"].items():
+        if "peak_device_bytes" in facts:
+            console.print(f"{name}: {format_size(facts['peak_device_bytes'])} of the first GPU")
         if "moved_bytes" in facts:
             moved, predicted = facts["moved_bytes"], facts["predicted_bytes"]
             said = ", ".join(
@@ -305,8 +315,8 @@ def job_of(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "traces": str(folder),
         "trace_steps": [10**9, 10**9],
         "host_budget": None,
-        "device": "cpu",
-        "device_budget": None,
+        "device": arguments.device,
+        "device_budget": arguments.device_budget,
     }
 
 
@@ -330,6 +340,8 @@ def _parsed(argv: list[str] | None) -> argparse.Namespace:
     add("--tokens", type=positive, default=1024, help="per step, all ranks together")
     add("--micro-batches", type=positive, default=1, help="of each rank")
     add("--context", type=positive, default=256, help="longest sequence")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute")
+    add("--device-budget", metavar="SIZE", help='of each of our ranks on a GPU; "24GiB"')
     add("--path", type=Path, help="folder on the disk to use (default: the repository's)")
     add("--only", help=f"of {','.join(CHOICES)}", default=",".join(CHOICES), metavar="NAMES")
     add("--json", action="store_true", help="one JSON object on stdout")

@@ -38,6 +38,7 @@ CASES = [
     ("two shards", "three shards"),
     ("three shards", "two shards"),
 ]
+QUICK = [case for case in CASES if len({*case}) > 1][:3]  # of those that take long
 MODELS = {"nothing": 0, "old": 1, "new": 2, "next": 3}
 
 
@@ -146,7 +147,15 @@ def killed_at_every_call(root: Path, before: str | None, after: str) -> list[str
     raise AssertionError("a save of more than 1000 calls")
 
 
-@pytest.mark.parametrize(("before", "after"), [*CASES, (None, "two shards")], ids=str)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, "two shards"),
+        *QUICK,
+        *(pytest.param(*case, marks=pytest.mark.big) for case in CASES if case not in QUICK),
+    ],
+    ids=str,
+)
 def test_all_old_or_all_new_wherever_a_saver_dies(
     tmp_path: Path, before: str | None, after: str
 ) -> None:

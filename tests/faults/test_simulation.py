@@ -36,7 +36,7 @@ from infinity.runs.directory import RunDirectory
 from infinity.runs.metrics import Metrics
 
 STEPS = 3
-QUICK, BATCH = 300, 50
+QUICK, BATCH = 150, 50
 MORE: dict[str, Any] = {
     "placement": PLACEMENTS["moments in RAM"],
     "durable_every": 1,

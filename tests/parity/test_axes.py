@@ -299,33 +299,35 @@ def test_the_base() -> None:
 
 
 @cache
-def pairwise(seed: int = 0) -> list[Choice]:
-    """Choices in which every pair of values of two axes occurs.
+def pairwise(**fixed: Any) -> list[Choice]:
+    """Choices in which every pair of values of two axes occurs that is possible with `fixed`.
 
     Greedy: the best of a few rows, each begun with a pair that is still missing, and then filled
     axis by axis with the value that is in most of them.
     """
-    chance = random.Random(seed)
+    chance = random.Random(0)
     missing = {
         frozenset([(one, repr(a)), (other, repr(b))])
-        for one, other in itertools.combinations(AXES, 2)
+        for one, other in itertools.combinations(AXES.keys() - fixed.keys(), 2)
         for a in AXES[one]
         for b in AXES[other]
-        if possible({one: a, other: b})
+        if possible(fixed | {one: a, other: b})
     }
     rows: list[Choice] = []
     while missing:
         wanted = Counter(value for pair in missing for value in pair)
         begun = sorted((sum(wanted[v] for v in pair), sorted(pair)) for pair in missing)[-20:]
-        found = [filled(chance.choice(begun)[1], missing, chance) for _ in range(5)]
+        found = [filled(fixed, chance.choice(begun)[1], missing, chance) for _ in range(5)]
         rows.append(max((r for r in found if r), key=lambda row: len(pairs_of(row) & missing)))
         missing -= pairs_of(rows[-1])
     return rows
 
 
-def filled(pair: list[tuple[str, str]], missing: set[Any], chance: random.Random) -> Choice:
-    """A row with this pair, {} if that led to none; of equally good values one of few runs."""
-    row = {axis: next(v for v in AXES[axis] if repr(v) == told) for axis, told in pair}
+def filled(
+    fixed: Choice, pair: list[tuple[str, str]], missing: set[Any], chance: random.Random
+) -> Choice:
+    """A row with these values, {} if that led to none; of equally good values one of few runs."""
+    row = fixed | {axis: next(v for v in AXES[axis] if repr(v) == told) for axis, told in pair}
 
     def merit(axis: str, value: Any) -> tuple[int, int, float]:
         one = axis, repr(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,16 @@ from ranks.test_processes import found_by, pytestmark  # noqa: F401
 from support import deepspeed_rank
 from support.models import CASES
 from support.ranks import make_engine, on_ranks
-from support.trainer import make_config, masters_of
+from support.trainer import make_config, masters_of, train_exactly
 
 import infinity
 from infinity import deepspeed
 from infinity.deepspeed.engine import DeepSpeedEngine
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, TrainingError
 from infinity.ranks import Ranks
 
 GPT = CASES["gpt"]
+ON_DISK = ("disk", "disk", "disk")
 BATCH = 8  # samples of an update; of a micro-batch there are 2
 STEPS = 2
 
@@ -88,6 +90,32 @@ def test_every_stage_gives_the_bits_of_one_rank(stage: int, offload: bool, tmp_p
         runs += on_ranks(count, partial(train, models=models, config=config))
     assert same(runs[0], runs[1])
     assert same(runs[0], runs[2])
+
+
+def test_windows_that_no_sync_holds_open(tmp_path: Path) -> None:
+    """As scripts for DDP have them: more micro-batches than configured, a step where they end."""
+    models, batches, config = [GPT.build() for _ in range(2)], GPT.batches(12), make_config(ON_DISK)
+    one = config | {"gradient_accumulation_steps": 6}
+    expected = train_exactly(GPT.build(), batches, one, groups=GPT.groups)
+
+    def work(ranks: Ranks) -> list[float | None]:
+        norms, own = [], {"groups": GPT.groups, "engine_class": DeepSpeedEngine}
+        with make_engine(ranks, models[ranks.rank], config, tmp_path, **own) as engine:
+            assert isinstance(engine, DeepSpeedEngine)
+            for number, batch in enumerate(batches[ranks.rank :: 2], 1):
+                last = number % 3 == 0
+                with nullcontext() if last else engine.no_sync():
+                    engine.backward(batch.call(engine) / 3)
+                    assert engine.is_gradient_accumulation_boundary() is last
+                if last:
+                    engine.step()
+                    norms.append(engine.grad_norm)
+            with engine.no_sync(), pytest.raises(TrainingError, match="no_sync"):
+                engine.step()
+            assert same(masters_of(engine), expected.masters)
+        return norms
+
+    assert on_ranks(2, work) == [expected.norms] * 2
 
 
 def test_batch_sizes_are_those_of_all_ranks(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def digest(engine: Engine) -> str:
         found.update(
             name.encode() + value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         )
-    for parameter in engine.module.parameters():
+    for parameter in (p for p in engine.module.parameters() if p.requires_grad):
         for value in engine.optimizer.read_state(parameter).values():
             found.update(raw(value))
     return found.hexdigest()

@@ -1,0 +1,65 @@
+"""What any number of ranks has saved any other goes on from, with the bits of a run without end."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from support.crash_child import digest
+from support.models import CASES
+from support.ranks import make_engine, on_ranks
+from support.trainer import make_config, train_on
+
+from infinity.ranks import Ranks
+
+COUNTS = (1, 2, 3, 4)
+TOGETHER = 12  # micro-batches of a step, of all ranks
+CASE = CASES["frozen"]
+
+
+def train(
+    count: int, folder: Path, steps: int, *, load: Path | None = None, **more: object
+) -> tuple[list[float], str]:
+    """Train so many steps; losses in the order of batches, and a digest of all masters and moments.
+
+    What is not loaded begins the same on any number of ranks.
+    """
+    (nvme := folder / "nvme").mkdir(parents=True)
+    config = make_config(
+        ("disk", "disk", "disk"), precision="bf16", seed=5 if load is None else 99,
+        gradient_accumulation_steps=TOGETHER // count, **more,
+    )  # fmt: skip
+    models = [CASE.build(seed=int(load is not None)) for _ in range(count)]
+    save = None if config.get("durable") or load is not None else folder / "saved"
+
+    def work(ranks: Ranks) -> tuple[list[float], str]:
+        with make_engine(ranks, models[ranks.rank], config, nvme, groups=CASE.groups) as engine:
+            if load is not None:
+                engine.load_checkpoint(load)
+            first = engine.global_steps
+            batches = CASE.batches((first + steps) * TOGETHER)[first * TOGETHER :]
+            losses = train_on(engine, batches[ranks.rank :: count], save=save).losses
+            of_all = ranks.gather(torch.tensor(losses, dtype=torch.float64))
+            return of_all.T.flatten().tolist(), digest(engine)
+
+    found = on_ranks(count, work)
+    assert found.count(found[0]) == count
+    return found[0]
+
+
+@pytest.mark.big
+@pytest.mark.parametrize(("durable", "moments"), [(False, "8bit"), (True, "bf16_stochastic")])
+def test_each_number_goes_on_from_each_other(durable: bool, moments: str, tmp_path: Path) -> None:
+    more = {"durable": durable, "optimizer": {"moments": moments}}
+    losses, end = train(1, tmp_path / "unresumed", 3, **more)
+    left = {}
+    for count in COUNTS:
+        folder = tmp_path / f"of-{count}"
+        train(count, folder, 2, **more)
+        own = folder / "nvme" / ("rank-0" if count > 1 else "")
+        left[count] = next(own.glob("infinity-run-*")) if durable else folder / "saved"
+    for one, other in itertools.permutations(COUNTS, 2):
+        found = train(other, tmp_path / f"{one}-{other}", 1, load=left[one], **more)
+        assert found == (losses[-TOGETHER:], end), f"saved on {one}, resumed on {other}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 import threading
@@ -31,7 +32,15 @@ from infinity.ranks import Ranks
 from infinity.storage.run_dir import Scratch
 
 MICRO_BATCHES = 6
-PLACEMENTS = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "disk": ON_DISK,
+    "mixed": MIXED,
+    "device": ON_DEVICE | {"shared": False},
+    "shared": MIXED | {"weights": "host", "shared": True},
+}
+COUNTS = (2, 3, 4)
+# Whether weights stay gathered, steps from one commit to the next, and the placement.
+TURNS = list(itertools.product((False, True), (1, 2), PLACEMENTS))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +65,7 @@ def test_killed_at_the_phases_of_a_commit(tmp_path: Path, expected: Callable[[in
         (1, "after committed", 1),
     ]
     here = tmp_path / "here"
-    begins = journey(here, 2, ON_DISK, 1, deaths)
+    begins = journey(here, 2, ON_DISK | {"whole": False}, 1, deaths)
     assert (here / "done").read_text() == expected(2)
     # Each start that a rank reaches: anew, as nothing was committed; after three updates; after 4.
     assert begins == [0, 0, 3, 4]
@@ -89,39 +98,51 @@ def test_a_launcher_starts_ranks_again_that_were_killed(
     assert begins == [{step} for step in steps]
 
 
+# At each point every rank of every number. All else takes turns: each of its values comes with each
+# point, and with each rank.
+KILLED = [
+    (point, count, rank)
+    for point in [*POINTS, *(f"after {point}" for point in POINTS)]
+    for count in COUNTS
+    for rank in range(count)
+]
+
+
 @pytest.mark.big
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", PLACEMENTS)
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(
+    ("point", "count", "rank", "whole", "every", "name"),
+    [(*killed, *turn) for killed, turn in zip(KILLED, itertools.cycle(TURNS), strict=False)],
+)
 def test_killed_at_every_point(
-    tmp_path: Path, expected: Callable[[int], str], count: int, name: str
+    tmp_path: Path,
+    expected: Callable[[int], str],
+    point: str,
+    count: int,
+    rank: int,
+    whole: bool,
+    every: int,
+    name: str,
 ) -> None:
-    for number, point in enumerate([*POINTS, *(f"after {point}" for point in POINTS)]):
-        for rank in (0, count - 1):
-            for every in (1, 2):
-                here = tmp_path / f"{number}-{rank}-{every}"
-                nth = 1 if "repaired" in point or "marked" in point else 2
-                # The first run begins, is killed, and the second goes on and is killed.
-                deaths: list[Death | int | None] = [(rank, point, nth)]
-                if "repaired" in point:
-                    deaths = [(rank, "prepared", 2), (rank, point, nth)]
-                journey(here, count, PLACEMENTS[name], every, [*deaths, (rank, "prepared", 1)])
-                assert (here / "done").read_text() == expected(count), (point, rank, every)
+    """The first run begins, is killed, and the second goes on and is killed."""
+    nth = 1 if "repaired" in point or "marked" in point else 2
+    deaths: list[Death | int | None] = [(rank, point, nth), (rank, "prepared", 1)]
+    if "repaired" in point:
+        deaths.insert(0, (rank, "prepared", 2))
+    journey(tmp_path, count, PLACEMENTS[name] | {"whole": whole}, every, deaths)
+    assert (tmp_path / "done").read_text() == expected(count)
 
 
 @pytest.mark.big
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", PLACEMENTS)
-@pytest.mark.parametrize("count", [2, 3])
-def test_killed_at_any_line(
-    tmp_path: Path, expected: Callable[[int], str], count: int, name: str
-) -> None:
-    draw = random.Random(name)
-    for number in range(8):
+@pytest.mark.parametrize("count", COUNTS)
+def test_killed_at_any_line(tmp_path: Path, expected: Callable[[int], str], count: int) -> None:
+    draw = random.Random(count)
+    for whole, every, name in TURNS:
         lines = [draw.randrange(5_000, 80_000) for _ in range(4)]
-        here = tmp_path / str(number)
-        journey(here, count, PLACEMENTS[name], draw.choice((1, 2)), [*lines])
-        assert (here / "done").read_text() == expected(count), lines
+        here, placement = tmp_path / f"{whole}-{every}-{name}", PLACEMENTS[name] | {"whole": whole}
+        journey(here, count, placement, every, [*lines])
+        assert (here / "done").read_text() == expected(count), (whole, every, name, lines)
 
 
 # --- what a start finds --------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def join(store: Path, rank: int, count: int, patience_s: float = HANG_S / 3) -> 
         )  # fmt: skip
 
 
-def make_engine(folder: Path, placement: dict[str, str], count: int, **more: Any) -> Any:
+def make_engine(folder: Path, placement: dict[str, Any], count: int, **more: Any) -> Any:
     """Dropout is drawn from each rank's generator, and the schedule moves at every step."""
     model = small_model(0)
     model.embedding.register_forward_hook(lambda *args: functional.dropout(args[-1], 0.1))
@@ -88,7 +88,7 @@ def train(
     attempt: int,
     rank: int,
     count: int,
-    placement: dict[str, str],
+    placement: dict[str, Any],
     every: int,
     death: Death | None,
 ) -> None:
@@ -102,6 +102,7 @@ def train(
     if death is not None and death[0] == rank:
         arm(death)
     engine = make_engine(root, placement, count, durable_every=every)
+    assert bool(engine.plan.whole) == placement.get("whole", True)  # there is room for all
     (root / f"from-{attempt}-{rank}").write_text(str(engine.global_steps))
     while engine.global_steps < TOTAL_STEPS:
         for micro in range(MICRO_BATCHES):
@@ -116,7 +117,7 @@ def train(
 def journey(
     folder: Path,
     count: int,
-    placement: dict[str, str],
+    placement: dict[str, Any],
     every: int,
     deaths: list[Death | int | None],
 ) -> list[int]:

@@ -110,22 +110,31 @@ def found_by(
     return [torch.load(folder / f"out-{rank}") for rank in range(count)]
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_processes_that_a_launcher_started_give_the_bits_of_one(nodes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("count", "nodes", "shared"),
+    [(2, 1, True), (2, 2, True), (2, 1, False), pytest.param(4, 2, False, marks=pytest.mark.big)],
+)
+def test_processes_that_a_launcher_started_give_the_bits_of_one(
+    count: int, nodes: int, shared: bool, tmp_path: Path
+) -> None:
     config = make_config(("host", "host", "disk"), precision="bf16", gradient_accumulation_steps=2)
-    config["placement"]["shared"] = True
-    case, count = CASES["gpt"], 2
+    config["placement"]["shared"] = shared
+    if not shared:  # units come and go, over gloo
+        config["placement"]["whole"], config["prefetch_units"] = False, 0
+    case, num_batches = CASES["gpt"], 6 * count
+    batches = case.batches(num_batches)
     together = {**config, "gradient_accumulation_steps": 2 * count}
-    expected = train_exactly(case.build(), case.batches(12), together, groups=case.groups)
+    expected = train_exactly(case.build(), batches, together, groups=case.groups)
     (nvme := tmp_path / "nvme").mkdir()
-    job = {"case": "gpt", "config": {**config, "nvme_path": str(nvme)}, "batches": 12}
+    job = {"case": "gpt", "config": {**config, "nvme_path": str(nvme)}, "batches": num_batches}
     found = found_by(count, tmp_path, rank_alone.main, nodes=nodes, **job)
-    losses = [loss for pair in zip(*(r["losses"] for r in found), strict=True) for loss in pair]
+    losses = [loss for each in zip(*(r["losses"] for r in found), strict=True) for loss in each]
     assert losses == expected.losses
     for rank in found:
         assert rank["norms"][1::2] == expected.norms
         assert rank["masters"].keys() == expected.masters.keys()
         assert all(torch.equal(rank["masters"][n], v) for n, v in expected.masters.items())
+        assert rank["stage"] == (2 if shared else 3)
     assert list(nvme.iterdir()) == []
 
 

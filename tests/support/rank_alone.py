@@ -73,7 +73,8 @@ def main(job: dict[str, Any]) -> None:
         norms.append(engine.grad_norm)
     masters = {n: v.clone() for n, v in engine.state_dict(master=True).items()}
     engine.close()
-    torch.save({"losses": losses, "norms": norms, "masters": masters}, f"{job['out']}-{rank}")
+    found = {"losses": losses, "norms": norms, "masters": masters}
+    torch.save(found | {"stage": engine.plan.zero_stage}, f"{job['out']}-{rank}")
 
 
 def machines(job: dict[str, Any]) -> None:

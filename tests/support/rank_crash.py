@@ -101,8 +101,10 @@ def train(
     torch.manual_seed(rank)
     if death is not None and death[0] == rank:
         arm(death)
-    engine = make_engine(root, placement, count, durable_every=every)
-    assert bool(engine.plan.whole) == placement.get("whole", True)  # there is room for all
+    whole = placement.get("whole", True)
+    ahead = 2 if whole else 0  # so few units have a slot each otherwise, too
+    engine = make_engine(root, placement, count, durable_every=every, prefetch_units=ahead)
+    assert engine.plan.zero_stage == (2 if whole else 3)
     (root / f"from-{attempt}-{rank}").write_text(str(engine.global_steps))
     while engine.global_steps < TOTAL_STEPS:
         for micro in range(MICRO_BATCHES):

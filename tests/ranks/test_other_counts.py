@@ -1,4 +1,4 @@
-"""What any number of ranks has saved any other goes on from, with the bits of a run without end."""
+"""Any number of ranks goes on from what any other has saved, with the bits of who never stopped."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ CASE = CASES["frozen"]
 def train(
     count: int, folder: Path, steps: int, *, load: Path | None = None, **more: object
 ) -> tuple[list[float], str]:
-    """Train so many steps; losses in the order of batches, and a digest of all masters and moments.
+    """Train so many steps; losses in the order of batches, a digest of all masters and moments.
 
-    What is not loaded begins the same on any number of ranks.
+    Who loads begins with other weights and another seed: what counts is in the checkpoint.
     """
     (nvme := folder / "nvme").mkdir(parents=True)
     config = make_config(

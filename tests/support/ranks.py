@@ -285,8 +285,7 @@ def make_engine(
     are gathered.
     """
     placement = {"whole": False, "shared": False, **config.get("placement", {})}
-    more = {"nvme_path": str(folder), "prefetch_units": 1}  # with 2 four units have a slot each
-    plain, io = rough.taken({**more, **config, "placement": placement})
+    plain, io = rough.taken({"nvme_path": str(folder), **config, "placement": placement})
     if groups is not None:
         options["model_parameters"] = groups(model)
     made: Engine = rough.initialize(

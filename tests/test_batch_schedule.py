@@ -31,6 +31,8 @@ MACHINES = {
     "little RAM": (12 * MIB, 440 * MIB, 1, 1e13),
     "no device, little RAM": (None, 440 * MIB, 1, 1e13),
     "no device": (None, 480 * MIB, 1, 1e13),
+    "no disk, little RAM": (12 * MIB, 460 * MIB, 1, 1e13),
+    "no disk, less RAM than state": (24 * MIB, 445 * MIB, 1, 1e13),
 }
 
 
@@ -74,7 +76,7 @@ def all_of(case: Case) -> list[Priced]:
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_choice_is_as_good_as_the_best_of_all(name: str) -> None:
-    case = case_of(*MACHINES[name])
+    case = case_of(*MACHINES[name], **({"nvme_path": None} if "no disk" in name else {}))
     best = min(all_of(case), key=lambda p: p.cost.seconds)
     chosen = choose_schedule(case, BatchSchedule(), SEQUENCES)
     assert chosen.best is not None

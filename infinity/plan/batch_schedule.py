@@ -9,15 +9,17 @@ longest), as many as must be; their inputs may wait in RAM, or on disk. Each cho
 priced whole, with its own placement: room for activations and weights that stay compete for the
 same memory.
 
-Not all combinations are tried. Of places to wait the nearest one with room is taken, of slices the
-fewest that fit (and the most, where that leaves room for placement), and more micro-batches only
-until they are slower. `tests/test_batch_schedule.py` compares with all of them on small cases.
+Not all combinations are tried. Of places to wait the nearest one with room is taken (and RAM beside
+the device, for the fastest ways: that leaves it to weights), of slices the fewest that fit (and the
+most, where that leaves room for placement), and more micro-batches only until they are slower.
+`tests/test_batch_schedule.py` compares with all of them on small cases.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -165,7 +167,8 @@ class _Search:
         self.pieces = samples or max(self.tokens // LEAST_TOKENS[unified], 1)
         self.samples = samples
         self.blocks = num_blocks(case.units)
-        self._rooms: dict[tuple[bool, str, int], int] = {}
+        self._rooms: dict[tuple[bool, str, int], int | None] = {}
+        self._known: dict[BatchSchedule, Priced | None] = {}
         self.found: list[Priced] = []
 
     def run(self) -> Chosen:
@@ -276,24 +279,32 @@ class _Search:
         return self.case.with_schedule(count, tokens, slices, blocks, offload)
 
     def _has_room(self, case: Case) -> bool:
-        return self.margin * case.activations().total <= self._room(case)
+        room = self._room(case)
+        needed = self.margin * case.activations().total
+        if room is None:  # some state must rest beside activations: how much follows from these
+            return needed <= case.compute_bytes and self._priced(case) is not None
+        return needed <= room
 
-    def _room(self, case: Case) -> int:
-        """What is left to activations where everything rests as low as it may."""
+    def _room(self, case: Case) -> int | None:
+        """What is left to activations where everything rests as low as it may; None if it cannot."""
         summed = case.micro_batches > 1 or case.config.activations.slices > 1
         away = case.micro_batches if case.config.activations.offload != "none" else 0
         key = (summed, case.config.activations.offload, away)
         if key not in self._rooms:
-            used = (budgeted_bytes(plan)[case.compute_tier] for plan in case.lowest_plans())
-            self._rooms[key] = case.compute_bytes - next(used, case.compute_bytes)
+            plan = next(case.lowest_plans(), None)
+            used = None if plan is None else budgeted_bytes(plan)[case.compute_tier]
+            self._rooms[key] = None if used is None else case.compute_bytes - used
         return self._rooms[key]
 
     def _priced(self, case: Case) -> Priced | None:
-        try:
-            found = price(case)
-        except DoesNotFitError:
-            return None
-        return found if self.margin * found.activations.total <= found.room else None
+        way = BatchSchedule.of(case)
+        if way not in self._known:
+            self._known[way] = None
+            with suppress(DoesNotFitError):
+                found = price(case)
+                if self.margin * found.activations.total <= found.room:
+                    self._known[way] = found
+        return self._known[way]
 
     def _refine(self) -> None:
         """Between as few recomputed blocks as must be and all of them, for the best counts."""
@@ -303,6 +314,15 @@ class _Search:
         for priced in list(best.values())[:MOST_REFINED]:
             if self._may_refine(priced):
                 self._halve(priced)
+                self._with_inputs_in_ram(priced)
+
+    def _with_inputs_in_ram(self, best: Priced) -> None:
+        """Where all fits on the device: what inputs of blocks leave there may hold weights."""
+        work, offload = best.case.work, best.case.config.activations.offload
+        if offload == "none" and self.wish.offload is None and self._may_wait("host"):
+            case = self._of(best.case.micro_batches, work.slices, "host", "all")
+            priced = self._priced(case) if self._has_room(case) else None
+            self.found += [priced] if priced is not None else []
 
     def _may_refine(self, priced: Priced) -> bool:
         return self.wish.recompute is None and bool(self.blocks and priced.case.work.recompute)

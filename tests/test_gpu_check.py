@@ -24,6 +24,7 @@ from support.fake_accelerator import FakeAccelerator
 from infinity.plan.budget import budgeted_bytes
 from infinity.plan.case import Case
 from infinity.plan.cost import NOMINAL, Rates, step_cost
+from infinity.storage.cuda import CudaDevice
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -164,6 +165,17 @@ def test_the_cap_is_the_budgets_share_of_the_device(monkeypatch: pytest.MonkeyPa
     cap_device(24 * GIB, device)
     cap_device(200 * GIB, device)
     assert told == [(0.25, device), (1.0, device)]
+
+
+@pytest.mark.parametrize(("share", "found"), [(1.0, 90), (0.25, 24 - 4), (0.01, 0)])
+def test_a_plan_finds_no_more_than_the_allocator_may_have(
+    share: float, found: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (90 * GIB, 96 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 4 * GIB)
+    device = SimpleNamespace(torch_device=torch.device("cuda", 0))
+    assert CudaDevice.memory_bytes(device) == found * GIB  # type: ignore[arg-type]
 
 
 def report_of(**more: Any) -> dict[str, Any]:

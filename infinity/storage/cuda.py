@@ -317,8 +317,11 @@ class CudaDevice(Device):
         return _CudaArena(raw)
 
     def memory_bytes(self) -> int | None:
-        """Free device memory now."""
-        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+        """Free device memory now, of which torch's allocator may be held to a part."""
+        free, whole = torch.cuda.mem_get_info(self.torch_device)
+        share = torch.cuda.get_per_process_memory_fraction(self.torch_device)
+        taken = torch.cuda.memory_reserved(self.torch_device)
+        return max(min(free, int(share * whole) - taken), 0)
 
     def copy_in(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         """On the copy-in stream."""

@@ -286,7 +286,7 @@ class _Search:
         return needed <= room
 
     def _room(self, case: Case) -> int | None:
-        """What is left to activations where everything rests as low as it may; None if it cannot."""
+        """What is left to activations where everything rests as low as may be; None if none can."""
         summed = case.micro_batches > 1 or case.config.activations.slices > 1
         away = case.micro_batches if case.config.activations.offload != "none" else 0
         key = (summed, case.config.activations.offload, away)

@@ -2,7 +2,8 @@
 
 It knows nothing of `infinity`. `forward(tokens, targets)` returns the mean cross entropy, computed
 in fp32 a slice of the sequence at a time, so that the logits of a large vocabulary never exist
-whole. Written for timing: the sizes are those of well-known models, the weights are random.
+whole, unless that is left to others (`whole_logits`). Written for timing: the sizes are those of
+well-known models, the weights are random.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class LlamaConfig:
     inner: int
     rope_base: float = 500_000.0
     checkpointing: bool = False  # recompute each block in backward
+    whole_logits: bool = False  # of all tokens: for who slices them, as an engine does
 
     @property
     def head_size(self) -> int:
@@ -117,6 +119,8 @@ class Llama(nn.Module):
         return self._loss(self.norm(x).flatten(0, 1), targets.flatten())
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        if self.config.whole_logits:
+            return F.cross_entropy(self.head(hidden).float(), targets)
         rows = max(_LOGITS // (4 * self.config.vocab_size), 1)
         total = hidden.new_zeros((), dtype=torch.float32)
         for part, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):

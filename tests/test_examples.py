@@ -28,9 +28,10 @@ from support.small import assert_nothing_left
 from test_planner import plan_of
 
 import infinity
+from infinity.calibration import KnownRates
 from infinity.engine import Engine
 from infinity.errors import ConfigError
-from infinity.plan.cost import Rates, step_cost
+from infinity.plan.cost import Rates, nominal, step_cost
 from infinity.trace.reader import Shares, read_timeline
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -44,6 +45,7 @@ import _ui
 import bench_step
 import corpus
 import gpt
+import llama
 import presets
 import pretrain_gpt
 from _bench_bound import bounds_of
@@ -177,6 +179,21 @@ def test_the_model_is_causal_and_checkpointing_changes_nothing() -> None:
     assert torch.equal(seen[0][:, :-1], seen[1][:, :-1])
     with pytest.raises(ValueError, match="positions"):
         model(torch.zeros(1, 65, dtype=torch.int64), torch.zeros(1, 65, dtype=torch.int64))
+
+
+def test_logits_of_a_llama_may_be_left_whole() -> None:
+    shape = presets.PRESETS["llama-tiny"]
+    tokens = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for whole in (False, True):
+        model = presets.build(replace(shape, whole_logits=whole), torch.float32, seed=0)
+        seen: list[int] = []
+        model.head.register_forward_hook(lambda _, given, made, seen=seen: seen.append(len(made)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(llama, "_LOGITS", 4 * 256 * 32)  # slices of 32 tokens
+            losses.append(model(tokens, tokens.roll(-1, 1)))
+        assert seen == ([128] if whole else [32] * 4)
+    torch.testing.assert_close(*losses)
 
 
 def test_a_tied_head_is_counted_once() -> None:
@@ -609,6 +626,44 @@ def test_bench_step_reports_ratios(
         assert shares.whole.share("compute") == facts["busy_share"]["compute"]
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
     assert set(threading.enumerate()) <= threads
+
+
+def test_bench_step_does_as_the_plan_has_it(
+    tmp_path: Path, here: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Placement and schedule from the case of the job; what was chosen and expected is told."""
+    known = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr(_bench_child, "subprocess", SimpleNamespace(Popen=Served, **known))
+    monkeypatch.setattr(_bench_bound, "MEASURE_S", 0.01)
+    rates = KnownRates(nominal(unified=True), None, ())
+    monkeypatch.setattr(_bench_contender, "cached_rates", lambda *_, **__: rates)
+    planned, taken = _bench_contender.Planned, set[tuple[int, ...]]()
+    batch = planned.batch
+
+    def watched(self: _bench_contender.Planned) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        found = batch(self)
+        taken.update(tuple(tokens.shape) for tokens, _ in found)
+        return found
+
+    monkeypatch.setattr(planned, "batch", watched)
+    arguments = [
+        "--model", "gpt-tiny", "--rounds", "1", "--warmup", "1", "--tokens", "128",
+        "--checkpointing", "--micro-batches", "2", "--path", str(tmp_path), "--json",
+        "--only", "infinity_plan",
+    ]  # fmt: skip
+    code, output, errors = here(bench_step.main, arguments)
+    assert code == 0, errors
+    report = json.loads(output)
+    facts = report["contenders"]["infinity_plan"]
+    assert facts["schedule"].startswith("one micro-batch of 128 tokens")  # two were told to others
+    assert taken == {(2, 64)}
+    assert facts["recomputed"] == 0
+    assert facts["hardware_tflops"] == pytest.approx(facts["model_tflops"])
+    assert facts["links_bytes_per_s"] is None  # nothing is copied here
+    assert facts["predicted_device_bytes"] > 0
+    expected = facts["median_step_s"] / facts["predicted_s"]
+    assert report["ratio"]["plan_to_predicted"] == pytest.approx(expected)
+    assert "step beside the plan's time" in {one["name"] for one in report["targets"]}
 
 
 @pytest.mark.big

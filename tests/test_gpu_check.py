@@ -21,23 +21,39 @@ import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
 
+from infinity.plan.batch_schedule import BatchSchedule
 from infinity.plan.budget import budgeted_bytes
-from infinity.plan.case import Case
+from infinity.plan.case import Case, leaving_activations
 from infinity.plan.cost import NOMINAL, Rates, step_cost
+from infinity.plan.layout import Tier
+from infinity.sizes import parse_size
 from infinity.storage.cuda import CudaDevice
+from infinity.trace.reader import Shares, Slice, Timeline
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import _gpu_check as tool
+import _gpu_plan
 import _gpu_smoke as smoke
 import _gpu_wheels as carried
-from _bench_bound import bounds_of
+from _bench_bound import bounds_of, links_in_pass
+from _bench_case import case_of, device_bytes, priced_of, told_to_plan
 from _bench_config import PLACEMENTS, engine_config
 from _bench_contender import cap_device
-from _bench_model import outline
+from _bench_model import outline, shape_of
 from _bench_targets import judged
-from _gpu_plan import DEVICE_BYTES, EXPECTED, GIB, RAM_BYTES, Benchmark, benchmarks, case_of
+from _gpu_plan import (
+    DEVICE_BYTES,
+    EXPECTED,
+    GIB,
+    PROCESS_BYTES,
+    RAM_BYTES,
+    Benchmark,
+    benchmarks,
+    machine_of,
+    without_offload,
+)
 from _gpu_stages import KERNEL_TESTS, TRAINING_TESTS, WHOLE_GIB
 from _gpu_targets import TARGETS, table
 
@@ -72,6 +88,11 @@ def test_what_it_runs_is_there(stage: str, tmp_path: Path) -> None:
     assert len({check.name for check in checks}) == len(checks)
     drawn = [check for check in checks if check.name.endswith("-trace")]
     assert 4 + 2 * len(drawn) <= 8  # files in all: so few that they are looked at
+    commands = {check.name: check.command for check in checks}
+    for check in drawn:  # the trace of a contender that runs
+        raced = commands[check.name.removesuffix("-trace")]
+        name = Path(check.command[-2]).stem.removeprefix("trace-")
+        assert name in raced[raced.index("--only") + 1].split(",")
 
 
 def test_every_test_of_a_gpu_is_in_one_of_two_checks() -> None:
@@ -107,41 +128,98 @@ def test_what_is_not_left_out_fits_a_smaller_gpu(one: Benchmark) -> None:
     fits(one, EXPECTED, H100_GIB * GIB)
 
 
-def fits(one: Benchmark, rates: Rates, device_bytes: int) -> None:
+def fits(one: Benchmark, rates: Rates, card_bytes: int) -> None:
     job = one.job
     for contender in one.contenders:
         if contender == "torch_ram":
             continue
-        case = case_of(job, contender, rates, device_bytes)
+        found = priced_of(job, contender, machine_of(rates, card_bytes), PROCESS_BYTES)  # or raises
+        case, plan = found.case, found.plan
         budget = case.limits.device
         assert budget is not None
-        assert budget <= device_bytes - 2 * GIB  # CUDA and its kernels need some
+        assert budget <= card_bytes - 2 * GIB  # CUDA and its kernels need some
         assert (case.limits.host or 0) <= RAM_BYTES - BESIDE_BYTES
-        plan = case.plan()  # or it raises
-        room = budget - budgeted_bytes(plan)["device"]
-        assert activation_bytes(case, job["slices"]) <= room
+        if contender == "infinity_plan":  # as the engine slices logits, it knows all
+            assert device_bytes(found) <= budget
+            assert budget <= 0.95 * parse_size(job["device_budget"])
+        else:
+            room = budget - budgeted_bytes(plan)["device"]
+            assert activation_bytes(case, job["slices"]) <= room
         bounds = bounds_of(plan, rates, 0.5, 1.0)
-        assert 1.5 * job["micro_batches"] <= bounds.ideal_s <= bounds.schedule_s
+        assert 1.5 * case.micro_batches <= bounds.ideal_s <= bounds.schedule_s
         assert bounds_of(plan, rates, 0.0, 0.0).schedule_s == step_cost(plan, rates).seconds
     if "torch_ram" in one.contenders:
-        assert plain_bytes(job) <= device_bytes - 4 * GIB  # its allocator is no arena
+        assert plain_bytes(job) <= card_bytes - 4 * GIB  # its allocator is no arena
 
 
 def plain_bytes(job: dict[str, Any]) -> int:
     """Weights, masters, two moments, gradients (summed in fp32), and the largest one in fp32."""
     numels = [parameter.numel() for parameter in outline(job).parameters()]
     gradient = 4 if job["micro_batches"] > 1 else 2
-    case = case_of(job | {"slices": 1, "offload": "none", "by_engine": False}, "infinity_ram")
+    case = case_of(job | {"by_engine": False}, "infinity_ram", machine_of())
     return sum(numels) * (2 + 4 + 8 + gradient) + 4 * max(numels) + activation_bytes(case, 1)
 
 
+def job_named(name: str) -> dict[str, Any]:
+    return next(one.job for one in all_benchmarks() if one.name == name)
+
+
+def test_a_chosen_schedule_is_told_nothing_but_tokens_and_budgets() -> None:
+    """However the benchmark passes tokens for others; what a device is held to is all there is."""
+    job = job_named("step-8b-8k") | {"micro_batches": 2, "rows": 1, "slices": 2, "offload": "host"}
+    told = told_to_plan(job)
+    config = engine_config(told, "infinity_plan")
+    assert (config["placement"], config.get("nvme_path")) == ({}, None)
+    assert config["budget"] == {"device": int(0.95 * 24 * GIB), "host": "116GiB"}
+    assert config["activations"] == {
+        "checkpoint": "none", "slices": 1, "offload": "none", "logits": "sliced"
+    }  # fmt: skip
+    # Who slices logits: the engine or the model, not both.
+    assert [vars(shape_of(one))["whole_logits"] for one in (told, job)] == [True, False]
+    case = case_of(told, "infinity_plan", machine_of())
+    assert (case.work.tokens, case.micro_batches, case.work.recompute) == (8192, 1, 0)
+    assert case.compute_bytes == case.limits.device == config["budget"]["device"]
+    on_cpu = engine_config(told_to_plan(job | {"device": "cpu"}), "infinity_plan")
+    assert on_cpu["nvme_path"] == "/disk"
+    assert on_cpu["activations"]["logits"] == "auto"
+
+
+def test_an_engine_makes_the_plan_that_was_chosen() -> None:
+    """It finds the allocator's cap, where the choice had the budget: both leave as much free."""
+    job = job_named("step-8b-8k")
+    found = priced_of(job, "infinity_plan", machine_of(), PROCESS_BYTES)
+    told = found.case.config
+    cap = parse_size(job["device_budget"])
+    limits = replace(found.case.limits, activations=None)
+    share = int(0.9 * cap)  # of what a device has free
+    left = leaving_activations(limits, found.activations, Tier.DEVICE, share)
+    assert left == found.case.limits
+    assert told.activations.tokens == found.case.work.tokens
+
+
+def test_a_dry_run_says_what_was_chosen_and_what_is_to_be_expected() -> None:
+    checks = tool.checks_of(["8b"], Path("/out"), Path("/work"))
+    (line,) = _gpu_plan.plan_lines(checks)
+    job = job_named("step-8b-8k")
+    found = priced_of(job, "infinity_plan", machine_of(), PROCESS_BYTES)
+    free = without_offload(job)
+    plan = free.plan()
+    assert all(h.state is h.weight is h.gradient is Tier.DEVICE for h in plan.placements)
+    assert (free.work.tokens, free.work.recompute) == (8192, "all")
+    share = step_cost(plan, EXPECTED, free.work).seconds / found.cost.seconds
+    assert 0.3 < share < 1
+    for words in (BatchSchedule.of(found.case).line(32),
+                  f"{share:.2f} of a step without offload, wanted 0.55"):  # fmt: skip
+        assert words in line
+
+
 def test_the_budgets_of_ours_are_told_on_a_gpu_only() -> None:
-    job = next(one.job for one in all_benchmarks() if one.name == "step-8b-32k")
+    job = job_named("step-8b-32k-m4") | {"slices": 2, "offload": "host", "by_engine": True}
     config = engine_config(job, "infinity_ram")
-    assert config["budget"] == {"device": "24GiB", "host": "118GiB"}
+    assert config["budget"] == {"device": "24GiB", "host": "116GiB"}
     assert config["placement"] == {}
     assert config["activations"] == {
-        "checkpoint": "units", "slices": 2, "offload": "host", "tokens": 16384
+        "checkpoint": "units", "slices": 2, "offload": "host", "logits": "auto", "tokens": 8192
     }  # fmt: skip
     on_cpu = engine_config(job | {"device": "cpu"}, "infinity_ram")
     assert on_cpu["budget"] == {}
@@ -206,6 +284,57 @@ def test_a_gpu_is_judged_by_a_gpus_targets() -> None:
     assert on_cpu[plain] == ("at least 0.9524", True)
 
 
+def chosen_report(step: float = 1.0, memory: float = 1.0, links: float = 1.0) -> dict[str, Any]:
+    """Of a run whose schedule was the plan's; by so much it is beside what was to be expected."""
+    ours = {"median_step_s": 5.0, "tokens_per_s": 6554.0, "peak_device_bytes": memory * 20 * GIB,
+            "predicted_device_bytes": 20 * GIB, "links_bytes_per_s": links * 90e9}  # fmt: skip
+    ratio = {"plan_to_torch_ram": 1.2, "plan_to_schedule": 1.05, "plan_to_predicted": step}
+    bound = {"infinity_plan": {"rates": {"copies_mixed": 90e9}}}
+    return report_of(contenders={"infinity_plan": ours}, ratio=ratio, bound=bound)
+
+
+def test_what_a_plan_chose_is_judged_by_what_it_said() -> None:
+    def missed(**found: float) -> set[str]:
+        return {one["name"] for one in judged(chosen_report(**found)) if not one["met"]}
+
+    plain, step = "tokens/s beside plain torch", "step beside the plan's time"
+    memory = "infinity_plan: device memory beside the plan's"
+    links = "infinity_plan: links in the optimizer pass beside copies alone"
+    bound = "the plan's choice: step beside the schedule bound"
+    names = {one["name"] for one in judged(chosen_report())}
+    assert names == {plain, bound, step, memory, links}
+    assert missed() == missed(step=1.14, memory=1.04, links=0.91) == {plain}
+    assert missed(step=0.84, memory=0.94) == missed(step=1.16, memory=1.06) == {plain, step, memory}
+    assert missed(links=0.89) == {plain, links}
+    on_cpu = judged(chosen_report(step=1.16) | {"device": "cpu"})
+    assert {one["name"]: one["met"] for one in on_cpu}[step] is False
+
+
+def copy_of(track: str, what: str, begin: float, end: float, nbytes: int) -> Slice:
+    return Slice(track, what, "b", begin, begin, end, nbytes)
+
+
+def test_links_are_looked_at_while_state_passes() -> None:
+    """Both directions, from the first copy of state in a step to the end of the last one."""
+    copies = [
+        copy_of("to_device", "weight", 0.0, 2.0, 100),  # half of it before the first state
+        copy_of("to_device", "moment1", 1.0, 2.0, 50),
+        copy_of("from_device", "moment1", 2.0, 3.0, 70),
+        copy_of("from_device", "gradient", 2.5, 4.5, 40),  # three quarters of it afterwards
+        copy_of("to_device", "residual", 12.0, 13.0, 30),  # another step
+        copy_of("to_device", "master", 30.0, 31.0, 10**6),  # in none
+    ]
+    steps = [copy_of("step", f"step {n}", 10.0 * n, 10.0 * n + 9, 0) for n in (0, 1)]
+    tracks = {"step": tuple(steps)} | {
+        track: tuple(one for one in copies if one.track == track)
+        for track in ("to_device", "from_device")
+    }
+    shares = Shares(Timeline("here", {}, tracks, 0, True))
+    assert links_in_pass(shares) == (50 + 50 + 70 + 10 + 30) / 3.0
+    without = {"step": tracks["step"], "to_device": tracks["to_device"][:1]}
+    assert links_in_pass(Shares(Timeline("here", {}, without, 0, True))) is None
+
+
 def test_the_table_says_what_was_found_and_what_was_not_run() -> None:
     parts = {"forward_s": 0.3, "backward_s": 0.7, "update_s": 0.4}
     text = "\n".join(
@@ -226,6 +355,25 @@ def test_the_table_says_what_was_found_and_what_was_not_run() -> None:
     assert "| 14B, 32k, whole card: tokens/s | >= 5500 | - | not run |" in text
     assert "reserved | <= 24 | 23 | met |" in text
     assert len(text.splitlines()) == 2 + len(TARGETS)
+
+
+def test_the_table_has_what_a_plan_said_beside_what_came_of_it() -> None:
+    rows = table({
+        "step-8b-8k": chosen_report(step=0.8, memory=1.02, links=0.88),
+        "step-8b-32k-m4": report_of(ratio={"ram_to_schedule": 1.2}),
+        "step-1.5b-8k-state-in-ram": report_of(ratio={"ram_to_schedule": 1.04}),
+    })  # fmt: skip
+    for row in (
+        "| 8B, 8k: tokens/s beside plain torch | >= 0.55 | 0.8333 | met |",
+        "| 8B, 8k: step beside the schedule bound | <= 1.1 | 1.05 | met |",
+        "| 8B, 8k: step beside the plan's time, difference | <= 0.15 | 0.2 | MISSED |",
+        "| 8B, 8k: peak of device memory beside the plan's, difference | <= 0.05 | 0.02 | met |",
+        "| 8B, 8k: links in the optimizer pass beside copies alone | >= 0.9 | 0.88 | MISSED |",
+        "| 8B, 32k in 4 micro-batches: step beside the schedule bound | <= 1.1 | 1.2 | MISSED |",
+        "| 1.5B, 8k, all state in RAM: step beside the schedule bound | <= 1.1 | 1.04 | met |",
+        "| 14B, 32k: step beside the schedule bound | <= 1.1 | - | not run |",
+    ):
+        assert row in rows, row
 
 
 # --- what is carried ------------------------------------------------------------------------------

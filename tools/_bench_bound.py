@@ -12,10 +12,13 @@ from pathlib import Path
 from infinity.calibration import measure_disk
 from infinity.config.schema import IoConfig
 from infinity.plan.cost import DISK, Rates, computing, step_cost
+from infinity.plan.layout import MOMENTS, REST_DTYPES
 from infinity.plan.plan import Plan
 from infinity.trace.reader import Shares, length, union, without
 
 MEASURE_S = 2.0
+# Kinds that only an update copies: what is beside the weight for its master, and moments.
+_STATE = {kind.value for kind in (*REST_DTYPES, *MOMENTS)}
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,25 @@ def compute_in(shares: Shares, num_micro_batches: int) -> tuple[float, float]:
     }
     forward = without(kinds["forward"], kinds["backward"])
     return length(forward) / num_micro_batches, length(kinds["backward"]) / num_micro_batches
+
+
+def links_in_pass(shares: Shares) -> float | None:
+    """Bytes a second, both directions together, while optimizer passes stream state.
+
+    In each traced step that is from the first copy of state to the last one's end, and all copies
+    count that go on meanwhile, for as long as they do. None where no state is copied.
+    """
+    copies = [s for s in shares.timeline.of("to_device", "from_device") if s.seconds > 0]
+    nbytes = seconds = 0.0
+    for step in shares.steps:
+        state = [s for s in copies if s.what in _STATE and step.begin <= s.begin < step.end]
+        if not state:
+            continue
+        begin, end = min(s.begin for s in state), max(s.end for s in state)
+        seconds += end - begin
+        inside = ((s, min(s.end, end) - max(s.begin, begin)) for s in copies)
+        nbytes += sum(s.nbytes * within / s.seconds for s, within in inside if within > 0)
+    return nbytes / seconds if seconds else None
 
 
 def measure_disk_rates(folder: Path) -> dict[str, float]:

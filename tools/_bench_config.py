@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from _bench_targets import EXACT_MEMORY
+
+from infinity.sizes import parse_size
+
 HYPER_PARAMETERS = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 PLACEMENTS = {
     "infinity_ram": {"weights": "host", "moments": "host", "gradients": "host"},
@@ -38,16 +42,22 @@ def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
             "checkpoint": "units" if recomputes_by_engine(job) else "none",
             "slices": job["slices"],
             "offload": job["offload"],
+            "logits": "sliced" if job["logits_by_engine"] else "auto",
         },
         "budget": {},
     }
     if job["offload"] != "none":
         config["activations"]["tokens"] = job["rows"] * job["context"]
-    if contender in ("infinity_disk", "infinity_plan") or job["offload"] == "disk":
+    plans = contender == "infinity_plan"
+    on_disk = contender == "infinity_disk" or (plans and job["device"] == "cpu")
+    if on_disk or job["offload"] == "disk":
         config["nvme_path"] = job["path"]
     if job["device"] == "cuda":  # what its budget holds rests on the device: the plan chooses
         if job["device_budget"]:
             config["budget"]["device"] = job["device_budget"]
+            if plans:  # the allocator is held to all of it: less what a plan may be wrong by
+                held = parse_size(job["device_budget"])
+                config["budget"]["device"] = int((1 - EXACT_MEMORY) * held)
         if contender == "infinity_ram":
             config["placement"] = {"moments": "host"} if job["state"] == "host" else {}
     if job["host_budget"] is not None and (contender, job["device"]) != ("infinity_ram", "cpu"):

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from _bench_bound import compute_in
+from _bench_bound import compute_in, links_in_pass
+from _bench_case import device_bytes, priced_of, recomputed_share, schedule_line, told_to_plan
 from _bench_config import deepspeed_config, engine_config, trace_of
 from _bench_model import filled, outline, shape_of, values_of
 from _plain import PlainTorch
@@ -36,12 +37,9 @@ from _process import peak_rss_bytes
 import infinity
 from infinity.calibration import KnownRates, cached_rates
 from infinity.config.schema import Config, load_config
-from infinity.cutting import case_for, cut_model, groups_of
-from infinity.errors import DoesNotFitError
+from infinity.cutting import PROCESS_BASE_BYTES
 from infinity.model.meta_init import remember_values
-from infinity.model.shapes import target_of
-from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
-from infinity.plan.machine import PlanMachine
+from infinity.plan.machine import PlanMachine, read_machine
 from infinity.sizes import parse_size
 from infinity.storage.cuda import find_device
 from infinity.trace.reader import Shares, read_timeline, step_data
@@ -213,6 +211,7 @@ class Infinity(Contender):
         return {key: found[key] for key in ("busy_share", "binds", "verdict")} | {
             "gpu_idle_share": found["idle_share"],
             "traced_compute_s": compute_in(shares, num_steps * self.job["micro_batches"]),
+            "links_bytes_per_s": links_in_pass(shares),
         }
 
     def settle(self) -> None:
@@ -311,28 +310,24 @@ class Planned(Infinity):
 
     def told(self, job: dict[str, Any]) -> tuple[dict[str, Any], Config]:
         """The fastest that fits, by rates measured here; said on stderr."""
-        job = job | {"checkpointing": False, "by_engine": False}
+        job = told_to_plan(job)
         config = load_config(engine_config(job, job["contender"]))
-        model = outline(job)
-        target, groups = target_of(job["model"], model, {}), groups_of(model, config)
         with closing(find_device(torch.device(job["device"]))) as device:
             known = cached_rates(config.nvme_path, device, io=config.io)
             machine = PlanMachine.here(config.nvme_path, device, known.rates)
         self.rates = known
-        samples = job["rows"] * job["micro_batches"]
-        case = case_for(
-            target, cut_model(model, config, groups, None), groups, config, machine,
-            samples * job["context"], recompute=False, made=0, length=job["context"],
-        )  # fmt: skip
-        chosen = choose_schedule(case, BatchSchedule(), samples)
-        if chosen.best is None:
-            raise DoesNotFitError(f"no schedule of {job['model']} fits the budget")
-        found = chosen.best
-        line = BatchSchedule.of(found.case).line(sum(u.is_block for u in found.case.units))
+        base = max(read_machine(config.nvme_path).own_rss_bytes, PROCESS_BASE_BYTES)
+        found = priced_of(job, job["contender"], machine, base)
+        line = schedule_line(found.case)
         print(f"infinity_plan: {line}; predicted {found.cost.seconds:.2f} s", file=sys.stderr)
-        self.found = {"predicted_s": found.cost.seconds, "schedule": line}
+        self.found = {
+            "predicted_s": found.cost.seconds,
+            "predicted_device_bytes": device_bytes(found),
+            "schedule": line,
+            "recomputed": recomputed_share(found.case),
+        }
         count = found.case.micro_batches
-        return job | {"micro_batches": count, "rows": samples // count}, found.case.config
+        return job | {"micro_batches": count, "rows": job["rows"] // count}, found.case.config
 
     def plans(self) -> dict[str, Any]:
         """With what the plan says of its choice."""

@@ -7,9 +7,11 @@ repeated. Their number is a prime, so that no two rows of a matrix are alike.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import llama
 import presets
 import torch
 from _plain import DTYPES
@@ -20,9 +22,12 @@ _BOUND = 0.02 * 3**0.5  # uniform with a standard deviation of 0.02
 
 
 def shape_of(job: dict[str, Any]) -> presets.Shape:
-    """The job's model; it recomputes its blocks in backward where the engine does not."""
+    """The job's model; it recomputes its blocks, and slices logits, where the engine does not."""
     recomputes = job["checkpointing"] and not job["by_engine"]
-    return presets.shape_of(job["model"], job["context"], recomputes)
+    shape = presets.shape_of(job["model"], job["context"], recomputes)
+    if job["logits_by_engine"] and isinstance(shape, llama.LlamaConfig):
+        return replace(shape, whole_logits=True)
+    return shape
 
 
 def outline(job: dict[str, Any]) -> nn.Module:

@@ -41,6 +41,7 @@ COMPARED = {
 }
 # Contender -> prefix of its bounds.
 _BOUNDED = {"infinity_disk": "", "infinity_ram": "ram_", "infinity_plan": "plan_"}
+_PLANNED = ("predicted_s", "predicted_device_bytes", "schedule", "recomputed")  # facts of a choice
 Rates = dict[str, float]
 
 
@@ -107,9 +108,11 @@ def report_of(
         "phases": vars(Phases(*medians)) if medians else {},
         "contenders": {
             child.name: child.summary()
-            | {k: child.first[k] for k in ("predicted_s", "schedule") if k in child.first}
+            | {name: child.first[name] for name in _PLANNED if name in child.first}
             | _budget_of(child.name, job)
-            | _speed(times[child.name], num_parameters, tokens, recompute=recompute)
+            | _speed(
+                times[child.name], num_parameters, tokens, child.first.get("recomputed", recompute)
+            )
             for child in children
         },
         "bound": bounds,
@@ -170,15 +173,18 @@ def _flop_formula(recompute: bool) -> str:
 
 
 def _speed(
-    step_s: list[float], num_parameters: int, tokens: int, *, recompute: bool
+    step_s: list[float], num_parameters: int, tokens: int, recomputed: float
 ) -> dict[str, float]:
-    """Tokens and FLOP per second, of the median step; see `_flop_formula`."""
+    """Tokens and FLOP per second, of the median step; see `_flop_formula`.
+
+    `recomputed` is the share of blocks that are computed twice.
+    """
     per_s = tokens / statistics.median(step_s)
     once = num_parameters * per_s / 1e12
     return {
         "tokens_per_s": per_s,
         "model_tflops": 6 * once,
-        "hardware_tflops": (8 if recompute else 6) * once,
+        "hardware_tflops": (6 + 2 * recomputed) * once,
     }
 
 

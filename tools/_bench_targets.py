@@ -14,6 +14,8 @@ PEER = 2.0  # x the peer's tokens a second
 PLANNED = {"plan_to_schedule": BOUND, "plan_to_torch_ram": 1.2}  # at most
 PLANNED_PEER = 3.3
 EXACT = 0.15  # a plan's time and the clock's differ by less
+EXACT_MEMORY = 0.05  # a plan's peak of device memory and the allocator's likewise
+LINKS = 0.9  # of what copies alone reach in both directions, while the optimizer pass uses them
 SPEED = {"llama-14b": 5500.0}  # tokens a second, at large steps
 
 
@@ -33,23 +35,24 @@ def judged(report: dict[str, Any]) -> list[dict[str, Any]]:
     on_gpu = report["device"] == "cuda"
     found = []
     share = share_for(tokens, on_gpu=on_gpu)
-    if share is not None and "torch_ram" in ratio:
-        found.append(at_least("tokens/s beside plain torch", 1 / ratio["torch_ram"], share))
+    beside = ratio.get("torch_ram", ratio.get("plan_to_torch_ram") if on_gpu else None)
+    if share is not None and beside is not None:
+        found.append(at_least("tokens/s beside plain torch", 1 / beside, share))
     if "schedule" in ratio:
         found.append(at_most("all on disk: step beside the schedule bound", ratio["schedule"]))
     if on_gpu and SMALL_STEP <= tokens < LARGE_STEP and "deepspeed_cpu_to_ram" in ratio:
         found.append(at_least("tokens/s beside DeepSpeed", ratio["deepspeed_cpu_to_ram"], PEER))
+    if on_gpu and "plan_to_schedule" in ratio:
+        name = "the plan's choice: step beside the schedule bound"
+        found.append(at_most(name, ratio["plan_to_schedule"]))
     if not on_gpu:
         found += [at_most(n, ratio[n], most) for n, most in PLANNED.items() if n in ratio]
         if "deepspeed_nvme_to_plan" in ratio:
             name = "the plan's choice beside DeepSpeed"
             found.append(at_least(name, ratio["deepspeed_nvme_to_plan"], PLANNED_PEER))
-        if "plan_to_predicted" in ratio:
-            share = ratio["plan_to_predicted"]
-            text = f"{1 - EXACT:g} to {1 + EXACT:g}"
-            met = abs(share - 1) <= EXACT
-            found.append(Judgement("step beside the plan's time", text, share, met))
-    ours = contenders.get("infinity_ram", {})
+    if "plan_to_predicted" in ratio:
+        found.append(within("step beside the plan's time", ratio["plan_to_predicted"], EXACT))
+    ours = contenders.get("infinity_plan") or contenders.get("infinity_ram", {})
     wanted = SPEED.get(report["model"])
     if on_gpu and ours and wanted is not None and tokens >= LARGE_STEP:
         found.append(at_least("tokens/s", ours["tokens_per_s"], wanted))
@@ -59,7 +62,25 @@ def judged(report: dict[str, Any]) -> list[dict[str, Any]]:
             met = peak <= budget
             text = f"at most {budget / 2**30:g} GiB"
             found.append(Judgement(f"{name}: device memory, GiB", text, peak / 2**30, met))
+        if (share := memory_share(facts)) is not None:
+            found.append(within(f"{name}: device memory beside the plan's", share, EXACT_MEMORY))
+        if (share := links_share(report, name)) is not None:
+            what = f"{name}: links in the optimizer pass beside copies alone"
+            found.append(at_least(what, share, LINKS))
     return [asdict(one) for one in found]
+
+
+def memory_share(facts: dict[str, Any]) -> float | None:
+    """Of a contender: what its tensors took of the device at most, beside what its plan said."""
+    peak, predicted = facts.get("peak_device_bytes"), facts.get("predicted_device_bytes")
+    return peak / predicted if peak is not None and predicted else None
+
+
+def links_share(report: dict[str, Any], name: str) -> float | None:
+    """Of a contender: bytes a second during its optimizer pass, beside what copies alone reach."""
+    reached = report["contenders"].get(name, {}).get("links_bytes_per_s")
+    alone = report.get("bound", {}).get(name, {}).get("rates", {}).get("copies_mixed")
+    return reached / alone if reached is not None and alone else None
 
 
 def share_for(tokens: int, *, on_gpu: bool) -> float | None:
@@ -72,6 +93,12 @@ def share_for(tokens: int, *, on_gpu: bool) -> float | None:
 def at_least(name: str, found: float, wanted: float) -> Judgement:
     """More is better."""
     return Judgement(name, f"at least {wanted:.4g}", found, found >= wanted)
+
+
+def within(name: str, share: float, most: float) -> Judgement:
+    """As near to 1 as that."""
+    text = f"{1 - most:g} to {1 + most:g}"
+    return Judgement(name, text, share, abs(share - 1) <= most)
 
 
 def at_most(name: str, found: float, wanted: float = BOUND) -> Judgement:

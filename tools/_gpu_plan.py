@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import bench_step
-from _bench_config import engine_config
-from _bench_model import outline
+from _bench_case import case_of, device_bytes, priced_of, schedule_line
+from _bench_targets import SPEED, share_for
 from _gpu_stages import Check
 
-from infinity.config.schema import load_config
-from infinity.cutting import case_for, cut_model, groups_of
-from infinity.model.shapes import target_of
 from infinity.plan.budget import budgeted_bytes
-from infinity.plan.case import Case
-from infinity.plan.cost import Rates, step_cost
+from infinity.plan.case import Case, price
+from infinity.plan.cost import Rates
 from infinity.plan.machine import PlanMachine
 from infinity.sizes import format_size
 
 GIB = 1 << 30
 DEVICE_BYTES, RAM_BYTES, DISK_BYTES = 139 * GIB, 126 * GIB, 50 * GIB
+ENDLESS_BYTES = 1 << 50
 PROCESS_BYTES = 2 * GIB  # of torch with CUDA, before a plan is made
 # What such a machine is thought to reach, until it is measured.
 EXPECTED = Rates(3e9, 2e9, 3.5e9, update={"fp32": 3e9, "bf16": 4e9, "8bit": 4e9},
@@ -57,46 +57,44 @@ def benchmarks(checks: Sequence[Check]) -> list[Benchmark]:
     return found
 
 
-def case_of(
-    job: dict[str, Any],
-    contender: str,
-    rates: Rates = EXPECTED,
-    device_bytes: int = DEVICE_BYTES,
-) -> Case:
-    """The case that a run of a job is, on a machine with one H200, or another such GPU."""
-    config = load_config(engine_config(job, contender))
-    model = outline(job)
-    groups = groups_of(model, config)
-    machine = PlanMachine("H200", RAM_BYTES, device_bytes, DISK_BYTES, False, 16, rates)
-    return case_for(
-        target_of(job["model"], model, {}),
-        cut_model(model, config, groups, None),
-        groups,
-        config,
-        machine,
-        job["rows"] * job["context"],
-        recompute=job["checkpointing"],
-        base=PROCESS_BYTES,
-        made=max(parameter.nbytes for parameter in model.parameters()),
-        length=job["context"],
-    )
+def machine_of(rates: Rates = EXPECTED, device_bytes: int = DEVICE_BYTES) -> PlanMachine:
+    """A machine with one H200, or another such GPU."""
+    return PlanMachine("H200", RAM_BYTES, device_bytes, DISK_BYTES, False, 16, rates)
+
+
+def without_offload(job: dict[str, Any]) -> Case:
+    """The same model and tokens, blocks recomputed, on a device that has room for everything."""
+    told = {"device_budget": None, "host_budget": None, "state": "auto", "by_engine": False}
+    return case_of(job | told, "infinity_ram", machine_of(device_bytes=ENDLESS_BYTES))
 
 
 def plan_lines(checks: Sequence[Check]) -> list[str]:
     """A line for each plan of ours; raises `DoesNotFitError`."""
-    lines = []
-    for one in benchmarks(checks):
-        for contender in one.contenders:
-            if contender.startswith("infinity"):
-                case = case_of(one.job, contender)
-                plan = case.plan()
-                taken = budgeted_bytes(plan)
-                cost = step_cost(plan, EXPECTED, case.work)
-                where = ", ".join(
-                    f"{tier} {format_size(taken[tier])}" for tier in taken if taken[tier]
-                )
-                lines.append(
-                    f"{one.name}, {contender}: {cost.seconds:.3g} s a step, bound by "
-                    f"{cost.binds}; {where}"
-                )
-    return lines
+    return [
+        _line(one.name, contender, json.dumps(one.job))
+        for one in benchmarks(checks)
+        for contender in one.contenders
+        if contender.startswith("infinity")
+    ]
+
+
+@cache  # a choice of a schedule takes seconds
+def _line(name: str, contender: str, told: str) -> str:
+    job = json.loads(told)
+    found = priced_of(job, contender, machine_of(), PROCESS_BYTES)
+    taken = budgeted_bytes(found.plan)
+    where = ", ".join(f"{tier} {format_size(taken[tier])}" for tier in taken if taken[tier])
+    words = [
+        f"{name}, {contender}: {found.cost.seconds:.3g} s a step, bound by {found.cost.binds}",
+        where,
+        schedule_line(found.case),
+    ]
+    if contender == "infinity_plan":  # of others' models the logits are not known to be in slices
+        words[1] += f" ({format_size(device_bytes(found))} of the device with activations)"
+    wanted = share_for(found.case.tokens_per_step, on_gpu=True)
+    if speed := SPEED.get(job["model"]):
+        words.append(f"{found.tokens_per_s:,.0f} tokens/s, wanted {speed:,.0f}")
+    elif wanted is not None and contender != "infinity_disk":
+        share = price(without_offload(job)).cost.seconds / found.cost.seconds
+        words.append(f"{share:.2f} of a step without offload, wanted {wanted:.2f}")
+    return "; ".join(words)

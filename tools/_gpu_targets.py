@@ -9,10 +9,36 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from _bench_targets import BOUND, GPU_SHARES, LARGE_STEP, MIDDLE_STEP, PEER, SMALL_STEP, SPEED
+from _bench_targets import (
+    BOUND,
+    EXACT,
+    EXACT_MEMORY,
+    GPU_SHARES,
+    LARGE_STEP,
+    LINKS,
+    MIDDLE_STEP,
+    PEER,
+    SMALL_STEP,
+    SPEED,
+    links_share,
+    memory_share,
+)
 
 Results = Mapping[str, dict[str, Any]]
 CAP_BYTES = 24 << 30
+# Stages whose placement and schedule are the plan's.
+PLANNED = {
+    "8B, 8k": "step-8b-8k",
+    "8B, 16k": "step-8b-16k",
+    "8B, 32k": "step-8b-32k",
+    "14B, 32k": "step-14b-32k",
+}
+TOLD = {
+    "1.5B, 8k": "step-1.5b-8k",
+    "1.5B, 8k, all state in RAM": "step-1.5b-8k-state-in-ram",
+    "1.5B, 32k": "step-1.5b-32k",
+    "8B, 32k in 4 micro-batches": "step-8b-32k-m4",
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +82,18 @@ def _ratio(check: str, name: str, *, inverse: bool) -> Callable[[Results], float
 
 
 def _beside_plain(check: str) -> Callable[[Results], float | None]:
-    return _ratio(check, "torch_ram", inverse=True)
+    name = "plan_to_torch_ram" if check in PLANNED.values() else "torch_ram"
+    return _ratio(check, name, inverse=True)
+
+
+def _from_1(share: Callable[[Results], float | None]) -> Callable[[Results], float | None]:
+    """How far from it a share is."""
+
+    def found(results: Results) -> float | None:
+        value = share(results)
+        return None if value is None else abs(value - 1)
+
+    return found
 
 
 def _beside_derived(check: str, tokens: int) -> Callable[[Results], float | None]:
@@ -75,8 +112,26 @@ def _beside_derived(check: str, tokens: int) -> Callable[[Results], float | None
 
 
 def _fact(results: Results, check: str, name: str) -> float | None:
-    found = results.get(check, {}).get("contenders", {}).get("infinity_ram", {}).get(name)
+    found = _ours(results, check).get(name)
     return None if found is None else float(found)
+
+
+def _ours(results: Results, check: str) -> Mapping[str, Any]:
+    contenders: Mapping[str, Any] = results.get(check, {}).get("contenders", {})
+    return contenders.get("infinity_plan") or contenders.get("infinity_ram", {})
+
+
+def _memory(check: str) -> Callable[[Results], float | None]:
+    return lambda results: memory_share(dict(_ours(results, check)))
+
+
+def _links(check: str) -> Callable[[Results], float | None]:
+    def found(results: Results) -> float | None:
+        report = results.get(check)
+        name = "infinity_plan" if check in PLANNED.values() else "infinity_ram"
+        return None if report is None else links_share(report, name)
+
+    return found
 
 
 def _most_memory(results: Results) -> float | None:
@@ -159,17 +214,33 @@ TARGETS = (
         Target(
             f"{what}: step beside the schedule bound",
             BOUND,
-            _ratio(check, "ram_to_schedule", inverse=False),
+            _ratio(check, name, inverse=False),
             at_most=True,
         )
-        for what, check in (
-            ("1.5B, 8k", "step-1.5b-8k"),
-            ("1.5B, 32k", "step-1.5b-32k"),
-            ("8B, 8k", "step-8b-8k"),
-            ("8B, 16k", "step-8b-16k"),
-            ("8B, 32k", "step-8b-32k"),
-            ("14B, 32k", "step-14b-32k"),
+        for stages, name in ((TOLD, "ram_to_schedule"), (PLANNED, "plan_to_schedule"))
+        for what, check in stages.items()
+    ),
+    *(
+        Target(f"{what}: links in the optimizer pass beside copies alone", LINKS, _links(check))
+        for what, check in {**TOLD, **PLANNED}.items()
+    ),
+    *(
+        Target(
+            f"{what}: step beside the plan's time, difference",
+            EXACT,
+            _from_1(_ratio(check, "plan_to_predicted", inverse=False)),
+            at_most=True,
         )
+        for what, check in PLANNED.items()
+    ),
+    *(
+        Target(
+            f"{what}: peak of device memory beside the plan's, difference",
+            EXACT_MEMORY,
+            _from_1(_memory(check)),
+            at_most=True,
+        )
+        for what, check in PLANNED.items()
     ),
     Target(
         "the cap: GiB of device memory that torch reserved",

@@ -5,8 +5,8 @@
 #   tools/gpu_check.sh [STAGE..]            default: quick. Each of the others is a call of its own:
 #     smoke      the first minute: facts, kernels, links, a training step, pinned memory
 #     quick      tests, kernels, a small model     8b         8B at 8k tokens a step, beside plain torch
-#     1.5b       8k and 32k beside plain torch     8b-16k, 8b-32k  more tokens, in slices
-#     disk       1.5B, its state on disk           8b-32k-m4  the last in 4 micro-batches
+#     1.5b       8k and 32k beside plain torch     8b-16k, 8b-32k  more tokens
+#     disk       1.5B, its state on disk           8b-32k-m4  the last in 4 micro-batches, as told
 #     14b        14B with the whole card
 #   tools/gpu_check.sh --dry-run [STAGE..]  say what would run, prove that what is carried is enough,
 #                                           and plan every benchmark; so does any stage without a GPU

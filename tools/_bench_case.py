@@ -1,0 +1,93 @@
+"""What a run of `bench_step.py` is to the planner: its case, and what the plan makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from _bench_config import engine_config
+from _bench_model import outline
+
+from infinity.config.schema import load_config
+from infinity.cutting import PROCESS_BASE_BYTES, case_for, cut_model, groups_of
+from infinity.errors import DoesNotFitError
+from infinity.model.shapes import target_of
+from infinity.plan.activations import num_blocks
+from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
+from infinity.plan.budget import budgeted_bytes
+from infinity.plan.case import Case, Priced, price
+from infinity.plan.layout import Tier
+from infinity.plan.machine import PlanMachine
+
+
+def told_to_plan(job: dict[str, Any]) -> dict[str, Any]:
+    """The job of `infinity_plan`: all tokens of a step, and nothing of how they pass the model."""
+    told = {"micro_batches": 1, "rows": job["rows"] * job["micro_batches"], "checkpointing": False}
+    # On a GPU the engine slices logits, and not the model: so the plan knows what they take.
+    told |= {"slices": 1, "offload": "none", "logits_by_engine": job["device"] == "cuda"}
+    return job | told | {"by_engine": False}
+
+
+def case_of(
+    job: dict[str, Any],
+    contender: str,
+    machine: PlanMachine,
+    base: int = PROCESS_BASE_BYTES,
+) -> Case:
+    """The case that a run of a job is; `base` are bytes that the process needs itself.
+
+    What the device of `infinity_plan` is held to is all that it has there, activations included.
+    """
+    config = load_config(engine_config(job, contender))
+    model = outline(job)
+    groups = groups_of(model, config)
+    case = case_for(
+        target_of(job["model"], model, {}),
+        cut_model(model, config, groups, None),
+        groups,
+        config,
+        machine,
+        job["rows"] * job["context"],
+        recompute=job["checkpointing"],
+        base=base,
+        made=max(parameter.nbytes for parameter in model.parameters()),
+        length=job["context"],
+    )
+    held = config.budget.device
+    if contender == "infinity_plan" and held is not None and machine.device_bytes is not None:
+        case = replace(case, device_share=1.0)
+        case = case.with_machine(device_bytes=min(held, machine.device_bytes))
+    return case
+
+
+def priced_of(
+    job: dict[str, Any],
+    contender: str,
+    machine: PlanMachine,
+    base: int = PROCESS_BASE_BYTES,
+) -> Priced:
+    """The plan of a run, as it is told or as `infinity_plan` chooses; raises `DoesNotFitError`."""
+    if contender != "infinity_plan":
+        return price(case_of(job, contender, machine, base))
+    job = told_to_plan(job)
+    case = case_of(job, contender, machine, base)
+    best = choose_schedule(case, BatchSchedule(), job["rows"]).best
+    if best is None:
+        raise DoesNotFitError(f"no schedule of {job['model']} fits the budget")
+    return best
+
+
+def schedule_line(case: Case) -> str:
+    """How the tokens of a step pass the model, in words."""
+    return BatchSchedule.of(case).line(num_blocks(case.units))
+
+
+def device_bytes(priced: Priced) -> int:
+    """What a plan says that a run takes of the device at most: what it reserves, and the rest."""
+    return budgeted_bytes(priced.plan)[Tier.DEVICE] + priced.activations.total
+
+
+def recomputed_share(case: Case) -> float:
+    """Of the blocks: those that run again in backward."""
+    again = case.work.recompute
+    return 1.0 if again == "all" else again / max(num_blocks(case.units), 1)

@@ -132,6 +132,27 @@ def test_whole_weights_are_gathered_once_a_step(whole: bool, tier: str, tmp_path
     assert (gathers == 1) if whole else (gathers > 1)
 
 
+def test_what_one_rank_lacks_is_gathered_on_all(tmp_path: Path) -> None:
+    """As where its optimizer pass took other slots: what is in them hangs on time."""
+    x = torch.ones(2, WIDTH)
+
+    def work(ranks: Ranks) -> tuple[int, bool]:
+        with make_engine(ranks, Chain(), make_config(), tmp_path) as engine, torch.no_grad():
+            first, prefetcher, lacking = engine(x), engine._parts.prefetcher, 0
+            for slot in prefetcher.ledger.slots if ranks.rank else ():
+                assert slot.slot_class is not None
+                if slot.owner in prefetcher.evictable(slot.slot_class):
+                    with prefetcher.changed:
+                        prefetcher.evict(slot.owner)
+                    slot.arena.view(slot.offset, slot.nbytes).fill_(255)
+                    lacking += 1
+            return lacking, torch.equal(engine(x), first)
+
+    (none, same), (some, there) = on_ranks(2, work)
+    assert (none, same, there) == (0, True, True)
+    assert some > 1
+
+
 def test_frozen_weights_stay_whole_for_good(tmp_path: Path) -> None:
     case, config = CASES["frozen"], make_config()
     config["placement"]["whole"] = True

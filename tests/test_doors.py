@@ -120,6 +120,7 @@ def test_stock_trainers_of(tmp_path: Path, name: str, package: str) -> None:
                 assert mine == pytest.approx(theirs, rel=1e-5, abs=2e-6), kind
 
 
+@pytest.mark.big  # `tests/ranks/test_deepspeed.py` has the calls, a test below two processes
 def test_two_ranks_compute_what_one_does_with_twice_the_micro_batches(
     told: tuple[Path, dict[str, Any]],
 ) -> None:

@@ -116,7 +116,13 @@ def activation_bytes(case: Case, slices: int) -> int:
     return found.saved // slices + found.boundaries + found.flow + found.gradients + LOGITS_BYTES
 
 
-@pytest.mark.parametrize("rates", [NOMINAL, EXPECTED], ids=["nominal", "expected"])
+@pytest.mark.parametrize(
+    "rates",
+    [
+        pytest.param(NOMINAL, id="nominal", marks=pytest.mark.big),
+        pytest.param(EXPECTED, id="expected"),
+    ],
+)
 @pytest.mark.parametrize("one", all_benchmarks(), ids=lambda one: one.name)
 def test_every_benchmark_fits_the_machine(one: Benchmark, rates: Rates) -> None:
     """Planned as a run would, whatever the rates are; nothing is allocated."""

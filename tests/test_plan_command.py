@@ -449,11 +449,7 @@ def options(how: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "layers", "sizes"),
     [
-        pytest.param(
-            *("7b", {"num_hidden_layers": 8}),
-            "--device 6GiB --host 8GiB --disk 13GiB --tokens 256",
-            marks=pytest.mark.big,  # all ways of a search that finds none
-        ),
+        ("7b", {"num_hidden_layers": 8}, "--device 6GiB --host 8GiB --disk 13GiB --tokens 256"),
         ("7b", {"num_hidden_layers": 8}, "--device 6GiB --host 2GiB --disk 1TiB --tokens 256"),
         (
             "7b",

@@ -281,8 +281,11 @@ class _Search:
     def _has_room(self, case: Case) -> bool:
         room = self._room(case)
         needed = self.margin * case.activations().total
-        if room is None:  # some state must rest beside activations: how much follows from these
-            return needed <= case.compute_bytes and self._priced(case) is not None
+        if room is None:
+            # Without a disk some state must rest beside activations: how much follows from these.
+            # With one even that is too small, and a search for what might fit takes long.
+            may = needed <= case.compute_bytes and not case.config.nvme_path
+            return may and self._priced(case) is not None
         return needed <= room
 
     def _room(self, case: Case) -> int | None:

@@ -42,7 +42,7 @@ def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
             "checkpoint": "units" if recomputes_by_engine(job) else "none",
             "slices": job["slices"],
             "offload": job["offload"],
-            "logits": "sliced" if job["logits_by_engine"] else "auto",
+            "logits": "sliced" if job.get("logits_by_engine") else "auto",
         },
         "budget": {},
     }

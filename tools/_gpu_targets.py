@@ -22,6 +22,7 @@ from _bench_targets import (
     SPEED,
     links_share,
     memory_share,
+    name_of_ours,
 )
 
 Results = Mapping[str, dict[str, Any]]
@@ -118,7 +119,7 @@ def _fact(results: Results, check: str, name: str) -> float | None:
 
 def _ours(results: Results, check: str) -> Mapping[str, Any]:
     contenders: Mapping[str, Any] = results.get(check, {}).get("contenders", {})
-    return contenders.get("infinity_plan") or contenders.get("infinity_ram", {})
+    return contenders.get(name_of_ours(contenders), {})
 
 
 def _memory(check: str) -> Callable[[Results], float | None]:
@@ -128,8 +129,7 @@ def _memory(check: str) -> Callable[[Results], float | None]:
 def _links(check: str) -> Callable[[Results], float | None]:
     def found(results: Results) -> float | None:
         report = results.get(check)
-        name = "infinity_plan" if check in PLANNED.values() else "infinity_ram"
-        return None if report is None else links_share(report, name)
+        return None if report is None else links_share(report, name_of_ours(report["contenders"]))
 
     return found
 

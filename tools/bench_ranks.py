@@ -306,7 +306,6 @@ def job_of(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "context": context,
         "checkpointing": False,
         "by_engine": False,
-        "logits_by_engine": False,
         "slices": 1,
         "compile": False,
         "offload": "none",

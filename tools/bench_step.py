@@ -161,7 +161,6 @@ def job_of(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "host_budget": arguments.host_budget,
         "device": arguments.device,
         "device_budget": arguments.device_budget,
-        "logits_by_engine": False,
     }
     return job | {"by_engine": recomputes_by_engine(job)}
 

@@ -12,7 +12,7 @@ import hashlib
 import importlib
 import os
 import re
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def why_not() -> str | None:
     return None
 
 
-@lru_cache(maxsize=1)
+@cache
 def version() -> str:
     """NVRTC's version, such as "13.0"; raises `MachineError` where it cannot be used."""
     try:
@@ -116,7 +116,7 @@ def folder() -> Path:
     )
 
 
-@lru_cache(maxsize=1)
+@cache
 def source() -> str:
     """The kernel source as one text; includes of our own files are put in their place."""
     return _expanded(SOURCE, set())

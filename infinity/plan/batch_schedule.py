@@ -282,21 +282,22 @@ class _Search:
         room = self._room(case)
         needed = self.margin * case.activations().total
         if room is None:
-            # Without a disk some state must rest beside activations: how much follows from these.
-            # With one even that is too small, and a search for what might fit takes long.
-            may = needed <= case.compute_bytes and not case.config.nvme_path
-            return may and self._priced(case) is not None
+            return needed <= case.compute_bytes and self._priced(case) is not None
         return needed <= room
 
     def _room(self, case: Case) -> int | None:
-        """What is left to activations where everything rests as low as may be; None if none can."""
+        """What is left to activations where everything rests as low as it may.
+
+        Nothing where even that does not fit. Without a disk None then: some state has to rest
+        beside activations, and how much follows from these.
+        """
         summed = case.micro_batches > 1 or case.config.activations.slices > 1
         away = case.micro_batches if case.config.activations.offload != "none" else 0
         key = (summed, case.config.activations.offload, away)
         if key not in self._rooms:
-            plan = next(case.lowest_plans(), None)
-            used = None if plan is None else budgeted_bytes(plan)[case.compute_tier]
-            self._rooms[key] = None if used is None else case.compute_bytes - used
+            used = (budgeted_bytes(plan)[case.compute_tier] for plan in case.lowest_plans())
+            lowest = next(used, case.compute_bytes if case.config.nvme_path else None)
+            self._rooms[key] = None if lowest is None else case.compute_bytes - lowest
         return self._rooms[key]
 
     def _priced(self, case: Case) -> Priced | None:

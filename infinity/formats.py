@@ -26,6 +26,8 @@ class MomentFormat(Enum):
     BF16_STOCHASTIC = "bf16_stochastic"  # rounded up or down at random, reproducibly: lossy
     INT8 = "8bit"  # one byte per element and one scale per block, second moments at random: lossy
 
+    __hash__ = object.__hash__  # as of `Tier`: plans ask by the thousand
+
     @property
     def itemsize(self) -> int:
         """Bytes per element, scales not counted."""

@@ -83,7 +83,9 @@ def with_memory(plan: Plan, limits: Limits) -> Plan:
         disk = {**disk, "activations": plan.saved.disk_bytes}
     host["checksums"] = checksum_bytes(sum(disk.values())) if plan.verify else 0
     host["initial_write"] = _initial_write_bytes(plan, limits, device, host)
-    return replace(plan, memory={Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk})
+    found = replace(plan, memory={Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk})
+    found.__dict__["alike"] = plan.alike  # the same units and placements: not grouped again
+    return found
 
 
 def _initial_write_bytes(
@@ -105,7 +107,7 @@ def _initial_write_bytes(
 
 def budgeted_bytes(plan: Plan) -> dict[Tier, int]:
     """Bytes that count against each tier's budget; on a unified device the host holds its too."""
-    used = plan.tier_bytes
+    used = dict(plan.tier_bytes)
     if plan.unified:
         used[Tier.HOST] += used[Tier.DEVICE]
     return used

@@ -217,9 +217,10 @@ class _Search:
 
     def _moved(self, plan: Plan, move: _Move, count: int) -> Plan:
         placements = list(plan.placements)
+        wish: dict[str, Tier] = dict.fromkeys(move.fields, move.tier)
+        raised = replace(placements[move.units[0]], **wish)  # all of them are placed alike
         for index in move.units[:count]:
-            raised: dict[str, Tier] = dict.fromkeys(move.fields, move.tier)
-            placements[index] = replace(placements[index], **raised)
+            placements[index] = raised
         return self._at(plan, placements)
 
     def _at(self, plan: Plan, placements: Sequence[UnitPlacement]) -> Plan:

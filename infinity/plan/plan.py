@@ -172,7 +172,7 @@ class Plan:
         """Units that share slots: of several ranks they are gathered anew when they come back."""
         return sum(len(c.members) for c in self.slot_classes if c.count < len(c.members))
 
-    @property
+    @cached_property
     def tier_bytes(self) -> dict[Tier, int]:
         """Bytes per tier, all purposes together."""
         return {tier: sum(parts.values()) for tier, parts in self.memory.items()}
@@ -206,7 +206,7 @@ class Plan:
 
     def precision_of(self, unit: UnitLayout) -> Precision:
         """How the chunks of a unit, or of a shard of it, rest."""
-        return _paired(self.precision, unit.paired)
+        return self.precision if unit.paired is None else _paired(self.precision, unit.paired)
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -429,8 +429,8 @@ def _counted(units: Counter[str]) -> str:
 
 
 @lru_cache(maxsize=256)
-def _paired(precision: Precision, paired: int | None) -> Precision:
-    return precision if paired is None else replace(precision, paired=paired)
+def _paired(precision: Precision, paired: int) -> Precision:
+    return replace(precision, paired=paired)
 
 
 @lru_cache(maxsize=256)

@@ -130,8 +130,8 @@ def test_lossy_moments_update_at_their_own_rate() -> None:
     lossy = make_plan(
         plan.units, load_config({}), Limits(None, None, None), unified=True, rule=rule
     )
-    assert update_s(plan, CPU) == (pytest.approx(sum(SIZES) / GB), 0)
-    assert update_s(lossy, CPU) == (pytest.approx(sum(SIZES) / (2 * GB)), 0)
+    assert update_s(plan, CPU) == (pytest.approx(sum(SIZES) / GB), 0, 0)
+    assert update_s(lossy, CPU) == (pytest.approx(sum(SIZES) / (2 * GB)), 0, 0)
 
 
 def test_products_count_for_matrices_that_are_multiplied() -> None:

@@ -186,7 +186,9 @@ def staging_bytes(plan: Plan) -> int:
         if place is UpdatePlace.DEVICE:
             return 0
         # What rests on the device and is streamed is updated there.
-        outside = (Tier.DISK,) if place is UpdatePlace.STREAMED else _out_of_reach(plan)
+        streamed = plan.streamed_chunks(alike.layout, alike.placement)
+        all_streamed = streamed == alike.layout.num_chunks(plan.chunk_elements)
+        outside = (Tier.DISK,) if all_streamed else _out_of_reach(plan)
         return _bytes_at_once(plan, alike, outside, gradient=True)
 
     return max(map(staged, plan.alike), default=0)

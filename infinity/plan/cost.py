@@ -292,6 +292,9 @@ _MULTIPLIED_AS = {"fp16": "bf16"}
 # Of one copy, or one kernel, on a device: Python, CUDA's calls, events asked and waited for. By a
 # device that does nothing 15, with CUDA's own calls some 50 (estimated: not measured on a GPU).
 CALL_S = 50e-6
+# Of the host's rate of updates, while copies pass its memory as well: a guess, not measured.
+BESIDE_COPIES = 0.75
+MOST_BESIDE = 0.9  # of a streamed unit: something is streamed
 USUAL_CONTEXT = 2048  # tokens of a sample, where nobody said it
 HOST_FLOPS = 0.5e12  # bf16 products a second of a host beside a device: a guess, not measured
 DEQUANTISE_BYTES = 22  # an element: 2 + 2 of indices, 4 + 8 + 4 of fp32, 2 of weights
@@ -436,16 +439,18 @@ class _Pricing:
             resources["link"] = sum(nbytes / rate for nbytes, rate in links if rate)
         again = self._again if phase.backward else _Elements()
         compute = self._compute_s(phase, self._elements, again)
-        update = on_device = 0.0
+        update = beside = on_device = 0.0
         if phase.has_update:
-            update, on_device = update_s(plan, rates)
+            update, beside, on_device = update_s(plan, rates)
         if plan.unified:  # the same cores
             resources["compute and update" if update else "compute"] = compute + update
         else:
             resources["compute"] = compute + on_device
             resources["sums"] = sums_s(plan, rates, phase)
-            resources["update"] = (update + stream_s(plan, rates)) if update else 0.0
-            resources["calls"] = calls_s(plan) if phase.has_update else 0.0
+            # One thread asks for copies, and has the CPU update what it does meanwhile.
+            calls = beside + calls_s(plan) if phase.has_update else 0.0
+            resources["update"] = update + max(stream_s(plan, rates), calls) if update else 0.0
+            resources["calls"] = calls
         return resources
 
     def _compute_s(self, phase: PhaseBytes, once: _Elements, again: _Elements) -> float:
@@ -533,22 +538,29 @@ def flop_per_token(units: Sequence[UnitLayout], work: Work) -> float:
     return 4 * found.matrices + 2 * found.trained
 
 
-def update_s(plan: Plan, rates: Rates) -> tuple[float, float]:
-    """Seconds of one step's update: on the host, and on the device, streamed or not."""
-    host = device = 0
+def update_s(plan: Plan, rates: Rates) -> tuple[float, float, float]:
+    """Seconds of one step's update: of units on the host; on the host, of those that stream
+    meanwhile; and on the device.
+    """
+    host = beside = device = 0.0
     for alike in plan.alike:
         trained = sum(plan.units[unit].num_trained for unit in alike.units) // plan.ranks
-        place = update_place(plan, alike.units[0])
-        if rates.device_update and place is not UpdatePlace.CPU:
-            device += trained
-        else:
+        place, layout = update_place(plan, alike.units[0]), alike.layout
+        if not rates.device_update or place is UpdatePlace.CPU:
             host += trained
+            continue
+        chunks = layout.num_chunks(plan.chunk_elements)
+        by_device = plan.streamed_chunks(layout, alike.placement) / chunks if (
+            chunks and place is UpdatePlace.STREAMED) else 1.0  # fmt: skip
+        device += by_device * trained
+        beside += (1 - by_device) * trained
     host_products, device_products = _matrix_s(plan, rates)
     slowest = [_update_rate(rates, name) for name in _formats(plan)]
     host_rate = min(slowest, default=0.0)
     device_s = device / rates.device_update if rates.device_update else 0.0
     host_s = host / host_rate if host_rate else 0.0
-    return host_s + host_products, device_s + device_products
+    beside_s = beside / (BESIDE_COPIES * host_rate) if host_rate else 0.0
+    return host_s + host_products, beside_s, device_s + device_products
 
 
 def matrix_flops(layout: UnitLayout, steps: int) -> int:
@@ -580,6 +592,23 @@ def stream_s(plan: Plan, rates: Rates) -> float:
             coming, going = streamed_bytes(plan, alike.layout, alike.placement)
             inward, outward = inward + len(alike.units) * coming, outward + len(alike.units) * going
     return max(*rates.copies_s(inward, outward), calls_s(plan))
+
+
+def share_beside(plan: Plan, rates: Rates) -> float:
+    """The share of streamed units with which the CPU is busy as long as the links, in percent.
+
+    The links have other things to carry behind the same forward: f seconds of it. Where all of a
+    pass would take l of the links, k of calls and c of the CPU, (1 - s) l + f = (1 - s) k + s c.
+    """
+    half = replace(plan, beside=0.5)
+    all_by_cpu, calls = 2 * update_s(half, rates)[1], calls_s(plan)
+    moved = next(phase.moved for phase in forecast_phases(plan) if phase.has_update)
+    links = max(rates.copies_s(moved["to_device"], moved["from_device"]))
+    streamed = stream_s(plan, rates)
+    if not all_by_cpu or links <= calls:
+        return 0.0
+    share = (links - calls) / (streamed - calls + all_by_cpu)
+    return int(100 * min(share, MOST_BESIDE)) / 100
 
 
 def sums_s(plan: Plan, rates: Rates, phase: PhaseBytes) -> float:

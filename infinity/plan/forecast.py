@@ -212,20 +212,24 @@ class _Bytes:
         plan = self.plan
         read, written = disk_of_pass(plan, layout, placement)
         moved = {"disk_read": read, "disk_write": written, "to_device": 0, "from_device": normed}
-        place = update_place(plan, layout.index)
-        if place is UpdatePlace.STREAMED:  # new weights are in the forward's slot by then
-            moved["to_device"], back = streamed_bytes(plan, layout, placement)
-            moved["from_device"] += back
+        if update_place(plan, layout.index) is UpdatePlace.DEVICE:
             return moved
-        if publish and placement.weight is not Tier.DEVICE and not plan.unified:
-            moved["to_device"] += layout.trained_bytes // layout.shards
-        if plan.unified or place is UpdatePlace.DEVICE:
+        moved["to_device"], back = streamed_bytes(plan, layout, placement)
+        moved["from_device"] += back
+        first = plan.streamed_chunks(layout, placement)  # the rest is the CPU's
+        if plan.unified or first == layout.num_chunks(plan.chunk_elements):
             return moved
+        if publish and placement.weight is not Tier.DEVICE:  # streamed ones are in the slot by then
+            streamed = plan.gradient_bytes(layout, chunks=first) // plan.gradient_itemsize
+            published = layout.trained_bytes // layout.shards - plan.precision.weight * streamed
+            moved["to_device"] += published
         resting = plan.state_bytes(layout, placement, (Tier.DEVICE,))
+        resting -= plan.state_bytes(layout, placement, (Tier.DEVICE,), chunks=first)
         moved["from_device"] += resting
         moved["to_device"] += resting
         if placement.gradient is Tier.DEVICE:
-            moved["from_device"] += plan.gradient_bytes(layout)
+            whole, streamed = (plan.gradient_bytes(layout, chunks=n) for n in (None, first))
+            moved["from_device"] += whole - streamed
         return moved
 
     def _of_gradients(self, used: Collection[int]) -> tuple[dict[str, int], dict[str, int]]:

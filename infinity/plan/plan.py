@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -118,6 +118,7 @@ class Plan:
     device_kernels: bool = False  # a device with memory of its own runs our optimizer kernels
     streamed: frozenset[UnitPlacement] = frozenset()  # units placed so: `UpdatePlace.STREAMED`
     chunks_at_once: int = 1  # of a unit that is streamed from memory to memory
+    beside: float = 0.0  # share of such a unit that the CPU updates meanwhile
     rates_origin: str = ""  # of the rates by which placement left to the plan was chosen
     durable: bool = False  # every unit has two extents; steps are committed
     durable_every: int = 1  # steps from one commit to the next
@@ -278,6 +279,34 @@ class Plan:
         on_disk = Tier.DISK in (placement.weight, placement.state, placement.gradient)
         return 1 if on_disk or placement not in self.streamed else self.chunks_at_once
 
+    def streamed_chunks(self, layout: UnitLayout, placement: UnitPlacement) -> int:
+        """How many chunks of a unit placed so, the first ones, are streamed: see `passages`.
+
+        None where the CPU updates all; at least one, as it takes the unit's slot.
+        """
+        if placement not in self.streamed:
+            return 0
+        count = layout.num_chunks(self.chunk_elements)
+        on_disk = Tier.DISK in (placement.weight, placement.state, placement.gradient)
+        return count if on_disk else max(count - round(self.beside * count), min(count, 1))
+
+    def passages(
+        self, layout: UnitLayout, placement: UnitPlacement
+    ) -> Iterator[tuple[range, bool]]:
+        """Chunks that an optimizer pass takes at once, and whether they are streamed.
+
+        Those that the CPU updates beside streamed ones come between these, evenly.
+        """
+        count, step = layout.num_chunks(self.chunk_elements), self.passage(placement)
+        streamed = by_cpu = self.streamed_chunks(layout, placement)
+        for first in range(0, streamed, step):
+            last = min(first + step, streamed)
+            yield range(first, last), True
+            while (by_cpu - streamed) * streamed < (count - streamed) * last:
+                yield range(by_cpu, by_cpu + 1), False
+                by_cpu += 1
+        yield from ((range(chunk, chunk + 1), False) for chunk in range(by_cpu, count))
+
     def class_of(self, unit: int) -> int | None:
         """The unit's slot class, None where its weights rest on the device."""
         for index, slot_class in enumerate(self.slot_classes):
@@ -386,7 +415,8 @@ class Plan:
             if alike.layout.numel:
                 counts[update_place(self, alike.units[0]).value] += len(alike.units)
         why = why_only_cpu(self) if len(counts) == 1 else ""
-        return (_counted(counts) or "nothing is trained") + (f": {why}" if why else "")
+        meanwhile = f", {self.beside:.0%} of these by the CPU meanwhile" if self.beside else ""
+        return (_counted(counts) or "nothing is trained") + (f": {why}" if why else meanwhile)
 
     def _moments_line(self) -> str:
         """The moments and their formats in words; lossy ones are called so."""
@@ -463,7 +493,7 @@ def why_only_cpu(plan: Plan) -> str:
 
 def streamed_calls(plan: Plan, layout: UnitLayout, placement: UnitPlacement) -> int:
     """What a streamed update of a unit placed so asks of the device: copies, and kernels."""
-    passages = -(-layout.num_chunks(plan.chunk_elements) // plan.passage(placement))
+    passages = -(-plan.streamed_chunks(layout, placement) // plan.passage(placement))
     kinds = [k for k in plan.precision.kinds if placement.of(k) is not Tier.DEVICE]
     return passages * (2 * len(kinds) + (placement.gradient is not Tier.DEVICE) + 1)
 
@@ -474,9 +504,10 @@ def streamed_bytes(plan: Plan, layout: UnitLayout, placement: UnitPlacement) -> 
     What rests on the device stays there. New weights go back like the rest; where the forward wants
     them they are in its slot already, in which they were updated.
     """
-    state = plan.state_bytes(layout, placement, set(Tier) - {Tier.DEVICE})
-    gradient = 0 if placement.gradient is Tier.DEVICE else plan.gradient_bytes(layout)
-    return state + gradient, state
+    chunks = plan.streamed_chunks(layout, placement)
+    state = plan.state_bytes(layout, placement, set(Tier) - {Tier.DEVICE}, chunks=chunks)
+    gradient = plan.gradient_bytes(layout, chunks=chunks)
+    return state + (0 if placement.gradient is Tier.DEVICE else gradient), state
 
 
 def publishes(plan: Plan, unit: int) -> bool:

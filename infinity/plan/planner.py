@@ -24,7 +24,7 @@ from infinity.plan.budget import (
     stream_bytes,
     with_memory,
 )
-from infinity.plan.cost import Rates, nominal, step_cost
+from infinity.plan.cost import Rates, nominal, share_beside, step_cost
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.layout import (
     ELEMENT_ALIGN,
@@ -118,7 +118,8 @@ def with_weights_in_ram(plan: Plan, hints: HintsConfig, limits: Limits) -> Plan:
 # Which updates are streamed through the device, where that is left to the plan.
 #
 # Units of one placement are treated alike. Placement is chosen first, as if the CPU updated
-# whatever does not rest on the device; then every one is streamed that makes the step shorter.
+# whatever does not rest on the device; then every one is streamed that makes the step shorter, and
+# of these the CPU updates a share meanwhile.
 
 
 # The share of a step that streaming must save. Each direction's rate was measured alone, and what
@@ -206,6 +207,7 @@ def _shortest(
     best = _streaming(plan, start, limits)
     if not fits_as(best, plan, limits, auto=leave_share):
         return plan
+    best = _with_cpu_beside(best, limits, rates, leave_share)
     improved = True
     while improved:
         improved = False
@@ -218,6 +220,17 @@ def _shortest(
             if shorter and fits_as(other, plan, limits, auto=leave_share):
                 best, improved = other, True
     return best
+
+
+def _with_cpu_beside(plan: Plan, limits: Limits, rates: Rates, leave_share: bool) -> Plan:
+    """`plan` with so much of what is streamed updated by the CPU that both are done at one time.
+
+    A rule that multiplies matrices needs whole units, and the device multiplies faster.
+    """
+    share = 0.0 if plan.rule.matrix_steps else share_beside(plan, rates)
+    changed = with_memory(replace(plan, beside=share), limits)
+    better = share and score(changed, rates) < score(plan, rates)
+    return changed if better and fits_as(changed, plan, limits, auto=leave_share) else plan
 
 
 CHUNK_ELEMENTS = 1 << 20  # 12 MiB records: inside the 8-64 MiB that disks like

@@ -110,6 +110,8 @@ def tiles_of(
 # compute: a unit is lent out when its last chunk is back, and until then nobody else can reach it.
 # From RAM to RAM several chunks are streamed at once (`Plan.passage`): a copy costs the host some
 # 50 us of calls, whatever its size. One unit follows the other without a gap, unless it must wait.
+# Meanwhile the CPU may update a share of each unit's chunks itself (`Plan.passages`): on the same
+# thread, between two that it sends off.
 
 
 @dataclass(eq=False)
@@ -122,6 +124,7 @@ class Work:
 
     unit: int
     chunks: range
+    streamed: bool
     buffer: Tensor
     views: dict[Kind, Tensor]
     waits: list[Event]
@@ -176,7 +179,8 @@ class Updates:
         self._streams = BufferPool(num_streams, nbytes, transfers.device, on_device=True)
         self._under_way: deque[tuple[Work, Tensor]] = deque()  # streamed, oldest first
         self._target: tuple[Slot, Tensor] | None = None
-        self._published: list[Event] = []
+        self._published: dict[int, list[Event]] = {}  # by unit: copies of its new weights
+        self._left: dict[int, int] = {}  # chunks of units that have begun
 
     def forget(self) -> None:
         """Drop the reserved ranges."""
@@ -220,17 +224,15 @@ class Updates:
             self._process(job, queue.popleft())
         self._land_all()
 
-    def _chunks(self, job: PassJob) -> Iterator[tuple[int, range]]:
-        """(unit, chunks taken at once) in order; a unit somebody waits for comes next."""
+    def _chunks(self, job: PassJob) -> Iterator[tuple[int, range, bool]]:
+        """(unit, chunks taken at once, streamed) in order; a unit somebody waits for comes next."""
         remaining = [u for u in job.units if self._places[u] is not UpdatePlace.DEVICE]
         while remaining:
             demand = self.prefetcher.demand
             unit = demand if demand in remaining else remaining[0]
             remaining.remove(unit)
-            count = self.plan.own[unit].num_chunks(self.plan.chunk_elements)
-            step = self.plan.passage(self.plan.placements[unit])
-            for first in range(0, count, step):
-                yield unit, range(first, min(first + step, count))
+            for passage in self.plan.passages(self.plan.own[unit], self.plan.placements[unit]):
+                yield unit, *passage
 
     # --- on the device -----------------------------------------------------------------------
 
@@ -252,15 +254,16 @@ class Updates:
 
     # --- a chunk of a unit that does not rest there --------------------------------------------
 
-    def _issue(self, job: PassJob, unit: int, chunks: range, buffer: Tensor) -> Work:
+    def _issue(
+        self, job: PassJob, unit: int, chunks: range, streamed: bool, buffer: Tensor
+    ) -> Work:
         """Start bringing chunks' kinds and gradients where they can be updated from."""
-        streamed = self._places[unit] is UpdatePlace.STREAMED
         if chunks.start == 0:
             self.store.settle_writes(unit)
         views, waits, used, resting = self.store.stage(
             unit, chunks.start, buffer, chunks=len(chunks), by_device=streamed
         )
-        work = Work(unit, chunks, buffer, views, waits, set(resting), _NOWHERE)
+        work = Work(unit, chunks, streamed, buffer, views, waits, set(resting), _NOWHERE)
         work.waits += job.copies.pop(unit, ())
         part = self.plan.part(self.plan.own[unit], Kind.GRADIENT, chunks.start, len(chunks))
         place = self.gradients.places[unit].part(part.start, part.stop - part.start)
@@ -275,41 +278,43 @@ class Updates:
 
     def _process(self, job: PassJob, work: Work) -> None:
         """Update a chunk, or send it through the device, which ends in `_land`."""
-        streamed = self._places[work.unit] is UpdatePlace.STREAMED
-        if not (streamed and all(item.done() for item in work.waits)):
+        waits = list(work.waits)
+        if not work.streamed:  # a copy of old weights to the device may still read what will change
+            waits.append(self.prefetcher.entries[work.unit].ready)
+        streams = self._places[work.unit] is UpdatePlace.STREAMED
+        if not (streams and all(item.done() for item in waits)):
             self._land_all()  # rather than wait with chunks that may be back
         laps = Laps(self.transfers.trace, work.unit)
-        for item in work.waits:
+        for item in waits:
             item.wait()
-        if streamed:
+        if work.streamed:
             self._stream(job, work)
             laps.lap("optimizer_pass", "stream")
             return
         if work.is_first:
-            # A copy of the old weights to the device may still read the range about to change.
-            self.prefetcher.entries[work.unit].ready.wait()
             self.before_change(work.unit)
         tiles = self._tiles(job, work.unit, work.chunks, work.views)
         laps.lap("optimizer_pass", "wait for state")
         if tiles:
             self.updater.update(tiles, job.grad_scale)
         laps.lap("update", "update", sum(view.numel() for view in work.views.values()))
-        if work.is_first:
-            self._published = []
         written = self._write_back(work)
         if work.is_first:
             self._target = self.prefetcher.publish_slot(work.unit)
         written += self._publish(work)
         self._staging.give_back(work.buffer, *written)
         laps.lap("optimizer_pass", "publish, write back")
-        self._finish(work, after_all(*self._published))
+        self._finish(work)
 
-    def _finish(self, work: Work, ready: Event) -> None:
+    def _finish(self, work: Work) -> None:
         """Chunks are updated; with the last one the unit is."""
-        state = self.store.units[work.unit]
-        if work.chunks.stop == state.layout.num_chunks(self.plan.chunk_elements):
+        unit, state = work.unit, self.store.units[work.unit]
+        count = state.layout.num_chunks(self.plan.chunk_elements)
+        self._left[unit] = self._left.get(unit, count) - len(work.chunks)
+        if not self._left[unit]:
+            del self._left[unit]
             state.copy.advance()  # whoever reads the unit from now on reads what was written
-            self.prefetcher.updated(work.unit, ready)
+            self.prefetcher.updated(unit, after_all(*self._published.pop(unit, ())))
 
     def _tiles(
         self, job: PassJob, unit: int, chunks: range, views: Mapping[Kind, Tensor]
@@ -335,7 +340,7 @@ class Updates:
         if state.on_device(Kind.WEIGHT):  # by itself: forwards wait for it
             weight = {Kind.WEIGHT: staged.pop(Kind.WEIGHT)}
             events.append(store.send(work.unit, work.chunks.start, weight))
-            self._published += events
+            self._published.setdefault(work.unit, []).extend(events)
         if staged:
             events.append(store.send(work.unit, work.chunks.start, staged))
         return events
@@ -349,7 +354,7 @@ class Updates:
         if target.data_ptr() == weights.data_ptr():
             return []
         event = self.transfers.copy_in(target, weights, slot.free_after, (work.unit, "weight"))
-        self._published.append(event)
+        self._published.setdefault(work.unit, []).append(event)
         return [event]
 
     def _part_of_slot(self, work: Work, residency: Tensor) -> Tensor:
@@ -427,7 +432,7 @@ class Updates:
         staged = {kind: work.views[kind] for kind in state.kinds if kind not in state.memory}
         written = [self.store.send(work.unit, work.chunks.start, staged)] if staged else []
         self._staging.give_back(work.buffer, *written)
-        self._finish(work, HAPPENED)
+        self._finish(work)
 
     def _land_all(self, but: int = 0) -> None:
         while len(self._under_way) > but:

@@ -20,7 +20,7 @@ from support.fake_accelerator import PASSED_ON_BY, UNPINNED, asker
 from support.models import CASES
 from support.ordered_accelerator import OrderedAccelerator, ordered_device
 from support.ranks import make_engine, on_ranks
-from support.trainer import PLACEMENTS, TIERS, Result, Run, make_config, train
+from support.trainer import PLACEMENTS, TIERS, Result, Run, cpu_beside, make_config, train
 from torch import Tensor
 
 import infinity
@@ -100,6 +100,13 @@ def test_every_access_is_ordered(placement: tuple[str, str, str]) -> None:
     update = UPDATES[(weights + moments + gradients) % 3]
     micro_batches, soon = 1 + (moments + gradients) % 2, bool((weights + gradients) % 2)
     ordered(placement, update, micro_batches, soon)
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_so_is_every_access_of_what_the_cpu_updates_beside_streamed_chunks(number: int) -> None:
+    placement = tuple(("host", "device")[number >> bit & 1] for bit in range(3))
+    with cpu_beside(0.4):
+        ordered(placement, "device", 1 + number % 2, soon=number in (1, 2, 4))
 
 
 @pytest.mark.parametrize("placement", [(tier,) * 3 for tier in TIERS], ids="-".join)
@@ -189,7 +196,7 @@ def compute_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def update_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel does not wait for what comes in."""
-    monkeypatch.setattr(streams_module, "after_all", lambda after, *brought: after)
+    monkeypatch.setattr(streams_module, "after_all", lambda *events: next(iter(events), HAPPENED))
 
 
 def go_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

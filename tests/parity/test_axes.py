@@ -29,6 +29,7 @@ from support.trainer import (
     TIERS,
     Result,
     Run,
+    cpu_beside,
     make_config,
     make_device,
     train_exactly,
@@ -81,7 +82,7 @@ AXES: dict[str, list[Any]] = {
     "format": ["fp32", "8bit", "bf16", "bf16_stochastic"],
     "frozen": ["as_is", "nf4"],
     "device": ["fake", "kernels", "cpu"],
-    "update": ["cpu", "device"],
+    "update": ["cpu", "device", "both"],  # a share by the CPU, while others are streamed
     "weights": TIERS,
     "moments": TIERS,
     "gradients": TIERS,
@@ -160,7 +161,7 @@ def config_of(choice: Choice) -> dict[str, Any]:
         gradient_accumulation_steps=choice["micro_batches"],
         gradient_clipping=choice["clipping"],
         activations=activations,
-        update=choice["update"],
+        update=choice["update"].replace("both", "device"),
         prefetch_units=choice["prefetch_units"],
         chunk_size=choice["chunk_size"],
         io={"backend": choice["backend"], "verify": choice["verify"]},
@@ -277,7 +278,8 @@ def check(choice: Choice, seed: int = 0) -> list[str]:
         return ["clipping never acted"]
     if isinstance(expected, HalfResult) and all(expected.overflows):
         return ["no step was without an overflow"]
-    run = Trained(choice, seed).run()
+    with cpu_beside(0.4 if choice["update"] == "both" else 0.0):
+        run = Trained(choice, seed).run()
     assert run.plan is not None
     assert run.report is not None
     some_whole = any(u.paired is not None for u in run.plan.units)

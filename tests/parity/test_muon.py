@@ -207,7 +207,7 @@ def test_the_plan_prices_the_products() -> None:
         sides = [sorted(p.shape) for p in hidden(run.model)]
     flops = 5 * sum(4 * m * m * n + 2 * m**3 for m, n in sides)
     assert sum(matrix_flops(unit, plan.rule.matrix_steps) for unit in plan.units) == flops
-    host, device = update_s(plan, NOMINAL)
+    host, _, device = update_s(plan, NOMINAL)
     moved = plan.num_trained / NOMINAL.device_update
     assert (host, device) == (0.0, pytest.approx(moved + flops / NOMINAL.compute["bf16"]))
 

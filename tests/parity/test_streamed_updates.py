@@ -13,13 +13,14 @@ import torch
 from support.fake_accelerator import FakeAccelerator
 from support.grids import diagonal
 from support.ordered_accelerator import ordered_device
-from support.trainer import Result, make_config, train_case
+from support.trainer import Result, cpu_beside, make_config, train_case
 
 import infinity
 from infinity.offload.prefetch import Prefetcher
 from infinity.offload.transfers import Transfers
 from infinity.plan import planner
-from infinity.plan.plan import Plan, UpdatePlace, update_place
+from infinity.plan.plan import Plan
+from infinity.training.optimizer_pass import Updates
 
 IN_RAM = ("host", "host", "host")
 # One of each way that a kind can come and go: RAM, disk, and what stays on the device.
@@ -55,21 +56,21 @@ def at_once(monkeypatch: pytest.MonkeyPatch, chunks: int) -> dict[str, Any]:
 
 def num_passages(plan: Plan) -> int:
     """Of all units that are streamed."""
-    return sum(
-        -(-unit.num_chunks(plan.chunk_elements) // plan.passage(plan.placements[unit.index]))
-        for unit in plan.units
-        if update_place(plan, unit.index) is UpdatePlace.STREAMED
-    )
+    own = [(unit, plan.placements[unit.index]) for unit in plan.units]
+    return sum(streamed for pair in own for _, streamed in plan.passages(*pair))
 
 
 @pytest.mark.parametrize(
-    ("placement", "formats"),
-    diagonal(PLACEMENTS, [("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "8bit")]),
+    ("placement", "formats", "share"),
+    diagonal(PLACEMENTS, [("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "8bit")], [0.4, 0.0]),
 )
 def test_the_same_bits_and_the_forecast_bytes_wherever_state_rests(
-    placement: tuple[str, str, str], formats: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    placement: tuple[str, str, str],
+    formats: tuple[str, str],
+    share: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two chunks pass at once where nothing of them is on disk."""
+    """Two chunks pass at once where nothing of them is on disk, with the CPU beside or not."""
     precision, moments = formats
     changes: dict[str, Any] = {"precision": precision, "gradient_accumulation_steps": 2}
     changes["optimizer"] = {"moments": moments}
@@ -77,7 +78,8 @@ def test_the_same_bits_and_the_forecast_bytes_wherever_state_rests(
         changes["loss_scale"] = {"value": 4}  # no step is skipped
     expected = run("cpu", ("device",) * 3, **changes)
     fake = with_kernels()
-    got = run(fake, placement, **at_once(monkeypatch, 2), **changes)
+    with cpu_beside(share):
+        got = run(fake, placement, **at_once(monkeypatch, 2), **changes)
     assert got.differences(expected) == []
     assert got.plan is not None
     assert got.report is not None
@@ -132,6 +134,28 @@ def test_a_unit_is_on_its_way_before_the_one_before_it_is_back(
     assert device.violations == []
     assert got.differences(run("cpu")) == []
     assert most > 1
+
+
+def test_the_cpu_updates_chunks_while_others_are_on_their_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected, under_way = run("cpu"), list[int]()
+    write_back = Updates._write_back
+
+    def after_the_update(self: Updates, work: Any) -> Any:
+        under_way.append(len(self._under_way))
+        return write_back(self, work)
+
+    monkeypatch.setattr(Updates, "_write_back", after_the_update)
+    with ordered_device(seed=1, kernels=True) as device, cpu_beside(0.4):
+        got = run(device, **at_once(monkeypatch, 2))
+    assert device.violations == []
+    assert got.differences(expected) == []
+    assert got.plan is not None
+    chunks = sum(unit.num_chunks(2048) for unit in got.plan.units)
+    streamed = sum(got.plan.streamed_chunks(u, got.plan.placements[0]) for u in got.plan.units)
+    assert len(under_way) == STEPS * (chunks - streamed) > 0
+    assert all(under_way)
 
 
 def test_few_calls_are_made_for_much_that_moves() -> None:

@@ -12,10 +12,12 @@ import math
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -39,7 +41,9 @@ from infinity.formats import MomentFormat
 from infinity.offload.report import StepReport
 from infinity.optim.moments import Moment
 from infinity.optim.update import rounding_key
-from infinity.plan.plan import Plan
+from infinity.plan import planner
+from infinity.plan.budget import Limits, with_memory
+from infinity.plan.plan import Plan, UnitPlacement
 from infinity.rules import RULES, Hyper
 from infinity.storage.device import Device
 
@@ -185,6 +189,18 @@ class Run:
 def masters_of(engine: Engine) -> dict[str, Tensor]:
     """fp32 masters of what is trained, the bytes of all else."""
     return {name: value.clone() for name, value in engine.state_dict(master=True).items()}
+
+
+@contextmanager
+def cpu_beside(share: float) -> Iterator[None]:
+    """The CPU updates such a share of what is streamed, meanwhile, whatever the plan finds fast."""
+    streaming = planner._streaming
+
+    def both(plan: Plan, streamed: frozenset[UnitPlacement], limits: Limits) -> Plan:
+        return with_memory(replace(streaming(plan, streamed, limits), beside=share), limits)
+
+    with mock.patch.object(planner, "_streaming", both):
+        yield
 
 
 def train_on(

@@ -22,7 +22,7 @@ export PATH := $(or $(PATH),/usr/local/bin:/usr/bin:/bin)
 export PYTHONUTF8 := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
-unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -41,7 +41,7 @@ demo: $(RUN_STAMP)  ## train a GPT whose weights and optimizer state live on dis
 	$(BIN)/python examples/pretrain_gpt.py --config examples/configs/demo.yaml $(ARGS)
 
 test: setup  ## run the tests, but not the long or large ones
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not big and not clock" $(ARGS)
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not big and not clock" $(ARGS)
 
 test-clock: setup  ## run the tests that judge by a clock, one at a time, on a quiet machine
 	$(BIN)/python -m pytest -q -m clock $(ARGS)

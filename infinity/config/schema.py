@@ -534,7 +534,7 @@ class Config(Section):
     frozen: FrozenConfig = FrozenConfig()
     update: Literal["auto", "cpu", "device"] = "auto"
     """Who updates state that does not rest on the device: the CPU, or the device, through which it
-    is streamed; "auto" is whatever makes the shorter step. The bits are the same.
+    is streamed; "auto" is whatever makes the shorter step, or both. The bits are the same.
     """
     budget: BudgetConfig = BudgetConfig()
     hints: HintsConfig = HintsConfig()

@@ -10,9 +10,9 @@ priced whole, with its own placement: room for activations and weights that stay
 same memory.
 
 Not all combinations are tried. Of places to wait the nearest one with room is taken (and RAM beside
-the device, for the fastest ways: that leaves it to weights), of slices the fewest that fit (and the
-most, where that leaves room for placement), and more micro-batches only until they are slower.
-`tests/test_batch_schedule.py` compares with all of them on small cases.
+the device, for the fastest way of each number of micro-batches: that leaves it to weights), of
+slices the fewest that fit (and the most, where that leaves room for placement), and more
+micro-batches only until they are slower.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from infinity.plan.case import MARGIN, Case, Priced, price
 LEAST_TOKENS = {True: 64, False: 512}  # of a slice, on a CPU and on a GPU; fewer leave it idle
 PER_DOUBLING = 0.005  # of a step's time: what more slices cost in calls, where all else is equal
 MOST_MICRO_BATCHES, MOST_SLICES = 1024, 256
-WORSE, MOST_SLOWER = 1.05, 2  # twice so much slower: still more micro-batches are not tried
+WORSE, MOST_SLOWER = 1.1, 2  # twice so much slower: still more micro-batches are not tried
 MOST_REFINED = 3  # pairs of micro-batches and slices
 _OFFLOADS: tuple[Offload, ...] = get_args(Offload)  # from the nearest on
 
@@ -313,12 +313,14 @@ class _Search:
     def _refine(self) -> None:
         """Between as few recomputed blocks as must be and all of them, for the best counts."""
         best: dict[tuple[int, int], Priced] = {}
+        roomy: dict[int, Priced] = {}
         for priced in sorted(self.found, key=_seconds):
             best.setdefault((priced.case.micro_batches, priced.case.work.slices), priced)
-        for priced in list(best.values())[:MOST_REFINED]:
-            if self._may_refine(priced):
-                self._halve(priced)
-                self._with_inputs_in_ram(priced)
+            roomy.setdefault(priced.case.micro_batches, priced)
+        for priced in filter(self._may_refine, list(best.values())[:MOST_REFINED]):
+            self._halve(priced)
+        for priced in filter(self._may_refine, roomy.values()):
+            self._with_inputs_in_ram(priced)
 
     def _with_inputs_in_ram(self, best: Priced) -> None:
         """Where all fits on the device: what inputs of blocks leave there may hold weights."""

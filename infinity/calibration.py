@@ -1,8 +1,9 @@
 """Measured rates of this machine: disk, copies, updates, compute; measured once, then kept.
 
 Each is measured briefly, and through what a run uses: the disk tier, the `Device`, the optimizer's
-kernels on chunks of parameters; and alone, but for the disk where the host computes: its processors
-are busy then, as they are in a step. Neither files nor memory are left behind. Links between
+kernels on chunks of parameters; and alone, but for the disk where the host computes, whose
+processors are busy then, as they are in a step, and for the host's updates where it does not, whose
+memory copies pass. Neither files nor memory are left behind. Links between
 ranks are measured where ranks are: by all of them together (`cached_links`).
 
 What is kept is one JSON file for the processors, one for each set of paths and each number of ranks
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +60,11 @@ _DISK_SHARE, _UPDATE_SHARE, _COPY_SHARE, _COMPUTE_SHARE = 0.55, 0.17, 0.05, 0.17
 _BETWEEN_SHARE = 0.04  # of each of seven
 
 SPAN_BYTES = 256 << 20  # of the disk, at most; and a quarter of what is free
-_CHUNK = 2**20  # parameters
-_LEAST_CHUNKS, _MOST_CHUNKS = 8, 64
+_CHUNK = _NUM_NOISE = 2**20  # parameters
+_LEAST_CHUNKS, _MOST_CHUNKS, _LEAST_CALLS = 8, 64, 3
 _BYTES_BESIDE_MOMENTS = 6  # weight, residual and gradient in 16 bits each
 _LARGEST_BYTES = _BYTES_BESIDE_MOMENTS + 2 * 4
-_COPY_BYTES = 32 << 20
-_LINK_BYTES = 32 << 20  # gathered: of the size of a small unit
-_NUM_NOISE = 2**20
-_LEAST_CALLS = 3
+_COPY_BYTES = _LINK_BYTES = 32 << 20  # gathered: of the size of a small unit
 _MATRIX_SIZES = (128, 256, 512, 1024, 2048, 4096)
 _FLOP = 3 * 2  # three products, a multiplication and an addition each
 _NUM_PARTS = 6  # a larger size of matrices is tried while one takes less than such a part
@@ -295,7 +294,8 @@ def _parts(
         }
 
         def measure(seconds: float) -> _Numbers:
-            with _products() if device.unified else contextlib.nullcontext():
+            noise = _noise(torch.float32).view(1024, -1)
+            with _beside(lambda: noise @ noise) if device.unified else contextlib.nullcontext():
                 return measure_disk(paths, settings, _DISK_SHARE * seconds)
 
         parts.append((disks, {*names.DISK}, measure))
@@ -303,16 +303,15 @@ def _parts(
 
 
 @contextlib.contextmanager
-def _products() -> Iterator[None]:
-    """Keeps the host's processors busy, as training does that computes on them."""
-    over, noise = threading.Event(), _noise(torch.float32).view(1024, -1)
+def _beside(work: Callable[[], object]) -> Iterator[None]:
+    """Does `work` again and again on a thread, as training does beside what is measured."""
+    over = threading.Event()
 
-    def multiply() -> None:
-        made = torch.empty_like(noise)
+    def repeat() -> None:
         while not over.is_set():
-            torch.mm(noise, noise, out=made)
+            work()
 
-    thread = threading.Thread(target=multiply, name="infinity-products")
+    thread = threading.Thread(target=repeat, name="infinity-beside")
     thread.start()
     try:
         yield
@@ -369,8 +368,10 @@ def measure_processors(
 ) -> dict[str, float]:
     """All but the disk's rates, by the names of `Rates.numbers`, in their share of `seconds`."""
     share_s = _UPDATE_SHARE * seconds / len(names.UPDATE_FORMATS)
-    numbers = _host_updates(num_threads, share_s)
-    if not device.unified:
+    both = [] if device.unified else _copies(device)[-1]
+    with _beside(lambda: _copy_rate(both, 0.0)) if both else contextlib.nullcontext():
+        numbers = _host_updates(num_threads, share_s)
+    if both:
         numbers |= measure_copies(device, _COPY_SHARE * seconds)
         numbers |= _device_update(device, share_s)
     for precision in names.PRECISIONS:
@@ -503,33 +504,33 @@ def _device_update(device: Device, seconds: float) -> dict[str, float]:
 
 def measure_copies(device: Device, seconds: float) -> dict[str, float]:
     """Bytes per second to a device with memory of its own, from it, and of both at once."""
+    each = zip(names.COPIES, _copies(device), strict=True)
+    return {name: _copy_rate(copies, seconds / len(names.COPIES)) for name, copies in each}
+
+
+def _copies(device: Device) -> tuple[list[Callable[[Event], Event]], ...]:
+    """What starts a copy to the device after an event, one from it, and either."""
     # torch's own pinned memory: `Device.pin` would hold on to it until the device is closed.
     pinned = device.torch_device.type == "cuda"
     arena = device.reserve(2 * _COPY_BYTES)
     there = [arena.view(i * _COPY_BYTES, _COPY_BYTES) for i in range(2)]
     host = [torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in there]
-
-    def bring(after: Event) -> Event:
-        return device.copy_in(there[0], host[0], after)
-
-    def take(after: Event) -> Event:
-        return device.copy_out(host[1], there[1], after)
-
-    each = zip(names.COPIES, ([bring], [take], [bring, take]), strict=True)
-    return {name: _copy_rate(copies, seconds / len(names.COPIES)) for name, copies in each}
+    bring = partial(device.copy_in, there[0], host[0])
+    take = partial(device.copy_out, host[1], there[1])
+    return [bring], [take], [bring, take]
 
 
 def _copy_rate(copies: Sequence[Callable[[Event], Event]], seconds: float) -> float:
     """Bytes per second of these kinds in turn, two copies of each under way: none is ever empty."""
-    events = [copy(HAPPENED) for copy in copies]
-    for event in events:
-        event.wait()
+    events: list[Event] = [HAPPENED] * len(copies)
 
     def next_copy(turn: int) -> Event:
         kind = turn % len(copies)
         events[kind] = copies[kind](events[kind])
         return events[kind]
 
+    for kind in range(len(copies)):
+        next_copy(kind).wait()
     depth = 2 * len(copies)
     count, seconds = keep_moving(next_copy, seconds, depth=depth, least=_LEAST_CALLS)
     return count * _COPY_BYTES / seconds

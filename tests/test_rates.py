@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
+from support.forked import HANG_S
 from support.rough import rough_io
 from test_machine import GIB, computer
 
@@ -61,8 +63,25 @@ def test_a_machine_with_one_memory(drive: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-def test_a_machine_with_a_device(drive: Path, folder: Path, kernels: bool) -> None:
-    device = FakeAccelerator(kernels=kernels)
+def test_a_machine_with_a_device(
+    drive: Path, folder: Path, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Updates of the host are measured while copies go on."""
+    device, copied = FakeAccelerator(kernels=kernels), threading.Event()
+    copy_rate, host_updates = calibration._copy_rate, calibration._host_updates
+
+    def copies(*arguments: Any) -> float:
+        rate = copy_rate(*arguments)
+        copied.set()
+        return rate
+
+    def updates(*arguments: Any) -> dict[str, float]:
+        copied.clear()
+        assert copied.wait(HANG_S)
+        return host_updates(*arguments)
+
+    monkeypatch.setattr(calibration, "_copy_rate", copies)
+    monkeypatch.setattr(calibration, "_host_updates", updates)
     try:
         io = IoConfig(backend="threads")
         found = cached([drive], device=device, io=io, num_threads=2, seconds=BRIEF_S).rates

@@ -88,17 +88,17 @@ def test_the_cpu_and_the_links_take_turns_where_both_have_units() -> None:
     ("cpu", "link", "place", "share"),
     [
         (1e5, 28e7, UpdatePlace.STREAMED, 0),
-        (1e7, 28e7, UpdatePlace.STREAMED, 0.24),
-        (3e7, 28e7, UpdatePlace.STREAMED, 0.48),
+        (1e7, 28e7, UpdatePlace.STREAMED, 0.31),
+        (3e7, 28e7, UpdatePlace.STREAMED, 0.61),
+        (1e7, 4e7, UpdatePlace.STREAMED, 0.87),
         (3e7, 3e7, UpdatePlace.CPU, 0),
-        (1e7, 4e7, UpdatePlace.CPU, 0),
     ],
-    ids=["slow_cpu", "both", "fast_cpu", "slow_links", "a_close_call"],
+    ids=["slow_cpu", "both", "fast_cpu", "slow_links", "slower_links"],
 )
 def test_the_faster_way_is_chosen(
     cpu: float, link: float, place: UpdatePlace, share: float
 ) -> None:
-    """14 bytes in: 280 MB/s are 2e7 parameters a second; beside them the CPU is slower."""
+    """14 bytes in: 280 MB/s are 2e7 parameters a second, which the CPU's come on top of."""
     rates = replace(RATES, update={"fp32": cpu}, to_device=link, from_device=link)
     plan = plan_of(IN_RAM, rates=rates)
     assert (places(plan), plan.beside) == ({place}, share)

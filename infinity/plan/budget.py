@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from infinity.formats import FrozenFormat
-from infinity.plan.layout import PAGE, Kind, Tier, UnitLayout
+from infinity.plan.layout import OFF_DEVICE, PAGE, TIERS, Kind, Tier, UnitLayout
 from infinity.plan.plan import Alike, Plan, SlotClass, UpdatePlace, update_place
 
 NUM_WINDOWS = 3  # gradient ranges in RAM when gradients rest on disk
@@ -166,11 +166,11 @@ def checksum_bytes(nbytes: int) -> int:
 
 def _at_rest(plan: Plan) -> dict[Tier, dict[str, int]]:
     """What rests on each tier."""
-    found = {tier: {"weights": 0, "state": 0, "gradients": 0} for tier in Tier}
+    found = {tier: {"weights": 0, "state": 0, "gradients": 0} for tier in TIERS}
     for alike in plan.alike:
         layout, placement, count = alike.layout, alike.placement, len(alike.units)
         weight = plan.range_bytes(layout, Kind.WEIGHT)
-        state = plan.state_bytes(layout, placement, tuple(Tier)) - weight
+        state = plan.state_bytes(layout, placement, TIERS) - weight
         copies = plan.nodes if plan.is_shared(alike.units[0]) else 1
         found[placement.weight]["weights"] += copies * count * layout.shard_bytes
         found[placement.state]["state"] += count * state
@@ -198,11 +198,10 @@ def stream_bytes(plan: Plan) -> int:
     """Bytes of one device buffer of streamed updates: of all that does not rest there, the chunks
     that pass at once.
     """
-    away = set(Tier) - {Tier.DEVICE}
     streamed = (alike for alike in plan.alike if alike.placement in plan.streamed)
     return max(
         (
-            _bytes_at_once(plan, one, away, plan.passage(one.placement), gradient=True)
+            _bytes_at_once(plan, one, OFF_DEVICE, plan.passage(one.placement), gradient=True)
             for one in streamed
         ),
         default=0,
@@ -229,7 +228,7 @@ def copy_buffer_bytes(plan: Plan) -> int:
 
     Of several ranks, which send it to the first, of every kind.
     """
-    outside = _out_of_reach(plan) if plan.ranks == 1 else set(Tier)
+    outside = _out_of_reach(plan) if plan.ranks == 1 else TIERS
     return max((_bytes_at_once(plan, alike, outside) for alike in plan.alike), default=0)
 
 
@@ -240,9 +239,9 @@ def _frozen_copy_bytes(plan: Plan) -> int:
     return max((alike.layout.shard_bytes for alike in frozen), default=0)
 
 
-def _out_of_reach(plan: Plan) -> set[Tier]:
+def _out_of_reach(plan: Plan) -> tuple[Tier, ...]:
     """The tiers that the CPU does not reach."""
-    return set(Tier) - ({Tier.DEVICE, Tier.HOST} if plan.unified else {Tier.HOST})
+    return (Tier.DISK,) if plan.unified else (Tier.DEVICE, Tier.DISK)
 
 
 def _bytes_at_once(
@@ -281,7 +280,7 @@ def _durable_bytes(plan: Plan, disk: dict[str, int]) -> int:
     """Bytes on disk beyond what rests there: two extents of everything."""
     total = 0
     for alike in plan.alike:
-        state = plan.state_bytes(alike.layout, alike.placement, tuple(Tier))
+        state = plan.state_bytes(alike.layout, alike.placement, TIERS)
         total += len(alike.units) * (state + alike.layout.frozen_bytes)
     return 2 * total - disk["weights"] - disk["state"]
 

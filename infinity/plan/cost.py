@@ -82,9 +82,9 @@ class Rates:
 
     `disk_mixed` counts both directions, moved 1:1. `to_device` and `from_device` are of copies
     between host and device, None where they are one memory, and `copies_mixed` is of both at once
-    (None: neither slows the other). `update` is parameters per second of
-    the host's optimizer kernels with all threads, by format of the moments ("fp32", "bf16",
-    "8bit"); `compute` FLOP per second of large matrix products on the device, as training mixes
+    (None: neither slows the other). `update` is parameters per second of the host's optimizer
+    kernels with all threads, by format of the moments ("fp32", "bf16", "8bit"), while copies go
+    both ways; `compute` FLOP per second of large matrix products on the device, as training mixes
     them (forward, and both of backward), by precision ("bf16", "fp32"); so are `between`, bytes per
     second of what stands between them, and `attention`, FLOP per second of its own. `logits` is how
     many cross entropy takes in a second, there and back: see [Note: compute]. `all_gather` and
@@ -292,9 +292,7 @@ _MULTIPLIED_AS = {"fp16": "bf16"}
 # Of one copy, or one kernel, on a device: Python, CUDA's calls, events asked and waited for. By a
 # device that does nothing 15, with CUDA's own calls some 50 (estimated: not measured on a GPU).
 CALL_S = 50e-6
-# Of the host's rate of updates, while copies pass its memory as well: a guess, not measured.
-BESIDE_COPIES = 0.75
-MOST_BESIDE = 0.9  # of a streamed unit: something is streamed
+MOST_BESIDE, _TINY = 0.9, 1e-12  # of a streamed unit: something is streamed
 USUAL_CONTEXT = 2048  # tokens of a sample, where nobody said it
 HOST_FLOPS = 0.5e12  # bf16 products a second of a host beside a device: a guess, not measured
 DEQUANTISE_BYTES = 22  # an element: 2 + 2 of indices, 4 + 8 + 4 of fp32, 2 of weights
@@ -389,12 +387,13 @@ class _Pricing:
         self.trained = plan.num_trained
         self._elements = _Elements()
         self._again = _Elements()  # of what is recomputed
+        self._ends: tuple[int, int] | None = None
         if work is not None:
             self._elements = _elements(plan.units, work)
             self._again = _elements(recomputed(plan.units, work.recompute), work)
-        order = dict.fromkeys(cycle or guess_cycle(len(plan.units), backward=True))
-        updated = [unit for unit in order if plan.units[unit].numel]
-        self._ends = (updated[0], updated[-1]) if updated else None
+            order = dict.fromkeys(cycle or guess_cycle(len(plan.units), backward=True))
+            updated = [unit for unit in order if plan.units[unit].numel]
+            self._ends = (updated[0], updated[-1]) if updated else None
         self._known: dict[tuple[int, bool, bool, bool], tuple[dict[str, float], float]] = {}
 
     def of(self, phase: PhaseBytes) -> PhaseCost:
@@ -559,7 +558,7 @@ def update_s(plan: Plan, rates: Rates) -> tuple[float, float, float]:
     host_rate = min(slowest, default=0.0)
     device_s = device / rates.device_update if rates.device_update else 0.0
     host_s = host / host_rate if host_rate else 0.0
-    beside_s = beside / (BESIDE_COPIES * host_rate) if host_rate else 0.0
+    beside_s = beside / host_rate if host_rate else 0.0
     return host_s + host_products, beside_s, device_s + device_products
 
 
@@ -597,18 +596,15 @@ def stream_s(plan: Plan, rates: Rates) -> float:
 def share_beside(plan: Plan, rates: Rates) -> float:
     """The share of streamed units with which the CPU is busy as long as the links, in percent.
 
-    The links have other things to carry behind the same forward: f seconds of it. Where all of a
-    pass would take l of the links, k of calls and c of the CPU, (1 - s) l + f = (1 - s) k + s c.
+    Both hang on it linearly; links have other things to carry behind the same forward, too.
     """
-    half = replace(plan, beside=0.5)
-    all_by_cpu, calls = 2 * update_s(half, rates)[1], calls_s(plan)
-    moved = next(phase.moved for phase in forecast_phases(plan) if phase.has_update)
-    links = max(rates.copies_s(moved["to_device"], moved["from_device"]))
-    streamed = stream_s(plan, rates)
-    if not all_by_cpu or links <= calls:
-        return 0.0
-    share = (links - calls) / (streamed - calls + all_by_cpu)
-    return int(100 * min(share, MOST_BESIDE)) / 100
+    longer = []  # what links take longer than the thread that asks for copies, and updates
+    for one in (plan, replace(plan, beside=0.5)):
+        moved = next(phase.moved for phase in forecast_phases(one) if phase.has_update)
+        links = max(rates.copies_s(moved["to_device"], moved["from_device"]))
+        longer.append(links - calls_s(one) - update_s(one, rates)[1])
+    alone, half = longer
+    return max(0, int(100 * min(0.5 * alone / max(alone - half, _TINY), MOST_BESIDE))) / 100
 
 
 def sums_s(plan: Plan, rates: Rates, phase: PhaseBytes) -> float:

@@ -7,9 +7,11 @@ must come out equal (tests hold that). Which unit moves when depends on little o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 
 from infinity.plan import access_order
 from infinity.plan.access_order import AccessOrder, guess_cycle
@@ -71,7 +73,7 @@ def forecast_phases(
         cycle=tuple(cycle or guess_cycle(len(plan.units), backward=True)),
         slot_classes=plan.slot_classes,
         trained=tuple(bool(unit.numel) for unit in plan.units),
-        publishes=tuple(publishes(plan, unit.index) for unit in plan.units),
+        publishes=tuple(map(_publishing(plan).__contains__, range(len(plan.units)))),
         prefetch_units=plan.prefetch_units,
         micro_batches=plan.micro_batches,
     )
@@ -79,6 +81,12 @@ def forecast_phases(
     if summed is None:
         summed = [u.index for u in plan.units if u.is_block and plan.saved.slices > 1]
     return _Bytes(plan, dict.fromkeys(course.cycle), sizes, summed).of(_run(course))
+
+
+def _publishing(plan: Plan) -> set[int]:
+    """The units that the optimizer pass publishes; those that are alike are asked for once."""
+    found = (alike.units for alike in plan.alike if publishes(plan, alike.units[0]))
+    return set(chain.from_iterable(found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +139,8 @@ class _Bytes:
         self.plan = plan
         self._summed = summed
         self._saved = saved_moves(saved, plan.saved, unified=plan.unified)
-        self._updated: dict[tuple[int, int, UnitPlacement, bool], dict[str, int]] = {}
+        self._group = {unit: n for n, alike in enumerate(plan.alike) for unit in alike.units}
+        self._updated: dict[tuple[int, bool], dict[str, int]] = {}
         self._gradients = self._of_gradients(used)
 
     def of(self, phases: Sequence[_PhaseMoves]) -> list[PhaseBytes]:
@@ -153,8 +162,10 @@ class _Bytes:
         _add(self._saved[moves.backward], moved)
         if not moves.backward and not moves.micro_batch:
             moved["disk_write"] += self.plan.commit_bytes // self.plan.durable_every
-        for unit, publish in moves.updated:
-            _add(self._of_update(self.plan.units[unit], publish), moved)
+        group = self._group
+        for one, count in Counter((group[u], publish) for u, publish in moves.updated).items():
+            _add(self._of_update(*one), moved, count)
+        moved["from_device"] += self._normed(moves.updated)
         if moves.backward:
             _add(self._gradients[moves.micro_batch > 0], moved)
         if self.plan.ranks > 1:
@@ -187,31 +198,37 @@ class _Bytes:
         return (self.plan.nodes - 1) * sum(self.plan.own[u].trained_bytes for u in units)
 
     def _of_fetches(self, fetched: list[int]) -> dict[str, int]:
-        sizes = [(self.plan.units[u].shard_bytes, self.plan.placements[u].weight) for u in fetched]
-        moved = {"disk_read": sum(size for size, tier in sizes if tier is Tier.DISK)}
-        if not self.plan.unified:
-            moved["to_device"] = sum(size for size, tier in sizes if tier is not Tier.DEVICE)
+        moved = {"disk_read": 0, "to_device": 0}
+        for group, count in Counter(map(self._group.__getitem__, fetched)).items():
+            alike = self.plan.alike[group]
+            size, tier = count * alike.layout.shard_bytes, alike.placement.weight
+            moved["disk_read"] += size if tier is Tier.DISK else 0
+            moved["to_device"] += 0 if self.plan.unified or tier is Tier.DEVICE else size
         return moved
 
-    def _of_update(self, layout: UnitLayout, publish: bool) -> dict[str, int]:
-        """Of one unit; equal ones are counted once."""
-        plan, placement = self.plan, self.plan.placements[layout.index]
-        normed = 0  # gradients that a norm on the host reads: without padding, unlike the rest
-        by_host = not plan.unified and (not plan.device_kernels or plan.ranks > 1)
-        if placement.gradient is Tier.DEVICE and by_host:
-            normed = plan.own[layout.index].num_trained * plan.gradient_itemsize
-        key = (layout.numel, normed, placement, publish)
-        found = self._updated.get(key)
+    def _normed(self, updated: list[tuple[int, bool]]) -> int:
+        """Gradients on a device that a norm on the host reads: without padding, unlike the rest."""
+        plan = self.plan
+        if plan.unified or (plan.device_kernels and plan.ranks == 1):
+            return 0
+        there = (u for u, _ in updated if plan.placements[u].gradient is Tier.DEVICE)
+        return plan.gradient_itemsize * sum(plan.own[unit].num_trained for unit in there)
+
+    def _of_update(self, group: int, publish: bool) -> dict[str, int]:
+        """Of one of units that are alike."""
+        found = self._updated.get((group, publish))
         if found is None:
-            found = self._updated[key] = self._update(layout, placement, publish, normed)
+            alike = self.plan.alike[group]
+            found = self._update(alike.layout, alike.placement, publish)
+            self._updated[group, publish] = found
         return found
 
     def _update(
-        self, layout: UnitLayout, placement: UnitPlacement, publish: bool, normed: int
+        self, layout: UnitLayout, placement: UnitPlacement, publish: bool
     ) -> dict[str, int]:
         plan = self.plan
         read, written = disk_of_pass(plan, layout, placement)
-        moved = {"disk_read": read, "disk_write": written, "to_device": 0, "from_device": normed}
+        moved = {"disk_read": read, "disk_write": written, "to_device": 0, "from_device": 0}
         if update_place(plan, layout.index) is UpdatePlace.DEVICE:
             return moved
         moved["to_device"], back = streamed_bytes(plan, layout, placement)
@@ -248,9 +265,9 @@ class _Bytes:
         return first, {"disk_read": on_disk, **first}
 
 
-def _add(moved: dict[str, int], to: dict[str, int]) -> None:
+def _add(moved: dict[str, int], to: dict[str, int], times: int = 1) -> None:
     for direction, nbytes in moved.items():
-        to[direction] += nbytes
+        to[direction] += times * nbytes
 
 
 class _CountedRun:

@@ -10,7 +10,16 @@ from functools import cached_property, lru_cache
 
 from infinity.formats import MomentFormat
 from infinity.plan.activations import NOTHING_SAVED, SavedPlan
-from infinity.plan.layout import PAGE, Kind, Precision, Record, Tier, UnitLayout, round_up
+from infinity.plan.layout import (
+    OFF_DEVICE,
+    PAGE,
+    Kind,
+    Precision,
+    Record,
+    Tier,
+    UnitLayout,
+    round_up,
+)
 from infinity.sizes import format_count, format_size
 
 LINKS = ("all_gather", "all_to_all")  # between ranks: bytes that one of them receives
@@ -225,7 +234,7 @@ class Plan:
         """Bytes that a commit writes beside the update: the state that does not rest on disk."""
         if not self.durable:
             return 0
-        off_disk = set(Tier) - {Tier.DISK}
+        off_disk = (Tier.DEVICE, Tier.HOST)
         return sum(
             self.state_bytes(a.layout, a.placement, off_disk) * len(a.units) for a in self.alike
         )
@@ -505,7 +514,7 @@ def streamed_bytes(plan: Plan, layout: UnitLayout, placement: UnitPlacement) -> 
     them they are in its slot already, in which they were updated.
     """
     chunks = plan.streamed_chunks(layout, placement)
-    state = plan.state_bytes(layout, placement, set(Tier) - {Tier.DEVICE}, chunks=chunks)
+    state = plan.state_bytes(layout, placement, OFF_DEVICE, chunks=chunks)
     gradient = plan.gradient_bytes(layout, chunks=chunks)
     return state + (0 if placement.gradient is Tier.DEVICE else gradient), state
 

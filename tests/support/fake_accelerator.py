@@ -47,8 +47,7 @@ UNPINNED = {
     ("infinity.offload.state", "read_own"),
     ("infinity.offload.state", "write_own"),
     ("infinity.offload.gradients", "_read"),
-    ("infinity.calibration", "bring"),
-    ("infinity.calibration", "take"),
+    ("infinity.calibration", "next_copy"),
 }
 PASSED_ON_BY = {
     "infinity.storage.device",

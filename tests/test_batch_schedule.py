@@ -74,7 +74,12 @@ def all_of(case: Case) -> list[Priced]:
     return found
 
 
-@pytest.mark.parametrize("name", MACHINES)
+QUICK = ("little RAM", "small device", "no device", "no disk, little RAM")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.big) for n in MACHINES]
+)
 def test_the_choice_is_as_good_as_the_best_of_all(name: str) -> None:
     case = case_of(*MACHINES[name], **({"nvme_path": None} if "no disk" in name else {}))
     best = min(all_of(case), key=lambda p: p.cost.seconds)

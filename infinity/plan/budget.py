@@ -96,7 +96,7 @@ def _initial_write_bytes(
     Two chunks of all kinds, one fp32 master, and one value as it is made. (An initialiser that
     compares, such as a truncated normal, needs up to three times the value more, for a moment.)
     """
-    chunk = min(plan.chunk_elements, max((u.shard_numel for u in plan.units), default=0))
+    chunk = min(plan.chunk_elements, max((a.layout.shard_numel for a in plan.alike), default=0))
     record = sum(plan.precision.nbytes(kind, chunk) for kind in plan.precision.kinds)
     if not plan.unified:  # buffers are pinned, and pinned memory is there from the beginning
         return 2 * record + 4 * chunk + limits.made
@@ -332,9 +332,9 @@ def exchange_bytes(plan: Plan) -> int:
     Sums of slices are fp32.
     """
     itemsize = 4 if plan.saved.slices > 1 else plan.precision.weight
-    return max((itemsize * u.numel for u in plan.units), default=0)
+    return max((itemsize * alike.layout.numel for alike in plan.alike), default=0)
 
 
 def largest_trained(plan: Plan) -> int:
     """Bytes of the largest trained range in the compute dtype."""
-    return max((u.trained_bytes for u in plan.units), default=0)
+    return max((alike.layout.trained_bytes for alike in plan.alike), default=0)

@@ -182,9 +182,14 @@ class _Bytes:
         """
         units, others = self.plan.units, self.plan.ranks - 1
         brought = [*moves.fetched, *(unit for unit, publish in moves.updated if publish)]
-        nbytes = others * sum(units[unit].shard_bytes for unit in brought)
-        copied = others * sum(units[u].shard_bytes for u in brought if self.plan.is_shared(u))
-        nbytes -= copied
+        nbytes = copied = 0
+        for group, count in Counter(map(self._group.__getitem__, brought)).items():
+            alike = self.plan.alike[group]
+            size = others * count * alike.layout.shard_bytes
+            if self.plan.is_shared(alike.units[0]):
+                copied += size
+            else:
+                nbytes += size
         if moves.backward and moves.micro_batch + 1 == self.plan.micro_batches:
             told = (unit.num_told for unit in units if unit.numel)
             nbytes += 8 * others * max(map(sum, zip(*told, strict=True)), default=0)
@@ -194,6 +199,8 @@ class _Bytes:
         """What other nodes' ranks of the same number keep of weights in shared RAM: once after each
         update.
         """
+        if not self.plan.shared:
+            return 0
         units = [unit for unit, _ in moves.updated if self.plan.is_shared(unit)]
         return (self.plan.nodes - 1) * sum(self.plan.own[u].trained_bytes for u in units)
 

@@ -3,14 +3,14 @@
 Each is measured briefly, and through what a run uses: the disk tier, the `Device`, the optimizer's
 kernels on chunks of parameters; and alone, but for the disk where the host computes, whose
 processors are busy then, as they are in a step, and for the host's updates where it does not, whose
-memory copies pass. Neither files nor memory are left behind. Links between
-ranks are measured where ranks are: by all of them together (`cached_links`).
+memory copies pass. Neither files nor memory are left behind. Links between ranks are measured where
+ranks are: by all of them together (`cached_links`).
 
 What is kept is one JSON file for the processors, one for each set of paths and each number of ranks
-that were measured, one for what passes between nodes, below
-`$XDG_CACHE_HOME/infinity/rates` or `~/.cache/infinity/rates`: what was measured on what, the day,
-the rates. Files are replaced as a whole, so processes may race. One that is damaged, or is about
-something else, is as good as none; a folder that cannot be used only makes the cache forgetful.
+that were measured, one for what passes between nodes, below `$XDG_CACHE_HOME/infinity/rates` or
+`~/.cache/infinity/rates`: what was measured on what, the day, the rates. Files are replaced as a
+whole, so processes may race. One that is damaged, or is about something else, is as good as none; a
+folder that cannot be used only makes the cache forgetful.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +50,8 @@ from infinity.storage.disk import Disk, DiskTicket, Extent
 from infinity.storage.disk_speed import keep_moving
 
 LINK_SECONDS = 1.0  # of both collectives
-# Of disk, updates, copies and products; what stands between those takes two more on two cores. All
-# of it takes more with several paths, or on a machine that is very slow.
+# Of disk, updates, copies and products; what stands between those takes two more on two cores, and
+# all of it more with several paths, or on a machine that is very slow.
 SECONDS = 2.0
 # Shares of the time. The disk binds most runs, and wanders most; the host's updates are of all
 # formats together, the device's get a third of it more.
@@ -324,10 +323,8 @@ def device_name(device: Device) -> str:
     """What a compute device calls itself; "cpu" for the host."""
     if device.torch_device.type == "cuda":
         return torch.cuda.get_device_name(device.torch_device)
-    if isinstance(device, CpuDevice):
-        return "cpu"
-    # A test's device: nobody may take what is measured of it for the host's.
-    return f"{type(device).__name__} on {device.torch_device}"
+    name = f"{type(device).__name__} on {device.torch_device}"  # a test's: not to be taken for it
+    return "cpu" if isinstance(device, CpuDevice) else name
 
 
 def default_folder() -> Path:
@@ -419,9 +416,8 @@ def _noise(dtype: torch.dtype) -> Tensor:
 
 
 def _host_updates(num_threads: int, seconds: float) -> dict[str, float]:
-    num_chunks = _num_chunks()
+    num_chunks, numbers = _num_chunks(), dict[str, float]()
     arena = HostArena(pieces_bytes(num_chunks))
-    numbers = {}
     with CpuKernels(num_threads) as kernels:
         for name in names.UPDATE_FORMATS:
             pieces = pieces_in(arena, num_chunks, MomentFormat(name))
@@ -515,8 +511,13 @@ def _copies(device: Device) -> tuple[list[Callable[[Event], Event]], ...]:
     arena = device.reserve(2 * _COPY_BYTES)
     there = [arena.view(i * _COPY_BYTES, _COPY_BYTES) for i in range(2)]
     host = [torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in there]
-    bring = partial(device.copy_in, there[0], host[0])
-    take = partial(device.copy_out, host[1], there[1])
+
+    def bring(after: Event) -> Event:
+        return device.copy_in(there[0], host[0], after)
+
+    def take(after: Event) -> Event:
+        return device.copy_out(host[1], there[1], after)
+
     return [bring], [take], [bring, take]
 
 
@@ -529,8 +530,7 @@ def _copy_rate(copies: Sequence[Callable[[Event], Event]], seconds: float) -> fl
         events[kind] = copies[kind](events[kind])
         return events[kind]
 
-    for kind in range(len(copies)):
-        next_copy(kind).wait()
+    keep_moving(next_copy, 0.0, depth=1, least=len(copies))
     depth = 2 * len(copies)
     count, seconds = keep_moving(next_copy, seconds, depth=depth, least=_LEAST_CALLS)
     return count * _COPY_BYTES / seconds

@@ -26,17 +26,31 @@ from support.small import (
     small_model,
     train,
 )
+from support.trainer import cpu_beside
 from test_saving import SlowWriter, saved_masters
 
 import infinity
 from infinity.trace.reader import read_timeline
 
 IN_RAM = dict.fromkeys(("weights", "moments", "gradients"), "host")
-PLACES = {"ram": IN_RAM, "mixed": MIXED, "disk": ON_DISK}
+PLACES = {"ram": IN_RAM, "mixed": MIXED, "disk": ON_DISK, "ram, the CPU beside": IN_RAM}
+SHARE = {"ram, the CPU beside": 0.4}
+
+
+def model_of(place: str) -> Any:
+    """One whose units have several chunks where the CPU does a share of them."""
+    return small_model(width=64) if place in SHARE else small_model()
 
 
 def with_kernels(seed: int = 0, max_delay_s: float = 0.002) -> FakeAccelerator:
     return FakeAccelerator(seed, max_delay_s=max_delay_s, kernels=True)
+
+
+def by_cpu(engine: infinity.Engine) -> bool:
+    """Whether some of what is streamed is updated by the CPU meanwhile."""
+    plan = engine.plan
+    each = (plan.passages(*pair) for pair in zip(plan.units, plan.placements, strict=True))
+    return any(not streamed for passages in each for _, streamed in passages)
 
 
 # --- saving ---------------------------------------------------------------------------------------
@@ -53,7 +67,11 @@ def test_a_save_is_of_the_moment_of_the_call(
     slow.go.set()
     arguments = {"device": with_kernels()}
     more: dict[str, Any] = {"precision": "bf16", "update": "device", "arguments": arguments}
-    with small_engine(nvme, PLACES[place], **more) as engine:
+    with (
+        cpu_beside(SHARE.get(place, 0.0)),
+        small_engine(nvme, PLACES[place], model_of(place), **more) as engine,
+    ):
+        assert by_cpu(engine) == (place in SHARE)
         train(engine, 2)
         before = masters(engine)
         slow.go.clear()
@@ -111,7 +129,11 @@ def test_a_close_waits_for_chunks_under_way(tmp_path: Path, place: str) -> None:
     """They move into and out of memory that is given back."""
     fake = with_kernels(max_delay_s=0.2)
     more: dict[str, Any] = {"update": "device", "arguments": {"device": fake}}
-    with small_engine(tmp_path, PLACES[place], **more) as engine:
+    share = SHARE.get(place, 0.0)
+    with (
+        cpu_beside(share),
+        small_engine(tmp_path, PLACES[place], model_of(place), **more) as engine,
+    ):
         engine.backward(engine(batch(0)))
         engine.step()
         streams = engine._parts.optimizer_pass.updates._under_way

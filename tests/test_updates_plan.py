@@ -119,13 +119,27 @@ def test_what_the_cpu_updates_beside_the_links_is_spread_over_each_unit() -> Non
     assert [chunk for chunks, _ in passages for chunk in chunks if chunk >= 12] == [12, 13, 14, 15]
     assert sorted(c for chunks, _ in passages for c in chunks) == list(range(NUMEL // CHUNK))
     assert [len(chunks) if by_device else 0 for chunks, by_device in passages] == [
-        2, 0, 2, 0, 2, 2, 0, 2, 0, 2,
+        2, 0, 2, 2, 2, 0, 2, 2,
     ]  # fmt: skip
-    assert plan.updates_line == ("streamed through the device, 25% of these by the CPU meanwhile")
+    assert plan.updates_line == "streamed through the device, 25% of these by the CPU meanwhile"
     updated = forecast_phases(plan)[0].moved
     numel, by_cpu = sum(SIZES), sum(SIZES) // 4  # which sends 2 bytes of new weights
     assert updated["to_device"] == 14 * (numel - by_cpu) + 2 * by_cpu
     assert updated["from_device"] == 12 * (numel - by_cpu)
+
+
+def test_the_cpu_takes_several_chunks_at_once_where_it_reaches_all_of_them() -> None:
+    """Each time costs Python's calls, which are as long as a fast processor's updates."""
+    for placement, lengths in (
+        (IN_RAM, [5, 5, 5, 1]),
+        ({**IN_RAM, "weights": "device"}, [1] * 16),
+        ({**IN_RAM, "moments": "disk"}, [1] * 16),
+    ):
+        plan = replace(plan_of(placement, "cpu"), chunks_at_once=5)
+        passages = plan.passages(plan.units[0], plan.placements[0])
+        assert [(len(chunks), by_device) for chunks, by_device in passages] == [
+            (length, False) for length in lengths
+        ]
 
 
 def test_calls_count_where_chunks_are_small() -> None:

@@ -304,17 +304,25 @@ class Plan:
     ) -> Iterator[tuple[range, bool]]:
         """Chunks that an optimizer pass takes at once, and whether they are streamed.
 
-        Those that the CPU updates beside streamed ones come between these, evenly.
+        Those that the CPU updates beside streamed ones come between these, evenly; by itself it
+        takes several at once where it reaches all of them.
         """
-        count, step = layout.num_chunks(self.chunk_elements), self.passage(placement)
-        streamed = by_cpu = self.streamed_chunks(layout, placement)
-        for first in range(0, streamed, step):
-            last = min(first + step, streamed)
-            yield range(first, last), True
-            while (by_cpu - streamed) * streamed < (count - streamed) * last:
-                yield range(by_cpu, by_cpu + 1), False
-                by_cpu += 1
-        yield from ((range(chunk, chunk + 1), False) for chunk in range(by_cpu, count))
+        count, streamed = layout.num_chunks(self.chunk_elements), 0
+        first = by_cpu = self.streamed_chunks(layout, placement)
+        tiers = {placement.weight, placement.state, placement.gradient}
+        reached = tiers <= ({Tier.DEVICE, Tier.HOST} if self.unified else {Tier.HOST})
+        step = self.chunks_at_once if reached else 1
+        while streamed < first or by_cpu < count:
+            if streamed < first:
+                last = min(streamed + self.passage(placement), first)
+                yield range(streamed, last), True
+                streamed = last
+            while by_cpu < count and (
+                streamed == first or (by_cpu - first) * first < (count - first) * streamed
+            ):
+                last = min(by_cpu + step, count)
+                yield range(by_cpu, last), False
+                by_cpu = last
 
     def class_of(self, unit: int) -> int | None:
         """The unit's slot class, None where its weights rest on the device."""

@@ -106,12 +106,12 @@ def tiles_of(
 # A staging buffer in RAM holds one chunk of those kinds that cannot be updated where they rest; one
 # on the device, of a streamed update, what does not rest there. Copies in, kernels and copies out
 # of different chunks overlap, and only events order them; the optimizer thread waits for nothing
-# but the oldest, which must be back before its buffers are filled again. No copy waits for
-# compute: a unit is lent out when its last chunk is back, and until then nobody else can reach it.
-# From RAM to RAM several chunks are streamed at once (`Plan.passage`): a copy costs the host some
-# 50 us of calls, whatever its size. One unit follows the other without a gap, unless it must wait.
-# Meanwhile the CPU may update a share of each unit's chunks itself (`Plan.passages`): on the same
-# thread, between two that it sends off.
+# but the oldest, which must be back before its buffers are filled again. No copy waits for compute:
+# a unit is lent out when its last chunk is back, and until then nobody else can reach it. From RAM
+# to RAM several chunks are streamed at once (`Plan.passage`): a copy costs the host some 50 us of
+# calls, whatever its size. So are several updated by the CPU at once, where it reaches all. One
+# unit follows the other without a gap, unless it must wait. Meanwhile the CPU may update a share of
+# each unit's chunks itself (`Plan.passages`): on the same thread, between two that it sends off.
 
 
 @dataclass(eq=False)
@@ -321,12 +321,12 @@ class Updates:
     ) -> list[Tile]:
         """Of all these chunks, whose bytes are in `views`; cut as if each passed alone."""
         plan, layout, tiles = self.plan, self.plan.own[unit], list[Tile]()
+        before = {kind: plan.part(layout, kind, chunks.start).start for kind in views}
         for chunk in chunks:
             own = {}
             for kind, view in views.items():
-                part = plan.part(layout, kind, chunk)
-                before = plan.part(layout, kind, chunks.start).start
-                own[kind] = view[part.start - before : part.stop - before]
+                part, start = plan.part(layout, kind, chunk), before[kind]
+                own[kind] = view[part.start - start : part.stop - start]
             tiles += tiles_of(job, plan, layout, chunk, own, self.gradients.dtype)
         return tiles
 

@@ -12,6 +12,7 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from support.trainer import (
     TIERS,
     Result,
     Run,
+    at_once,
     cpu_beside,
     make_config,
     make_device,
@@ -87,7 +89,7 @@ AXES: dict[str, list[Any]] = {
     "moments": TIERS,
     "gradients": TIERS,
     "prefetch_units": [1, 0, 3],
-    "chunk_size": [2048, 4096, "auto"],
+    "chunk_size": [2048, 4096, "auto", "several"],  # 2048, and more than one at once
     "backend": backends(),
     "isa": _adam.isas(),
     "adam_threads": [1, 2],
@@ -163,7 +165,7 @@ def config_of(choice: Choice) -> dict[str, Any]:
         activations=activations,
         update=choice["update"].replace("both", "device"),
         prefetch_units=choice["prefetch_units"],
-        chunk_size=choice["chunk_size"],
+        chunk_size="auto" if choice["chunk_size"] == "several" else choice["chunk_size"],
         io={"backend": choice["backend"], "verify": choice["verify"]},
         cpu={"isa": choice["isa"], "num_threads": choice["adam_threads"]},
         seed=5,
@@ -278,12 +280,16 @@ def check(choice: Choice, seed: int = 0) -> list[str]:
         return ["clipping never acted"]
     if isinstance(expected, HalfResult) and all(expected.overflows):
         return ["no step was without an overflow"]
-    with cpu_beside(0.4 if choice["update"] == "both" else 0.0):
+    several = choice["chunk_size"] == "several"
+    with (
+        cpu_beside(0.4 if choice["update"] == "both" else 0.0),
+        at_once(3) if several else nullcontext(),
+    ):
         run = Trained(choice, seed).run()
     assert run.plan is not None
     assert run.report is not None
     some_whole = any(u.paired is not None for u in run.plan.units)
-    small = choice["chunk_size"] == 2048 and not (run.plan.rule.whole or some_whole)
+    small = choice["chunk_size"] in (2048, "several") and not (run.plan.rule.whole or some_whole)
     if small and max(u.num_chunks(2048) for u in run.plan.units) < 2:
         return ["no unit has two chunks: the chunk axis tests nothing"]
     found = run.differences(expected)

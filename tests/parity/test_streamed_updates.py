@@ -13,12 +13,11 @@ import torch
 from support.fake_accelerator import FakeAccelerator
 from support.grids import diagonal
 from support.ordered_accelerator import ordered_device
-from support.trainer import Result, cpu_beside, make_config, train_case
+from support.trainer import Result, at_once, cpu_beside, make_config, train_case
 
 import infinity
 from infinity.offload.prefetch import Prefetcher
 from infinity.offload.transfers import Transfers
-from infinity.plan import planner
 from infinity.plan.plan import Plan
 from infinity.training.optimizer_pass import Updates
 
@@ -35,6 +34,7 @@ PLACEMENTS = [
 ]
 MODELS = ("gpt", "encoder_decoder", "frozen", "routed")
 STEPS = 4
+STREAMED: dict[str, Any] = {"chunk_size": "auto", "update": "device"}
 
 
 def run(
@@ -45,13 +45,6 @@ def run(
 
 def with_kernels(seed: int = 0) -> FakeAccelerator:
     return FakeAccelerator(seed, max_delay_s=0.0005, kernels=True)
-
-
-def at_once(monkeypatch: pytest.MonkeyPatch, chunks: int) -> dict[str, Any]:
-    """What a configuration says so that so many chunks of 2048 elements pass at once."""
-    monkeypatch.setattr(planner, "CHUNK_ELEMENTS", 2048)
-    monkeypatch.setattr(planner, "STREAMED_ELEMENTS", chunks * 2048)
-    return {"chunk_size": "auto", "update": "device"}
 
 
 def num_passages(plan: Plan) -> int:
@@ -68,7 +61,6 @@ def test_the_same_bits_and_the_forecast_bytes_wherever_state_rests(
     placement: tuple[str, str, str],
     formats: tuple[str, str],
     share: float,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two chunks pass at once where nothing of them is on disk, with the CPU beside or not."""
     precision, moments = formats
@@ -78,8 +70,8 @@ def test_the_same_bits_and_the_forecast_bytes_wherever_state_rests(
         changes["loss_scale"] = {"value": 4}  # no step is skipped
     expected = run("cpu", ("device",) * 3, **changes)
     fake = with_kernels()
-    with cpu_beside(share):
-        got = run(fake, placement, **at_once(monkeypatch, 2), **changes)
+    with cpu_beside(share), at_once(2):
+        got = run(fake, placement, **STREAMED, **changes)
     assert got.differences(expected) == []
     assert got.plan is not None
     assert got.report is not None
@@ -129,8 +121,8 @@ def test_a_unit_is_on_its_way_before_the_one_before_it_is_back(
 
     monkeypatch.setattr(Transfers, "update", ask)
     monkeypatch.setattr(Prefetcher, "updated", back)
-    with ordered_device(seed=1, kernels=True) as device:
-        got = run(device, placement, **at_once(monkeypatch, 2))
+    with ordered_device(seed=1, kernels=True) as device, at_once(2):
+        got = run(device, placement, **STREAMED)
     assert device.violations == []
     assert got.differences(run("cpu")) == []
     assert most > 1
@@ -147,8 +139,8 @@ def test_the_cpu_updates_chunks_while_others_are_on_their_way(
         return write_back(self, work)
 
     monkeypatch.setattr(Updates, "_write_back", after_the_update)
-    with ordered_device(seed=1, kernels=True) as device, cpu_beside(0.4):
-        got = run(device, **at_once(monkeypatch, 2))
+    with ordered_device(seed=1, kernels=True) as device, cpu_beside(0.4), at_once(2):
+        got = run(device, **STREAMED)
     assert device.violations == []
     assert got.differences(expected) == []
     assert got.plan is not None

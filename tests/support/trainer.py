@@ -192,6 +192,16 @@ def masters_of(engine: Engine) -> dict[str, Tensor]:
 
 
 @contextmanager
+def at_once(chunks: int) -> Iterator[None]:
+    """With `chunk_size: auto` a pass takes so many chunks at once, of 2048 elements each."""
+    with (
+        mock.patch.object(planner, "CHUNK_ELEMENTS", 2048),
+        mock.patch.object(planner, "STREAMED_ELEMENTS", chunks * 2048),
+    ):
+        yield
+
+
+@contextmanager
 def cpu_beside(share: float) -> Iterator[None]:
     """The CPU updates such a share of what is streamed, meanwhile, whatever the plan finds fast."""
     streaming = planner._streaming

@@ -1,0 +1,140 @@
+#!/usr/bin/env python3
+"""How long an optimizer pass takes by the CPU, streamed, and both at a time: on links of a speed.
+
+    python tools/bench_updates.py --links 22e9
+
+There need be no GPU: copies to and from the device take the time that links of so many bytes per
+second each way would take, and kernels none; nothing moves. So the CPU's updates, the calls and the
+threads are real, and what copies would take of the memory's bandwidth is not there. `auto` is what
+the plan makes of this machine's rates with those links, which are measured first. Contenders take
+turns; the median counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+import torch
+from bench_host_time import IN_RAM, NullDevice
+from torch import Tensor
+
+import infinity
+from infinity.calibration import cached_rates
+from infinity.optim.cpu import Piece
+from infinity.storage.device import HAPPENED, Event
+
+WIDTH, NUM_UNITS = 4096, 8
+
+
+class Later(Event):
+    """Something that is over at a time."""
+
+    def __init__(self, end: float) -> None:
+        self.end = end
+
+    def wait(self) -> None:
+        """Sleeps until then."""
+        left = self.end - time.perf_counter()
+        if left > 0:  # to sleep for nothing takes a while, too
+            time.sleep(left)
+
+    def done(self) -> bool:
+        """Whether it is later."""
+        return time.perf_counter() >= self.end
+
+
+def end_of(event: Event) -> float:
+    """When it is, or was, over; now if that is not known."""
+    each = getattr(event, "events", (event,))
+    return max(time.perf_counter(), *(getattr(one, "end", 0.0) for one in each))
+
+
+class SlowLinks(NullDevice):
+    """A device at the end of two links, one each way, that are busy while something is copied."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self._rate, self._free = rate, {"in": 0.0, "out": 0.0}
+
+    def memory_bytes(self) -> int | None:
+        """As much as a card."""
+        return 24 << 30
+
+    def _copy(self, way: str, nbytes: int, after: Event) -> Event:
+        begin = max(self._free[way], end_of(after))
+        self._free[way] = begin + nbytes / self._rate
+        return Later(self._free[way])
+
+    def copy_in(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        """Takes its time."""
+        return self._copy("in", source.numel(), after)
+
+    def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        """Takes its time."""
+        return self._copy("out", source.numel(), after)
+
+    bring, copy_back = copy_in, copy_out
+
+    def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
+        """Over when what it waits for is."""
+        return Later(end_of(after))
+
+
+class Contender:
+    """An engine whose state rests in RAM, and whose units are updated so; and its passes' times."""
+
+    def __init__(self, update: str, links: float, threads: int) -> None:
+        torch.manual_seed(0)
+        layers = (torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_UNITS))
+        config = {"precision": "bf16", "placement": IN_RAM, "update": update,
+                  "gradient_clipping": 0, "cpu": {"num_threads": threads}}  # fmt: skip
+        model, device = torch.nn.Sequential(*layers), SlowLinks(links)
+        self.engine = infinity.initialize(model, config, device=device)[0]
+        self.seconds: list[float] = []
+
+    def turn(self) -> None:
+        """One step, of which the pass counts."""
+        inputs = torch.ones(1, WIDTH, dtype=torch.bfloat16)
+        self.engine.backward(self.engine(inputs).square().mean())
+        self.engine.settle()
+        begin = time.perf_counter()
+        self.engine.step()
+        self.engine.settle()
+        self.seconds.append(time.perf_counter() - begin)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--links", type=float, default=22e9, help="bytes a second, each way")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="that update")
+    parser.add_argument("--rounds", type=int, default=15)
+    told = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["XDG_CACHE_HOME"] = cache
+        cached_rates((), SlowLinks(told.links), num_threads=told.threads)
+        contenders = {
+            update: Contender(update, told.links, told.threads)
+            for update in ("cpu", "device", "auto")
+        }
+    for _ in range(1 + told.rounds):
+        for one in contenders.values():
+            one.turn()
+    numel = WIDTH * WIDTH * NUM_UNITS
+    print(f"{numel:,} parameters, links of {told.links / 1e9:g} GB/s, {told.threads} threads")
+    for update, one in contenders.items():
+        seconds = statistics.median(one.seconds[1:])
+        print(f"{update:>7}  {1e3 * seconds:6.1f} ms  {numel / seconds / 1e9:5.2f} G parameters/s  "
+              f"{one.engine.plan.updates_line}")  # fmt: skip
+        one.engine.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

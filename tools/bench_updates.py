@@ -29,7 +29,7 @@ from infinity.calibration import cached_rates
 from infinity.optim.cpu import Piece
 from infinity.storage.device import HAPPENED, Event
 
-WIDTH, NUM_UNITS = 4096, 8
+WIDTH, NUM_UNITS = 8192, 3
 
 
 class Later(Event):

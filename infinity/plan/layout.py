@@ -116,6 +116,11 @@ class Precision:
         """The kinds of the moments."""
         return MOMENTS[: len(self.moments)]
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether chunks hold values alone: several in a row are as one long chunk."""
+        return self.paired is None and not any(form.num_scales(1) for form in self.moments)
+
     def format_of(self, kind: Kind) -> MomentFormat:
         """The format of a moment."""
         return self.moments[MOMENTS.index(kind)]

@@ -285,8 +285,18 @@ class Plan:
 
         More than one only where they are streamed from memory to memory: on disk each is a record.
         """
-        on_disk = Tier.DISK in (placement.weight, placement.state, placement.gradient)
-        return 1 if on_disk or placement not in self.streamed else self.chunks_at_once
+        several = placement in self.streamed and self.reached(placement, by_device=True)
+        return self.chunks_at_once if several else 1
+
+    def reached(self, placement: UnitPlacement, *, by_device: bool) -> bool:
+        """Whether all of a unit placed so is updated from where it rests, not through RAM buffers.
+
+        A device that updates copies what it streams from RAM by itself.
+        """
+        tiers = {placement.weight, placement.state, placement.gradient}
+        if by_device or self.unified:
+            return Tier.DISK not in tiers
+        return tiers == {Tier.HOST}
 
     def streamed_chunks(self, layout: UnitLayout, placement: UnitPlacement) -> int:
         """How many chunks of a unit placed so, the first ones, are streamed: see `passages`.
@@ -296,8 +306,8 @@ class Plan:
         if placement not in self.streamed:
             return 0
         count = layout.num_chunks(self.chunk_elements)
-        on_disk = Tier.DISK in (placement.weight, placement.state, placement.gradient)
-        return count if on_disk else max(count - round(self.beside * count), min(count, 1))
+        share = self.beside if self.reached(placement, by_device=True) else 0.0
+        return max(count - round(share * count), min(count, 1))
 
     def passages(
         self, layout: UnitLayout, placement: UnitPlacement
@@ -309,9 +319,7 @@ class Plan:
         """
         count, streamed = layout.num_chunks(self.chunk_elements), 0
         first = by_cpu = self.streamed_chunks(layout, placement)
-        tiers = {placement.weight, placement.state, placement.gradient}
-        reached = tiers <= ({Tier.DEVICE, Tier.HOST} if self.unified else {Tier.HOST})
-        step = self.chunks_at_once if reached else 1
+        step = self.chunks_at_once if self.reached(placement, by_device=False) else 1
         while streamed < first or by_cpu < count:
             if streamed < first:
                 last = min(streamed + self.passage(placement), first)

@@ -65,16 +65,18 @@ def tiles_of(
     job: PassJob,
     plan: Plan,
     layout: UnitLayout,
-    chunk: int,
+    chunks: range,
     views: Mapping[Kind, Tensor],
     gradient_dtype: torch.dtype,
 ) -> list[Tile]:
     """The parts of parameters that lie in a chunk and have an update.
 
-    `views` (uint8) hold every state kind of exactly this chunk, and its gradient.
+    `views` (uint8) hold every state kind of exactly this chunk, and its gradient. Of several
+    chunks, where nothing but values stands in them: see `Precision.is_flat`.
     """
     precision = plan.precision_of(layout)
-    start, count = layout.chunk(chunk, plan.chunk_elements)
+    start, _ = layout.chunk(chunks.start, plan.chunk_elements)
+    count = sum(layout.chunk(chunks.stop - 1, plan.chunk_elements)) - start
     weights, rests = master_in(views, precision)
     gradients = views[Kind.GRADIENT].view(gradient_dtype)
     moments = {
@@ -212,7 +214,9 @@ class Updates:
             # Of the buffers one is being updated, one is on its way back; the others read ahead.
             while pending is not None and len(queue) < self.plan.num_staging_buffers - 2:
                 laps = Laps(self.transfers.trace, pending[0])
-                buffer = self._staging.take(self._land)
+                placement, by_device = self.plan.placements[pending[0]], pending[-1]
+                reached = self.plan.reached(placement, by_device=by_device)
+                buffer = _NOWHERE if reached else self._staging.take(self._land)
                 queue.append(self._issue(job, *pending, buffer))
                 laps.lap("optimizer_pass", "wait for a buffer, request")
                 pending = next(order, None)
@@ -302,9 +306,14 @@ class Updates:
         if work.is_first:
             self._target = self.prefetcher.publish_slot(work.unit)
         written += self._publish(work)
-        self._staging.give_back(work.buffer, *written)
+        self._give_back(work, written)
         laps.lap("optimizer_pass", "publish, write back")
         self._finish(work)
+
+    def _give_back(self, work: Work, written: Sequence[Event]) -> None:
+        """Its buffer, if it has one, is free when what was written from it is."""
+        if work.buffer is not _NOWHERE:
+            self._staging.give_back(work.buffer, *written)
 
     def _finish(self, work: Work) -> None:
         """Chunks are updated; with the last one the unit is."""
@@ -319,15 +328,17 @@ class Updates:
     def _tiles(
         self, job: PassJob, unit: int, chunks: range, views: Mapping[Kind, Tensor]
     ) -> list[Tile]:
-        """Of all these chunks, whose bytes are in `views`; cut as if each passed alone."""
+        """Of all these chunks, whose bytes are in `views`; where cuts may show, one by one."""
         plan, layout, tiles = self.plan, self.plan.own[unit], list[Tile]()
+        is_flat = isinstance(self.updater, KernelUpdater) and plan.precision_of(layout).is_flat
+        step = plan.chunks_at_once if is_flat else 1
         before = {kind: plan.part(layout, kind, chunks.start).start for kind in views}
-        for chunk in chunks:
-            own = {}
+        for first in range(chunks.start, chunks.stop, step):
+            some, own = range(first, min(first + step, chunks.stop)), {}
             for kind, view in views.items():
-                part, start = plan.part(layout, kind, chunk), before[kind]
+                part, start = plan.part(layout, kind, first, len(some)), before[kind]
                 own[kind] = view[part.start - start : part.stop - start]
-            tiles += tiles_of(job, plan, layout, chunk, own, self.gradients.dtype)
+            tiles += tiles_of(job, plan, layout, some, own, self.gradients.dtype)
         return tiles
 
     # --- by the CPU ----------------------------------------------------------------------------
@@ -431,7 +442,7 @@ class Updates:
         state = self.store.units[work.unit]
         staged = {kind: work.views[kind] for kind in state.kinds if kind not in state.memory}
         written = [self.store.send(work.unit, work.chunks.start, staged)] if staged else []
-        self._staging.give_back(work.buffer, *written)
+        self._give_back(work, written)
         self._finish(work)
 
     def _land_all(self, but: int = 0) -> None:

@@ -541,7 +541,7 @@ class Config(Section):
     io: IoConfig = IoConfig()
     chunk_size: int | Literal["auto"] = "auto"
     """Elements of a chunk, in which the optimizer works and which travels as one; "auto" is 1 Mi,
-    and 4 Mi of what is streamed through a device and does not rest on disk.
+    of which four pass at once where nothing rests on disk.
     """
     prefetch_units: int = Field(default=2, ge=0)
     """Units fetched before they are needed."""

@@ -548,9 +548,10 @@ def update_s(plan: Plan, rates: Rates) -> tuple[float, float, float]:
         if not rates.device_update or place is UpdatePlace.CPU:
             host += trained
             continue
-        chunks = layout.num_chunks(plan.chunk_elements)
-        by_device = plan.streamed_chunks(layout, alike.placement) / chunks if (
-            chunks and place is UpdatePlace.STREAMED) else 1.0  # fmt: skip
+        by_device = 1.0
+        if place is UpdatePlace.STREAMED:
+            chunks = max(layout.num_chunks(plan.chunk_elements), 1)
+            by_device = plan.streamed_chunks(layout, alike.placement) / chunks
         device += by_device * trained
         beside += (1 - by_device) * trained
     host_products, device_products = _matrix_s(plan, rates)

@@ -126,8 +126,8 @@ class Plan:
     rule: RuleFacts = RuleFacts()
     device_kernels: bool = False  # a device with memory of its own runs our optimizer kernels
     streamed: frozenset[UnitPlacement] = frozenset()  # units placed so: `UpdatePlace.STREAMED`
-    chunks_at_once: int = 1  # of a unit that is streamed from memory to memory
-    beside: float = 0.0  # share of such a unit that the CPU updates meanwhile
+    chunks_at_once: int = 1  # of a unit that is updated from where it rests in memory
+    beside: float = 0.0  # share of such a unit that the CPU updates while the rest is streamed
     rates_origin: str = ""  # of the rates by which placement left to the plan was chosen
     durable: bool = False  # every unit has two extents; steps are committed
     durable_every: int = 1  # steps from one commit to the next
@@ -281,9 +281,9 @@ class Plan:
         return slice(chunk * each, last * each + rest)
 
     def passage(self, placement: UnitPlacement) -> int:
-        """Chunks of a unit placed so that an optimizer pass takes at once.
+        """Chunks of a unit placed so that are streamed at once.
 
-        More than one only where they are streamed from memory to memory: on disk each is a record.
+        More than one only from memory to memory: on disk each is a record.
         """
         several = placement in self.streamed and self.reached(placement, by_device=True)
         return self.chunks_at_once if several else 1

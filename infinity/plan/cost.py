@@ -449,7 +449,7 @@ class _Pricing:
             # One thread asks for copies, and has the CPU update what it does meanwhile.
             calls = beside + calls_s(plan) if phase.has_update else 0.0
             resources["update"] = update + max(stream_s(plan, rates), calls) if update else 0.0
-            resources["calls"] = calls
+            resources["calls and update" if beside else "calls"] = calls
         return resources
 
     def _compute_s(self, phase: PhaseBytes, once: _Elements, again: _Elements) -> float:

@@ -323,7 +323,7 @@ def device_name(device: Device) -> str:
     """What a compute device calls itself; "cpu" for the host."""
     if device.torch_device.type == "cuda":
         return torch.cuda.get_device_name(device.torch_device)
-    name = f"{type(device).__name__} on {device.torch_device}"  # a test's: not to be taken for it
+    name = f"{type(device).__name__} on {device.torch_device}"  # of a test's device
     return "cpu" if isinstance(device, CpuDevice) else name
 
 

@@ -240,20 +240,16 @@ class _Bytes:
             return moved
         moved["to_device"], back = streamed_bytes(plan, layout, placement)
         moved["from_device"] += back
-        first = plan.streamed_chunks(layout, placement)  # the rest is the CPU's
-        if plan.unified or first == layout.num_chunks(plan.chunk_elements):
+        if plan.unified:
             return moved
+        first = plan.streamed_chunks(layout, placement)
+        gradient = plan.gradient_bytes(layout) - plan.gradient_bytes(layout, chunks=first)  # CPU's
         if publish and placement.weight is not Tier.DEVICE:  # streamed ones are in the slot by then
-            streamed = plan.gradient_bytes(layout, chunks=first) // plan.gradient_itemsize
-            published = layout.trained_bytes // layout.shards - plan.precision.weight * streamed
-            moved["to_device"] += published
+            moved["to_device"] += gradient // plan.gradient_itemsize * plan.precision.weight
         resting = plan.state_bytes(layout, placement, (Tier.DEVICE,))
         resting -= plan.state_bytes(layout, placement, (Tier.DEVICE,), chunks=first)
-        moved["from_device"] += resting
         moved["to_device"] += resting
-        if placement.gradient is Tier.DEVICE:
-            whole, streamed = (plan.gradient_bytes(layout, chunks=n) for n in (None, first))
-            moved["from_device"] += whole - streamed
+        moved["from_device"] += resting + (gradient if placement.gradient is Tier.DEVICE else 0)
         return moved
 
     def _of_gradients(self, used: Collection[int]) -> tuple[dict[str, int], dict[str, int]]:

@@ -280,13 +280,12 @@ class Plan:
             each, rest = (nbytes(kind, n) for n in (self.chunk_elements, count))
         return slice(chunk * each, last * each + rest)
 
-    def passage(self, placement: UnitPlacement) -> int:
-        """Chunks of a unit placed so that are streamed at once.
+    def passage(self, placement: UnitPlacement, *, by_device: bool = True) -> int:
+        """Chunks of a unit placed so that are streamed, or updated by the CPU, at once.
 
-        More than one only from memory to memory: on disk each is a record.
+        More than one only where all is reached: on disk each is a record.
         """
-        several = placement in self.streamed and self.reached(placement, by_device=True)
-        return self.chunks_at_once if several else 1
+        return self.chunks_at_once if self.reached(placement, by_device=by_device) else 1
 
     def reached(self, placement: UnitPlacement, *, by_device: bool) -> bool:
         """Whether all of a unit placed so is updated from where it rests, not through RAM buffers.
@@ -319,16 +318,16 @@ class Plan:
         """
         count, streamed = layout.num_chunks(self.chunk_elements), 0
         first = by_cpu = self.streamed_chunks(layout, placement)
-        step = self.chunks_at_once if self.reached(placement, by_device=False) else 1
+        step, own_step = (self.passage(placement, by_device=yes) for yes in (True, False))
         while streamed < first or by_cpu < count:
             if streamed < first:
-                last = min(streamed + self.passage(placement), first)
+                last = min(streamed + step, first)
                 yield range(streamed, last), True
                 streamed = last
             while by_cpu < count and (
                 streamed == first or (by_cpu - first) * first < (count - first) * streamed
             ):
-                last = min(by_cpu + step, count)
+                last = min(by_cpu + own_step, count)
                 yield range(by_cpu, last), False
                 by_cpu = last
 

@@ -219,6 +219,13 @@ def test_a_dry_run_says_what_was_chosen_and_what_is_to_be_expected() -> None:
         assert words in line
 
 
+def test_inputs_of_blocks_in_ram_are_tried_where_others_look_better_without() -> None:
+    """One micro-batch leaves no room to stream: a dozen others are faster until inputs leave."""
+    found = priced_of(job_named("step-8b-32k"), "infinity_plan", machine_of(), PROCESS_BYTES)
+    chosen = BatchSchedule.of(found.case)
+    assert (chosen.micro_batches, chosen.recompute, chosen.offload) == (1, "all", "host")
+
+
 def test_the_budgets_of_ours_are_told_on_a_gpu_only() -> None:
     job = job_named("step-8b-32k-m4") | {"slices": 2, "offload": "host", "by_engine": True}
     config = engine_config(job, "infinity_ram")

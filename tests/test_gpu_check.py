@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
@@ -58,6 +59,7 @@ from _gpu_stages import KERNEL_TESTS, TRAINING_TESTS, WHOLE_GIB
 from _gpu_targets import TARGETS, table
 
 ROOT = Path(__file__).resolve().parent.parent
+TRAINING = "tests-training"
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 
 
@@ -93,6 +95,43 @@ def test_what_it_runs_is_there(stage: str, tmp_path: Path) -> None:
         raced = commands[check.name.removesuffix("-trace")]
         name = Path(check.command[-2]).stem.removeprefix("trace-")
         assert name in raced[raced.index("--only") + 1].split(",")
+
+
+def test_a_test_that_hangs_says_where_and_others_go_on(tmp_path: Path) -> None:
+    (check,) = (c for c in tool.checks_of(["quick"], tmp_path, tmp_path) if c.name == TRAINING)
+    hangs = tmp_path / "test_hangs.py"
+    hangs.write_text(
+        "import threading\nimport pytest\npytestmark = pytest.mark.gpu\n"
+        "def test_one(): pass\ndef test_two(): threading.Event().wait()\ndef test_three(): pass\n"
+    )
+    command = [word for word in check.command if word not in TRAINING_TESTS]
+    command[command.index("--timeout") + 1] = "3"
+    command[command.index("faulthandler_timeout=45")] = "faulthandler_timeout=1"
+    command += ["-c", str(ROOT / "pyproject.toml"), str(hangs)]
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert "1 failed, 2 passed" in done.stdout
+    assert 'test_hangs.py", line 5 in test_two' in done.stdout + done.stderr
+
+
+def test_a_contender_ends_with_who_asks(tmp_path: Path) -> None:
+    options = ["--model", "gpt-tiny", "--only", "torch_ram", "--steps", "1000000"]
+    asking = subprocess.Popen(
+        [sys.executable, str(ROOT / "tools" / "bench_step.py"), *options, "--path", str(tmp_path)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert asking.stderr is not None
+    for line in asking.stderr:
+        if "is ready" in line:
+            break
+    (contender,) = psutil.Process(asking.pid).children()
+    asking.kill()
+    asking.wait()
+    _, alive = psutil.wait_procs([contender], timeout=60)
+    assert not alive
 
 
 def test_every_test_of_a_gpu_is_in_one_of_two_checks() -> None:
@@ -564,19 +603,18 @@ def test_a_call_from_its_start_to_its_report(
     monkeypatch.setattr(tool, "build", build)
     monkeypatch.setattr(tool, "BUILT", tmp_path / "built")
     monkeypatch.setattr(tool, "FACTS", "print('H200 139 GiB, 16 CPU cores')")
-    monkeypatch.setattr(tool, "checks_of", lambda stages, out, work, gib: checks)
+    monkeypatch.setattr(tool, "checks_of", lambda stages, out, work, gib, ram: checks)
     monkeypatch.setattr(tool, "gpu_gib", lambda: 40.0)
     # The limits are for a machine that is paid by the second, from when the tool was loaded.
     monkeypatch.setattr(tool, "BEGAN", time.monotonic())
-    for name in ("LIMIT_S", "FACTS_S"):
-        monkeypatch.setattr(tool, name, 3600.0)
+    monkeypatch.setattr(tool, "FACTS_S", 3600.0)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", "/before")
     for name in ("PYTHONUNBUFFERED", "PYTEST_DISABLE_PLUGIN_AUTOLOAD", "INFINITY_KERNEL_CACHE"):
         monkeypatch.setenv(name, "")  # as they are afterwards is not for other tests
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    assert tool.main(["disk"]) == 0
-    assert tool.main(["disk"]) == 0
+    assert tool.main(["disk", "--limit", "3600"]) == 0
+    assert tool.main(["disk", "--limit", "3600"]) == 0
     assert len(built) == 1
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names[1:] == ["log.txt", "results.json"]
@@ -666,14 +704,16 @@ def test_a_failure_hides_nothing_and_the_report_says_it(
         python(
             "warns", 'print(\'{"contenders": {"o": {"warnings": ["not pinned"]}}}\')', json=True
         ),
+        python("thrashes", 'print(\'{"contenders": {"o": {"alloc_retries": 3}}}\')', json=True),
         python("last", "print('x\\n' * 500 + 'the end')"),
     ]
     work = tmp_path / "work"
     work.mkdir()
     results = tool.run_all(checks, tmp_path, work, until)
     results += tool.run_all([python("late", "print(1)")], tmp_path, work, time.monotonic())
-    assert [result.code for result in results] == [0, 7, tool.STOPPED, tool.WARNED, 0, None]
-    assert tool.reports_in(work, checks).keys() == {"good", "warns"}
+    warned = tool.WARNED
+    assert [one.code for one in results] == [0, 7, tool.STOPPED, warned, warned, 0, None]
+    assert tool.reports_in(work, checks).keys() == {"good", "warns", "thrashes"}
     machine = "NVIDIA H200 139 GiB, 16 CPU cores\n"
     report = tool.write_report(results, machine, ["quick"], tmp_path, {})
     assert report.name.startswith("gpu_quick_nvidia-h200-139_20")
@@ -686,6 +726,7 @@ def test_a_failure_hides_nothing_and_the_report_says_it(
         "| slow | stopped after",
         "| warns | FAILED: the engine warned |",
         "the engine warned: not pinned",
+        "asked the driver again, 3 times",
         "| late | not run: no time was left |",
         "a table",
         "why",
@@ -724,6 +765,7 @@ def test_the_first_minute_on_a_device_that_is_no_gpu(monkeypatch: pytest.MonkeyP
         assert found["warnings"] == []
         assert found["kernels"] == {"fp32": True, "8bit": True}
         assert found["links"].keys() == {"to_device", "from_device", "copies_mixed"}
+        assert found["overlap"].keys() == {"copy_in", "bring", "copy_back"}
         assert len(found["training"]["losses"]) == smoke.NUM_STEPS
         assert all(found["pinning"].values())
         assert [len(device.violations) for device in made] == [0] * len(made)

@@ -11,10 +11,13 @@ update), and ends by waiting for what is pending, untimed.
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import itertools
 import json
 import os
 import pickle
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -43,6 +46,9 @@ from infinity.plan.machine import PlanMachine, read_machine
 from infinity.sizes import parse_size
 from infinity.storage.cuda import find_device
 from infinity.trace.reader import Shares, read_timeline, step_data
+
+STUCK_S = 75.0  # then a request's stacks go to stderr, whether it goes on or not
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class Contender:
@@ -86,6 +92,7 @@ class Contender:
         if self.device.type == "cuda":
             facts["peak_device_bytes"] = torch.cuda.max_memory_allocated(self.device)
             facts["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(self.device)
+            facts["alloc_retries"] = torch.cuda.memory_stats(self.device)["num_alloc_retries"]
         return facts
 
     def plans(self) -> dict[str, Any]:
@@ -353,13 +360,14 @@ def cap_device(budget_bytes: int, device: torch.device) -> None:
 def serve(
     requests: TextIO, replies: TextIO, contenders: Mapping[str, type[Contender]] = CONTENDERS
 ) -> None:
-    """Answer requests until "close" or the end of input."""
+    """Answer requests until "close" or the end of input; one that takes long says where it is."""
 
     def reply(answer: dict[str, Any]) -> None:
         replies.write(json.dumps(answer) + "\n")
         replies.flush()
 
     job = json.loads(requests.readline())
+    faulthandler.dump_traceback_later(STUCK_S)
     started = time.perf_counter()
     contender = contenders[job["contender"]](job)
     try:
@@ -369,18 +377,25 @@ def serve(
         reply({"init_s": time.perf_counter() - started, **contender.plans(), **contender.facts()})
         for line in requests:
             request = json.loads(line)
+            faulthandler.dump_traceback_later(STUCK_S)
             if request["do"] == "turn":
                 reply(contender.turn(request["steps"]))
             elif request["do"] == "close":
                 break
             else:
                 reply(getattr(contender, request["do"])())
+            faulthandler.cancel_dump_traceback_later()
     finally:
         contender.close()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def main(contenders: Mapping[str, type[Contender]] = CONTENDERS) -> int:
-    """Serve; anything that libraries print goes to stderr, so that replies stay readable."""
+    """Serve; anything that libraries print goes to stderr, so that replies stay readable.
+
+    Ends with whoever asks, however that ends: what is left would hold a machine's memory.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     serve(sys.stdin, replies, contenders)

@@ -25,16 +25,16 @@ from pathlib import Path
 from typing import Any
 
 import _gpu_wheels as carried
-from _gpu_stages import STAGES, WHOLE_GIB, Check, checks_of
+from _gpu_stages import STAGES, WHOLE_GIB, WHOLE_RAM_GIB, Check, checks_of
 from _gpu_targets import table
 from _gpu_wheels import REPOSITORY
 
 FACTS_S = 25.0
 BUILT = REPOSITORY / "build" / "gpu_site"  # git ignores it: kept on the machine between calls
 BEGAN = time.monotonic()  # before torch is imported, and looks for GPUs
-LIMIT_S = 540.0  # of everything: a stage ends within ten minutes, wherever it runs
+LIMIT_S = 540.0  # of everything, unless told less: a stage ends within ten minutes
 SHOWN_LINES = 60  # of a check's output in the report
-GRACE_S = 10.0  # to clean up in
+GRACE_S = 30.0  # to clean up in: a hundred GiB are unpinned in seconds
 MISSING, NO_GPU, WARNED, STOPPED = 3, 4, 5, 124
 LOADS = "import torch, infinity._adam, infinity._aio"
 FACTS = """
@@ -89,10 +89,18 @@ def install(site: Path, *what: str) -> list[str]:
 
 
 def gpu_gib() -> float:
-    """What the first GPU has."""
+    """What the first GPU has; this process makes no context there, which takes its memory."""
+    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        return float(subprocess.check_output(asked, text=True, timeout=20)) / 1024  # of MiB
     import torch
 
     return float(torch.cuda.get_device_properties(0).total_memory / 2**30)
+
+
+def ram_gib() -> float:
+    """What this machine has, as the system tells it."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def wheels(site: Path) -> list[Check]:
@@ -149,9 +157,19 @@ def keep_results(work: Path, checks: Sequence[Check], out: Path) -> dict[str, di
 
 
 def warnings_in(report: dict[str, Any]) -> list[str]:
-    """What engines warned of: memory that is not pinned makes every number a wrong one."""
-    facts = [report, *report.get("contenders", {}).values()]
-    return list(dict.fromkeys(text for one in facts for text in one.get("warnings", [])))
+    """What engines warned of: memory that is not pinned makes every number a wrong one. And what
+    torch's allocator had to free and take again, at a budget that it is held to.
+    """
+    contenders = report.get("contenders", {})
+    facts = [report, *contenders.values()]
+    warned = list(dict.fromkeys(text for one in facts for text in one.get("warnings", [])))
+    for name, one in contenders.items():
+        if one.get("alloc_retries"):
+            warned.append(
+                f"{name}: torch's allocator freed all that it kept, and asked the driver again, "
+                f"{one['alloc_retries']} times: the device's budget is too small for its blocks"
+            )
+    return warned
 
 
 def show_table(paths: Sequence[str]) -> int:
@@ -306,6 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gpu_check.sh", description=__doc__)
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(STAGES))
     parser.add_argument("--dry-run", action="store_true", help="run nothing")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of this call")
     parser.add_argument("--fetch", action="store_true", help="wheels into .whl/, from an index")
     parser.add_argument(
         "--table", nargs="+", metavar="FILE", help="of results.json of several runs"
@@ -327,14 +346,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gpu_check: {no_gpu}", file=sys.stderr)
     gib = gpu_gib() if no_gpu is None else WHOLE_GIB
     with tempfile.TemporaryDirectory() as work:
-        checks = checks_of(stages, out, Path(work), gib)
+        ram = ram_gib() if no_gpu is None else WHOLE_RAM_GIB
+        checks = checks_of(stages, out, Path(work), gib, ram)
         if options.dry_run or no_gpu is not None:
             code = dry_run(checks, site, out)
             if options.dry_run or code:
                 return code
             print("gpu_check: nothing was built, run or reported", file=sys.stderr)
             return NO_GPU
-        return check_all(checks, stages, site, out, Path(work), gib)
+        until = BEGAN + options.limit
+        return check_all(checks, stages, site, out, Path(work), gib, until)
 
 
 def check_all(
@@ -344,9 +365,9 @@ def check_all(
     out: Path,
     work: Path,
     device_gib: float,
+    until: float,
 ) -> int:
-    """Install, build, run and report; the exit code."""
-    until = BEGAN + LIMIT_S
+    """Install, build, run and report, until then; the exit code."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "log.txt").write_text("")
     paths = [str(site), os.environ.get("PYTHONPATH")]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import os
 import shutil
@@ -37,6 +38,7 @@ SECONDS = 40.0  # of all parts; what is not begun by then is left out
 PINNED_GIB = (8, 64, 112)  # in all, one after the other
 BESIDE_GIB = 6  # of RAM that is left to others
 NUM_STEPS = 3
+STUCK_S = 70.0  # then all stacks go to stderr, before whoever asked loses patience
 
 
 # --- facts: no package is needed ------------------------------------------------------------------
@@ -122,6 +124,34 @@ def links(make: Make, say: Say, left_s: float) -> dict[str, Any]:
     return found
 
 
+def overlap(make: Make, say: Say, left_s: float) -> dict[str, Any]:
+    """Whether copies of each way end while compute goes on that was asked for before them."""
+    import torch
+
+    from infinity.storage.device import HostArena
+
+    device, nbytes = make(), 64 << 20
+    large = torch.ones(*(2 * (1 if device.host_clock else 8192,)), device=device.torch_device)
+    ram, there = HostArena(nbytes), device.reserve(nbytes)
+    device.pin(ram)
+    here, there = ram.view(0, nbytes), there.view(0, nbytes)
+    found: dict[str, Any] = {}
+    for name in ("copy_in", "bring", "copy_back"):
+        pair = (here, there) if name == "copy_back" else (there, here)
+        for warm in (True, False):  # the first product loads its kernel
+            for _ in range(1 if warm else 10):  # of fp32: a fifth of a second
+                large @ large
+            compute = device.compute_event()
+            getattr(device, name)(*pair).wait()
+            found[name] = not compute.done()
+            compute.wait()
+    say(f"copies end beside compute: {found}")
+    warned = list(device.warnings)
+    device.close()  # before the memory goes that is registered
+    assert device.host_clock or all(found.values()), f"copies wait for compute: {found}"
+    return found | {"warnings": warned}
+
+
 def training(make: Make, say: Say, left_s: float) -> dict[str, Any]:
     """Some steps of a small model, its state in RAM and on the device: the same losses."""
     import presets
@@ -197,7 +227,8 @@ def _available_gib() -> float:
 
 
 PARTS: dict[str, Callable[[Make, Say, float], dict[str, Any]]] = {
-    "kernels": kernels, "links": links, "training": training, "pinning": pinning,
+    "kernels": kernels, "links": links, "training": training, "overlap": overlap,
+    "pinning": pinning,
 }  # fmt: skip
 
 
@@ -240,6 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def make() -> Device:
             return opened.enter_context(contextlib.closing(find_device(torch.device("cuda", 0))))
 
+        faulthandler.dump_traceback_later(STUCK_S)
         found = run_parts(make, say)
         print(json.dumps(found), flush=True)  # before memory is given back, which takes seconds
     return 1 if found["failed"] else 0

@@ -31,7 +31,7 @@ KERNEL_TESTS = ("tests/gpu/test_fused_adam.py", "tests/gpu/test_standalone_cuda.
 TRAINING_TESTS = ("tests/gpu/test_cuda.py", "tests/gpu/test_overlap.py")
 WHOLE_GIB, PLAIN_8B_GIB, OURS_14B_GIB = 139, 131, 136  # of an H200; that these take
 CAPPED = ("--device-budget", "24GiB")
-MOST_RAM = ("--host-budget", "116GiB")
+WHOLE_RAM_GIB, LEFT_RAM_GIB = 126, 10  # of the machine; that stay with all but the run
 OURS, BOTH = ("--only", "infinity_ram"), ("--only", "torch_ram,infinity_ram", "--alone")
 # How tokens pass the model is the plan's choice, whatever `llama` tells the others.
 PLANNED = ("--only", "infinity_plan")
@@ -55,9 +55,14 @@ class Check:
 
 
 def checks_of(
-    stages: Sequence[str], out: Path, work: Path, device_gib: float = WHOLE_GIB
+    stages: Sequence[str],
+    out: Path,
+    work: Path,
+    device_gib: float = WHOLE_GIB,
+    ram_gib: float = WHOLE_RAM_GIB,
 ) -> list[Check]:
-    """What the stages run, in order; results go to `out`, traces to `work`. For a GPU of so much.
+    """What the stages run, in order; results go to `out`, traces to `work`. For a GPU, and RAM, of
+    so much.
 
     Speeds are measured first, once: plans choose placement by them, and bounds are made of them.
     """
@@ -66,7 +71,9 @@ def checks_of(
     # Plugins by name: those of the machine may be older than our pytest. Most of it is compiling.
     plugins = ("no:cacheprovider", "xdist.plugin", "pytest_timeout")
     tests = [*package, "pytest", "-q", "-n", "4", *(w for p in plugins for w in ("-p", p))]
-    tests += ["-m", "gpu"]
+    # One that hangs shows where, by its worker's end, while the others go on.
+    tests += ["-m", "gpu", "--timeout", "60", "--timeout-method", "thread"]
+    tests += ["-o", "faulthandler_timeout=45"]
     doctor = [*package, "infinity.cli", "doctor", "--path", "."]
     rates = Check("rates", 35, [*doctor, "--machine-file", str(out / "machine.json")])
 
@@ -79,6 +86,7 @@ def checks_of(
         drawn = Check(f"{check.name}-trace", 15, told, json=True, device_gib=check.device_gib)
         return [replace(check, command=command), drawn]
 
+    most_ram = ("--host-budget", f"{ram_gib - LEFT_RAM_GIB:.0f}GiB")
     small = llama("1.5b", 8192, 1, 3, *CAPPED)
     disk = ("--only", "infinity_disk", "--steps", "2")
     plain = step("step-8b-8k-plain", 80, *llama("8b", 8192, 1, 2, "--only", "torch_ram"))
@@ -87,7 +95,7 @@ def checks_of(
 
     def larger(name: str, tokens: int) -> list[Check]:
         """8B at more tokens than plain torch has room for."""
-        options = llama("8b", tokens, 1, 2, *CAPPED, *MOST_RAM, *PLANNED)
+        options = llama("8b", tokens, 1, 2, *CAPPED, *most_ram, *PLANNED)
         return traced(step(f"step-8b-{name}", 255, *options), "infinity_plan")
 
     looks = [sys.executable, "tools/_gpu_smoke.py"]
@@ -113,20 +121,20 @@ def checks_of(
             "infinity_disk",
         ),
         "8b": traced(
-            step("step-8b-8k", 335, *llama("8b", 8192, 1, 2, *CAPPED, *MOST_RAM, *beside)),
+            step("step-8b-8k", 335, *llama("8b", 8192, 1, 2, *CAPPED, *most_ram, *beside)),
             "infinity_plan",
         ),
         "8b-16k": [plain, *larger("16k", 16384)],
         "8b-32k": [plain, *larger("32k", 32768)],
         "8b-32k-m4": traced(
-            step("step-8b-32k-m4", 335, *llama("8b", 32768, 4, 2, *CAPPED, *MOST_RAM, *OURS))
+            step("step-8b-32k-m4", 335, *llama("8b", 32768, 4, 2, *CAPPED, *most_ram, *OURS))
         ),
         "14b": traced(
             replace(
                 step(
                     "step-14b-32k",
                     335,
-                    *llama("14b", 32768, 1, 2, "--device-budget", "134GiB", *MOST_RAM, *PLANNED),
+                    *llama("14b", 32768, 1, 2, "--device-budget", "134GiB", *most_ram, *PLANNED),
                 ),
                 device_gib=OURS_14B_GIB,
             ),

@@ -4,7 +4,8 @@
     python tools/bench_adam_cuda.py --json
 
 Contenders take turns, so that a GPU whose clock wanders slows all alike; ratios are medians over
-rounds of ratios within a round. Times are of CUDA events around queued work, launches included.
+rounds of ratios within a round. Times are of CUDA events around work that is queued while the GPU
+is busy with something else: Python, which takes milliseconds for hundreds of pieces, is not in it.
 `limit` copies half the bytes from one place to another: it reads and writes as many as the update.
 """
 
@@ -36,6 +37,7 @@ LAYOUTS = {
     "split, 8-bit moments": (BF16, torch.int16, BF16, MomentFormat.INT8),
     "fp16": (FP16, FP32, FP16, MomentFormat.FP32),
 }
+AHEAD = 5  # products of fp32, a tenth of a second of an H100: calls are queued meanwhile
 Work = Callable[[], None]
 
 
@@ -95,6 +97,9 @@ def torch_fused(n: int, device: torch.device) -> Work:
 def seconds(work: Work, repeats: int) -> float:
     """Device seconds of one call."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    large = torch.ones(8192, 8192, device="cuda")
+    for _ in range(AHEAD):
+        large @ large
     start.record()
     for _ in range(repeats):
         work()

@@ -3,11 +3,13 @@
 # 10 minutes a call, and writes a report for docs/benchmarks.
 #
 #   tools/gpu_check.sh [STAGE..]            default: quick. Each of the others is a call of its own:
-#     smoke      the first minute: facts, kernels, links, a training step, pinned memory
+#     smoke      the first minute: facts, kernels, links, copies beside compute, training, pinning
 #     quick      tests, kernels, a small model     8b         8B at 8k tokens a step, beside plain torch
 #     1.5b       8k and 32k beside plain torch     8b-16k, 8b-32k  more tokens
 #     disk       1.5B, its state on disk           8b-32k-m4  the last in 4 micro-batches, as told
 #     14b        14B with the whole card
+#   tools/gpu_check.sh --limit SECONDS ..   of this call, where less than 9 minutes are left: what is
+#                                           not begun by then is left out, and the report says so
 #   tools/gpu_check.sh --dry-run [STAGE..]  say what would run, prove that what is carried is enough,
 #                                           and plan every benchmark; so does any stage without a GPU
 #   tools/gpu_check.sh --fetch              where there is a network: wheels into .whl/

@@ -229,6 +229,7 @@ class GradientWorker:
         self._landing: deque[_Task] = deque()  # those that may use the staging buffer, oldest first
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()  # None: the end
         self._error: BaseException | None = None
+        self._follows = False  # the device's compute; on the thread
         self._thread = threading.Thread(target=self._loop, name="infinity-gradients", daemon=True)
 
     def open(self) -> None:
@@ -328,7 +329,6 @@ class GradientWorker:
     # --- the thread ----------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        self._transfers.device.follow_compute()
         while (task := self._queue.get()) is not None:
             self._do(task)
             self._tasks.popleft()
@@ -337,6 +337,9 @@ class GradientWorker:
 
     def _do(self, task: _Task) -> None:
         try:
+            if not self._follows:
+                self._transfers.device.follow_compute()
+                self._follows = True
             for event in task.after:
                 event.wait()
             task.source = None

@@ -514,9 +514,10 @@ def stay_out_of_captures() -> None:
     """What this thread asks of CUDA does not break a graph that another one captures meanwhile.
 
     Captures forbid all threads to look at events, but those that say that they take no part; once
-    the thread has a context. torch's own threads do the same.
+    the thread has a context. torch's own threads do the same. Where the driver cannot be asked, a
+    capture may break, and nothing else does.
     """
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(Exception):
         driver = importlib.import_module("cuda.bindings.driver")
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         driver.cuThreadExchangeStreamCaptureMode(mode)

@@ -553,26 +553,25 @@ class OptimizerPass:
     # --- the optimizer thread --------------------------------------------------------------------
 
     def _loop(self) -> None:
-        self.transfers.device.follow_compute()
-        while True:
-            with self._submitted:
-                while self._job is None and not self._closing:
-                    self._submitted.wait()
-                if self._closing:
-                    return
-                job = self._job
-            assert job is not None
-            try:
+        try:
+            self.transfers.device.follow_compute()
+            while (job := self._next_job()) is not None:
                 self._run(job)
-            except AbortedError:
-                return
-            except BaseException as error:
-                self.prefetcher.fail(error)
-                return
-            del job
-            with self.prefetcher.changed:
-                self._job = None
-                self.prefetcher.changed.notify_all()
+                del job
+                with self.prefetcher.changed:
+                    self._job = None
+                    self.prefetcher.changed.notify_all()
+        except AbortedError:
+            return
+        except BaseException as error:
+            self.prefetcher.fail(error)
+
+    def _next_job(self) -> PassJob | None:
+        """What was handed over, once something is; None when the engine closes."""
+        with self._submitted:
+            while self._job is None and not self._closing:
+                self._submitted.wait()
+            return None if self._closing else self._job
 
     def _run(self, job: PassJob) -> None:
         self.updates.run(job, lambda: self._closing)

@@ -11,6 +11,7 @@ from support.fake_accelerator import FakeAccelerator, Range
 from support.small import ON_DEVICE, ON_DISK, batch, small_engine, train
 from torch import Tensor
 
+from infinity.errors import EngineFailedError
 from infinity.plan.layout import Kind
 from infinity.storage.device import HAPPENED, Event
 
@@ -101,3 +102,22 @@ def test_state_comes_back_for_the_cpu_without_waiting_for_compute(tmp_path: Path
         engine.settle()
         plan, kinds = engine.plan, (Kind.RESIDUAL, Kind.MOMENT1, Kind.MOMENT2)
         assert device.back == 2 * sum(plan.range_bytes(u, k) for u in plan.own for k in kinds)
+
+
+class NoFollowers(FakeAccelerator):
+    """On which threads of the engine's cannot begin."""
+
+    def follow_compute(self) -> None:
+        raise RuntimeError("the driver is not to be found")
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])  # two are summed by a thread
+def test_a_thread_that_cannot_begin_ends_training(tmp_path: Path, micro_batches: int) -> None:
+    device, told = NoFollowers(1, kernels=True), "the driver is not to be found"
+    config = {"precision": "fp32", "gradient_accumulation_steps": micro_batches}
+    given: dict[str, Any] = {"arguments": {"device": device}, **config}
+    with (
+        small_engine(tmp_path, IN_RAM, **given) as engine,
+        pytest.raises((EngineFailedError, RuntimeError), match=told),
+    ):
+        train(engine, 3)

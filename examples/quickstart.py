@@ -23,6 +23,7 @@ config = {
     "nvme_path": tempfile.mkdtemp(),  # a directory on your fastest drive
     "placement": {"weights": "disk", "moments": "disk"},  # or leave it out: the plan decides
     "precision": "bf16" if device == "cuda" else "fp32",
+    "cast_inputs": True,  # x is fp32
     "optimizer": {"type": "AdamW", "lr": 1e-3},
 }
 engine, *_ = infinity.initialize(model, config)

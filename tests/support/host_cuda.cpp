@@ -1,0 +1,718 @@
+// "CUDA" on the host: torch's device of that name, for a build of torch that has none.
+//
+// Tensors of the device are tensors on `cuda:0` to torch and to whoever asks; their memory is the
+// host's. An operation that meets tensors of both devices raises, as on a GPU; a backward runs on
+// the device's own thread. Operations run at once, by the CPU's kernels, so bits are the CPU's.
+// What a GPU would do later is kept as clocks: every stream, and the host, knows what it comes
+// after. Two accesses to one range of memory of which neither comes after the other, and one
+// writes, are told (`hc_violations`): a wait is missing, or memory was given away too early. All
+// threads of the host are one, so what they do to one another is not seen. Written for torch 2.13.
+#include <ATen/ATen.h>
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/is_set_to_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace {
+
+using c10::Device;
+using c10::DeviceIndex;
+using c10::DeviceType;
+using Address = std::uintptr_t;
+
+// --- who comes after what -----------------------------------------------------------------------
+
+using Clock = std::vector<std::uint64_t>;  // by timeline: the host is the first, then streams
+
+struct Access {
+  Address first, end;
+  int line;
+  std::uint64_t time;
+  bool write;
+  std::string what;
+};
+
+struct Event {
+  Clock clock;
+  int polls = 0;  // until a look finds it over
+};
+
+struct Books {
+  std::mutex mutex;
+  std::vector<Clock> lines{Clock(2, 0), Clock(2, 0)};  // the host, the default stream
+  std::vector<Access> accesses;
+  std::vector<std::string> violations;
+  std::map<Address, Address> pinned;
+  std::map<int, Event> events;
+  int next_event = 1;
+  std::uint32_t seed = 1;
+  std::int64_t launches = 0;
+  bool refuses_waits = false;  // `set_sync_debug_mode("error")`
+
+  static void join(Clock& clock, const Clock& other) {
+    if (clock.size() < other.size()) clock.resize(other.size());
+    for (std::size_t i = 0; i < other.size(); ++i) clock[i] = std::max(clock[i], other[i]);
+  }
+  static std::uint64_t of(const Clock& clock, int line) {
+    return static_cast<std::size_t>(line) < clock.size() ? clock[line] : 0;
+  }
+  int new_line() {
+    lines.emplace_back(lines.size() + 1, 0);
+    return static_cast<int>(lines.size()) - 1;
+  }
+  bool is_pinned(Address address) const {
+    auto found = pinned.upper_bound(address);
+    return found != pinned.begin() && address < std::prev(found)->second;
+  }
+  // What a line does next comes after all that the host did, and told it to do.
+  void begin(int line) {
+    Clock& clock = lines[line];
+    if (line != 0) join(clock, lines[0]);
+    if (clock.size() <= static_cast<std::size_t>(line)) clock.resize(line + 1);
+    ++clock[line];
+    ++launches;
+  }
+  void access(int line, Address first, Address end, bool write, const std::string& what) {
+    if (first >= end) return;
+    const Clock& clock = lines[line];
+    for (const Access& other : accesses) {
+      if (other.end <= first || end <= other.first || !(write || other.write)) continue;
+      if (other.line == line || of(clock, other.line) >= other.time) continue;
+      std::ostringstream told;
+      told << what << (write ? " writes" : " reads") << " on line " << line << " what "
+           << other.what << (other.write ? " writes" : " reads") << " on line " << other.line
+           << ", bytes " << std::max(first, other.first) << " to " << std::min(end, other.end);
+      if (violations.size() < 100) violations.push_back(told.str());
+    }
+    if (write)  // whoever comes after this comes after those
+      std::erase_if(accesses, [&](const Access& a) { return first <= a.first && a.end <= end; });
+    accesses.push_back({first, end, line, clock[line], write, what});
+  }
+  void host_waits(const Clock& clock) {
+    join(lines[0], clock);
+    const Clock& host = lines[0];  // what comes from now on comes after these
+    std::erase_if(accesses, [&](const Access& a) { return of(host, a.line) >= a.time; });
+  }
+  // An operation of torch's makes the host wait.
+  void operation_waits(int line) {
+    TORCH_CHECK(!refuses_waits, "called a synchronizing CUDA operation");
+    host_waits(lines[line]);
+  }
+  bool look(Event& event) {
+    bool known = true;
+    for (std::size_t i = 0; i < event.clock.size(); ++i)
+      known = known && of(lines[0], static_cast<int>(i)) >= event.clock[i];
+    if (known) return true;
+    seed = seed * 1664525u + 1013904223u;
+    if (--event.polls > 0 && (seed >> 16) % 4 != 0) return false;
+    host_waits(event.clock);
+    return true;
+  }
+};
+
+Books& books() {
+  static Books* kept = new Books;
+  return *kept;
+}
+
+thread_local int current_line = 1;
+
+int line_of(const c10::Stream& stream) { return static_cast<int>(stream.id()); }
+
+c10::Stream stream_of(int line) {
+  return c10::Stream(c10::Stream::UNSAFE, Device(DeviceType::CUDA, 0), line);
+}
+
+// --- memory -------------------------------------------------------------------------------------
+
+// As torch's caching allocator: what is let go is given to whoever asks next on that stream.
+struct DeviceMemory final : c10::Allocator {
+  std::mutex mutex;
+  std::map<std::pair<int, std::size_t>, std::vector<void*>> free;
+  std::map<void*, std::pair<int, std::size_t>> held;
+  std::map<void*, std::vector<Clock>> used_elsewhere;  // by `record_stream`
+  std::int64_t allocated = 0, peak = 0, reserved = 0, blocks = 0, limit = INT64_MAX;
+
+  c10::DataPtr allocate(std::size_t n) override {
+    const Device device(DeviceType::CUDA, 0);
+    if (n == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, device};
+    const std::size_t size = (n + 511) / 512 * 512;
+    std::lock_guard<std::mutex> lock(mutex);
+    auto& waiting = free[{current_line, size}];
+    void* memory = nullptr;
+    if (!waiting.empty()) {
+      memory = waiting.back();
+      waiting.pop_back();
+    } else {
+      if (reserved + static_cast<std::int64_t>(size) > limit) give_back();
+      TORCH_CHECK_WITH(OutOfMemoryError, reserved + static_cast<std::int64_t>(size) <= limit,
+                       "CUDA out of memory. Tried to allocate ", size, " bytes of ", limit);
+      memory = std::aligned_alloc(512, size);
+      reserved += static_cast<std::int64_t>(size);
+      ++blocks;
+      std::memset(memory, 0xff, size);
+    }
+    held[memory] = {current_line, size};
+    allocated += static_cast<std::int64_t>(size);
+    peak = std::max(peak, allocated);
+    return {memory, memory, &DeviceMemory::release, device};
+  }
+  void give_back() {
+    for (auto& [key, blocks] : free) {
+      for (void* block : blocks) {
+        std::free(block);
+        reserved -= static_cast<std::int64_t>(key.second);
+      }
+      blocks.clear();
+    }
+  }
+  static void release(void* memory);
+  c10::DeleterFnPtr raw_deleter() const override { return &DeviceMemory::release; }
+  void copy_data(void* to, const void* from, std::size_t n) const override {
+    std::memcpy(to, from, n);
+  }
+};
+
+DeviceMemory& device_memory() {
+  static DeviceMemory* kept = new DeviceMemory;
+  return *kept;
+}
+
+void DeviceMemory::release(void* memory) {
+  if (memory == nullptr) return;
+  DeviceMemory& all = device_memory();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  auto found = all.held.find(memory);
+  if (found == all.held.end()) return;
+  auto elsewhere = all.used_elsewhere.find(memory);
+  if (elsewhere != all.used_elsewhere.end()) {  // torch waits for those before it is used again
+    Books& b = books();
+    std::lock_guard<std::mutex> also(b.mutex);
+    for (const Clock& clock : elsewhere->second) Books::join(b.lines[found->second.first], clock);
+    all.used_elsewhere.erase(elsewhere);
+  }
+  std::memset(memory, 0xff, found->second.second);
+  all.allocated -= static_cast<std::int64_t>(found->second.second);
+  all.free[found->second].push_back(memory);
+  all.held.erase(found);
+}
+
+// Pinned memory of torch's own, as `pin_memory=True` takes it.
+struct PinnedMemory final : at::HostAllocator {
+  c10::DataPtr allocate(std::size_t n) override {
+    void* memory = std::aligned_alloc(4096, (n + 4095) / 4096 * 4096 + 4096);
+    Books& b = books();
+    std::lock_guard<std::mutex> lock(b.mutex);
+    const Address first = reinterpret_cast<Address>(memory);
+    b.pinned[first] = first + n;
+    return {memory, memory, &PinnedMemory::release, Device(DeviceType::CPU)};
+  }
+  static void release(void* memory) {
+    Books& b = books();
+    {
+      std::lock_guard<std::mutex> lock(b.mutex);
+      const Address first = reinterpret_cast<Address>(memory);
+      // torch gives it away again only when copies that use it are over.
+      std::erase_if(b.accesses,
+                    [&](const Access& a) { return first <= a.first && a.end <= b.pinned[first]; });
+      b.pinned.erase(first);
+    }
+    std::free(memory);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &PinnedMemory::release; }
+  void copy_data(void* to, const void* from, std::size_t n) const override {
+    std::memcpy(to, from, n);
+  }
+  bool record_event(void*, void*, c10::Stream) override { return true; }
+  void empty_cache() override {}
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
+};
+
+PinnedMemory& pinned_memory() {
+  static PinnedMemory* kept = new PinnedMemory;
+  return *kept;
+}
+
+// --- streams and hooks, for torch's own use ------------------------------------------------------
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  DeviceType type() const override { return DeviceType::CUDA; }
+  Device exchangeDevice(Device) const override { return getDevice(); }
+  Device getDevice() const override { return Device(DeviceType::CUDA, 0); }
+  void setDevice(Device) const override {}
+  void uncheckedSetDevice(Device) const noexcept override {}
+  c10::Stream getStream(Device) const override { return stream_of(current_line); }
+  c10::Stream getDefaultStream(Device) const override { return stream_of(1); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const int before = current_line;
+    current_line = line_of(stream);
+    return stream_of(before);
+  }
+  DeviceIndex deviceCount() const noexcept override { return 1; }
+  void record(void** event, const c10::Stream& stream, const DeviceIndex,
+              const c10::EventFlag) const override {
+    Books& b = books();
+    std::lock_guard<std::mutex> lock(b.mutex);
+    if (*event == nullptr) *event = new Event;
+    b.begin(line_of(stream));
+    static_cast<Event*>(*event)->clock = b.lines[line_of(stream)];
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    Books& b = books();
+    std::lock_guard<std::mutex> lock(b.mutex);
+    if (event != nullptr) Books::join(b.lines[line_of(stream)], static_cast<Event*>(event)->clock);
+  }
+  bool queryEvent(void* event) const override {
+    Books& b = books();
+    std::lock_guard<std::mutex> lock(b.mutex);
+    return event == nullptr || b.look(*static_cast<Event*>(event));
+  }
+  void synchronizeEvent(void* event) const override {
+    Books& b = books();
+    std::lock_guard<std::mutex> lock(b.mutex);
+    if (event != nullptr) b.host_waits(static_cast<Event*>(event)->clock);
+  }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override {
+    delete static_cast<Event*>(event);
+  }
+  bool queryStream(const c10::Stream&) const override { return false; }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    Books& b = books();
+    std::lock_guard<std::mutex> lock(b.mutex);
+    b.host_waits(b.lines[line_of(stream)]);
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    Books& b = books();
+    Clock clock;
+    {
+      std::lock_guard<std::mutex> lock(b.mutex);
+      clock = b.lines[line_of(stream)];
+    }
+    std::lock_guard<std::mutex> lock(device_memory().mutex);
+    device_memory().used_elsewhere[data.get_context()].push_back(clock);
+  }
+};
+
+struct CUDAHooks final : at::CUDAHooksInterface {
+  explicit CUDAHooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasCUDART() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex current_device() const override { return 0; }
+  DeviceIndex deviceCount() const override { return 1; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
+  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+  void setCurrentDevice(DeviceIndex) const override {}
+  int getNumGPUs() const override { return 1; }
+  Device getDeviceFromPtr(void*) const override { return Device(DeviceType::CUDA, 0); }
+  bool isPinnedPtr(const void* data) const override {
+    Books& b = books();
+    std::lock_guard<std::mutex> lock(b.mutex);
+    return b.is_pinned(reinterpret_cast<Address>(data));
+  }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory(); }
+  c10::Allocator* getCUDADeviceAllocator() const override { return &device_memory(); }
+  void deviceSynchronize(DeviceIndex) const override {
+    Books& b = books();
+    std::lock_guard<std::mutex> lock(b.mutex);
+    for (std::size_t line = 1; line < b.lines.size(); ++line) b.host_waits(b.lines[line]);
+  }
+};
+
+using at::CUDAHooksArgs;
+using at::CUDAHooksRegistry;
+using at::RegistererCUDAHooksRegistry;
+REGISTER_CUDA_HOOKS(CUDAHooks);
+C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+
+// --- operations ---------------------------------------------------------------------------------
+
+std::pair<Address, Address> range_of(const at::Tensor& tensor) {
+  if (tensor.numel() == 0 || !tensor.has_storage()) return {0, 0};
+  const Address first = reinterpret_cast<Address>(tensor.const_data_ptr());
+  std::size_t last = 0;
+  for (int64_t d = 0; d < tensor.dim(); ++d)
+    last +=
+        static_cast<std::size_t>(tensor.size(d) - 1) * static_cast<std::size_t>(tensor.stride(d));
+  return {first, first + (last + 1) * tensor.itemsize()};
+}
+
+at::Tensor on_host(const at::Tensor& tensor) {
+  return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
+                       tensor.options().device(at::kCPU));
+}
+
+at::Tensor to_device(const at::Tensor& host) {
+  at::Tensor made =
+      at::empty_strided(host.sizes(), host.strides(), host.options().device(at::kCUDA));
+  on_host(made).copy_(host);
+  return made;
+}
+
+struct Borrowed {
+  at::Tensor device, host;
+  bool write;
+};
+
+// Runs an operation by the CPU's kernel, over the same memory.
+struct Call {
+  const c10::OperatorHandle& op;
+  std::vector<Borrowed> borrowed;
+  bool meets_host = false;
+
+  at::Tensor lend(const at::Tensor& tensor, bool write) {
+    if (!tensor.defined()) return tensor;
+    if (!tensor.is_cuda()) {
+      meets_host = meets_host || (tensor.dim() > 0 && tensor.device().is_cpu());
+      return tensor;
+    }
+    at::Tensor host = write && tensor.numel() == 0
+                          ? at::empty(tensor.sizes(), tensor.options().device(at::kCPU))
+                          : on_host(tensor);  // what is empty may be resized
+    borrowed.push_back({tensor, host, write});
+    return host;
+  }
+
+  void lend_all(torch::jit::Stack& stack, std::size_t begin) {
+    const auto& arguments = op.schema().arguments();
+    for (std::size_t i = 0; i < arguments.size(); ++i) {
+      c10::IValue& value = stack[begin + i];
+      const bool write =
+          arguments[i].alias_info() != nullptr && arguments[i].alias_info()->isWrite();
+      if (value.isTensor()) {
+        value = lend(value.toTensor(), write);
+      } else if (value.isTensorList()) {
+        c10::List<at::Tensor> lent;
+        for (const at::Tensor& one : value.toTensorVector()) lent.push_back(lend(one, write));
+        value = lent;
+      } else if (value.isOptionalTensorList()) {
+        c10::List<std::optional<at::Tensor>> lent;
+        for (const std::optional<at::Tensor>& one : value.toOptionalTensorVector())
+          lent.push_back(one.has_value() ? std::optional<at::Tensor>(lend(*one, write)) : one);
+        value = lent;
+      } else if (value.isDevice() && value.toDevice().is_cuda()) {
+        value = Device(DeviceType::CPU);
+      }
+    }
+  }
+
+  at::Tensor back(const at::Tensor& result) {
+    if (!result.defined() || !result.device().is_cpu()) return result;
+    for (const Borrowed& one : borrowed)
+      if (result.unsafeGetTensorImpl() == one.host.unsafeGetTensorImpl()) return one.device;
+    const Address first = reinterpret_cast<Address>(result.const_data_ptr());
+    for (const Borrowed& one : borrowed) {
+      const auto [begin, end] = range_of(one.host);
+      if (result.numel() && begin <= first && first < end && result.dtype() == one.host.dtype()) {
+        const auto offset = static_cast<int64_t>((first - begin) / result.itemsize());
+        return one.device.as_strided(result.sizes(), result.strides(),
+                                     one.device.storage_offset() + offset);
+      }
+    }
+    return to_device(result);
+  }
+};
+
+void note(const Call& call, bool host_waits) {
+  Books& b = books();
+  std::lock_guard<std::mutex> lock(b.mutex);
+  b.begin(current_line);
+  const std::string name = c10::toString(call.op.operator_name());
+  for (const Borrowed& one : call.borrowed) {
+    const auto [first, end] = range_of(one.device);
+    b.access(current_line, first, end, one.write, name);
+  }
+  if (host_waits) b.operation_waits(current_line);
+}
+
+void note_results(const torch::jit::Stack& stack, std::size_t begin, const std::string& name) {
+  Books& b = books();
+  std::lock_guard<std::mutex> lock(b.mutex);
+  for (std::size_t i = begin; i < stack.size(); ++i) {
+    if (!stack[i].isTensor() || !stack[i].toTensor().defined()) continue;
+    const at::Tensor& made = stack[i].toTensor();
+    if (!made.is_cuda()) continue;
+    const auto [first, end] = range_of(made);
+    b.access(current_line, first, end, true, name);
+  }
+}
+
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const std::size_t begin = stack->size() - schema.arguments().size();
+  Call call{op, {}, false};
+  call.lend_all(*stack, begin);
+  TORCH_CHECK(
+      !(call.meets_host && !call.borrowed.empty()),
+      "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and "
+      "cpu! (in ",
+      c10::toString(op.operator_name()), ")");
+  bool gives_tensor = schema.returns().empty();
+  for (const auto& result : schema.returns())
+    gives_tensor = gives_tensor || result.type()->isSubtypeOf(*c10::TensorType::get()) ||
+                   result.type()->kind() == c10::TypeKind::ListType;
+  note(call, !gives_tensor);
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  for (const Borrowed& one : call.borrowed) {  // an empty one may have been resized
+    if (one.write && one.device.numel() == 0 && one.host.numel() > 0) {
+      one.device.resize_(one.host.sizes());
+      on_host(one.device).copy_(one.host);
+    }
+  }
+  bool fresh = false;
+  for (std::size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
+    c10::IValue& value = (*stack)[i];
+    if (value.isTensor()) {
+      value = call.back(value.toTensor());
+      fresh =
+          fresh ||
+          schema.returns()[i - (stack->size() - schema.returns().size())].alias_info() == nullptr;
+    } else if (value.isTensorList()) {
+      c10::List<at::Tensor> given;
+      for (const at::Tensor& one : value.toTensorVector()) given.push_back(call.back(one));
+      value = given;
+    }
+  }
+  if (fresh)
+    note_results(*stack, stack->size() - schema.returns().size(),
+                 c10::toString(op.operator_name()));
+}
+
+at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype,
+                 std::optional<at::Layout>, std::optional<Device>, std::optional<bool> pin,
+                 std::optional<at::MemoryFormat> format) {
+  TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
+  return at::detail::empty_generic(size, &device_memory(),
+                                   c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                   c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
+                         std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                         std::optional<Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(size, stride, &device_memory(),
+                                           c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                           c10::dtype_or_default(dtype));
+}
+
+const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef size,
+                          std::optional<at::MemoryFormat>) {
+  c10::TensorImpl* impl = self.unsafeGetTensorImpl();
+  const std::size_t needed =
+      (static_cast<std::size_t>(c10::multiply_integers(size)) + impl->storage_offset()) *
+      self.itemsize();
+  c10::StorageImpl* storage = impl->storage().unsafeGetStorageImpl();
+  if (storage->nbytes() < needed) {
+    c10::DataPtr larger = device_memory().allocate(needed);
+    if (storage->nbytes()) std::memcpy(larger.get(), storage->data(), storage->nbytes());
+    storage->set_data_ptr_noswap(std::move(larger));
+    storage->set_nbytes(needed);
+  }
+  impl->set_sizes_contiguous(size);
+  return self;
+}
+
+at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, c10::IntArrayRef size,
+                        c10::IntArrayRef stride) {
+  c10::TensorImpl* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(source));
+  impl->set_storage_offset(offset);
+  if (stride.empty() && !size.empty()) {
+    impl->set_sizes_contiguous(size);
+  } else {
+    impl->set_sizes_and_strides(size, stride, offset);
+  }
+  return self;
+}
+
+at::Tensor& set_source(at::Tensor& self, const at::Tensor& source) {
+  return set_storage(self, source.storage(), source.storage_offset(), source.sizes(),
+                     source.strides());
+}
+
+at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  TORCH_CHECK(self.device().is_cuda() || self.device().is_cpu(), "no such device");
+  if (self.numel() == 0) return self;
+  at::Tensor to = self.is_cuda() ? on_host(self) : self,
+             from = source.is_cuda() ? on_host(source) : source;
+  {
+    Books& b = books();
+    std::lock_guard<std::mutex> lock(b.mutex);
+    const bool crosses = self.is_cuda() != source.is_cuda();
+    const auto [first, end] = range_of(source);
+    const auto [to_first, to_end] = range_of(self);
+    const bool pinned = b.is_pinned(self.is_cuda() ? first : to_first);
+    const bool later = non_blocking && pinned;
+    b.begin(current_line);
+    if (source.is_cuda() || later) b.access(current_line, first, end, false, "copy_");
+    if (self.is_cuda() || later) b.access(current_line, to_first, to_end, true, "copy_");
+    if (crosses && !later && !(self.is_cuda() && non_blocking)) b.operation_waits(current_line);
+  }
+  to.copy_(from);
+  return self;
+}
+
+at::Scalar item(const at::Tensor& self) {
+  Books& b = books();
+  {
+    std::lock_guard<std::mutex> lock(b.mutex);
+    b.begin(current_line);
+    const auto [first, end] = range_of(self);
+    b.access(current_line, first, end, false, "item");
+    b.operation_waits(current_line);
+  }
+  return at::_local_scalar_dense(on_host(self));
+}
+
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream);
+}
+
+int64_t plain_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                        const std::optional<at::Tensor>&, double, bool, std::optional<double>,
+                        bool) {
+  return 0;  // SDPBackend::math
+}
+
+TORCH_LIBRARY_IMPL(_, CUDA, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+}
+
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("empty.memory_format", TORCH_FN(empty));
+  m.impl("empty_strided", TORCH_FN(empty_strided));
+  m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
+  m.impl("view", TORCH_FN(at::native::view));
+  m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
+  m.impl("unfold", TORCH_FN(at::native::unfold));
+  m.impl("view_as_real", TORCH_FN(at::native::view_as_real));
+  m.impl("view_as_complex", TORCH_FN(at::native::view_as_complex));
+  m.impl("is_set_to", TORCH_FN(at::native::is_set_to));
+  m.impl("resize_", TORCH_FN(resize_));
+  m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
+  m.impl("set_.source_Tensor", TORCH_FN(set_source));
+  m.impl("copy_", TORCH_FN(copy_));
+  m.impl("_local_scalar_dense", TORCH_FN(item));
+  m.impl("record_stream", TORCH_FN(record_stream));
+}
+
+const bool ready = [] {
+  c10::SetAllocator(DeviceType::CUDA, &device_memory(), 100);
+  at::setHostAllocator(DeviceType::CUDA, &pinned_memory(), 100);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&plain_attention);
+  return true;
+}();
+
+}  // namespace
+
+// --- what Python asks
+// -----------------------------------------------------------------------------
+
+extern "C" {
+int hc_new_stream() {
+  std::lock_guard<std::mutex> lock(books().mutex);
+  return books().new_line();
+}
+int hc_stream() { return current_line; }
+int hc_set_stream(int line) { return std::exchange(current_line, line); }
+int hc_record(int line) {
+  Books& b = books();
+  std::lock_guard<std::mutex> lock(b.mutex);
+  b.begin(line);
+  b.seed = b.seed * 1664525u + 1013904223u;
+  b.events[b.next_event] = {b.lines[line], static_cast<int>((b.seed >> 16) % 6)};
+  return b.next_event++;
+}
+void hc_forget(int event) {
+  std::lock_guard<std::mutex> lock(books().mutex);
+  books().events.erase(event);
+}
+void hc_wait(int line, int event) {
+  Books& b = books();
+  std::lock_guard<std::mutex> lock(b.mutex);
+  Books::join(b.lines[line], b.events[event].clock);
+}
+int hc_query(int event) {
+  Books& b = books();
+  std::lock_guard<std::mutex> lock(b.mutex);
+  return b.look(b.events[event]);
+}
+void hc_synchronize(int event) {
+  Books& b = books();
+  std::lock_guard<std::mutex> lock(b.mutex);
+  b.host_waits(b.events[event].clock);
+}
+void hc_synchronize_all() { CUDAHooks({}).deviceSynchronize(0); }
+void hc_register(void* memory, std::size_t n) {
+  std::lock_guard<std::mutex> lock(books().mutex);
+  const Address first = reinterpret_cast<Address>(memory);
+  books().pinned[first] = first + n;
+}
+int hc_unregister(void* memory) {
+  std::lock_guard<std::mutex> lock(books().mutex);
+  return books().pinned.erase(reinterpret_cast<Address>(memory)) ? 0 : 1;
+}
+// Something else than torch reads or writes: a kernel on a stream, or line 0, the host.
+void hc_access(int line, void* memory, std::size_t n, int write, const char* what) {
+  Books& b = books();
+  std::lock_guard<std::mutex> lock(b.mutex);
+  b.begin(line);
+  const Address first = reinterpret_cast<Address>(memory);
+  b.access(line, first, first + n, write != 0, what);
+}
+int hc_violations(char* into, int n) {
+  Books& b = books();
+  std::lock_guard<std::mutex> lock(b.mutex);
+  std::string all;
+  for (const std::string& one : b.violations) all += one + "\n";
+  std::strncpy(into, all.c_str(), static_cast<std::size_t>(n - 1));
+  const int count = static_cast<int>(b.violations.size());
+  b.violations.clear();
+  return count;
+}
+std::int64_t hc_memory(int what) {
+  DeviceMemory& m = device_memory();
+  std::lock_guard<std::mutex> lock(m.mutex);
+  return what == 0 ? m.allocated : what == 1 ? m.peak : what == 2 ? m.reserved : m.blocks;
+}
+void hc_reset_peak() {
+  std::lock_guard<std::mutex> lock(device_memory().mutex);
+  device_memory().peak = device_memory().allocated;
+}
+void hc_limit(std::int64_t bytes) {
+  std::lock_guard<std::mutex> lock(device_memory().mutex);
+  device_memory().limit = bytes;
+}
+void hc_refuse_waits(int yes) {
+  std::lock_guard<std::mutex> lock(books().mutex);
+  books().refuses_waits = yes != 0;
+}
+void hc_empty_cache() {
+  std::lock_guard<std::mutex> lock(device_memory().mutex);
+  device_memory().give_back();
+}
+}

@@ -1,0 +1,348 @@
+"""`torch.cuda` without a GPU, for a torch that was built without CUDA: a plugin of pytest's.
+
+    PYTHONPATH=tests python -m pytest -p support.host_cuda -m gpu tests/gpu
+
+Imported before torch is, it builds and loads host_cuda.cpp, which says what the device is, and lets
+`torch.cuda` answer what the engine and its tests ask. The kernels of optimizers are built for the
+host (`cuda_on_host`); what they, the CPU's kernels and the disk read and write is noted as well. A
+test fails after which somebody read or wrote too early.
+
+What only a GPU has is not here: time, capture of graphs, compiled code, `nvrtc`, NCCL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+TOTAL_BYTES = 4 << 30
+_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared")
+_HOST, _DEFAULT = 0, 1  # timelines, as host_cuda.cpp numbers them
+
+
+def _torch_folder() -> Path:
+    found = importlib.util.find_spec("torch")
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).parent
+
+
+def _build(torch_folder: Path) -> Path:
+    """The library; kept for the session, and for those after it."""
+    source = Path(__file__).with_suffix(".cpp")
+    version = (torch_folder / "version.py").read_text()
+    digest = hashlib.sha256(repr((source.read_text(), version, _FLAGS)).encode()).hexdigest()[:24]
+    folder = Path(tempfile.gettempdir()) / f"infinity-host-cuda-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    target = folder / f"{digest}.so"
+    if not target.exists():
+        written = folder / f"{digest}.{os.getpid()}.so"
+        include = torch_folder / "include"
+        command = [os.environ.get("CXX", "c++"), *_FLAGS, str(source), "-o", str(written)]
+        command += [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"]
+        command += [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
+        subprocess.run(command, check=True)
+        os.replace(written, target)
+    return target
+
+
+def _load() -> ctypes.CDLL:
+    assert "torch" not in sys.modules, "torch looks for devices once, when it is imported"
+    folder = _torch_folder()
+    for name in ("libc10.so", "libtorch_cpu.so"):
+        ctypes.CDLL(str(folder / "lib" / name), ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(_build(folder)))
+    address, size = ctypes.c_void_p, ctypes.c_size_t
+    library.hc_memory.restype = ctypes.c_int64
+    library.hc_limit.argtypes = [ctypes.c_int64]
+    library.hc_register.argtypes = [address, size]
+    library.hc_unregister.argtypes = [address]
+    library.hc_access.argtypes = [ctypes.c_int, address, size, ctypes.c_int, ctypes.c_char_p]
+    return library
+
+
+LIBRARY = _load()
+
+import torch  # noqa: E402  (not before)
+from torch import Tensor  # noqa: E402
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Stream(torch.Stream):
+    """A timeline: what is put on it comes one after the other."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, *, line: int | None = None) -> Any:
+        line = LIBRARY.hc_new_stream() if line is None else line
+        return super().__new__(cls, stream_id=line, device_index=0, device_type=1)
+
+    def __init__(self, device: Any = None, priority: int = 0, *, line: int | None = None) -> None:
+        pass
+
+    @property
+    def cuda_stream(self) -> int:
+        return int(self.stream_id)
+
+    def wait_event(self, event: Any) -> None:
+        if event.event is not None:
+            LIBRARY.hc_wait(self.stream_id, event.event)
+
+    def wait_stream(self, stream: Any) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Any = None) -> Any:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+    def query(self) -> bool:
+        return bool(self.record_event().query())
+
+
+class Event:
+    """A point of a timeline. Whether it is over is left to chance until somebody waits for it."""
+
+    def __init__(
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ) -> None:
+        self.event: int | None = None
+        self._has_time, self._at_ns = enable_timing, 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._forget()
+        self.event = LIBRARY.hc_record((stream or current_stream()).stream_id)
+        self._at_ns = time.perf_counter_ns()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or current_stream()).wait_event(self)
+
+    def query(self) -> bool:
+        return self.event is None or bool(LIBRARY.hc_query(self.event))
+
+    def synchronize(self) -> None:
+        if self.event is not None:
+            LIBRARY.hc_synchronize(self.event)
+
+    def elapsed_time(self, end: Event) -> float:
+        if not (self._has_time and end._has_time):
+            raise ValueError("both events must be made with enable_timing=True")
+        if self.event is None or end.event is None:
+            raise ValueError("both events must be recorded")
+        if not (self.query() and end.query()):
+            raise RuntimeError("CUDA error: device not ready")
+        return (end._at_ns - self._at_ns) / 1e6
+
+    def _forget(self) -> None:
+        if self.event is not None:
+            LIBRARY.hc_forget(self.event)
+
+    def __del__(self) -> None:
+        self._forget()
+
+
+def current_stream(device: Any = None) -> Stream:
+    return Stream(line=LIBRARY.hc_stream())
+
+
+@contextlib.contextmanager
+def on_stream(stream: Stream | None) -> Iterator[None]:
+    if stream is None:
+        yield
+        return
+    before = LIBRARY.hc_set_stream(stream.stream_id)
+    try:
+        yield
+    finally:
+        LIBRARY.hc_set_stream(before)
+
+
+class _Current:
+    """`torch.cuda.device`: there is one."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class _Share:
+    """Of the device's memory, that torch's allocator may have."""
+
+    def __init__(self) -> None:
+        self._share = 1.0
+
+    def get(self, device: Any = None) -> float:
+        return self._share
+
+    def set(self, share: float, device: Any = None) -> None:
+        self._share = share
+        LIBRARY.hc_limit(int(share * TOTAL_BYTES))
+
+
+def violations() -> list[str]:
+    """Accesses that nothing orders, since this was last asked."""
+    told = ctypes.create_string_buffer(1 << 16)
+    LIBRARY.hc_violations(told, len(told))
+    return told.value.decode().splitlines()
+
+
+def _memory(what: int) -> Callable[..., int]:
+    return lambda device=None: LIBRARY.hc_memory(what)
+
+
+def _memory_stats(device: Any = None) -> dict[str, int]:
+    return {"num_alloc_retries": 0, "num_device_alloc": LIBRARY.hc_memory(3)}
+
+
+def _stand_in_for_torch() -> None:
+    facts = SimpleNamespace(
+        name="CUDA on the host", total_memory=TOTAL_BYTES, major=9, minor=0, multi_processor_count=4
+    )
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: LIBRARY.hc_register(address, size),
+        cudaHostUnregister=LIBRARY.hc_unregister,
+    )
+    share, nothing = _Share(), lambda *arguments: None
+    values: dict[str, Any] = {
+        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
+        "current_device": lambda: 0, "set_device": nothing, "device": _Current,
+        "device_of": type("device_of", (_Current,), {}), "init": nothing, "_lazy_init": nothing,
+        "Stream": Stream, "Event": Event, "stream": on_stream, "current_stream": current_stream,
+        "default_stream": lambda device=None: Stream(line=_DEFAULT),
+        "set_stream": lambda stream: LIBRARY.hc_set_stream(stream.stream_id),
+        "synchronize": lambda device=None: LIBRARY.hc_synchronize_all(),
+        "mem_get_info": lambda device=None: (TOTAL_BYTES - LIBRARY.hc_memory(2), TOTAL_BYTES),
+        "memory_allocated": _memory(0), "max_memory_allocated": _memory(1),
+        "memory_reserved": _memory(2), "max_memory_reserved": _memory(2),
+        "memory_stats": _memory_stats, "empty_cache": LIBRARY.hc_empty_cache,
+        "reset_peak_memory_stats": lambda device=None: LIBRARY.hc_reset_peak(),
+        "get_per_process_memory_fraction": share.get,
+        "set_per_process_memory_fraction": share.set,
+        "get_device_properties": lambda device=None: facts,
+        "get_device_name": lambda device=None: facts.name,
+        "get_device_capability": lambda device=None: (9, 0), "cudart": lambda: runtime,
+        "is_current_stream_capturing": lambda: False,
+        "set_sync_debug_mode": lambda mode: LIBRARY.hc_refuse_waits(mode == "error"),
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "get_rng_state_all": lambda: [torch.get_rng_state()],
+        "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
+        "manual_seed": nothing, "manual_seed_all": nothing,
+        "default_generators": (torch.default_generator,),
+        "is_bf16_supported": lambda including_emulation=True: True,
+    }  # fmt: skip
+    for name, value in values.items():  # torch's compiler wants each to be one of its own
+        setattr(torch.cuda, name, value if isinstance(value, type | tuple) else partial(value))
+
+    def clone(storage: Any) -> Any:
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return whole.set_(storage, 0, (storage.nbytes(),)).clone().untyped_storage()
+
+    torch.UntypedStorage.clone = clone  # type: ignore[method-assign]
+
+
+def _note(line: int, write: bool, what: str, *tensors: Tensor | None) -> None:
+    for tensor in tensors:
+        if tensor is not None and tensor.numel():
+            nbytes = tensor.numel() * tensor.element_size()
+            LIBRARY.hc_access(line, tensor.data_ptr(), nbytes, write, what.encode())
+
+
+def _note_pieces(line: int, pieces: Any) -> None:
+    for piece in pieces:
+        _note(line, False, "an update", piece.gradient)
+        _note(line, True, "an update", piece.weight, piece.rest)
+        for moment in piece.moments:
+            _note(line, True, "an update", moment.values, moment.scales)
+
+
+def _stand_in_for_kernels() -> None:
+    """The GPU's kernels are the host's; what they, the CPU's and the disk touch is noted."""
+    from support.cuda_on_host import HostLauncher
+
+    from infinity.optim import cpu, cuda
+    from infinity.storage import disk
+
+    class Launcher(HostLauncher):
+        def __init__(self, device: torch.device, cache: object = None) -> None:
+            super().__init__()
+            self.device = DEVICE
+
+        def room(self, num_elements: int, stream: Any) -> Tensor:
+            with on_stream(stream):
+                return torch.empty(num_elements, dtype=torch.float64, device=DEVICE)
+
+    cuda.CudaLauncher = Launcher  # type: ignore[misc, assignment]
+    cuda.why_not = lambda device: None
+
+    def before(owner: Any, name: str, note: Callable[..., None]) -> None:
+        plain = getattr(owner, name)
+
+        def noted(self: Any, first: Any, *others: Any, **named: Any) -> Any:
+            first = first if isinstance(first, Tensor) else list(first)
+            note(first, *others, **named)
+            return plain(self, first, *others, **named)
+
+        setattr(owner, name, noted)
+
+    def line_of(stream: Any) -> int:
+        return LIBRARY.hc_stream() if stream is None else stream.stream_id
+
+    def on_gpu(pieces: Any, stream: Any = None) -> None:
+        _note_pieces(line_of(stream), pieces)
+
+    def squares(tensors: Any, sums: Tensor, stream: Any = None) -> None:
+        _note(line_of(stream), False, "square sums", *tensors)
+        _note(line_of(stream), True, "square sums", sums)
+
+    def sums(target: Tensor, source: Tensor) -> None:
+        _note(_HOST, False, "a sum", source)
+        _note(_HOST, True, "a sum", target)
+
+    def of_disk(write: bool) -> Callable[..., None]:
+        def note(pieces: Any, *others: Any) -> None:
+            _note(_HOST, write, "the disk", *(buffer for _, buffer in pieces))
+
+        return note
+
+    before(cuda.CudaKernels, "update_all", on_gpu)
+    before(cuda.CudaKernels, "square_sums", squares)
+    before(cpu.CpuKernels, "update_all", lambda pieces: _note_pieces(_HOST, pieces))
+    before(cpu.CpuKernels, "convert", sums)
+    before(cpu.CpuKernels, "accumulate", sums)
+    before(cpu.CpuKernels, "square_sum", lambda tensor: _note(_HOST, False, "a sum", tensor))
+    before(disk.Disk, "read", of_disk(write=True))  # which writes the buffer
+    before(disk.Disk, "write", of_disk(write=False))
+
+
+_stand_in_for_torch()
+_stand_in_for_kernels()
+
+
+def pytest_runtest_teardown() -> None:
+    """What a test left."""
+    found = violations()
+    assert not found, "\n".join(["nothing orders these:", *found[:10]])

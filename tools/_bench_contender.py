@@ -20,8 +20,8 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -47,7 +47,7 @@ from infinity.sizes import parse_size
 from infinity.storage.cuda import find_device
 from infinity.trace.reader import Shares, read_timeline, step_data
 
-STUCK_S = 75.0  # then a request's stacks go to stderr, whether it goes on or not
+STUCK_S = 75.0
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -358,35 +358,49 @@ def cap_device(budget_bytes: int, device: torch.device) -> None:
 
 
 def serve(
-    requests: TextIO, replies: TextIO, contenders: Mapping[str, type[Contender]] = CONTENDERS
+    requests: TextIO,
+    replies: TextIO,
+    contenders: Mapping[str, type[Contender]] = CONTENDERS,
+    watched: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Answer requests until "close" or the end of input; one that takes long says where it is."""
+    """Answer requests until "close" or the end of input, each `watched`."""
 
     def reply(answer: dict[str, Any]) -> None:
         replies.write(json.dumps(answer) + "\n")
         replies.flush()
 
     job = json.loads(requests.readline())
-    faulthandler.dump_traceback_later(STUCK_S)
     started = time.perf_counter()
-    contender = contenders[job["contender"]](job)
+    with watched():
+        contender = contenders[job["contender"]](job)
     try:
-        for _ in range(job["warmup"]):
-            contender.step()
-        contender.settle()
+        with watched():
+            for _ in range(job["warmup"]):
+                contender.step()
+            contender.settle()
         reply({"init_s": time.perf_counter() - started, **contender.plans(), **contender.facts()})
         for line in requests:
             request = json.loads(line)
-            faulthandler.dump_traceback_later(STUCK_S)
-            if request["do"] == "turn":
-                reply(contender.turn(request["steps"]))
-            elif request["do"] == "close":
+            if request["do"] == "close":
                 break
-            else:
-                reply(getattr(contender, request["do"])())
-            faulthandler.cancel_dump_traceback_later()
+            with watched():
+                if request["do"] == "turn":
+                    answer = contender.turn(request["steps"])
+                else:
+                    answer = getattr(contender, request["do"])()
+            reply(answer)
     finally:
-        contender.close()
+        with watched():
+            contender.close()
+
+
+@contextmanager
+def stacks_when_stuck() -> Iterator[None]:
+    """What takes long says where it is, on stderr, and goes on."""
+    faulthandler.dump_traceback_later(STUCK_S)
+    try:
+        yield
+    finally:
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -398,7 +412,7 @@ def main(contenders: Mapping[str, type[Contender]] = CONTENDERS) -> int:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    serve(sys.stdin, replies, contenders)
+    serve(sys.stdin, replies, contenders, stacks_when_stuck)
     return 0
 
 

@@ -28,7 +28,7 @@ from types import SimpleNamespace
 from typing import Any
 
 TOTAL_BYTES = 4 << 30
-_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared")
+_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w")  # warnings of torch's headers
 _HOST, _DEFAULT = 0, 1  # timelines, as host_cuda.cpp numbers them
 
 

@@ -46,7 +46,7 @@ def python(*command: str) -> str:
     [
         (
             "test_overlap.py",
-            "streamed and disk or side and device-ram or recomputed or once or trace",
+            "streamed and disk or side and device-ram or recomputed or once or trace or own",
         ),
         pytest.param("test_overlap.py", "", marks=pytest.mark.big),
         ("test_cuda.py", "bf16 and host"),
@@ -76,6 +76,9 @@ from infinity.storage.cuda import CudaDevice
 from support.small import VOCABULARY, small_model
 
 how = sys.argv[1]
+CudaDevice._PIN_SLICE = 1 << 14
+if how == "copies cross registrations":
+    CudaDevice._registered_parts = lambda self, address, nbytes: [(0, nbytes)]
 if how == "copies out do not wait for compute":
     CudaDevice.copy_out = lambda self, target, source, after=None: self._copy(
         self._out, target, source, cuda.HAPPENED)
@@ -115,6 +118,7 @@ print(len(host_cuda.violations()))
     "how",
     [
         "all is well",
+        "copies cross registrations",
         "copies out do not wait for compute",
         "copies wait for nothing",
         "compute waits for nothing",

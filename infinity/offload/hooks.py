@@ -225,7 +225,9 @@ class Hooks:
         """A backward that the engine was not asked for is a call as well."""
         if self.owner.busy or not inside_backward():
             return
-        lasting = sys._getframe()
+        # From the caller's: a frame that referred to itself would stay, and with it those it was
+        # called by, and the weights that these hold, until garbage is collected.
+        lasting = sys._getframe(1)
         frame: FrameType | None = lasting
         while frame is not None:  # up to the outermost backward
             lasting = frame if runs_backward(frame.f_code) else lasting

@@ -5,6 +5,7 @@ Not yet run on one. `tests/overlap` and `tests/parity` hold the same on the fake
 
 from __future__ import annotations
 
+import gc
 import threading
 import traceback
 from collections import Counter
@@ -123,6 +124,28 @@ def test_side_streams_change_nothing(tmp_path: Path, place: str, update: str) ->
     streams = [torch.cuda.Stream() for _ in range(2)]
     found = train(tmp_path, PLACES[place], streams=streams, update=update)
     assert_same(found, train(tmp_path, ON_DEVICE))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_backward_of_the_users_own(tmp_path: Path, place: str) -> None:
+    """Runs on a thread of autograd's; nothing that it leaves keeps weights where they were."""
+    expected = train(tmp_path, PLACES[place])[0]
+    gc.disable()
+    try:
+        with make(tmp_path, PLACES[place]) as engine:
+            losses = []
+            for tokens in batches()[:STEPS]:
+                loss = engine(tokens)
+                loss.backward()
+                del loss
+                engine.zero_grad()
+                loss = engine(tokens)
+                loss.backward()
+                engine.step()
+                losses.append(loss.item())
+    finally:
+        gc.enable()
+    assert losses == expected
 
 
 def test_a_capture_is_refused_and_training_goes_on(tmp_path: Path) -> None:

@@ -82,6 +82,12 @@ struct Books {
     auto found = pinned.upper_bound(address);
     return found != pinned.begin() && address < std::prev(found)->second;
   }
+  // A copy of host memory, which must not cross from one registration into another.
+  void stays_in_one(Address first, Address end) {
+    for (const auto& [start, stop] : pinned)
+      if (first < stop && start < end && !(start <= first && end <= stop))
+        violations.push_back("copy_ crosses the edge of a registration");
+  }
   // What a line does next comes after all that the host did, and told it to do.
   void begin(int line) {
     Clock& clock = lines[line];
@@ -567,6 +573,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
     const auto [to_first, to_end] = range_of(self);
     const bool pinned = b.is_pinned(self.is_cuda() ? first : to_first);
     const bool later = non_blocking && pinned;
+    if (crosses) b.stays_in_one(self.is_cuda() ? first : to_first, self.is_cuda() ? end : to_end);
     b.begin(current_line);
     if (source.is_cuda() || later) b.access(current_line, first, end, false, "copy_");
     if (self.is_cuda() || later) b.access(current_line, to_first, to_end, true, "copy_");

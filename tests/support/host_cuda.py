@@ -255,7 +255,10 @@ def _stand_in_for_torch() -> None:
         "is_bf16_supported": lambda including_emulation=True: True,
     }  # fmt: skip
     for name, value in values.items():  # torch's compiler wants each to be one of its own
-        setattr(torch.cuda, name, value if isinstance(value, type | tuple) else partial(value))
+        for module in (torch.cuda, torch.cuda.random):
+            if module is torch.cuda or hasattr(module, name):
+                own = value if isinstance(value, type | tuple) else partial(value)
+                setattr(module, name, own)
 
     def clone(storage: Any) -> Any:
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device)

@@ -46,7 +46,7 @@ def python(*command: str) -> str:
     [
         (
             "test_overlap.py",
-            "streamed and disk or side and device-ram or recomputed or once or trace or own",
+            "streamed and disk or device-ram or in_turn or recomputed or once or trace or own",
         ),
         pytest.param("test_overlap.py", "", marks=pytest.mark.big),
         ("test_cuda.py", "bf16 and host"),

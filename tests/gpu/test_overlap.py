@@ -126,6 +126,21 @@ def test_side_streams_change_nothing(tmp_path: Path, place: str, update: str) ->
     assert_same(found, train(tmp_path, ON_DEVICE))
 
 
+@pytest.mark.parametrize("place", ["ram", "disk"])
+def test_forwards_on_streams_in_turn(tmp_path: Path, place: str) -> None:
+    """Weights come into slots that another stream may still read."""
+    given, streams = batches(), [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    with make(tmp_path, PLACES[place]) as engine, torch.no_grad():
+        engine.eval()
+        found = []
+        for index, tokens in enumerate(given):
+            with torch.cuda.stream(streams[index % 2]):
+                found.append(engine(tokens))
+        torch.cuda.synchronize()
+        assert [one.item() for one in found] == [engine(tokens).item() for tokens in given]
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_a_backward_of_the_users_own(tmp_path: Path, place: str) -> None:
     """Runs on a thread of autograd's; nothing that it leaves keeps weights where they were."""

@@ -64,7 +64,6 @@ struct Books {
   std::map<int, Event> events;
   int next_event = 1;
   std::uint32_t seed = 1;
-  std::int64_t launches = 0;
   bool refuses_waits = false;  // `set_sync_debug_mode("error")`
 
   static void join(Clock& clock, const Clock& other) {
@@ -94,7 +93,6 @@ struct Books {
     if (line != 0) join(clock, lines[0]);
     if (clock.size() <= static_cast<std::size_t>(line)) clock.resize(line + 1);
     ++clock[line];
-    ++launches;
   }
   void access(int line, Address first, Address end, bool write, const std::string& what) {
     if (first >= end) return;

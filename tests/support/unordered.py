@@ -1,0 +1,83 @@
+"""Training on a CUDA device made of host memory, as it is and with one thing left out at a time.
+
+Prints, as JSON, how many accesses nothing ordered in each case.
+"""
+
+from __future__ import annotations
+
+from support import host_cuda  # before torch is imported
+
+import json  # isort: skip
+from typing import Any  # isort: skip
+from unittest import mock  # isort: skip
+
+import torch  # isort: skip
+from support.small import VOCABULARY, small_model  # isort: skip
+
+import infinity  # isort: skip
+from infinity.errors import TrainingError  # isort: skip
+from infinity.storage.cuda import CudaDevice, CudaEvent  # isort: skip
+from infinity.storage.device import HAPPENED  # isort: skip
+
+_copy = CudaDevice._copy
+LEFT_OUT: dict[str, dict[tuple[Any, str], Any]] = {
+    "nothing": {},
+    "the edges of registrations": {
+        (CudaDevice, "_registered_parts"): lambda self, address, nbytes: [(0, nbytes)]
+    },
+    "what copies out wait for": {
+        (CudaDevice, "copy_out"): lambda self, target, source, after=HAPPENED: _copy(
+            self, self._out, target, source, after
+        )
+    },
+    "what all copies wait for": {
+        (CudaDevice, "_copy"): lambda self, stream, target, source, after: _copy(
+            self, stream, target, source, HAPPENED
+        )
+    },
+    "what compute waits for": {(CudaDevice, "compute_wait"): lambda self, event: None},
+    "what the host waits for": {
+        (CudaEvent, "wait"): lambda self: None,
+        (CudaEvent, "done"): lambda self: True,
+    },
+}
+
+
+def train(update: str) -> int:
+    """Some steps, and tensors of two devices that meet; how often nothing ordered what was done."""
+    config = {
+        "placement": dict.fromkeys(("weights", "moments", "gradients"), "host"),
+        "precision": "bf16",
+        "update": update,
+    }
+    model = small_model(num_blocks=8, width=32)
+    engine, *_ = infinity.initialize(model, config, device="cuda")
+    with engine:
+        for _ in range(3):
+            loss = engine(torch.randint(0, VOCABULARY, (2, 16), device="cuda"))
+            engine.backward(loss)
+            engine.step()
+        raised = []
+        for call in (lambda: engine(torch.zeros(2, 16).long()), lambda: loss + torch.ones(3)):
+            try:
+                call()
+            except (TrainingError, RuntimeError) as error:
+                raised.append(str(error))
+        assert "is on cpu" in raised[0]
+        assert "two devices" in raised[1]
+    return len(host_cuda.violations())
+
+
+def main() -> None:
+    found = {}
+    with mock.patch.object(CudaDevice, "_PIN_SLICE", 1 << 14):
+        for name, left_out in LEFT_OUT.items():
+            for (owner, attribute), value in left_out.items():
+                mock.patch.object(owner, attribute, value).start()
+            found[name] = sum(map(train, ("cpu", "device") if not left_out else ("cpu",)))
+            mock.patch.stopall()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

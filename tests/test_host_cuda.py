@@ -25,16 +25,7 @@ pytestmark = [
 # What takes a GPU's time, captures or compiles is not for this one.
 NOT_HERE = ("compiled", "capture", "queued", "cache", "square", "many")
 # One of each sort.
-SOME = (
-    "updates[2-disk]",
-    "device-ram",
-    "in_turn",
-    "inputs[host]",
-    "once",
-    "trace",
-    "own[ram]",
-    "bf16-host",
-)
+SOME = ("updates[2-disk]", "device-ram", "in_turn", "inputs[host]", "once", "trace", "own[ram]")
 SOME += ("another_thread", "bad_input", "cpu_adam")
 
 

@@ -152,7 +152,7 @@ struct DeviceMemory final : c10::Allocator {
   std::mutex mutex;
   std::map<std::pair<int, std::size_t>, std::vector<void*>> free;
   std::map<void*, std::pair<int, std::size_t>> held;
-  std::map<void*, std::vector<Clock>> used_elsewhere;  // by `record_stream`
+  std::map<void*, std::vector<Clock>> used_elsewhere;  // as autograd tells
   std::int64_t allocated = 0, peak = 0, reserved = 0, blocks = 0, limit = INT64_MAX;
 
   c10::DataPtr allocate(std::size_t n) override {
@@ -453,16 +453,12 @@ void note(const Call& call, bool host_waits) {
   if (host_waits) b.operation_waits(current_line);
 }
 
-void note_results(const torch::jit::Stack& stack, std::size_t begin, const std::string& name) {
+void note_made(const Call& call, const at::Tensor& made) {
+  if (!made.defined() || !made.is_cuda()) return;
   Books& b = books();
   std::lock_guard<std::mutex> lock(b.mutex);
-  for (std::size_t i = begin; i < stack.size(); ++i) {
-    if (!stack[i].isTensor() || !stack[i].toTensor().defined()) continue;
-    const at::Tensor& made = stack[i].toTensor();
-    if (!made.is_cuda()) continue;
-    const auto [first, end] = range_of(made);
-    b.access(current_line, first, end, true, name);
-  }
+  const auto [first, end] = range_of(made);
+  b.access(current_line, first, end, true, c10::toString(call.op.operator_name()));
 }
 
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -487,23 +483,19 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       on_host(one.device).copy_(one.host);
     }
   }
-  bool fresh = false;
-  for (std::size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
+  const std::size_t first = stack->size() - schema.returns().size();
+  for (std::size_t i = first; i < stack->size(); ++i) {
     c10::IValue& value = (*stack)[i];
     if (value.isTensor()) {
-      value = call.back(value.toTensor());
-      fresh =
-          fresh ||
-          schema.returns()[i - (stack->size() - schema.returns().size())].alias_info() == nullptr;
+      const at::Tensor given = call.back(value.toTensor());
+      if (schema.returns()[i - first].alias_info() == nullptr) note_made(call, given);
+      value = given;
     } else if (value.isTensorList()) {
       c10::List<at::Tensor> given;
       for (const at::Tensor& one : value.toTensorVector()) given.push_back(call.back(one));
       value = given;
     }
   }
-  if (fresh)
-    note_results(*stack, stack->size() - schema.returns().size(),
-                 c10::toString(op.operator_name()));
 }
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype,
@@ -559,7 +551,6 @@ at::Tensor& set_source(at::Tensor& self, const at::Tensor& source) {
 }
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
-  TORCH_CHECK(self.device().is_cuda() || self.device().is_cpu(), "no such device");
   if (self.numel() == 0) return self;
   at::Tensor to = self.is_cuda() ? on_host(self) : self,
              from = source.is_cuda() ? on_host(source) : source;
@@ -593,10 +584,6 @@ at::Scalar item(const at::Tensor& self) {
   return at::_local_scalar_dense(on_host(self));
 }
 
-void record_stream(at::Tensor& self, c10::Stream stream) {
-  Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream);
-}
-
 int64_t plain_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&,
                         const std::optional<at::Tensor>&, double, bool, std::optional<double>,
                         bool) {
@@ -622,7 +609,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Tensor", TORCH_FN(set_source));
   m.impl("copy_", TORCH_FN(copy_));
   m.impl("_local_scalar_dense", TORCH_FN(item));
-  m.impl("record_stream", TORCH_FN(record_stream));
 }
 
 const bool ready = [] {
@@ -689,15 +675,13 @@ void hc_access(int line, void* memory, std::size_t n, int write, const char* wha
   const Address first = reinterpret_cast<Address>(memory);
   b.access(line, first, first + n, write != 0, what);
 }
-int hc_violations(char* into, int n) {
+void hc_violations(char* into, int n) {
   Books& b = books();
   std::lock_guard<std::mutex> lock(b.mutex);
   std::string all;
   for (const std::string& one : b.violations) all += one + "\n";
   std::strncpy(into, all.c_str(), static_cast<std::size_t>(n - 1));
-  const int count = static_cast<int>(b.violations.size());
   b.violations.clear();
-  return count;
 }
 std::int64_t hc_memory(int what) {
   DeviceMemory& m = device_memory();

@@ -1,23 +1,22 @@
 """Training on a CUDA device made of host memory, as it is and with one thing left out at a time.
 
-Prints, as JSON, how many accesses nothing ordered in each case.
+`main` prints, as JSON, how many accesses nothing ordered in each case. Comes after `host_cuda`.
 """
 
 from __future__ import annotations
 
-from support import host_cuda  # before torch is imported
+import json
+from typing import Any
+from unittest import mock
 
-import json  # isort: skip
-from typing import Any  # isort: skip
-from unittest import mock  # isort: skip
+import torch
+from support import host_cuda
+from support.small import VOCABULARY, small_model
 
-import torch  # isort: skip
-from support.small import VOCABULARY, small_model  # isort: skip
-
-import infinity  # isort: skip
-from infinity.errors import TrainingError  # isort: skip
-from infinity.storage.cuda import CudaDevice, CudaEvent  # isort: skip
-from infinity.storage.device import HAPPENED  # isort: skip
+import infinity
+from infinity.errors import TrainingError
+from infinity.storage.cuda import CudaDevice, CudaEvent
+from infinity.storage.device import HAPPENED
 
 _copy = CudaDevice._copy
 LEFT_OUT: dict[str, dict[tuple[Any, str], Any]] = {
@@ -77,7 +76,3 @@ def main() -> None:
             found[name] = sum(map(train, ("cpu", "device") if not left_out else ("cpu",)))
             mock.patch.stopall()
     print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

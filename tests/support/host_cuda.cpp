@@ -22,6 +22,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -53,6 +54,7 @@ struct Access {
 struct Event {
   Clock clock;
   int polls = 0;  // until a look finds it over
+  std::chrono::steady_clock::time_point at;
 };
 
 struct Books {
@@ -61,8 +63,6 @@ struct Books {
   std::vector<Access> accesses;
   std::vector<std::string> violations;
   std::map<Address, Address> pinned;
-  std::map<int, Event> events;
-  int next_event = 1;
   std::uint32_t seed = 1;
   bool refuses_waits = false;  // `set_sync_debug_mode("error")`
 
@@ -115,6 +115,10 @@ struct Books {
     const Clock& host = lines[0];  // what comes from now on comes after these
     std::erase_if(accesses, [&](const Access& a) { return of(host, a.line) >= a.time; });
   }
+  int chance(std::uint32_t of) {
+    seed = seed * 1664525u + 1013904223u;
+    return static_cast<int>((seed >> 16) % of);
+  }
   // An operation of torch's makes the host wait.
   void operation_waits(int line) {
     TORCH_CHECK(!refuses_waits, "called a synchronizing CUDA operation");
@@ -125,8 +129,7 @@ struct Books {
     for (std::size_t i = 0; i < event.clock.size(); ++i)
       known = known && of(lines[0], static_cast<int>(i)) >= event.clock[i];
     if (known) return true;
-    seed = seed * 1664525u + 1013904223u;
-    if (--event.polls > 0 && (seed >> 16) % 4 != 0) return false;
+    if (--event.polls > 0 && chance(4) != 0) return false;
     host_waits(event.clock);
     return true;
   }
@@ -267,6 +270,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(Device) const noexcept override {}
   c10::Stream getStream(Device) const override { return stream_of(current_line); }
   c10::Stream getDefaultStream(Device) const override { return stream_of(1); }
+  c10::Stream getNewStream(Device, int) const override {
+    Books& b = books();
+    std::lock_guard<std::mutex> lock(b.mutex);
+    return stream_of(b.new_line());
+  }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     const int before = current_line;
     current_line = line_of(stream);
@@ -279,7 +287,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     std::lock_guard<std::mutex> lock(b.mutex);
     if (*event == nullptr) *event = new Event;
     b.begin(line_of(stream));
-    static_cast<Event*>(*event)->clock = b.lines[line_of(stream)];
+    *static_cast<Event*>(*event) = {b.lines[line_of(stream)], b.chance(6),
+                                    std::chrono::steady_clock::now()};
   }
   void block(void* event, const c10::Stream& stream) const override {
     Books& b = books();
@@ -299,11 +308,20 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
   }
+  double elapsedTime(void* begin, void* end, const DeviceIndex) const override {
+    const auto passed = static_cast<Event*>(end)->at - static_cast<Event*>(begin)->at;
+    return std::chrono::duration<double, std::milli>(passed).count();
+  }
   bool queryStream(const c10::Stream&) const override { return false; }
   void synchronizeStream(const c10::Stream& stream) const override {
     Books& b = books();
     std::lock_guard<std::mutex> lock(b.mutex);
     b.host_waits(b.lines[line_of(stream)]);
+  }
+  void synchronizeDevice(const DeviceIndex) const override {
+    Books& b = books();
+    std::lock_guard<std::mutex> lock(b.mutex);
+    for (std::size_t line = 1; line < b.lines.size(); ++line) b.host_waits(b.lines[line]);
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     Books& b = books();
@@ -340,11 +358,6 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory(); }
   c10::Allocator* getCUDADeviceAllocator() const override { return &device_memory(); }
-  void deviceSynchronize(DeviceIndex) const override {
-    Books& b = books();
-    std::lock_guard<std::mutex> lock(b.mutex);
-    for (std::size_t line = 1; line < b.lines.size(); ++line) b.host_waits(b.lines[line]);
-  }
 };
 
 using at::CUDAHooksArgs;
@@ -624,40 +637,6 @@ const bool ready = [] {
 // -----------------------------------------------------------------------------
 
 extern "C" {
-int hc_new_stream() {
-  std::lock_guard<std::mutex> lock(books().mutex);
-  return books().new_line();
-}
-int hc_stream() { return current_line; }
-int hc_set_stream(int line) { return std::exchange(current_line, line); }
-int hc_record(int line) {
-  Books& b = books();
-  std::lock_guard<std::mutex> lock(b.mutex);
-  b.begin(line);
-  b.seed = b.seed * 1664525u + 1013904223u;
-  b.events[b.next_event] = {b.lines[line], static_cast<int>((b.seed >> 16) % 6)};
-  return b.next_event++;
-}
-void hc_forget(int event) {
-  std::lock_guard<std::mutex> lock(books().mutex);
-  books().events.erase(event);
-}
-void hc_wait(int line, int event) {
-  Books& b = books();
-  std::lock_guard<std::mutex> lock(b.mutex);
-  Books::join(b.lines[line], b.events[event].clock);
-}
-int hc_query(int event) {
-  Books& b = books();
-  std::lock_guard<std::mutex> lock(b.mutex);
-  return b.look(b.events[event]);
-}
-void hc_synchronize(int event) {
-  Books& b = books();
-  std::lock_guard<std::mutex> lock(b.mutex);
-  b.host_waits(b.events[event].clock);
-}
-void hc_synchronize_all() { CUDAHooks({}).deviceSynchronize(0); }
 void hc_register(void* memory, std::size_t n) {
   std::lock_guard<std::mutex> lock(books().mutex);
   const Address first = reinterpret_cast<Address>(memory);

@@ -20,7 +20,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import Any
 
 TOTAL_BYTES = 4 << 30
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w")  # warnings of torch's headers
-_HOST, _DEFAULT = 0, 1  # timelines, as host_cuda.cpp numbers them
+_HOST = 0  # its timeline, as host_cuda.cpp numbers them
 
 
 def _torch_folder() -> Path:
@@ -82,97 +81,44 @@ DEVICE = torch.device("cuda", 0)
 
 
 class Stream(torch.Stream):
-    """A timeline: what is put on it comes one after the other."""
+    """`torch.cuda.Stream`: a timeline."""
 
-    def __new__(cls, device: Any = None, priority: int = 0, *, line: int | None = None) -> Any:
-        line = LIBRARY.hc_new_stream() if line is None else line
-        return super().__new__(cls, stream_id=line, device_index=0, device_type=1)
+    def __new__(
+        cls, device: Any = None, priority: int = 0, like: torch.Stream | None = None
+    ) -> Any:
+        if like is None:
+            return super().__new__(cls, DEVICE, priority=priority)
+        place = {"device_index": like.device_index, "device_type": like.device_type}
+        return super().__new__(cls, stream_id=like.stream_id, **place)
 
-    def __init__(self, device: Any = None, priority: int = 0, *, line: int | None = None) -> None:
+    def __init__(self, *arguments: Any, **named: Any) -> None:
         pass
 
     @property
     def cuda_stream(self) -> int:
         return int(self.stream_id)
 
-    def wait_event(self, event: Any) -> None:
-        if event.event is not None:
-            LIBRARY.hc_wait(self.stream_id, event.event)
 
-    def wait_stream(self, stream: Any) -> None:
-        self.wait_event(stream.record_event())
-
-    def record_event(self, event: Any = None) -> Any:
-        event = Event() if event is None else event
-        event.record(self)
-        return event
-
-    def synchronize(self) -> None:
-        self.record_event().synchronize()
-
-    def query(self) -> bool:
-        return bool(self.record_event().query())
-
-
-class Event:
-    """A point of a timeline. Whether it is over is left to chance until somebody waits for it."""
-
-    def __init__(
-        self,
-        enable_timing: bool = False,
-        blocking: bool = False,
-        interprocess: bool = False,
-        external: bool = False,
-    ) -> None:
-        self.event: int | None = None
-        self._has_time, self._at_ns = enable_timing, 0
-
-    def record(self, stream: Stream | None = None) -> None:
-        self._forget()
-        self.event = LIBRARY.hc_record((stream or current_stream()).stream_id)
-        self._at_ns = time.perf_counter_ns()
-
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or current_stream()).wait_event(self)
-
-    def query(self) -> bool:
-        return self.event is None or bool(LIBRARY.hc_query(self.event))
-
-    def synchronize(self) -> None:
-        if self.event is not None:
-            LIBRARY.hc_synchronize(self.event)
-
-    def elapsed_time(self, end: Event) -> float:
-        if not (self._has_time and end._has_time):
-            raise ValueError("both events must be made with enable_timing=True")
-        if self.event is None or end.event is None:
-            raise ValueError("both events must be recorded")
-        if not (self.query() and end.query()):
-            raise RuntimeError("CUDA error: device not ready")
-        return (end._at_ns - self._at_ns) / 1e6
-
-    def _forget(self) -> None:
-        if self.event is not None:
-            LIBRARY.hc_forget(self.event)
-
-    def __del__(self) -> None:
-        self._forget()
+def event(
+    enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+) -> torch.Event:
+    """`torch.cuda.Event(...)`. Whether it is over is left to chance until somebody waits for it."""
+    return torch.Event(DEVICE, enable_timing=enable_timing, blocking=blocking)
 
 
 def current_stream(device: Any = None) -> Stream:
-    return Stream(line=LIBRARY.hc_stream())
+    return Stream(like=torch.accelerator.current_stream())
 
 
 @contextlib.contextmanager
-def on_stream(stream: Stream | None) -> Iterator[None]:
-    if stream is None:
-        yield
-        return
-    before = LIBRARY.hc_set_stream(stream.stream_id)
+def on_stream(stream: torch.Stream | None) -> Iterator[None]:
+    """As `with stream:`, which several threads may not enter at a time."""
+    before = current_stream()
+    torch.accelerator.set_stream(stream or before)
     try:
         yield
     finally:
-        LIBRARY.hc_set_stream(before)
+        torch.accelerator.set_stream(before)
 
 
 class _Current:
@@ -225,15 +171,15 @@ def _stand_in_for_torch() -> None:
         cudaHostRegister=lambda address, size, flags: LIBRARY.hc_register(address, size),
         cudaHostUnregister=LIBRARY.hc_unregister,
     )
+    default = torch.Stream(stream_id=1, device_index=0, device_type=1)  # as host_cuda.cpp has it
     share, nothing = _Share(), lambda *arguments: None
     values: dict[str, Any] = {
         "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
         "current_device": lambda: 0, "set_device": nothing, "device": _Current,
         "device_of": type("device_of", (_Current,), {}), "init": nothing, "_lazy_init": nothing,
-        "Stream": Stream, "Event": Event, "stream": on_stream, "current_stream": current_stream,
-        "default_stream": lambda device=None: Stream(line=_DEFAULT),
-        "set_stream": lambda stream: LIBRARY.hc_set_stream(stream.stream_id),
-        "synchronize": lambda device=None: LIBRARY.hc_synchronize_all(),
+        "Stream": Stream, "Event": event, "stream": on_stream, "current_stream": current_stream,
+        "default_stream": lambda device=None: Stream(like=default),
+        "set_stream": torch.accelerator.set_stream, "synchronize": torch.accelerator.synchronize,
         "mem_get_info": lambda device=None: (TOTAL_BYTES - LIBRARY.hc_memory(2), TOTAL_BYTES),
         "memory_allocated": _memory(0), "max_memory_allocated": _memory(1),
         "memory_reserved": _memory(2), "max_memory_reserved": _memory(2),
@@ -312,7 +258,7 @@ def _stand_in_for_kernels() -> None:
         setattr(owner, name, noted)
 
     def line_of(stream: Any) -> int:
-        return LIBRARY.hc_stream() if stream is None else stream.stream_id
+        return (stream or current_stream()).stream_id
 
     def on_gpu(pieces: Any, stream: Any = None) -> None:
         _note_pieces(line_of(stream), pieces)

@@ -464,7 +464,7 @@ def test_where_units_are_is_what_the_ledger_says(tmp_path: Path) -> None:
                 parameter = engine._parts.cut.parameters[segment.parameter]
                 if entry.bound:
                     assert entry.where is Where.RESIDENT
-                    storage = entry.slot.residency.untyped_storage()
+                    storage = entry.slot.memory.untyped_storage()
                     assert parameter.untyped_storage().data_ptr() == storage.data_ptr()
                 else:
                     assert parameter.isnan().all()
@@ -506,7 +506,7 @@ def test_views_that_live_a_moment_longer_than_their_eviction(
     give_up = Prefetcher.give_up
 
     def give_up_late(self: Prefetcher, unit: int) -> None:
-        late[:] = [self.entries[unit].views]
+        late[:] = [self.entries[unit].slot.memory.detach()]
         give_up(self, unit)
 
     monkeypatch.setattr(Prefetcher, "give_up", give_up_late)

@@ -230,9 +230,10 @@ class ParameterBinding:
             for pool, of in self._pools:
                 for index, one in zip(of, pool.values, strict=True):
                     self._placeholders[index] = one.expand(parameters[index].shape)
-        # Of each unit: its parameters, and what makes each a part of a slot.
-        self._of = [[s.parameter for s in layout.segments] for layout in layouts]
-        self._shapes = [[self._shape_of(layout, s) for s in layout.segments] for layout in layouts]
+        self._of = [[s.parameter for s in layout.segments] for layout in layouts]  # by unit
+        shapes = [tuple(self._shape_of(layout, s) for s in layout.segments) for layout in layouts]
+        numbers = {form: number for number, form in enumerate(dict.fromkeys(shapes))}
+        self._forms = [(numbers[form], form) for form in shapes]  # by unit, alike ones have one
         # Version and memory that each parameter was left with; none while it is not ours.
         self._left: dict[int, tuple[int, Tensor]] = {}
         self._meta: dict[int, nn.Parameter] = {}  # by index, while values are made
@@ -289,12 +290,20 @@ class ParameterBinding:
         strides = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
         return dtype, shape, strides, start // dtype.itemsize
 
-    def views(self, unit: int, flat: Callable[[torch.dtype], Tensor]) -> list[Tensor]:
-        """The unit's parameters, in order, as parts of its slot: `flat` has all of a type."""
-        return [
-            flat(dtype).as_strided(shape, strides, start)
-            for dtype, shape, strides, start in self._shapes[unit]
-        ]
+    def views(
+        self, unit: int, made: dict[int, list[Tensor]], flat: Callable[[torch.dtype], Tensor]
+    ) -> list[Tensor]:
+        """The unit's parameters, in order, as parts of its slot: `flat` has all of a type.
+
+        `made` has those of the slot's earlier units, by their form: units that are alike share.
+        """
+        number, form = self._forms[unit]
+        if number not in made:
+            made[number] = [
+                flat(dtype).as_strided(shape, strides, start)
+                for dtype, shape, strides, start in form
+            ]
+        return made[number]
 
     def bind(self, unit: int, views: Sequence[Tensor]) -> None:
         """Make the unit's parameters these views.
@@ -305,8 +314,11 @@ class ParameterBinding:
         if edit is not None:
             self.forget(unit)
             raise edit.error()
+        parameters, left = self.parameters, self._left
         for index, view in zip(self._of[unit], views, strict=True):
-            self._set(index, view)
+            parameter = parameters[index]
+            parameter.data = view
+            left[index] = parameter._version, view
 
     def forget(self, unit: int) -> None:
         """Make the unit's parameters placeholders, from any state and without judging edits."""

@@ -445,7 +445,9 @@ class Hooks:
 def _items(values: Iterable[Any]) -> Iterator[Any]:
     """What is among the values, or inside of lists, tuples, mappings and dataclasses of these."""
     for value in values:
-        if isinstance(value, Mapping):
+        if isinstance(value, Tensor):  # most of all
+            yield value
+        elif isinstance(value, Mapping):
             yield from _items(value.values())
         elif isinstance(value, list | tuple):
             yield from _items(value)

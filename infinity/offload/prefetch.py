@@ -381,8 +381,7 @@ class Prefetcher:
         """Start copying what this rank keeps of the weights to where the unit's slot has it."""
         entry, device, label = self.entries[unit], self.transfers.device, (unit, "weight")
         assert entry.slot is not None
-        assert entry.slot.residency is not None
-        parts = self.store.shard_in(unit, entry.slot.residency)
+        parts = self.store.shard_in(unit, entry.slot.memory)
         own = own[: sum(part.numel() for part in parts)]
         cut = zip(parts, self.store.cut(unit, own), strict=True)
         pairs = [(part, source) for part, source in cut if part.numel()]
@@ -405,7 +404,7 @@ class Prefetcher:
         with self.changed:
             slot = self.ledger.free_slot(unit)
             assert slot is not None
-            residency = self.ledger.assign(unit, slot)
+            self.ledger.assign(unit, slot)
             entry = self.ledger.move(unit, Where.FETCHING)
         entry.ready, label = HAPPENED, (unit, "weight")
         state = self.store.units[unit]
@@ -425,7 +424,7 @@ class Prefetcher:
             assert source is not None
             self._copy_in(unit, source)
             return
-        parts = self.store.shard_in(unit, residency)
+        parts = self.store.shard_in(unit, slot.memory)
         if not self.plan.unified:
             stall = partial(self.transfers.stall, "copy")
             entry.staging = self._staging.take(self._land_oldest, stall)
@@ -482,9 +481,7 @@ class Prefetcher:
         """The unit's weights were edited at rest: graphs made before are stale."""
         self.entries[unit].updates += 1
 
-    def publish_slot(
-        self, unit: int, first: Callable[[], object] | None = None
-    ) -> tuple[Slot, Tensor] | None:
+    def publish_slot(self, unit: int, first: Callable[[], object] | None = None) -> Slot | None:
         """The slot an updated unit's weights go to, or None if they are only written back.
 
         Where none is free `first` is called, before anything is decided or waited for.
@@ -495,8 +492,7 @@ class Prefetcher:
         while True:
             with self.changed:
                 if entry.slot is not None:
-                    assert entry.slot.residency is not None
-                    return entry.slot, entry.slot.residency
+                    return entry.slot
                 slot_class = self.class_of(unit)
                 assert slot_class is not None
                 free = self.ledger.free_slots(slot_class)
@@ -504,7 +500,8 @@ class Prefetcher:
                     wide = self.ledger.free_slot(unit)
                     free = [wide] if wide is not None else []
                 if free:
-                    return free[0], self.ledger.assign(unit, free[0])
+                    self.ledger.assign(unit, free[0])
+                    return free[0]
                 if first is None:
                     other = self.demand if self.demand != unit else None
                     waits_for_later = other is not None and self.is_pending(other)
@@ -599,7 +596,7 @@ class Prefetcher:
         entry = self.entries[unit]
         assert entry.slot is not None
         if not entry.views:
-            entry.views = self.binding.views(unit, entry.slot.flat)
+            entry.views = self.binding.views(unit, entry.slot.views, entry.slot.flat)
         self.binding.bind(unit, entry.views)
         entry.bound = True
 

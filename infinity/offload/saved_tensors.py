@@ -82,16 +82,12 @@ class SavedTensors:
         self._addresses = {}
         self._first, self._end = 0, 0  # no slot is outside of these
         for slot in prefetcher.ledger.slots:
-            probe = slot.residency
-            if probe is None:
-                assert slot.arena is not None
-                probe = slot.arena.view(slot.offset, slot.nbytes)
-            address = probe.data_ptr()
+            address = slot.memory.data_ptr()
             if not address:  # of parameters without elements: no memory, and no end of a range
                 continue
             self._addresses[address] = slot
             self._first = min(self._first or address, address)
-            self._end = max(self._end, address + probe.numel())
+            self._end = max(self._end, address + slot.memory.numel())
         self.timeline: Timeline | None = None  # while a trace is recorded
         self.activations = activations  # takes inputs of recomputed blocks
         # The context, our pair, and whether a checkpoint's pair is below it.
@@ -121,7 +117,6 @@ class SavedTensors:
         """
         hide: Any = torch.compiler.disable
         self._pack = hide(self._pack)  # type: ignore[method-assign]
-        self._pack_over = hide(self._pack_over)  # type: ignore[method-assign]
         self._unpack = hide(self._unpack)  # type: ignore[method-assign]
 
     def push(self) -> bool:
@@ -130,7 +125,7 @@ class SavedTensors:
         if outer is not None and self._stack and outer[0] is self._stack[-1][1][0]:
             return False
 
-        pack = self._pack if outer is None else partial(self._pack_over, outer)
+        pack = self._pack if outer is None else partial(self._pack, outer=outer)
         pair = (pack, self._unpack)
         context = torch.autograd.graph.saved_tensors_hooks(*pair)
         self._stack.append((context, pair, self.under_checkpoint or checkpoint_packs(outer)))
@@ -159,33 +154,27 @@ class SavedTensors:
         """How many pushes are open."""
         return len(self._stack)
 
-    def _pack(self, tensor: Tensor) -> Any:
-        """With no other pair below."""
-        packed = self._in_slot(tensor)
-        if packed is not None:
-            return packed
+    def _pack(self, tensor: Tensor, outer: SavedTensorHooks | None = None) -> Any:
+        """With the pair below ours, if there is one."""
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # some subclasses have no memory
+            address = 0
+        if self._first <= address < self._end:  # of few
+            packed = self._in_slot(tensor)
+            if packed is not None:
+                return packed
+        if outer is not None:
+            unit = -1 if self._prefetcher is None else self._prefetcher.current
+            return _Outer(unit, outer[1], outer[0](tensor))
         if self.activations is not None and saved_by_checkpoint():
             away = self.activations.save(tensor)
             if away is not None:
                 return away
         return tensor.detach(), tensor._version
 
-    def _pack_over(self, outer: SavedTensorHooks, tensor: Tensor) -> Any:
-        """With another pair below."""
-        packed = self._in_slot(tensor)
-        if packed is not None:
-            return packed
-        prefetcher = self._prefetcher
-        unit = -1 if prefetcher is None else prefetcher.current
-        return _Outer(unit, outer[1], outer[0](tensor))
-
     def _in_slot(self, tensor: Tensor) -> _InSlot | None:
         """What describes a tensor that is part of a unit's weights; None for any other."""
-        try:
-            if not self._first <= tensor.data_ptr() < self._end:  # most of all
-                return None
-        except RuntimeError:  # some subclasses have no memory
-            return None
         slot = self._addresses.get(storage_address(tensor))
         if slot is None or slot.owner is None or not tensor.numel():
             return None

@@ -10,9 +10,10 @@ up. Only
           the optimizer thread may end this state: RESIDENT when it published, OFFLOADED when it did
           not.
 
-A slot is free when nobody owns it and nothing still refers to the storage of its last residency:
-autograd's saves, users' aliases and running backward nodes all hold that storage, so its use
-count is the only pin there is.
+A slot is free when nobody owns it and nothing but the ledger still refers to its storage:
+autograd's saves, users' aliases and running backward nodes all hold that, so its use count is the
+only pin there is. The ledger's own references stay from one residency to the next: what parameters
+are parts of, by type, and the parts, by the form of the units that have these.
 """
 
 from __future__ import annotations
@@ -55,59 +56,38 @@ _ALLOWED = {
 
 @dataclass(eq=False)
 class Slot:
-    """A reserved range of device memory; `slot_class` is None where a unit rests in it."""
+    """A range of device memory; `slot_class` is None where a unit rests in it."""
 
     slot_class: int | None
     arena: DeviceArena | None
     offset: int
-    nbytes: int
+    memory: Tensor  # uint8, all of it, with a storage of its own
     owner: int | None = None
-    residency: Tensor | None = None  # uint8, with a storage of its own
-    typed: dict[torch.dtype, Tensor] = field(default_factory=dict)  # the residency's, see `flat`
-    lingering: Tensor | None = None  # a stale residency that something still refers to
+    typed: dict[torch.dtype, Tensor] = field(default_factory=dict)  # see `flat`
+    views: dict[int, list[Tensor]] = field(default_factory=dict)  # parameters, by a unit's form
     lingered: bool = False  # compute may have read it after it was given up
     free_after: Event = HAPPENED
 
     def is_free(self) -> bool:
         """Whether a new residency may begin."""
-        if self.owner is not None:
-            return False
-        if self.lingering is not None and storage_use_count(self.lingering) > 1:
-            return False
-        self.lingering = None
-        return True
+        return self.owner is None and not self.num_aliases()
 
     def flat(self, dtype: torch.dtype) -> Tensor:
-        """The residency's bytes as elements of a type: what a unit's parameters are parts of."""
+        """The memory as elements of a type: what a unit's parameters are parts of."""
         found = self.typed.get(dtype)
         if found is None:
-            assert self.residency is not None
-            assert not self.residency.storage_offset()
-            found = self.typed[dtype] = self.residency.view(dtype)
+            found = self.typed[dtype] = self.memory.view(dtype)
         return found
 
-    def end(self) -> None:
-        """The residency is over; the slot lingers while something refers to it."""
-        self.typed.clear()
-        self.owner = None
-        self.lingering, self.residency = self.residency, None
-        self.lingered = not self.is_free()
-
-    def drop(self) -> None:
-        """Refer to no memory any more."""
-        self.typed.clear()
-        self.residency = self.lingering = None
-
     def alias(self) -> Tensor:
-        """The residency's bytes under another storage, which is no reference to it."""
+        """The memory under another storage, which is no reference to this one."""
         assert self.arena is not None
-        assert self.residency is not None
-        return self.arena.view(self.offset, self.residency.numel())
+        return self.arena.view(self.offset, self.memory.numel())
 
-    def num_aliases(self, num_ours: int) -> int:
-        """References to the residency beyond the ledger's and `num_ours`."""
-        assert self.residency is not None
-        return storage_use_count(self.residency) - 1 - len(self.typed) - num_ours
+    def num_aliases(self) -> int:
+        """References to the memory beyond the ledger's; parameters that are bound are some."""
+        ours = 1 + len(self.typed) + sum(map(len, self.views.values()))
+        return storage_use_count(self.memory) - ours
 
 
 @dataclass(eq=False)
@@ -132,7 +112,7 @@ class Entry:
     def num_aliases(self) -> int:
         """References to the slot's weights that are neither the ledger's nor the parameters'."""
         assert self.slot is not None
-        return self.slot.num_aliases(len(self.views) * (1 + self.bound))
+        return self.slot.num_aliases() - len(self.views) * self.bound
 
 
 @dataclass
@@ -154,7 +134,8 @@ class SlotLedger:
         offset = 0
         for index, slot_class in enumerate(self.plan.slot_classes):
             for _ in range(slot_class.count):
-                self.slots.append(Slot(index, arena, offset, slot_class.slot_bytes))
+                memory = arena.view(offset, slot_class.slot_bytes)
+                self.slots.append(Slot(index, arena, offset, memory))
                 offset += slot_class.slot_bytes
         self.class_of = [self.plan.class_of(u.index) for u in self.plan.units]
 
@@ -188,7 +169,7 @@ class SlotLedger:
 
     def add_permanent(self, unit: int, weights: Tensor) -> None:
         """The unit's weights rest on the device, in `weights`: a slot it never leaves."""
-        slot = Slot(None, None, 0, weights.numel(), owner=unit, residency=weights)
+        slot = Slot(None, None, 0, weights, owner=unit)
         self.slots.append(slot)
         entry = self.entries[unit]
         entry.slot, entry.where, entry.gathered = slot, Where.RESIDENT, True
@@ -216,22 +197,18 @@ class SlotLedger:
         self.changed.notify_all()
         return entry
 
-    def assign(self, unit: int, slot: Slot) -> Tensor:
+    def assign(self, unit: int, slot: Slot) -> None:
         """Begin a residency of the unit in a free slot."""
         entry = self.entries[unit]
         assert entry.slot is None
         assert slot.is_free()
-        assert slot.arena is not None
         if slot.lingered:  # whoever kept it alive may have queued compute until it died
             slot.free_after = after_all(slot.free_after, self.device.compute_event())
             slot.lingered = False
-        nbytes = self.plan.units[unit].slot_bytes
-        assert nbytes <= slot.nbytes
+        assert self.plan.units[unit].slot_bytes <= slot.memory.numel()
         slot.owner = unit
-        slot.residency = slot.arena.view(slot.offset, nbytes)
         entry.slot, entry.gathered, entry.gathering = slot, self.plan.ranks == 1, None
         entry.dequantised = not self.plan.units[unit].dequantised_bytes
-        return slot.residency
 
     def give_up(self, unit: int) -> None:
         """End the unit's residency; the slot lingers while something refers to it."""
@@ -241,8 +218,8 @@ class SlotLedger:
         assert not entry.bound
         entry.views = []
         if slot.slot_class is not None:
-            entry.slot = None
-            slot.end()
+            entry.slot = slot.owner = None
+            slot.lingered = not slot.is_free()
         self.changed.notify_all()
 
     def no_slot(self, unit: int, slot_class: int) -> ResidencyError:
@@ -250,10 +227,8 @@ class SlotLedger:
         lines = []
         for index, slot in enumerate(s for s in self.slots if s.slot_class == slot_class):
             if slot.owner is None:
-                assert slot.lingering is not None
                 lines.append(
-                    f"slot {index}: stale weights that "
-                    f"{storage_use_count(slot.lingering) - 1} tensors still refer to"
+                    f"slot {index}: stale weights that {slot.num_aliases()} tensors still refer to"
                 )
                 continue
             entry = self.entries[slot.owner]

@@ -180,7 +180,7 @@ class Updates:
         num_streams = NUM_STREAM_BUFFERS if nbytes else 0
         self._streams = BufferPool(num_streams, nbytes, transfers.device, on_device=True)
         self._under_way: deque[tuple[Work, Tensor]] = deque()  # streamed, oldest first
-        self._target: tuple[Slot, Tensor] | None = None
+        self._target: Slot | None = None  # that the unit is published to
         self._published: dict[int, list[Event]] = {}  # by unit: copies of its new weights
         self._left: dict[int, int] = {}  # chunks of units that have begun
 
@@ -360,17 +360,17 @@ class Updates:
         """Copy the chunk's new weights into the unit's slot, unless they rest there."""
         if self._target is None or self.store.units[work.unit].on_device(Kind.WEIGHT):
             return []
-        slot, residency = self._target
-        weights, target = work.views[Kind.WEIGHT], self._part_of_slot(work, residency)
+        slot, weights = self._target, work.views[Kind.WEIGHT]
+        target = self._part_of_slot(work, slot)
         if target.data_ptr() == weights.data_ptr():
             return []
         event = self.transfers.copy_in(target, weights, slot.free_after, (work.unit, "weight"))
         self._published.setdefault(work.unit, []).append(event)
         return [event]
 
-    def _part_of_slot(self, work: Work, residency: Tensor) -> Tensor:
-        """Where chunks' weights lie in what their unit's slot holds."""
-        own, *_ = self.store.shard_in(work.unit, residency)
+    def _part_of_slot(self, work: Work, slot: Slot) -> Tensor:
+        """Where chunks' weights lie in their unit's slot."""
+        own, *_ = self.store.shard_in(work.unit, slot.memory)
         layout, chunks = self.plan.own[work.unit], work.chunks
         return own[self.plan.part(layout, Kind.WEIGHT, chunks.start, len(chunks))]
 
@@ -399,9 +399,8 @@ class Updates:
             if self._target is None:
                 self._bring(work, Kind.WEIGHT)
             else:
-                slot, residency = self._target
-                place = self._part_of_slot(work, residency)
-                self._bring(work, Kind.WEIGHT, place, slot.free_after)
+                place = self._part_of_slot(work, self._target)
+                self._bring(work, Kind.WEIGHT, place, self._target.free_after)
         tiles = self._tiles(job, work.unit, work.chunks, work.there)
         pieces = self.updater.pieces(tiles, job.grad_scale)
         # A copy of the old weights to the device may still read the range about to change.

@@ -243,8 +243,6 @@ class Parts:
         if self._written:
             for layout in self.plan.units:
                 self.binding.forget(layout.index)
-        for slot in self.prefetcher.ledger.slots:
-            slot.drop()
 
     def _give_memory_back(self) -> None:
         """Drop every reserved range, whoever still refers to the engine.

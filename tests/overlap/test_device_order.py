@@ -184,7 +184,7 @@ def publish_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def too_early(self: Updates, *arguments: Any) -> Any:
         if self._target is not None:
-            self._target[0].free_after = HAPPENED
+            self._target.free_after = HAPPENED
         return publish(self, *arguments)
 
     monkeypatch.setattr(Updates, "_publish", too_early)

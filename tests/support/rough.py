@@ -42,7 +42,7 @@ def poisoned(poison: Poison) -> Iterator[None]:
             give_up(self, unit)
             if slot is not None and slot.arena is not None and slot.is_free():
                 entry.ready.wait()
-                poison(slot.arena.view(slot.offset, slot.nbytes))
+                poison(slot.alias())
                 slot.free_after = self.device.compute_event()  # poisoning is compute
 
         begin(self)

@@ -22,7 +22,7 @@ from typing import Any
 from _swap_rounds import usable_backends
 
 from infinity import _aio
-from infinity.cli.terminal import ProgressLine
+from infinity.cli.terminal import say
 from infinity.files import refused
 from infinity.storage.run_dir import Scratch
 from infinity.storage.striping import look_at
@@ -68,7 +68,7 @@ class Outcome:
         return {**vars(self), "raised": dict(self.raised), "ok": self.ok}
 
 
-def check_faults(paths: Sequence[Path], seed: int, watcher: ProgressLine) -> dict[str, Any]:
+def check_faults(paths: Sequence[Path], seed: int) -> dict[str, Any]:
     """Run every kind of fault over every back end on every path and return a report, JSON-able.
 
     `ok` is False if a request delivered wrong bytes silently, raised an error that is not its
@@ -76,7 +76,7 @@ def check_faults(paths: Sequence[Path], seed: int, watcher: ProgressLine) -> dic
     """
     backends = usable_backends([look_at(path).backends for path in paths])
     kinds = [*RIGHT_ERRORS, _TOGETHER]
-    watcher.begin("injecting faults", len(paths) * len(backends) * len(kinds))
+    say("injecting faults ...")
     outcomes: list[Outcome] = []
     for path in paths:
         with Scratch.create(path) as scratch:
@@ -87,7 +87,6 @@ def check_faults(paths: Sequence[Path], seed: int, watcher: ProgressLine) -> dic
                         outcomes.append(_Trial(file, backend, kind, seed).run())
                     except OSError as error:
                         raise refused(f"{path} cannot be used", error, path) from error
-                    watcher.advance()
     return {
         "ok": all(outcome.ok for outcome in outcomes),
         "seed": seed,

@@ -54,7 +54,6 @@ def take_turns(
     num_rounds: int,
     *,
     left_out: dict[str, str],
-    on_sample: Callable[[], None] = lambda: None,
 ) -> Samples:
     """Run every contender of a mode once per round, in an order that rotates.
 
@@ -73,7 +72,6 @@ def take_turns(
                     del samples[mode][contender.name]
                 else:
                     samples[mode][contender.name].append(sample)
-                on_sample()
     return samples
 
 
@@ -138,8 +136,6 @@ def tune(
     testbed: Testbed,
     backends: Sequence[str],
     loads: Mapping[Mode, Load],
-    *,
-    on_sample: Callable[[], None] = lambda: None,
 ) -> Tuned:
     """Try the grid once in each mode, then the best few of each, and the default, in all modes.
 
@@ -153,7 +149,7 @@ def tune(
     }
     try:
         everyone = {mode: list(field.values()) for mode in loads}
-        first = take_turns(everyone, loads, 1, left_out={}, on_sample=on_sample)
+        first = take_turns(everyone, loads, 1, left_out={})
         chosen: dict[str, IoSettings] = {}
         scores: dict[str, float] = {}
         for backend in backends:
@@ -164,9 +160,7 @@ def tune(
                 names += best_first(mine)[:_NUM_OF_OURS]
             finalists = [field[name] for name in dict.fromkeys(names)]
             everywhere = dict.fromkeys(loads, finalists)
-            again = take_turns(
-                everywhere, loads, _NUM_FINAL_ROUNDS, left_out={}, on_sample=on_sample
-            )
+            again = take_turns(everywhere, loads, _NUM_FINAL_ROUNDS, left_out={})
             mine_scores = worst_scores(again)
             chosen[backend] = field[choose(mine_scores, default)].settings
             scores |= mine_scores
@@ -180,13 +174,6 @@ def tune(
         for name, contender in field.items()
     ]
     return Tuned(chosen, tried)
-
-
-def num_tuning_samples(backends: Sequence[str], num_modes: int) -> int:
-    """How many samples `tune` takes at most, for a progress bar."""
-    grid = sum(len(GRID[backend]) for backend in backends)
-    finalists = len(backends) * (num_modes * _NUM_OF_OURS + 1)
-    return num_modes * (grid + finalists * _NUM_FINAL_ROUNDS)
 
 
 def worst_scores(samples: Samples) -> dict[str, float]:
@@ -317,24 +304,20 @@ def _candidates(testbed: Testbed, ours: Sequence[IoSettings]) -> Iterator[tuple[
             yield "deepspeed", partial(DeepSpeedHandle, testbed, block, depth, count)
 
 
-def calibrate(
-    field: Field, loads: Mapping[Mode, Load], *, on_sample: Callable[[], None] = lambda: None
-) -> Calibration:
+def calibrate(field: Field, loads: Mapping[Mode, Load]) -> Calibration:
     """Run every candidate once in each mode, then the best few of each mode again.
 
     A candidate that fails goes to `field.left_out`. Raises `UnavailableError` if none is left.
     """
     everyone = dict.fromkeys(loads, field.of((*REFERENCE_FAMILIES, CACHED)))
-    first = take_turns(everyone, loads, 1, left_out=field.left_out, on_sample=on_sample)
+    first = take_turns(everyone, loads, 1, left_out=field.left_out)
     finalists: dict[Mode, list[Contender]] = {}
     for mode, found in first.items():
         ranked = [field.contenders[name] for name in best_first(found)]
         others = [contender for contender in ranked if contender.family != CACHED]
         cached = [contender for contender in ranked if contender.family == CACHED]
         finalists[mode] = others[:_NUM_OF_OTHERS] + cached[:1]
-    again = take_turns(
-        finalists, loads, _NUM_FINAL_ROUNDS, left_out=field.left_out, on_sample=on_sample
-    )
+    again = take_turns(finalists, loads, _NUM_FINAL_ROUNDS, left_out=field.left_out)
     rates = {mode: _ranked(first[mode], again[mode]) for mode in loads}
     for ranked in rates.values():
         for name in field.left_out:
@@ -354,13 +337,6 @@ def _ranked(
 
 def _count(samples: Samples) -> int:
     return sum(len(found) for by_name in samples.values() for found in by_name.values())
-
-
-def num_calibration_samples(field: Field, num_modes: int) -> int:
-    """How many samples `calibrate` takes at most, for a progress bar."""
-    num_candidates = len(field.of((*REFERENCE_FAMILIES, CACHED)))
-    num_finalists = min(_NUM_OF_OTHERS + 1, num_candidates)
-    return num_modes * (num_candidates + num_finalists * _NUM_FINAL_ROUNDS)
 
 
 def compared(

@@ -29,8 +29,6 @@ from _swap_rounds import (
     calibrate,
     compared,
     gather,
-    num_calibration_samples,
-    num_tuning_samples,
     salted,
     take_turns,
     tune,
@@ -101,7 +99,7 @@ class Options:
         }
 
 
-def measure_disk(options: Options, watcher: ProgressLine, command: Sequence[str]) -> dict[str, Any]:
+def measure_disk(options: Options, line: ProgressLine, command: Sequence[str]) -> dict[str, Any]:
     """Run the whole benchmark and return its report, JSON-able; see `assemble`.
 
     Raises `ConfigError` for impossible options, `MachineError`, `DoesNotFitError` or
@@ -111,10 +109,9 @@ def measure_disk(options: Options, watcher: ProgressLine, command: Sequence[str]
     drives = [look_at(path) for path in options.paths]
     before = machine_facts()
     with Testbed(options.paths, options.region_bytes, options.chunk_bytes) as testbed:
-        watcher.begin("writing test files", 2 * options.region_bytes * testbed.num_files)
-        testbed.prepare(lambda done, total: watcher.advance(done))
+        testbed.prepare(lambda done, total: line.progress(done, total, "writing test files"))
         backends = usable_backends([drive.backends for drive in drives])
-        found = _Measurement(options, testbed, watcher).run(backends)
+        found = _Measurement(options, testbed, line).run(backends)
     notes = shared_drives(options.paths) if len(drives) > 1 else []
     return assemble(
         found,
@@ -127,22 +124,21 @@ def measure_disk(options: Options, watcher: ProgressLine, command: Sequence[str]
 
 
 class _Measurement:
-    def __init__(self, options: Options, testbed: Testbed, watcher: ProgressLine) -> None:
+    def __init__(self, options: Options, testbed: Testbed, line: ProgressLine) -> None:
         self._options = options
         self._testbed = testbed
-        self._watcher = watcher
+        self._line = line
 
     def run(self, backends: Sequence[str]) -> Findings:
         rates = self._drive_rates(DEFAULTS[backends[0]])
         brief = self._loads(rates, self._options.sample_s / 3)
-        self._watcher.begin("trying settings", num_tuning_samples(backends, len(brief)))
-        tuned = tune(self._testbed, backends, brief, on_sample=self._watcher.advance)
+        self._line.note("trying settings ...")
+        tuned = tune(self._testbed, backends, brief)
         field = gather(self._testbed, self._options.compare, list(tuned.settings.values()))
         ours: list[EngineContender] = []
         try:
-            total = num_calibration_samples(field, len(brief))
-            self._watcher.begin("choosing the reference", total)
-            calibration = calibrate(field, brief, on_sample=self._watcher.advance)
+            self._line.note("choosing the reference ...")
+            calibration = calibrate(field, brief)
             names = {mode: calibration.best(mode, field.families) for mode in MODES}
             for backend in backends:
                 ours.append(EngineContender(self._testbed, tuned.settings[backend]))
@@ -153,14 +149,8 @@ class _Measurement:
                 who[mode] = list({contender.name: contender for contender in everyone}.values())
             loads = self._loads(rates, self._options.sample_s)
             total = self._options.num_rounds * sum(map(len, who.values()))
-            self._watcher.begin("measuring", total)
-            paired = take_turns(
-                who,
-                loads,
-                self._options.num_rounds,
-                left_out=field.left_out,
-                on_sample=self._watcher.advance,
-            )
+            self._line.note(f"measuring, {total} samples ...")
+            paired = take_turns(who, loads, self._options.num_rounds, left_out=field.left_out)
         finally:
             for contender in ours:
                 contender.close()
@@ -180,7 +170,7 @@ class _Measurement:
     def _drive_rates(self, settings: IoSettings) -> list[dict[Mode, float]]:
         """Measure every drive alone in every mode, briefly."""
         num_files = self._testbed.num_files
-        self._watcher.begin("a first look", num_files * len(MODES) * _NUM_PROBES)
+        self._line.note("a first look ...")
         contender = EngineContender(self._testbed, settings)
         target_s = min(_PROBE_S, self._options.sample_s)
         try:
@@ -192,7 +182,6 @@ class _Measurement:
                     load = self._load(mode, alone, target_s)
                     for _ in range(_NUM_PROBES):
                         sample: Sample = contender.run(salted(load))
-                        self._watcher.advance()
                     of_drive[mode] = sample.rate
                 rates.append(of_drive)
             return rates
@@ -279,8 +268,8 @@ def main(
             sample_s=sample_s,
             compare=COMPARABLE if names == ["all"] else tuple(dict.fromkeys(names)),
         )
-        with stdout_is_ours(), ProgressLine() as watcher:
-            report = measure_disk(options, watcher, [sys.executable, *sys.orig_argv[1:]])
+        with stdout_is_ours(), ProgressLine() as line:
+            report = measure_disk(options, line, [sys.executable, *sys.orig_argv[1:]])
         if as_json:
             print(json.dumps(report), flush=True)
         else:
@@ -288,8 +277,7 @@ def main(
 
 
 def _faults(paths: list[Path], seed: int, as_json: bool) -> None:
-    with ProgressLine() as watcher:
-        report = check_faults(paths, seed, watcher)
+    report = check_faults(paths, seed)
     if as_json:
         print(json.dumps(report), flush=True)
     else:

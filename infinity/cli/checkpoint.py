@@ -356,13 +356,12 @@ def _is_sound(place: Path, opened: Opener) -> bool:
     told = ""
     try:
         with opened() as reader, ProgressLine() as line:
-            line.begin(f"reading {place}", reader.nbytes)
             done = 0
 
             def seen(nbytes: int) -> None:
                 nonlocal done
                 done += nbytes
-                line.advance(done)
+                line.progress(done, reader.nbytes, f"reading {place}")
 
             problems += reader.verify(seen)
             told = f"sound, {format_size(reader.nbytes)}"

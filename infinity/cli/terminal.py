@@ -7,18 +7,20 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Self, TypeAlias
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column, Table
 
 from infinity.errors import ConfigError, InfinityError, MachineError, first_lines
+from infinity.sizes import format_size
 
 # How a command ends: errors as text with an exit code, signals after cleaning up.
 
@@ -134,50 +136,80 @@ def stdout_is_ours() -> Iterator[None]:
         os.close(saved)
 
 
+PLAIN_INTERVAL_S = 5.0
 _WIDE = 140  # columns where no width is known: never cut a number off
 
 
-class ProgressLine:
-    """Follows long work: one line that moves on a terminal, one plain line per phase elsewhere.
+class _Log(Console):
+    """A log that nobody reads any more is no reason to end."""
 
-    A context manager.
+    def on_broken_pipe(self) -> None:
+        """Say no more."""
+        self.quiet = True
+
+
+class ProgressLine:
+    """Follows long work on stderr, unless `quiet`: a line that moves on a terminal, a few plain
+    lines elsewhere. A context manager.
     """
 
-    def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
-        self._task: TaskID | None = None
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %"),
-            TimeElapsedColumn(),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._console = _Log(
+            stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=quiet
         )
-
-    def begin(self, title: str, total: int) -> None:
-        """A phase of `total` parts starts."""
-        if not self._console.is_terminal:
-            self._console.print(f"{title} ...")
-        if self._task is not None:
-            self._progress.remove_task(self._task)
-        self._task = self._progress.add_task(title, total=total)
-
-    def advance(self, done: int | None = None) -> None:
-        """One part is through, or `done` of them are."""
-        if self._task is not None:
-            if done is None:
-                self._progress.advance(self._task)
-            else:
-                self._progress.update(self._task, completed=done)
+        self._progress: Progress | None = None
+        self._shown_at_s = 0.0
+        self._work = ""
 
     def __enter__(self) -> Self:
-        self._progress.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._progress.stop()
+        self.pause()
+
+    def progress(self, done_bytes: int, total_bytes: int, what: str) -> None:
+        """How far something long is; with `what` of another kind another line begins."""
+        kind, finished = what.partition(":")[0], done_bytes >= total_bytes
+        if kind != self._work:
+            self.pause()
+            self._work = kind
+        text = f"{what}: {format_size(done_bytes)} of {format_size(total_bytes)}"
+        self.show(text, done_bytes, total_bytes, edge=finished)
+        if finished:
+            self.pause()
+
+    def note(self, text: str) -> None:
+        """A line of its own."""
+        with suppress(OSError):  # a log that cannot be written must not end a run
+            self._console.print(text)
+
+    def pause(self) -> None:
+        """Leave the moving line as it is, so that something else can be printed."""
+        if self._progress is not None:
+            progress, self._progress = self._progress, None
+            with suppress(OSError):
+                progress.stop()
+
+    def show(self, text: str, done: int, total: int, *, edge: bool) -> None:
+        """Move the line; where there is no terminal, tell at the edges and every few seconds."""
+        if not self._console.is_terminal:
+            if edge or time.monotonic() - self._shown_at_s > PLAIN_INTERVAL_S:
+                self._shown_at_s = time.monotonic()
+                self.note(text)
+            return
+        with suppress(OSError):
+            self._move(text, done, total)
+
+    def _move(self, text: str, done: int, total: int) -> None:
+        if self._progress is None:
+            line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+            words = TextColumn("{task.description}", markup=False, table_column=line)
+            bar = BarColumn(bar_width=16, table_column=Column(width=16))
+            self._progress = Progress(bar, words, console=self._console, expand=True)
+            self._progress.start()
+            self._progress.add_task(text, total=total)
+        task = self._progress.task_ids[0]
+        self._progress.update(task, description=text, completed=done, total=total)
 
 
 class Page:

@@ -15,16 +15,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column
 
-from infinity.cli.terminal import Page, Stopped, command, handling, stdout_is_ours
+from infinity.cli.terminal import Page, ProgressLine, Stopped, command, handling, stdout_is_ours
 from infinity.errors import DoesNotFitError, EngineFailedError, InfinityError, MachineError
-from infinity.sizes import format_count, format_duration, format_size
+from infinity.sizes import format_count, format_duration
 
 if TYPE_CHECKING:
     from infinity.ranks import Ranks
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
     from infinity.runs.run import Run
     from infinity.runs.settings import RunConfig
 
-PLAIN_INTERVAL_S = 5.0
 _LETS_SPEAK_S = 5.0
 _STALLS = {"disk_read": "read", "slot": "slots", "gradient": "gradients"}
 
@@ -233,51 +229,21 @@ class _Stop:
             raise Stopped(signum)
 
 
-class _Log(Console):
-    """A log that nobody reads any more is no reason to end."""
-
-    def on_broken_pipe(self) -> None:
-        """Say no more."""
-        self.quiet = True
-
-
 # --- what is shown: a line that moves on a terminal, a few plain lines elsewhere -----------------
 
 
-class TrainPage:
-    """Follows one run on stderr, unless `quiet`; implements `infinity.runs.metrics.Watcher`.
+class TrainPage(ProgressLine):
+    """Follows one run; implements `infinity.runs.metrics.Watcher`.
 
     `begun` says that steps are being made, `signum` is the signal that asked to stop, or 0.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self._console = _Log(
-            stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=quiet
-        )
-        self._progress: Progress | None = None
-        self._shown_at_s = 0.0
-        self._work = ""
+        super().__init__(quiet=quiet)
         self.begun = False
         self.signum = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.pause()
-
     # --- before training -------------------------------------------------------------------------
-
-    def progress(self, done_bytes: int, total_bytes: int, what: str) -> None:
-        """How far something long is; with `what` of another kind another line begins."""
-        kind, finished = what.partition(":")[0], done_bytes >= total_bytes
-        if kind != self._work:
-            self.pause()
-            self._work = kind
-        text = f"{what}: {format_size(done_bytes)} of {format_size(total_bytes)}"
-        self._show(text, done_bytes, total_bytes, edge=finished)
-        if finished:
-            self.pause()
 
     def question(self, prepared: Prepared) -> None:
         """What is going to be done, with the numbers."""
@@ -306,14 +272,9 @@ class TrainPage:
         step = record["step"]
         if record["event"] == "step":
             num_steps = record["num_steps"]
-            self._show(format_step(record), step, num_steps, edge=step in (1, num_steps))
+            self.show(format_step(record), step, num_steps, edge=step in (1, num_steps))
         elif record["event"] == "evaluation":
             self.note(f"step {step}: held-out loss {record['loss']:.4f}")
-
-    def note(self, text: str) -> None:
-        """A line of its own."""
-        with suppress(OSError):  # a log that cannot be written must not end a run
-            self._console.print(text)
 
     @property
     def stopping(self) -> bool:
@@ -361,34 +322,6 @@ class TrainPage:
             rows.append(["model", str(result.model)])
         with suppress(OSError):  # the terminal is gone
             Page().table(f"{directory}: done", ["", ""], rows)
-
-    def pause(self) -> None:
-        """Leave the moving line as it is, so that something else can be printed."""
-        if self._progress is not None:
-            progress, self._progress = self._progress, None
-            with suppress(OSError):
-                progress.stop()
-
-    def _show(self, text: str, done: int, total: int, *, edge: bool) -> None:
-        """Move the line; where there is no terminal, tell at the edges and every few seconds."""
-        if not self._console.is_terminal:
-            if edge or time.monotonic() - self._shown_at_s > PLAIN_INTERVAL_S:
-                self._shown_at_s = time.monotonic()
-                self.note(text)
-            return
-        with suppress(OSError):
-            self._move(text, done, total)
-
-    def _move(self, text: str, done: int, total: int) -> None:
-        if self._progress is None:
-            line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-            words = TextColumn("{task.description}", markup=False, table_column=line)
-            bar = BarColumn(bar_width=16, table_column=Column(width=16))
-            self._progress = Progress(bar, words, console=self._console, expand=True)
-            self._progress.start()
-            self._progress.add_task(text, total=total)
-        task = self._progress.task_ids[0]
-        self._progress.update(task, description=text, completed=done, total=total)
 
 
 def format_step(record: Mapping[str, Any]) -> str:

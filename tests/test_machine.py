@@ -16,7 +16,6 @@ from infinity.errors import MachineError
 from infinity.plan import machine as module
 from infinity.plan.machine import (
     Mount,
-    NumaNode,
     cpu_model,
     default_host_budget_bytes,
     disk_free_bytes,
@@ -165,24 +164,6 @@ def test_disks(tmp_path: Path) -> None:
         disk_free_bytes(tmp_path / "none")
 
 
-def test_memory_nodes_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    node = "sys/devices/system/node"
-    files = {
-        f"{node}/node0/cpulist": "0-3\n",
-        f"{node}/node0/meminfo": f"Node 0 MemTotal:  {8 * GIB // 1024} kB\nNode 0 MemFree: 7 kB\n",
-        f"{node}/node2/cpulist": "4-7,12\n",
-        f"{node}/node10/cpulist": "\n",
-        f"{node}/node10/meminfo": "nonsense",
-        f"{node}/node3/meminfo": f"Node 3 MemTotal:  {GIB // 1024} kB\n",
-        f"{node}/online": "0,2,10\n",
-    }
-    assert read_machine(root=computer(tmp_path, files)).numa_nodes == (
-        NumaNode("node0", "0-3", 8 * GIB),
-        NumaNode("node2", "4-7,12", 0),
-        NumaNode("node10", "", 0),
-    )
-
-
 def test_a_shared_cache_counts_once(tmp_path: Path) -> None:
     files = {}
     for cpu in range(4):
@@ -198,7 +179,7 @@ def test_a_shared_cache_counts_once(tmp_path: Path) -> None:
 
 def test_what_is_not_told(tmp_path: Path) -> None:
     machine = read_machine(root=computer(tmp_path, {}))
-    assert (machine.numa_nodes, machine.cache_bytes) == ((), 0)
+    assert machine.cache_bytes == 0
     assert cpu_model(tmp_path) == os.uname().machine
     assert cpu_model(computer(tmp_path, {"proc/cpuinfo": "model name\t: A B\n"})) == "A B"
 

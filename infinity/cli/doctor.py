@@ -8,7 +8,7 @@ import platform
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -68,7 +68,7 @@ def examine(paths: Sequence[Path], root: Path = Path("/")) -> dict[str, Any]:
     if machine is not None:
         part(lambda: _check_memory(machine))
     facts["torch"] = part(_torch)
-    facts["kernels"] = part(_kernels)
+    facts["kernels"] = part(lambda: _kernels(root))
     facts["io"] = part(_io)
     facts["drives"] = [part(partial(_drive, path)) for path in paths]
     facts["places"] = [] if paths else _places()
@@ -156,7 +156,6 @@ def _memory(machine: Machine, root: Path) -> dict[str, Any]:
         "memlock_bytes": machine.memlock_bytes,
         "transparent_huge_pages": machine.thp_mode,
         "huge_pages": sizes.get("HugePages_Total", 0),
-        "numa_nodes": [asdict(node) for node in machine.numa_nodes],
     }
 
 
@@ -197,16 +196,14 @@ def _torch() -> dict[str, Any]:
     }
 
 
-def _kernels() -> dict[str, Any]:
+def _kernels(root: Path) -> dict[str, Any]:
     try:
         import infinity._adam as _adam
         import infinity._aio as _aio
 
-        isas = _adam.isas()
-        with_best = _adam.Pool(1)
-        chosen = with_best.isa
-        with_best.close()
-        return {"isas": isas, "chosen": chosen, "crc32c": _aio.crc32c_kind}
+        with closing(_adam.Pool(1, root=str(root))) as best:
+            found = {"isas": _adam.isas(), "chosen": best.isa, "cpus_by_node": best.nodes}
+        return found | {"crc32c": _aio.crc32c_kind}
     except ImportError as error:
         raise MachineError(
             "the native modules cannot be loaded", because=str(error), remedy="make setup"
@@ -365,6 +362,8 @@ def _machine_lines(facts: dict[str, Any]) -> list[str]:
             f"kernels    {kernels['chosen']} (of {', '.join(kernels['isas'])}), "
             f"CRC32C by {kernels['crc32c']}"
         )
+        sizes = [str(len(cpus)) for cpus in kernels["cpus_by_node"]]
+        lines.append(f"NUMA       {'+'.join(sizes) + ' CPUs' if len(sizes) > 1 else 'no'}")
     if torch := facts["torch"]:
         lines.append(f"torch      {torch['version']}, {torch['num_threads']} threads")
         lines += [f"device     {name}" for name in torch["accelerators"]]
@@ -380,8 +379,6 @@ def _machine_lines(facts: dict[str, Any]) -> list[str]:
             f"memlock    {'unlimited' if memlock is None else format_size(memlock)}",
             f"huge pages transparent: {memory['transparent_huge_pages']}, reserved: "
             f"{memory['huge_pages']}",
-            "NUMA       "
-            + (", ".join(f"{n['name']}: CPUs {n['cpus']}" for n in memory["numa_nodes"]) or "no"),
         ]
     if io := facts["io"]:
         lines.append(f"I/O        {io['reason']}")

@@ -56,18 +56,6 @@ HOST_BUDGET_SHARE = 0.8
 
 
 @dataclass(frozen=True)
-class NumaNode:
-    """One memory node: processors and the memory next to them."""
-
-    name: str
-    """"node0"."""
-    cpus: str
-    """As the kernel lists them: "0-3,8"; "" for memory without processors."""
-    memory_bytes: int
-    """All of its memory, whatever a cgroup leaves of it; 0 where it is not told."""
-
-
-@dataclass(frozen=True)
 class Mount:
     """The file system that a path lies on; together they tell one drive from another."""
 
@@ -97,8 +85,6 @@ class Machine:
     """How much may be locked in memory; `None` is unlimited."""
     thp_mode: str
     """Transparent huge pages: "always", "madvise", "never" or "unknown"."""
-    numa_nodes: tuple[NumaNode, ...] = ()
-    """In the order of their numbers; empty where the kernel does not tell."""
     cache_bytes: int = 0
     """Of all last-level caches together; 0 where it is not told."""
     cpu_quota: int | None = None
@@ -134,7 +120,6 @@ def read_machine(
         disk_free_bytes=tuple((Path(path), disk_free_bytes(Path(path))) for path in paths),
         memlock_bytes=int(locked) if locked else None,
         thp_mode=_found(huge_pages, r"\[(\w+)\]") or "unknown",
-        numa_nodes=tuple(_numa_nodes(root)),
         cache_bytes=_cache_bytes(root),
         cpu_quota=quota,
     )
@@ -369,16 +354,6 @@ def _num_allowed_cpus(root: Path) -> int:
         first, _, last = part.partition("-")
         count += int(last or first) - int(first) + 1
     return count
-
-
-def _numa_nodes(root: Path) -> Iterator[NumaNode]:
-    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
-    for folder in sorted(folders, key=lambda folder: int(folder.name[4:])):
-        cpus = _read(folder / "cpulist")
-        if cpus is None:
-            continue
-        nbytes = _kib(folder / "meminfo", r"\bMemTotal:\s+([0-9]+) kB")
-        yield NumaNode(folder.name, cpus.strip(), nbytes)
 
 
 def _cache_bytes(root: Path) -> int:

@@ -7,7 +7,6 @@ Both are cut and laid out as the real model is: names and shapes are those of tr
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
@@ -16,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,7 +55,7 @@ class Shape:
 class Outline:
     """A module: children and parameters by name.
 
-    Walks in the order of `torch.nn.Module`, and like it names everything once, where it is first.
+    Walks in the order of `torch.nn.Module`, and like it names a parameter once, where it is first.
     """
 
     is_table = False  # as `torch.nn.Embedding`
@@ -73,28 +72,17 @@ class Outline:
 
     def named_children(self) -> Iterator[tuple[str, Outline]]:
         """Direct children."""
-        seen: set[int] = set()
-        for name, child in self.below.items():
-            if id(child) not in seen:
-                seen.add(id(child))
-                yield name, child
+        return iter(self.below.items())
 
     def children(self) -> Iterator[Outline]:
         """Direct children."""
-        return (child for _, child in self.named_children())
+        return iter(self.below.values())
 
-    def named_modules(self) -> Iterator[tuple[str, Outline]]:
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Outline]]:
         """The module itself and all below it, each before what is in it."""
-        seen: set[int] = set()
-        waiting = [("", self)]
-        while waiting:
-            name, module = waiting.pop()
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            yield name, module
-            below = [(f"{name}.{key}" if name else key, m) for key, m in module.below.items()]
-            waiting.extend(reversed(below))
+        yield prefix, self
+        for name, child in self.below.items():
+            yield from child.named_modules(f"{prefix}.{name}" if prefix else name)
 
     def modules(self) -> Iterator[Outline]:
         """The module itself and all below it."""
@@ -184,9 +172,9 @@ def names_a_model(text: str) -> bool:
             return True
         if "/" in text or path.suffix.lower() in (".json", ".yaml", ".yml"):
             raise ConfigError(f"{path} does not exist", remedy=_GIVE)
-        near = difflib.get_close_matches(text.lower(), NAMED, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{text!r} is no model known by name, and no file{hint}", remedy=_GIVE)
+        hint = did_you_mean(text.lower(), NAMED, cutoff=0.4)
+        told = f"{text!r} is no model known by name, and no file; {hint}".rstrip("; ")
+        raise ConfigError(told, remedy=_GIVE)
     if path.suffix.lower() in (".yaml", ".yml"):
         return False
     raw = _json_of(path)

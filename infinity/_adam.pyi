@@ -78,9 +78,6 @@ class Pool:
     def update(self, pieces: list[Piece]) -> None:
         """One step in place; no two pieces may share memory."""
 
-    def stream(self, pieces: list[Piece]) -> None:
-        """Read and write what `update` would, and change nothing."""
-
     def accumulate(
         self, *, n: int, target: int, target_dtype: int, source: int, source_dtype: int
     ) -> None: ...

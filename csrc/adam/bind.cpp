@@ -71,14 +71,29 @@ class Pool {
     if (getpid() == pid_) workers_->stop();
   }
 
+  // One job for all pieces: the chunks are numbered through, so that no thread waits at the end of
+  // a piece.
   void update(const std::vector<const Piece*>& pieces) {
     check_usable();
-    run_pieces(pieces, kernels_->update);
-  }
-
-  void stream(const std::vector<const Piece*>& pieces) {
-    check_usable();
-    run_pieces(pieces, kernels_->stream);
+    std::vector<std::size_t> chunks_before{0};
+    std::size_t elements = 0;
+    for (const Piece* piece : pieces) {
+      const std::size_t n = piece->arguments().n;
+      elements += n;
+      chunks_before.push_back(chunks_before.back() + (n + kChunkElements - 1) / kChunkElements);
+    }
+    const std::size_t num_chunks = chunks_before.back();
+    const std::size_t step = elements <= kInlineElements ? num_chunks : 1;
+    workers_->run(num_chunks, step, [&](std::size_t begin, std::size_t end) {
+      auto next = std::upper_bound(chunks_before.begin(), chunks_before.end(), begin);
+      for (std::size_t chunk = begin; chunk < end; ++chunk) {
+        while (*next <= chunk) ++next;  // a piece may be empty
+        const auto piece = static_cast<std::size_t>(next - chunks_before.begin()) - 1;
+        const UpdateArguments& arguments = pieces[piece]->arguments();
+        const std::size_t first = (chunk - chunks_before[piece]) * kChunkElements;
+        kernels_->update(arguments, first, std::min(first + kChunkElements, arguments.n));
+      }
+    });
   }
 
   void accumulate(std::size_t n, Address target, int target_dtype, Address source,
@@ -176,31 +191,6 @@ class Pool {
                   [&](std::size_t begin, std::size_t end) { kernel(arguments, begin, end); });
   }
 
-  // One job for all pieces: the chunks are numbered through, so that no thread waits at the end of
-  // a piece.
-  void run_pieces(const std::vector<const Piece*>& pieces,
-                  void (*kernel)(const UpdateArguments&, std::size_t, std::size_t)) {
-    std::vector<std::size_t> chunks_before{0};
-    std::size_t elements = 0;
-    for (const Piece* piece : pieces) {
-      const std::size_t n = piece->arguments().n;
-      elements += n;
-      chunks_before.push_back(chunks_before.back() + (n + kChunkElements - 1) / kChunkElements);
-    }
-    const std::size_t num_chunks = chunks_before.back();
-    const std::size_t step = elements <= kInlineElements ? num_chunks : 1;
-    workers_->run(num_chunks, step, [&](std::size_t begin, std::size_t end) {
-      auto next = std::upper_bound(chunks_before.begin(), chunks_before.end(), begin);
-      for (std::size_t chunk = begin; chunk < end; ++chunk) {
-        while (*next <= chunk) ++next;  // a piece may be empty
-        const auto piece = static_cast<std::size_t>(next - chunks_before.begin()) - 1;
-        const UpdateArguments& arguments = pieces[piece]->arguments();
-        const std::size_t first = (chunk - chunks_before[piece]) * kChunkElements;
-        kernel(arguments, first, std::min(first + kChunkElements, arguments.n));
-      }
-    });
-  }
-
   void check_usable() const {
     if (closed_) throw std::runtime_error("the pool is closed");
     if (getpid() != pid_) {
@@ -270,7 +260,6 @@ NB_MODULE(_adam, module) {
       .def_prop_ro("node_of_thread", &Pool::node_of_thread)
       .def("close", &Pool::close, Release())
       .def("update", &Pool::update, "pieces"_a, Release())
-      .def("stream", &Pool::stream, "pieces"_a, Release())
       .def("accumulate", &Pool::accumulate, nb::kw_only(), "n"_a, "target"_a, "target_dtype"_a,
            "source"_a, "source_dtype"_a, Release())
       .def("convert", &Pool::convert, nb::kw_only(), "n"_a, "target"_a, "target_dtype"_a,

@@ -5,8 +5,7 @@
 namespace infinity {
 
 extern const Kernels INFINITY_ISA_TABLE = {
-    INFINITY_ISA_NAME, update, stream, accumulate, convert,
-    square_blocks,     split,  join,   encode,     decode,
+    INFINITY_ISA_NAME, update, accumulate, convert, square_blocks, split, join, encode, decode,
 };
 
 }  // namespace infinity

@@ -70,7 +70,6 @@ struct CodeArguments {
 struct Kernels {
   const char* name;
   void (*update)(const UpdateArguments&, std::size_t begin, std::size_t end);
-  void (*stream)(const UpdateArguments&, std::size_t begin, std::size_t end);
   void (*accumulate)(const PairArguments&, std::size_t begin, std::size_t end);
   void (*convert)(const PairArguments&, std::size_t begin, std::size_t end);
   void (*square_blocks)(const SquareArguments&, std::size_t begin, std::size_t end);

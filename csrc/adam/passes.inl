@@ -1,5 +1,5 @@
 // The one-pass helpers beside the update: sums, conversions, square sums, split and join, 8-bit
-// codes, and the streaming pass that benchmarks compare with. Included by isa.cpp after kernel.inl.
+// codes. Included by isa.cpp after kernel.inl.
 //
 // Square sum. The tree is part of the definition, so that a GPU can compute the same number:
 //   1. blocks of 4096 elements, the last one may be short (missing elements count as zero);
@@ -191,70 +191,6 @@ void decode(const CodeArguments& arguments, size_t begin, size_t end) {
                    arguments.scales[at / kMomentBlock], arguments.is_signed, values + at,
                    block_size(at, end));
     }
-  }
-}
-
-// --- the limit -----------------------------------------------------------------------------------
-
-// Moves the bytes that `update` moves, in one pass and with as little arithmetic as there can be:
-// what is read and written gets `zero` times the gradient's bits added, so that nothing changes and
-// the compiler may drop nothing.
-template <class Word, class Rest, class Moment, class Gradient>
-void stream_range(const UpdateArguments& a, size_t begin, size_t end) {
-  Word* __restrict weight = static_cast<Word*>(a.weight);
-  Rest* __restrict rest = static_cast<Rest*>(a.rest);
-  Moment* __restrict first = static_cast<Moment*>(a.moment[0]);
-  Moment* __restrict second = static_cast<Moment*>(a.moment[1]);
-  const Gradient* __restrict gradient = static_cast<const Gradient*>(a.gradient);
-  const u32 zero = a.n == 0 ? 1 : 0;
-  const bool has_rest = rest != nullptr;
-  const size_t num_moments = a.moment[1] != nullptr ? 2 : (a.moment[0] != nullptr ? 1 : 0);
-  constexpr size_t kPart = 128;
-  for (size_t at = begin; at < end; at += kPart) {
-    const size_t stop = end - at < kPart ? end : at + kPart;
-    u32 seen = 0;
-    for (size_t i = at; i < stop; ++i) seen |= gradient[i];
-    const u32 nothing = seen & zero;
-    for (size_t i = at; i < stop; ++i) weight[i] = static_cast<Word>(weight[i] + nothing);
-    if (has_rest) {
-      for (size_t i = at; i < stop; ++i) rest[i] = static_cast<Rest>(rest[i] + nothing);
-    }
-    if (num_moments > 0) {
-      for (size_t i = at; i < stop; ++i) first[i] = static_cast<Moment>(first[i] + nothing);
-    }
-    if (num_moments > 1) {
-      for (size_t i = at; i < stop; ++i) second[i] = static_cast<Moment>(second[i] + nothing);
-    }
-  }
-}
-
-template <class Word, class Rest, class Moment>
-void stream_gradient(const UpdateArguments& a, size_t begin, size_t end) {
-  a.gradient_dtype == kFp32 ? stream_range<Word, Rest, Moment, u32>(a, begin, end)
-                            : stream_range<Word, Rest, Moment, u16>(a, begin, end);
-}
-
-template <class Word, class Rest>
-void stream_moment(const UpdateArguments& a, size_t begin, size_t end) {
-  switch (a.format) {
-    case kFp32Moment:
-      return stream_gradient<Word, Rest, u32>(a, begin, end);
-    case kBf16Moment:
-    case kBf16Stochastic:
-      return stream_gradient<Word, Rest, u16>(a, begin, end);
-    case kInt8Moment:
-      return stream_gradient<Word, Rest, u8>(a, begin, end);
-  }
-}
-
-void stream(const UpdateArguments& a, size_t begin, size_t end) {
-  switch (a.layout) {
-    case kFp32Weight:
-      return stream_moment<u32, u32>(a, begin, end);
-    case kSplitWeight:
-      return stream_moment<u16, u16>(a, begin, end);
-    case kFp16Weight:
-      return stream_moment<u16, u32>(a, begin, end);
   }
 }
 

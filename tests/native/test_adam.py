@@ -155,21 +155,6 @@ def test_many_pieces_in_one_job_on_many_threads(pools, kind) -> None:
             assert_same(got.tensors, want.tensors)
 
 
-def test_the_stream_changes_nothing(pools) -> None:
-    source = Source(32)
-    for layout in LAYOUTS:
-        for kind in MomentFormat:
-            state = source.whole_state(20_001, layout, ADAMW, kind)
-            before = state.copy()
-            gradient = source.floats(20_001, torch.float32)
-            for pool in pools[::4]:
-                prepared = pool.prepare(
-                    [Piece(state.weight, state.rest, state.moments, gradient, ADAMW, 1)]
-                )
-                pool.pool.stream(prepared)
-            assert_same(state.tensors, before.tensors)
-
-
 @property_test
 @given(
     seed=st.integers(0, 2**32),

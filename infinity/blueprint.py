@@ -378,7 +378,7 @@ def case_here(
     target = target_of(name, model, facts)
     known, limits = rates_here(config, device, ranks), limits_for(config, device, model, ranks)
     paths = [path for path in config.nvme_path if path.is_dir()]
-    machine = PlanMachine.here(paths, device, known.rates)
+    machine = PlanMachine.here(paths, device.memory_bytes(), known.rates)
     machine = replace(machine, nominal=known.nominal, measured=known.measured,
                       gpus=ranks.local_count, nodes=ranks.num_nodes)  # fmt: skip
     case = case_for(

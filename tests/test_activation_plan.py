@@ -83,9 +83,7 @@ def test_on_one_memory_ram_is_no_other_place() -> None:
 
 def case_of(activations: dict[str, Any], device: int | None = 1 << 30, **config: Any) -> Case:
     told = load_config({"nvme_path": "/tmp", "activations": activations, **config})
-    machine = PlanMachine(
-        "m", 8 << 30, device, 64 << 30, device is None, 8, nominal(device is None)
-    )
+    machine = PlanMachine("m", 8 << 30, device, 64 << 30, 8, nominal(device is None))
     return Case(UNITS, told, machine, Work(TOKENS), RuleFacts())
 
 

@@ -50,7 +50,7 @@ def machine(
     host: int, device: int | None = 1 * GIB, disk: int = 64 * GIB, **more: Any
 ) -> PlanMachine:
     unified = device is None
-    return PlanMachine("m", host, device, disk, unified, 8, nominal(unified), **more)
+    return PlanMachine("m", host, device, disk, 8, nominal(unified), **more)
 
 
 def case_of(

@@ -14,7 +14,6 @@ from test_machine import GIB, computer
 from infinity.errors import ConfigError, MachineError
 from infinity.plan.cost import COMPUTE, NOMINAL, NOMINAL_CPU, Rates, completed, nominal
 from infinity.plan.machine import PlanMachine, read_machine_file
-from infinity.storage.device import CpuDevice
 
 FULL: dict[str, Any] = {
     "format": 1,
@@ -41,13 +40,6 @@ FULL: dict[str, Any] = {
 CPU_ONLY: dict[str, Any] = {
     "format": 1, "name": "a box", "host_ram": "8GiB", "num_cpus": 2, "unified": True,
 }  # fmt: skip
-
-
-class Gpu:
-    unified = False
-
-    def memory_bytes(self) -> int | None:
-        return 7 * GIB
 
 
 def written(folder: Path, facts: dict[str, Any] | str) -> Path:
@@ -77,7 +69,6 @@ def test_a_file_that_says_everything(tmp_path: Path) -> None:
         host_bytes=64 * GIB,
         device_bytes=24 * GIB,
         disk_bytes=10**12,
-        unified=False,
         num_cpus=16,
         rates=Rates(
             disk_read=3e9,
@@ -207,7 +198,7 @@ def test_this_machine_from_a_made_up_root(tmp_path: Path) -> None:
     rates, _ = completed({}, unified=True)
     measured = dataclasses.replace(rates, disk_read=1.23456e9)
     machine = PlanMachine.here(
-        [tmp_path, tmp_path], CpuDevice(), measured,
+        [tmp_path, tmp_path], None, measured,
         measured="2026-11-21", root=computer(tmp_path, {}),
     )  # fmt: skip
     space = os.statvfs(tmp_path)
@@ -225,7 +216,7 @@ def test_this_machine_from_a_made_up_root(tmp_path: Path) -> None:
 def test_this_machine_with_a_device_and_without_a_path(tmp_path: Path) -> None:
     root = computer(tmp_path, {})
     rates = dataclasses.replace(NOMINAL, device_update=None)
-    machine = PlanMachine.here([], Gpu(), rates, measured="2026-11-21", root=root)
+    machine = PlanMachine.here([], 7 * GIB, rates, measured="2026-11-21", root=root)
     assert (machine.device_bytes, machine.disk_bytes) == (7 * GIB, 0)
     assert machine.nominal == ("disk_read", "disk_write", "disk_mixed")
     assert machine.rates.device_update is None
@@ -234,11 +225,11 @@ def test_this_machine_with_a_device_and_without_a_path(tmp_path: Path) -> None:
 
 
 def test_this_machine_before_anything_was_measured(tmp_path: Path) -> None:
-    machine = PlanMachine.here([], Gpu(), root=computer(tmp_path, {}))
+    machine = PlanMachine.here([], 7 * GIB, root=computer(tmp_path, {}))
     assert machine.rates == NOMINAL
     assert "nothing was measured" in machine.rates_origin
     with pytest.raises(MachineError, match="mkdir -p"):
-        PlanMachine.here([tmp_path / "none"], Gpu())
+        PlanMachine.here([tmp_path / "none"], 7 * GIB)
 
 
 def test_rates_by_name_and_back() -> None:

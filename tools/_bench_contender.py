@@ -321,7 +321,7 @@ class Planned(Infinity):
         config = load_config(engine_config(job, job["contender"]))
         with closing(find_device(torch.device(job["device"]))) as device:
             known = cached_rates(config.nvme_path, device, io=config.io)
-            machine = PlanMachine.here(config.nvme_path, device, known.rates)
+            machine = PlanMachine.here(config.nvme_path, device.memory_bytes(), known.rates)
         self.rates = known
         base = max(read_machine(config.nvme_path).own_rss_bytes, PROCESS_BASE_BYTES)
         found = priced_of(job, job["contender"], machine, base)

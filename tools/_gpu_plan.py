@@ -59,7 +59,7 @@ def benchmarks(checks: Sequence[Check]) -> list[Benchmark]:
 
 def machine_of(rates: Rates = EXPECTED, device_bytes: int = DEVICE_BYTES) -> PlanMachine:
     """A machine with one H200, or another such GPU."""
-    return PlanMachine("H200", RAM_BYTES, device_bytes, DISK_BYTES, False, 16, rates)
+    return PlanMachine("H200", RAM_BYTES, device_bytes, DISK_BYTES, 16, rates)
 
 
 def without_offload(job: dict[str, Any]) -> Case:

@@ -52,7 +52,7 @@ def case_of(target: Target, cut: Cut, ram: int, drives: int, tokens: int, length
     config = load_config({"nvme_path": "/nvme"}).with_sliced_logits()
     names = ("disk_read", "disk_write", "disk_mixed")
     rates = replace(NOMINAL, **{name: drives * getattr(NOMINAL, name) for name in names})
-    machine = PlanMachine("table", ram * GIB, 24 * GIB, drives * 4096 * GIB, False, 16, rates)
+    machine = PlanMachine("table", ram * GIB, 24 * GIB, drives * 4096 * GIB, 16, rates)
     groups = groups_of(target.module, config)
     return case_for(
         target, cut, groups, config, machine, tokens, recompute=False, made=0, length=length

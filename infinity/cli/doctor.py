@@ -134,7 +134,7 @@ def describe(
         links = links or {"rates": {}, "gpus": 1, "nodes": 1}
         machine = PlanMachine.here(
             paths,
-            device,
+            device.memory_bytes(),
             Rates.of(found.rates.numbers() | links["rates"]),
             name=f"{cpu_model()}, device {device_name(device)}",
             measured=found.measured,

@@ -511,7 +511,7 @@ def _model_of(run: RunConfig) -> Target:
 def _machine(wishes: Wishes, config: Config) -> PlanMachine:
     """The machine to plan for, with the sizes that were given."""
     from infinity.plan.cost import DISK, Rates
-    from infinity.plan.machine import HostOnly, PlanMachine, may_have_gpu, read_machine_file
+    from infinity.plan.machine import PlanMachine, may_have_gpu, read_machine_file
 
     if wishes.machine_file is not None:
         if wishes.paths or wishes.refresh:
@@ -526,12 +526,12 @@ def _machine(wishes: Wishes, config: Config) -> PlanMachine:
     assumed = _assumed_disk(wishes)
     unmeasured = wishes.device is not None and not paths
     if unmeasured and not may_have_gpu():
-        return _sized(PlanMachine.here(assumed, HostOnly(), name=_COMMON), wishes)
+        return _sized(PlanMachine.here(assumed, None, name=_COMMON), wishes)
     from infinity.storage.cuda import find_device
 
     with closing(find_device(None)) as device:
         if unmeasured and device.unified:
-            machine = PlanMachine.here(assumed, device, name=_COMMON)
+            machine = PlanMachine.here(assumed, None, name=_COMMON)
         else:
             from infinity.calibration import cached_rates, kept_links, kept_rates
 
@@ -539,7 +539,8 @@ def _machine(wishes: Wishes, config: Config) -> PlanMachine:
             gpus, nodes = wishes.gpus or 1, wishes.nodes or 1
             links, _ = kept_links(device, gpus, nodes) or ({}, "")
             rates = Rates.of(found.rates.numbers() | links)
-            machine = PlanMachine.here(paths or assumed, device, rates, measured=found.measured)
+            memory = device.memory_bytes()
+            machine = PlanMachine.here(paths or assumed, memory, rates, measured=found.measured)
             if assumed:  # nobody asked to write there, so it is not measured
                 kept = kept_rates(assumed, device, io=config.io)
                 rates = replace(machine.rates, **{n: getattr(kept.rates, n) for n in DISK})
@@ -571,7 +572,7 @@ def _sized(machine: PlanMachine, wishes: Wishes) -> PlanMachine:
                 if name not in machine.nominal and name not in COMPUTE
             }
             rates, nominal = completed(numbers, unified=False)
-            machine = replace(machine, unified=False, rates=rates, nominal=nominal)
+            machine = replace(machine, rates=rates, nominal=nominal)
         machine = replace(machine, device_bytes=wishes.device)
     if wishes.host is not None:
         machine = replace(machine, host_bytes=wishes.host)

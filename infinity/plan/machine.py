@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -379,24 +379,6 @@ FORMAT = 1
 _WHERE_NOT_UNIFIED = (*COPIES, DEVICE_UPDATE)
 
 
-class _Device(Protocol):
-    """What is asked of a `storage.device.Device`, which is above this room."""
-
-    unified: bool
-
-    def memory_bytes(self) -> int | None: ...
-
-
-class HostOnly:
-    """The device of a machine without a GPU, for who does not need torch."""
-
-    unified = True
-
-    def memory_bytes(self) -> int | None:
-        """None: its memory is the host's."""
-        return None
-
-
 @dataclass(frozen=True)
 class PlanMachine:
     """What a plan must know of a machine. Sizes are in bytes.
@@ -413,7 +395,6 @@ class PlanMachine:
     """Memory of the compute device that a run could take; None where that is the host's."""
     disk_bytes: int
     """Space on all paths together; 0 without a path."""
-    unified: bool
     num_cpus: int
     rates: Rates
     nominal: tuple[str, ...] = ()
@@ -428,7 +409,7 @@ class PlanMachine:
     def here(
         cls,
         paths: Iterable[Path],
-        device: _Device,
+        device_bytes: int | None,
         rates: Rates | None = None,
         *,
         name: str = "this machine",
@@ -437,27 +418,33 @@ class PlanMachine:
     ) -> PlanMachine:
         """This machine as it is now, with `rates` that were measured on `measured`, or nominal.
 
-        Paths on one file system count once. Raises `MachineError` for a path that is not there.
+        `device_bytes` as `Device.memory_bytes` says it. Paths on one file system count once. Raises
+        `MachineError` for a path that is not there.
         """
+        unified = device_bytes is None
         drives = {mount_of(path, root).device: path for path in paths}
         machine = read_machine(drives.values(), root)
         numbers = rates.numbers() if rates else {}
         if not drives:
             numbers = {key: rate for key, rate in numbers.items() if key not in DISK}
         without = {DEVICE_UPDATE} if rates and rates.device_update is None else set()
-        complete, nominal = completed(numbers, unified=device.unified, without=without)
+        complete, nominal = completed(numbers, unified=unified, without=without)
         reachable_bytes = machine.host_available_bytes + machine.own_rss_bytes
         return cls(
             name=name,
             host_bytes=min(machine.host_ram_bytes, reachable_bytes),
-            device_bytes=None if device.unified else device.memory_bytes(),
+            device_bytes=device_bytes,
             disk_bytes=sum(free_bytes for _, free_bytes in machine.disk_free_bytes),
-            unified=device.unified,
             num_cpus=machine.num_cpus,
             rates=complete,
             nominal=nominal,
             measured=measured if rates else None,
         )
+
+    @property
+    def unified(self) -> bool:
+        """Whether the host computes."""
+        return self.device_bytes is None
 
     @property
     def host_budget_bytes(self) -> int:
@@ -533,7 +520,6 @@ def read_machine_file(path: str | os.PathLike[str]) -> PlanMachine:
         host_bytes=found.host_ram,
         device_bytes=found.device_memory,
         disk_bytes=found.disk_free,
-        unified=found.unified,
         num_cpus=found.num_cpus,
         rates=rates,
         nominal=nominal,

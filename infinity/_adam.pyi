@@ -40,10 +40,6 @@ class Piece:
     ) -> None:
         """Raise ValueError for what a kernel could not walk: null, misaligned, overlapping."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that an update must read and write at least."""
-
 def read_pieces(
     pieces: list[Any],
     settings: list[tuple[int, int, list[float]]],

@@ -246,8 +246,7 @@ NB_MODULE(_adam, module) {
                     std::uintptr_t, const std::vector<double>&>(),
            "n"_a, "rule"_a, "layout"_a, "format"_a, "gradient_dtype"_a, "key"_a, "first"_a,
            "weight"_a, "rest"_a, "moment1"_a, "scales1"_a, "moment2"_a, "scales2"_a, "gradient"_a,
-           "scalars"_a)
-      .def_prop_ro("nbytes", &Piece::nbytes);
+           "scalars"_a);
   module.def("read_pieces", &infinity::read_pieces, "pieces"_a, "settings"_a, "formats"_a,
              "tensor_type"_a, "api"_a, "Pieces from tensors, or None if any is not plainly good.");
 

@@ -138,17 +138,4 @@ void check_apart(std::vector<Range> ranges) {
   }
 }
 
-std::size_t Piece::nbytes() const {
-  const UpdateArguments& a = arguments_;
-  const std::size_t num_moments = kFaces[a.rule].num_moments;
-  // The fp16 copy of a master is only written; everything else is read and written.
-  const std::size_t weights =
-      a.layout == kFp16Weight ? 2 + 2 * 4 : 2 * (weight_size(a.layout) + rest_size(a.layout));
-  const std::size_t scales = a.format == kInt8Moment && num_moments > 0
-                                 ? (a.n + kMomentBlock - 1) / kMomentBlock * sizeof(float)
-                                 : 0;
-  return a.n * (weights + 2 * num_moments * moment_size(a.format) + size_of(a.gradient_dtype)) +
-         2 * num_moments * scales;
-}
-
 }  // namespace infinity

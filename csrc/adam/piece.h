@@ -44,9 +44,6 @@ class Piece {
   // Everything it touches; empty ranges are left out.
   std::vector<Range> ranges() const;
 
-  // Bytes that an update must read and write at least.
-  std::size_t nbytes() const;
-
  private:
   UpdateArguments arguments_{};
 };

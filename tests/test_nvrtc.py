@@ -21,7 +21,7 @@ from support.cuda_pieces import combinations
 from infinity.errors import MachineError
 from infinity.optim import cuda, nvrtc
 from infinity.optim.cuda import CudaKernels
-from infinity.optim.nvrtc import KernelCache, default_folder
+from infinity.optim.nvrtc import default_folder, keep, kept
 
 CSRC = Path(__file__).parents[1] / "csrc" / "adam"
 ARCHES = ("sm_80", "sm_90")
@@ -55,8 +55,10 @@ def compiler(_site):
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> KernelCache:
-    return KernelCache(tmp_path / "kernels")
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "deep" / "kernels"
+    monkeypatch.setenv("INFINITY_KERNEL_CACHE", str(folder))
+    return folder
 
 
 def variant_of(combination) -> cuda.Variant:
@@ -94,10 +96,10 @@ def variants() -> list[cuda.Variant]:
 def test_every_combination_compiles(compiler, cache, start: int) -> None:
     """Each for one of the machines; the others in the big tests."""
     for number, variant in enumerate(variants(), start):
-        code = nvrtc.cubin(ARCHES[number % 2], variant, cache)
+        code = nvrtc.cubin(ARCHES[number % 2], variant)
         assert code.startswith(b"\x7fELF")
     for arch in ARCHES:
-        assert nvrtc.cubin(arch, cuda.HELPERS, cache).startswith(b"\x7fELF")
+        assert nvrtc.cubin(arch, cuda.HELPERS).startswith(b"\x7fELF")
 
 
 def test_the_instructions_are_exact_and_wide(compiler) -> None:
@@ -120,24 +122,24 @@ def test_the_check_of_instructions_sees_what_is_wrong() -> None:
 
 
 def test_machine_code_is_compiled_once(compiler, cache, monkeypatch) -> None:
-    first = nvrtc.cubin("sm_80", VARIANT, cache)
-    (entry,) = cache.folder.iterdir()
+    first = nvrtc.cubin("sm_80", VARIANT)
+    (entry,) = cache.iterdir()
     with monkeypatch.context() as patch:
         core = importlib.import_module("cuda.core")
         patch.setattr(core, "Program", None)  # a second compilation would call it
-        assert nvrtc.cubin("sm_80", VARIANT, cache) == first
+        assert nvrtc.cubin("sm_80", VARIANT) == first
     entry.write_bytes(entry.read_bytes()[:-1])  # damaged: as good as none
-    again = nvrtc.cubin("sm_80", VARIANT, cache)  # not the same bytes: names hold random parts
+    again = nvrtc.cubin("sm_80", VARIANT)  # not the same bytes: names hold random parts
     assert again.startswith(b"\x7fELF")
-    assert nvrtc.cubin("sm_80", VARIANT, cache) == again
-    assert nvrtc.cubin("sm_90", VARIANT, cache) not in (first, again)
-    assert len(list(cache.folder.iterdir())) == 2
+    assert nvrtc.cubin("sm_80", VARIANT) == again
+    assert nvrtc.cubin("sm_90", VARIANT) not in (first, again)
+    assert len(list(cache.iterdir())) == 2
 
 
 def test_a_source_that_does_not_compile_is_shown(compiler, cache, monkeypatch) -> None:
     monkeypatch.setattr(nvrtc, "source", lambda: "this is no kernel")
     with pytest.raises(MachineError, match="did not compile") as caught:
-        nvrtc.cubin("sm_80", VARIANT, cache)
+        nvrtc.cubin("sm_80", VARIANT)
     assert "this is no kernel" in (caught.value.because or "")
 
 
@@ -188,34 +190,31 @@ def test_the_wheel_carries_every_file_of_the_source() -> None:
     assert set(installed.split()) == parts
 
 
-def test_cache_entries_are_apart_and_survive(tmp_path: Path) -> None:
-    cache = KernelCache(tmp_path / "deep" / "kernels")
-    assert cache.get("a", "b") is None
-    cache.put(b"one", "a", "b")
-    cache.put(b"two", "ab", "")
-    assert cache.get("a", "b") == b"one"
-    assert cache.get("ab", "") == b"two"
-    cache.put(b"three", "a", "b")
-    assert KernelCache(cache.folder).get("a", "b") == b"three"
-    assert len(list(cache.folder.iterdir())) == 2  # and nothing half-written
+def test_cache_entries_are_apart_and_survive(cache: Path) -> None:
+    assert kept("a", "b") is None
+    keep(b"one", "a", "b")
+    keep(b"two", "ab", "")
+    assert kept("a", "b") == b"one"
+    assert kept("ab", "") == b"two"
+    keep(b"three", "a", "b")
+    assert kept("a", "b") == b"three"
+    assert len(list(cache.iterdir())) == 2  # and nothing half-written
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"\0" * 100])
-def test_a_damaged_cache_entry_is_none(tmp_path: Path, damage: bytes) -> None:
-    cache = KernelCache(tmp_path)
-    cache.put(b"payload", "key")
-    (entry,) = tmp_path.iterdir()
+def test_a_damaged_cache_entry_is_none(cache: Path, damage: bytes) -> None:
+    keep(b"payload", "key")
+    (entry,) = cache.iterdir()
     entry.write_bytes(damage)
-    assert cache.get("key") is None
-    cache.put(b"payload", "key")
-    assert cache.get("key") == b"payload"
+    assert kept("key") is None
+    keep(b"payload", "key")
+    assert kept("key") == b"payload"
 
 
-def test_a_cache_that_cannot_be_written_is_only_forgetful(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    cache = KernelCache(tmp_path / "file" / "kernels")
-    cache.put(b"payload", "key")
-    assert cache.get("key") is None
+def test_a_cache_that_cannot_be_written_is_only_forgetful(cache: Path) -> None:
+    cache.parent.write_text("in the way")
+    keep(b"payload", "key")
+    assert kept("key") is None
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path: Path) -> None:
@@ -226,17 +225,16 @@ def test_where_the_cache_is(monkeypatch, tmp_path: Path) -> None:
     assert default_folder() == tmp_path / "mine"
 
 
-def test_writers_may_race_for_an_entry(tmp_path: Path) -> None:
+def test_writers_may_race_for_an_entry(cache: Path) -> None:
     payloads = [bytes([k]) * 100_000 for k in range(3)]
 
     def write_and_read(payload: bytes) -> bool:
-        cache = KernelCache(tmp_path)
         for _ in range(60):
-            cache.put(payload, "key")
-            if cache.get("key") not in payloads:
+            keep(payload, "key")
+            if kept("key") not in payloads:
                 return False
         return True
 
     with ThreadPoolExecutor(3) as pool:
         assert all(pool.map(write_and_read, payloads))
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(cache.iterdir())) == 1

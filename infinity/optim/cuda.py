@@ -23,15 +23,7 @@ import torch
 from infinity.errors import MachineError, first_lines
 from infinity.formats import MomentFormat
 from infinity.optim import nvrtc
-from infinity.optim.cpu import (
-    FLOATS,
-    Piece,
-    by_kind,
-    check_pieces,
-    check_tensor,
-    step_matrices,
-)
-from infinity.optim.nvrtc import KernelCache
+from infinity.optim.cpu import FLOATS, Piece, by_kind, check_pieces, check_tensor, step_matrices
 from infinity.rules import SGD
 
 # From checked tensors to launches: the tables that csrc/adam/segments.cuh reads, as ctypes.
@@ -160,11 +152,7 @@ def _launches_of(variant: Variant, pieces: list[Piece]) -> Iterator[Launch]:
     yield _launch(variant, batch, rows)
 
 
-def _launch(
-    variant: Variant,
-    batch: list[tuple[Piece, int]],
-    rows: dict[bytes, int],
-) -> Launch:
+def _launch(variant: Variant, batch: list[tuple[Piece, int]], rows: dict[bytes, int]) -> Launch:
     small = len(batch) <= _SmallUpdate.num_slots and len(rows) <= _SmallUpdate.num_rows
     table = _SmallUpdate() if small else _LargeUpdate()
     table.num_segments = len(batch)
@@ -262,7 +250,7 @@ def why_not(device: torch.device) -> str | None:
 class CudaLauncher:
     """The kernels of one device."""
 
-    def __init__(self, device: torch.device, cache: KernelCache | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         """Raises `MachineError` where `why_not` gives a reason."""
         if (reason := why_not(device)) is not None:
             raise MachineError(f"no kernels for {device}", because=reason)
@@ -270,7 +258,6 @@ class CudaLauncher:
         self.device = torch.device("cuda", self._index)
         major, minor = torch.cuda.get_device_capability(self._index)
         self._arch = f"sm_{major}{minor}"
-        self._cache = KernelCache() if cache is None else cache
         self._modules: dict[Variant, Any] = {}
         self._kernels: dict[tuple[Variant, str], int] = {}
         self._lock = threading.Lock()
@@ -297,14 +284,6 @@ class CudaLauncher:
                 )
             )
 
-    def load(self, variant: Variant) -> None:
-        """Compile a variant, or take it from the cache, and load it."""
-        with self._lock:
-            if variant in self._modules:
-                return
-            code = nvrtc.cubin(self._arch, variant, self._cache)
-            self._modules[variant] = nvrtc.core().ObjectCode.from_cubin(code)
-
     def room(self, num_elements: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
         """fp64 memory of torch's allocator, which orders its reuse behind `stream`."""
         queue = torch.cuda.current_stream(self._index) if stream is None else stream
@@ -312,10 +291,13 @@ class CudaLauncher:
             return torch.empty(num_elements, dtype=torch.float64, device=self.device)
 
     def _kernel(self, variant: Variant, name: str) -> int:
-        """The driver's handle of a kernel."""
+        """The driver's handle of a kernel, whose variant is compiled unless its code was kept."""
         found = self._kernels.get((variant, name))
         if found is None:
-            self.load(variant)
+            with self._lock:
+                if variant not in self._modules:
+                    code = nvrtc.cubin(self._arch, variant)
+                    self._modules[variant] = nvrtc.core().ObjectCode.from_cubin(code)
             found = int(self._modules[variant].get_kernel(name).handle)
             self._kernels[variant, name] = found
         return found
@@ -346,9 +328,6 @@ class Launcher(Protocol):
 
     def __call__(self, launch: Launch, stream: torch.cuda.Stream | None) -> None:
         """Queue a launch."""
-
-    def load(self, variant: Variant) -> None:
-        """Make a variant ready, so that its first launch does not have to."""
 
     def room(self, num_elements: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
         """fp64 scratch memory on the device, for work on this stream."""

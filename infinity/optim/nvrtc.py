@@ -23,38 +23,35 @@ from infinity.files import atomic_write
 #
 # An entry is one file: the SHA-256 of the payload, then the payload. It is written beside its
 # final name and renamed, so that a reader sees all of it or nothing, and processes may race. An
-# entry whose sum does not fit is as good as none. Must not know what it stores.
+# entry whose sum does not fit is as good as none; a folder that cannot be used only makes this
+# forgetful.
 
 
 _SUM_BYTES = hashlib.sha256().digest_size
 
 
-class KernelCache:
-    """A folder of payloads by key; a folder that cannot be used only makes it forgetful."""
+def kept(*key: str) -> bytes | None:
+    """The payload last kept under `key`, None if there is none or it is damaged."""
+    try:
+        entry = _file_of(key).read_bytes()
+    except OSError:
+        return None
+    payload = entry[_SUM_BYTES:]
+    return payload if hashlib.sha256(payload).digest() == entry[:_SUM_BYTES] else None
 
-    def __init__(self, folder: Path | None = None) -> None:
-        """`folder` is made when first written to; by default `default_folder()`."""
-        self.folder = default_folder() if folder is None else folder
 
-    def get(self, *key: str) -> bytes | None:
-        """The payload last put under `key`, None if there is none or it is damaged."""
-        try:
-            entry = self._path(key).read_bytes()
-        except OSError:
-            return None
-        payload = entry[_SUM_BYTES:]
-        return payload if hashlib.sha256(payload).digest() == entry[:_SUM_BYTES] else None
+def keep(payload: bytes, *key: str) -> None:
+    """Keep `payload` under `key`; does nothing where the folder cannot be written."""
+    path = _file_of(key)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with atomic_write(path, 0o600) as file:
+            file.write(hashlib.sha256(payload).digest() + payload)
 
-    def put(self, payload: bytes, *key: str) -> None:
-        """Keep `payload` under `key`; does nothing where the folder cannot be written."""
-        with contextlib.suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with atomic_write(self._path(key), 0o600) as file:
-                file.write(hashlib.sha256(payload).digest() + payload)
 
-    def _path(self, key: tuple[str, ...]) -> Path:
-        sums = b"".join(hashlib.sha256(part.encode()).digest() for part in key)
-        return self.folder / f"{hashlib.sha256(sums).hexdigest()}.cubin"
+def _file_of(key: tuple[str, ...]) -> Path:
+    sums = b"".join(hashlib.sha256(part.encode()).digest() for part in key)
+    return default_folder() / f"{hashlib.sha256(sums).hexdigest()}.cubin"
 
 
 def default_folder() -> Path:
@@ -69,13 +66,7 @@ SOURCE = "fused_adam.cu"
 _HERE = Path(__file__).parent
 _FOLDERS = (_HERE, _HERE.parents[1] / "csrc" / "adam")  # a wheel's, a source tree's
 _INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
-_OPTIONS = {
-    "std": "c++17",
-    "fma": False,
-    "ftz": False,
-    "prec_div": True,
-    "prec_sqrt": True,
-}
+_OPTIONS = {"std": "c++17", "fma": False, "ftz": False, "prec_div": True, "prec_sqrt": True}
 _CORE = "cuda.core"
 _REMEDY = "pip install 'torch-infinity[cuda]'"
 
@@ -127,14 +118,14 @@ def options(arch: str, defines: tuple[tuple[str, str], ...]) -> Any:
     return core().ProgramOptions(arch=arch, define_macro=list(defines) or None, **_OPTIONS)
 
 
-def cubin(arch: str, defines: tuple[tuple[str, str], ...], cache: KernelCache) -> bytes:
-    """Machine code for `arch` ("sm_90"), compiled with `defines` or taken from the cache.
+def cubin(arch: str, defines: tuple[tuple[str, str], ...]) -> bytes:
+    """Machine code for `arch` ("sm_90"), compiled with `defines` or kept from before.
 
     Raises `MachineError` where NVRTC is missing or refuses the source.
     """
     found_version = version()
     key = (_digest(), arch, found_version, repr((_OPTIONS, defines)))
-    found = cache.get(*key)
+    found = kept(*key)
     if found is not None:
         return found
     try:
@@ -144,7 +135,7 @@ def cubin(arch: str, defines: tuple[tuple[str, str], ...], cache: KernelCache) -
         raise MachineError(
             f"NVRTC {found_version} did not compile {SOURCE} for {arch}", because=str(error)
         ) from error
-    cache.put(code, *key)
+    keep(code, *key)
     return code
 
 

@@ -14,8 +14,7 @@ from infinity.errors import ConfigError, ResidencyError
 from infinity.formats import MomentFormat
 from infinity.optim import cuda, nvrtc
 from infinity.optim.cpu import CpuKernels
-from infinity.optim.cuda import SQUARE_TILE, TILE, CudaKernels, CudaLauncher
-from infinity.optim.nvrtc import KernelCache
+from infinity.optim.cuda import SQUARE_TILE, TILE, CudaKernels
 from infinity.rules import AdamW
 
 NO_CUDA = not torch.cuda.is_available()
@@ -145,11 +144,12 @@ def test_another_thread_may_launch(gpu, cpu) -> None:
 
 
 def test_kernels_are_taken_from_the_cache(tmp_path: Path, monkeypatch) -> None:
-    device, cache = torch.device("cuda", 0), KernelCache(tmp_path)
-    CudaKernels(device, CudaLauncher(device, cache))  # which launches one of each sort
+    device = torch.device("cuda", 0)
+    monkeypatch.setenv("INFINITY_KERNEL_CACHE", str(tmp_path))
+    CudaKernels(device)  # which launches one of each sort
     assert len(list(tmp_path.iterdir())) == 2
     monkeypatch.setattr(nvrtc.core(), "Program", lambda *_: pytest.fail("compiled again"))
-    second = CudaKernels(device, CudaLauncher(device, cache))
+    second = CudaKernels(device)
     assert second.square_sum(torch.ones(10, device=device)) == 10.0
 
 

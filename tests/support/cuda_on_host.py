@@ -47,9 +47,6 @@ class HostLauncher:
         found = library.run(launch.kernel.encode(), launch.blocks, launch.threads, arguments)
         assert found, f"no kernel {launch.kernel} in {launch.variant}"
 
-    def load(self, variant: Variant) -> None:
-        _library(variant)
-
     def room(self, num_elements: int, stream: object) -> torch.Tensor:
         del stream
         return torch.full((num_elements,), float("nan"), dtype=torch.float64)

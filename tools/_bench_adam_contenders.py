@@ -85,11 +85,7 @@ def deepspeed_adam(arrays: Arrays) -> Contender:
 
     parameters = plain_parameters(arrays)
     optimizer = DeepSpeedCPUAdam(
-        parameters,
-        lr=HYPER.lr,
-        betas=HYPER.betas,
-        eps=HYPER.eps,
-        weight_decay=HYPER.weight_decay,
+        parameters, lr=HYPER.lr, betas=HYPER.betas, eps=HYPER.eps, weight_decay=HYPER.weight_decay
     )
     moments = zip(arrays.parts(arrays.moments[0]), arrays.parts(arrays.moments[1]), strict=True)
     for parameter, (moment1, moment2) in zip(parameters, moments, strict=True):

@@ -29,10 +29,7 @@ def told_to_plan(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def case_of(
-    job: dict[str, Any],
-    contender: str,
-    machine: PlanMachine,
-    base: int = PROCESS_BASE_BYTES,
+    job: dict[str, Any], contender: str, machine: PlanMachine, base: int = PROCESS_BASE_BYTES
 ) -> Case:
     """The case that a run of a job is; `base` are bytes that the process needs itself.
 
@@ -61,10 +58,7 @@ def case_of(
 
 
 def priced_of(
-    job: dict[str, Any],
-    contender: str,
-    machine: PlanMachine,
-    base: int = PROCESS_BASE_BYTES,
+    job: dict[str, Any], contender: str, machine: PlanMachine, base: int = PROCESS_BASE_BYTES
 ) -> Priced:
     """The plan of a run, as it is told or as `infinity_plan` chooses; raises `DoesNotFitError`."""
     if contender != "infinity_plan":

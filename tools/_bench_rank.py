@@ -134,10 +134,7 @@ class DeepSpeed(Peer):
             "gradient_clipping": 1.0,
             "steps_per_print": 10**9,
             "optimizer": {"type": "AdamW", "params": {**HYPER_PARAMETERS, "torch_adam": True}},
-            "zero_optimization": {
-                "stage": int(self.job["contender"][-1]),
-                "overlap_comm": False,
-            },
+            "zero_optimization": {"stage": int(self.job["contender"][-1]), "overlap_comm": False},
         }
 
 

@@ -184,9 +184,7 @@ TARGETS = (
         _beside_derived("step-8b-16k", MIDDLE_STEP),
     ),
     Target(
-        "8B, 8k: tokens/s beside plain torch",
-        GPU_SHARES[SMALL_STEP],
-        _beside_plain("step-8b-8k"),
+        "8B, 8k: tokens/s beside plain torch", GPU_SHARES[SMALL_STEP], _beside_plain("step-8b-8k")
     ),
     Target(
         "1.5B, 8k: tokens/s beside DeepSpeed ZeRO-3 offload",

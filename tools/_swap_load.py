@@ -105,12 +105,7 @@ def _chunks(span: Span | None, is_write: bool, chunk_bytes: int) -> Iterator[Pie
 
 
 def make_load(
-    mode: Mode,
-    *,
-    rates: Sequence[float],
-    target_s: float,
-    chunk_bytes: int,
-    region_bytes: int,
+    mode: Mode, *, rates: Sequence[float], target_s: float, chunk_bytes: int, region_bytes: int
 ) -> Load:
     """Return a load that takes about `target_s` seconds.
 

@@ -132,11 +132,7 @@ class Tuned:
     second look: its speed against the fastest of its back end, in the mode where it does worst."""
 
 
-def tune(
-    testbed: Testbed,
-    backends: Sequence[str],
-    loads: Mapping[Mode, Load],
-) -> Tuned:
+def tune(testbed: Testbed, backends: Sequence[str], loads: Mapping[Mode, Load]) -> Tuned:
     """Try the grid once in each mode, then the best few of each, and the default, in all modes.
 
     Raises `UnavailableError` when a back end of `backends` does not start.

@@ -152,7 +152,7 @@ def measure(kernels: CudaKernels, n: int, rounds: int) -> Iterator[dict[str, obj
     tensor = torch.randn(n, device=kernels.device).to(BF16)
     sums = torch.zeros(1, dtype=torch.float64, device=kernels.device)
     helpers: dict[str, tuple[Work, int]] = {
-        "square sum, bf16": (lambda: kernels.square_sums([tensor], sums), 2 * n),
+        "square sum, bf16": (lambda: kernels.square_sums([tensor], sums), 2 * n)
     }
     for name, (work, nbytes) in helpers.items():
         took = statistics.median(compare({name: work}, rounds, repeats=10)[name])

@@ -11,10 +11,7 @@ from infinity.sizes import format_count
 _STATE_BYTES = 12  # per parameter, AdamW in bf16; each is read and written once a step
 
 
-def bench(
-    path: Drives = None,
-    as_json: AsJson = False,
-) -> None:
+def bench(path: Drives = None, as_json: AsJson = False) -> None:
     """Measure this machine: disk, copies, optimizer updates and matrix products.
 
     Takes a few seconds, and is kept: `infinity plan` and runs with these paths and the defaults of

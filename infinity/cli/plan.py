@@ -110,8 +110,7 @@ _Gpus = Annotated[
     ),
 ]
 _Nodes = Annotated[
-    int | None,
-    typer.Option("--nodes", metavar="K", help="So many such machines.", min=1, max=4096),
+    int | None, typer.Option("--nodes", metavar="K", help="So many such machines.", min=1, max=4096)
 ]
 _Link = Annotated[
     str | None,
@@ -167,8 +166,7 @@ _Sequence = Annotated[
     ),
 ]
 _Slices = Annotated[
-    int | None,
-    typer.Option("--slices", help="A block runs a micro-batch in so many.", min=1),
+    int | None, typer.Option("--slices", help="A block runs a micro-batch in so many.", min=1)
 ]
 _Recompute = Annotated[
     bool | None,

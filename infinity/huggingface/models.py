@@ -49,8 +49,7 @@ def _package(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"the package {name} cannot be imported: {error}",
-            remedy="pip install transformers",
+            f"the package {name} cannot be imported: {error}", remedy="pip install transformers"
         ) from error
 
 

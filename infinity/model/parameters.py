@@ -37,13 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from infinity.errors import (
-    ConfigError,
-    EngineClosedError,
-    InfinityWarning,
-    ResidencyError,
-    listed,
-)
+from infinity.errors import ConfigError, EngineClosedError, InfinityWarning, ResidencyError, listed
 from infinity.plan.layout import Segment, UnitLayout
 
 # Which engine a parameter belongs to, known by the parameter itself: nothing is global.

@@ -26,11 +26,7 @@ _HOST = torch.device("cpu")
 _MAX_64_BITS = 2**64 - 1
 # What the native side calls things.
 _RULES = {name: code for code, name in enumerate(_adam.rules())}
-_CODES = {
-    torch.bfloat16: _adam.BF16,
-    torch.float32: _adam.FP32,
-    torch.float16: _adam.FP16,
-}
+_CODES = {torch.bfloat16: _adam.BF16, torch.float32: _adam.FP32, torch.float16: _adam.FP16}
 _LAYOUTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # by the weight's dtype
 _FORMAT_ORDER = tuple(MomentFormat)
 # DLPack's C functions, which tell what a tensor is ten times as fast as its methods do.
@@ -44,11 +40,7 @@ Setting = tuple[int, int, list[float]]  # rule, number of moments, scalars of th
 
 
 def check_tensor(
-    name: str,
-    tensor: torch.Tensor,
-    n: int,
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
+    name: str, tensor: torch.Tensor, n: int, dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> None:
     """Raise unless `tensor` is 1-D and contiguous, with `n` elements of one of `dtypes`."""
     if (
@@ -125,11 +117,7 @@ def check_apart(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _refusal(
-    name: str,
-    tensor: torch.Tensor,
-    n: int,
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
+    name: str, tensor: torch.Tensor, n: int, dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> InfinityError:
     if tensor.device != device:
         where = "the host" if device.type == "cpu" else str(device)
@@ -270,10 +258,7 @@ class CpuKernels:
             self.copy(rest, master)
             return
         self.pool.split(
-            n=n,
-            master=master.data_ptr(),
-            weight=weight.data_ptr(),
-            residual=rest.data_ptr(),
+            n=n, master=master.data_ptr(), weight=weight.data_ptr(), residual=rest.data_ptr()
         )
 
     def join(self, weight: torch.Tensor, rest: torch.Tensor, master: torch.Tensor) -> None:
@@ -283,10 +268,7 @@ class CpuKernels:
             self.copy(master, rest)
             return
         self.pool.join(
-            n=n,
-            weight=weight.data_ptr(),
-            residual=rest.data_ptr(),
-            master=master.data_ptr(),
+            n=n, weight=weight.data_ptr(), residual=rest.data_ptr(), master=master.data_ptr()
         )
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -16,12 +16,7 @@ from typing import Any
 from infinity.config.schema import BudgetConfig, PlacementConfig
 from infinity.errors import DoesNotFitError
 from infinity.formats import MomentFormat
-from infinity.plan.batch_schedule import (
-    MOST_MICRO_BATCHES,
-    BatchSchedule,
-    Chosen,
-    choose_schedule,
-)
+from infinity.plan.batch_schedule import MOST_MICRO_BATCHES, BatchSchedule, Chosen, choose_schedule
 from infinity.plan.budget import AUTO_SHARE
 from infinity.plan.case import Case, Priced, price
 from infinity.plan.layout import Tier, UnitLayout
@@ -203,10 +198,7 @@ _COST = {Tier.DISK: 1.0, Tier.HOST: 40.0, Tier.DEVICE: 400.0}
 
 
 def ways_to_fit(
-    case: Case,
-    finer: Sequence[UnitLayout] = (),
-    count: int = 3,
-    chosen: Chosen | None = None,
+    case: Case, finer: Sequence[UnitLayout] = (), count: int = 3, chosen: Chosen | None = None
 ) -> list[Way]:
     """The cheapest ways to make a case fit that does not; each does. Empty where none was found.
 

@@ -245,12 +245,7 @@ def _out_of_reach(plan: Plan) -> tuple[Tier, ...]:
 
 
 def _bytes_at_once(
-    plan: Plan,
-    alike: Alike,
-    tiers: Collection[Tier],
-    chunks: int = 1,
-    *,
-    gradient: bool = False,
+    plan: Plan, alike: Alike, tiers: Collection[Tier], chunks: int = 1, *, gradient: bool = False
 ) -> int:
     """Bytes of a unit's first chunks that rest on these tiers: state, and the gradient too."""
     nbytes = plan.state_bytes(alike.layout, alike.placement, tiers, chunks=chunks)

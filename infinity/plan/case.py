@@ -23,23 +23,11 @@ from infinity.plan.activations import (
     away_bytes,
     plan_saved,
 )
-from infinity.plan.budget import (
-    AUTO_SHARE,
-    Limits,
-    budgeted_bytes,
-)
+from infinity.plan.budget import AUTO_SHARE, Limits, budgeted_bytes
 from infinity.plan.cost import StepCost, Work, step_cost
-from infinity.plan.layout import (
-    PRECISIONS,
-    Tier,
-    UnitLayout,
-    lay_out_again,
-)
+from infinity.plan.layout import PRECISIONS, Tier, UnitLayout, lay_out_again
 from infinity.plan.machine import PlanMachine
-from infinity.plan.plan import (
-    Plan,
-    RuleFacts,
-)
+from infinity.plan.plan import Plan, RuleFacts
 from infinity.plan.planner import make_plan
 from infinity.sizes import format_size
 
@@ -69,10 +57,7 @@ def activations_on_device(
 ) -> Activations:
     """Of one micro-batch of `tokens`; inputs of blocks that wait elsewhere are not counted."""
     found = model.of(
-        tokens,
-        recompute=recompute,
-        slices=settings.slices,
-        logits_at_once=logits_at_once(settings),
+        tokens, recompute=recompute, slices=settings.slices, logits_at_once=logits_at_once(settings)
     )
     saved, _ = plan_saved(settings, model.units, unified=unified)
     away = away_bytes(saved)
@@ -250,12 +235,7 @@ class Case:
         return case.with_config(gradient_accumulation_steps=micro_batches)
 
     def with_schedule(
-        self,
-        micro_batches: int,
-        tokens: int,
-        slices: int,
-        recompute: Recompute,
-        offload: Offload,
+        self, micro_batches: int, tokens: int, slices: int, recompute: Recompute, offload: Offload
     ) -> Case:
         """With another way of the tokens through the model; see `plan.batch_schedule`."""
         update: dict[str, Any] = {

@@ -75,14 +75,7 @@ class Kind(Enum):
 
 
 # Adam has two, `torch.optim.AdamW(amsgrad=True)` three; the rest is for optimizers of others.
-MOMENTS = (
-    Kind.MOMENT1,
-    Kind.MOMENT2,
-    Kind.MOMENT3,
-    Kind.MOMENT4,
-    Kind.MOMENT5,
-    Kind.MOMENT6,
-)
+MOMENTS = (Kind.MOMENT1, Kind.MOMENT2, Kind.MOMENT3, Kind.MOMENT4, Kind.MOMENT5, Kind.MOMENT6)
 RECORD_ORDER = (Kind.WEIGHT, Kind.RESIDUAL, Kind.MASTER, *MOMENTS)
 # What may stand beside the weight, by torch's names of its dtype.
 REST_DTYPES = {Kind.RESIDUAL: "int16", Kind.MASTER: "float32"}

@@ -26,11 +26,7 @@ LINKS = ("all_gather", "all_to_all")  # between ranks: bytes that one of them re
 BETWEEN_HOSTS = "between_hosts"  # likewise, from RAM to RAM of another node
 DIRECTIONS = ("disk_read", "disk_write", "to_device", "from_device", *LINKS, BETWEEN_HOSTS)
 RAM = "RAM"  # the memory of a machine whose device computes in the host's
-_MASTERS = {
-    "bf16": "bf16 + 16-bit residual",
-    "fp16": "fp16 weight + fp32",
-    "fp32": "fp32",
-}
+_MASTERS = {"bf16": "bf16 + 16-bit residual", "fp16": "fp16 weight + fp32", "fp32": "fp32"}
 
 
 @dataclass(frozen=True, slots=True)

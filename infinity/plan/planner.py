@@ -6,14 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from infinity.config.schema import (
-    Config,
-    HintsConfig,
-)
+from infinity.config.schema import Config, HintsConfig
 from infinity.errors import ConfigError, DoesNotFitError
-from infinity.plan.activations import (
-    plan_saved,
-)
+from infinity.plan.activations import plan_saved
 from infinity.plan.budget import (
     AUTO_SHARE,
     NUM_STREAM_BUFFERS,

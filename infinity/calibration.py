@@ -37,7 +37,7 @@ from infinity.config.schema import IoConfig
 from infinity.files import atomic_write
 from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
-from infinity.optim.moments import VALUE_DTYPES, Moment
+from infinity.optim.moments import COMPUTE_DTYPES, VALUE_DTYPES, Moment
 from infinity.plan import cost as names
 from infinity.plan.cost import Rates
 from infinity.plan.layout import PAGE, round_up
@@ -75,7 +75,6 @@ _HEAD, _SHORT, _LONG = 64, 64, 1024
 _TOKEN_WIDTHS = 40  # what a token of it takes at most, and the part of a device's memory for all
 _MEMORY_PART = 8
 _NUM_LOGITS, _LEAST_ROWS, _MOST_ROWS = 32768, 32, {True: 512, False: 1024}
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 _FORMAT = 1  # of what is kept; counts up when what is measured changes its meaning
 # What may be kept; a stranger's number must not get into a plan.
@@ -373,10 +372,10 @@ def measure_processors(
         numbers |= _device_update(device, share_s)
     for precision in names.PRECISIONS:
         share_s = _COMPUTE_SHARE * seconds / len(names.PRECISIONS)
-        numbers[f"compute.{precision}"] = _flop_per_s(device, _DTYPES[precision], share_s)
+        numbers[f"compute.{precision}"] = _flop_per_s(device, COMPUTE_DTYPES[precision], share_s)
     with torch.inference_mode(False), torch.enable_grad():
         for precision in names.PRECISIONS:
-            found = _block_rates(device, _DTYPES[precision], _BETWEEN_SHARE * seconds)
+            found = _block_rates(device, COMPUTE_DTYPES[precision], _BETWEEN_SHARE * seconds)
             numbers[f"between.{precision}"], numbers[f"attention.{precision}"] = found
         numbers["logits"] = _logits_per_s(device, _BETWEEN_SHARE * seconds)
     device.return_freed_memory()  # budgets are derived from what is free

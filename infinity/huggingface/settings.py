@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from infinity.deepspeed.source import Source, find_source
 from infinity.errors import ConfigError
 from infinity.huggingface.models import transformers
 from infinity.optim.moments import COMPUTE_DTYPES
-from infinity.optim.of_torch import Groups
 from infinity.rules import RULES
 
 _OWN_STATE = ("8bit", "4bit", "bnb", "paged")
@@ -44,11 +43,6 @@ def check_name(name: str) -> None:
             remedy='optim="adamw_torch" with infinity_config={"optimizer": {"moments": "8bit"}}, '
             "or moments in fp32 on disk",
         )
-
-
-def all_in_one(parameters: Sequence[Any], weight_decay: float) -> Groups:
-    """One group, as transformers makes where DeepSpeed makes the optimizer: all decay."""
-    return [{"params": list(parameters), "weight_decay": weight_decay}]
 
 
 # `TrainingArguments` that keep `deepspeed=` for us, whether or not that package is installed.

@@ -33,7 +33,6 @@ from infinity.huggingface.models import load_model, save_pretrained, told_for, t
 from infinity.huggingface.settings import (
     GroupsOnly,
     TrainerSettings,
-    all_in_one,
     check_name,
     find_settings,
     refuse_arguments,
@@ -401,9 +400,9 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             return choose_instance(config, given, named=settings.names_optimizer)
         if settings.names_optimizer and settings.translation is not None:
             trained = [p for p in self.model.parameters() if p.requires_grad]
-            return Choice(
-                config, all_in_one(trained, config.optimizer.parameters()["weight_decay"])
-            )
+            # One group, as transformers makes where DeepSpeed makes the optimizer: all decay.
+            decay = config.optimizer.parameters()["weight_decay"]
+            return Choice(config, [{"params": trained, "weight_decay": decay}])
         if self.optimizer_cls_and_kwargs is not None:
             kind, options = self.optimizer_cls_and_kwargs
         else:

@@ -105,7 +105,6 @@ class ActivationModel:
         shares: Mapping[int, float] | None = None,
     ) -> None:
         self.units = units
-        self.widths = block_widths(units)
         self._itemsize = max((u.weight_itemsize for u in units), default=0)
         self._heads: list[tuple[int, ...]] = []
         self._blocks = [self._shape(b, lookups, heads, shares or {}) for b in _blocks(units)]

@@ -22,17 +22,9 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
-from infinity.config.schema import Size
+from infinity.config.schema import Section, Size
 from infinity.config.source import explain, read_config_file
 from infinity.errors import ConfigError, MachineError
 from infinity.plan.cost import (
@@ -91,10 +83,7 @@ class Machine:
     """Processors' time that the cgroup has, for all its processes together; `None` is unlimited."""
 
 
-def read_machine(
-    paths: Iterable[str | os.PathLike[str]] = (),
-    root: Path = Path("/"),
-) -> Machine:
+def read_machine(paths: Iterable[str | os.PathLike[str]] = (), root: Path = Path("/")) -> Machine:
     """Return the facts, with the free space of the disk below each of `paths`.
 
     `root` replaces "/" as the place of /proc and /sys, not of `paths`. Raises `MachineError` if a
@@ -539,21 +528,15 @@ def _rate(value: Any) -> Any:
     try:
         return float(parse_size(value.strip().removesuffix("/s")))
     except ConfigError as error:
-        raise ValueError(
-            f'should be a rate like 3e9 or "3.0 GB/s", got {value!r} ({error.because})'
-            if error.because
-            else f'should be a rate like 3e9 or "3.0 GB/s", got {value!r}'
-        ) from None
+        why = f" ({error.because})" if error.because else ""
+        told = f'should be a rate like 3e9 or "3.0 GB/s", got {value!r}{why}'
+        raise ValueError(told) from None
 
 
 _Rate: TypeAlias = Annotated[float, BeforeValidator(_rate), Field(gt=0, allow_inf_nan=False)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
-
-
-class _Rates(_Section):
+class _Rates(Section):
     disk_read: _Rate | None = None
     disk_write: _Rate | None = None
     disk_mixed: _Rate | None = None
@@ -572,7 +555,7 @@ class _Rates(_Section):
     logits: _Rate | None = None
 
 
-class _File(_Section):
+class _File(Section):
     # In this order: a check may look at what stands above it.
     format: Literal[1]
     name: str = Field(min_length=1)

@@ -334,6 +334,7 @@ def report(
     `chosen` is what the case comes from, if its batch schedule was searched.
     """
     after = None if chosen is None else chosen.runner_up
+    known = None if chosen is None else chosen.best
     schedule, blocks = BatchSchedule.of(case), num_blocks(case.units)
     facts: dict[str, Any] = {
         "infinity": __version__,
@@ -373,7 +374,7 @@ def report(
     smaller: Sequence[UnitLayout] = ()
     try:
         try:
-            priced = price(case)
+            priced = known if known is not None and known.case is case else price(case)
         except DoesNotFitError:
             smaller = _finer(case, target, cut)  # of use for large buffers, not for activations
             raise
@@ -383,11 +384,7 @@ def report(
         facts["faster"] = [_way(way) for way in faster(priced, chosen=chosen)]
     except DoesNotFitError as error:
         facts["fits"] = False
-        facts["problem"] = {
-            "what": error.what,
-            "because": error.because,
-            "remedy": error.remedy,
-        }
+        facts["problem"] = {"what": error.what, "because": error.because, "remedy": error.remedy}
         facts["ways"] = [_way(way) for way in ways_to_fit(case, smaller, chosen=chosen)]
     return facts
 

@@ -23,16 +23,13 @@ from infinity.trace.recorder import NO_UNIT, SPREAD, Trace
 
 
 class Later:
-    """A stamp, and an interval, that are known once `times` is set."""
+    """A stamp that is known once `at` is set."""
 
     def __init__(self) -> None:
-        self.times: tuple[int, int] | None = None
+        self.at: int | None = None
 
     def time_ns(self) -> int | None:
-        return None if self.times is None else self.times[0]
-
-    def elapsed_ns(self) -> tuple[int, int] | None:
-        return self.times
+        return self.at
 
 
 def filled(path: Path, count: int = 50) -> Trace:
@@ -137,7 +134,7 @@ def test_a_long_run_takes_no_more_memory(tmp_path: Path) -> None:
             for i in range(500):
                 now = trace.start_ns + i
                 trace.add("disk_write", "state", 0, now, now + 900, 4096, submitted=now)
-                trace.add_later("to_device", "weight", 0, never, 64, now)  # a track that hangs
+                trace.add("to_device", "weight", 0, now, never, 64)  # a track that hangs
             assert wait_until(lambda: not trace._queue)
 
     record(5)
@@ -160,17 +157,17 @@ def test_a_long_run_takes_no_more_memory(tmp_path: Path) -> None:
 def test_what_is_known_later_is_written_in_the_order_of_its_track(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "t.json", ["unit"])
     at = trace.start_ns
-    first, second = Later(), Later()
-    trace.add_later("to_device", "weight", 0, first, 10, at)
-    trace.add_later("to_device", "weight", 0, second, 20, at)
-    trace.add("compute", "forward", 0, first, second)
+    one, end_of_one, other, end_of_other = (Later() for _ in range(4))
+    trace.add("to_device", "weight", 0, one, end_of_one, 10, submitted=at)
+    trace.add("to_device", "weight", 0, other, end_of_other, 20, submitted=at)
+    trace.add("compute", "forward", 0, one, other)
     trace.add("compute", "backward", 0, at + 1, at + 2)
-    second.times = at + 500, at + 600
+    other.at, end_of_other.at = at + 500, at + 600
     time.sleep(3 * recorder.FLUSH_S)
     assert not read_timeline(trace.path).of("to_device", "compute")
-    first.times = at + 100, at + 300
+    one.at, end_of_one.at = at + 100, at + 300
     assert wait_until(lambda: len(read_timeline(trace.path).of("to_device", "compute")) == 4)
-    trace.add_later("to_device", "weight", 0, Later(), 30, at)
+    trace.add("to_device", "weight", 0, at, Later(), 30)
     trace.close()
     timeline = read_timeline(trace.path)
     copies = [
@@ -184,11 +181,11 @@ def test_what_is_known_later_is_written_in_the_order_of_its_track(tmp_path: Path
 
 def test_a_device_that_fails_ends_no_thread(tmp_path: Path) -> None:
     class Broken:
-        def elapsed_ns(self) -> tuple[int, int] | None:
+        def time_ns(self) -> int | None:
             raise RuntimeError("device lost")
 
     trace = Trace(tmp_path / "t.json", ["unit"])
-    trace.add_later("to_device", "weight", 0, Broken(), 1, trace.start_ns)
+    trace.add("to_device", "weight", 0, Broken(), trace.start_ns + 5, 1)
     trace.add("to_device", "weight", 0, trace.start_ns, trace.start_ns + 5, 2)
     trace.close()
     timeline = read_timeline(trace.path)

@@ -72,12 +72,11 @@ def record(
     trace: Trace, direction: str, name: str, unit: int, event: Event, nbytes: int, submitted: int
 ) -> None:
     """Record what was handed to a device and ends with `event`."""
-    interval: Any = event
-    if hasattr(interval, "elapsed_ns"):
-        trace.add_later(direction, name, unit, interval, nbytes, submitted)
-        return
-    now = time.perf_counter_ns()
-    trace.add(direction, name, unit, submitted, now, nbytes, submitted=submitted)
+    end: Any = event
+    begin = getattr(event, "began", None)
+    if begin is None:
+        begin, end = submitted, time.perf_counter_ns()
+    trace.add(direction, name, unit, begin, end, nbytes, submitted=submitted)
 
 
 _DIRECTIONS = {

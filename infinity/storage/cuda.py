@@ -90,7 +90,7 @@ class CudaClock:
 
 
 class CudaStamp(CudaEvent):
-    """A point in the order of compute whose time is known later."""
+    """A point in the order of a stream whose time is known later."""
 
     def __init__(self, clock: CudaClock, stream: torch.cuda.Stream) -> None:
         super().__init__(stream, timing=True)
@@ -101,20 +101,12 @@ class CudaStamp(CudaEvent):
         return self._clock.time_ns(self)
 
 
-class CudaSpan(CudaEvent):
+class CudaSpan(CudaStamp):
     """The end of work on a stream, that knows where it began."""
 
-    def __init__(self, begin: CudaStamp, clock: CudaClock, stream: torch.cuda.Stream) -> None:
-        super().__init__(stream, timing=True)
-        self._begin = begin
-        self._clock = clock
-
-    def elapsed_ns(self) -> tuple[int, int] | None:
-        """(begin, end) by `time.perf_counter_ns`; None if it is not over."""
-        if not self.done():
-            return None
-        begin, end = self._begin.time_ns(), self._clock.time_ns(self)
-        return None if begin is None or end is None else (begin, end)
+    def __init__(self, began: CudaStamp, clock: CudaClock, stream: torch.cuda.Stream) -> None:
+        super().__init__(clock, stream)
+        self.began = began
 
 
 # Which NUMA node host memory comes from: copies from a far one cross the processors' link.

@@ -133,8 +133,8 @@ PROCESS = Reservations()
 class Event(Protocol):
     """A point in the order of copies or compute.
 
-    One that ends a copy or an update may also have `elapsed_ns() -> (begin, end) | None`: when
-    that went on, by `time.perf_counter_ns`, None while it does; see `Device.time_events`.
+    One that ends a copy or an update may also be a `Stamp`, and have another, `began`: when that
+    went on; see `Device.time_events`.
     """
 
     def done(self) -> bool:

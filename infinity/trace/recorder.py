@@ -12,7 +12,7 @@ So the file is JSON at any moment, also after `kill -9`; the reader takes a torn
 
 [Note: times that are known later]
 Where compute or copies end later than the call returns, an event is recorded with what will know
-its times (`Stamp`, `Interval`); the thread asks until they are known. Nobody is made to wait.
+its times (`Stamp`); the thread asks until they are known. Nobody is made to wait.
 """
 
 from __future__ import annotations
@@ -58,17 +58,10 @@ FROM_SUBMISSION = ("disk_read", "disk_write")
 
 
 class Stamp(Protocol):
-    """A point in the order of compute."""
+    """A point in the order of compute, or of copies."""
 
     def time_ns(self) -> int | None:
         """When that was, by `time.perf_counter_ns`; None if it is not known yet."""
-
-
-class Interval(Protocol):
-    """Something that goes on beside the host."""
-
-    def elapsed_ns(self) -> tuple[int, int] | None:
-        """(begin, end) by `time.perf_counter_ns`; None if it is not over yet."""
 
 
 class Watched(Protocol):
@@ -79,10 +72,8 @@ class Watched(Protocol):
 
 
 When: TypeAlias = int | Stamp
-# track, name, unit, submitted, begin, end (None: begin is an interval), bytes, further arguments
-_Event: TypeAlias = tuple[
-    str, str, int, int | None, When | Interval, When | None, int, Mapping[str, Any] | None
-]
+# track, name, unit, submitted, begin, end, bytes, further arguments
+_Event: TypeAlias = tuple[str, str, int, int | None, When, When, int, Mapping[str, Any] | None]
 _Known: TypeAlias = tuple[str, str, int, int | None, int, int, int, Mapping[str, Any] | None]
 
 
@@ -148,14 +139,11 @@ class Trace:
         submitted: int | None = None,
         args: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record what took from `begin` to `end`, in nanoseconds of `time.perf_counter_ns`."""
-        self._append((track, name, unit, submitted, begin, end, nbytes, args))
+        """Record what took from `begin` to `end`, in nanoseconds of `time.perf_counter_ns`.
 
-    def add_later(
-        self, track: str, name: str, unit: int, interval: Interval, nbytes: int, submitted: int
-    ) -> None:
-        """Record what is under way, once it is over."""
-        self._append((track, name, unit, submitted, interval, None, nbytes, None))
+        It is written once both are known.
+        """
+        self._append((track, name, unit, submitted, begin, end, nbytes, args))
 
     def watch(self, request: Watched) -> None:
         """See to it that a request which nobody waits for is recorded, at the latest by `close`."""
@@ -316,12 +304,7 @@ class Laps:
 def _known(event: _Event) -> _Known | None:
     """The event with its times as numbers; None where they are not known yet."""
     track, name, unit, submitted, begin, end, nbytes, args = event
-    if end is None:
-        times = begin.elapsed_ns()  # type: ignore[union-attr]
-        if times is None:
-            return None
-        return track, name, unit, submitted, times[0], times[1], nbytes, args
-    first = begin if isinstance(begin, int) else begin.time_ns()  # type: ignore[union-attr]
+    first = begin if isinstance(begin, int) else begin.time_ns()
     last = end if isinstance(end, int) else end.time_ns()
     if first is None or last is None:
         return None

@@ -82,20 +82,28 @@ def range_of(tensor: Tensor, ranges: Iterable[Range]) -> Range | None:
     return next(found, None)
 
 
-class FakeEvent:
+class FakeStamp:
+    """A moment that is known once it has come."""
+
+    def __init__(self) -> None:
+        self.at_ns: int | None = None
+
+    def time_ns(self) -> int | None:
+        return self.at_ns
+
+
+class FakeEvent(FakeStamp):
     """Set when its copy has ended; knows when that began and ended, as CUDA's events may."""
 
     def __init__(self, hasten: Callable[[FakeEvent], None] | None = None) -> None:
+        super().__init__()
         self._set = threading.Event()
-        self._begin_ns = self._end_ns = 0
+        self.began = FakeStamp()
         self._hasten = hasten
         self.is_wanted = False  # somebody waits for it
 
     def begin(self) -> None:
-        self._begin_ns = time.perf_counter_ns()
-
-    def elapsed_ns(self) -> tuple[int, int] | None:
-        return (self._begin_ns, self._end_ns) if self.done() else None
+        self.began.at_ns = time.perf_counter_ns()
 
     def done(self) -> bool:
         return self._set.is_set()
@@ -108,7 +116,7 @@ class FakeEvent:
             assert time.monotonic() < end, "a copy of the fake device never ends"
 
     def set(self) -> None:
-        self._end_ns = time.perf_counter_ns()
+        self.at_ns = time.perf_counter_ns()
         self._set.set()
 
 

@@ -194,6 +194,27 @@ def test_a_device_that_fails_ends_no_thread(tmp_path: Path) -> None:
     assert "device lost" in str(trace.failure)
 
 
+def test_the_thread_that_asks_a_device_follows_compute(tmp_path: Path) -> None:
+    """Else its looking at events would break a CUDA graph that the user captures."""
+    seen: list[str] = []
+
+    class Event:
+        def time_ns(self) -> int | None:
+            seen.append(f"asked by {threading.current_thread().name}")
+            return time.perf_counter_ns()
+
+    def follow() -> None:
+        seen.append(f"follows on {threading.current_thread().name}")
+        raise RuntimeError("no driver")
+
+    trace = Trace(tmp_path / "t.json", ["unit"], follow=follow)
+    trace.add("to_device", "weight", 0, trace.start_ns, Event())
+    trace.close()
+    assert seen == ["follows on infinity-trace", "asked by infinity-trace"]
+    assert "no driver" in str(trace.failure)
+    assert len(read_timeline(trace.path).of("to_device")) == 1
+
+
 def test_on_one_track_nothing_overlaps_that_does_not_nest(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "t.json", ["unit"])
     for i in range(40):

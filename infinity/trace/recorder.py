@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -80,8 +80,9 @@ _Known: TypeAlias = tuple[str, str, int, int | None, int, int, int, Mapping[str,
 class Trace:
     """One trace file; an existing one is replaced. Any thread may record.
 
-    `names` are those of the units. Makes missing directories; raises `MachineError` if the file
-    cannot be written, or something that is no file has its name.
+    `names` are those of the units; `follow` is called on the thread, before it asks a device for
+    times. Makes missing directories; raises `MachineError` if the file cannot be written, or
+    something that is no file has its name.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Trace:
         names: Sequence[str] = (),
         facts: Mapping[str, Any] | None = None,
         capacity: int = CAPACITY,
+        follow: Callable[[], object] = bool,
     ) -> None:
         self.path = Path(path).expanduser()
         self.names = tuple(names)
@@ -99,6 +101,7 @@ class Trace:
         """The first error of the disk, or of a device that was asked for times."""
         self.start_ns = time.perf_counter_ns()
         self._capacity = capacity
+        self._follow = follow
         self._queue: deque[_Event] = deque()
         self._later: dict[str, deque[_Event]] = {track: deque() for track in TRACKS}
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
@@ -170,6 +173,10 @@ class Trace:
     # --- writing: the thread -------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._follow()
+        except Exception as error:  # of a device: the thread must go on
+            self.failure = error
         while not self._closed:
             self._wake.wait(FLUSH_S)
             self._flush()

@@ -212,7 +212,9 @@ class Parts:
             heads = SlicedHeads(model, self.hooks, cut.parameters, self.forwards.warn_once)
             undo.append(heads.remove)
         if self._trace is not None:
-            self.timeline = Timeline(self._trace, self.transfers, self.hooks, *config.trace_steps)
+            self.timeline = Timeline(
+                self._trace, self.transfers, self.hooks.saved, *config.trace_steps
+            )
         self.installation = Installation(model, self.hooks.touch)
         undo.append(self.installation.remove)
         if config.compile:

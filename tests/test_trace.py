@@ -214,7 +214,7 @@ def test_only_the_steps_that_are_asked_for(tmp_path: Path) -> None:
         tracks, hooks = engine._parts.transfers, engine._parts.hooks
         seen = []
         for index in range(6):
-            seen.append((tracks.trace is not None, hooks.timeline is not None))
+            seen.append((tracks.trace is not None, hooks.saved.timeline is not None))
             engine.backward(engine(batch(index)))
             engine.step()
             alive = [t for t in threading.enumerate() if t.name == "infinity-trace"]
@@ -241,7 +241,7 @@ def test_steps_that_can_be_asked_for() -> None:
 def test_without_a_trace_there_is_none(tmp_path: Path) -> None:
     with small_engine(tmp_path, ON_DISK) as engine:
         assert engine._parts.transfers.trace is None
-        assert engine._parts.hooks.timeline is None
+        assert engine._parts.hooks.saved.timeline is None
         assert engine._parts.timeline is None
         assert not [t for t in threading.enumerate() if t.name == "infinity-trace"]
 

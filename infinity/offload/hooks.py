@@ -36,7 +36,6 @@ from infinity.offload.gradients import GradientStore
 from infinity.offload.memory_watch import MemoryWatch
 from infinity.offload.owner import Call, Owner
 from infinity.offload.prefetch import Prefetcher
-from infinity.offload.report import Timeline
 from infinity.offload.saved_tensors import SavedTensors
 from infinity.offload.slice_sums import SliceSums
 from infinity.offload.window import AccumulationWindow
@@ -284,8 +283,8 @@ class Hooks:
     def _before(self, unit: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             self._begin()
-            if self.timeline is not None:
-                self.timeline.recompute()
+            if self.saved.timeline is not None:
+                self.saved.timeline.recompute()
             borrowed: list[int] = []
             try:
                 borrowed += self._borrow(unit, (*args, *kwargs.values()))
@@ -300,19 +299,10 @@ class Hooks:
                 raise
             self.prefetcher.entries[unit].entered += 1
             self._enter(module, unit, borrowed)
-            if self.timeline is not None:
-                self.timeline.enter(unit)
+            if self.saved.timeline is not None:
+                self.saved.timeline.enter(unit)
 
         return hook
-
-    @property
-    def timeline(self) -> Timeline | None:
-        """Who is told of units, while a trace is recorded."""
-        return self.saved.timeline
-
-    @timeline.setter
-    def timeline(self, timeline: Timeline | None) -> None:
-        self.saved.timeline = timeline
 
     def around(self, unit: int) -> tuple[Callable[..., None], Callable[..., None]]:
         """What goes before and after a forward of the unit that is not a call of its module."""
@@ -359,8 +349,8 @@ class Hooks:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if not self._is_inside(module, unit):
                 return
-            if self.timeline is not None:
-                self.timeline.leave()
+            if self.saved.timeline is not None:
+                self.saved.timeline.leave()
             self.prefetcher.entries[unit].entered -= 1
             self._leave(output)
 
@@ -393,8 +383,8 @@ class Hooks:
             self.prefetcher.tend()
             if self.saved.activations is not None:
                 self.saved.activations.tend()
-            if self.timeline is not None:
-                self.timeline.backward(unit, arrived=True)
+            if self.saved.timeline is not None:
+                self.saved.timeline.backward(unit, arrived=True)
 
         return hook
 
@@ -403,8 +393,8 @@ class Hooks:
         self.prefetcher.transfers.device.join_compute()
         if backward:
             self.watch.turn()
-        if self.timeline is not None:
-            self.timeline.call()
+        if self.saved.timeline is not None:
+            self.saved.timeline.call()
         return HookMark(
             self.saved.depth,
             len(self._inside),
@@ -415,15 +405,15 @@ class Hooks:
     def restore(self, mark: HookMark) -> None:
         """Every stack as it was at the mark."""
         self.saved.unwind(mark.depth, mark.outer)
-        if self.timeline is not None:
-            self.timeline.unwind(sum(e.unit is not None for e in self._inside[: mark.inside]))
+        if self.saved.timeline is not None:
+            self.saved.timeline.unwind(sum(e.unit is not None for e in self._inside[: mark.inside]))
         del self._inside[mark.inside :]
         torch.set_autocast_cache_enabled(mark.autocast_cache)
 
     def drop_gradients(self) -> None:
         """Forget gradients that a backward made, but did not hand over."""
-        if self.timeline is not None:
-            self.timeline.forget()
+        if self.saved.timeline is not None:
+            self.saved.timeline.forget()
         self.sums.drop()
         for parameter in self._parameters:
             parameter.grad = None

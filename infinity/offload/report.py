@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from infinity.offload.memory_watch import MemoryWatch
 from infinity.offload.transfers import Transfers
@@ -51,30 +51,12 @@ class Meter:
         self._disk_s = transfers.disk_times_s()
         self._mispredictions = 0
 
-    def read(
-        self,
-        *,
-        step: int,
-        grad_norm: float,
-        clip_factor: float,
-        skipped: bool,
-        mispredictions: int,
-        loss_scale: float = 1.0,
-        non_finite: str = "",
-    ) -> StepReport:
-        """The report since the previous reading; `mispredictions` counts from the start."""
-        now_s, stalled_s, moved = (
-            time.perf_counter(),
-            self._transfers.stalled_s(),
-            self._transfers.moved(),
-        )
-        disk_s = self._transfers.disk_times_s()
+    def report(self, mispredictions: int, **facts: Any) -> StepReport:
+        """Since the last report, with `facts` of the step; `mispredictions` are since the start."""
+        now_s, stalled_s = time.perf_counter(), self._transfers.stalled_s()
+        moved, disk_s = self._transfers.moved(), self._transfers.disk_times_s()
         report = StepReport(
-            step=step,
             wall_s=now_s - self._time_s,
-            grad_norm=grad_norm,
-            clip_factor=clip_factor,
-            skipped=skipped,
             stall_s={cause: s - self._stalled_s[cause] for cause, s in stalled_s.items()},
             moved={direction: n - self._moved[direction] for direction, n in moved.items()},
             mispredictions=mispredictions - self._mispredictions,
@@ -83,8 +65,7 @@ class Meter:
                 for direction, times in disk_s.items()
             },
             memory=self._watch.step(),
-            loss_scale=loss_scale,
-            non_finite=non_finite,
+            **facts,
         )
         self._time_s, self._stalled_s, self._moved = now_s, stalled_s, moved
         self._mispredictions, self._disk_s = mispredictions, disk_s
@@ -101,7 +82,7 @@ class Meter:
 
 
 class Listener(Protocol):
-    """Who tells a timeline of modules and gradients, while there is one."""
+    """Whoever tells a timeline of modules and gradients finds it there, while there is one."""
 
     timeline: Timeline | None
 

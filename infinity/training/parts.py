@@ -229,7 +229,8 @@ class Parts:
     def _open_trace(self, config: Config) -> None:
         if config.trace is not None:
             facts = {"device": str(self.device.torch_device), "host_clock": self.device.host_clock}
-            self._trace = Trace(config.trace, [unit.name for unit in self.plan.units], facts)
+            names = [unit.name for unit in self.plan.units]
+            self._trace = Trace(config.trace, names, facts, follow=self.device.follow_compute)
             self._undo.append(self._trace.close)  # last of all: whatever moves is recorded
 
     def _commit_last(self) -> None:

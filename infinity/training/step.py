@@ -607,12 +607,12 @@ class Stepper:
     def _report(
         self, norm: float, factor: float, culprits: Sequence[str], scale: ScaleState | None
     ) -> None:
-        self.last_report = self._meter.read(
+        self.last_report = self._meter.report(
+            self._parts.cycles.mispredictions(),
             step=self.progress.steps,
             grad_norm=norm,
             clip_factor=factor,
             skipped=bool(culprits),
-            mispredictions=self._parts.cycles.mispredictions(),
             loss_scale=scale.scale if scale is not None else 1.0,
             non_finite=culprits[0] if culprits else "",
         )

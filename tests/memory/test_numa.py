@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
 from pathlib import Path
 
 import pytest
 
-from infinity.storage.cuda import node_of_pci, prefer_node, preferred_node
+from infinity.storage.cuda import node_of_pci, prefer_node
 from infinity.storage.device import HostArena
 
 HAS_NODES = Path("/sys/devices/system/node/node0").is_dir()
+GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
+
+
+def preferred_node(address: int) -> int | None:
+    """The node that the page at `address` is to come from; None without a preference."""
+    policy, mask = ctypes.c_int(), (ctypes.c_ulong * 16)()
+    library, word = ctypes.CDLL(None), ctypes.c_ulong
+    of_address, bits = word(1 << 1), word(8 * ctypes.sizeof(mask) + 1)
+    number = word(GET_MEMPOLICY[platform.machine()])
+    preferred = 1
+    if library.syscall(number, ctypes.byref(policy), mask, bits, word(address), of_address):
+        return None
+    return int(mask[0]).bit_length() - 1 if policy.value == preferred and mask[0] else None
 
 
 @pytest.mark.skipif(not HAS_NODES, reason="the kernel knows no NUMA nodes")

@@ -5,7 +5,7 @@ engine is closed. No order between tickets is promised; wait for a write before 
 """
 
 from collections.abc import Iterable
-from typing import final
+from typing import Any, final
 
 READ: int
 WRITE: int
@@ -80,9 +80,6 @@ class Ticket:
         """
 
     def done(self) -> bool: ...
-    def promote(self) -> None:
-        """Move what is still queued to the end of the URGENT class."""
-
     def cancel(self) -> bool:
         """Cancel what is still queued; True when nothing of it moves any more.
 
@@ -91,8 +88,6 @@ class Ticket:
 
     @property
     def nbytes(self) -> int: ...
-    @property
-    def op(self) -> int: ...
     @property
     def error(self) -> str | None: ...
     @property
@@ -139,9 +134,6 @@ class Engine:
         in_flight_blocks, busy_ns, backend. Only devices that were used.
         """
 
-    def outstanding(self) -> list[dict[str, object]]:
-        """The blocks in flight, oldest first: op, path, offset, length, age_s."""
-
     def close(self) -> None:
         """Cancel what is queued, wait for what the kernel holds, stop the threads.
 
@@ -149,8 +141,11 @@ class Engine:
         outstanding; the engine is closed, and what the kernel holds is left to it for ever.
         """
 
-def probe(directory: str) -> dict[str, object]:
-    """Write and read back a block with each back end in `directory`; see csrc/aio/probe.h."""
+def probe(directory: str) -> dict[str, dict[str, Any]]:
+    """Write and read back a block with each back end in `directory`; see csrc/aio/probe.h.
+
+    By name of the back end: {"ok": bool, "reason": str}.
+    """
 
 def crc32c(address: int, nbytes: int, initial: int = 0) -> int:
     """CRC32C of memory; `initial` is that of the bytes before."""

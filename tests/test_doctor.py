@@ -21,7 +21,6 @@ from infinity.cli import doctor as doctor_module
 from infinity.cli.doctor import text_of
 from infinity.cli.main import app
 from infinity.plan.machine import read_machine_file
-from infinity.storage import striping
 
 
 def doctor(*arguments: str) -> tuple[int, str]:
@@ -155,7 +154,8 @@ def test_a_tmpfs_is_ram_and_said_to_be(tmp_path: Path) -> None:
 
 def test_no_back_end_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = {"ok": False, "reason": "seccomp forbids it"}
-    monkeypatch.setattr(striping, "_answer", lambda found: answer)
+    both = {"io_uring": answer, "threads": answer}
+    monkeypatch.setattr("infinity._aio.probe", lambda directory: both)
     code, out = doctor("--path", str(tmp_path))
     assert code == 4
     assert "no I/O back end works" in out

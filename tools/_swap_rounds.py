@@ -30,8 +30,6 @@ from _swap_contenders import (
 )
 from _swap_load import Load, Mode, Testbed
 
-from infinity.storage.striping import BACKENDS
-
 Item = TypeVar("Item")
 Samples = dict[Mode, dict[str, list[Sample]]]
 _salts = itertools.count(1)
@@ -102,7 +100,7 @@ def best_first(samples: Mapping[str, Sequence[Sample]]) -> list[str]:
 
 
 _KIB, _MIB = 2**10, 2**20
-DEFAULTS = {name: IoSettings(name) for name in BACKENDS}
+DEFAULTS = {name: IoSettings(name) for name in ("io_uring", "threads")}
 GRID = {
     "io_uring": [
         IoSettings("io_uring", block_size=block, queue_depth=depth)

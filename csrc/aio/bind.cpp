@@ -35,11 +35,6 @@ nb::dict probe(const std::string& directory) {
   nb::dict result;
   result["io_uring"] = backend(found.uring);
   result["threads"] = backend(found.threads);
-  result["direct"] = found.direct;
-  result["direct_reason"] = found.direct_reason;
-  result["memory_alignment"] = found.memory_alignment;
-  result["offset_alignment"] = found.offset_alignment;
-  result["file_system"] = found.file_system;
   return result;
 }
 

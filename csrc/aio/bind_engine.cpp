@@ -127,21 +127,6 @@ class PyEngine {
     return result;
   }
 
-  nb::list outstanding() const {
-    own("outstanding");
-    nb::list result;
-    for (const Outstanding& block : engine_->outstanding()) {
-      nb::dict entry;
-      entry["op"] = op_name(block.op);
-      entry["path"] = block.path;
-      entry["offset"] = block.offset;
-      entry["length"] = block.length;
-      entry["age_s"] = static_cast<double>(block.age_ns) / 1e9;
-      result.append(entry);
-    }
-    return result;
-  }
-
   void close() {
     own("close");
     const nb::gil_scoped_release unlocked;
@@ -177,7 +162,6 @@ void bind_engine(nb::module_& module) {
            "priority"_a = static_cast<int>(Priority::normal), "keep"_a = nb::none())
       .def("counters", &PyEngine::counters)
       .def("device_counters", &PyEngine::device_counters)
-      .def("outstanding", &PyEngine::outstanding)
       .def("close", &PyEngine::close)
       .def_prop_ro("backend", &PyEngine::backend)
       .def_prop_ro("backend_reason", &PyEngine::backend_reason);

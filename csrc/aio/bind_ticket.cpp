@@ -69,11 +69,6 @@ bool PyTicket::cancel() const {
   return ticket_->cancel();
 }
 
-void PyTicket::promote() const {
-  if (!ticket_->done()) own("promote");
-  ticket_->promote();
-}
-
 std::optional<std::string> PyTicket::error() const {
   if (!ticket_->done() || !ticket_->failure()) return std::nullopt;
   return ticket_->failure()->message;
@@ -85,9 +80,7 @@ void bind_ticket(nb::module_& module) {
       .def("wait", &PyTicket::wait, "timeout_s"_a = nb::none())
       .def("done", [](const PyTicket& self) { return self.get().done(); })
       .def("cancel", &PyTicket::cancel)
-      .def("promote", &PyTicket::promote)
       .def_prop_ro("nbytes", [](const PyTicket& self) { return self.get().nbytes; })
-      .def_prop_ro("op", [](const PyTicket& self) { return static_cast<int>(self.get().op); })
       .def_prop_ro("error", &PyTicket::error)
       .def_prop_ro("times_ns", &PyTicket::times_ns);
 }

@@ -28,7 +28,6 @@ class PyTicket {
 
   bool wait(std::optional<double> timeout_s) const;
   bool cancel() const;
-  void promote() const;
   std::optional<std::string> error() const;
   // Submitted, begun, over; nothing until it is done.
   using Times = std::optional<std::tuple<int64_t, int64_t, int64_t>>;

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <optional>
 
@@ -103,15 +104,8 @@ BackendProbe try_backend(BackendKind kind, const std::shared_ptr<File>& file, ui
 
 ProbeResult probe_directory(const std::string& directory, const std::function<void()>& pulse) {
   const std::shared_ptr<File> file = open_scratch(directory);
-  return {
-      try_backend(BackendKind::uring, file, 1, pulse),
-      try_backend(BackendKind::threads, file, 2, pulse),
-      file->direct(),
-      file->memory_alignment(),
-      file->offset_alignment(),
-      file->direct_reason(),
-      file->file_system(),
-  };
+  return {try_backend(BackendKind::uring, file, 1, pulse),
+          try_backend(BackendKind::threads, file, 2, pulse)};
 }
 
 }  // namespace infinity::aio

@@ -1,7 +1,6 @@
 // What this machine offers in one directory, found by doing it rather than by version numbers.
 #pragma once
 
-#include <cstdint>
 #include <functional>
 #include <string>
 
@@ -15,11 +14,6 @@ struct BackendProbe {
 struct ProbeResult {
   BackendProbe uring;
   BackendProbe threads;
-  bool direct;
-  uint32_t memory_alignment;
-  uint32_t offset_alignment;
-  std::string direct_reason;  // why not, "" if direct
-  std::string file_system;
 };
 
 // Writes and reads back one block with each back end, in a file that is unlinked at once. `pulse`

@@ -37,7 +37,6 @@ from infinity.storage.run_dir import Scratch
 _GET_FLAGS = 0x80086601  # FS_IOC_GETFLAGS
 _NO_COPY_ON_WRITE = 0x00800000  # FS_NOCOW_FL
 _IN_RAM = ("tmpfs", "ramfs")
-BACKENDS = ("io_uring", "threads")
 _REMEDY = "choose an nvme_path on a local ext4 or xfs file system"
 
 
@@ -163,7 +162,7 @@ def look_at(path: Path) -> Drive:
         space = os.statvfs(path)
         free_bytes = space.f_bavail * space.f_frsize
         try:
-            found = _aio.probe(str(scratch.directory))
+            backends = _aio.probe(str(scratch.directory))
             with closing(_aio.File(str(scratch.path("look.bin")), create=True)) as file:
                 file.allocate(4096)
                 direct, reason = file.direct, file.direct_reason
@@ -172,7 +171,6 @@ def look_at(path: Path) -> Drive:
                 notes = file_system_warnings(path, file, free_bytes)
         except OSError as error:
             raise refused(f"{path} cannot be used", error, path) from error
-    backends = {name: _answer(found.get(name)) for name in BACKENDS}
     if not any(answer["ok"] for answer in backends.values()):
         because = "; ".join(f"{name}: {answer['reason']}" for name, answer in backends.items())
         raise MachineError(f"{path}: no I/O back end works", because=because)
@@ -198,12 +196,6 @@ def chosen_backend() -> tuple[str, str]:
     """Return which back end `backend="auto"` takes in this process, and why."""
     with closing(_aio.Engine()) as engine:
         return engine.backend, engine.backend_reason
-
-
-def _answer(found: object) -> dict[str, Any]:
-    if isinstance(found, dict):
-        return {"ok": bool(found.get("ok")), "reason": str(found.get("reason", ""))}
-    return {"ok": False, "reason": "not in this build"}
 
 
 def _block_device(number: int) -> tuple[str, str]:

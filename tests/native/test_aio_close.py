@@ -95,7 +95,7 @@ def test_after_a_fork(backend: str, tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         status = 0
-        calls = [ticket.wait, ticket.cancel, ticket.promote, engine.outstanding, engine.counters]
+        calls = [ticket.wait, ticket.cancel, engine.counters]
         calls += [lambda: engine.submit(READ, []), engine.device_counters, engine.close]
         for call in calls:
             try:

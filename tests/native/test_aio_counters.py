@@ -24,7 +24,6 @@ def test_the_depth_is_bounded_and_submitting_never_waits(backend: str, tmp_path:
     assert not any(ticket.done() for ticket in tickets)
     assert wait_until(lambda: engine.counters()["in_flight_blocks"] == 3)
     assert engine.counters()["queued_blocks"] == 17
-    assert len(engine.outstanding()) == 3
     engine.close()
 
 

@@ -19,11 +19,12 @@ from infinity.checkpoint.manifest import (
     FileRecord,
     Manifest,
     ParameterRecord,
+    TensorSpec,
     cut,
     is_our_file,
 )
 from infinity.checkpoint.reader import CheckpointReader
-from infinity.checkpoint.writer import CheckpointWriter, TensorSpec
+from infinity.checkpoint.writer import CheckpointWriter
 from infinity.errors import CheckpointError
 from infinity.model.weight_files import WeightFiles
 

@@ -25,10 +25,10 @@ from support.rough import rough_io
 
 from infinity.checkpoint import blocks, directory
 from infinity.checkpoint import directory as root_module
-from infinity.checkpoint.directory import checkpoints, prune
-from infinity.checkpoint.manifest import Manifest
-from infinity.checkpoint.reader import CheckpointReader, find_tag
-from infinity.checkpoint.writer import CheckpointWriter, TensorSpec
+from infinity.checkpoint.directory import checkpoints, find_tag, prune
+from infinity.checkpoint.manifest import Manifest, TensorSpec
+from infinity.checkpoint.reader import CheckpointReader
+from infinity.checkpoint.writer import CheckpointWriter
 from infinity.errors import (
     CheckpointError,
     ConfigError,

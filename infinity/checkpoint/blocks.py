@@ -1,8 +1,8 @@
 """One file in blocks with a CRC32C each: written once from its begin to its end, or read.
 
 Reads and writes go past the page cache where the file system allows, some aligned blocks at a
-time. The memory for writes is a `Pool`, which all files of a checkpoint share; that for reads a
-`Ring`, which files that follow one another share.
+time. The memory for writes is a `Pool`, which all files of a checkpoint share; each file that is
+read has its own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import mmap
 import os
 import stat
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,44 +28,6 @@ WRITES_IN_FLIGHT = 16
 _PAGE = 4096
 _HUGE_PAGE = 2 << 20
 _READ_ONLY = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
-
-class Ring:
-    """Page-aligned memory for some blocks, and the requests that use it."""
-
-    def __init__(self, block_bytes: int) -> None:
-        self.block_bytes = block_bytes
-        self._memory = _huge_pages(RING_BLOCKS * block_bytes)
-        self._tickets: list[_aio.Ticket | None] = [None] * RING_BLOCKS
-
-    def slot(self, block: int) -> Tensor:
-        """The memory (uint8) of a block of a file; blocks `RING_BLOCKS` apart share it."""
-        start = block % RING_BLOCKS * self.block_bytes
-        return self._memory[start : start + self.block_bytes]
-
-    def begin(self, block: int, submit: Callable[[Tensor], _aio.Ticket]) -> None:
-        """Start a request for a block; its slot must be free."""
-        assert self._tickets[block % RING_BLOCKS] is None, block
-        self._tickets[block % RING_BLOCKS] = submit(self.slot(block))
-
-    def wait(self, block: int) -> None:
-        """Wait until nothing uses the slot of a block. Raises `AioError`."""
-        ticket = self._tickets[block % RING_BLOCKS]
-        if ticket is not None:
-            ticket.wait()
-            self._tickets[block % RING_BLOCKS] = None
-
-    def clear(self, block: int) -> None:
-        """Make the slot of a block free, whatever becomes of the request that uses it."""
-        ticket = self._tickets[block % RING_BLOCKS]
-        if ticket is not None:
-            ticket.cancel()
-            self._tickets[block % RING_BLOCKS] = None  # dropped, it waits for the kernel
-
-    def drop(self) -> None:
-        """Forget every request."""
-        for block in range(RING_BLOCKS):
-            self.clear(block)
 
 
 class Pool:
@@ -196,20 +158,17 @@ class BlockReader:
     """Reads blocks of a file that is held to its CRCs; the blocks ahead are on their way."""
 
     def __init__(
-        self,
-        path: Path,
-        nbytes: int,
-        crc32c: Sequence[int],
-        engine: _aio.Engine,
-        ring: Ring,
+        self, path: Path, nbytes: int, block_bytes: int, crc32c: Sequence[int], engine: _aio.Engine
     ) -> None:
         """Raises `OSError`; `ChangedError` if it is no longer a file of `nbytes`."""
         self.path = path
         self._nbytes = nbytes
+        self._block_bytes = block_bytes
         self._crc32c = crc32c
         self._engine = engine
-        self._ring = ring
-        self._ahead: set[int] = set()  # blocks in their slots or on their way there
+        self._memory = _huge_pages(RING_BLOCKS * block_bytes)
+        # Of blocks that are in memory (None) or on their way there; so many apart share a place.
+        self._tickets: dict[int, _aio.Ticket | None] = {}
         self._checked: int | None = None
         self._plain = os.open(path, _READ_ONLY)
         try:
@@ -233,50 +192,46 @@ class BlockReader:
 
         Raises `OSError`, and `WrongBytesError` if they are not those that were written.
         """
+        memory = self._place(index)
         if index == self._checked:
-            return self._memory(index)
+            return memory
         self._checked = None
-        wanted = range(index, min(index + RING_BLOCKS, len(self._crc32c)))
         # Whoever reads here and there would wait for blocks that nobody needs.
-        is_next = index in self._ahead or index == 0
-        wanted = wanted if is_next else wanted[:2]
-        for block in wanted:
-            is_end = self._memory(block).numel() % self._file.offset_alignment != 0
+        ahead = RING_BLOCKS if index in self._tickets or index == 0 else 2
+        for block in range(index, min(index + ahead, len(self._crc32c))):
+            is_end = self._place(block).numel() % self._file.offset_alignment != 0
             # The end of a file is read at once, not ahead: its errors are nobody else's.
-            if block not in self._ahead and (block == index or not is_end):
+            if block not in self._tickets and (block == index or not is_end):
                 self._start(block, plainly=is_end)
         try:
-            self._ring.wait(index)
+            if (ticket := self._tickets[index]) is not None:
+                ticket.wait()
         except BaseException:
-            self.forget()
+            self._forget()
             raise
-        memory = self._memory(index)
+        self._tickets[index] = None
         found = _aio.crc32c(memory.data_ptr(), memory.numel())
         if found != self._crc32c[index]:
-            self.forget()
+            self._forget()
             raise WrongBytesError(found, self._crc32c[index])
         self._checked = index
         return memory
 
-    def _memory(self, index: int) -> Tensor:
-        start = index * self._ring.block_bytes
-        return self._ring.slot(index)[: min(self._ring.block_bytes, self._nbytes - start)]
+    def _place(self, index: int) -> Tensor:
+        size = self._block_bytes
+        start, left = index % RING_BLOCKS * size, self._nbytes - index * size
+        return self._memory[start : start + min(size, left)]
 
     def _start(self, block: int, *, plainly: bool) -> None:
-        self._ring.clear(block)
-        self._ahead = {b for b in self._ahead if b % RING_BLOCKS != block % RING_BLOCKS}
-        self._ahead.add(block)
-        offset = block * self._ring.block_bytes
-        memory = self._memory(block)
+        for other in [b for b in self._tickets if b % RING_BLOCKS == block % RING_BLOCKS]:
+            self._cancel(other)
+        memory, offset = self._place(block), block * self._block_bytes
         if plainly:
             self._read_plainly(memory, offset)
+            self._tickets[block] = None
             return
-        self._ring.begin(
-            block,
-            lambda slot: self._engine.submit(
-                _aio.READ, [(self._file, offset, memory.numel(), slot.data_ptr())], keep=slot
-            ),
-        )
+        piece = self._file, offset, memory.numel(), memory.data_ptr()
+        self._tickets[block] = self._engine.submit(_aio.READ, [piece], keep=memory)
 
     def _read_plainly(self, memory: Tensor, offset: int) -> None:
         done, target = 0, memory.numpy().data
@@ -287,15 +242,20 @@ class BlockReader:
             done += count
         os.posix_fadvise(self._plain, offset, 0, os.POSIX_FADV_DONTNEED)
 
-    def forget(self) -> None:
-        """Give the ring to another reader."""
-        self._ring.drop()
-        self._ahead.clear()
+    def _cancel(self, block: int) -> None:
+        """Make its place free, whatever becomes of the request that uses it."""
+        ticket = self._tickets.pop(block)
+        if ticket is not None:
+            ticket.cancel()  # dropped, it waits for the kernel
+
+    def _forget(self) -> None:
+        for block in list(self._tickets):
+            self._cancel(block)
         self._checked = None
 
     def close(self) -> None:
         """Let go of the file."""
-        self.forget()
+        self._forget()
         self._file.close()
         plain, self._plain = self._plain, -1
         if plain >= 0:

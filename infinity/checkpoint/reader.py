@@ -19,11 +19,10 @@ import infinity._aio as _aio
 from infinity.checkpoint.blocks import (
     BlockReader,
     ChangedError,
-    Ring,
     WrongBytesError,
     check_regular,
 )
-from infinity.checkpoint.directory import find_tag, refusal, remove_stale
+from infinity.checkpoint.directory import refusal, remove_stale
 from infinity.checkpoint.manifest import (
     BLOCK_BYTES,
     BUFFERS,
@@ -49,8 +48,6 @@ from infinity.formats import FrozenFormat
 from infinity.model.quantised import dequantise
 from infinity.model.weight_files import Outgoing, SafetensorsFile, TensorFacts
 from infinity.sizes import format_size
-
-__all__ = ["CheckpointReader", "StateReader", "find_tag"]
 
 
 class StateReader:
@@ -227,7 +224,6 @@ class CheckpointReader(StateReader):
         super().__init__(Path(root).expanduser().absolute() / tag)
         self._engine: _aio.Engine | None = None
         self._open: dict[str, BlockReader] = {}  # one file of each stream
-        self._rings: dict[str, Ring] = {}
         self._headers_checked: set[str] = set()
         remove_stale(self.directory.parent)
         self._check_directory()
@@ -367,11 +363,8 @@ class CheckpointReader(StateReader):
         if found is not None and found.path.name == record.name:
             return found
         self._forget(record.stream)
-        ring = self._rings.get(record.stream)
-        if ring is None or ring.block_bytes != record.block_bytes:
-            ring = self._rings[record.stream] = Ring(record.block_bytes)
-        path = self.directory / record.name
-        found = BlockReader(path, record.nbytes, record.crc32c, self._engine, ring)
+        path, sizes = self.directory / record.name, (record.nbytes, record.block_bytes)
+        found = BlockReader(path, *sizes, record.crc32c, self._engine)
         self._open[record.stream] = found
         return found
 
@@ -420,7 +413,6 @@ class CheckpointReader(StateReader):
         """Let go of the files. Idempotent."""
         for stream in list(self._open):
             self._forget(stream)
-        self._rings.clear()
         engine, self._engine = self._engine, None
         if engine is not None:
             with suppress(OSError):

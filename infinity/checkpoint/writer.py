@@ -167,9 +167,6 @@ def _clone(old: int, new: Path) -> bool:
             return False
 
 
-__all__ = ["CheckpointWriter", "TensorSpec"]
-
-
 def files_of(
     streams: Mapping[str, Sequence[TensorSpec]], max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> dict[str, list[Shard]]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.checkpoint.commits import OF_EACH_RANK, Document, OpenWindow
-from infinity.checkpoint.directory import no_latest
+from infinity.checkpoint.directory import find_tag, no_latest
 from infinity.checkpoint.durable_reader import DurableReader
 from infinity.checkpoint.manifest import (
     BUFFERS,
@@ -25,13 +25,14 @@ from infinity.checkpoint.manifest import (
     BufferRecord,
     Manifest,
     ParameterRecord,
+    TensorSpec,
     differences,
 )
 from infinity.checkpoint.plain import MAX_ARRAY_BYTES, decode, encode
 from infinity.checkpoint.ranges import RangeWriter
-from infinity.checkpoint.reader import CheckpointReader, StateReader, find_tag
+from infinity.checkpoint.reader import CheckpointReader, StateReader
 from infinity.checkpoint.streams import Piece, frozen_pieces, pieces, state_streams
-from infinity.checkpoint.writer import CheckpointWriter, TensorSpec, files_of, temporary_of
+from infinity.checkpoint.writer import CheckpointWriter, files_of, temporary_of
 from infinity.crc32c import crc32c_of
 from infinity.errors import (
     CheckpointError,

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from support.checkpoint_files import Sample, checksum, content, rewrite, sample, save, sealed
 from support.leaks import descriptors
 
-from infinity.checkpoint.reader import CheckpointReader, find_tag
+from infinity.checkpoint.directory import find_tag
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import CheckpointError, ConfigError, InfinityError
 
 SHARD = 2000  # bytes: several files of a stream

@@ -29,7 +29,8 @@ from support.durable import PLACEMENTS, State, durable_engine, equal, gated, sta
 from support.recorded_tree import RecordedTree
 from torch import Tensor
 
-from infinity.checkpoint.reader import CheckpointReader, find_tag
+from infinity.checkpoint.directory import find_tag
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import InfinityError
 from infinity.model.weight_files import WeightFiles
 from infinity.runs.directory import RunDirectory

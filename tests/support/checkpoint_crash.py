@@ -18,8 +18,8 @@ from typing import Any
 from support.checkpoint_files import Sample, content, same_content, sample, save
 from support.forked import die_at
 
-from infinity.checkpoint.directory import checkpoints, remove_stale
-from infinity.checkpoint.reader import CheckpointReader, find_tag
+from infinity.checkpoint.directory import checkpoints, find_tag, remove_stale
+from infinity.checkpoint.reader import CheckpointReader
 
 SHARD = 3000
 FOREIGN = ("foreign.tmp", "notes", ".theirs.infinity-lock")

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from infinity import _aio
-from infinity.checkpoint.manifest import BufferRecord, Manifest, ParameterRecord
+from infinity.checkpoint.manifest import BufferRecord, Manifest, ParameterRecord, TensorSpec
 from infinity.checkpoint.reader import CheckpointReader
-from infinity.checkpoint.writer import CheckpointWriter, TensorSpec
+from infinity.checkpoint.writer import CheckpointWriter
 
 SHAPES = {"wte": (40, 16), "h.0.w": (16, 48), "h.0.b": (48,), "scalar": (), "empty": (0, 4)}
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from infinity.checkpoint.reader import CheckpointReader, find_tag
+from infinity.checkpoint.directory import find_tag
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.deepspeed.import_checkpoint import deepspeed_weights, is_zero
 from infinity.deepspeed.names import getter
 from infinity.errors import CheckpointError

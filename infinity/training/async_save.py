@@ -162,9 +162,10 @@ class Saver:
         self._error, self._warned, self._stop = None, False, False
         if ranges is None:
             assert writer is not None
-            work = partial(self._run, writer, publish)
+            work = partial(self._run, writer, partial(self._write, writer, publish))
         else:
-            work = partial(self._run_range, ranges, headers=writer is not None)
+            write = partial(self._write_ranges, ranges, headers=writer is not None)
+            work = partial(self._run, ranges, write)
             self._together = _Together(writer, ranges, publish)
         thread = threading.Thread(target=work, name="infinity-save", daemon=True)
         self._thread = thread
@@ -249,45 +250,38 @@ class Saver:
 
     # --- the copier thread -------------------------------------------------------------------
 
-    def _run_range(self, ranges: RangeWriter, *, headers: bool) -> None:
+    def _run(self, part: CheckpointWriter | RangeWriter, write: Callable[[], None]) -> None:
+        """Write a part, or nothing of it where that fails."""
         try:
             self._store.transfers.device.follow_compute()
-            if headers:
-                ranges.write_headers()
-            frozen = FROZEN in ranges.streams
-            self._copy(lambda p, data: ranges.write(p.stream, p.name, p.first, data), frozen=frozen)
-            ranges.finish()
+            write()
         except BaseException as error:
-            ranges.abort()
+            part.abort()
             if not isinstance(error, _StoppedError):
+                # Frames would keep what they refer to alive.
                 self._error = error.with_traceback(None)
         finally:
             with self._changed:
                 self._left.clear()
                 self._changed.notify_all()
 
-    def _run(self, writer: CheckpointWriter, publish: Callable[[], object]) -> None:
-        try:
-            self._store.transfers.device.follow_compute()
-            self.frozen.check(writer)
-            frozen = not writer.shares(FROZEN)
-            self._copy(lambda piece, data: writer.write(piece.stream, data), frozen=frozen)
-            laps = Laps(self._store.transfers.trace)
-            publish()
-            self.frozen.published(writer.written)
-            laps.lap("saving", "publish the checkpoint")
-        except _StoppedError:
-            writer.abort()
-        except BaseException as error:
-            writer.abort()
-            # Frames would keep what they refer to alive.
-            self._error = error.with_traceback(None)
-        finally:
-            with self._changed:
-                self._left.clear()
-                self._changed.notify_all()
+    def _write(self, writer: CheckpointWriter, publish: Callable[[], object]) -> None:
+        self.frozen.check(writer)
+        frozen = not writer.shares(FROZEN)
+        self._copy(lambda piece, data: writer.write(piece.stream, data), frozen=frozen)
+        laps = Laps(self._store.transfers.trace)
+        publish()
+        self.frozen.published(writer.written)
+        laps.lap("saving", "publish the checkpoint")
 
-    def _copy(self, put: Put, *, frozen: bool = True) -> None:
+    def _write_ranges(self, ranges: RangeWriter, *, headers: bool) -> None:
+        if headers:
+            ranges.write_headers()
+        frozen = FROZEN in ranges.streams
+        self._copy(lambda p, data: ranges.write(p.stream, p.name, p.first, data), frozen=frozen)
+        ranges.finish()
+
+    def _copy(self, put: Put, *, frozen: bool) -> None:
         buffers = self._buffers()
         order = [
             (layout, chunk)

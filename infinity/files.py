@@ -142,6 +142,14 @@ def write_new(path: Path, data: bytes, mode: int = 0o600) -> None:
         os.fsync(file.fileno())
 
 
+def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of `data` there, in as many calls as the system takes. Raises `OSError`."""
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count
+
+
 def make_directories(path: Path, mode: int = SHARED_FOLDER_MODE) -> None:
     """Make a directory, and those above it that are missing, for good. Raises `OSError`."""
     missing = []

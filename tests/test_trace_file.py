@@ -239,7 +239,7 @@ def test_a_disk_that_refuses_is_no_error(tmp_path: Path, monkeypatch: pytest.Mon
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(recorder, "_write_at", full)
+    monkeypatch.setattr(recorder, "write_at", full)
     trace = filled(tmp_path / "t.json")
     trace.close()
     assert trace.failure is not None

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from infinity.checkpoint.plain import decode, encode
 from infinity.errors import CheckpointError, MachineError
-from infinity.files import read_small, refused, sync_directory
+from infinity.files import read_small, refused, sync_directory, write_at
 from infinity.sealed import first_sealed, made, seal, shallow, unseal
 
 COMMIT_NAMES = ("commit-a.bin", "commit-b.bin")
@@ -165,11 +165,8 @@ class SmallFile:
 
     def write(self, offset: int, data: bytes) -> None:
         """Write all of `data`."""
-        view = memoryview(data)
         with self._doing("written"):
-            while view:
-                written = os.pwrite(self._fd, view, offset)
-                view, offset = view[written:], offset + written
+            write_at(self._fd, data, offset)
 
     def sync(self) -> None:
         """Put it on stable storage."""

@@ -20,6 +20,7 @@ import infinity._aio as _aio
 from infinity.checkpoint.directory import refusal
 from infinity.checkpoint.manifest import BLOCK_BYTES, FileRecord, Shard
 from infinity.errors import CheckpointError, MachineError
+from infinity.files import write_at
 
 _FLAGS = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 Streams = Mapping[str, Sequence[Shard]]
@@ -109,15 +110,13 @@ class RangeWriter:
     def _send(self, run: _Run) -> None:
         if not run.filled:
             return
-        view, at = run.block[: run.filled].numpy().data, run.first
         try:
-            while view:
-                count = os.pwrite(self._files[run.number], view, at)
-                view, at = view[count:], at + count
+            data = run.block[: run.filled].numpy().data
+            write_at(self._files[run.number], data, run.first)
         except OSError as error:
             raise refusal("saving", self.directory, error) from error
         self._ranges.append((run.number, run.first, run.filled, run.crc32c))
-        run.first, run.filled, run.crc32c = at, 0, 0
+        run.first, run.filled, run.crc32c = run.first + run.filled, 0, 0
 
     def finish(self) -> None:
         """Put all of it on stable storage; then `rows` are whole. Raises like `write`."""

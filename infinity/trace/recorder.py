@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from infinity.errors import MachineError
-from infinity.files import atomic_write
+from infinity.files import atomic_write, write_at
 
 FLUSH_S = 0.1
 CAPACITY = 1 << 16  # events that wait to be written; about 15 MB
@@ -220,7 +220,7 @@ class Trace:
         text = ",\n".join(lines)
         data = ("[\n" if not self._end else ",\n") + text + "\n]\n"
         try:
-            _write_at(self._file, data.encode(), self._end)
+            write_at(self._file, data.encode(), self._end)
             self._end += len(data.encode()) - len("\n]\n")
         except OSError as error:
             self.failure = self.failure or error
@@ -324,9 +324,3 @@ def _tid(track: str, row: int) -> int:
 
 def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), default=str)
-
-
-def _write_at(file: int, data: bytes, offset: int) -> None:
-    while data:
-        count = os.pwrite(file, data, offset)
-        data, offset = data[count:], offset + count

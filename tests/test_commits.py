@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.durable import PLACEMENTS, durable_engine, gated, state_of, step
+from support.durable import PLACEMENTS, durable_engine, gated, last_commit, state_of, step
 from torch import Tensor
 
-from infinity.checkpoint.commits import COMMIT_NAMES, CommitFiles, CommitRecord, last_commit
+from infinity.checkpoint.commits import COMMIT_NAMES, CommitFiles, CommitRecord
 from infinity.checkpoint.durable_reader import DurableReader
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, MachineError

@@ -21,6 +21,7 @@ from support.durable import (
     durable_engine,
     equal,
     gated,
+    last_commit,
     state_of,
     step,
     step_uncommitted,
@@ -32,7 +33,7 @@ from torch import nn
 
 import infinity
 from infinity import Engine
-from infinity.checkpoint.commits import COMMIT_NAMES, SmallFile, last_commit
+from infinity.checkpoint.commits import COMMIT_NAMES, SmallFile
 from infinity.errors import (
     CheckpointError,
     ConfigError,

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 from parity.test_resume import SIMPLEST, Ending, Run, ending, micro_step, straight
+from support.durable import last_commit
 
-from infinity.checkpoint.commits import Document, last_commit
+from infinity.checkpoint.commits import Document
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, InfinityWarning
 

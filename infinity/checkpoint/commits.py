@@ -252,16 +252,10 @@ def read_commits(directory: Path, run: str) -> dict[Path, CommitRecord | str]:
     return found
 
 
-def last_commit(directory: Path, run: str) -> CommitRecord:
-    """The newest whole record of a run; raises `CheckpointError` if there is none."""
-    records = whole_records(directory, read_commits(directory, run))
-    return records[max(records)]
-
-
 def whole_records(
     directory: Path, found: Mapping[Path, CommitRecord | str]
 ) -> dict[tuple[int, int], CommitRecord]:
-    """By sequence number and step, of what `read_commits` found; raises as `last_commit` does."""
+    """By sequence number and step, of what `read_commits` found. Raises `CheckpointError`."""
     records = [record for record in found.values() if isinstance(record, CommitRecord)]
     if not records:
         raise CheckpointError(

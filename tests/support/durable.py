@@ -19,7 +19,7 @@ from support.small import batch, settings, small_model
 from torch import Tensor, nn
 
 import infinity
-from infinity.checkpoint.commits import SmallFile
+from infinity.checkpoint.commits import CommitRecord, SmallFile, read_commits, whole_records
 from infinity.engine import Engine
 from infinity.storage.disk import Disk
 
@@ -55,6 +55,12 @@ class Gated(nn.Module):
 def gated() -> Gated:
     torch.manual_seed(3)
     return Gated()
+
+
+def last_commit(directory: Path, run: str) -> CommitRecord:
+    """The newest whole record of a run; raises `CheckpointError` if there is none."""
+    records = whole_records(directory, read_commits(directory, run))
+    return records[max(records)]
 
 
 @contextmanager

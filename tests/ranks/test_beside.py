@@ -144,7 +144,7 @@ def test_what_one_rank_lacks_is_gathered_on_all(tmp_path: Path) -> None:
                 if slot.owner in prefetcher.evictable(slot.slot_class):
                     with prefetcher.changed:
                         prefetcher.evict(slot.owner)
-                    slot.arena.view(slot.offset, slot.nbytes).fill_(255)
+                    slot.memory.fill_(255)
                     lacking += 1
             return lacking, torch.equal(engine(x), first)
 

@@ -517,6 +517,26 @@ def test_views_that_live_a_moment_longer_than_their_eviction(
         late.clear()
 
 
+def test_an_alias_of_weights_shows_what_they_were(tmp_path: Path) -> None:
+    """Its slot is nobody else's while it is kept, though its unit was updated and lies elsewhere."""
+    kept: list[torch.Tensor] = []
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        kept.append(module.up.weight.detach())
+
+    with small_engine(tmp_path, ON_DISK, model=small_model(num_blocks=8)) as engine:
+        hook = engine.module.blocks[2].register_forward_hook(keep)
+        engine.backward(engine(batch(0)))
+        hook.remove()
+        before = kept[0].clone()
+        engine.step()
+        assert len(train(engine, 3)) == 3
+        assert torch.equal(kept[0], before)
+        assert not torch.equal(engine.module.blocks[2].up.weight, before)
+        kept.clear()
+        assert len(train(engine, 1)) == 1
+
+
 class Nothing(nn.Module):
     def __init__(self) -> None:
         super().__init__()

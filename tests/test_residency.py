@@ -518,7 +518,7 @@ def test_views_that_live_a_moment_longer_than_their_eviction(
 
 
 def test_an_alias_of_weights_shows_what_they_were(tmp_path: Path) -> None:
-    """Its slot is nobody else's while it is kept, though its unit was updated and lies elsewhere."""
+    """Its slot is nobody else's while it is kept, though its unit was updated meanwhile."""
     kept: list[torch.Tensor] = []
 
     def keep(module: Any, args: Any, output: Any) -> None:

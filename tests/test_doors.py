@@ -194,13 +194,15 @@ def test_infinity_run_starts_a_script_alone_and_in_two_processes(tmp_path: Path)
 def test_no_process_outlives_the_launcher(tmp_path: Path) -> None:
     """Not even one that is killed, and can tell nobody: its pipe ends with who writes to it."""
     script = tmp_path / "waits.py"
-    script.write_text("import time\nprint('waits', flush=True)\ntime.sleep(600)\n")
+    # In one write: what two of them write to one pipe mixes between writes.
+    script.write_text("import os, time\nos.write(1, b'waits\\n')\ntime.sleep(600)\n")
     start = [sys.executable, "-m", "infinity.cli", "run", "--gpus", "2", str(script)]
     with subprocess.Popen(start, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
-        assert [launcher.stdout.readline() for _ in range(2)] == ["waits\n"] * 2
+        said = [launcher.stdout.readline() for _ in range(2)]
         launcher.kill()
         assert launcher.communicate(timeout=60) == ("", None)
+    assert said == ["waits\n"] * 2
 
 
 @pytest.mark.big  # another launcher of what the test before starts

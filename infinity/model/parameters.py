@@ -308,11 +308,8 @@ class ParameterBinding:
         if edit is not None:
             self.forget(unit)
             raise edit.error()
-        parameters, left = self.parameters, self._left
         for index, view in zip(self._of[unit], views, strict=True):
-            parameter = parameters[index]
-            parameter.data = view
-            left[index] = parameter._version, view
+            self._set(index, view)
 
     def forget(self, unit: int) -> None:
         """Make the unit's parameters placeholders, from any state and without judging edits."""

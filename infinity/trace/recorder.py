@@ -218,10 +218,10 @@ class Trace:
 
     def _put_out(self, lines: Iterable[str], num_events: int) -> None:
         text = ",\n".join(lines)
-        data = ("[\n" if not self._end else ",\n") + text + "\n]\n"
+        data = (("[\n" if not self._end else ",\n") + text + "\n]\n").encode()
         try:
-            write_at(self._file, data.encode(), self._end)
-            self._end += len(data.encode()) - len("\n]\n")
+            write_at(self._file, data, self._end)
+            self._end += len(data) - len("\n]\n")
         except OSError as error:
             self.failure = self.failure or error
             with self._lock:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.forked import HANG_S
 from support.small import (
     ON_DEVICE,
     ON_DISK,
@@ -256,7 +257,7 @@ def test_a_worker_that_touches_the_engine(tmp_path: Path) -> None:
             lambda: module.state_dict(),
         )
         loader = DataLoader(
-            Nosy(*touches), num_workers=2, multiprocessing_context="fork", timeout=20
+            Nosy(*touches), num_workers=2, multiprocessing_context="fork", timeout=HANG_S
         )
         rows = iter(loader)
         for _ in touches:

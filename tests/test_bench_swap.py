@@ -550,7 +550,7 @@ def test_a_failure_raises_its_error(
     assert outcome.ok, outcome.notes
     assert set(outcome.raised) == {name}
     assert outcome.right + outcome.raised[name] == outcome.requests == 64
-    assert outcome.right > 0
+    assert outcome.right > 0 or kind == "stuck"  # as a slow disk looks, too
 
 
 def test_flipped_bits_are_caught_by_the_checksum(tmp_path: Path) -> None:

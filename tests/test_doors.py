@@ -201,7 +201,7 @@ def test_no_process_outlives_the_launcher(tmp_path: Path) -> None:
         assert launcher.stdout is not None
         said = [launcher.stdout.readline() for _ in range(2)]
         launcher.kill()
-        assert launcher.communicate(timeout=60) == ("", None)
+        assert launcher.communicate(timeout=600) == ("", None)
     assert said == ["waits\n"] * 2
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forked import HANG_S
 from support.patience import wait_until
 
 from infinity.errors import MachineError
@@ -110,7 +111,7 @@ def test_a_hanging_disk_does_not_hold_up_close(
     assert not released.is_set()
     assert journal.num_dropped == 2
     released.set()
-    journal._thread.join(10)
+    journal._thread.join(HANG_S)
 
 
 def test_an_error_of_the_disk_is_kept_and_counted(
@@ -151,7 +152,7 @@ def test_a_forked_child_does_nothing(tmp_path: Path) -> None:
         pid = os.fork()
         if pid == 0:
             code = 1
-            signal.alarm(20)
+            signal.alarm(HANG_S)
             try:
                 journal._lock = held
                 journal.write({"child": True})

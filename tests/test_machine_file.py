@@ -194,17 +194,18 @@ def test_nominal_rates_are_not_written(tmp_path: Path) -> None:
     assert machine.as_dict()["rates"] == {"disk_read": 10**9}
 
 
-def test_this_machine_from_a_made_up_root(tmp_path: Path) -> None:
+def test_this_machine_from_a_made_up_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = os.statvfs(tmp_path)  # others write to the disk meanwhile
+    monkeypatch.setattr(os, "statvfs", {tmp_path: space}.__getitem__)
     rates, _ = completed({}, unified=True)
     measured = dataclasses.replace(rates, disk_read=1.23456e9)
     machine = PlanMachine.here(
         [tmp_path, tmp_path], None, measured,
         measured="2026-11-21", root=computer(tmp_path, {}),
     )  # fmt: skip
-    space = os.statvfs(tmp_path)
     assert machine.host_bytes == 31 * GIB, "30 available, 1 held already"
     assert machine.num_cpus == 8
-    assert abs(machine.disk_bytes - space.f_bavail * space.f_frsize) < GIB, "one disk, once"
+    assert machine.disk_bytes == space.f_bavail * space.f_frsize, "one disk, once"
     assert (machine.unified, machine.device_bytes) == (True, None)
     assert (machine.rates, machine.nominal) == (measured, ())
     assert machine.rates_origin == "measured 2026-11-21"

@@ -203,7 +203,7 @@ def test_what_fails_behind_the_back_is_told(
             engine.save_checkpoint(saved)
             thread = engine._parts.saver._thread
             assert thread is not None
-            thread.join(20)
+            thread.join(600)
             monkeypatch.undo()
             with pytest.warns(InfinityWarning, match="was not saved: the disk is full"):
                 train(engine, 1, first=3)

@@ -221,10 +221,12 @@ def test_a_link_in_place_of_the_lock_or_the_record_is_not_followed(tmp_path: Pat
     assert remove_dead_runs(tmp_path) == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 def test_another_users_directory_is_left_alone(tmp_path: Path) -> None:
     dead = killed_run(tmp_path)
-    os.chown(dead, 65534, 65534)
+    try:
+        os.chown(dead, 65534, 65534)
+    except PermissionError as error:
+        pytest.skip(f"files cannot be given to another user here: {error}")
     assert remove_dead_runs(tmp_path) == []
     os.chown(dead, 0, 0)
     assert remove_dead_runs(tmp_path) == [dead]
@@ -271,7 +273,7 @@ def test_many_starting_at_once_beside_the_dead(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.DEVNULL)
         for _ in range(4)
     ]
-    assert [run.wait(60) for run in runs] == [0] * 4
+    assert [run.wait(600) for run in runs] == [0] * 4
     assert names_in(tmp_path) == []
 
 

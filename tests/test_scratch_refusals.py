@@ -79,7 +79,6 @@ def test_a_refusing_disk(
     assert names_in(tmp_path) == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become nobody")
 def test_a_directory_that_this_user_may_not_write() -> None:
     script = """
 import os, sys
@@ -94,6 +93,8 @@ except MachineError as error: print(error)
         done = subprocess.run(
             [sys.executable, "-c", script, root], capture_output=True, text=True, timeout=600
         )
+    if "PermissionError" in done.stderr:
+        pytest.skip("this process may not become nobody")
     assert "permissions forbid it" in done.stdout, done.stderr
     assert "user id 65534" in done.stdout
 

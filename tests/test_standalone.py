@@ -305,7 +305,7 @@ def test_a_forked_child_makes_threads_of_its_own() -> None:
     ours.step()
     child = os.fork()
     if child == 0:
-        signal.alarm(60)
+        signal.alarm(600)
         try:
             ours.step()
             ours.close()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forked import HANG_S
 from support.patience import wait_until
 
 from infinity.errors import MachineError
@@ -74,9 +75,9 @@ def test_the_file_is_json_at_any_moment(tmp_path: Path) -> None:
     for i in range(200):
         trace.add("update", "update", 0, trace.start_ns + i, trace.start_ns + i + 1, 7)
         assert wait_until(whole)  # not in the middle of a write, which ends at once
-        time.sleep(0.002)
+        if i % 50 == 49:  # it has grown
+            assert wait_until(lambda flushes=i // 50 + 1: whole() and len(seen) > flushes)
     trace.close()
-    assert len(seen) > 2  # it grew meanwhile
     assert sum(e.get("cat") == "update" for e in json.loads(path.read_text())) == 200
 
 
@@ -127,7 +128,13 @@ def test_a_full_queue_drops_and_says_so(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_long_run_takes_no_more_memory(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "t.json", ["unit"], capacity=2000)
-    never = Later()
+    never, flush, flushed = Later(), trace._flush, threading.Event()
+    trace._flush = lambda: (flush(), flushed.set())  # type: ignore[method-assign]
+
+    def settle() -> None:
+        for _ in range(2):  # the second flush begins after this call
+            flushed.clear()
+            assert flushed.wait(HANG_S)
 
     def record(rounds: int) -> None:
         for _ in range(rounds):
@@ -140,14 +147,15 @@ def test_a_long_run_takes_no_more_memory(tmp_path: Path) -> None:
     record(5)
     tracemalloc.start()
     record(5)
-    time.sleep(4 * recorder.FLUSH_S)
+    settle()
     before, _ = tracemalloc.get_traced_memory()
     record(12)
+    settle()
     after, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert after - before < 200_000
     assert peak - before < 2_000_000
-    assert wait_until(lambda: len(trace._later["to_device"]) <= 2000)
+    assert len(trace._later["to_device"]) <= 2000
     trace.close()
     # Everything is in the file, or counted.
     timeline = read_timeline(trace.path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import subprocess
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import forked
+from support import forked, process_memory
 from support.models import CASES
 from support.small import (
     MIXED,
@@ -284,19 +283,13 @@ UNITS, SLOT = 6, 12.0  # MiB: a unit's weights; its residuals are as many
 
 def peaks(folder: str, dtypes: list[str | None]) -> list[float]:
     """MiB that a save and a load take at most, for each dtype; and a load into a plain module."""
-    # Freed tensors go back to the system at once, so that what is seen is what is held.
-    assert ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
+    process_memory.count_held()
     torch.set_num_threads(1)
 
-    def status(key: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(key))
-
     def peak_of(act: Callable[[], Any]) -> float:
-        Path("/proc/self/clear_refs").write_text("5")
-        before = status("VmRSS")
+        peak = process_memory.Peak()
         act()
-        return (status("VmHWM") - before) / 1024
+        return peak.grown / 2**20
 
     def build() -> nn.Module:
         return nn.Sequential(
@@ -319,19 +312,24 @@ def peaks(folder: str, dtypes: list[str | None]) -> list[float]:
     return [*found, peak_of(lambda: infinity.load_weights(plain, out))]
 
 
+@process_memory.needs_peak
 @pytest.mark.parametrize(
     "dtypes", [["fp32"], pytest.param([None, "fp32", "fp16"], marks=pytest.mark.big)], ids=str
 )
 def test_memory_is_bounded_by_a_tensor_and_a_unit(tmp_path: Path, dtypes: list[str | None]) -> None:
     (tmp_path / "nvme").mkdir()
     found = forked.call(peaks, str(tmp_path), dtypes)
-    # MiB: the largest tensor as it is read, and a unit's residuals where they are.
-    extra = {None: (6, 6 + SLOT), "fp32": (12 + SLOT, 12 + SLOT), "fp16": (12 + SLOT, 6 + SLOT)}
-    bounds = [bound for dtype in dtypes for bound in extra[dtype]]
-    bounds.append({"fp32": 12, "fp16": 6}[dtypes[-1]])
-    slack = 16.0  # MiB: pieces that are converted, allocator, code paged in
-    for peak, bound in zip(found, bounds, strict=True):
-        assert peak < bound + SLOT + slack, found
+    # MiB of a save and of a load: a unit's weights, its residuals, the largest tensor as it is in
+    # the file or in fp32, and what 2**20 values are converted by: 9 bytes each, 5 to fp16.
+    bounds = {
+        None: (SLOT + 6, 2 * SLOT + 6 + 9),
+        "fp32": (2 * SLOT + 12, 2 * SLOT + 12 + 9),
+        "fp16": (2 * SLOT + 12 + 5, 2 * SLOT + 6 + 9),
+    }
+    expected = [bound for dtype in dtypes for bound in bounds[dtype]]
+    expected.append({"fp32": 12, "fp16": 6}[dtypes[-1]])
+    for peak, bound in zip(found, expected, strict=True):
+        assert peak < bound + process_memory.SMALL_BYTES / 2**20, found
     assert 2 * max(found) < UNITS * 2 * SLOT, "a master of the model is larger than any of it"
 
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from support.bare_cuda import bare_cuda_device
@@ -39,6 +38,13 @@ def mapping_at(address: int) -> tuple[int, int, list[str]]:
         elif line.startswith("VmFlags:") and first <= address < end:
             return first, end, line.split()[1:]
     raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+def resident_bytes(arena: HostArena) -> int:
+    pages = (ctypes.c_ubyte * -(-arena.nbytes // mmap.PAGESIZE))()
+    address, length = ctypes.c_void_p(address_of(arena)), ctypes.c_size_t(arena.nbytes)
+    assert ctypes.CDLL(None).mincore(address, length, pages) == 0
+    return sum(page & 1 for page in bytes(pages)) * mmap.PAGESIZE
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, 3 * MIB + 1, 5 * MIB, 65 * MIB + PAGE])
@@ -69,10 +75,8 @@ def test_an_arena_for_ranges_holds_them_and_no_more() -> None:
 
 
 def test_reserving_takes_no_memory_until_it_is_used() -> None:
-    before = psutil.Process().memory_info().rss
     arena = HostArena(4 * GIB)
-    assert psutil.Process().memory_info().rss - before < 64 * MIB
-    assert arena.nbytes == 4 * GIB
+    assert (arena.nbytes, resident_bytes(arena)) == (4 * GIB, 0)
 
 
 def test_an_arena_may_have_huge_pages() -> None:
@@ -116,14 +120,13 @@ def test_an_arena_is_pinned_in_slices_of_at_most_one_gib(
     made: list[tuple[int, int]] = []
     monkeypatch.setattr(cuda_module, "prefault", lambda *asked: made.append(asked))
     arena = HostArena(nbytes)
-    before = psutil.Process().memory_info().rss
     device.pin(arena)
     base = address_of(arena)
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     assert calls == [(base + start, size, 1) for start, size in zip(starts, sizes, strict=True)]
     assert device.warnings == []
     assert made == [(address, size) for address, size, _ in calls]
-    assert psutil.Process().memory_info().rss - before < 64 * MIB  # pinning touches nothing itself
+    assert resident_bytes(arena) == 0  # pinning touches nothing itself
     # A copy over a whole arena is cut where slices meet, and nowhere else.
     ends = [start + size for start, size in zip(starts, sizes, strict=True)]
     assert list(device._registered_parts(base, nbytes)) == list(zip(starts, ends, strict=True))
@@ -134,12 +137,11 @@ def test_pages_are_there_before_they_are_pinned(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(cuda_module, "_PREFAULT_SLICE", 16 * MIB)
     arena = HostArena(80 * MIB + PAGE)
     arena.view(PAGE, 3).fill_(7)
-    process, device = psutil.Process(), bare_cuda_device(monkeypatch)
-    before = process.memory_info().rss
-    device.pin(arena)
+    bare_cuda_device(monkeypatch).pin(arena)
+    made = resident_bytes(arena)
     if not prefault(address_of(arena), arena.nbytes):
         pytest.skip("the kernel is older than Linux 5.14")
-    assert process.memory_info().rss - before > 76 * MIB
+    assert made == arena.nbytes
     assert arena.view(0, PAGE + 4).sum() == 21
 
 

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.held import LONG_S
 from support.native_io import BLOCK, KIB, Buffer, make_file, noise
 
 from infinity._aio import READ, WRITE, Engine, File
@@ -25,7 +26,7 @@ def test_buffered_round_trip(engine: Engine, tmp_path: Path, offset: int, length
     assert written.wait() is True
     assert (tmp_path / "f").read_bytes() == before[:offset] + data + before[offset + length :]
     read = engine.submit(READ, [(file, offset, length, target.address)])
-    assert read.wait(10.0) is True
+    assert read.wait(LONG_S) is True
     assert target.bytes() == data
     assert (read.nbytes, read.error, read.done()) == (length, None, True)
     assert written.nbytes == length
@@ -98,7 +99,7 @@ def test_many_python_threads_share_an_engine(engine: Engine, tmp_path: Path) -> 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(LONG_S)
     assert problems == []
     counters = engine.counters()
     assert counters["read_bytes"] == counters["write_bytes"] == 8 * 25 * size

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from support.held import LONG_S
 from support.native_io import BLOCK, Buffer, in_subprocess, make_file, noise
 
 from infinity._aio import READ, WRITE, AioError, Engine, File
@@ -61,7 +62,7 @@ def test_reading_past_the_end(engine: Engine, tmp_path: Path, direct: str) -> No
     ticket = engine.submit(READ, [(file, BLOCK, BLOCK, target.address)])
     for _ in range(2):  # every time
         with pytest.raises(AioError) as caught:
-            ticket.wait(10.0)
+            ticket.wait(LONG_S)
         error = caught.value
         assert isinstance(error, OSError)
         assert (error.errno, error.strerror) == (errno.EIO, "unexpected end of file")
@@ -83,7 +84,7 @@ def test_errors_of_the_kernel_are_raised(engine: Engine, tmp_path: Path) -> None
     ]
     for file, address, number, text in cases:
         with pytest.raises(AioError, match=text) as caught:
-            engine.submit(WRITE, [(file, 0, 4096, address)]).wait(10.0)
+            engine.submit(WRITE, [(file, 0, 4096, address)]).wait(LONG_S)
         assert caught.value.errno == number
         assert caught.value.filename == file.path
         assert (caught.value.op, caught.value.length) == ("write", 4096)
@@ -118,7 +119,7 @@ def test_a_file_size_limit_is_an_error(backend: str, tmp_path: Path) -> None:
         address = ctypes.addressof(ctypes.c_char.from_buffer(data))
         engine = _aio.Engine(backend=sys.argv[1])
         try:
-            engine.submit(_aio.WRITE, [(file, 0, 65536, address)]).wait(10)
+            engine.submit(_aio.WRITE, [(file, 0, 65536, address)]).wait(600)
         except _aio.AioError as error:
             print(error.errno, error.op, error.length, file.size)
         """,
@@ -153,7 +154,8 @@ def test_opening(tmp_path: Path) -> None:
     assert file.size == 100_000
     with pytest.raises(AioError) as caught:
         file.allocate(2**62)
-    assert (caught.value.errno, caught.value.op) == (errno.EFBIG, "allocate")
+    assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)  # as the file system has it
+    assert caught.value.op == "allocate"
     file.close()
     file.close()
     assert file.fd == -1

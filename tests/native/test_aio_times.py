@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from support.held import held_engine
+from support.held import LONG_S, held_engine
 from support.native_io import BLOCK, Buffer, make_file, slow_engine
 from support.patience import wait_until
 
@@ -18,7 +18,7 @@ def test_times_are_those_of_the_clock_of_python(engine: Engine, tmp_path: Path) 
     before = time.perf_counter_ns()
     ticket = engine.submit(READ, [(file, 0, 4 * BLOCK, target.address)])
     after = time.perf_counter_ns()
-    assert ticket.wait(30.0)
+    assert ticket.wait(LONG_S)
     assert ticket.times_ns is not None
     submitted, begun, over = ticket.times_ns
     assert before <= submitted <= after
@@ -30,8 +30,8 @@ def test_what_waits_in_a_queue_has_not_begun(backend: str, tmp_path: Path) -> No
     file = make_file(tmp_path / "f", bytes(4 * BLOCK))
     target = Buffer(4 * BLOCK)
     first, second = (engine.submit(READ, [(file, 0, 2 * BLOCK, target.address)]) for _ in range(2))
-    assert first.wait(30.0)
-    assert second.wait(30.0)
+    assert first.wait(LONG_S)
+    assert second.wait(LONG_S)
     assert first.times_ns is not None
     assert second.times_ns is not None
     assert second.times_ns[0] < second.times_ns[1]
@@ -59,4 +59,4 @@ def test_what_was_never_begun_has_no_length(backend: str, tmp_path: Path) -> Non
     assert second.times_ns[1] == second.times_ns[2] >= second.times_ns[0] > 0
     assert wait_until(lambda: engine.counters()["in_flight_blocks"] == 1)
     engine.close()
-    assert first.wait(30.0)
+    assert first.wait(LONG_S)

@@ -47,6 +47,7 @@ def test_the_text_says_what_is_outstanding(backend: str, tmp_path: Path) -> None
     target = Buffer(8 * BLOCK)
     engine = stuck_engine(backend)
     ticket = engine.submit(WRITE, [(file, BLOCK, 6 * BLOCK, target.address)])
+    assert wait_until(lambda: in_flight(engine) == 4)
     error = times_out(ticket.wait)
     assert (error.op, error.filename) == ("write", file.path)
     assert (error.offset, error.length) == (BLOCK, BLOCK)

@@ -57,7 +57,7 @@ def interrupt(engine: Engine, wait: Callable[[], object], tickets: Sequence[Tick
 
     def strike() -> None:
         signal.raise_signal(signal.SIGINT)
-        in_time.append(interrupted.wait(LONG_S / 10))
+        in_time.append(interrupted.wait(LONG_S / 5))
         engine.close()
 
     with while_this_thread_waits(strike):

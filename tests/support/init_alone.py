@@ -7,12 +7,12 @@ and while it was initialised.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from support import process_memory
 from torch import nn
 
 import infinity
@@ -57,29 +57,19 @@ def start(model: nn.Module, config: Mapping[str, Any]) -> infinity.Engine:
     return engine
 
 
-def status(name: str) -> int:
-    found = re.search(rf"^{name}:\s*([0-9]+) kB$", Path("/proc/self/status").read_text(), re.M)
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-def reset_peak() -> int:
-    Path("/proc/self/clear_refs").write_text("5")
-    return status("VmRSS")
-
-
 def make_engine_alone(path: Path, way: str) -> dict[str, int]:
     """Bytes; WAY is one of init, meta, read, real."""
+    process_memory.count_held()
     torch.set_num_threads(1)
     config = {"nvme_path": str(path)}
     small = without_values(way, width=256, num_layers=4)
     start(small, config).close()  # what every process pays once
-    before = reset_peak()
+    peak = process_memory.Peak()
     model = without_values(way)
-    built = status("VmHWM") - before
-    before = reset_peak()
+    built = peak.grown
+    peak.reset()
     with start(model, config) as engine:
-        initialised = status("VmHWM") - before
+        initialised = peak.grown
         memory = engine.plan.memory
         planned = sum(memory["device"].values()) + sum(memory["host"].values())
         return {

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support import process_memory
 from torch import nn
 
 import infinity
@@ -136,7 +137,8 @@ def live(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Live, and tell."""
+    """Live, and print."""
+    process_memory.count_held()
     torch.set_num_threads(1)  # beside other tests more threads wait for one another
     print(json.dumps(live(json.loads(sys.argv[1]))), flush=True)
 

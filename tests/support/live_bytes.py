@@ -40,8 +40,11 @@ class LiveBytes(TorchDispatchMode):
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        address, nbytes = storage.data_ptr(), storage.nbytes()
-        if address in self._seen or not nbytes:
+        try:
+            address, nbytes = storage.data_ptr(), storage.nbytes()
+        except RuntimeError:  # of a fake tensor
+            return
+        if address in self._seen or not address or not nbytes:  # on meta it has no address
             return
         self._seen.add(address)
         self.now += nbytes

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> bool:
-    """Wait for a condition that comes true by itself; False if it has not within `seconds`."""
+def wait_until(condition: Callable[[], object], seconds: float = 240.0) -> bool:
+    """Wait for a condition; return False if it is not met within `seconds`, as in a hang only."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():

@@ -1,22 +1,20 @@
-"""Builds, saves, loads and saves again models that are larger than what rests in RAM.
+"""Models larger than what the plan holds in RAM: built, saved, loaded and saved again.
 
-`python -m support.pretrained_alone PATH KIND`, KIND one of llama, mixtral. Prints a JSON list, for
-2, 4 and 14 layers: bytes of the model (fp32) and of the plan's slots, by how much the process grew
-while it was loaded and saved, and the tensors in which both saves differ.
+`main(path, kind)` runs in a process of its own; KIND is llama or mixtral. It returns, for 2, 4 and
+14 layers: bytes of the model (fp32) and of the plan's slots, by how much the peak grew while it was
+loaded and saved, and the tensors in which both saves differ.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers as hf
+from support import process_memory
 
 import infinity
-from infinity.heap import return_freed_memory
 from infinity.model.weight_files import WeightFiles
 
 
@@ -41,26 +39,18 @@ def config(path: Path) -> dict[str, Any]:
     }
 
 
-def _status(name: str) -> int:
-    found = re.search(rf"^{name}:\s*([0-9]+) kB$", Path("/proc/self/status").read_text(), re.M)
-    assert found is not None
-    return int(found[1]) << 10
-
-
 def load_and_save(path: Path, kind: str, num_layers: int) -> dict[str, Any]:
     """A model is built and saved; then the peak is looked at while it is loaded and saved again."""
     engine, *_ = infinity.from_config(facts(kind, num_layers), config(path))
     infinity.save_pretrained(engine, path / "first", max_shard="50MiB")
     model_bytes = sum(4 * p.numel() for p in engine.module.parameters())
     engine.close()
-    return_freed_memory()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
-    before = _status("VmRSS")
+    peak = process_memory.Peak()
     engine, *_ = infinity.from_pretrained(path / "first", config(path))
     infinity.save_pretrained(engine, path / "second", max_shard="50MiB")
     slots = sum(c.count * c.slot_bytes for c in engine.plan.slot_classes)
     engine.close()
-    grown = _status("VmHWM") - before
+    grown = peak.grown
     first, second = WeightFiles(path / "first"), WeightFiles(path / "second")
     different = set(first.facts) ^ set(second.facts)
     different |= {name for name in first.facts if not first.read(name).equal(second.read(name))}
@@ -73,9 +63,7 @@ def load_and_save(path: Path, kind: str, num_layers: int) -> dict[str, Any]:
 
 
 def main(path: Path, kind: str) -> list[dict[str, Any]]:
-    """A small one first: what is imported and kept once is there then."""
+    """Load and save three models; what is imported and cached once is there after the first."""
+    process_memory.count_held()
+    torch.set_num_threads(1)
     return [load_and_save(path, kind, num_layers) for num_layers in (2, 4, 14)]
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2])))

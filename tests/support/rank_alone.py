@@ -14,9 +14,10 @@ from contextlib import closing, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
-from support import init_alone
+from support import init_alone, process_memory
 from support.models import CASES
 
 import infinity
@@ -101,9 +102,10 @@ def layers(width: int, count: int) -> torch.nn.Module:
 
 
 def memory(job: dict[str, Any]) -> None:
-    """Of a model that is made by `infinity.Init`: what the plan reserves in RAM, and by how much
-    the peak grew while it was initialised, and trained for a step; in bytes.
+    """Save the bytes that the plan reserves in RAM for a model made by `infinity.Init`, and those
+    by which the peak grew while it was initialised and trained for a step.
     """
+    process_memory.count_held()
     rank = int(os.environ.get("RANK", "0"))
     placement = dict.fromkeys(("weights", "moments", "gradients"), "host")
     config = {"nvme_path": job["nvme"], "placement": placement | {"whole": False, "shared": False}}
@@ -112,18 +114,13 @@ def memory(job: dict[str, Any]) -> None:
     def run(width: int, num_layers: int) -> dict[str, int]:
         with infinity.Init():
             model = layers(width, num_layers)
-        model_bytes = 4 * sum(p.numel() for p in model.parameters())
-        before = init_alone.reset_peak()
+        peak = process_memory.Peak()
         with init_alone.start(model, config) as engine:
             engine.backward(engine(torch.ones(1, width, dtype=torch.bfloat16)).sum())
             engine.step()
-            grown, memory = init_alone.status("VmHWM") - before, engine.plan.memory
+            grown, memory = peak.grown, engine.plan.memory
         planned = sum(memory["device"].values()) + sum(memory["host"].values())
-        return {
-            "model": model_bytes,
-            "planned": planned - memory["host"]["process"],
-            "grown": grown,
-        }
+        return {"planned": planned - memory["host"]["process"], "grown": grown}
 
     run(256, 4)  # what every process pays once
     torch.save(run(WIDTH, NUM_LAYERS), f"{job['out']}-{rank}")
@@ -140,7 +137,7 @@ def shares_ram(job: dict[str, Any]) -> None:
         engine.backward(engine(torch.ones(1, WIDTH)).sum())
         engine.step()
         watch = engine._parts.hooks.watch
-        less = init_alone.status("VmRSS") - watch._resident()
+        less = psutil.Process().memory_info().rss - watch._resident()
         torch.save({"others": engine.plan.shared_bytes, "less": less}, f"{job['out']}-{rank}")
 
 
@@ -152,7 +149,7 @@ def out_of_memory(job: dict[str, Any]) -> None:
 
     def limit() -> None:
         if rank == 1:
-            most = init_alone.status("VmSize") + room
+            most = psutil.Process().memory_info().vms + room
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
     if job["when"] == "start":
@@ -198,9 +195,9 @@ def two_engines(job: dict[str, Any]) -> None:
 def on_one_rank_only(job: dict[str, Any]) -> None:
     """The first rank saves alone: it says that it waits, and that the other has closed."""
     rank, store = int(os.environ["RANK"]), dist.FileStore(job["store"])
-    infinity.ranks._SILENCE = timedelta(seconds=0.2)
     config = {"nvme_path": job["nvme"], "precision": "fp32", "budget": {}}
     engine = init_alone.start(layers(64, 2), config)
+    infinity.ranks._SILENCE = timedelta(seconds=0.2)  # from now on, so that no start is too slow
     said: list[str] = []
 
     def hear(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -21,9 +21,7 @@ import json
 import math
 import os
 import statistics
-import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -46,7 +44,15 @@ from infinity.plan.plan import BETWEEN_HOSTS, LINKS
 from infinity.ranks import Ranks, Work
 from infinity.rules import AdamW
 from infinity.storage.device import HAPPENED, CpuDevice, Device, DeviceArena, Event, HostArena
-from infinity.storage.disk import Disk, DiskTicket, Extent
+from infinity.storage.disk_rates import (
+    LEAST_CALLS,
+    NUM_NOISE,
+    calls_per_s,
+    make_noise,
+    measure_disk,
+    repeating,
+    timed,
+)
 from infinity.storage.disk_speed import keep_moving
 
 LINK_SECONDS = 1.0  # of both collectives
@@ -58,9 +64,8 @@ SECONDS = 2.0
 _DISK_SHARE, _UPDATE_SHARE, _COPY_SHARE, _COMPUTE_SHARE = 0.55, 0.17, 0.05, 0.17
 _BETWEEN_SHARE = 0.04  # of each of seven
 
-SPAN_BYTES = 256 << 20  # of the disk, at most; and a quarter of what is free
-_CHUNK = _NUM_NOISE = 2**20  # parameters
-_LEAST_CHUNKS, _MOST_CHUNKS, _LEAST_CALLS = 8, 64, 3
+_CHUNK = NUM_NOISE  # parameters
+_LEAST_CHUNKS, _MOST_CHUNKS = 8, 64
 _BYTES_BESIDE_MOMENTS = 6  # weight, residual and gradient in 16 bits each
 _LARGEST_BYTES = _BYTES_BESIDE_MOMENTS + 2 * 4
 _COPY_BYTES = _LINK_BYTES = 32 << 20  # gathered: of the size of a small unit
@@ -78,7 +83,14 @@ _NUM_LOGITS, _LEAST_ROWS, _MOST_ROWS = 32768, 32, {True: 512, False: 1024}
 
 _FORMAT = 1  # of what is kept; counts up when what is measured changes its meaning
 # What may be kept; a stranger's number must not get into a plan.
-_NAMES = {*names.DISK, *names.COPIES, *names.UPDATE, *names.COMPUTE, names.DEVICE_UPDATE}
+_NAMES = {
+    *names.DISK,
+    names.DISK_PER_CPU_S,
+    *names.COPIES,
+    *names.UPDATE,
+    *names.COMPUTE,
+    names.DEVICE_UPDATE,
+}
 _NAMES |= {*LINKS, names.BETWEEN_NODES, BETWEEN_HOSTS}
 _Numbers = dict[str, float]
 _Kept = tuple[_Numbers, str]  # and the day
@@ -246,9 +258,9 @@ def measure_links(ranks: Ranks, device: Device, seconds: float = LINK_SECONDS) -
 
         once()
         # All must do as many: as the slowest has time for.
-        wanted = [int(seconds / len(work) / _timed(once)), _LEAST_CALLS]
+        wanted = [int(seconds / len(work) / timed(once)), LEAST_CALLS]
         count = min(int(n) for n in ranks.gather(torch.tensor([max(wanted)])))
-        times = torch.tensor([_timed(once) for _ in range(count)], dtype=torch.float64)
+        times = torch.tensor([timed(once) for _ in range(count)], dtype=torch.float64)
         numbers[name] = received / float(ranks.gather(times).amax(0).median())
     return numbers
 
@@ -285,6 +297,7 @@ def _parts(
     needed = {*names.UPDATE, *names.COMPUTE, *(() if device.unified else names.COPIES)}
     parts: list[_Part] = [(processors, needed, lambda s: measure_processors(device, threads, s))]
     if paths:
+        per_cpu = (names.DISK_PER_CPU_S,) if device.unified else ()
         disks = computer | {
             "disks": [asdict(mount_of(path, root)) for path in paths],
             "io": settings.model_dump(mode="json", exclude={"stuck_after_s"}),  # no speed
@@ -292,30 +305,10 @@ def _parts(
         }
 
         def measure(seconds: float) -> _Numbers:
-            noise = _noise(torch.float32).view(1024, -1)
-            with _beside(lambda: noise @ noise) if device.unified else contextlib.nullcontext():
-                return measure_disk(paths, settings, _DISK_SHARE * seconds)
+            return measure_disk(paths, settings, _DISK_SHARE * seconds, busy=device.unified)
 
-        parts.append((disks, {*names.DISK}, measure))
+        parts.append((disks, {*names.DISK, *per_cpu}, measure))
     return parts
-
-
-@contextlib.contextmanager
-def _beside(work: Callable[[], object]) -> Iterator[None]:
-    """Does `work` again and again on a thread, as training does beside what is measured."""
-    over = threading.Event()
-
-    def repeat() -> None:
-        while not over.is_set():
-            work()
-
-    thread = threading.Thread(target=repeat, name="infinity-beside")
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def device_name(device: Device) -> str:
@@ -365,7 +358,7 @@ def measure_processors(
     """All but the disk's rates, by the names of `Rates.numbers`, in their share of `seconds`."""
     share_s = _UPDATE_SHARE * seconds / len(names.UPDATE_FORMATS)
     both = [] if device.unified else _copies(device)[-1]
-    with _beside(lambda: _copy_rate(both, 0.0)) if both else contextlib.nullcontext():
+    with repeating(lambda: _copy_rate(both, 0.0)) if both else contextlib.nullcontext():
         numbers = _host_updates(num_threads, share_s)
     if both:
         numbers |= measure_copies(device, _COPY_SHARE * seconds)
@@ -382,36 +375,10 @@ def measure_processors(
     return numbers
 
 
-def _calls_per_s(
-    work: Callable[[], None], seconds: float, of: Callable[[list[float]], float] = min
-) -> float:
-    """How often `work`, which is warm, could be done in a second: by the fastest of several calls.
-
-    It is always the same, so only neighbours make a difference; they should not be remembered. Of
-    what takes new memory each time, and waits for its pages, the median is what a step sees.
-    """
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < _LEAST_CALLS or time.perf_counter() < end:
-        times.append(_timed(work))
-    return 1 / of(times)
-
-
 def _warm(work: Callable[[], None]) -> float:
     """Seconds of `work`, once its memory is there and its kernels are chosen."""
     work()
-    return _timed(work)
-
-
-def _timed(work: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
-def _noise(dtype: torch.dtype) -> Tensor:
-    """Values of the size of weights; of a generator of its own, for the user's must not move."""
-    return (torch.randn(_NUM_NOISE, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
+    return timed(work)
 
 
 def _host_updates(num_threads: int, seconds: float) -> dict[str, float]:
@@ -426,7 +393,7 @@ def _host_updates(num_threads: int, seconds: float) -> dict[str, float]:
                     kernels.update_all(pieces[first : first + 4])
 
             update()
-            numbers[f"update.{name}"] = _calls_per_s(update, seconds) * num_chunks * _CHUNK
+            numbers[f"update.{name}"] = calls_per_s(update, seconds) * num_chunks * _CHUNK
     return numbers
 
 
@@ -466,9 +433,9 @@ def pieces_in(
         moments.append(Moment(values, scales, kind))
     for stored in (residual, *(t for m in moments for t in (m.values, m.scales) if t is not None)):
         stored.zero_()
-    noise = _noise(torch.bfloat16).to(weight.device)
+    noise = make_noise(torch.bfloat16).to(weight.device)
     for tensor in (weight, gradient):
-        tensor.view(-1, _NUM_NOISE).copy_(noise)  # pages that were only read would be one page
+        tensor.view(-1, NUM_NOISE).copy_(noise)  # pages that were only read would be one page
     pieces = []
     for first in range(0, count, size):
         part = slice(first, min(first + size, count))
@@ -494,7 +461,7 @@ def _device_update(device: Device, seconds: float) -> dict[str, float]:
         device.update(pieces, after=device.compute_event()).wait()
 
     update()
-    return {"device_update": _calls_per_s(update, seconds) * num_chunks * _CHUNK}
+    return {"device_update": calls_per_s(update, seconds) * num_chunks * _CHUNK}
 
 
 def measure_copies(device: Device, seconds: float) -> dict[str, float]:
@@ -531,13 +498,13 @@ def _copy_rate(copies: Sequence[Callable[[Event], Event]], seconds: float) -> fl
 
     keep_moving(next_copy, 0.0, depth=1, least=len(copies))
     depth = 2 * len(copies)
-    count, seconds = keep_moving(next_copy, seconds, depth=depth, least=_LEAST_CALLS)
+    count, seconds = keep_moving(next_copy, seconds, depth=depth, least=LEAST_CALLS)
     return count * _COPY_BYTES / seconds
 
 
 def _flop_per_s(device: Device, dtype: torch.dtype, seconds: float) -> float:
     """Of the three products of a linear layer, as large as fit into `seconds` several times."""
-    noise = _noise(dtype).to(device.torch_device)
+    noise = make_noise(dtype).to(device.torch_device)
     part_s, rate = seconds / _NUM_PARTS, 0.0
     for size in _MATRIX_SIZES:
         work = _linear_layer(device, noise, size)
@@ -550,7 +517,7 @@ def _flop_per_s(device: Device, dtype: torch.dtype, seconds: float) -> float:
     if once_s > seconds:
         return _FLOP * rate
     times = max(1, int(part_s / once_s))  # so that waiting for a device does not count
-    return _calls_per_s(lambda: work(times), seconds) * times * _FLOP * size**3
+    return calls_per_s(lambda: work(times), seconds) * times * _FLOP * size**3
 
 
 def _linear_layer(device: Device, noise: Tensor, size: int) -> Callable[..., None]:
@@ -580,12 +547,12 @@ def _block_rates(device: Device, dtype: torch.dtype, seconds: float) -> tuple[fl
     work, tokens = _doubled(lambda n: _block(device, dtype, n), 2 * _SHORT, most, seconds)
     values = tokens * 16 * width  # its matrices would take and give 16 h
     passed = values * (names.PASSES_FORWARD + names.PASSES_BACKWARD) * dtype.itemsize
-    between = passed * _calls_per_s(work, seconds, statistics.median)
+    between = passed * calls_per_s(work, seconds, statistics.median)
     longest, times = min(_LONG, tokens), []
     for context in (_SHORT, longest):
         work = _attention(device, dtype, tokens, context)
         work()
-        times.append(1 / _calls_per_s(work, seconds, statistics.median))
+        times.append(1 / calls_per_s(work, seconds, statistics.median))
     short_s, long_s = times
     longer_s = max(long_s - short_s, long_s / 10)  # on a busy machine the short one may be late
     return between, 7 * tokens * width * (longest - _SHORT) / longer_s
@@ -593,7 +560,7 @@ def _block_rates(device: Device, dtype: torch.dtype, seconds: float) -> tuple[fl
 
 def _block(device: Device, dtype: torch.dtype, tokens: int) -> Callable[[], None]:
     """A GPT block without its products: norms, attention, an activation function, residual sums."""
-    width, noise = _WIDTH[device.unified], _noise(dtype).to(device.torch_device)
+    width, noise = _WIDTH[device.unified], make_noise(dtype).to(device.torch_device)
     scale = torch.ones(width, dtype=dtype, device=device.torch_device)
     leaves = [_leaf(noise, tokens, n * width) for n in (1, 3, 1, 4, 1)]
     stream, qkv, out, up, down = leaves
@@ -608,7 +575,7 @@ def _block(device: Device, dtype: torch.dtype, tokens: int) -> Callable[[], None
 
 def _attention(device: Device, dtype: torch.dtype, tokens: int, context: int) -> Callable[[], None]:
     """That of the block, by itself."""
-    noise = _noise(dtype).to(device.torch_device)
+    noise = make_noise(dtype).to(device.torch_device)
     qkv = _leaf(noise, tokens, 3 * _WIDTH[device.unified])
     return lambda: _backward(device, [_attend(qkv, context)], [qkv])
 
@@ -629,7 +596,7 @@ def _backward(device: Device, made: Sequence[Tensor], leaves: Sequence[Tensor]) 
 
 def _logits_per_s(device: Device, seconds: float) -> float:
     """Of cross entropy in fp32 of bf16 logits, forward and backward."""
-    noise = _noise(torch.bfloat16).to(device.torch_device)
+    noise = make_noise(torch.bfloat16).to(device.torch_device)
 
     def of(rows: int) -> Callable[[], None]:
         logits = _leaf(noise, rows, _NUM_LOGITS)
@@ -642,7 +609,7 @@ def _logits_per_s(device: Device, seconds: float) -> float:
         return work
 
     work, rows = _doubled(of, _LEAST_ROWS, _MOST_ROWS[device.unified], seconds)
-    return rows * _NUM_LOGITS * _calls_per_s(work, seconds, statistics.median)
+    return rows * _NUM_LOGITS * calls_per_s(work, seconds, statistics.median)
 
 
 def _doubled(
@@ -661,99 +628,4 @@ def _leaf(noise: Tensor, rows: int, columns: int) -> Tensor:
 def _matrix(noise: Tensor, rows: int, columns: int) -> Tensor:
     """Values of noise; rows may well repeat."""
     count = rows * columns
-    return noise.repeat(-(-count // _NUM_NOISE))[:count].view(rows, columns)
-
-
-# --- the disk tier, measured as an optimizer pass uses it: chunk records in flight, through the
-# same striping
-
-_RECORD_BYTES = 12 << 20  # of the tier: a chunk of 2**20 parameters
-_LEAST_BYTES, _TRIAL_BYTES = 1 << 20, 4 << 20
-_NUM_IN_FLIGHT = 4
-_NUM_PASSES = 3  # the kinds take turns: virtual disks wander
-_PREPARE_SHARE = 0.25  # of the time, at most, is for the first write
-_READ, _WRITE = False, True
-_KINDS = {"disk_read": (_READ,), "disk_write": (_WRITE,), "disk_mixed": (_READ, _WRITE)}
-
-
-def measure_disk(paths: Sequence[Path], io: IoConfig, seconds: float) -> dict[str, float]:
-    """Bytes per second of all `paths` together: `disk_read`, `disk_write` and `disk_mixed`.
-
-    Takes about `seconds`; with several paths half a second more, in which the disk tier weighs them
-    against each other. Writes at most `SPAN_BYTES`, and a quarter of what is free. Files that are
-    not direct (tmpfs, some network mounts) are measured as they are, page cache included. Raises
-    what the disk tier raises.
-    """
-    with contextlib.closing(Disk(paths, io)) as disk:
-        free_bytes = sum(scratch.free_bytes() for scratch in disk.scratches)
-        most = (
-            min(SPAN_BYTES, max(free_bytes // 4, 2 * _LEAST_BYTES)) // _LEAST_BYTES * _LEAST_BYTES
-        )
-        region = disk.extent(most, "the measurement of the disk's speed")
-        disk.allocate()
-        return _Tier(disk, region, seconds).rates()
-
-
-class _Tier:
-    """Moves records of a region; reads come from its first half, writes go to its second."""
-
-    def __init__(self, disk: Disk, region: Extent, seconds: float) -> None:
-        self._disk, self._region, self._seconds = disk, region, seconds
-        self._pass_s = seconds * (1 - _PREPARE_SHARE) / (_NUM_PASSES * len(_KINDS))
-        nbytes = self._nbytes = min(_RECORD_BYTES, region.nbytes // 2)
-        arena = HostArena(_NUM_IN_FLIGHT * nbytes)
-        self._buffers = [arena.view(i * nbytes, nbytes) for i in range(_NUM_IN_FLIGHT)]
-        noise = torch.frombuffer(bytearray(os.urandom(nbytes)), dtype=torch.uint8)
-        for buffer in self._buffers:
-            buffer.copy_(noise)
-        self._next = {_READ: 0, _WRITE: 0}
-
-    def rates(self) -> dict[str, float]:
-        """The three medians."""
-        started = time.perf_counter()
-        self._choose_size()
-        # Records from the beginning, as far as time goes: what reads will find.
-        half = self._write(_PREPARE_SHARE * self._seconds)[0] // 2
-        passes: dict[str, list[float]] = {name: [] for name in _KINDS}
-        for _ in range(_NUM_PASSES):
-            for name, kinds in _KINDS.items():
-                passes[name].append(self._run(kinds, half))
-            if time.perf_counter() - started > self._seconds:
-                break
-        return {name: statistics.median(found) for name, found in passes.items()}
-
-    def _choose_size(self) -> None:
-        """Records so small that several go into a pass."""
-        most, self._nbytes = self._nbytes, min(_TRIAL_BYTES, self._nbytes)
-        for _ in range(2):  # the first write of reserved space is slower
-            _, once_s = self._write(0, least=1)
-        wanted = int(self._nbytes / once_s * self._pass_s / _NUM_IN_FLIGHT) // PAGE * PAGE
-        self._nbytes = min(most, max(wanted, _LEAST_BYTES))
-
-    def _write(self, seconds: float, least: int = 2) -> tuple[int, float]:
-        """Write records from the beginning; how many, and how long it took."""
-        most = self._region.nbytes // self._nbytes
-        return keep_moving(
-            lambda n: self._move(_WRITE, n, n),
-            seconds,
-            depth=_NUM_IN_FLIGHT,
-            least=least,
-            most=most,
-        )
-
-    def _run(self, kinds: Sequence[bool], half: int) -> float:
-        """Move records for the time of a pass, `kinds` taking turns; bytes per second."""
-
-        def start(turn: int) -> DiskTicket:
-            kind = kinds[turn % len(kinds)]
-            index = self._next[kind] % half + (half if kind is _WRITE else 0)
-            self._next[kind] += 1
-            return self._move(kind, index, turn)
-
-        count, seconds = keep_moving(start, self._pass_s, depth=_NUM_IN_FLIGHT, least=len(kinds))
-        return count * self._nbytes / seconds
-
-    def _move(self, kind: bool, index: int, turn: int) -> DiskTicket:
-        buffer = self._buffers[turn % _NUM_IN_FLIGHT][: self._nbytes]
-        piece = (self._region.part(index * self._nbytes, self._nbytes), buffer)
-        return (self._disk.write if kind is _WRITE else self._disk.read)([piece])
+    return noise.repeat(-(-count // NUM_NOISE))[:count].view(rows, columns)

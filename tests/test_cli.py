@@ -207,11 +207,13 @@ def test_bench_measures_this_machine_and_keeps_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(calibration, "SPAN_BYTES", 16 << 20)
+    monkeypatch.setattr("infinity.storage.disk_rates.SPAN_BYTES", 16 << 20)
     monkeypatch.setattr(calibration, "SECONDS", 0.1)
     for name in ("_LEAST_CHUNKS", "_MOST_CHUNKS"):
         monkeypatch.setattr(calibration, name, 1)
     monkeypatch.setattr(calibration, "_MATRIX_SIZES", (64,))
+    monkeypatch.setattr(calibration, "_WIDTH", {True: 64, False: 64})
+    monkeypatch.setattr(calibration, "_NUM_LOGITS", 512)
     drive = tmp_path / "drive"
     drive.mkdir()
     code, out, error = run("bench", "--path", str(drive))

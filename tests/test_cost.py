@@ -15,6 +15,7 @@ from infinity.plan.budget import Limits
 from infinity.plan.cost import (
     Rates,
     Work,
+    computing,
     disk_days,
     flop_per_token,
     step_cost,
@@ -88,6 +89,26 @@ def test_compute_begins_when_the_first_unit_is_updated() -> None:
     assert forward.binds == "compute and update"
     first = forward.resources["disk"] / len(SIZES)
     assert forward.seconds == pytest.approx(forward.resources["compute and update"] + first)
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_disk_traffic_takes_compute_where_the_processors_compute(unified: bool) -> None:
+    plan = plan_of(SIZES, placement=ON_DISK | {"gradients": "host"}, unified=unified)
+    links = {} if unified else {"to_device": 4 * GB, "from_device": 2 * GB}
+    free = replace(CPU, **links)
+    costly = replace(free, disk_per_cpu_s=5 * GB)
+    work = Work(tokens=1000)
+    pairs = zip(
+        step_cost(plan, free, work).phases, step_cost(plan, costly, work).phases, strict=True
+    )
+    lost = {}
+    for before, after in pairs:
+        named = computing(before.resources)
+        lost[before.name] = after.resources[named] - before.resources[named]
+        assert before.resources.keys() == after.resources.keys()
+    moved = sum(plan.predicted_bytes[name] for name in ("disk_read", "disk_write"))
+    assert sum(lost.values()) == pytest.approx(moved / (5 * GB) if unified else 0.0)
+    assert lost["forward 1"] > lost["backward 1"] or not unified
 
 
 def test_a_device_of_its_own_hides_the_update() -> None:

@@ -246,10 +246,12 @@ def test_what_bounds_the_memory(tmp_path: Path) -> None:
 def _brief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of its own, and little to measure."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(calibration, "SPAN_BYTES", 16 << 20)
+    monkeypatch.setattr("infinity.storage.disk_rates.SPAN_BYTES", 16 << 20)
     monkeypatch.setattr(calibration, "_LEAST_CHUNKS", 1)
     monkeypatch.setattr(calibration, "_MOST_CHUNKS", 1)
     monkeypatch.setattr(calibration, "_MATRIX_SIZES", (64,))
+    monkeypatch.setattr(calibration, "_WIDTH", {True: 64, False: 64})
+    monkeypatch.setattr(calibration, "_NUM_LOGITS", 512)
 
 
 @pytest.mark.usefixtures("_brief")

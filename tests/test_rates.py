@@ -6,7 +6,8 @@ import json
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,18 @@ from infinity import calibration
 from infinity.calibration import KnownRates, cached_rates
 from infinity.config.schema import IoConfig
 from infinity.errors import DoesNotFitError, MachineError, TransferError
-from infinity.plan.cost import COMPUTE, COPIES, DEVICE_UPDATE, DISK, NOMINAL_CPU, UPDATE, Rates
+from infinity.plan.cost import (
+    COMPUTE,
+    COPIES,
+    DEVICE_UPDATE,
+    DISK,
+    DISK_PER_CPU_S,
+    NOMINAL_CPU,
+    UPDATE,
+    Rates,
+)
 from infinity.plan.machine import Machine, read_machine
+from infinity.storage import disk_rates
 from infinity.storage.device import CpuDevice, Device
 from infinity.storage.disk import Disk
 
@@ -32,7 +43,7 @@ BRIEF_S = 0.2
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less to measure: what comes out need not be right here."""
-    monkeypatch.setattr(calibration, "SPAN_BYTES", 32 << 20)
+    monkeypatch.setattr(disk_rates, "SPAN_BYTES", 32 << 20)
     monkeypatch.setattr(calibration, "_LEAST_CHUNKS", 1)
     monkeypatch.setattr(calibration, "_MOST_CHUNKS", 1)
     monkeypatch.setattr(calibration, "_MATRIX_SIZES", (64, 128))
@@ -56,7 +67,7 @@ def drive(tmp_path: Path) -> Path:
 def test_a_machine_with_one_memory(drive: Path, folder: Path) -> None:
     before = torch.random.get_rng_state()
     found = cached([drive], num_threads=1, seconds=BRIEF_S).rates
-    check(found, [*DISK, *UPDATE, *COMPUTE])
+    check(found, [*DISK, DISK_PER_CPU_S, *UPDATE, *COMPUTE])
     assert (found.to_device, found.from_device, found.device_update) == (None, None, None)
     assert list(drive.iterdir()) == []
     assert torch.equal(torch.random.get_rng_state(), before), "the user's numbers stay as they are"
@@ -107,8 +118,8 @@ def test_two_paths_together(tmp_path: Path) -> None:
             super().close()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "Disk", Spy)
-        found = calibration.measure_disk(paths, io, BRIEF_S)
+        patch.setattr(disk_rates, "Disk", Spy)
+        found = disk_rates.measure_disk(paths, io, BRIEF_S)
     assert seen == [tuple(paths)]
     assert set(found) == set(DISK)
     assert [list(path.iterdir()) for path in paths] == [[], []]
@@ -128,11 +139,40 @@ def test_a_slow_disk_moves_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             moved.append(counters["read_bytes"] + counters["write_bytes"])
             super().close()
 
-    monkeypatch.setattr(calibration, "Disk", Spy)
+    monkeypatch.setattr(disk_rates, "Disk", Spy)
     with rough_io(slow_bytes_per_s=20 << 20):
-        found = calibration.measure_disk([tmp_path], IoConfig(), BRIEF_S)
+        found = disk_rates.measure_disk([tmp_path], IoConfig(), BRIEF_S)
     assert moved[0] < 60 << 20, "less than the range alone, were it fast"
     assert all(rate < 40 << 20 for rate in found.values())
+
+
+@pytest.mark.parametrize(("products", "lost_s"), [(100, 1.0), (200, 0.02), (300, 0.02)])
+def test_measure_disk_busy_counts_the_products_that_were_lost(
+    products: int, lost_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two seconds, in which 200 products could have been done, and 5 GB that moved meanwhile."""
+
+    @contextmanager
+    def repeating(work: Callable[[], object]) -> Iterator[Callable[[], int]]:
+        yield iter([7, 7 + products]).__next__
+
+    class Moved:
+        _counters = iter([{"read_bytes": 1, "write_bytes": 2},
+                          {"read_bytes": 3 * 10**9 + 1, "write_bytes": 2 * 10**9 + 2}])  # fmt: skip
+
+        def counters(self) -> dict[str, int]:
+            return next(self._counters)
+
+    class Tier:
+        def rates(self) -> dict[str, float]:
+            return {"disk_read": 1.0}
+
+    monkeypatch.setattr(disk_rates, "repeating", repeating)
+    monkeypatch.setattr(disk_rates, "calls_per_s", lambda *_: 100.0)
+    monkeypatch.setattr(disk_rates.time, "perf_counter", iter([10.0, 12.0]).__next__)
+    found = disk_rates._beside_products(Moved(), Tier(), 1.0)  # type: ignore[arg-type]
+    monkeypatch.undo()
+    assert found == {"disk_read": 1.0, DISK_PER_CPU_S: pytest.approx(5e9 / lost_s)}
 
 
 def test_what_is_written_does_not_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,8 +185,8 @@ def test_what_is_written_does_not_repeat(tmp_path: Path, monkeypatch: pytest.Mon
             shares.append(len(set(words)) / len(words))
             super().close()
 
-    monkeypatch.setattr(calibration, "Disk", Spy)
-    calibration.measure_disk([tmp_path], IoConfig(), 0.05)
+    monkeypatch.setattr(disk_rates, "Disk", Spy)
+    disk_rates.measure_disk([tmp_path], IoConfig(), 0.05)
     assert shares[0] > 0.99
 
 
@@ -154,7 +194,7 @@ def test_what_is_written_does_not_repeat(tmp_path: Path, monkeypatch: pytest.Mon
 def test_nothing_is_left_after_an_error(tmp_path: Path, kinds: str) -> None:
     told = pytest.raises(TransferError, match="the measurement of the disk's speed")
     with told, rough_io(faults=f"seed=1,kinds={kinds},rate=0.5"):
-        calibration.measure_disk([tmp_path], IoConfig(), BRIEF_S)
+        disk_rates.measure_disk([tmp_path], IoConfig(), BRIEF_S)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -164,18 +204,18 @@ def test_nothing_is_left_after_an_interruption(
     def interrupt(*arguments: object) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("infinity.calibration._Tier._run", interrupt)
+    monkeypatch.setattr("infinity.storage.disk_rates._Tier._run", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        calibration.measure_disk([tmp_path], IoConfig(), BRIEF_S)
+        disk_rates.measure_disk([tmp_path], IoConfig(), BRIEF_S)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_paths_that_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MachineError, match="mkdir -p"):
-        calibration.measure_disk([tmp_path / "none"], IoConfig(), BRIEF_S)
+        disk_rates.measure_disk([tmp_path / "none"], IoConfig(), BRIEF_S)
     monkeypatch.setattr("infinity.storage.run_dir.Scratch.free_bytes", lambda self: 4096)
     with pytest.raises(DoesNotFitError, match="missing"):
-        calibration.measure_disk([tmp_path], IoConfig(), BRIEF_S)
+        disk_rates.measure_disk([tmp_path], IoConfig(), BRIEF_S)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -214,9 +254,12 @@ class Measurements:
         names = [*UPDATE, *COMPUTE, *(() if device.unified else COPIES)]
         return dict.fromkeys(names, float(self.processors))
 
-    def measure_disk(self, paths: Sequence[Path], io: IoConfig, s: float) -> dict[str, float]:
+    def measure_disk(
+        self, paths: Sequence[Path], io: IoConfig, s: float, *, busy: bool
+    ) -> dict[str, float]:
         self.disks.append(list(paths))
-        return dict.fromkeys(DISK, float(len(self.disks)))
+        names = [*DISK, *((DISK_PER_CPU_S,) if busy else ())]
+        return dict.fromkeys(names, float(len(self.disks)))
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -371,6 +414,6 @@ def test_the_default_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_measured_for_real_and_kept(drive: Path, folder: Path) -> None:
     found = cached([drive], seconds=BRIEF_S)
-    check(found.rates, [*DISK, *UPDATE, *COMPUTE])
+    check(found.rates, [*DISK, DISK_PER_CPU_S, *UPDATE, *COMPUTE])
     assert cached([drive], seconds=BRIEF_S) == found, "JSON gives the very numbers back"
     assert os.listdir(drive) == []

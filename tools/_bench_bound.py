@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.calibration import measure_disk
 from infinity.config.schema import IoConfig
-from infinity.plan.cost import DISK, Rates, computing, step_cost
+from infinity.plan.cost import DISK_PER_CPU_S, Rates, computing, step_cost
 from infinity.plan.layout import MOMENTS, REST_DTYPES
 from infinity.plan.plan import Plan
+from infinity.storage.disk_rates import measure_disk
 from infinity.trace.reader import Shares, length, union, without
 
 MEASURE_S = 2.0
@@ -109,7 +109,18 @@ def links_in_pass(shares: Shares) -> float | None:
     return nbytes / seconds if seconds else None
 
 
-def measure_disk_rates(folder: Path) -> dict[str, float]:
-    """Read, write and mix chunk records in `folder` through the engine's own disk tier."""
+def measure_disk_rates(folder: Path, *, unified: bool) -> dict[str, float]:
+    """Measure the disk tier in `folder`.
+
+    Args:
+        folder: On the drive to measure.
+        unified: The processors compute. Measure what disk traffic costs them, too.
+
+    Returns:
+        The rates of `Rates` that are the disk's, bytes per second; alone, without other load.
+    """
     found = measure_disk([folder], IoConfig(), MEASURE_S)
-    return {name: found[name] for name in DISK}
+    if unified:
+        busy = measure_disk([folder], IoConfig(), MEASURE_S, busy=True)
+        found[DISK_PER_CPU_S] = busy[DISK_PER_CPU_S]
+    return found

@@ -92,6 +92,11 @@ class Child:
         """Return medians and the last known facts of this contender."""
         times = [step_s for turn in self.turns for step_s in turn["step_s"]]
         facts = {key: value for key, value in self.turns[-1].items() if key != "step_s"}
+        threads = {name for turn in self.turns for name in turn["cpu_s"]}
+        facts["cpu_s"] = {
+            name: statistics.median(turn["cpu_s"].get(name, 0.0) for turn in self.turns)
+            for name in sorted(threads)
+        }
         return {
             "median_step_s": statistics.median(times),
             "min_step_s": min(times),

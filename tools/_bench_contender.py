@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from _bench_bound import compute_in, links_in_pass
 from _bench_case import device_bytes, priced_of, recomputed_share, schedule_line, told_to_plan
 from _bench_config import deepspeed_config, engine_config, trace_of
+from _bench_cpu import cpu_seconds
 from _bench_model import filled, outline, shape_of, values_of
 from _plain import PlainTorch
 from _process import peak_rss_bytes
@@ -113,12 +114,13 @@ class Contender:
     def turn(self, num_steps: int) -> dict[str, Any]:
         """Take one step untimed and `num_steps` timed."""
         self.step()
-        times = []
+        times, before = [], cpu_seconds()
         for _ in range(num_steps):
             started = time.perf_counter()
             self.step()  # reads the loss: the device has finished the forward by then
             times.append(time.perf_counter() - started)
-        facts = self.facts()
+        used = cpu_seconds() - before
+        facts = self.facts() | {"cpu_s": {name: s / num_steps for name, s in used.items()}}
         self.settle()
         return {"step_s": times, **facts}
 

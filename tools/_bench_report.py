@@ -19,7 +19,6 @@ from _bench_targets import judged
 from rich.console import Console
 from rich.table import Table
 
-from infinity.plan.cost import DISK
 from infinity.sizes import format_count, format_rate, format_size, parse_size
 
 # Ratio of step times -> whose, to whose.
@@ -54,7 +53,7 @@ def report_of(
     """Put medians, bounds and ratios together; children without turns are left out."""
     children = [child for child in children if child.turns]
     times = {c.name: [statistics.median(t["step_s"]) for t in c.turns] for c in children}
-    disk = {name: statistics.fmean(each[name] for each in rates) for name in DISK}
+    disk = {name: statistics.fmean(each[name] for each in rates) for name in rates[0]}
     each = (child.phases for child in children if child.name != "infinity_plan")
     phases = next(filter(None, each), [])
     bounds: dict[str, dict[str, Any]] = {}
@@ -204,6 +203,8 @@ def show(report: dict[str, Any]) -> None:
                 f"{k} {share:.0%}" for k, share in facts["busy_share"].items() if share
             )
             console.print(f"{name} was busy: {busy}; {facts['verdict']}")
+        used = ", ".join(f"{k} {s:.2f}" for k, s in facts["cpu_s"].items() if s >= 0.005)
+        console.print(f"{name}: processor seconds a step: {used}")
         if "predicted_s" in facts:
             console.print(f"{name}: {facts['schedule']}; predicted {facts['predicted_s']:.3f} s")
         if facts.get("rates_origin"):

@@ -143,7 +143,7 @@ def measure(arguments: argparse.Namespace, folder: Path, say: Callable[[str], No
                 say(f"round {index + 1}/{arguments.rounds}  {team.name:<14} {said} s")
             samples.append(parts_of({team.name: team for team in teams}))
             if any(team.name == "infinity_disk" for team in teams):
-                samples[-1] |= measure_disk_rates(folder)
+                samples[-1] |= measure_disk_rates(folder, unified=False)
         done = True
     finally:
         for team in teams:

@@ -14,7 +14,8 @@ slows all alike: only ratios within a round are compared. Where they do not fit 
 Prints step times, tokens and model FLOP per second (6 per parameter and token), those of the
 hardware beside them (8, where `--checkpointing` computes blocks twice), peak memory, bytes moved
 beside bytes predicted, the bounds of ARCHITECTURE from the plan and what was measured here,
-ratios (step times beside plain PyTorch's, the bounds, the peer's), and whether targets were met.
+ratios (step times beside plain PyTorch's, the bounds, the peer's), processor seconds by thread,
+and whether targets were met.
 Two more steps of ours, after the timed ones, are traced: busy shares of all tracks, and what
 compute leaves, the GPU's idle share (on a CPU: the CPU's, waits taken out).
 
@@ -60,7 +61,8 @@ def measure(arguments: argparse.Namespace, folder: Path, say: Callable[[str], No
         else:
             names.append(PEERS[arguments.compare])
     race = Race(arguments, job_of(arguments, folder), say)
-    rates, stopped = [measure_disk_rates(folder)], False
+    unified = arguments.device == "cpu"
+    rates, stopped = [measure_disk_rates(folder, unified=unified)], False
     for group in [[name] for name in names] if arguments.alone else [names]:
         try:
             race.run(group)
@@ -75,7 +77,7 @@ def measure(arguments: argparse.Namespace, folder: Path, say: Callable[[str], No
             skipped[group[0]], stopped = f"failed: {error}", True
             say(f"error: {error}")
             break
-    rates += rates if stopped else [measure_disk_rates(folder)]
+    rates += rates if stopped else [measure_disk_rates(folder, unified=unified)]
     ended = [child for child in race.children if child.ended or not stopped]
     report = report_of(arguments, race.job, ended, rates)
     return report | {"skipped": skipped}

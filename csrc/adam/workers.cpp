@@ -160,6 +160,7 @@ Workers::Job* Workers::find_job() {
 }
 
 void Workers::serve(std::size_t node) {
+  ::pthread_setname_np(::pthread_self(), "infinity-adam");
   const StandardFloats standard;
   std::unique_lock lock(mutex_);
   while (!stopping_) {

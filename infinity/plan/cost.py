@@ -4,9 +4,11 @@
 A step is a row of phases: forward and backward of each micro-batch. Inside a phase the resources
 work at the same time, and the slowest one decides; between phases nothing overlaps. The optimizer
 pass of the step before runs behind the first forward. On a CPU device the update takes turns with
-compute, since both want the same cores; elsewhere it runs beside it. The optimizer pass does one
-unit after the other: what the CPU updates waits for what streams through the device, and the other
-way round.
+compute, since both want the same cores; elsewhere it runs beside it. There disk traffic takes time
+from compute too: for system calls and interrupts, and on a virtual machine for the copies of the
+hypervisor, which run on the same cores (0.27 s of a core per GB were measured on one). The
+optimizer pass does one unit after the other: what the CPU updates waits for what streams through
+the device, and the other way round.
 
 Two ends stick out of that phase. Compute cannot begin before the first unit has been updated, and
 when the last one has been, what that unit computes is still to be done, and head and loss of all
@@ -68,6 +70,7 @@ from infinity.plan.plan import (
 UPDATE_FORMATS = ("fp32", "bf16", "8bit")
 PRECISIONS = ("bf16", "fp32")
 DISK = ("disk_read", "disk_write", "disk_mixed")
+DISK_PER_CPU_S = "disk_per_cpu_s"
 COPIES = ("to_device", "from_device", "copies_mixed")
 UPDATE = tuple(f"update.{name}" for name in UPDATE_FORMATS)
 _KINDS = ("compute", "between", "attention")
@@ -80,15 +83,17 @@ BETWEEN_NODES = "between_nodes"
 class Rates:
     """Bytes per second, unless said otherwise, of all paths of a run together.
 
-    `disk_mixed` counts both directions, moved 1:1. `to_device` and `from_device` are of copies
-    between host and device, None where they are one memory, and `copies_mixed` is of both at once
-    (None: neither slows the other). `update` is parameters per second of the host's optimizer
-    kernels with all threads, by format of the moments ("fp32", "bf16", "8bit"), while copies go
-    both ways; `compute` FLOP per second of large matrix products on the device, as training mixes
-    them (forward, and both of backward), by precision ("bf16", "fp32"); so are `between`, bytes per
-    second of what stands between them, and `attention`, FLOP per second of its own. `logits` is how
-    many cross entropy takes in a second, there and back: see [Note: compute]. `all_gather` and
-    `all_to_all` are what one rank receives from others while all do; None where there is one rank.
+    `disk_mixed` counts both directions, moved 1:1. `disk_per_cpu_s` are the bytes of disk traffic
+    that cost one second of compute on all processors (None: no cost is known). `to_device` and
+    `from_device` are of copies between host and device, None where they are one memory, and
+    `copies_mixed` is of both at once (None: neither slows the other). `update` is parameters per
+    second of the host's optimizer kernels with all threads, by format of the moments ("fp32",
+    "bf16", "8bit"), while copies go both ways; `compute` FLOP per second of large matrix products
+    on the device, as training mixes them (forward, and both of backward), by precision ("bf16",
+    "fp32"); so are `between`, bytes per second of what stands between them, and `attention`, FLOP
+    per second of its own. `logits` is how many cross entropy takes in a second, there and back: see
+    [Note: compute]. `all_gather` and `all_to_all` are what one rank receives from others while all
+    do; None where there is one rank.
     `between_nodes` is what a node receives from others, for all of its ranks, and `between_hosts`
     what each of these gets in RAM from its peers, ranks of the same number on other nodes.
     """
@@ -109,6 +114,7 @@ class Rates:
     all_to_all: float | None = None
     between_nodes: float | None = None
     between_hosts: float | None = None
+    disk_per_cpu_s: float | None = None
 
     def disk_s(self, read_bytes: int, written_bytes: int) -> float:
         """Seconds for so many bytes in both directions at once.
@@ -138,6 +144,8 @@ class Rates:
     def of_rank(self, local: int, nodes: int, *, unified: bool) -> Rates:
         """What one rank gets where `local` of them share a node, and there are so many `nodes`."""
         disk = {name: getattr(self, name) / local for name in DISK}
+        if self.disk_per_cpu_s is not None:
+            disk[DISK_PER_CPU_S] = self.disk_per_cpu_s / local
         update = {name: rate / local for name, rate in self.update.items()}
         found = replace(self, update=update, **disk)
         if unified:
@@ -442,7 +450,8 @@ class _Pricing:
         if phase.has_update:
             update, beside, on_device = update_s(plan, rates)
         if plan.unified:  # the same cores
-            resources["compute and update" if update else "compute"] = compute + update
+            moving = _over(moved["disk_read"] + moved["disk_write"], rates.disk_per_cpu_s)
+            resources["compute and update" if update else "compute"] = compute + update + moving
         else:
             resources["compute"] = compute + on_device
             resources["sums"] = sums_s(plan, rates, phase)

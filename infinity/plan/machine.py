@@ -540,6 +540,7 @@ class _Rates(Section):
     disk_read: _Rate | None = None
     disk_write: _Rate | None = None
     disk_mixed: _Rate | None = None
+    disk_per_cpu_s: _Rate | None = None
     to_device: _Rate | None = None
     from_device: _Rate | None = None
     copies_mixed: _Rate | None = None

@@ -71,7 +71,7 @@ def test_of_several_nodes_links_inside_and_between_them_are_kept_too(
         return measured(ranks, device, seconds)
 
     sizes: list[int] = []
-    monkeypatch.setattr(calibration, "_timed", lambda once: (once(), 1.0)[1])
+    monkeypatch.setattr(calibration, "timed", lambda once: (once(), 1.0)[1])
     monkeypatch.setattr(calibration, "measure_links", measure)
 
     def work(ranks: Ranks) -> Any:
@@ -108,7 +108,7 @@ def test_the_slowest_rank_is_what_a_link_is_worth(monkeypatch: pytest.MonkeyPatc
         once()
         return 1.0
 
-    monkeypatch.setattr(calibration, "_timed", timed)
+    monkeypatch.setattr(calibration, "timed", timed)
     monkeypatch.setattr(calibration, "_LINK_BYTES", 1 << 20)
     half = float(1 << 19)
     assert on_ranks(2, work) == [dict.fromkeys(LINKS, half)] * 2

@@ -1,0 +1,196 @@
+"""Rates of the disk tier, measured as an optimizer pass uses it: chunk records kept in flight."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from infinity.config.schema import IoConfig
+from infinity.plan.cost import DISK_PER_CPU_S
+from infinity.plan.layout import PAGE
+from infinity.storage.device import HostArena
+from infinity.storage.disk import Disk, DiskTicket, Extent
+from infinity.storage.disk_speed import keep_moving
+
+SPAN_BYTES = 256 << 20  # of the disk, at most; and a quarter of the free space
+_RECORD_BYTES = 12 << 20  # of the tier: a chunk of 2**20 parameters
+_LEAST_BYTES, _TRIAL_BYTES = 1 << 20, 4 << 20
+_NUM_IN_FLIGHT = 4
+_NUM_PASSES = 3  # the kinds take turns: virtual disks wander
+_PREPARE_SHARE = 0.25  # of the time, at most, is for the first write
+_ALONE_SHARE = 0.25  # of the time, more, for products without the disk
+_LEAST_LOST = 0.01  # of the time: what products lose below that cannot be told from noise
+_READ, _WRITE = False, True
+_KINDS = {"disk_read": (_READ,), "disk_write": (_WRITE,), "disk_mixed": (_READ, _WRITE)}
+NUM_NOISE, LEAST_CALLS = 2**20, 3
+
+
+def measure_disk(
+    paths: Sequence[Path], io: IoConfig, seconds: float, *, busy: bool = False
+) -> dict[str, float]:
+    """Measure the disk tier over all `paths` together.
+
+    Writes at most `SPAN_BYTES`, and at most a quarter of the free space. Files that are not direct
+    (tmpfs, some network mounts) are measured through the page cache.
+
+    Args:
+        paths: Folders on the drives, as in `nvme_path`.
+        io: Back end, block size and depth to measure with.
+        seconds: Time to take, about; several paths take half a second more, in which the disk tier
+            weighs them against each other.
+        busy: Measure while all processors multiply matrices, and measure what that costs them.
+
+    Returns:
+        `disk_read`, `disk_write` and `disk_mixed` in bytes per second; if `busy` also
+        `disk_per_cpu_s`, bytes per second of lost compute.
+
+    Raises:
+        InfinityError: The disk tier cannot be opened, reserved, read or written.
+    """
+    with contextlib.closing(Disk(paths, io)) as disk:
+        free_bytes = sum(scratch.free_bytes() for scratch in disk.scratches)
+        most = (
+            min(SPAN_BYTES, max(free_bytes // 4, 2 * _LEAST_BYTES)) // _LEAST_BYTES * _LEAST_BYTES
+        )
+        region = disk.extent(most, "the measurement of the disk's speed")
+        disk.allocate()
+        tier = _Tier(disk, region, seconds)
+        return _beside_products(disk, tier, seconds) if busy else tier.rates()
+
+
+def _beside_products(disk: Disk, tier: _Tier, seconds: float) -> dict[str, float]:
+    """Rates of the tier while all processors multiply, and bytes per second that these lose."""
+    matrix = make_noise(torch.float32).view(1024, -1)
+
+    def product() -> None:
+        matrix @ matrix
+
+    product()
+    alone = calls_per_s(product, _ALONE_SHARE * seconds, statistics.median)
+    with repeating(product) as calls:
+        began, first, before = time.perf_counter(), calls(), disk.counters()
+        numbers = tier.rates()
+        took_s, products, after = time.perf_counter() - began, calls() - first, disk.counters()
+    moved = sum(after[name] - before[name] for name in ("read_bytes", "write_bytes"))
+    lost_s = max(took_s - products / alone, _LEAST_LOST * took_s)
+    return numbers | {DISK_PER_CPU_S: moved / lost_s}
+
+
+class _Tier:
+    """Moves records of a region; reads come from its first half, writes go to its second."""
+
+    def __init__(self, disk: Disk, region: Extent, seconds: float) -> None:
+        self._disk, self._region, self._seconds = disk, region, seconds
+        self._pass_s = seconds * (1 - _PREPARE_SHARE) / (_NUM_PASSES * len(_KINDS))
+        nbytes = self._nbytes = min(_RECORD_BYTES, region.nbytes // 2)
+        arena = HostArena(_NUM_IN_FLIGHT * nbytes)
+        self._buffers = [arena.view(i * nbytes, nbytes) for i in range(_NUM_IN_FLIGHT)]
+        noise = torch.frombuffer(bytearray(os.urandom(nbytes)), dtype=torch.uint8)
+        for buffer in self._buffers:
+            buffer.copy_(noise)
+        self._next = {_READ: 0, _WRITE: 0}
+
+    def rates(self) -> dict[str, float]:
+        """The three medians."""
+        started = time.perf_counter()
+        self._choose_size()
+        # Records from the beginning, as far as time goes: what reads will find.
+        half = self._write(_PREPARE_SHARE * self._seconds)[0] // 2
+        passes: dict[str, list[float]] = {name: [] for name in _KINDS}
+        for _ in range(_NUM_PASSES):
+            for name, kinds in _KINDS.items():
+                passes[name].append(self._run(kinds, half))
+            if time.perf_counter() - started > self._seconds:
+                break
+        return {name: statistics.median(found) for name, found in passes.items()}
+
+    def _choose_size(self) -> None:
+        """Records so small that several go into a pass."""
+        most, self._nbytes = self._nbytes, min(_TRIAL_BYTES, self._nbytes)
+        for _ in range(2):  # the first write of reserved space is slower
+            _, once_s = self._write(0, least=1)
+        wanted = int(self._nbytes / once_s * self._pass_s / _NUM_IN_FLIGHT) // PAGE * PAGE
+        self._nbytes = min(most, max(wanted, _LEAST_BYTES))
+
+    def _write(self, seconds: float, least: int = 2) -> tuple[int, float]:
+        """Write records from the beginning; how many, and how long it took."""
+        most = self._region.nbytes // self._nbytes
+        return keep_moving(
+            lambda n: self._move(_WRITE, n, n),
+            seconds,
+            depth=_NUM_IN_FLIGHT,
+            least=least,
+            most=most,
+        )
+
+    def _run(self, kinds: Sequence[bool], half: int) -> float:
+        """Move records for the time of a pass, `kinds` taking turns; bytes per second."""
+
+        def start(turn: int) -> DiskTicket:
+            kind = kinds[turn % len(kinds)]
+            index = self._next[kind] % half + (half if kind is _WRITE else 0)
+            self._next[kind] += 1
+            return self._move(kind, index, turn)
+
+        count, seconds = keep_moving(start, self._pass_s, depth=_NUM_IN_FLIGHT, least=len(kinds))
+        return count * self._nbytes / seconds
+
+    def _move(self, kind: bool, index: int, turn: int) -> DiskTicket:
+        buffer = self._buffers[turn % _NUM_IN_FLIGHT][: self._nbytes]
+        piece = (self._region.part(index * self._nbytes, self._nbytes), buffer)
+        return (self._disk.write if kind is _WRITE else self._disk.read)([piece])
+
+
+@contextlib.contextmanager
+def repeating(work: Callable[[], object]) -> Iterator[Callable[[], int]]:
+    """Repeat `work` on a thread; yield a function that returns the number of completed calls."""
+    over, calls = threading.Event(), 0
+
+    def repeat() -> None:
+        nonlocal calls
+        while not over.is_set():
+            work()
+            calls += 1
+
+    thread = threading.Thread(target=repeat, name="infinity-beside")
+    thread.start()
+    try:
+        yield lambda: calls
+    finally:
+        over.set()
+        thread.join()
+
+
+def calls_per_s(
+    work: Callable[[], None], seconds: float, of: Callable[[list[float]], float] = min
+) -> float:
+    """Return calls per second of `work`, which must be warm, by the fastest of several calls.
+
+    Calls differ only by what else the machine does, which should not be kept. Pass
+    `statistics.median` for work that allocates new memory each time and waits for its pages.
+    """
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < LEAST_CALLS or time.perf_counter() < end:
+        times.append(timed(work))
+    return 1 / of(times)
+
+
+def timed(work: Callable[[], None]) -> float:
+    """Return the seconds of one call."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def make_noise(dtype: torch.dtype) -> Tensor:
+    """Return values of the size of weights; the user's random state is left alone."""
+    return (torch.randn(NUM_NOISE, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 import torch
 from hypothesis import settings
 from support.leaks import Watch
+from support.progress import Progress
 
 torch.set_num_threads(1)
 # The same examples every time, so that red means changed; `make test-big` looks for new ones.
@@ -24,6 +26,17 @@ settings.register_profile("search", deadline=None)
 settings.load_profile("same")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a shell in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--keep-seconds", action="store_true", help="write the seconds of each file for progress"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Progress(config), "progress")
 
 
 def pytest_collection_finish() -> None:
@@ -49,10 +62,11 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def in_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where a file takes no time, if there is such a place."""
+    """A directory in RAM if there is one with enough space: a container's has 64 MiB."""
     shared = Path("/dev/shm")
+    usable = os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 1 << 30
     with tempfile.TemporaryDirectory(
-        dir=shared if os.access(shared, os.W_OK) else tmp_path_factory.mktemp("slow")
+        dir=shared if usable else tmp_path_factory.mktemp("slow")
     ) as path:
         yield Path(path)
 

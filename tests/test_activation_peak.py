@@ -8,7 +8,8 @@ from support.activation_peak import CASES, MIB, build, counted, estimated
 from support.live_bytes import LiveBytes
 
 # The others have each of shape, format and recomputation with each other.
-LONG = ("gpt, 1024 tokens", "gated, grouped queries")
+LONG = ("gpt, 1024 tokens", "gated, grouped queries", "gpt, 1024 tokens, bf16",
+        "32,000 words, recomputed, bf16", "gated, grouped queries, bf16")  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from support.live_bytes import LiveBytes
 from typer.testing import CliRunner
 
 from infinity.calibration import KnownRates
@@ -89,6 +89,7 @@ def test_what_would_move_nothing_changes_no_schedule(tiny: str, tmp_path: Path) 
     assert free["schedule"] == named["schedule"]
 
 
+@pytest.mark.big
 def test_more_micro_batches_are_tried_where_fewer_blocks_need_recomputation(
     tmp_path: Path,
 ) -> None:
@@ -449,13 +450,19 @@ def options(how: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "layers", "sizes"),
     [
-        ("7b", {"num_hidden_layers": 8}, "--device 6GiB --host 8GiB --disk 13GiB --tokens 256"),
+        pytest.param(
+            "7b",
+            {"num_hidden_layers": 8},
+            "--device 6GiB --host 8GiB --disk 13GiB --tokens 256",
+            marks=pytest.mark.big,
+        ),
         ("7b", {"num_hidden_layers": 8}, "--device 6GiB --host 2GiB --disk 1TiB --tokens 256"),
-        (
+        pytest.param(
             "7b",
             {"num_hidden_layers": 8},
             "--device 8GiB --host 16GiB --disk 1TiB --tokens 16384 --micro-batches 1 "
             "--slices 1 --no-recompute",
+            marks=pytest.mark.big,
         ),
         ("1.3b", {"n_layer": 6}, "--device 600MiB --host 8GiB --disk 60GiB --tokens 16"),
     ],
@@ -525,10 +532,10 @@ def test_the_page_says_which_schedule_was_chosen_and_the_next(tmp_path: Path) ->
 
 
 def test_no_weights_are_allocated() -> None:
-    before = psutil.Process().memory_info().rss
-    report = report_of(Wishes("70b", device=24 * GIB, host=64 * GIB, disk=2 << 40), 10**15)
+    with LiveBytes() as live:
+        report = report_of(Wishes("70b", device=24 * GIB, host=64 * GIB, disk=2 << 40), 10**15)
     assert report["model"]["parameters"] == 68_976_648_192
-    assert psutil.Process().memory_info().rss - before < 256 << 20
+    assert live.peak == 0
 
 
 def test_torch_is_not_made_to_import_its_compiler() -> None:

@@ -294,8 +294,12 @@ def describe(checks: Sequence[Check]) -> None:
         print(f"after {LIMIT_S:.0f} s what is left is not run: better one stage at a time")
 
 
-def dry_run(checks: Sequence[Check], site: Path, out: Path) -> int:
-    """Say what would run; the exit code tells whether what is carried is enough, and all fits."""
+def dry_run(checks: Sequence[Check], stages: Sequence[str], site: Path, out: Path) -> int:
+    """Print what would run and the plans of `stages`.
+
+    Returns:
+        The exit code: `MISSING` if a wheel is not carried, or a plan does not fit the machine.
+    """
     said, wrong = carried.state()
     print("\n".join(said))
     describe([*wheels(site), build(site), *checks])
@@ -306,7 +310,7 @@ def dry_run(checks: Sequence[Check], site: Path, out: Path) -> int:
     except ImportError as error:
         print(f"plans are not shown, the package is not built here: {error}")
         return MISSING if _told(wrong) else 0
-    for stage in STAGES:
+    for stage in stages:
         try:
             print("\n".join(plan_lines(checks_of([stage], out, out))) or f"{stage}: plans nothing")
         except DoesNotFitError as error:
@@ -349,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ram = ram_gib() if no_gpu is None else WHOLE_RAM_GIB
         checks = checks_of(stages, out, Path(work), gib, ram)
         if options.dry_run or no_gpu is not None:
-            code = dry_run(checks, site, out)
+            code = dry_run(checks, stages, site, out)
             if options.dry_run or code:
                 return code
             print("gpu_check: nothing was built, run or reported", file=sys.stderr)

@@ -34,6 +34,10 @@ IN_RAM = {"weights": "device", "moments": "host", "gradients": "host"}
 _GPT = gpt.GPTConfig(vocab_size=512, context=1024, num_layers=6, num_heads=8, width=512)
 _WORDS = gpt.GPTConfig(vocab_size=32_000, context=1024, num_layers=3, num_heads=4, width=256)
 _LLAMA = llama.LlamaConfig(512, 1024, 6, 8, 2, 512, 1408)
+# For bf16, which most processors emulate: some 50 times as slow as fp32.
+_SMALL = gpt.GPTConfig(vocab_size=512, context=256, num_layers=4, num_heads=4, width=256)
+_SMALL_WORDS = gpt.GPTConfig(vocab_size=8_000, context=256, num_layers=3, num_heads=2, width=128)
+_SMALL_LLAMA = llama.LlamaConfig(512, 256, 4, 4, 2, 256, 704)
 # name -> shape, precision, whether blocks are recomputed, tokens, rows
 CASES = {
     "gpt, 256 tokens": (_GPT, "fp32", False, 256, 1),
@@ -47,6 +51,9 @@ CASES = {
     "gated, grouped queries": (_LLAMA, "fp32", False, 1024, 1),
     "gated, grouped queries, recomputed": (_LLAMA, "fp32", True, 1024, 1),
     "gated, grouped queries, bf16": (_LLAMA, "bf16", False, 1024, 1),
+    "small gpt, bf16": (_SMALL, "bf16", False, 256, 1),
+    "8,000 words, recomputed, bf16": (_SMALL_WORDS, "bf16", True, 256, 1),
+    "small, gated, grouped queries, bf16": (_SMALL_LLAMA, "bf16", False, 256, 1),
 }
 
 

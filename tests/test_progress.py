@@ -1,0 +1,65 @@
+"""The progress of a run of many tests: by the seconds that files took, not by their number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support import progress
+from support.progress import Progress
+
+
+def report_of(file: str, when: str = "teardown") -> Any:
+    return SimpleNamespace(nodeid=f"{file}::test", when=when, duration=0.1, outcome="passed",
+                           passed=True, failed=False, skipped=False)  # fmt: skip
+
+
+def made(kept: Path, monkeypatch: pytest.MonkeyPatch, *, keep: bool = False) -> tuple[Any, Any]:
+    """Return a plugin and the lines that it prints."""
+    lines: list[str] = []
+    reporter = SimpleNamespace(write_line=lines.append)
+    config = SimpleNamespace(
+        getoption=lambda name: keep,
+        get_verbosity=lambda: 0,
+        pluginmanager=SimpleNamespace(get_plugin=lambda name: reporter),
+    )
+    monkeypatch.setattr(progress, "KEPT", kept)
+    return Progress(config), lines  # type: ignore[arg-type]
+
+
+def test_lines_count_seconds_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (kept := tmp_path / "seconds.json").write_text(json.dumps({"slow.py": 90.0, "quick.py": 10.0}))
+    plugin, lines = made(kept, monkeypatch)
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock.now)
+    ids = ["slow.py::a", "slow.py::b"] + [f"quick.py::{i}" for i in range(600)]
+    assert plugin.pytest_report_teststatus(report_of("slow.py", "call")) is None, "few tests"
+    for _ in range(2):  # the second worker
+        plugin.pytest_xdist_node_collection_finished(ids=ids)
+    clock.now = 190.0
+    plugin.pytest_runtest_logreport(report_of("slow.py", "call"))
+    assert lines == []
+    plugin.pytest_runtest_logreport(report_of("slow.py"))
+    assert lines == [" 45% after 1 min 30 s, about 1 min 50 s left"]
+    for _ in range(299):
+        plugin.pytest_runtest_logreport(report_of("quick.py"))
+    assert len(lines) == 1, "not yet at the next step"
+    plugin.pytest_runtest_logreport(report_of("quick.py"))
+    assert lines[1:] == [" 50% after 1 min 30 s, about 1 min 30 s left"]
+    assert plugin.pytest_report_teststatus(report_of("slow.py", "call")) == ("passed", "", "")
+    failed = SimpleNamespace(**vars(report_of("slow.py", "call")) | {"failed": True})
+    assert plugin.pytest_report_teststatus(failed) is None
+
+
+def test_seconds_are_written_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "seconds.json"
+    for keep in (False, True):
+        plugin, _ = made(kept, monkeypatch, keep=keep)
+        for when in ("setup", "call", "teardown"):
+            plugin.pytest_runtest_logreport(report_of("slow.py", when))
+        plugin.pytest_sessionfinish()
+        assert kept.exists() == keep
+    assert json.loads(kept.read_text()) == {"slow.py": 0.3}

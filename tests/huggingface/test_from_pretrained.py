@@ -390,7 +390,8 @@ def test_memory_does_not_grow_with_the_model(kind: str, tmp_path: Path) -> None:
     _, small, large = told
     assert large["slot_bytes"] == small["slot_bytes"]
     assert large["model_bytes"] - small["model_bytes"] > 100 << 20
-    assert large["grown_bytes"] - small["grown_bytes"] < SMALL_BYTES, told
+    # Timing decides how many buffers are used.
+    assert large["grown_bytes"] - small["grown_bytes"] < large["buffer_bytes"] + SMALL_BYTES, told
 
 
 @pytest.mark.parametrize("source", [5, None, ["a"]], ids=str)

@@ -1,8 +1,8 @@
 """Models larger than what the plan holds in RAM: built, saved, loaded and saved again.
 
 `main(path, kind)` runs in a process of its own; KIND is llama or mixtral. It returns, for 2, 4 and
-14 layers: bytes of the model (fp32) and of the plan's slots, by how much the peak grew while it was
-loaded and saved, and the tensors in which both saves differ.
+14 layers: bytes of the model (fp32), of the plan's slots and of its buffers for transfers, by how
+much the peak grew while it was loaded and saved, and the tensors in which both saves differ.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def load_and_save(path: Path, kind: str, num_layers: int) -> dict[str, Any]:
     engine, *_ = infinity.from_pretrained(path / "first", config(path))
     infinity.save_pretrained(engine, path / "second", max_shard="50MiB")
     slots = sum(c.count * c.slot_bytes for c in engine.plan.slot_classes)
+    buffers = sum(engine.plan.memory["host"][name] for name in ("staging", "saving"))
     engine.close()
     grown = peak.grown
     first, second = WeightFiles(path / "first"), WeightFiles(path / "second")
@@ -57,6 +58,7 @@ def load_and_save(path: Path, kind: str, num_layers: int) -> dict[str, Any]:
     return {
         "model_bytes": model_bytes,
         "slot_bytes": slots,
+        "buffer_bytes": buffers,
         "grown_bytes": grown,
         "different": sorted(different),
     }

@@ -98,7 +98,7 @@ def test_what_it_runs_is_there(stage: str, tmp_path: Path) -> None:
 
 
 def test_a_test_that_hangs_says_where_and_others_go_on(tmp_path: Path) -> None:
-    (check,) = (c for c in tool.checks_of(["quick"], tmp_path, tmp_path) if c.name == TRAINING)
+    (check,) = (c for c in tool.checks_of(["tests"], tmp_path, tmp_path) if c.name == TRAINING)
     hangs = tmp_path / "test_hangs.py"
     hangs.write_text(
         "import threading\nimport pytest\npytestmark = pytest.mark.gpu\n"
@@ -729,8 +729,8 @@ def test_a_failure_hides_nothing_and_the_report_says_it(
     assert [one.code for one in results] == [0, 7, tool.STOPPED, warned, warned, 0, None]
     assert tool.reports_in(work, checks).keys() == {"good", "warns", "thrashes"}
     machine = "NVIDIA H200 139 GiB, 16 CPU cores\n"
-    report = tool.write_report(results, machine, ["quick"], tmp_path, {})
-    assert report.name.startswith("gpu_quick_nvidia-h200-139_20")
+    report = tool.write_report(results, machine, ["more"], tmp_path, {})
+    assert report.name.startswith("gpu_more_nvidia-h200-139_20")
     text = report.read_text()
     for words in (
         "| target | wanted | found | |",
@@ -771,7 +771,8 @@ def test_the_first_minute_on_a_device_that_is_no_gpu(monkeypatch: pytest.MonkeyP
         made.append(FakeAccelerator(1, kernels=True))
         return made[-1]
 
-    monkeypatch.setattr(smoke, "PINNED_GIB", (1 / 64, 1 / 32))
+    monkeypatch.setattr(smoke, "PINNED_GIB", 1 / 32)
+    monkeypatch.setattr(smoke, "PINNED_STEP_GIB", 1 / 64)
     monkeypatch.setattr(smoke, "BESIDE_GIB", 0)
     try:
         found = smoke.run_parts(make, told.append)
@@ -781,14 +782,14 @@ def test_the_first_minute_on_a_device_that_is_no_gpu(monkeypatch: pytest.MonkeyP
         assert found["links"].keys() == {"to_device", "from_device", "copies_mixed"}
         assert found["overlap"].keys() == {"copy_in", "bring", "copy_back"}
         assert len(found["training"]["losses"]) == smoke.NUM_STEPS
-        assert all(found["pinning"].values())
+        assert (found["pinning"]["pinned_gib"], found["pinning"]["stopped"]) == (1 / 32, "")
         assert [len(device.violations) for device in made] == [0] * len(made)
         monkeypatch.setattr(FakeAccelerator, "why_no_kernels", lambda self: "the driver refuses")
-        monkeypatch.setattr(smoke, "PINNED_GIB", (1 << 20,))
+        monkeypatch.setattr(smoke, "BESIDE_GIB", 1 << 20)
         found = smoke.run_parts(make, told.append)
         assert found["failed"] == ["kernels: no kernels: the driver refuses"]
-        assert found["pinning"] == {f"{1 << 20} GiB": None}
-        assert any("not tried" in line for line in told)
+        assert found["pinning"]["pinned_gib"] == 0
+        assert "are available" in found["pinning"]["stopped"]
     finally:
         for device in made:
             device.close()

@@ -35,7 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 Say = Callable[[str], None]
 Make = Callable[[], "Device"]  # whoever is given one may close it
 SECONDS = 40.0  # of all parts; what is not begun by then is left out
-PINNED_GIB = (8, 64, 112)  # in all, one after the other
+PINNED_GIB = 112  # in all; what an 8B run holds
+PINNED_STEP_GIB = 8
 BESIDE_GIB = 6  # of RAM that is left to others
 NUM_STEPS = 3
 STUCK_S = 70.0  # then all stacks go to stderr, before whoever asked loses patience
@@ -71,7 +72,7 @@ def _read(path: str) -> str:
 
 def _said(*command: str) -> list[str]:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return [f"{command[0]}: {error}"]
     return (done.stdout or done.stderr).rstrip().splitlines()
@@ -188,43 +189,60 @@ def training(make: Make, say: Say, left_s: float) -> dict[str, Any]:
 
 
 def pinning(make: Make, say: Say, left_s: float) -> dict[str, Any]:
-    """RAM made and registered, so much more each time: seconds, and what is refused."""
+    """Touch and register RAM step by step: the time, what was refused, and what `MemTotal` said.
+
+    The memory of some virtual machines grows while it is used.
+    """
     from infinity.storage.cuda import prefault
     from infinity.storage.device import HostArena
 
     device, held = make(), list[HostArena]()
-    found: dict[str, Any] = {}
-    rate, started = 2.0, time.perf_counter()  # GiB/s, until it is known
-    for gib in PINNED_GIB:
-        more = gib - sum(arena.nbytes for arena in held) / 2**30
-        available = _available_gib()
-        until = left_s - (time.perf_counter() - started)
-        if more > min(available - BESIDE_GIB, rate * until):
-            found[f"{gib} GiB"] = None
-            say(f"{gib} GiB: not tried, {available:.0f} GiB are available, {until:.0f} s are left")
+    began, last_s = time.perf_counter(), 0.0
+    made_s = pinned_s = 0.0
+    stopped = ""
+    first_gib, available_gib = _memory_gib()
+    say(f"RAM: {first_gib:.1f} GiB in all, {available_gib:.1f} available")
+    while len(held) * PINNED_STEP_GIB < PINNED_GIB:
+        whole_gib, available_gib = _memory_gib()
+        left = left_s - (time.perf_counter() - began)
+        if available_gib < PINNED_STEP_GIB + BESIDE_GIB:
+            stopped = f"{available_gib:.1f} GiB of {whole_gib:.1f} are available"
+        elif left < 1.5 * last_s:
+            stopped = f"{left:.0f} s are left"
+        if stopped:
             break
-        arena = HostArena(int(more * 2**30))
+        arena = HostArena(int(PINNED_STEP_GIB * 2**30))
+        held.append(arena)
         times = [time.perf_counter()]
-        made = prefault(arena.view(0, arena.nbytes).data_ptr(), arena.nbytes)
+        prefault(arena.view(0, arena.nbytes).data_ptr(), arena.nbytes)
         times.append(time.perf_counter())
         device.pin(arena)
         times.append(time.perf_counter())
-        held.append(arena)
-        made_s, pinned_s = times[1] - times[0], times[2] - times[1]
-        rate = more / (times[2] - times[0])
-        found[f"{gib} GiB"] = {"made_s": made_s, "pinned_s": pinned_s}
-        how = f"pages made in {made_s:.1f} s" if made else "pages are not made ahead here"
-        say(f"{gib} GiB: {how}, registered in {pinned_s:.1f} s")
-        if device.warnings:
-            break
-    warned = list(device.warnings)
+        made_s += times[1] - times[0]
+        pinned_s += times[2] - times[1]
+        last_s = times[2] - times[0]
+        stopped = "".join(device.warnings)
+        say(
+            f"{len(held) * PINNED_STEP_GIB} GiB: made {made_s:.1f} s, registered {pinned_s:.1f} s"
+            f" in all; RAM {_memory_gib()[0]:.1f} GiB"
+        )
+    say(f"stopped: {stopped or 'all are there'}")
+    warned, whole_gib = list(device.warnings), _memory_gib()[0]
     device.close()  # before the memory goes that is registered
-    return found | {"warnings": warned}
+    return {
+        "pinned_gib": len(held) * PINNED_STEP_GIB,
+        "made_s": made_s,
+        "pinned_s": pinned_s,
+        "stopped": stopped,
+        "ram_gib": [first_gib, whole_gib],
+        "warnings": warned,
+    }
 
 
-def _available_gib() -> float:
+def _memory_gib() -> tuple[float, float]:
     told = dict(line.split(":") for line in _read("/proc/meminfo").splitlines())
-    return int(told["MemAvailable"].split()[0]) / 2**20
+    whole, available = (int(told[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
+    return whole, available
 
 
 PARTS: dict[str, Callable[[Make, Say, float], dict[str, Any]]] = {

@@ -37,13 +37,13 @@ TOOLS = (
     "packaging", "pip", "cmake", "ninja", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis",
     "psutil", "cuda-bindings",
 )  # fmt: skip
-PROGRAMS = ("cmake", "ninja")  # of these one on the PATH will do
+PROGRAMS = ("cmake", "ninja")  # the machine's own: half of all bytes, if they were carried
 CARRIED = (
     # to run
     *OF_CUDA, "aiofiles", "annotated-doc", "annotated-types", "markdown-it-py", "mdurl", "psutil",
     "pydantic", "pydantic-core", "pygments", "pyyaml", "rich", "shellingham", "typer",
     "typing-extensions", "typing-inspection",
-    *(BUILDERS := ("cmake", "nanobind", "ninja", "packaging", "pathspec", "scikit-build-core")),
+    *(BUILDERS := ("nanobind", "packaging", "pathspec", "scikit-build-core")),
     # to test
     "execnet", "hypothesis", "iniconfig", "pluggy", "pytest", "pytest-timeout", "pytest-xdist",
     "sortedcontainers",
@@ -136,7 +136,7 @@ def uncovered(asked: Iterable[str], carried: Mapping[str, Package]) -> list[str]
     while queue:
         requirement, asker = queue.pop(0)
         name = canonical(requirement.name)
-        if name in THERE:
+        if name in THERE or name in PROGRAMS:
             continue
         package = carried.get(name)
         if package is None:
@@ -238,7 +238,7 @@ def fetch() -> int:
 
 
 def _build_ours() -> None:
-    """As the machine will, from carried wheels alone, by an interpreter that is as new as its own.
+    """As the machine will, from carried wheels and programs of the index, by an interpreter that is as new as its own.
 
     Without one, or where it fails, nothing is carried: the machine has a compiler, or it has not.
     """
@@ -256,6 +256,8 @@ def _build_ours() -> None:
         environment = os.environ | {"PYTHONPATH": site}
         try:
             subprocess.run([*pip, *install], cwd=REPOSITORY, check=True)
+            programs = ["install", "-q", "--no-deps", "--target", site, *PROGRAMS]
+            subprocess.run([*pip, *programs], cwd=REPOSITORY, check=True)
             command = [*pip, *build, "-w", str(target), "."]
             subprocess.run(command, cwd=REPOSITORY, check=True, env=environment)
         except subprocess.CalledProcessError as error:

@@ -2,12 +2,13 @@
 # Builds, runs the GPU tests and the GPU benchmarks on a bare machine without network, in less than
 # 10 minutes a call, and writes a report for docs/benchmarks.
 #
-#   tools/gpu_check.sh [STAGE..]            default: quick. Each of the others is a call of its own:
+#   tools/gpu_check.sh [STAGE..]            default: smoke tests. In order of their worth:
 #     smoke      the first minute: facts, kernels, links, copies beside compute, training, pinning
-#     quick      tests, kernels, a small model     8b         8B at 8k tokens a step, beside plain torch
-#     1.5b       8k and 32k beside plain torch     8b-16k, 8b-32k  more tokens
-#     disk       1.5B, its state on disk           8b-32k-m4  the last in 4 micro-batches, as told
-#     14b        14B with the whole card
+#     tests      the tests that need a GPU
+#     8b-32k     8B at 32k tokens a step under a cap of 24 GiB, beside no offload
+#     1.5b-fsdp  1.5B at 8k tokens, beside FSDP2 with CPU offload
+#     1.5b, 8b, 8b-16k, disk, 8b-32k-m4, 14b  other sizes, each a call of its own
+#     more       Adam kernels alone, a model of 124M
 #   tools/gpu_check.sh --limit SECONDS ..   of this call, where less than 9 minutes are left: what is
 #                                           not begun by then is left out, and the report says so
 #   tools/gpu_check.sh --dry-run [STAGE..]  say what would run, prove that what is carried is enough,

@@ -258,13 +258,15 @@ class CudaDevice(Device):
         index = torch_device.index
         index = torch.cuda.current_device() if index is None else index
         self.torch_device = torch.device("cuda", index)
-        self._in = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-        self._out = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        # torch hands streams out from a pool of 32 for each priority, over and over: at another
+        # priority than the user's streams, none of the user's is one of these.
+        self._in = self._stream(priority=-1)
+        self._out = self._stream(priority=-1)
         # Of streamed updates: behind the others they would wait for compute, and for free slots.
-        self._bring = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-        self._back = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-        self._update = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-        self._between = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._bring = self._stream(priority=-1)
+        self._back = self._stream(priority=-1)
+        self._between = self._stream(priority=-1)
+        self._update = self._stream(priority=0)  # its kernels take turns with compute
         self._kernels: CudaKernels | None = None
         self._no_kernels: str | None = None  # why, once that is known
         self._compute = torch.cuda.current_stream(self.torch_device)
@@ -273,6 +275,11 @@ class CudaDevice(Device):
         self.warnings: list[str] = []
         self._clock: CudaClock | None = None  # while a trace is recorded
         self._node = _node_of(self.torch_device)
+
+    def _stream(self, priority: int) -> torch.cuda.Stream:
+        return torch.cuda.Stream(  # type: ignore[no-untyped-call]
+            self.torch_device, priority=priority
+        )
 
     def reserve(self, nbytes: int) -> _CudaArena:
         """One plain allocation, that no work queued before touches: not all streams follow it."""

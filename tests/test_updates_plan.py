@@ -135,7 +135,7 @@ def test_the_cpu_takes_several_chunks_at_once_where_it_reaches_all_of_them() -> 
         ({**IN_RAM, "weights": "device"}, [1] * 16),
         ({**IN_RAM, "moments": "disk"}, [1] * 16),
     ):
-        plan = replace(plan_of(placement, "cpu"), chunks_at_once=5)
+        plan = replace(plan_of(placement, "cpu"), cpu_chunks_at_once=5)
         passages = plan.passages(plan.units[0], plan.placements[0])
         assert [(len(chunks), by_device) for chunks, by_device in passages] == [
             (length, False) for length in lengths

@@ -32,10 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from _bench_bound import compute_in, links_in_pass
 from _bench_case import device_bytes, priced_of, recomputed_share, schedule_line, told_to_plan
-from _bench_config import deepspeed_config, engine_config, trace_of
+from _bench_config import HYPER_PARAMETERS, deepspeed_config, engine_config, trace_of
 from _bench_cpu import cpu_seconds
 from _bench_model import filled, outline, shape_of, values_of
-from _plain import PlainTorch
+from _plain import DTYPES, PlainTorch
 from _process import peak_rss_bytes
 
 import infinity
@@ -278,15 +278,72 @@ class Infinity(Contender):
         self.engine.close()
 
 
+def become_only_rank() -> None:
+    """Set what process groups read from the environment: this process is the only rank."""
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 20000))
+
+
+class Fsdp2(Contender):
+    """FSDP2 with CPU offload on one rank: fp32 masters and Adam's moments in RAM, updated there.
+
+    Blocks are sharded one by one, so that the next one is copied while one computes. The norm is
+    that of local gradients, which are all of them: no collective runs on the CPU.
+    """
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        super().__init__(job | {"by_engine": False})
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        become_only_rank()
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+        dtype = DTYPES[job["precision"]]
+        more: dict[str, Any] = {
+            "mesh": init_device_mesh(self.device.type, (1,)),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype),
+            "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu),
+        }
+        model = filled(outline(self.job | {"precision": "fp32"}), torch.device("cpu")).train()
+        for block in model.get_submodule("blocks").children():
+            fully_shard(block, **more)
+        self.model = fully_shard(model, **more)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **HYPER_PARAMETERS)
+
+    def step(self) -> None:
+        """Do one whole training step."""
+        batch = self.batch()
+        for index, micro_batch in enumerate(batch):
+            self.model.set_requires_gradient_sync(index + 1 == len(batch))
+            loss = self.model(*micro_batch)
+            self.last_loss = loss.item()
+            (loss / len(batch)).backward()
+        gradients = [p.grad.to_local() for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        torch._foreach_mul_(gradients, torch.clamp(1.0 / (norm + 1e-6), max=1.0))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        self.synchronize()
+
+    def close(self) -> None:
+        """Leave the group."""
+        torch.distributed.destroy_process_group()
+
+
 class DeepSpeed(Contender):
     """The peer: ZeRO-3 with parameters and optimizer on NVMe or in RAM, with settings that run."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         super().__init__(job | {"by_engine": False})
-        for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
-            os.environ.setdefault(name, value)
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 20000))
+        become_only_rank()
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed
@@ -350,6 +407,7 @@ CONTENDERS: dict[str, type[Contender]] = {
     "infinity_plan": Planned,
     "deepspeed_nvme": DeepSpeed,
     "deepspeed_cpu": DeepSpeed,
+    "fsdp2": Fsdp2,
 }
 
 

@@ -25,6 +25,8 @@ def shape_of(job: dict[str, Any]) -> presets.Shape:
     """The job's model; it recomputes its blocks, and slices logits, where the engine does not."""
     recomputes = job["checkpointing"] and not job["by_engine"]
     shape = presets.shape_of(job["model"], job["context"], recomputes)
+    if job.get("layers"):
+        shape = replace(shape, num_layers=job["layers"])
     if job.get("logits_by_engine") and isinstance(shape, llama.LlamaConfig):
         return replace(shape, whole_logits=True)
     return shape

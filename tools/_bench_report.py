@@ -15,6 +15,7 @@ import presets
 import torch
 from _bench_bound import Bounds, Phases, bounds_of, rates_for
 from _bench_child import Child
+from _bench_model import shape_of
 from _bench_targets import judged
 from rich.console import Console
 from rich.table import Table
@@ -36,6 +37,9 @@ COMPARED = {
     "plan_to_predicted": ("infinity_plan", "plan_predicted"),
     "deepspeed_nvme_to_plan": ("deepspeed_nvme", "infinity_plan"),
     "deepspeed_cpu_to_ram": ("deepspeed_cpu", "infinity_ram"),
+    "fsdp2_to_ram": ("fsdp2", "infinity_ram"),
+    "fsdp2_to_disk": ("fsdp2", "infinity_disk"),
+    "fsdp2_to_plan": ("fsdp2", "infinity_plan"),
     "deepspeed_cpu_to_disk": ("deepspeed_cpu", "infinity_disk"),
 }
 # Contender -> prefix of its bounds.
@@ -78,11 +82,12 @@ def report_of(
         name: pair for name, pair in COMPARED.items() if pair[0] in times and pair[1] in times
     }
     medians = [statistics.median(kind) for kind in zip(*map(_values, phases), strict=True)]
-    num_parameters = presets.count_parameters(presets.shape_of(arguments.model, job["context"]))
+    num_parameters = presets.count_parameters(shape_of(job))
     tokens = job["rows"] * job["context"] * arguments.micro_batches
     recompute = arguments.checkpointing
     report = {
         "model": arguments.model,
+        "layers": arguments.layers,
         "num_parameters": num_parameters,
         "precision": arguments.precision,
         "checkpointing": recompute,

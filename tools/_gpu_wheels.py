@@ -238,7 +238,7 @@ def fetch() -> int:
 
 
 def _build_ours() -> None:
-    """As the machine will, from carried wheels and programs of the index, by an interpreter that is as new as its own.
+    """As the machine will, by an interpreter that is as new as its own.
 
     Without one, or where it fails, nothing is carried: the machine has a compiler, or it has not.
     """

@@ -45,7 +45,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 OURS = ("torch_ram", "infinity_ram", "infinity_disk")
 CHOICES = (*OURS, "infinity_plan")  # the last one's placement and schedule are the plan's
 TRACED_STEPS = 2
-PEERS = {"deepspeed": "deepspeed_nvme", "deepspeed-cpu": "deepspeed_cpu"}
+PEERS = {"deepspeed": "deepspeed_nvme", "deepspeed-cpu": "deepspeed_cpu", "fsdp2": "fsdp2"}
 
 
 def measure(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> Any:
@@ -54,12 +54,12 @@ def measure(arguments: argparse.Namespace, folder: Path, say: Callable[[str], No
     from _bench_report import report_of
 
     names, skipped = list(arguments.only), {}
-    if arguments.compare is not None:
-        if importlib.util.find_spec("deepspeed") is None:
-            skipped[PEERS[arguments.compare]] = "deepspeed is not importable: skipped"
+    for peer in arguments.compare:
+        if peer.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
+            skipped[PEERS[peer]] = "deepspeed is not importable: skipped"
             say("deepspeed is not importable: skipped")
         else:
-            names.append(PEERS[arguments.compare])
+            names.append(PEERS[peer])
     race = Race(arguments, job_of(arguments, folder), say)
     unified = arguments.device == "cpu"
     rates, stopped = [measure_disk_rates(folder, unified=unified)], False
@@ -95,6 +95,9 @@ class Race:
         # Times of the parts: of the engine where it computes on RAM itself, else without copies.
         on_cpu = arguments.device == "cpu"
         self.timed = ("infinity_ram", "infinity_plan") if on_cpu else ("torch_ram",)
+        # Activations of a step differ in size; segments that grow need no cap of their own to be
+        # free of holes. For every contender.
+        self.environment = {} if on_cpu else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         self.children: list[Child] = []
 
     def run(self, names: Sequence[str]) -> None:
@@ -103,7 +106,7 @@ class Race:
         done = False
         try:
             for name in names:
-                alive.append(Child(name))
+                alive.append(Child(name, environment=self.environment))
             self.children += alive
             for child in alive:
                 self.say(f"starting {child.name} ...")
@@ -149,6 +152,7 @@ def job_of(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     context = min(arguments.context, per_micro_batch)
     job = {
         "model": arguments.model,
+        "layers": arguments.layers,
         "precision": arguments.precision,
         "micro_batches": arguments.micro_batches,
         "rows": per_micro_batch // context,
@@ -242,10 +246,18 @@ def positive(text: str) -> int:
 
 
 def _contenders(text: str) -> tuple[str, ...]:
+    return _some_of(text, CHOICES)
+
+
+def _peers(text: str) -> tuple[str, ...]:
+    return _some_of(text, tuple(PEERS))
+
+
+def _some_of(text: str, choices: Sequence[str]) -> tuple[str, ...]:
     names = tuple(text.split(","))
-    unknown = [name for name in names if name not in CHOICES]
+    unknown = [name for name in names if name not in choices]
     if unknown or len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"{text!r} should be some of {', '.join(CHOICES)}")
+        raise argparse.ArgumentTypeError(f"{text!r} should be some of {', '.join(choices)}")
     return names
 
 
@@ -253,6 +265,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--model", default="gpt-124m", help="a preset of examples/gpt.py or examples/llama.py")
+    add("--layers", type=positive, help="so many blocks of the model (default: all)")
     add("--rounds", type=positive, default=5, help="turns per contender")
     add("--steps", type=positive, default=1, help="timed steps per turn (one more is untimed)")
     add("--warmup", type=positive, default=2, help="steps of each contender before the rounds")
@@ -282,7 +295,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--only", type=_contenders, metavar="NAMES", help=f"of {','.join(CHOICES)}")
     add("--alone", action="store_true", help="one contender after another, for lack of memory")
-    add("--compare", choices=tuple(PEERS), help="add this peer if it can be imported")
+    add("--compare", type=_peers, default=(), metavar="NAMES", help=f"peers: of {','.join(PEERS)}")
     add("--traces", type=Path, metavar="DIR", help="keep traces of ours there (see infinity trace)")
     add("--json", action="store_true", help="one JSON object on stdout")
     return parser

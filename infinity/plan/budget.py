@@ -11,7 +11,7 @@ from infinity.plan.plan import Alike, Plan, SlotClass, UpdatePlace, update_place
 
 NUM_WINDOWS = 3  # gradient ranges in RAM when gradients rest on disk
 NUM_GRADIENT_BUFFERS = 2  # device -> host gradient buffers
-NUM_STREAM_BUFFERS = 3  # on a device: what comes, what is updated, what goes
+NUM_STREAM_BUFFERS = 4  # on a device: one comes, one is updated, one goes, one waits for the CPU
 NUM_COMMIT_BUFFERS = 2  # chunks on their way from a device's own memory into a commit
 NUM_COPY_BUFFERS = 2  # chunks on their way into a checkpoint
 FROZEN_PIECE = 1 << 20  # bytes of frozen parameters on a device that go into a commit at a time

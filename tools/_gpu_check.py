@@ -329,6 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(STAGES))
     parser.add_argument("--dry-run", action="store_true", help="run nothing")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of this call")
+    parser.add_argument("--only", metavar="NAMES", help="of the stages' checks, these and rates")
     parser.add_argument("--fetch", action="store_true", help="wheels into .whl/, from an index")
     parser.add_argument(
         "--table", nargs="+", metavar="FILE", help="of results.json of several runs"
@@ -352,6 +353,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as work:
         ram = ram_gib() if no_gpu is None else WHOLE_RAM_GIB
         checks = checks_of(stages, out, Path(work), gib, ram)
+        if options.only is not None:
+            wanted = {"rates", *options.only.split(",")}
+            if unknown := sorted(wanted - {check.name for check in checks}):
+                parser.error(f"{unknown[0]!r} is no check of these stages")
+            checks = [check for check in checks if check.name in wanted]
         if options.dry_run or no_gpu is not None:
             code = dry_run(checks, stages, site, out)
             if options.dry_run or code:

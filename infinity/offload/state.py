@@ -323,13 +323,21 @@ class StateStore:
     # --- moving them -----------------------------------------------------------------------------
 
     def stage(
-        self, unit: int, chunk: int, buffer: Tensor, *, chunks: int = 1, by_device: bool = False
+        self,
+        unit: int,
+        chunk: int,
+        buffer: Tensor,
+        *,
+        chunks: int = 1,
+        by_device: bool = False,
+        after: Event = HAPPENED,
     ) -> Staged:
         """Start bringing all kinds of a chunk where the host can reach them.
 
         What rests in RAM is there already; the rest comes into `buffer` (uint8). With `by_device`
         what rests on the device stays there: its views are the device's. Of several `chunks`, from
-        this one on, where all rests in memory.
+        this one on, where all rests in memory. What is on the device is copied `after` the compute
+        that used it.
         """
         state, views, resting = self.units[unit], dict[Kind, Tensor](), set[Kind]()
         pieces: list[tuple[Range, Tensor]] = []
@@ -341,11 +349,11 @@ class StateStore:
                 view = buffer[used : used + place.nbytes]
                 used += place.nbytes
                 there = place.reached(by_device=True)
-                if there is None or kind is Kind.WEIGHT:
+                if there is None:
                     pieces.append((place, view))
-                else:  # no compute touches it, so the copy need not wait for what was asked of that
+                else:  # not after all compute: the forward that runs meanwhile changes none of it
                     label = (unit, "state")
-                    waits.append(self.transfers.copy_back(view, there, label=label))
+                    waits.append(self.transfers.copy_back(view, there, after, label))
             elif state.on_device(kind):
                 resting.add(kind)
             views[kind] = view
@@ -353,10 +361,13 @@ class StateStore:
             waits.append(self.transfers.read(pieces, label=(unit, "state")))
         return Staged(views, waits, used, frozenset(resting))
 
-    def send(self, unit: int, chunk: int, views: Mapping[Kind, Tensor]) -> Event:
-        """Start to write a chunk's updated kinds (uint8, in RAM) to where they rest."""
+    def send(
+        self, unit: int, chunk: int, views: Mapping[Kind, Tensor], *, chunks: int = 1
+    ) -> Event:
+        """Start to write the updated kinds (uint8, in RAM) of `chunks` to where they rest."""
         pieces = [
-            (self.chunk(unit, kind, chunk, written=True), view) for kind, view in views.items()
+            (self.chunk(unit, kind, chunk, chunks=chunks, written=True), view)
+            for kind, view in views.items()
         ]
         event = self.transfers.write(pieces, label=(unit, "state"))
         self.units[unit].writes.append(event)

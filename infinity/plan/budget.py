@@ -11,7 +11,7 @@ from infinity.plan.plan import Alike, Plan, SlotClass, UpdatePlace, update_place
 
 NUM_WINDOWS = 3  # gradient ranges in RAM when gradients rest on disk
 NUM_GRADIENT_BUFFERS = 2  # device -> host gradient buffers
-NUM_STREAM_BUFFERS = 4  # on a device: one comes, one is updated, one goes, one waits for the CPU
+NUM_STREAM_BUFFERS = 3  # on a device: what comes, what is updated, what goes
 NUM_COMMIT_BUFFERS = 2  # chunks on their way from a device's own memory into a commit
 NUM_COPY_BUFFERS = 2  # chunks on their way into a checkpoint
 FROZEN_PIECE = 1 << 20  # bytes of frozen parameters on a device that go into a commit at a time
@@ -179,7 +179,9 @@ def _at_rest(plan: Plan) -> dict[Tier, dict[str, int]]:
 
 
 def staging_bytes(plan: Plan) -> int:
-    """Bytes of one staging buffer: a chunk of every kind that some unit cannot update in place."""
+    """Bytes of one staging buffer: of every kind that some unit cannot update in place, the chunks
+    that are updated at once.
+    """
 
     def staged(alike: Alike) -> int:
         place = update_place(plan, alike.units[0])
@@ -189,7 +191,8 @@ def staging_bytes(plan: Plan) -> int:
         streamed = plan.streamed_chunks(alike.layout, alike.placement)
         all_streamed = streamed == alike.layout.num_chunks(plan.chunk_elements)
         outside = (Tier.DISK,) if all_streamed else _out_of_reach(plan)
-        return _bytes_at_once(plan, alike, outside, gradient=True)
+        chunks = plan.passage(alike.placement, by_device=False)
+        return _bytes_at_once(plan, alike, outside, chunks, gradient=True)
 
     return max(map(staged, plan.alike), default=0)
 

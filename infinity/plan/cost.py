@@ -297,9 +297,10 @@ def with_links(
 PASSES_FORWARD, PASSES_BACKWARD = 27 / 16, 2 * 27 / 16 + 9 / 16
 # Not measured of their own: fp16 is as fast as bf16 on GPUs, and where a CPU emulates both.
 _MULTIPLIED_AS = {"fp16": "bf16"}
-# Of one copy, or one kernel, on a device: Python, CUDA's calls, events asked and waited for. By a
-# device that does nothing 15, with CUDA's own calls some 50 (estimated: not measured on a GPU).
-CALL_S = 50e-6
+# Of one copy, or one kernel, on a device: Python beside other threads' Python, CUDA's calls, events
+# asked and waited for. 170 us on the host of an H100 while a trace is recorded, which takes part of
+# that.
+CALL_S = 120e-6
 MOST_BESIDE, _TINY = 0.9, 1e-12  # of a streamed unit: something is streamed
 USUAL_CONTEXT = 2048  # tokens of a sample, where nobody said it
 HOST_FLOPS = 0.5e12  # bf16 products a second of a host beside a device: a guess, not measured
@@ -455,10 +456,11 @@ class _Pricing:
         else:
             resources["compute"] = compute + on_device
             resources["sums"] = sums_s(plan, rates, phase)
-            # One thread asks for copies, and has the CPU update what it does meanwhile.
-            calls = beside + calls_s(plan) if phase.has_update else 0.0
-            resources["update"] = update + max(stream_s(plan, rates), calls) if update else 0.0
-            resources["calls and update" if beside else "calls"] = calls
+            resources["calls"] = calls_s(plan) if phase.has_update else 0.0
+            resources["update beside"] = beside
+            # What the CPU updates alone, the thread that asks for copies waits for.
+            streamed = max(stream_s(plan, rates), beside)
+            resources["update"] = update + streamed if update else 0.0
         return resources
 
     def _compute_s(self, phase: PhaseBytes, once: _Elements, again: _Elements) -> float:
@@ -608,11 +610,11 @@ def share_beside(plan: Plan, rates: Rates) -> float:
 
     Both hang on it linearly; links have other things to carry behind the same forward, too.
     """
-    longer = []  # what links take longer than the thread that asks for copies, and updates
+    longer = []  # what links take longer than the CPU's updates
     for one in (plan, replace(plan, beside=0.5)):
         moved = next(phase.moved for phase in forecast_phases(one) if phase.has_update)
         links = max(rates.copies_s(moved["to_device"], moved["from_device"]))
-        longer.append(links - calls_s(one) - update_s(one, rates)[1])
+        longer.append(links - update_s(one, rates)[1])
     alone, half = longer
     return max(0, int(100 * min(0.5 * alone / max(alone - half, _TINY), MOST_BESIDE))) / 100
 

@@ -122,9 +122,7 @@ class Plan:
     rule: RuleFacts = RuleFacts()
     device_kernels: bool = False  # a device with memory of its own runs our optimizer kernels
     streamed: frozenset[UnitPlacement] = frozenset()  # units placed so: `UpdatePlace.STREAMED`
-    # Of a unit that is updated from where it rests in memory: streamed, and updated by the CPU.
-    chunks_at_once: int = 1
-    cpu_chunks_at_once: int = 1
+    chunks_at_once: int = 1  # of a unit that is updated from where it rests in memory
     beside: float = 0.0  # share of such a unit that the CPU updates while the rest is streamed
     rates_origin: str = ""  # of the rates by which placement left to the plan was chosen
     durable: bool = False  # every unit has two extents; steps are committed
@@ -281,10 +279,11 @@ class Plan:
     def passage(self, placement: UnitPlacement, *, by_device: bool = True) -> int:
         """Chunks of a unit placed so that are streamed, or updated by the CPU, at once.
 
-        More than one only where all is reached: on disk each is a record.
+        More than one only where all is reached: on disk each is a record. What the CPU updates
+        beside streamed chunks comes through buffers in RAM where it rests on the device.
         """
-        at_once = self.chunks_at_once if by_device else self.cpu_chunks_at_once
-        return at_once if self.reached(placement, by_device=by_device) else 1
+        by_device = by_device or placement in self.streamed
+        return self.chunks_at_once if self.reached(placement, by_device=by_device) else 1
 
     def reached(self, placement: UnitPlacement, *, by_device: bool) -> bool:
         """Whether all of a unit placed so is updated from where it rests, not through RAM buffers.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -110,10 +111,11 @@ def tiles_of(
 # of different chunks overlap, and only events order them; the optimizer thread waits for nothing
 # but the oldest, which must be back before its buffers are filled again. No copy waits for compute:
 # a unit is lent out when its last chunk is back, and until then nobody else can reach it. From RAM
-# to RAM several chunks are streamed at once (`Plan.passage`): a copy costs the host some 50 us of
+# to RAM several chunks are streamed at once (`Plan.passage`): a copy costs the host some 100 us of
 # calls, whatever its size. So are several updated by the CPU at once, where it reaches all. One
 # unit follows the other without a gap, unless it must wait. Meanwhile the CPU may update a share of
-# each unit's chunks itself (`Plan.passages`): on the same thread, between two that it sends off.
+# each unit's chunks itself (`Plan.passages`), on a thread of its own: while one is updated the next
+# is queued, and this thread goes on sending others through the device. All land in one order.
 
 
 @dataclass(eq=False)
@@ -131,7 +133,10 @@ class Work:
     views: dict[Kind, Tensor]
     waits: list[Event]
     resting: set[Kind]
-    room: Tensor  # what is left of the buffer on the device
+    stream: Tensor  # the buffer on the device, and what is left of it
+    room: Tensor
+    target: Slot | None = None  # that new weights are published to
+    updated: Future[None] | None = None  # the CPU's update beside streamed ones
     there: dict[Kind, Tensor] = field(default_factory=dict)  # views on the device
     brought: list[Kind] = field(default_factory=list)  # what does not rest there
     events: list[Event] = field(default_factory=list)  # of all that was asked for
@@ -142,6 +147,7 @@ class Work:
         return self.chunks.start == 0
 
 
+NUM_BESIDE = 2  # one that the CPU updates, and the next
 _NOWHERE = torch.empty(0, dtype=torch.uint8)
 
 
@@ -179,13 +185,19 @@ class Updates:
         nbytes = stream_bytes(plan)
         num_streams = NUM_STREAM_BUFFERS if nbytes else 0
         self._streams = BufferPool(num_streams, nbytes, transfers.device, on_device=True)
-        self._under_way: deque[tuple[Work, Tensor]] = deque()  # streamed, oldest first
+        self._under_way: deque[Work] = deque()  # oldest first
+        self._beside: ThreadPoolExecutor | None = None  # updates what the CPU does meanwhile
+        if plan.beside:
+            begin = transfers.device.follow_compute
+            self._beside = ThreadPoolExecutor(1, "infinity-update-beside", begin)
         self._target: Slot | None = None  # that the unit is published to
         self._published: dict[int, list[Event]] = {}  # by unit: copies of its new weights
         self._left: dict[int, int] = {}  # chunks of units that have begun
 
     def forget(self) -> None:
-        """Drop the reserved ranges."""
+        """Drop the reserved ranges, and end the thread beside."""
+        if self._beside is not None:
+            self._beside.shutdown()
         self._staging.forget()
         self._streams.forget()
         self._target = None
@@ -201,7 +213,9 @@ class Updates:
                     self.prefetcher.updated(unit, self._update_on_device(job, unit))
             self._run_chunks(job, stopped)
         finally:
-            for work, _ in self._under_way:  # none, unless it failed
+            for work in self._under_way:  # none, unless it failed
+                if work.updated is not None:
+                    wait([work.updated])
                 for event in work.events:
                     event.wait()
             self._under_way.clear()
@@ -265,16 +279,25 @@ class Updates:
         if chunks.start == 0:
             self.store.settle_writes(unit)
         views, waits, used, resting = self.store.stage(
-            unit, chunks.start, buffer, chunks=len(chunks), by_device=streamed
+            unit,
+            chunks.start,
+            buffer,
+            chunks=len(chunks),
+            by_device=streamed,
+            after=job.computed,
         )
-        work = Work(unit, chunks, streamed, buffer, views, waits, set(resting), _NOWHERE)
+        work = Work(unit, chunks, streamed, buffer, views, waits, set(resting), _NOWHERE, _NOWHERE)
         work.waits += job.copies.pop(unit, ())
         part = self.plan.part(self.plan.own[unit], Kind.GRADIENT, chunks.start, len(chunks))
         place = self.gradients.places[unit].part(part.start, part.stop - part.start)
         view = place.reached(by_device=streamed)
         if view is None:
-            view = buffer[used : used + place.nbytes]
-            work.waits.append(self.transfers.read([(place, view)], label=(unit, "gradient")))
+            view, label = buffer[used : used + place.nbytes], (unit, "gradient")
+            there = place.reached(by_device=True)
+            if there is None:
+                work.waits.append(self.transfers.read([(place, view)], label=label))
+            else:
+                work.waits.append(self.transfers.copy_back(view, there, job.computed, label))
         elif unit in self.gradients.on_device:
             work.resting.add(Kind.GRADIENT)
         views[Kind.GRADIENT] = view
@@ -282,33 +305,51 @@ class Updates:
 
     def _process(self, job: PassJob, work: Work) -> None:
         """Update a chunk, or send it through the device, which ends in `_land`."""
-        waits = list(work.waits)
         if not work.streamed:  # a copy of old weights to the device may still read what will change
-            waits.append(self.prefetcher.entries[work.unit].ready)
-        streams = self._places[work.unit] is UpdatePlace.STREAMED
-        if not (streams and all(item.done() for item in waits)):
-            self._land_all()  # rather than wait with chunks that may be back
+            work.waits.append(self.prefetcher.entries[work.unit].ready)
         laps = Laps(self.transfers.trace, work.unit)
-        for item in waits:
-            item.wait()
         if work.streamed:
+            if not all(item.done() for item in work.waits):
+                self._land_all()  # rather than wait with chunks that may be back
+            for item in work.waits:
+                item.wait()
             self._stream(job, work)
             laps.lap("optimizer_pass", "stream")
             return
+        if self._places[work.unit] is UpdatePlace.STREAMED:
+            self._update_beside(job, work)
+            laps.lap("optimizer_pass", "hand to the CPU")
+            return
+        self._land_all()
         if work.is_first:
             self.before_change(work.unit)
-        tiles = self._tiles(job, work.unit, work.chunks, work.views)
-        laps.lap("optimizer_pass", "wait for state")
-        if tiles:
-            self.updater.update(tiles, job.grad_scale)
-        laps.lap("update", "update", sum(view.numel() for view in work.views.values()))
+        self._update_on_cpu(job, work)
+        laps = Laps(self.transfers.trace, work.unit)
         written = self._write_back(work)
         if work.is_first:
             self._target = self.prefetcher.publish_slot(work.unit)
-        written += self._publish(work)
-        self._give_back(work, written)
+        work.target = self._target
+        self._give_back(work, written + self._publish(work))
         laps.lap("optimizer_pass", "publish, write back")
         self._finish(work)
+
+    def _update_beside(self, job: PassJob, work: Work) -> None:
+        """Queue the CPU's update of chunks of a unit whose first chunks are streamed before."""
+        assert self._beside is not None
+        work.target = self._target
+        work.updated = self._beside.submit(self._update_on_cpu, job, work)
+        self._under_way.append(work)
+        while sum(one.updated is not None for one in self._under_way) > NUM_BESIDE:
+            self._land()
+
+    def _update_on_cpu(self, job: PassJob, work: Work) -> None:
+        laps = Laps(self.transfers.trace, work.unit)
+        for item in work.waits:
+            item.wait()
+        laps.lap("optimizer_pass", "wait for state")
+        if tiles := self._tiles(job, work.unit, work.chunks, work.views):
+            self.updater.update(tiles, job.grad_scale)
+        laps.lap("update", "update", sum(view.numel() for view in work.views.values()))
 
     def _give_back(self, work: Work, written: Sequence[Event]) -> None:
         """Its buffer, if it has one, is free when what was written from it is."""
@@ -345,22 +386,25 @@ class Updates:
 
     def _write_back(self, work: Work) -> list[Event]:
         """Send what was updated in the buffer to where it rests."""
-        state, store = self.store.units[work.unit], self.store
+        state = self.store.units[work.unit]
         staged = {k: work.views[k] for k in state.kinds if state.in_ram(k) is None}
         events = []
         if state.on_device(Kind.WEIGHT):  # by itself: forwards wait for it
             weight = {Kind.WEIGHT: staged.pop(Kind.WEIGHT)}
-            events.append(store.send(work.unit, work.chunks.start, weight))
+            events.append(self._send(work, weight))
             self._published.setdefault(work.unit, []).extend(events)
         if staged:
-            events.append(store.send(work.unit, work.chunks.start, staged))
+            events.append(self._send(work, staged))
         return events
+
+    def _send(self, work: Work, views: Mapping[Kind, Tensor]) -> Event:
+        return self.store.send(work.unit, work.chunks.start, views, chunks=len(work.chunks))
 
     def _publish(self, work: Work) -> list[Event]:
         """Copy the chunk's new weights into the unit's slot, unless they rest there."""
-        if self._target is None or self.store.units[work.unit].on_device(Kind.WEIGHT):
+        if work.target is None or self.store.units[work.unit].on_device(Kind.WEIGHT):
             return []
-        slot, weights = self._target, work.views[Kind.WEIGHT]
+        slot, weights = work.target, work.views[Kind.WEIGHT]
         target = self._part_of_slot(work, slot)
         if target.data_ptr() == weights.data_ptr():
             return []
@@ -382,11 +426,10 @@ class Updates:
         Weights are updated in the slot that they are published to, if there is one.
         """
         assert isinstance(self.updater, KernelUpdater)
-        while self._streams.count == len(self._under_way):
+        while self._streams.count == sum(one.streamed for one in self._under_way):
             self._land()
-        room = self._streams.take()
-        self._under_way.append((work, room))
-        work.room = room
+        work.room = work.stream = self._streams.take()
+        self._under_way.append(work)
         work.there.update({kind: work.views[kind] for kind in work.resting})
         for kind in work.views:
             if kind not in work.resting and kind is not Kind.WEIGHT:
@@ -433,15 +476,20 @@ class Updates:
 
     def _land(self) -> None:
         """Wait until the oldest under way is back; what rests on disk goes on from there."""
-        work, room = self._under_way[0]
-        for event in work.events:
-            event.wait()
-        self._under_way.popleft()
-        self._streams.give_back(room)
-        state = self.store.units[work.unit]
-        staged = {kind: work.views[kind] for kind in state.kinds if kind not in state.memory}
-        written = [self.store.send(work.unit, work.chunks.start, staged)] if staged else []
-        self._give_back(work, written)
+        work = self._under_way[0]
+        if work.updated is not None:
+            work.updated.result()
+            self._under_way.popleft()
+            self._give_back(work, self._write_back(work) + self._publish(work))
+        else:
+            for event in work.events:
+                event.wait()
+            self._under_way.popleft()
+            self._streams.give_back(work.stream)
+            state = self.store.units[work.unit]
+            staged = {kind: work.views[kind] for kind in state.kinds if kind not in state.memory}
+            written = [self._send(work, staged)] if staged else []
+            self._give_back(work, written)
         self._finish(work)
 
     def _land_all(self, but: int = 0) -> None:

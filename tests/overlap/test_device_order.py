@@ -239,7 +239,7 @@ def land_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     land = Updates._land
 
     def too_early(self: Updates) -> None:
-        self._under_way[0][0].events.clear()
+        self._under_way[0].events.clear()
         land(self)
 
     monkeypatch.setattr(Updates, "_land", too_early)

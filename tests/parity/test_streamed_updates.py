@@ -6,6 +6,7 @@ a missing wait shows as NaN, and a slot or buffer that is reused too early as wr
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -131,23 +132,31 @@ def test_a_unit_is_on_its_way_before_the_one_before_it_is_back(
 def test_the_cpu_updates_chunks_while_others_are_on_their_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    expected, under_way = run("cpu"), list[int]()
-    write_back = Updates._write_back
+    """On a thread of its own, so that the optimizer pass goes on to send others."""
+    expected, under_way, threads = run("cpu"), list[int](), set[str]()
+    begin, update = Updates._update_beside, Updates._update_on_cpu
 
-    def after_the_update(self: Updates, work: Any) -> Any:
-        under_way.append(len(self._under_way))
-        return write_back(self, work)
+    def count(self: Updates, job: Any, work: Any) -> None:
+        under_way.append(sum(one.streamed for one in self._under_way))
+        begin(self, job, work)
 
-    monkeypatch.setattr(Updates, "_write_back", after_the_update)
+    def look(self: Updates, job: Any, work: Any) -> None:
+        threads.add(threading.current_thread().name)
+        update(self, job, work)
+
+    monkeypatch.setattr(Updates, "_update_beside", count)
+    monkeypatch.setattr(Updates, "_update_on_cpu", look)
     with ordered_device(seed=1, kernels=True) as device, cpu_beside(0.4), at_once(2):
         got = run(device, **STREAMED)
     assert device.violations == []
     assert got.differences(expected) == []
     assert got.plan is not None
-    chunks = sum(unit.num_chunks(2048) for unit in got.plan.units)
-    streamed = sum(got.plan.streamed_chunks(u, got.plan.placements[0]) for u in got.plan.units)
-    assert len(under_way) == STEPS * (chunks - streamed) > 0
-    assert all(under_way)
+    streamed = num_passages(got.plan)
+    own = [(unit, got.plan.placements[unit.index]) for unit in got.plan.units]
+    by_cpu = sum(1 for pair in own for _ in got.plan.passages(*pair)) - streamed
+    assert len(under_way) == STEPS * by_cpu > 0
+    assert sum(map(bool, under_way)) > len(under_way) / 2
+    assert {name.rpartition("_")[0] for name in threads} == {"infinity-update-beside"}
 
 
 def test_few_calls_are_made_for_much_that_moves() -> None:

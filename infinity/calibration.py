@@ -71,6 +71,7 @@ _LARGEST_BYTES = _BYTES_BESIDE_MOMENTS + 2 * 4
 _COPY_BYTES = _LINK_BYTES = 32 << 20  # gathered: of the size of a small unit
 _MATRIX_SIZES = (128, 256, 512, 1024, 2048, 4096)
 _FLOP = 3 * 2  # three products, a multiplication and an addition each
+_WARM_S = 1.0  # of products, before those of a GPU are timed
 _NUM_PARTS = 6  # a larger size of matrices is tried while one takes less than such a part
 # Of the block that has everything but products, where RAM computes and elsewhere: its width, and
 # tokens, as many as take no longer than is given. In a context of so few attention costs what it
@@ -517,7 +518,11 @@ def _flop_per_s(device: Device, dtype: torch.dtype, seconds: float) -> float:
     if once_s > seconds:
         return _FLOP * rate
     times = max(1, int(part_s / once_s))  # so that waiting for a device does not count
-    return calls_per_s(lambda: work(times), seconds) * times * _FLOP * size**3
+    if device.host_clock:
+        return calls_per_s(lambda: work(times), seconds) * times * _FLOP * size**3
+    # A GPU lowers its clock once it has drawn much power for a while, as it does in training.
+    calls_per_s(lambda: work(times), _WARM_S)
+    return calls_per_s(lambda: work(times), seconds, statistics.median) * times * _FLOP * size**3
 
 
 def _linear_layer(device: Device, noise: Tensor, size: int) -> Callable[..., None]:

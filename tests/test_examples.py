@@ -595,22 +595,23 @@ def test_bench_step_reports_ratios(
     arguments = [
         "--model", "gpt-tiny", "--rounds", "2", "--warmup", "1",
         "--tokens", "128", "--micro-batches", micro_batches, "--path", str(tmp_path), "--json",
-        "--compare", "deepspeed", "--traces", str(tmp_path / "kept"),
+        "--compare", "deepspeed,fsdp2", "--traces", str(tmp_path / "kept"),
     ]  # fmt: skip
     code, output, errors = here(bench_step.main, arguments)
     assert code == 0, errors
     report = json.loads(output)
-    assert set(report["contenders"]) >= {"torch_ram", "infinity_ram", "infinity_disk"}
+    assert set(report["contenders"]) >= {"torch_ram", "infinity_ram", "infinity_disk", "fsdp2"}
     for bound in report["bound"].values():
         assert 0 < bound["ideal"] <= bound["schedule"]
         assert bound["resources_s"]["compute"] > 0
     assert set(report["bound"]) == {"infinity_ram", "infinity_disk"}
     assert set(report["ratio"]) >= {"torch_ram", "schedule", "ideal"}
     assert {one["target"] for one in report["targets"]} == {"at least 0.9524", "at most 1.10"}
-    disk, plain = (report["contenders"][name] for name in ("infinity_disk", "torch_ram"))
-    assert disk["loss"] == pytest.approx(
-        plain["loss"], abs=0.02
-    )  # they began with the same weights
+    disk, plain, sharded = (
+        report["contenders"][name] for name in ("infinity_disk", "torch_ram", "fsdp2")
+    )
+    for one in (disk, sharded):  # they began with the same weights
+        assert one["loss"] == pytest.approx(plain["loss"], abs=0.02)
     for direction in ("disk_read", "disk_write"):
         assert disk["moved_bytes"][direction] == disk["predicted_bytes"][direction]
     assert "gpu_idle_share" not in report["contenders"]["torch_ram"]

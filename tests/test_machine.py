@@ -12,7 +12,7 @@ import pytest
 from support.fake_accelerator import FakeAccelerator
 from support.small import small_engine
 
-from infinity.errors import MachineError
+from infinity.errors import ConfigError, MachineError
 from infinity.plan import machine as module
 from infinity.plan.machine import (
     Mount,
@@ -59,6 +59,19 @@ def test_a_plain_computer(tmp_path: Path) -> None:
     assert machine.thp_mode == "madvise"
     # 80 % of (30 available + 1 that we hold already), which is less than 32.
     assert default_host_budget_bytes(machine) == int(0.8 * 31 * GIB)
+
+
+def test_ram_that_grows_as_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = computer(tmp_path, {})
+    monkeypatch.setenv(module.HOST_RAM, "64GiB")
+    machine = read_machine(root=root)
+    assert (machine.host_ram_bytes, machine.host_available_bytes) == (64 * GIB, 62 * GIB)
+    assert module.memory_room(root) == (64 * GIB, 62 * GIB)
+    monkeypatch.setenv(module.HOST_RAM, "16GiB")  # there is more already
+    assert read_machine(root=root).host_ram_bytes == 32 * GIB
+    monkeypatch.setenv(module.HOST_RAM, "plenty")
+    with pytest.raises(ConfigError, match="INFINITY_HOST_RAM is 'plenty'"):
+        read_machine(root=root)
 
 
 def test_cgroup_v2_every_ancestor_counts(tmp_path: Path) -> None:

@@ -110,9 +110,25 @@ def test_a_full_machine_is_an_error_before_the_kernel_strikes(
         train(engine, 1)
         monkeypatch.setattr(memory_watch, "ROOM_S", 0.0)
         monkeypatch.setattr(memory_watch, "memory_room", lambda: (1000 * MIB, 15 * MIB))
+        monkeypatch.setattr(memory_watch, "LOOK_AGAIN_S", 0.0)
         engine._parts.hooks.watch._next_room_s = 0.0
         with pytest.raises(DoesNotFitError, match=r"1000.00 MiB .* 15.00 MiB are left"):
             train(engine, 1)
+
+
+def test_a_reading_that_lags_behind_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = itertools.chain([15] * memory_watch.LOOKS_AGAIN, itertools.repeat(500))
+    monkeypatch.setattr(memory_watch, "SAMPLE_S", 0.0)
+    with infinity.initialize(hoarding_model(), settings(tmp_path))[0] as engine:
+        train(engine, 1)
+        monkeypatch.setattr(memory_watch, "ROOM_S", 0.0)
+        monkeypatch.setattr(memory_watch, "LOOK_AGAIN_S", 0.0)
+        monkeypatch.setattr(memory_watch, "memory_room", lambda: (1000 * MIB, next(readings) * MIB))
+        engine._parts.hooks.watch._next_room_s = 0.0
+        train(engine, 1)
+    assert next(readings) == 500
 
 
 def test_the_first_steps_say_what_activations_took(tmp_path: Path) -> None:

@@ -278,14 +278,6 @@ class Infinity(Contender):
         self.engine.close()
 
 
-def become_only_rank() -> None:
-    """Set what process groups read from the environment: this process is the only rank."""
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 20000))
-
-
 class Fsdp2(Contender):
     """FSDP2 with CPU offload on one rank: fp32 masters and Adam's moments in RAM, updated there.
 
@@ -301,8 +293,12 @@ class Fsdp2(Contender):
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             torch.cuda.set_device(self.device)
-        become_only_rank()
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=torch.distributed.HashStore(),
+            rank=0,
+            world_size=1,
+        )
         dtype = DTYPES[job["precision"]]
         more: dict[str, Any] = {
             "mesh": init_device_mesh(self.device.type, (1,)),
@@ -343,7 +339,10 @@ class DeepSpeed(Contender):
 
     def __init__(self, job: dict[str, Any]) -> None:
         super().__init__(job | {"by_engine": False})
-        become_only_rank()
+        for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+            os.environ.setdefault(name, value)
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 20000))
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed

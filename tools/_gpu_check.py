@@ -34,6 +34,7 @@ BUILT = REPOSITORY / "build" / "gpu_site"  # git ignores it: kept on the machine
 BEGAN = time.monotonic()  # before torch is imported, and looks for GPUs
 LIMIT_S = 570.0  # of everything, unless told less: a stage ends within ten minutes
 SHOWN_LINES = 60  # of a check's output in the report
+AWAY_GIB = 5.0  # of RAM that was available at the start, when a check begins
 GRACE_S = 30.0  # to clean up in: a hundred GiB are unpinned in seconds
 MISSING, NO_GPU, WARNED, STOPPED = 3, 4, 5, 124
 LOADS = "import torch, infinity._adam, infinity._aio"
@@ -98,9 +99,25 @@ def gpu_gib() -> float:
     return float(torch.cuda.get_device_properties(0).total_memory / 2**30)
 
 
-def ram_gib() -> float:
-    """What this machine has, as the system tells it."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+def ram_gib(told: float | None) -> float:
+    """What this machine has, as the system says, or as was told where that grows."""
+    return told or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def available_gib() -> float:
+    """RAM that can be taken now; 0 where the system does not say."""
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        told = dict(line.split(":") for line in lines)
+        return int(told["MemAvailable"].split()[0]) / 2**20
+    return 0.0
+
+
+def wait_for_ram(gib: float) -> None:
+    """Wait until so much RAM is available, for a while: a killed child's is unpinned in seconds."""
+    until = time.monotonic() + GRACE_S
+    while available_gib() < gib and time.monotonic() < until:
+        time.sleep(0.5)
 
 
 def wheels(site: Path) -> list[Check]:
@@ -250,7 +267,7 @@ def write_report(
         "",
         *(f"- {line}" for line in facts.splitlines()),
         "",
-        *table(reports),
+        *table(reports, found_only=True),
         "",
         "| check | result | seconds |",
         "| --- | --- | --- |",
@@ -329,6 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(STAGES))
     parser.add_argument("--dry-run", action="store_true", help="run nothing")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of this call")
+    parser.add_argument("--ram", type=float, metavar="GIB", help="of this machine, if that grows")
     parser.add_argument("--only", metavar="NAMES", help="of the stages' checks, these and rates")
     parser.add_argument("--fetch", action="store_true", help="wheels into .whl/, from an index")
     parser.add_argument(
@@ -351,7 +369,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gpu_check: {no_gpu}", file=sys.stderr)
     gib = gpu_gib() if no_gpu is None else WHOLE_GIB
     with tempfile.TemporaryDirectory() as work:
-        ram = ram_gib() if no_gpu is None else WHOLE_RAM_GIB
+        ram = ram_gib(options.ram) if no_gpu is None else WHOLE_RAM_GIB
+        if options.ram is not None:
+            os.environ["INFINITY_HOST_RAM"] = f"{options.ram}GiB"
         checks = checks_of(stages, out, Path(work), gib, ram)
         if options.only is not None:
             wanted = {"rates", *options.only.split(",")}
@@ -380,6 +400,7 @@ def check_all(
     """Install, build, run and report, until then; the exit code."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "log.txt").write_text("")
+    available = available_gib()
     paths = [str(site), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     # Programs that are carried come after the machine's own.
@@ -414,13 +435,14 @@ def check_all(
         facts = found.output
         results.append(found)
         for check in (one for one in checks if not one.plain):
+            wait_for_ram(available - AWAY_GIB)
             results += run_all([check], out, work, until, device_gib)
             # Whatever happens to the machine, the last report is there.
             write_report(results, facts, stages, out, keep_results(work, checks, out))
     reports = keep_results(work, checks, out)
     keep_traces(work, out)
     report = write_report(results, facts, stages, out, reports)
-    print("\n".join(table(reports)))
+    print("\n".join(table(reports, found_only=True)))
     print(f"report: {report}")
     failed = [r for r in results if r.code != 0 and r.check.device_gib <= device_gib]
     return 1 if failed else 0

@@ -66,13 +66,11 @@ class Target:
         )
 
 
-def table(results: Results) -> list[str]:
-    """All targets, as lines of Markdown."""
-    return [
-        "| target | wanted | found | |",
-        "| --- | --- | --- | --- |",
-        *(target.row(results) for target in TARGETS),
-    ]
+def table(results: Results, *, found_only: bool = False) -> list[str]:
+    """Return all targets, or those that were measured, as lines of a Markdown table."""
+    shown = [t for t in TARGETS if not found_only or t.found(results) is not None]
+    rows = [target.row(results) for target in shown]
+    return ["| target | wanted | found | |", "| --- | --- | --- | --- |", *rows] if rows else []
 
 
 def _ratio(check: str, name: str, *, inverse: bool) -> Callable[[Results], float | None]:

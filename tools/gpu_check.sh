@@ -11,6 +11,7 @@
 #     more       Adam kernels alone, a model of 124M
 #   tools/gpu_check.sh --limit SECONDS ..   of this call, where less than 9 minutes are left: what is
 #                                           not begun by then is left out, and the report says so
+#   tools/gpu_check.sh --ram GIB ..         of a machine whose RAM grows as it is used
 #   tools/gpu_check.sh --only NAMES ..      of the checks of these stages
 #   tools/gpu_check.sh --dry-run [STAGE..]  say what would run, prove that what is carried is enough,
 #                                           and plan every benchmark; so does any stage without a GPU

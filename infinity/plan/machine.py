@@ -45,6 +45,8 @@ _NO_LIMIT_BYTES = 2**62
 # The share of memory that is ours to plan with; the rest is for activations on a CPU device, page
 # cache, the data loader and whoever else lives on the machine.
 HOST_BUDGET_SHARE = 0.8
+# Environment variable: how much RAM a machine will have whose RAM grows as it is used.
+HOST_RAM = "INFINITY_HOST_RAM"
 
 
 @dataclass(frozen=True)
@@ -226,10 +228,29 @@ def _number(path: Path) -> int | None:
 
 
 def read_meminfo(root: Path) -> dict[str, int]:
-    """Return what the kernel tells of memory: bytes, and numbers of huge pages."""
+    """Return what the kernel tells of memory: bytes, and numbers of huge pages.
+
+    Some virtual machines get more RAM as they use it: the environment variable `HOST_RAM` sets
+    what they will have.
+
+    Raises:
+        ConfigError: The variable is not a size.
+    """
     text = _read(root / "proc/meminfo") or ""
-    found = re.findall(r"^(\w+):\s+([0-9]+)( kB)?", text, re.MULTILINE)
-    return {name: int(number) * (1024 if unit else 1) for name, number, unit in found}
+    numbers = re.findall(r"^(\w+):\s+([0-9]+)( kB)?", text, re.MULTILINE)
+    found = {name: int(number) * (1024 if unit else 1) for name, number, unit in numbers}
+    if (told := os.environ.get(HOST_RAM)) and "MemTotal" in found:
+        try:
+            more = max(parse_size(told) - found["MemTotal"], 0)
+        except ConfigError as error:
+            remedy = f'{HOST_RAM}="128GiB", or leave it out'
+            raise ConfigError(
+                f"{HOST_RAM} is {told!r}", because=error.what, remedy=remedy
+            ) from None
+        for name in ("MemTotal", "MemAvailable"):
+            if name in found:
+                found[name] += more
+    return found
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:

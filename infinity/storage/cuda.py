@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -196,12 +196,12 @@ def _order(stream: torch.cuda.Stream, after: Event) -> None:
             part.wait()
 
 
-def _not_pinned(nbytes: int, code: int) -> str:
+def _not_pinned(nbytes: int, whole: int, code: int) -> str:
     return (
-        f"{format_size(nbytes)} of RAM could not be pinned (CUDA error {code}): copies to and from "
-        "the GPU go through a buffer of the driver's, slower, and make the host wait; the likely "
-        "cause is a limit of the container or too little free memory: try --ulimit memlock=-1, or "
-        "a lower budget.host"
+        f"{format_size(nbytes)} of RAM could not be pinned (CUDA error {code}; "
+        f"{format_size(whole - nbytes)} of this range are): copies to and from the GPU go through "
+        "a buffer of the driver's, slower, and make the host wait; the likely cause is a limit of "
+        "the container or too little free memory: try --ulimit memlock=-1, or a lower budget.host"
     )
 
 
@@ -455,15 +455,31 @@ class CudaDevice(Device):
         base = arena.view(0, arena.nbytes).data_ptr()
         if self._node is not None:
             prefer_node(base, arena.nbytes, self._node)
-        for start in range(0, arena.nbytes, self._PIN_SLICE):
-            size = min(self._PIN_SLICE, arena.nbytes - start)
-            prefault(base + start, size)  # a slice that may not be registered takes no RAM
-            code = int(cudart.cudaHostRegister(base + start, size, _PORTABLE))
-            if code:
-                self._clear_error()
-                self.warnings.append(_not_pinned(arena.nbytes - start, code))
-                return
-            self._pinned = sorted([*self._pinned, (base + start, base + start + size)])
+        slices = [
+            (base + start, min(self._PIN_SLICE, arena.nbytes - start))
+            for start in range(0, arena.nbytes, self._PIN_SLICE)
+        ]
+        # The driver registers with one thread: meanwhile others make the pages of the next slice.
+        with ThreadPoolExecutor(1, "infinity-pin") as ahead:
+            made = ahead.submit(prefault, *slices[0])
+            for (address, size), following in zip_longest(slices, slices[1:]):
+                made.result()
+                if following is not None:
+                    made = ahead.submit(prefault, *following)
+                # Memory that was plugged in lately may have to be moved first, and is refused once.
+                if (code := self._register(cudart, address, size)) and (
+                    code := self._register(cudart, address, size)
+                ):
+                    left = base + arena.nbytes - address
+                    self.warnings.append(_not_pinned(left, arena.nbytes, code))
+                    return
+                self._pinned = sorted([*self._pinned, (address, address + size)])
+
+    def _register(self, cudart: Any, address: int, size: int) -> int:
+        """Register a slice; returns CUDA's error, 0 for none."""
+        if code := int(cudart.cudaHostRegister(address, size, _PORTABLE)):
+            self._clear_error()
+        return code
 
     def close(self) -> None:
         """Unregister host memory."""

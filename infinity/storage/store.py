@@ -135,8 +135,8 @@ class DeviceStore:
         return together([self._device.copy_out(buffer, _bytes(place)) for place, buffer in pieces])
 
     def write(self, pieces: Pieces, priority: Priority = Priority.BACKGROUND) -> Event:
-        """Host to device."""
-        return together([self._device.copy_in(_bytes(place), buffer) for place, buffer in pieces])
+        """Host to device, behind no copy that waits for a slot."""
+        return together([self._device.bring(_bytes(place), buffer) for place, buffer in pieces])
 
 
 def _bytes(place: Range) -> Tensor:

@@ -86,17 +86,19 @@ class InitialWrite:
         self._fill_master(layout, start, master, parameters)
         views: dict[Kind, Tensor] = {}
         on_disk = state.record.kinds  # of a durable run all: the first commit holds them
+        zero = self._zero_kinds(layout)
         for kind in sorted(self.plan.precision.kinds, key=lambda kind: kind not in on_disk):
             nbytes = state.record.precision.nbytes(kind, count)
             views[kind] = buffer[used : used + nbytes]
             used += nbytes
         self._fill_views(views, master)
-        self._fill_moments(layout, start, count, views)
+        self._fill_moments(layout, start, count, {k: v for k, v in views.items() if k not in zero})
         unit, store = layout.index, self.store
         pieces: list[tuple[Range, Tensor]] = [
             (store.on_disk(unit, kind, index, 0), views[kind]) for kind in on_disk
         ]
-        pieces += [(store.chunk(unit, kind, index), views[kind]) for kind in state.memory]
+        in_memory = (kind for kind in state.memory if kind not in zero)
+        pieces += [(store.chunk(unit, kind, index), views[kind]) for kind in in_memory]
         self._buffers.give_back(buffer, self.transfers.write(pieces))
 
     def _fill_master(
@@ -119,12 +121,27 @@ class InitialWrite:
         else:
             self.kernels.split(master, weight, rest)
 
+    def _zero_kinds(self, layout: UnitLayout) -> set[Kind]:
+        """Moments that are zero already: in RAM, which is a fresh mapping, all of it zero.
+
+        Where RAM computes they are written, so that a run takes all its memory before it trains;
+        elsewhere pinning has made the pages.
+        """
+        state = self.store.units[layout.index]
+        begins = (self.initial.get(s.parameter, ()) for s in layout.trained_segments)
+        if self.plan.unified or any(any(initial) for initial in begins):
+            return set()
+        kinds = set(self.plan.precision_of(layout).moment_kinds) - set(state.record.kinds)
+        return {kind for kind in kinds & set(state.memory) if state.in_ram(kind) is not None}
+
     def _fill_moments(
         self, layout: UnitLayout, start: int, count: int, views: dict[Kind, Tensor]
     ) -> None:
         """Zeroed bytes, which mean 0 in every format, or what the rule begins with."""
         precision = self.plan.precision_of(layout)
         for index, kind in enumerate(precision.moment_kinds):
+            if kind not in views:
+                continue
             views[kind].zero_()
             kept = precision.num_kept(kind, count)
             moment = moment_in(views[kind], kept, precision.format_of(kind))

@@ -7,15 +7,19 @@ import mmap
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.bare_cuda import bare_cuda_device
+from support.fake_accelerator import FakeAccelerator
+from support.small import small_model
 
-from infinity.plan.layout import PAGE
+import infinity
+from infinity.plan.layout import PAGE, Kind
+from infinity.sizes import format_size
 from infinity.storage import cuda as cuda_module
 from infinity.storage import device as host_module
 from infinity.storage.cuda import CudaDevice, prefault
@@ -41,8 +45,12 @@ def mapping_at(address: int) -> tuple[int, int, list[str]]:
 
 
 def resident_bytes(arena: HostArena) -> int:
-    pages = (ctypes.c_ubyte * -(-arena.nbytes // mmap.PAGESIZE))()
-    address, length = ctypes.c_void_p(address_of(arena)), ctypes.c_size_t(arena.nbytes)
+    return resident_in(address_of(arena), arena.nbytes)
+
+
+def resident_in(start: int, nbytes: int) -> int:
+    pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+    address, length = ctypes.c_void_p(start), ctypes.c_size_t(nbytes)
     assert ctypes.CDLL(None).mincore(address, length, pages) == 0
     return sum(page & 1 for page in bytes(pages)) * mmap.PAGESIZE
 
@@ -160,7 +168,7 @@ def test_a_system_that_cannot_make_pages_ahead_pins_all_the_same(
 def test_memory_that_cannot_be_pinned_is_told_and_used_all_the_same(
     allowed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver refuses, after `allowed` slices."""
+    """The driver refuses a slice twice, after `allowed` others."""
     calls: list[int] = []
     freed: list[int] = []
 
@@ -171,12 +179,29 @@ def test_memory_that_cannot_be_pinned_is_told_and_used_all_the_same(
     monkeypatch.setattr(CudaDevice, "_PIN_SLICE", PAGE)
     device = bare_cuda_device(monkeypatch, register, lambda address: freed.append(address) or 0)
     device.pin(HostArena(3 * PAGE))
-    assert len(calls) == allowed + 1
+    assert len(calls) == allowed + 2
     (warning,) = device.warnings
     assert f"{4 * (3 - allowed)} KiB" in warning.replace(".00", "")
-    assert "CUDA error 2" in warning
+    assert f"CUDA error 2; {format_size(4096 * allowed)} of this range are" in warning
     device.close()
     assert freed == calls[:allowed]
+
+
+def test_a_slice_that_was_refused_once_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As memory is that the kernel must move first."""
+    calls: list[int] = []
+
+    def register(address: int, size: int, flags: int) -> int:
+        calls.append(address)
+        return 2 if calls.count(address) == 1 else 0
+
+    monkeypatch.setattr(CudaDevice, "_PIN_SLICE", PAGE)
+    device = bare_cuda_device(monkeypatch, register)
+    arena = HostArena(3 * PAGE)
+    device.pin(arena)
+    assert len(calls) == 6
+    assert device.warnings == []
+    assert device._pinned == [(n, n + PAGE) for n in sorted(set(calls))]
 
 
 def test_memory_is_registered_where_the_engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,3 +237,19 @@ def test_a_copy_does_not_cross_from_one_registration_into_the_next(
     assert list(device._registered_parts(1500, 1500)) == [(0, 500), (500, 1500)]
     assert list(device._registered_parts(7000, 10)) == [(0, 10)]
     assert list(device._registered_parts(4990, 20)) == [(0, 10), (10, 20)]
+
+
+def test_moments_that_begin_with_zeros_are_not_written_to_ram() -> None:
+    """A fresh mapping is zero; two thirds of an initial write are moments."""
+    kinds = dict.fromkeys(("weights", "moments", "gradients"), "host")
+    config = {"placement": kinds, "precision": "bf16", "chunk_size": 16384}
+    with closing(FakeAccelerator(seed=1)) as device:
+        engine, *_ = infinity.initialize(small_model(width=128), config, device=device)
+        with engine:
+            resident = dict.fromkeys((Kind.WEIGHT, Kind.MOMENT1, Kind.MOMENT2), 0)
+            for unit in engine._parts.store.units:
+                for kind in resident:
+                    data = unit.memory[kind].data
+                    resident[kind] += resident_in(data.data_ptr(), data.numel())
+    assert resident[Kind.WEIGHT] > 0
+    assert resident[Kind.MOMENT1] == resident[Kind.MOMENT2] == 0

@@ -132,9 +132,20 @@ def test_a_unit_is_on_its_way_before_the_one_before_it_is_back(
 def test_the_cpu_updates_chunks_while_others_are_on_their_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a thread of its own, so that the optimizer pass goes on to send others."""
+    """On a thread of its own, so that the optimizer pass goes on to send others.
+
+    New weights go to slots through the stream that brings the others' state: a GPU's copy engine
+    may serve one stream for as long as it finds work there.
+    """
     expected, under_way, threads = run("cpu"), list[int](), set[str]()
+    elsewhere: list[Any] = []
     begin, update = Updates._update_beside, Updates._update_on_cpu
+    copy_in = Transfers.copy_in
+
+    def spy(self: Transfers, *arguments: Any) -> Any:
+        if threading.current_thread().name == "infinity-optimizer-pass":
+            elsewhere.append(arguments[-1])
+        return copy_in(self, *arguments)
 
     def count(self: Updates, job: Any, work: Any) -> None:
         under_way.append(sum(one.streamed for one in self._under_way))
@@ -146,6 +157,7 @@ def test_the_cpu_updates_chunks_while_others_are_on_their_way(
 
     monkeypatch.setattr(Updates, "_update_beside", count)
     monkeypatch.setattr(Updates, "_update_on_cpu", look)
+    monkeypatch.setattr(Transfers, "copy_in", spy)
     with ordered_device(seed=1, kernels=True) as device, cpu_beside(0.4), at_once(2):
         got = run(device, **STREAMED)
     assert device.violations == []
@@ -156,6 +168,7 @@ def test_the_cpu_updates_chunks_while_others_are_on_their_way(
     by_cpu = sum(1 for pair in own for _ in got.plan.passages(*pair)) - streamed
     assert len(under_way) == STEPS * by_cpu > 0
     assert sum(map(bool, under_way)) > len(under_way) / 2
+    assert elsewhere == []
     assert {name.rpartition("_")[0] for name in threads} == {"infinity-update-beside"}
 
 

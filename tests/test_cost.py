@@ -11,6 +11,7 @@ from test_planner import plan_of
 
 from infinity.config.schema import load_config
 from infinity.formats import MomentFormat
+from infinity.plan import cost
 from infinity.plan.budget import Limits
 from infinity.plan.cost import (
     Rates,
@@ -125,7 +126,10 @@ def test_a_device_of_its_own_hides_the_update() -> None:
     assert backward.resources["from_device"] == pytest.approx(moved["from_device"] / (2 * GB))
 
 
-def test_links_that_slow_each_other_are_priced_as_they_share() -> None:
+def test_links_that_slow_each_other_are_priced_as_they_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cost, "CALL_S", 0.0)  # chunks are small here
     links = {"to_device": 4 * GB, "from_device": 2 * GB}
     disk = {"disk_read": GB, "disk_write": GB, "disk_mixed": GB}
     alone = Rates(**links, **disk, update={"fp32": GB})

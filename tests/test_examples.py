@@ -629,6 +629,35 @@ def test_bench_step_reports_ratios(
     assert set(threading.enumerate()) <= threads
 
 
+def test_each_contender_gets_the_schedule_that_is_fastest_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One micro-batch does not fit, unless recomputed; two are faster, four are not."""
+    seconds = {(1, True): 3.0, (2, False): 2.0, (4, False): 2.5, (8, False): 1.0}
+    tried: list[tuple[int, bool]] = []
+
+    def one_step_s(self: Any, name: str, job: dict[str, Any]) -> float:
+        tried.append((job["micro_batches"], job["checkpointing"]))
+        assert job["micro_batches"] * job["rows"] == 8
+        if tried[-1] not in seconds:
+            raise _bench_child.ContenderFailedError(f"{name} ended with code -9")
+        return seconds[tried[-1]]
+
+    monkeypatch.setattr(bench_step.Race, "_one_step_s", one_step_s)
+    options = ["--tokens", "512", "--context", "64", "--micro-batches", "8", "--device", "cpu"]
+    arguments = bench_step._parser().parse_args([*options, "--schedule", "best"])
+    said: list[str] = []
+    race = bench_step.Race(arguments, bench_step.job_of(arguments, Path("/disk")), said.append)
+    job = race.job_for("fsdp2")
+    assert (job["micro_batches"], job["rows"], job["checkpointing"]) == (2, 4, False)
+    assert tried == [(1, False), (1, True), (2, False), (4, False)]
+    assert "fsdp2: 1 x 512 tokens, blocks recomputed: 3.000 s" in said
+    assert race.job_for("infinity_plan") == race.job
+    seconds.clear()
+    with pytest.raises(_bench_child.ContenderFailedError):
+        race.job_for("fsdp2")
+
+
 def test_bench_step_does_as_the_plan_has_it(
     tmp_path: Path, here: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

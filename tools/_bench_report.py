@@ -58,7 +58,9 @@ def report_of(
     children = [child for child in children if child.turns]
     times = {c.name: [statistics.median(t["step_s"]) for t in c.turns] for c in children}
     disk = {name: statistics.fmean(each[name] for each in rates) for name in rates[0]}
-    each = (child.phases for child in children if child.name != "infinity_plan")
+    # The times of one contender's parts are another's only where both pass tokens alike.
+    shared = [] if arguments.schedule == "best" else children
+    each = (child.phases for child in shared if child.name != "infinity_plan")
     phases = next(filter(None, each), [])
     bounds: dict[str, dict[str, Any]] = {}
     for child in children:
@@ -101,6 +103,7 @@ def report_of(
         "alone": arguments.alone,
         "tokens": tokens,
         "micro_batches": arguments.micro_batches,
+        "schedules": arguments.schedule,
         "rounds": arguments.rounds,
         "machine": {
             "processor": platform.processor() or platform.machine(),
@@ -210,8 +213,8 @@ def show(report: dict[str, Any]) -> None:
             console.print(f"{name} was busy: {busy}; {facts['verdict']}")
         used = ", ".join(f"{k} {s:.2f}" for k, s in facts["cpu_s"].items() if s >= 0.005)
         console.print(f"{name}: processor seconds a step: {used}")
-        if "predicted_s" in facts:
-            console.print(f"{name}: {facts['schedule']}; predicted {facts['predicted_s']:.3f} s")
+        predicted = f"; predicted {facts['predicted_s']:.3f} s" if "predicted_s" in facts else ""
+        console.print(f"{name}: {facts['schedule']}{predicted}")
         if facts.get("rates_origin"):
             console.print(f"{name}: placement by {facts['rates_origin']}")
     phases, measured = report["phases"], report["rates"]

@@ -8,7 +8,8 @@
         --tokens 32768 --context 4096 --checkpointing --only torch_ram,infinity_ram --alone
 
 Each contender lives in a child process and they take turns, so that a machine whose speed wanders
-slows all alike: only ratios within a round are compared. Where they do not fit beside each other,
+slows all alike: only ratios within a round are compared. With `--schedule best` each passes the
+tokens of a step in the way that is fastest for it. Where they do not fit beside each other,
 `--alone` starts each by itself, and the ratios are worth less: one that fails is left out.
 
 Prints step times, tokens and model FLOP per second (6 per parameter and token), those of the
@@ -100,17 +101,68 @@ class Race:
         self.environment = {} if on_cpu else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         self.children: list[Child] = []
 
+    def job_for(self, name: str) -> dict[str, Any]:
+        """The job of a contender: how a step's tokens pass the model may be its own."""
+        if self.arguments.schedule == "given" or name == "infinity_plan":
+            return self.job
+        return self._best_schedule(name)
+
+    def _best_schedule(self, name: str) -> dict[str, Any]:
+        """The job with the fewest seconds a step, of one, two, four.. micro-batches.
+
+        Blocks are recomputed where there is no memory for what they keep. More micro-batches than
+        the first that are slower are not tried. Raises `ContenderFailedError` if none runs.
+        """
+        rows = self.job["rows"] * self.job["micro_batches"]
+        counts = [count for count in (2**n for n in range(8)) if rows % count == 0]
+        best: tuple[float, dict[str, Any]] | None = None
+        failure: ContenderFailedError | None = None
+        for count in counts:
+            found = None
+            for checkpointing in (False, True):
+                job = self.job | {"micro_batches": count, "rows": rows // count, "warmup": 1}
+                job |= {"checkpointing": checkpointing}
+                job |= {"by_engine": recomputes_by_engine(job)}
+                try:
+                    found = self._one_step_s(name, job), job | {"warmup": self.job["warmup"]}
+                    break
+                except ContenderFailedError as error:
+                    failure = error
+            if found is None:
+                continue
+            self.say(f"{name}: {schedule_words(found[1])}: {found[0]:.3f} s")
+            if best is not None and found[0] >= best[0]:
+                break
+            best = found
+        if best is None:
+            assert failure is not None
+            raise failure
+        return best[1]
+
+    def _one_step_s(self, name: str, job: dict[str, Any]) -> float:
+        child = Child(name, environment=self.environment)
+        try:
+            child.start(job | self._trace_of(child))
+            step_s: float = child.ask({"do": "turn", "steps": 1})["step_s"][0]
+        finally:
+            child.close(kill=True)
+        return step_s
+
     def run(self, names: Sequence[str]) -> None:
         """All rounds of contenders that live beside each other, from their start to their end."""
         alive: list[Child] = []
         done = False
         try:
+            jobs = {name: self.job_for(name) for name in names}
             for name in names:
                 alive.append(Child(name, environment=self.environment))
             self.children += alive
             for child in alive:
                 self.say(f"starting {child.name} ...")
-                child.start(self.job | self._trace_of(child))
+                job = jobs[child.name]
+                child.start(job | self._trace_of(child))
+                child.first.setdefault("schedule", schedule_words(job))
+                child.first.setdefault("recomputed", float(job["checkpointing"]))
                 self.say(f"{child.name} is ready after {child.first['init_s']:.0f} s")
             for index in range(self.arguments.rounds):
                 for child in alive[index % len(alive) :] + alive[: index % len(alive)]:
@@ -169,6 +221,12 @@ def job_of(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "device_budget": arguments.device_budget,
     }
     return job | {"by_engine": recomputes_by_engine(job)}
+
+
+def schedule_words(job: dict[str, Any]) -> str:
+    """How the tokens of a step pass the model."""
+    tokens = f"{job['micro_batches']} x {job['rows'] * job['context']:,} tokens"
+    return tokens + (", blocks recomputed" if job["checkpointing"] else "")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -273,6 +331,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--micro-batches", type=positive, default=1)
     add("--context", type=positive, default=256, help="longest sequence")
     add("--checkpointing", action="store_true", help="recompute blocks in backward")
+    add(
+        "--schedule",
+        choices=("given", "best"),
+        default="given",
+        help="micro-batches and recomputation of each contender but infinity_plan: as given above, "
+        "or the fastest for it, by a trial of each",
+    )
     add("--precision", choices=("bf16", "fp32"), default="bf16")
     add("--path", type=Path, help="folder on the disk to measure (default: the repository's)")
     add(

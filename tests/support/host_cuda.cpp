@@ -5,8 +5,10 @@
 // the device's own thread. Operations run at once, by the CPU's kernels, so bits are the CPU's.
 // What a GPU would do later is kept as clocks: every stream, and the host, knows what it comes
 // after. Two accesses to one range of memory of which neither comes after the other, and one
-// writes, are told (`hc_violations`): a wait is missing, or memory was given away too early. All
-// threads of the host are one, so what they do to one another is not seen. Written for torch 2.13.
+// writes, are told (`hc_violations`): a wait is missing, or memory was given away too early. Threads
+// that Python starts are timelines too, which come after one another where one lets go of a lock that
+// the other takes next (`hc_hands_over`, `hc_takes_over`), or waits for an event or the disk. Threads
+// of torch's own, as that of a backward, are one with the main thread. Written for torch 2.13.
 #include <ATen/ATen.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -41,7 +43,10 @@ using Address = std::uintptr_t;
 
 // --- who comes after what -----------------------------------------------------------------------
 
-using Clock = std::vector<std::uint64_t>;  // by timeline: the host is the first, then streams
+// By timeline: the main thread is the first, then the default stream, other streams and threads.
+using Clock = std::vector<std::uint64_t>;
+
+thread_local int host_line = 0;  // of the thread that asks
 
 struct Access {
   Address first, end;
@@ -57,9 +62,18 @@ struct Event {
   std::chrono::steady_clock::time_point at;
 };
 
+struct StreamPool {
+  static constexpr std::size_t kSize = 32;
+  std::vector<int> lines;
+  std::size_t handed_out = 0;
+};
+
 struct Books {
   std::mutex mutex;
-  std::vector<Clock> lines{Clock(2, 0), Clock(2, 0)};  // the host, the default stream
+  std::map<int, StreamPool> pools;  // by priority
+  std::vector<Clock> lines{Clock(2, 0), Clock(2, 0)};  // the main thread, the default stream
+  std::vector<int> threads{0};                         // lines of threads that run
+  std::map<std::uint64_t, Clock> handed_over;          // by lock, or what else is waited for
   std::vector<Access> accesses;
   std::vector<std::string> violations;
   std::map<Address, Address> pinned;
@@ -87,10 +101,13 @@ struct Books {
       if (first < stop && start < end && !(start <= first && end <= stop))
         violations.push_back("copy_ crosses the edge of a registration");
   }
-  // What a line does next comes after all that the host did, and told it to do.
+  bool is_thread(int line) const {
+    return std::find(threads.begin(), threads.end(), line) != threads.end();
+  }
+  // What a line does next comes after all that the thread did that asks for it.
   void begin(int line) {
     Clock& clock = lines[line];
-    if (line != 0) join(clock, lines[0]);
+    if (line != host_line) join(clock, lines[host_line]);
     if (clock.size() <= static_cast<std::size_t>(line)) clock.resize(line + 1);
     ++clock[line];
   }
@@ -111,9 +128,16 @@ struct Books {
     accesses.push_back({first, end, line, clock[line], write, what});
   }
   void host_waits(const Clock& clock) {
-    join(lines[0], clock);
-    const Clock& host = lines[0];  // what comes from now on comes after these
-    std::erase_if(accesses, [&](const Access& a) { return of(host, a.line) >= a.time; });
+    join(lines[host_line], clock);
+    forget_known();
+  }
+  // Whatever comes from now on comes after what all threads know of.
+  void forget_known() {
+    std::erase_if(accesses, [&](const Access& a) {
+      return std::all_of(threads.begin(), threads.end(), [&](int thread) {
+        return thread == a.line || of(lines[thread], a.line) >= a.time;
+      });
+    });
   }
   int chance(std::uint32_t of) {
     seed = seed * 1664525u + 1013904223u;
@@ -127,7 +151,7 @@ struct Books {
   bool look(Event& event) {
     bool known = true;
     for (std::size_t i = 0; i < event.clock.size(); ++i)
-      known = known && of(lines[0], static_cast<int>(i)) >= event.clock[i];
+      known = known && of(lines[host_line], static_cast<int>(i)) >= event.clock[i];
     if (known) return true;
     if (--event.polls > 0 && chance(4) != 0) return false;
     host_waits(event.clock);
@@ -150,46 +174,109 @@ c10::Stream stream_of(int line) {
 
 // --- memory -------------------------------------------------------------------------------------
 
-// As torch's caching allocator: what is let go is given to whoever asks next on that stream.
+// As torch's caching allocator: memory comes in segments of a stream, of which blocks are cut; a
+// block that is let go joins its free neighbours, and is given to whoever asks next on that stream.
+// Only a segment that is free as a whole goes back, when the cap is reached: so blocks of many sizes
+// leave holes, as they do on a GPU.
 struct DeviceMemory final : c10::Allocator {
+  static constexpr std::size_t kSmall = 1 << 20, kLarge = 10 << 20, kPage = 2 << 20;
+  struct Block {
+    std::size_t size;
+    int line;      // the stream of its segment
+    bool is_small;  // of a segment for blocks of up to kSmall
+    bool is_free, begins;  // begins a segment
+    Clock freed;           // what the threads knew as it was let go: the allocator has a lock
+  };
   std::mutex mutex;
-  std::map<std::pair<int, std::size_t>, std::vector<void*>> free;
-  std::map<void*, std::pair<int, std::size_t>> held;
+  std::map<Address, Block> all;  // by address: those of a segment lie behind one another
   std::map<void*, std::vector<Clock>> used_elsewhere;  // as autograd tells
-  std::int64_t allocated = 0, peak = 0, reserved = 0, blocks = 0, limit = INT64_MAX;
+  std::int64_t allocated = 0, peak = 0, reserved = 0, reserved_peak = 0, segments = 0, retries = 0;
+  std::int64_t limit = INT64_MAX;
+  using Place = std::map<Address, Block>::iterator;
 
+  static std::size_t segment_of(std::size_t size) {
+    if (size <= kSmall) return kPage;
+    if (size < kLarge) return 2 * kLarge;
+    return (size + kPage - 1) / kPage * kPage;
+  }
+  Place best_fit(std::size_t size, bool is_small) {
+    Place best = all.end();
+    for (Place at = all.begin(); at != all.end(); ++at) {
+      const Block& one = at->second;
+      if (!one.is_free || one.line != current_line || one.is_small != is_small) continue;
+      if (one.size >= size && (best == all.end() || one.size < best->second.size)) best = at;
+    }
+    return best;
+  }
+  bool has_room(std::size_t bytes) const {
+    return reserved + static_cast<std::int64_t>(bytes) <= limit;
+  }
+  Place new_segment(std::size_t size, bool is_small) {
+    const std::size_t bytes = segment_of(size);
+    if (!has_room(bytes)) {
+      ++retries;
+      give_back();
+    }
+    TORCH_CHECK_WITH(OutOfMemoryError, has_room(bytes), "CUDA out of memory. Tried to allocate ",
+                     size, " bytes of ", limit, ", ", reserved - allocated, " reserved but free");
+    void* memory = std::aligned_alloc(512, bytes);
+    std::memset(memory, 0xff, bytes);
+    reserved += static_cast<std::int64_t>(bytes);
+    reserved_peak = std::max(reserved_peak, reserved);
+    ++segments;
+    return all.emplace(reinterpret_cast<Address>(memory),
+                       Block{bytes, current_line, is_small, true, true, {}}).first;
+  }
   c10::DataPtr allocate(std::size_t n) override {
     const Device device(DeviceType::CUDA, 0);
     if (n == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, device};
     const std::size_t size = (n + 511) / 512 * 512;
+    const bool is_small = size <= kSmall;
     std::lock_guard<std::mutex> lock(mutex);
-    auto& waiting = free[{current_line, size}];
-    void* memory = nullptr;
-    if (!waiting.empty()) {
-      memory = waiting.back();
-      waiting.pop_back();
-    } else {
-      if (reserved + static_cast<std::int64_t>(size) > limit) give_back();
-      TORCH_CHECK_WITH(OutOfMemoryError, reserved + static_cast<std::int64_t>(size) <= limit,
-                       "CUDA out of memory. Tried to allocate ", size, " bytes of ", limit);
-      memory = std::aligned_alloc(512, size);
-      reserved += static_cast<std::int64_t>(size);
-      ++blocks;
-      std::memset(memory, 0xff, size);
+    Place at = best_fit(size, is_small);
+    if (at == all.end()) at = new_segment(size, is_small);
+    const std::size_t rest = at->second.size - size;
+    if (rest > (is_small ? 0 : kSmall)) {  // as torch: smaller ends stay with a large block
+      Block end = at->second;
+      end.size = rest;
+      end.begins = false;
+      all.emplace(at->first + size, end);
+      at->second.size = size;
     }
-    held[memory] = {current_line, size};
-    allocated += static_cast<std::int64_t>(size);
+    at->second.is_free = false;
+    {
+      std::lock_guard<std::mutex> also(books().mutex);
+      books().host_waits(at->second.freed);
+    }
+    allocated += static_cast<std::int64_t>(at->second.size);
     peak = std::max(peak, allocated);
+    void* memory = reinterpret_cast<void*>(at->first);
     return {memory, memory, &DeviceMemory::release, device};
   }
+  // Segments of which nothing is used.
   void give_back() {
-    for (auto& [key, blocks] : free) {
-      for (void* block : blocks) {
-        std::free(block);
-        reserved -= static_cast<std::int64_t>(key.second);
+    for (Place at = all.begin(); at != all.end();) {
+      const Place next = std::next(at);
+      if (at->second.is_free && at->second.begins && (next == all.end() || next->second.begins)) {
+        reserved -= static_cast<std::int64_t>(at->second.size);
+        {  // the driver waits for the device before it takes memory back
+          std::lock_guard<std::mutex> also(books().mutex);
+          std::erase_if(books().accesses, [&](const Access& one) {
+            return at->first <= one.first && one.end <= at->first + at->second.size;
+          });
+        }
+        std::free(reinterpret_cast<void*>(at->first));
+        all.erase(at);
       }
-      blocks.clear();
+      at = next;
     }
+  }
+  void join_behind(Place at) {
+    const Place next = std::next(at);
+    if (next == all.end() || next->second.begins || !next->second.is_free) return;
+    at->second.size += next->second.size;
+    Books::join(at->second.freed, next->second.freed);
+    all.erase(next);
   }
   static void release(void* memory);
   c10::DeleterFnPtr raw_deleter() const override { return &DeviceMemory::release; }
@@ -207,19 +294,25 @@ void DeviceMemory::release(void* memory) {
   if (memory == nullptr) return;
   DeviceMemory& all = device_memory();
   std::lock_guard<std::mutex> lock(all.mutex);
-  auto found = all.held.find(memory);
-  if (found == all.held.end()) return;
+  Place at = all.all.find(reinterpret_cast<Address>(memory));
+  if (at == all.all.end() || at->second.is_free) return;
   auto elsewhere = all.used_elsewhere.find(memory);
   if (elsewhere != all.used_elsewhere.end()) {  // torch waits for those before it is used again
     Books& b = books();
     std::lock_guard<std::mutex> also(b.mutex);
-    for (const Clock& clock : elsewhere->second) Books::join(b.lines[found->second.first], clock);
+    for (const Clock& clock : elsewhere->second) Books::join(b.lines[at->second.line], clock);
     all.used_elsewhere.erase(elsewhere);
   }
-  std::memset(memory, 0xff, found->second.second);
-  all.allocated -= static_cast<std::int64_t>(found->second.second);
-  all.free[found->second].push_back(memory);
-  all.held.erase(found);
+  std::memset(memory, 0xff, at->second.size);
+  all.allocated -= static_cast<std::int64_t>(at->second.size);
+  at->second.is_free = true;
+  {
+    std::lock_guard<std::mutex> also(books().mutex);
+    // Whoever dropped a reference before may be another thread: counting them orders the two.
+    for (int thread : books().threads) Books::join(at->second.freed, books().lines[thread]);
+  }
+  all.join_behind(at);
+  if (!at->second.begins && std::prev(at)->second.is_free) all.join_behind(std::prev(at));
 }
 
 // Pinned memory of torch's own, as `pin_memory=True` takes it.
@@ -270,10 +363,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(Device) const noexcept override {}
   c10::Stream getStream(Device) const override { return stream_of(current_line); }
   c10::Stream getDefaultStream(Device) const override { return stream_of(1); }
-  c10::Stream getNewStream(Device, int) const override {
+  // As torch does: of a pool of 32 for each priority, over and over.
+  c10::Stream getNewStream(Device, int priority) const override {
     Books& b = books();
     std::lock_guard<std::mutex> lock(b.mutex);
-    return stream_of(b.new_line());
+    StreamPool& pool = b.pools[priority];
+    if (pool.lines.size() < StreamPool::kSize) pool.lines.push_back(b.new_line());
+    return stream_of(pool.lines[pool.handed_out++ % StreamPool::kSize]);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     const int before = current_line;
@@ -470,6 +566,7 @@ void note_made(const Call& call, const at::Tensor& made) {
   if (!made.defined() || !made.is_cuda()) return;
   Books& b = books();
   std::lock_guard<std::mutex> lock(b.mutex);
+  b.begin(current_line);  // after what the thread learnt as it was given this memory
   const auto [first, end] = range_of(made);
   b.access(current_line, first, end, true, c10::toString(call.op.operator_name()));
 }
@@ -646,10 +743,33 @@ int hc_unregister(void* memory) {
   std::lock_guard<std::mutex> lock(books().mutex);
   return books().pinned.erase(reinterpret_cast<Address>(memory)) ? 0 : 1;
 }
-// Something else than torch reads or writes: a kernel on a stream, or line 0, the host.
+// A thread begins and ends.
+void hc_thread_begins() {
+  std::lock_guard<std::mutex> lock(books().mutex);
+  host_line = books().new_line();
+  books().threads.push_back(host_line);
+}
+void hc_thread_ends() {
+  std::lock_guard<std::mutex> lock(books().mutex);
+  std::erase(books().threads, host_line);
+}
+// It lets go of a lock, or asks the disk for something; it takes the lock, or has waited.
+void hc_hands_over(std::uint64_t what) {
+  Books& b = books();
+  std::lock_guard<std::mutex> lock(b.mutex);
+  Books::join(b.handed_over[what], b.lines[host_line]);
+}
+void hc_takes_over(std::uint64_t what) {
+  Books& b = books();
+  std::lock_guard<std::mutex> lock(b.mutex);
+  const auto found = b.handed_over.find(what);
+  if (found != b.handed_over.end()) b.host_waits(found->second);
+}
+// Something else than torch reads or writes: a kernel on a stream, or line 0, the calling thread.
 void hc_access(int line, void* memory, std::size_t n, int write, const char* what) {
   Books& b = books();
   std::lock_guard<std::mutex> lock(b.mutex);
+  if (line == 0) line = host_line;
   b.begin(line);
   const Address first = reinterpret_cast<Address>(memory);
   b.access(line, first, first + n, write != 0, what);
@@ -665,11 +785,14 @@ void hc_violations(char* into, int n) {
 std::int64_t hc_memory(int what) {
   DeviceMemory& m = device_memory();
   std::lock_guard<std::mutex> lock(m.mutex);
-  return what == 0 ? m.allocated : what == 1 ? m.peak : what == 2 ? m.reserved : m.blocks;
+  const std::int64_t known[] = {m.allocated, m.peak,    m.reserved,
+                                m.segments,  m.retries, m.reserved_peak};
+  return known[what];
 }
 void hc_reset_peak() {
   std::lock_guard<std::mutex> lock(device_memory().mutex);
   device_memory().peak = device_memory().allocated;
+  device_memory().reserved_peak = device_memory().reserved;
 }
 void hc_limit(std::int64_t bytes) {
   std::lock_guard<std::mutex> lock(device_memory().mutex);

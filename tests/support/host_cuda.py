@@ -12,14 +12,17 @@ What only a GPU has is not here: time, capture of graphs, compiled code, `nvrtc`
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import hashlib
 import importlib.util
 import os
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -68,11 +71,86 @@ def _load() -> ctypes.CDLL:
     library.hc_limit.argtypes = [ctypes.c_int64]
     library.hc_register.argtypes = [address, size]
     library.hc_unregister.argtypes = [address]
+    for name in ("hc_hands_over", "hc_takes_over"):
+        getattr(library, name).argtypes = [ctypes.c_uint64]
     library.hc_access.argtypes = [ctypes.c_int, address, size, ctypes.c_int, ctypes.c_char_p]
     return library
 
 
 LIBRARY = _load()
+
+
+class _Lock:
+    """`threading.Lock`: who takes it comes after who let it go."""
+
+    def __init__(self) -> None:
+        self._lock = _thread.allocate_lock()
+        self.locked = self._lock.locked
+        self._at_fork_reinit = self._lock._at_fork_reinit  # type: ignore[attr-defined]
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        taken = self._lock.acquire(blocking, timeout)
+        if taken:
+            LIBRARY.hc_takes_over(id(self))
+        return taken
+
+    def release(self) -> None:
+        LIBRARY.hc_hands_over(id(self))
+        self._lock.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+def _stand_in_for_threads() -> None:
+    """Threads are timelines, ordered by what `threading` has: nearly all of it is made of locks."""
+    start, run, join = threading.Thread.start, threading.Thread.run, threading.Thread.join
+
+    def start_after(self: threading.Thread) -> None:
+        LIBRARY.hc_hands_over(id(self))
+        start(self)
+
+    def run_beside(self: threading.Thread) -> None:
+        LIBRARY.hc_thread_begins()
+        LIBRARY.hc_takes_over(id(self))
+        try:
+            run(self)
+        finally:
+            LIBRARY.hc_hands_over(id(self))
+            LIBRARY.hc_thread_ends()
+
+    def join_after(self: threading.Thread, timeout: float | None = None) -> None:
+        join(self, timeout)
+        if not self.is_alive():
+            LIBRARY.hc_takes_over(id(self))
+
+    is_set, set_ = threading.Event.is_set, threading.Event.set
+
+    def set_after(self: threading.Event) -> None:
+        LIBRARY.hc_hands_over(id(self))
+        set_(self)
+
+    def is_set_after(self: threading.Event) -> bool:
+        found = is_set(self)
+        if found:
+            LIBRARY.hc_takes_over(id(self))
+        return found
+
+    names: dict[Any, dict[str, Any]] = {
+        threading.Event: {"set": set_after, "is_set": is_set_after},
+        threading: {"Lock": _Lock, "_allocate_lock": _Lock, "_CRLock": None},
+        threading.Thread: {"start": start_after, "run": run_beside, "join": join_after},
+        queue: {"SimpleQueue": queue._PySimpleQueue},  # type: ignore[attr-defined]
+    }
+    for owner, values in names.items():
+        for name, value in values.items():
+            setattr(owner, name, value)
+
+
+_stand_in_for_threads()
 
 import torch  # noqa: E402  (not before)
 from torch import Tensor  # noqa: E402
@@ -160,7 +238,7 @@ def _memory(what: int) -> Callable[..., int]:
 
 
 def _memory_stats(device: Any = None) -> dict[str, int]:
-    return {"num_alloc_retries": 0, "num_device_alloc": LIBRARY.hc_memory(3)}
+    return {"num_alloc_retries": LIBRARY.hc_memory(4), "num_device_alloc": LIBRARY.hc_memory(3)}
 
 
 def _stand_in_for_torch() -> None:
@@ -182,7 +260,7 @@ def _stand_in_for_torch() -> None:
         "set_stream": torch.accelerator.set_stream, "synchronize": torch.accelerator.synchronize,
         "mem_get_info": lambda device=None: (TOTAL_BYTES - LIBRARY.hc_memory(2), TOTAL_BYTES),
         "memory_allocated": _memory(0), "max_memory_allocated": _memory(1),
-        "memory_reserved": _memory(2), "max_memory_reserved": _memory(2),
+        "memory_reserved": _memory(2), "max_memory_reserved": _memory(5),
         "memory_stats": _memory_stats, "empty_cache": LIBRARY.hc_empty_cache,
         "reset_peak_memory_stats": lambda device=None: LIBRARY.hc_reset_peak(),
         "get_per_process_memory_fraction": share.get,
@@ -271,11 +349,29 @@ def _stand_in_for_kernels() -> None:
         _note(_HOST, False, "a sum", source)
         _note(_HOST, True, "a sum", target)
 
-    def of_disk(write: bool) -> Callable[..., None]:
-        def note(pieces: Any, *others: Any) -> None:
-            _note(_HOST, write, "the disk", *(buffer for _, buffer in pieces))
+    def note_disk(name: str, write: bool) -> None:
+        """Who waits for a request comes after who made it; the disk itself is quick."""
+        plain = getattr(disk.Disk, name)
 
-        return note
+        def noted(self: Any, pieces: Any, *others: Any, **named: Any) -> Any:
+            pieces = list(pieces)
+            _note(_HOST, write, "the disk", *(buffer for _, buffer in pieces))
+            ticket = plain(self, pieces, *others, **named)
+            LIBRARY.hc_hands_over(id(ticket))
+            return ticket
+
+        setattr(disk.Disk, name, noted)
+
+    def after_request(name: str) -> None:
+        plain = getattr(disk.DiskTicket, name)
+
+        def noted(self: Any) -> Any:
+            found = plain(self)
+            if found is not False:
+                LIBRARY.hc_takes_over(id(self))
+            return found
+
+        setattr(disk.DiskTicket, name, noted)
 
     before(cuda.CudaKernels, "update_all", on_gpu)
     before(cuda.CudaKernels, "square_sums", squares)
@@ -283,8 +379,10 @@ def _stand_in_for_kernels() -> None:
     before(cpu.CpuKernels, "convert", sums)
     before(cpu.CpuKernels, "accumulate", sums)
     before(cpu.CpuKernels, "square_sum", lambda tensor: _note(_HOST, False, "a sum", tensor))
-    before(disk.Disk, "read", of_disk(write=True))  # which writes the buffer
-    before(disk.Disk, "write", of_disk(write=False))
+    note_disk("read", write=True)  # which writes the buffer
+    note_disk("write", write=False)
+    after_request("wait")
+    after_request("done")
 
 
 _stand_in_for_torch()

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from typing import Any
 from unittest import mock
 
 import torch
 from support import host_cuda
 from support.small import VOCABULARY, small_model
+from support.trainer import cpu_beside
 
 import infinity
 from infinity.errors import TrainingError
@@ -19,6 +21,7 @@ from infinity.storage.cuda import CudaDevice, CudaEvent
 from infinity.storage.device import HAPPENED
 
 _copy = CudaDevice._copy
+BESIDE = "what the optimizer pass waits for of the CPU's thread"
 LEFT_OUT: dict[str, dict[tuple[Any, str], Any]] = {
     "nothing": {},
     "the edges of registrations": {
@@ -39,15 +42,23 @@ LEFT_OUT: dict[str, dict[tuple[Any, str], Any]] = {
         (CudaEvent, "wait"): lambda self: None,
         (CudaEvent, "done"): lambda self: True,
     },
+    BESIDE: {(Future, "result"): lambda self, timeout=None: None},
 }
 
 
 def train(update: str) -> int:
-    """Some steps, and tensors of two devices that meet; how often nothing ordered what was done."""
+    """Some steps, and tensors of two devices that meet; how often nothing ordered what was done.
+
+    Of "beside" the CPU updates some chunks while others are streamed.
+    """
+    if update == "beside":
+        with cpu_beside(0.4):
+            return train("device")
     config = {
         "placement": dict.fromkeys(("weights", "moments", "gradients"), "host"),
         "precision": "bf16",
         "update": update,
+        "chunk_size": 2048,
     }
     model = small_model(num_blocks=8, width=32)
     engine, *_ = infinity.initialize(model, config, device="cuda")
@@ -73,6 +84,7 @@ def main() -> None:
         for name, left_out in LEFT_OUT.items():
             for (owner, attribute), value in left_out.items():
                 mock.patch.object(owner, attribute, value).start()
-            found[name] = sum(map(train, ("cpu", "device") if not left_out else ("cpu",)))
+            updates = {"nothing": ("cpu", "device", "beside"), BESIDE: ("beside",)}
+            found[name] = sum(map(train, updates.get(name, ("cpu",))))
             mock.patch.stopall()
     print(json.dumps(found))

@@ -26,7 +26,7 @@ pytestmark = [
 NOT_HERE = ("compiled", "capture", "queued", "cache", "square", "many")
 # One of each sort.
 SOME = ("updates[2-disk]", "device-ram", "in_turn", "inputs[host]", "once", "trace", "own[ram]")
-SOME += ("another_thread", "bad_input", "cpu_adam")
+SOME += ("another_thread", "bad_input", "cpu_adam", "that_copies")
 
 
 def python(*command: str) -> str:

@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 import infinity
 from infinity.errors import ResidencyError
 from infinity.plan.plan import UpdatePlace, update_place
-from infinity.storage.cuda import CudaEvent
+from infinity.storage.cuda import CudaEvent, find_device
 from infinity.trace.reader import Shares, read_timeline
 
 pytestmark = [
@@ -164,6 +164,15 @@ def test_a_backward_of_the_users_own(tmp_path: Path, place: str) -> None:
     finally:
         gc.enable()
     assert losses == expected
+
+
+def test_no_stream_of_a_users_is_one_that_copies() -> None:
+    """torch hands out 32 of a priority, over and over."""
+    with closing(find_device("cuda")) as device:
+        ours = [device._in, device._out, device._bring, device._back, device._between]
+        found = {torch.cuda.Stream().cuda_stream for _ in range(70)}
+        assert len(found) == 32
+        assert found.isdisjoint(stream.cuda_stream for stream in ours)
 
 
 def test_a_capture_is_refused_and_training_goes_on(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@
 Imported before torch is, it builds and loads host_cuda.cpp, which says what the device is, and lets
 `torch.cuda` answer what the engine and its tests ask. The kernels of optimizers are built for the
 host (`cuda_on_host`); what they, the CPU's kernels and the disk read and write is noted as well. A
-test fails after which somebody read or wrote too early.
+test fails after which somebody read or wrote too early: before a stream, or a thread, that it must
+come after.
 
 What only a GPU has is not here: time, capture of graphs, compiled code, `nvrtc`, NCCL.
 """

@@ -7,6 +7,7 @@ a missing wait shows as NaN, and a slot or buffer that is reused too early as wr
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -153,6 +154,7 @@ def test_the_cpu_updates_chunks_while_others_are_on_their_way(
 
     def look(self: Updates, job: Any, work: Any) -> None:
         threads.add(threading.current_thread().name)
+        time.sleep(0.02)  # what does not wait for it is too early
         update(self, job, work)
 
     monkeypatch.setattr(Updates, "_update_beside", count)

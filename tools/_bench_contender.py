@@ -278,6 +278,15 @@ class Infinity(Contender):
         self.engine.close()
 
 
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    """Shard each block, then the rest, with FSDP2's `fully_shard`."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.get_submodule("blocks").children():
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
 class Fsdp2(Contender):
     """FSDP2 with CPU offload on one rank: fp32 masters and Adam's moments in RAM, updated there.
 
@@ -287,7 +296,7 @@ class Fsdp2(Contender):
 
     def __init__(self, job: dict[str, Any]) -> None:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
         super().__init__(job | {"by_engine": False})
         on_gpu = self.device.type == "cuda"
@@ -306,9 +315,7 @@ class Fsdp2(Contender):
             "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu),
         }
         model = filled(outline(self.job | {"precision": "fp32"}), torch.device("cpu")).train()
-        for block in model.get_submodule("blocks").children():
-            fully_shard(block, **more)
-        self.model = fully_shard(model, **more)
+        self.model: Any = sharded(model, **more)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **HYPER_PARAMETERS)
 
     def step(self) -> None:

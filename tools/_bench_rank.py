@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from _bench_config import HYPER_PARAMETERS
-from _bench_contender import Contender, Infinity
+from _bench_contender import Contender, Infinity, sharded
 from _bench_contender import DeepSpeed as Peer
 from _bench_contender import main as serve
 from torch import Tensor, nn
@@ -108,14 +108,12 @@ class Fsdp(Together):
     def shared(self, model: nn.Module) -> nn.Module:
         """Blocks one by one; with the offload of its name, or none."""
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy
 
         more: dict[str, Any] = {"mesh": init_device_mesh(self.device.type, (self.job["ranks"],))}
         if self.job["contender"] == "fsdp_offload":
             more["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-        for block in model.get_submodule("blocks").children():
-            fully_shard(block, **more)
-        return fully_shard(model, **more)
+        return sharded(model, **more)
 
     def accumulating(self, *, last: bool) -> Any:
         """See `Together`."""

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import _gpu_wheels as carried
+from _gpu_smoke import memory_gib
 from _gpu_stages import STAGES, WHOLE_GIB, WHOLE_RAM_GIB, Check, checks_of
 from _gpu_targets import table
 from _gpu_wheels import REPOSITORY
@@ -104,19 +105,10 @@ def ram_gib(told: float | None) -> float:
     return told or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
-def available_gib() -> float:
-    """RAM that can be taken now; 0 where the system does not say."""
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        told = dict(line.split(":") for line in lines)
-        return int(told["MemAvailable"].split()[0]) / 2**20
-    return 0.0
-
-
 def wait_for_ram(gib: float) -> None:
     """Wait until so much RAM is available, for a while: a killed child's is unpinned in seconds."""
     until = time.monotonic() + GRACE_S
-    while available_gib() < gib and time.monotonic() < until:
+    while memory_gib()[1] < gib and time.monotonic() < until:
         time.sleep(0.5)
 
 
@@ -400,7 +392,7 @@ def check_all(
     """Install, build, run and report, until then; the exit code."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "log.txt").write_text("")
-    available = available_gib()
+    available = memory_gib()[1]
     paths = [str(site), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     # Programs that are carried come after the machine's own.

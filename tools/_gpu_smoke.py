@@ -200,10 +200,10 @@ def pinning(make: Make, say: Say, left_s: float) -> dict[str, Any]:
     began, last_s = time.perf_counter(), 0.0
     made_s = pinned_s = 0.0
     stopped = ""
-    first_gib, available_gib = _memory_gib()
+    first_gib, available_gib = memory_gib()
     say(f"RAM: {first_gib:.1f} GiB in all, {available_gib:.1f} available")
     while len(held) * PINNED_STEP_GIB < PINNED_GIB:
-        whole_gib, available_gib = _memory_gib()
+        whole_gib, available_gib = memory_gib()
         left = left_s - (time.perf_counter() - began)
         if available_gib < PINNED_STEP_GIB + BESIDE_GIB:
             stopped = f"{available_gib:.1f} GiB of {whole_gib:.1f} are available"
@@ -224,10 +224,10 @@ def pinning(make: Make, say: Say, left_s: float) -> dict[str, Any]:
         stopped = "".join(device.warnings)
         say(
             f"{len(held) * PINNED_STEP_GIB} GiB: made {made_s:.1f} s, registered {pinned_s:.1f} s"
-            f" in all; RAM {_memory_gib()[0]:.1f} GiB"
+            f" in all; RAM {memory_gib()[0]:.1f} GiB"
         )
     say(f"stopped: {stopped or 'all are there'}")
-    warned, whole_gib = list(device.warnings), _memory_gib()[0]
+    warned, whole_gib = list(device.warnings), memory_gib()[0]
     device.close()  # before the memory goes that is registered
     return {
         "pinned_gib": len(held) * PINNED_STEP_GIB,
@@ -239,7 +239,8 @@ def pinning(make: Make, say: Say, left_s: float) -> dict[str, Any]:
     }
 
 
-def _memory_gib() -> tuple[float, float]:
+def memory_gib() -> tuple[float, float]:
+    """Return the RAM of the machine, and the part that is available, in GiB."""
     told = dict(line.split(":") for line in _read("/proc/meminfo").splitlines())
     whole, available = (int(told[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
     return whole, available

@@ -37,8 +37,8 @@ NUM_8B_BLOCKS, DERIVED_FROM = 32, (4, 8)
 CAPPED = ("--device-budget", "24GiB")
 WHOLE_RAM_GIB, LEFT_RAM_GIB = 126, 10  # of the machine; that stay with all but the run
 OURS, BOTH = ("--only", "infinity_ram"), ("--only", "torch_ram,infinity_ram", "--alone")
-# Blocks of a step's activations differ in size: segments that grow are not split into pieces that
-# no other block fits. For benchmarks `_bench_child` sets the same.
+# Activations differ in size: fixed segments would be split into pieces that fit no other block.
+# Benchmarks get the same from `bench_step.Race`.
 EXPANDABLE = ("env", "PYTORCH_ALLOC_CONF=expandable_segments:True")
 # How tokens pass the model is the plan's choice, whatever `llama` tells the others.
 PLANNED = ("--only", "infinity_plan")

@@ -96,8 +96,7 @@ class Race:
         # Times of the parts: of the engine where it computes on RAM itself, else without copies.
         on_cpu = arguments.device == "cpu"
         self.timed = ("infinity_ram", "infinity_plan") if on_cpu else ("torch_ram",)
-        # Activations of a step differ in size; segments that grow need no cap of their own to be
-        # free of holes. For every contender.
+        # For every contender: fixed segments would be split into pieces that fit no other block.
         self.environment = {} if on_cpu else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         self.children: list[Child] = []
 

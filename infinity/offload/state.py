@@ -334,10 +334,13 @@ class StateStore:
     ) -> Staged:
         """Start bringing all kinds of a chunk where the host can reach them.
 
-        What rests in RAM is there already; the rest comes into `buffer` (uint8). With `by_device`
-        what rests on the device stays there: its views are the device's. Of several `chunks`, from
-        this one on, where all rests in memory. What is on the device is copied `after` the compute
-        that used it.
+        Args:
+            unit: Index of the unit.
+            chunk: Index of its first chunk.
+            buffer: Room (uint8) in RAM for kinds that do not rest there.
+            chunks: Number of chunks; more than one only where all rests in memory.
+            by_device: Leave what rests on the device there: its views are the device's.
+            after: End of the compute that used the device's kinds: copies of them wait for it.
         """
         state, views, resting = self.units[unit], dict[Kind, Tensor](), set[Kind]()
         pieces: list[tuple[Range, Tensor]] = []

@@ -179,8 +179,8 @@ def _at_rest(plan: Plan) -> dict[Tier, dict[str, int]]:
 
 
 def staging_bytes(plan: Plan) -> int:
-    """Bytes of one staging buffer: of every kind that some unit cannot update in place, the chunks
-    that are updated at once.
+    """Return bytes of one staging buffer: the chunks that are updated at once, of every kind that
+    some unit cannot update in place.
     """
 
     def staged(alike: Alike) -> int:

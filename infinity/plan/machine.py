@@ -172,7 +172,7 @@ def may_have_gpu(root: Path = Path("/")) -> bool:
 
 
 def cpu_model(root: Path = Path("/")) -> str:
-    """Return the processor's name, or its architecture where it does not tell."""
+    """Return the processor's name, or its architecture where that is not known."""
     name = _found(root / "proc/cpuinfo", r"^model name\s*:\s*(.+)$")
     return name.strip() if name else platform.machine()
 
@@ -228,7 +228,7 @@ def _number(path: Path) -> int | None:
 
 
 def read_meminfo(root: Path) -> dict[str, int]:
-    """Return what the kernel tells of memory: bytes, and numbers of huge pages.
+    """Return the fields of /proc/meminfo: bytes, and numbers of huge pages.
 
     Some virtual machines get more RAM as they use it: the environment variable `HOST_RAM` sets
     what they will have.

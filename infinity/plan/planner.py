@@ -224,7 +224,7 @@ def _shortest(
 
 
 def _with_cpu_beside(plan: Plan, limits: Limits, rates: Rates, leave_share: bool) -> Plan:
-    """`plan` with so much of what is streamed updated by the CPU that both are done at one time.
+    """Return `plan` with the CPU's share of streamed chunks for which CPU and links end together.
 
     A rule that multiplies matrices needs whole units, and the device multiplies faster.
     """

@@ -151,13 +151,14 @@ def node_of_pci(domain: int, bus: int, device: int, root: Path = Path("/")) -> i
 
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for whatever GPU a thread has
+_PIN_TRIES = 2
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 _PREFAULT_SLICE = 128 << 20
 _PREFAULT_THREADS = 8
 
 
 def prefault(address: int, nbytes: int) -> bool:
-    """Make all pages of a page-aligned range now, with several threads; what it holds stays.
+    """Make all pages of a page-aligned range now, with several threads; contents are kept.
 
     False where the system does not know how: whoever touches a page makes it then.
     """
@@ -187,7 +188,7 @@ class _CudaSquareSums:
 
 
 def _order(stream: torch.cuda.Stream, after: Event) -> None:
-    """What is put on the stream from now on comes after `after`; for CUDA's events nobody waits."""
+    """Order later work on `stream` after `after`; the host does not wait for CUDA's events."""
     parts: Sequence[Event] = getattr(after, "events", (after,))
     for part in parts:
         if isinstance(part, CudaEvent):
@@ -383,7 +384,7 @@ class CudaDevice(Device):
         return self._no_kernels
 
     def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
-        """On the update stream; launches only, so that copies and compute go on beside it."""
+        """On the update stream; launches only, so that copies and compute overlap with it."""
         assert self._kernels is not None
         _order(self._update, after)
         begin = self._begin(self._update)
@@ -466,18 +467,20 @@ class CudaDevice(Device):
                 made.result()
                 if following is not None:
                     made = ahead.submit(prefault, *following)
-                # Memory that was plugged in lately may have to be moved first, and is refused once.
-                if (code := self._register(cudart, address, size)) and (
-                    code := self._register(cudart, address, size)
-                ):
+                if code := self._register(cudart, address, size):
                     left = base + arena.nbytes - address
                     self.warnings.append(_not_pinned(left, arena.nbytes, code))
                     return
                 self._pinned = sorted([*self._pinned, (address, address + size)])
 
     def _register(self, cudart: Any, address: int, size: int) -> int:
-        """Register a slice; returns CUDA's error, 0 for none."""
-        if code := int(cudart.cudaHostRegister(address, size, _PORTABLE)):
+        """Register a slice, and return CUDA's error code, 0 for none.
+
+        Memory that was plugged in lately may have to be moved first: it is refused once.
+        """
+        for _ in range(_PIN_TRIES):
+            if not (code := int(cudart.cudaHostRegister(address, size, _PORTABLE))):
+                break
             self._clear_error()
         return code
 
@@ -497,7 +500,7 @@ class CudaDevice(Device):
         torch.cuda.empty_cache()
 
     def _clear_error(self) -> None:
-        """Take CUDA's last error, that has been told, from its place.
+        """Clear CUDA's last error, which was reported already.
 
         torch looks there after each kernel, and would raise it for the next one.
         """

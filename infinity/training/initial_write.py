@@ -9,7 +9,7 @@ systems want before O_DIRECT: every extent written once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -66,8 +66,9 @@ class InitialWrite:
         sizes = [_initial_write_bytes(self.plan, layout) for layout in self.plan.units]
         done = 0
         for layout, own in zip(self.plan.units, self.plan.own, strict=True):
+            zero = self._zero_kinds(own)
             for index in range(own.num_chunks(self.plan.chunk_elements)):
-                self._write_chunk(own, index, parameters)
+                self._write_chunk(own, index, parameters, zero)
             self._write_frozen(layout, parameters)
             self._values.forget()
             binding.forget(layout.index)
@@ -77,8 +78,13 @@ class InitialWrite:
         self._buffers.settle()
 
     def _write_chunk(
-        self, layout: UnitLayout, index: int, parameters: Sequence[nn.Parameter]
+        self,
+        layout: UnitLayout,
+        index: int,
+        parameters: Sequence[nn.Parameter],
+        zero: Collection[Kind],
     ) -> None:
+        """Write all kinds of a chunk, except those that are `zero` where they rest."""
         state = self.store.units[layout.index]
         start, count = layout.chunk(index, self.plan.chunk_elements)
         buffer, used = self._buffers.take(), 0
@@ -86,18 +92,18 @@ class InitialWrite:
         self._fill_master(layout, start, master, parameters)
         views: dict[Kind, Tensor] = {}
         on_disk = state.record.kinds  # of a durable run all: the first commit holds them
-        zero = self._zero_kinds(layout)
-        for kind in sorted(self.plan.precision.kinds, key=lambda kind: kind not in on_disk):
+        kinds = [kind for kind in self.plan.precision.kinds if kind not in zero]
+        for kind in sorted(kinds, key=lambda kind: kind not in on_disk):
             nbytes = state.record.precision.nbytes(kind, count)
             views[kind] = buffer[used : used + nbytes]
             used += nbytes
         self._fill_views(views, master)
-        self._fill_moments(layout, start, count, {k: v for k, v in views.items() if k not in zero})
+        self._fill_moments(layout, start, count, views)
         unit, store = layout.index, self.store
         pieces: list[tuple[Range, Tensor]] = [
             (store.on_disk(unit, kind, index, 0), views[kind]) for kind in on_disk
         ]
-        in_memory = (kind for kind in state.memory if kind not in zero)
+        in_memory = (kind for kind in state.memory if kind in views)
         pieces += [(store.chunk(unit, kind, index), views[kind]) for kind in in_memory]
         self._buffers.give_back(buffer, self.transfers.write(pieces))
 
@@ -122,7 +128,7 @@ class InitialWrite:
             self.kernels.split(master, weight, rest)
 
     def _zero_kinds(self, layout: UnitLayout) -> set[Kind]:
-        """Moments that are zero already: in RAM, which is a fresh mapping, all of it zero.
+        """Return the moments that need no write: they start at zero in a fresh mapping of RAM.
 
         Where RAM computes they are written, so that a run takes all its memory before it trains;
         elsewhere pinning has made the pages.
@@ -137,7 +143,7 @@ class InitialWrite:
     def _fill_moments(
         self, layout: UnitLayout, start: int, count: int, views: dict[Kind, Tensor]
     ) -> None:
-        """Zeroed bytes, which mean 0 in every format, or what the rule begins with."""
+        """Fill the moments in `views` with zero bytes (0 in every format) or the rule's values."""
         precision = self.plan.precision_of(layout)
         for index, kind in enumerate(precision.moment_kinds):
             if kind not in views:

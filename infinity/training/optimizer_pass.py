@@ -1,5 +1,5 @@
-"""What an optimizer pass does to units: on the device where they rest, streamed through it, or by
-the CPU.
+"""Updates of an optimizer pass: on the device where a unit rests, streamed through it, or by the
+CPU.
 
 [Note: one order]
 Chunks of units that do not rest on the device go through in one order, whoever updates them: read
@@ -147,7 +147,7 @@ class Work:
         return self.chunks.start == 0
 
 
-NUM_BESIDE = 2  # one that the CPU updates, and the next
+NUM_CPU_UPDATES = 2  # submitted at a time: one that runs, and the next
 _NOWHERE = torch.empty(0, dtype=torch.uint8)
 
 
@@ -186,18 +186,18 @@ class Updates:
         num_streams = NUM_STREAM_BUFFERS if nbytes else 0
         self._streams = BufferPool(num_streams, nbytes, transfers.device, on_device=True)
         self._under_way: deque[Work] = deque()  # oldest first
-        self._beside: ThreadPoolExecutor | None = None  # updates what the CPU does meanwhile
+        self._cpu_thread: ThreadPoolExecutor | None = None  # for updates while others stream
         if plan.beside:
             begin = transfers.device.follow_compute
-            self._beside = ThreadPoolExecutor(1, "infinity-update-beside", begin)
+            self._cpu_thread = ThreadPoolExecutor(1, "infinity-cpu-update", begin)
         self._target: Slot | None = None  # that the unit is published to
         self._published: dict[int, list[Event]] = {}  # by unit: copies of its new weights
         self._left: dict[int, int] = {}  # chunks of units that have begun
 
     def forget(self) -> None:
-        """Drop the reserved ranges, and end the thread beside."""
-        if self._beside is not None:
-            self._beside.shutdown()
+        """Drop the reserved ranges, and end the thread of CPU updates."""
+        if self._cpu_thread is not None:
+            self._cpu_thread.shutdown()
         self._staging.forget()
         self._streams.forget()
         self._target = None
@@ -317,7 +317,7 @@ class Updates:
             laps.lap("optimizer_pass", "stream")
             return
         if self._places[work.unit] is UpdatePlace.STREAMED:
-            self._update_beside(job, work)
+            self._submit_cpu_update(job, work)
             laps.lap("optimizer_pass", "hand to the CPU")
             return
         self._land_all()
@@ -333,16 +333,17 @@ class Updates:
         laps.lap("optimizer_pass", "publish, write back")
         self._finish(work)
 
-    def _update_beside(self, job: PassJob, work: Work) -> None:
-        """Queue the CPU's update of chunks of a unit whose first chunks are streamed before."""
-        assert self._beside is not None
+    def _submit_cpu_update(self, job: PassJob, work: Work) -> None:
+        """Submit chunks of a streamed unit to the CPU's thread; its first chunks are streamed."""
+        assert self._cpu_thread is not None
         work.target = self._target
-        work.updated = self._beside.submit(self._update_on_cpu, job, work)
+        work.updated = self._cpu_thread.submit(self._update_on_cpu, job, work)
         self._under_way.append(work)
-        while sum(one.updated is not None for one in self._under_way) > NUM_BESIDE:
+        while sum(one.updated is not None for one in self._under_way) > NUM_CPU_UPDATES:
             self._land()
 
     def _update_on_cpu(self, job: PassJob, work: Work) -> None:
+        """Wait for the chunks' copies, then update them; runs on either thread."""
         laps = Laps(self.transfers.trace, work.unit)
         for item in work.waits:
             item.wait()
@@ -352,7 +353,7 @@ class Updates:
         laps.lap("update", "update", sum(view.numel() for view in work.views.values()))
 
     def _give_back(self, work: Work, written: Sequence[Event]) -> None:
-        """Its buffer, if it has one, is free when what was written from it is."""
+        """Return its buffer, if it has one, to the pool; it is free once `written` has happened."""
         if work.buffer is not _NOWHERE:
             self._staging.give_back(work.buffer, *written)
 
@@ -385,7 +386,7 @@ class Updates:
     # --- by the CPU ----------------------------------------------------------------------------
 
     def _write_back(self, work: Work) -> list[Event]:
-        """Send what was updated in the buffer to where it rests."""
+        """Copy updated kinds from the buffer to their tiers."""
         state = self.store.units[work.unit]
         staged = {k: work.views[k] for k in state.kinds if state.in_ram(k) is None}
         events = []
@@ -580,7 +581,7 @@ class OptimizerPass:
                 raise
 
     def close(self) -> None:
-        """Abandon what is left and end the thread."""
+        """Abandon unfinished updates and end the thread."""
         with self.prefetcher.changed:
             self._closing = True
             self._submitted.notify_all()
@@ -618,7 +619,7 @@ class OptimizerPass:
             self.prefetcher.fail(error)
 
     def _next_job(self) -> PassJob | None:
-        """What was handed over, once something is; None when the engine closes."""
+        """Wait for the next job and return it; None when the engine closes."""
         with self._submitted:
             while self._job is None and not self._closing:
                 self._submitted.wait()

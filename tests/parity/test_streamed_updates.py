@@ -140,7 +140,7 @@ def test_the_cpu_updates_chunks_while_others_are_on_their_way(
     """
     expected, under_way, threads = run("cpu"), list[int](), set[str]()
     elsewhere: list[Any] = []
-    begin, update = Updates._update_beside, Updates._update_on_cpu
+    begin, update = Updates._submit_cpu_update, Updates._update_on_cpu
     copy_in = Transfers.copy_in
 
     def spy(self: Transfers, *arguments: Any) -> Any:
@@ -157,7 +157,7 @@ def test_the_cpu_updates_chunks_while_others_are_on_their_way(
         time.sleep(0.02)  # what does not wait for it is too early
         update(self, job, work)
 
-    monkeypatch.setattr(Updates, "_update_beside", count)
+    monkeypatch.setattr(Updates, "_submit_cpu_update", count)
     monkeypatch.setattr(Updates, "_update_on_cpu", look)
     monkeypatch.setattr(Transfers, "copy_in", spy)
     with ordered_device(seed=1, kernels=True) as device, cpu_beside(0.4), at_once(2):
@@ -171,7 +171,7 @@ def test_the_cpu_updates_chunks_while_others_are_on_their_way(
     assert len(under_way) == STEPS * by_cpu > 0
     assert sum(map(bool, under_way)) > len(under_way) / 2
     assert elsewhere == []
-    assert {name.rpartition("_")[0] for name in threads} == {"infinity-update-beside"}
+    assert {name.rpartition("_")[0] for name in threads} == {"infinity-cpu-update"}
 
 
 def test_few_calls_are_made_for_much_that_moves() -> None:

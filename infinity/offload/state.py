@@ -187,6 +187,7 @@ class StateStore:
         """Drop the reserved ranges."""
         for unit in self.units:
             unit.memory.clear()
+            unit.writes.clear()  # a ticket may keep a staging buffer
         if self.shared is not None:
             self.shared.close()
 

@@ -11,10 +11,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.durable import PLACEMENTS, durable_engine, gated, last_commit, state_of, step
+from support.durable import PLACEMENTS, durable_engine, gated, state_of, step
 from torch import Tensor
 
-from infinity.checkpoint.commits import COMMIT_NAMES, CommitFiles, CommitRecord
+from infinity.checkpoint.commits import (
+    COMMIT_NAMES,
+    CommitFiles,
+    CommitRecord,
+    read_commits,
+    whole_records,
+)
 from infinity.checkpoint.durable_reader import DurableReader
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, MachineError
@@ -24,14 +30,17 @@ from infinity.plan.layout import Kind
 # --- records -------------------------------------------------------------------------------------
 
 bits = st.lists(st.integers(0, 1), max_size=20).map(tuple)
+sums = st.lists(st.integers(0, (1 << 32) - 1), max_size=20).map(tuple)
 records = st.builds(
     CommitRecord,
     run=st.text(max_size=20),
+    session=st.text(max_size=20),
     sequence=st.integers(0, 1 << 60),
     step=st.integers(0, 1 << 60),
     copies=bits,
     frozen_copies=bits,
-    checksums=st.booleans(),
+    checksums=sums,
+    frozen_checksums=sums,
     document=st.dictionaries(st.text(max_size=20), st.text(max_size=500), max_size=5),
     when=st.just("2026-01-01T00:00:00+00:00"),
 )
@@ -54,7 +63,13 @@ def test_any_flipped_bit_and_any_cut_is_seen(record: CommitRecord, data: st.Data
 
 def some(sequence: int, nbytes: int) -> CommitRecord:
     document = {"run": random.Random(sequence).randbytes(nbytes).hex()}
-    return CommitRecord("r", sequence, sequence * 10, (0, 1), (0, 0), False, document, when="now")
+    copies = {"copies": (0, 1), "frozen_copies": (0, 0), "checksums": (), "frozen_checksums": ()}
+    return CommitRecord("r", "s", sequence, sequence * 10, **copies, document=document, when="now")
+
+
+def last_commit(directory: Path, run: str) -> CommitRecord:
+    records = whole_records(directory, read_commits(directory, run, num_units=2))
+    return records[max(records)]
 
 
 def write(files: CommitFiles, record: CommitRecord) -> None:

@@ -21,7 +21,6 @@ from support.durable import (
     durable_engine,
     equal,
     gated,
-    last_commit,
     state_of,
     step,
     step_uncommitted,
@@ -34,6 +33,7 @@ from torch import nn
 import infinity
 from infinity import Engine
 from infinity.checkpoint.commits import COMMIT_NAMES, SmallFile
+from infinity.checkpoint.durable_runs import read_run
 from infinity.errors import (
     CheckpointError,
     ConfigError,
@@ -348,7 +348,7 @@ def test_an_edit_can_be_committed_at_once(tmp_path: Path) -> None:
         edited = state_of(engine)
         step_uncommitted(engine)
     (directory,) = tmp_path.iterdir()
-    assert last_commit(directory, directory.name[-16:]).step == 7
+    assert read_run(directory).record.step == 7
     with durable_engine(tmp_path, gated(), resume="auto") as engine:
         assert engine.global_steps == 1
         assert equal(state_of(engine), edited)
@@ -490,7 +490,7 @@ def test_rot_between_runs_is_found(tmp_path: Path) -> None:
     assert check_resumed([tmp_path], {**verify}, to=3) == 2
     (directory,) = tmp_path.iterdir()
     state = bytearray((directory / "state.bin").read_bytes())
-    assert last_commit(directory, directory.name[-16:]).checksums
+    assert read_run(directory).record.checksums
     with durable_engine(tmp_path, gated(), **verify, resume="auto") as engine:
         extent = engine._parts.store.on_disk(
             0, Kind.WEIGHT, 0, engine._parts.store.units[0].copy.active

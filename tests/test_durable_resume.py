@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from parity.test_resume import SIMPLEST, Ending, Run, ending, micro_step, straight
-from support.durable import last_commit
 
 from infinity.checkpoint.commits import Document
+from infinity.checkpoint.durable_runs import read_run
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, InfinityWarning
 
@@ -75,7 +75,7 @@ def test_a_load_within_a_window_is_committed_at_once(
         shutil.copytree(directory, tmp_path / "copy")
     shutil.rmtree(directory)  # what closing does is not what a crash does
     shutil.move(tmp_path / "copy", directory)
-    record = last_commit(directory, directory.name[-16:])
+    record = read_run(directory).record
     window = Document.from_json(record.document).window
     first = 6 if more == 2 else 4
     assert record.step == (2 if more == 2 else 1)

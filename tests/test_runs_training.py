@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from functools import partial
@@ -353,6 +354,19 @@ def test_a_durable_run_goes_on_without_checkpoints(
         assert CliRunner().invoke(app, ["checkpoint", *command]).exit_code == 0
     told = CliRunner().invoke(app, ["checkpoint", "inspect", str(tmp_path / "run")])
     assert "has no checkpoint yet" in told.output + told.stderr
+
+
+def test_a_state_that_a_copy_of_the_run_went_on_with_is_refused(tmp_path: Path) -> None:
+    raw = settings(tmp_path, engine__nvme_path=str(tmp_path / "state"), engine__durable=True)
+    (tmp_path / "state").mkdir()
+    train(raw, stop_after=1)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    copy = raw | {"run_dir": str(tmp_path / "copy")}
+    train(raw, "auto", stop_after=1)
+    with pytest.raises(CheckpointError, match=r"another copy of .*/copy has gone on with"):
+        train(copy, "auto")
+    _, watcher = train(raw, "auto", stop_after=1)
+    assert watcher.done == 2
 
 
 def test_what_would_change_the_numbers_is_refused(plain: tuple[Path, list[Any]]) -> None:

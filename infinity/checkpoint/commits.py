@@ -17,18 +17,25 @@ that is prepared on all is rolled forward, and one that is not is rolled back. (
 ranks prepare without a meeting, and one of them may have failed a step before.) See
 docs/decisions/0025.
 
+[Note: one history]
+A record holds a CRC of the page checksums of each unit that it names, and these hold CRCs of the
+pages: state that is read through a record is the state that was committed with it, whichever files
+were set back or exchanged. `session` is a random id on which all ranks agree at each start. Within
+a session each sequence number stands for one commit, so records of several ranks with the same
+number and session are of the same commit.
+
 A record is sealed JSON, and behind it lies what is left of longer ones.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -39,7 +46,7 @@ from infinity.sealed import first_sealed, made, seal, shallow, unseal
 
 COMMIT_NAMES = ("commit-a.bin", "commit-b.bin")
 OF_EACH_RANK = ("rng", "registered")  # of a run's state; all else is the same on all ranks
-_FORMAT, _VERSION = "torch-infinity-commit", 3
+_FORMAT, _VERSION = "torch-infinity-commit", 4
 _RESERVED_BYTES = 64 << 10
 
 
@@ -100,23 +107,59 @@ def with_kept(document: Mapping[str, Any], kept: Mapping[str, Any]) -> Mapping[s
     return {**document, "run": run}
 
 
+class CommitKey(NamedTuple):
+    """Identity of a commit, the same on all ranks; see [Note: one history]. Ordered by age."""
+
+    sequence: int
+    step: int
+    session: str
+
+    def __str__(self) -> str:
+        return f"{self.sequence} (update {self.step}, start {self.session[:8]})"
+
+
 @dataclass(frozen=True)
 class CommitRecord:
     """One committed state.
 
-    `copies` and `frozen_copies` hold 0 or 1 per unit. `checksums` says that the file of checksums
-    fits; `document` is what `Document.to_json` gave. `run` ties it to a directory; `when` is UTC,
-    ISO 8601.
+    Attributes:
+        run: Id of the run directory.
+        session: Id of the start that committed it.
+        sequence: Number of commits of the run before this one.
+        step: Number of updates.
+        copies: Active copy (0 or 1) of each unit's trained state.
+        frozen_copies: Active copy of each unit's frozen parameters.
+        checksums: CRC32C of each active copy's page checksums; empty if none are kept.
+        frozen_checksums: The same for frozen parameters.
+        document: Result of `Document.to_json`.
+        when: UTC, ISO 8601.
     """
 
     run: str
+    session: str
     sequence: int
     step: int
     copies: tuple[int, ...]
     frozen_copies: tuple[int, ...]
-    checksums: bool
+    checksums: tuple[int, ...]
+    frozen_checksums: tuple[int, ...]
     document: Any
     when: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    @property
+    def key(self) -> CommitKey:
+        """Identity of the commit."""
+        return CommitKey(self.sequence, self.step, self.session)
+
+    def is_of(self, run: str, num_units: int) -> bool:
+        """Return whether the record can be of this run, which has that many units."""
+        copies, checksums = (*self.copies, *self.frozen_copies), self.checksums
+        lengths = {len(self.copies), len(self.frozen_copies)}
+        kept = {len(checksums), len(self.frozen_checksums)}
+        return (
+            self.run == run and lengths == {num_units} and kept in ({0}, {num_units})
+            and set(copies) <= {0, 1}
+        )  # fmt: skip
 
     def to_bytes(self) -> bytes:
         """As a file holds it."""
@@ -218,7 +261,7 @@ class CommitFiles:
 
     def repair(self, record: CommitRecord) -> None:
         """Make both files hold a record that was read from one of them, which is not touched."""
-        there = read_commits(self._directory, record.run)
+        there = read_commits(self._directory, record.run, len(record.copies))
         self._put(record, [file for file in self._files if there[file.path] != record])
         sync_directory(self._directory)
 
@@ -235,8 +278,8 @@ class CommitFiles:
             file.close()
 
 
-def read_commits(directory: Path, run: str) -> dict[Path, CommitRecord | str]:
-    """What each file of a run holds: a record, or why there is none that counts, in words."""
+def read_commits(directory: Path, run: str, num_units: int) -> dict[Path, CommitRecord | str]:
+    """Return the record in each file of a run, or why it has none, as the end of a sentence."""
     found: dict[Path, CommitRecord | str] = {}
     for path in (directory / name for name in COMMIT_NAMES):
         try:
@@ -247,15 +290,26 @@ def read_commits(directory: Path, run: str) -> dict[Path, CommitRecord | str]:
             found[path] = "is of another version"
         else:
             found[path] = record or "is torn or damaged: its checksum does not fit"
-            if record is not None and record.run != run:
+            if record is not None and not record.is_of(run, num_units):
                 found[path] = f"is of another run, {record.run}"
     return found
 
 
+def foreign_checksums(path: Path, record: CommitRecord, unit: str) -> CheckpointError:
+    """Return the error for a file of page checksums that is not of a commit."""
+    return CheckpointError(
+        f"{path} does not hold the checksums of {unit} that update {record.step} committed",
+        because="it is damaged, or this file, the commit records and the state are of different "
+        "times: restored in part, or copied while the run went on",
+        remedy=f"restore all files of {path.parent} from one copy; or start a new run (resume: "
+        "never) and load a checkpoint",
+    )
+
+
 def whole_records(
     directory: Path, found: Mapping[Path, CommitRecord | str]
-) -> dict[tuple[int, int], CommitRecord]:
-    """By sequence number and step, of what `read_commits` found. Raises `CheckpointError`."""
+) -> dict[CommitKey, CommitRecord]:
+    """Return the intact records among the results of `read_commits`; `CheckpointError` if none."""
     records = [record for record in found.values() if isinstance(record, CommitRecord)]
     if not records:
         raise CheckpointError(
@@ -263,22 +317,30 @@ def whole_records(
             because="; ".join(f"{path.name} {why}" for path, why in found.items()),
             remedy="bring one of them back from a copy; the state cannot be told without",
         )
-    return {(record.sequence, record.step): record for record in records}
+    return {record.key: record for record in records}
 
 
-def last_common(records: Sequence[Collection[Sequence[int]]], where: Path) -> tuple[int, int]:
-    """The highest (sequence number, step) that every rank has, of those that each has whole.
+def last_common(records: Sequence[Iterable[CommitKey]], where: Path) -> CommitKey:
+    """Return the newest commit that every rank has an intact record of.
 
-    Raises `CheckpointError` where there is none; `where` is a directory of the run.
+    Args:
+        records: Commits of each rank.
+        where: A directory of the run, for the message.
+
+    Raises:
+        CheckpointError: There is none.
     """
-    every = [{(sequence, step) for sequence, step in there} for there in records]
+    every = [set(there) for there in records]
     common = every[0].intersection(*every)
     if not common:
+        listing = [", ".join(map(str, sorted(keys))) for keys in every]
         raise CheckpointError(
             f"the ranks of the durable run in {where} have no commit in common: "
-            + "; ".join(f"rank {r} has {sorted(there)}" for r, there in enumerate(every)),
-            because="a record of one of them is damaged, or was set back to an older copy",
-            remedy="bring back its other copy (commit-a.bin, commit-b.bin); or start a new run "
-            "(resume: never) and load a checkpoint",
+            + "; ".join(f"rank {rank} has {keys}" for rank, keys in enumerate(listing)),
+            because="a record of one of them is damaged, or its directory was set back to an older "
+            "copy or is of another start",
+            remedy="restore the directories of all ranks from one copy (or one of commit-a.bin, "
+            "commit-b.bin if only that is damaged); or start a new run (resume: never) and load a "
+            "checkpoint",
         )
     return max(common)

@@ -4,8 +4,9 @@
 1. What rests in RAM of units that changed goes to the copy that is active on disk, where the
    optimizer pass has put the rest.
 2. Every write of every unit is waited for, and every state file synced.
-3. With `io.verify` the checksums of what changed follow, into a file with a place for each page.
-4. One record is written and synced: the step is prepared. It holds the copies and the document.
+3. With `io.verify` the page checksums of what changed are written to a file and synced.
+4. One record is written and synced: the step is prepared. It holds the copies, a CRC of the page
+   checksums of each, and the document.
 5. Ranks meet, and so say that it is prepared on all; one rank meets nobody.
 6. The record is written and synced once more: the step is committed (`commits.py`).
 Only then is the former committed copy free to be written. All of this runs on the optimizer thread,
@@ -15,15 +16,18 @@ training thread, when next it needs all updates, as `step()` does.
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
 from infinity.checkpoint.commits import (
     CommitFiles,
+    CommitKey,
     CommitRecord,
     SmallFile,
+    foreign_checksums,
     last_common,
     read_commits,
     whole_records,
@@ -35,15 +39,16 @@ from infinity.checkpoint.durable_runs import (
     state_tag,
     write_plan,
 )
+from infinity.crc32c import crc32c
 from infinity.errors import CheckpointError
-from infinity.offload.state import StateStore, UnitState
+from infinity.offload.state import ExtentCopies, StateStore, UnitState
 from infinity.offload.transfers import Label, Transfers
 from infinity.plan.budget import FROZEN_PIECE, NUM_COMMIT_BUFFERS, commit_buffer_bytes
 from infinity.plan.layout import PAGE, Kind
 from infinity.plan.plan import Plan
 from infinity.ranks import Ranks
 from infinity.storage.device import Event
-from infinity.storage.disk import CHECKSUM_BYTES, STATE_NAME, Extent
+from infinity.storage.disk import CHECKSUM_BYTES, STATE_NAME, Extent, stored_checksums
 from infinity.storage.staging import BufferPool, host_buffer
 from infinity.storage.store import Range
 from infinity.trace.recorder import NO_UNIT, Laps
@@ -71,12 +76,14 @@ class Durability:
         self._disk = transfers.disk
         self._primary = self._disk.scratches[0]
         self._run = self._primary.directory.name.rpartition("-")[2]
+        self._session = ""
         self._sequence = 0
         self._since = 0  # steps since the last commit
         self.document: Mapping[str, Any] | None = {}  # of the last step
         self._buffers = BufferPool(NUM_COMMIT_BUFFERS, commit_buffer_bytes(plan), transfers.device)
         self._records = CommitFiles(self._primary.directory)
         self._sums: SmallFile | None = None
+        self._checksums: dict[tuple[int, bool], int] = {}  # (unit, of its frozen parameters): CRC
         try:
             if self._disk.checksums is not None:
                 self._sums = self._open_sums(stored)
@@ -106,8 +113,8 @@ class Durability:
         directories = [scratch.directory for scratch in self._disk.scratches]
         striping = self._disk.striping
         self._ranks.meet("begins a durable run")
-        group = {"rank": self._ranks.rank, "group": self._ranks.gather_words(self._run)[0]}
-        facts = {**facts, **group}
+        first, self._session = self._ranks.gather_words([self._run, _new_session()])[0]
+        facts = {**facts, "rank": self._ranks.rank, "group": first}
         write_plan(self._primary.path(PLAN_NAME), self._run, facts, self.plan, striping)
         for index, (scratch, used) in enumerate(
             zip(self._disk.scratches, striping.used, strict=True)
@@ -207,15 +214,18 @@ class Durability:
         laps.lap("saving", "commit: write what rests in memory")
         self._disk.sync()
         laps.lap("saving", "commit: sync")
-        self._write_sums(changed, frozen)
+        self._write_sums()
         units = self.store.units
+        kept = range(len(units)) if self._sums is not None else ()
         record = CommitRecord(
             run=self._run,
+            session=self._session,
             sequence=self._sequence,
             step=self.step,
             copies=tuple(state.copy.active for state in units),
             frozen_copies=tuple(state.frozen_copy.active for state in units),
-            checksums=self._sums is not None,
+            checksums=tuple(self._checksums[unit, False] for unit in kept),
+            frozen_checksums=tuple(self._checksums[unit, True] for unit in kept),
             document=document,
         )
         assert self._prepared is None
@@ -285,43 +295,60 @@ class Durability:
 
     # --- checksums ---------------------------------------------------------------------------
 
-    def _write_sums(self, changed: list[UnitState], frozen: list[UnitState]) -> None:
+    def _write_sums(self, *, unchanged: bool = False) -> None:
+        """Write the page checksums of active copies that changed, or of all, and sync the file."""
         sums = self._disk.checksums
         if self._sums is None or sums is None:
             return
-        for extent in _current_extents(changed, frozen):
-            stored = sums.stored(extent.offset, extent.nbytes)
-            self._sums.write(extent.offset // PAGE * CHECKSUM_BYTES, stored)
+        for key, copy, extents in _active_copies(self.store.units):
+            if not (copy.dirty or unchanged):
+                continue
+            stored = [sums.stored(extent.offset, extent.nbytes) for extent in extents]
+            for extent, data in zip(extents, stored, strict=True):
+                self._sums.write(extent.offset // PAGE * CHECKSUM_BYTES, data)
+            self._checksums[key] = crc32c(b"".join(stored))
         self._sums.sync()
 
-    def _restore_sums(self, *, stored: bool) -> None:
-        """Checksums of the committed state: as they were, so that rot shows; else as it is now."""
+    def _restore_sums(self, record: CommitRecord) -> None:
+        """Load the page checksums of a commit; without any, compute them from the state.
+
+        Raises `CheckpointError` if the file does not hold those of this commit.
+        """
         sums, file = self._disk.checksums, self._sums
         if sums is None or file is None:
             return
-        for extent in _current_extents(self.store.units, self.store.units):
-            if not stored:
-                for start in range(0, extent.nbytes, 1 << 24):
-                    part = extent.part(start, min(1 << 24, extent.nbytes - start))
-                    self._disk.learn(part, host_buffer(part.nbytes))
+        for key, _, extents in _active_copies(self.store.units):
+            if not record.checksums:
+                for extent in extents:
+                    for start in range(0, extent.nbytes, 1 << 24):
+                        part = extent.part(start, min(1 << 24, extent.nbytes - start))
+                        self._disk.learn(part, host_buffer(part.nbytes))
                 continue
-            nbytes = extent.nbytes // PAGE * CHECKSUM_BYTES
-            data = file.read(extent.offset // PAGE * CHECKSUM_BYTES, nbytes)
-            # What is missing counts as 0: reading such a page then fails, by name.
-            sums.restore(extent.offset, extent.nbytes, data.ljust(nbytes, b"\0"))
-        if not stored:
-            self._write_sums(self.store.units, self.store.units)
+            stored = [stored_checksums(file.read, extent) for extent in extents]
+            unit, is_frozen = key
+            wanted = (record.frozen_checksums if is_frozen else record.checksums)[unit]
+            self._checksums[key] = crc32c(b"".join(stored))
+            if self._checksums[key] != wanted:
+                name = self.store.units[unit].layout.name
+                raise foreign_checksums(file.path, record, name)
+            for extent, data in zip(extents, stored, strict=True):
+                sums.restore(extent.offset, extent.nbytes, data)
+        if not record.checksums:
+            self._write_sums(unchanged=True)
 
     # --- going on ----------------------------------------------------------------------------
 
     def _take_over(self, stored: StoredRun) -> None:
         """The copies, counters and checksums of a run that is continued."""
         # Read again: the directory is locked now.
-        found = read_commits(stored.directory, stored.record.run)
+        num_units = len(self.store.units)
+        found = read_commits(stored.directory, stored.record.run, num_units)
         records = whole_records(stored.directory, found)
         self._ranks.meet("looks for the last commit")
-        told = self._ranks.gather_words(sorted(records))
-        record = records[last_common(told, stored.directory)]
+        told = self._ranks.gather_words([sorted(records), _new_session()])
+        keys = [[CommitKey(*key) for key in there] for there, _ in told]
+        record = records[last_common(keys, stored.directory)]
+        self._session = told[0][1]
         for path, why in found.items():
             if isinstance(why, str):
                 self._disk.warnings.append(
@@ -336,7 +363,7 @@ class Durability:
         ):
             state.copy.active = state.copy.committed = copy
             state.frozen_copy.active = state.frozen_copy.committed = frozen
-        self._restore_sums(stored=record.checksums)
+        self._restore_sums(record)
 
     def fill_memory(self, progress: Callable[[int, int, str], None] | None) -> None:
         """Bring what rests in RAM and on devices from the committed copies; raises as reads do."""
@@ -359,11 +386,19 @@ class Durability:
                 progress(min(done, total), total, f"reading the durable state: {state.layout.name}")
 
 
-def _current_extents(changed: list[UnitState], frozen: list[UnitState]) -> Iterator[Extent]:
-    """The active copy of all kinds."""
-    for state in changed:
-        if state.copies:
-            yield from state.copies[state.copy.active]
-    for state in frozen:
-        if state.frozen_copies:
-            yield state.frozen_copies[state.frozen_copy.active]
+def _active_copies(
+    units: Sequence[UnitState],
+) -> Iterator[tuple[tuple[int, bool], ExtentCopies, Sequence[Extent]]]:
+    """Yield ((position, whether of frozen parameters), copy, extents of the active copy)."""
+    for position, state in enumerate(units):
+        yield (position, False), state.copy, state.copies[state.copy.active] if state.copies else ()
+        frozen = state.frozen_copies
+        yield (
+            (position, True),
+            state.frozen_copy,
+            [frozen[state.frozen_copy.active]] if frozen else (),
+        )
+
+
+def _new_session() -> str:
+    return secrets.token_hex(8)

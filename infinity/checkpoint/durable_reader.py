@@ -18,8 +18,10 @@ from torch import Tensor
 
 from infinity.checkpoint.commits import (
     OF_EACH_RANK,
+    CommitKey,
     CommitRecord,
     Document,
+    foreign_checksums,
     last_common,
     read_commits,
     whole_records,
@@ -35,12 +37,13 @@ from infinity.checkpoint.manifest import (
 from infinity.checkpoint.plain import encode
 from infinity.checkpoint.reader import StateReader, damaged
 from infinity.checkpoint.streams import Piece, frozen_pieces, pieces, state_streams
+from infinity.crc32c import crc32c
 from infinity.errors import CheckpointError, MachineError, listed
 from infinity.files import LockFile
 from infinity.offload.state import Promising, UnitState, promise_extents
 from infinity.plan.layout import PAGE, Tier, round_up
 from infinity.plan.plan import Plan
-from infinity.storage.disk import CHECKSUM_BYTES, STATE_NAME, Extent, wrong_pages
+from infinity.storage.disk import STATE_NAME, Extent, stored_checksums, wrong_pages
 from infinity.storage.run_dir import lock_durable
 from infinity.storage.striping import Stripes
 
@@ -155,6 +158,7 @@ class _Part:
         self.record: CommitRecord
         self.document: Document
         self.extents: list[tuple[Extent, list[Piece]]] = []
+        self._foreign: dict[int, CheckpointError] = {}  # by offset of extents without checksums
         self._striping = run.striping
         self._stripes = Stripes(len(self.directories), run.striping.stripe_bytes)
         self._locks: list[LockFile] = []
@@ -164,21 +168,34 @@ class _Part:
             for member in self.directories:
                 self._locks.append(lock_durable(member, shared=True))
                 self._files.append(_open(member / STATE_NAME))
-            found = read_commits(run.directory, run.record.run)  # now that it is locked
+            num_units = len(run.facts["units"])  # read again, now that it is locked
+            found = read_commits(run.directory, run.record.run, num_units)
             self.records = whole_records(run.directory, found)
         except BaseException:
             self.close()
             raise
 
-    def open(self, number: tuple[int, int]) -> None:
-        """Read the commit of that sequence number and step; raises `CheckpointError`."""
-        self.record = self.records[number]
+    def open(self, key: CommitKey) -> None:
+        """Read that commit; raises `CheckpointError`."""
+        self.record = self.records[key]
         if self.record.checksums:
             self._sums = _open(self.directory / SUMS_NAME)
         self.document = Document.from_json(self.record.document)
-        self.extents = list(committed(self.plan, self.record, self))
+        groups = list(committed(self.plan, self.record, self))
+        self.extents = [item for group in groups for item in group]
         sizes = [os.fstat(file).st_size for file in self._files]
         self._stripes.place_again(self._striping, sizes)
+        each = zip(self.record.checksums, self.record.frozen_checksums, strict=True)
+        wanted = [crc for unit in each for crc in unit]
+        for group, crc in zip(groups, wanted, strict=True) if self.verified else ():
+            extents = [extent for extent, _ in group]
+            stored = [stored_checksums(self._read_sums, extent) for extent in extents]
+            if crc32c(b"".join(stored)) != crc:
+                for extent in extents:
+                    path = self.directory / SUMS_NAME
+                    self._foreign[extent.offset] = foreign_checksums(
+                        path, self.record, extent.owner
+                    )
 
     def extent(self, nbytes: int, owner: str = "", cuts: Sequence[int] = ()) -> Extent:
         """As `Disk.extent` does it."""
@@ -194,6 +211,8 @@ class _Part:
         for file in self._files:  # what lies in memory was checked, the disk was not
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         for extent, held in self.extents:
+            if error := self._foreign.get(extent.offset):
+                yield error.what
             for start in range(0, extent.nbytes, _READ_BYTES):
                 part = extent.part(start, min(_READ_BYTES, extent.nbytes - start))
                 try:
@@ -215,6 +234,8 @@ class _Part:
 
     def fill(self, extent: Extent, start: int, target: Tensor) -> None:
         """Read a range of an extent; whole pages are read, and checked."""
+        if error := self._foreign.get(extent.offset):
+            raise error
         end = start + target.numel()
         for first in range(start // PAGE * PAGE, end, _READ_BYTES):
             part = extent.part(first, min(_READ_BYTES, round_up(end, PAGE) - first))
@@ -242,14 +263,14 @@ class _Part:
 
     def _wrong_pages(self, part: Extent, pages: Tensor) -> list[int]:
         """Pages, counted from the part's first, that are not what was written."""
-        count = part.nbytes // PAGE
-        start = part.offset // PAGE * CHECKSUM_BYTES
+        return wrong_pages(pages, stored_checksums(self._read_sums, part))
+
+    def _read_sums(self, offset: int, nbytes: int) -> bytes:
         try:
-            sums = os.pread(self._sums, count * CHECKSUM_BYTES, start)
+            return os.pread(self._sums, nbytes, offset)
         except OSError as error:
             why = f"checksums of {self.directory} cannot be read: {error.strerror}"
             raise CheckpointError(why) from error
-        return wrong_pages(pages, sums)
 
     def _place(self, extent: Extent, start: int, held: Sequence[Piece]) -> str:
         """A damaged page of an extent, and whose bytes it holds."""
@@ -268,8 +289,11 @@ class _Part:
 
 def committed(
     plan: Plan, record: CommitRecord, disk: Promising
-) -> Iterator[tuple[Extent, list[Piece]]]:
-    """The committed extents of a run, which `disk` promises, and what lies where in each."""
+) -> Iterator[list[tuple[Extent, list[Piece]]]]:
+    """Yield the extents of each active copy in the order of a record, with what each holds.
+
+    `disk` promises them. Of each unit there are two lists: trained state, and frozen parameters.
+    """
     units = [UnitState(layout, plan.record(layout)) for layout in plan.own]
     for unit in units:
         promise_extents(plan, unit, disk)
@@ -277,6 +301,7 @@ def committed(
         if layout.numel and placement.gradient is Tier.DISK:  # behind them, as in a run
             disk.extent(layout.numel * plan.gradient_itemsize)
     for unit, copy, frozen in zip(units, record.copies, record.frozen_copies, strict=True):
+        trained = []
         for chunk, extent in enumerate(unit.copies[copy] if unit.copies else ()):
             _, count = unit.layout.chunk(chunk, plan.chunk_elements)
             held = []
@@ -285,10 +310,11 @@ def committed(
                 start = whole.offset(kind, count)
                 for piece in pieces(plan, unit.layout, chunk, kind):
                     held.append(piece._replace(start=start + piece.start))
-            yield extent, held
-        if unit.frozen_copies:
-            layout = plan.units[unit.layout.index]
-            yield unit.frozen_copies[frozen], list(frozen_pieces(layout, plan.rank))
+            trained.append((extent, held))
+        yield trained
+        layout = plan.units[unit.layout.index]
+        extents = [unit.frozen_copies[frozen]] if unit.frozen_copies else []
+        yield [(extent, list(frozen_pieces(layout, plan.rank))) for extent in extents]
 
 
 def _manifest(

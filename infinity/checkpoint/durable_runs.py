@@ -66,6 +66,11 @@ class StoredRun:
         return str(self.facts.get("group", self.facts["run"]))
 
     @property
+    def rank(self) -> int:
+        """The rank whose part it is."""
+        return int(self.facts.get("rank", 0))
+
+    @property
     def stored(self) -> Stored:
         """What a plan takes over."""
         placements = tuple(
@@ -220,10 +225,9 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
     """
     directory = _first_directory(directory, _run_record(directory), roots)
     facts = _read(directory / PLAN_NAME, _FORMAT, _VERSION)
-    records = whole_records(directory, read_commits(directory, facts["run"]))
+    found = read_commits(directory, facts["run"], len(facts["units"]))
+    records = whole_records(directory, found)
     commit = records[max(records)]
-    if len(commit.copies) != len(facts["units"]):
-        raise CheckpointError(f"the commit record in {directory} is of another run")
     members = _members(directory, facts, roots)
     striping = Striping(
         directories=members,
@@ -233,7 +237,9 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
         used=tuple(facts["used"]),
     )
     _check_files(striping, facts["run"])
-    return StoredRun(directory, facts, striping, commit, tuple(sorted(n for n, _ in records)))
+    return StoredRun(
+        directory, facts, striping, commit, tuple(sorted(key.sequence for key in records))
+    )
 
 
 def read_parts(directory: Path, roots: Iterable[Path] = ()) -> list[StoredRun]:
@@ -370,8 +376,12 @@ def find_run(
             )
         return run
     found = survey(_own_places(roots, ranks), here)
-    runs = {run.group if ranks.count > 1 else str(run.directory): run for run in found.fitting}
+    mine = [run for run in found.fitting if run.rank == ranks.rank]
+    runs = {run.group if ranks.count > 1 else str(run.directory): run for run in mine}
     signs = [*found.doubtful, *(survey(_elsewhere(roots, ranks), here).doubtful)]
+    for run in (run for run in found.fitting if run.rank != ranks.rank):
+        why = f"it holds the shards of rank {run.rank}, not of rank {ranks.rank}"
+        signs.append((run.directory, why))
     misplaced = survey(_others_places(roots, ranks), here).fitting
     named = None
     if directory is not None and (directory / PLAN_NAME).exists():

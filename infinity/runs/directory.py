@@ -223,6 +223,26 @@ class RunDirectory:
             raise refused(what, error, self.path, remedy=remedy) from error
 
 
+class Session:
+    """Id of one start of a durable run, committed with its state by `engine.register_state`.
+
+    Each start adds its id to the record of the run directory before it commits. If `last`, the id
+    in a resumed state, is not in that record, the directory and the state are not of one history.
+    """
+
+    def __init__(self, id: str) -> None:
+        self.id = id
+        self.last = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"id": self.id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Note who committed the state."""
+        self.last = str(state.get("id", ""))
+
+
 def is_run(path: Path) -> bool:
     """Whether a directory is that of a run, whatever is in it."""
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import shlex
 import shutil
 import time
@@ -21,6 +22,7 @@ from typing import Any, Self
 import torch
 
 from infinity.checkpoint.directory import checkpoints, find_tag
+from infinity.checkpoint.durable_reader import DurableReader
 from infinity.checkpoint.durable_runs import read_run
 from infinity.checkpoint.manifest import LATEST_NAME
 from infinity.checkpoint.streams import state_streams
@@ -45,7 +47,7 @@ from infinity.plan.plan import Plan
 from infinity.ranks import Ranks, check_alike, find_ranks
 from infinity.runs.best import Best
 from infinity.runs.data import Progress
-from infinity.runs.directory import RunDirectory
+from infinity.runs.directory import RUN_RECORD, RunDirectory, Session
 from infinity.runs.loop import Compute, Loop, latest
 from infinity.runs.metrics import LastStep, Metrics, Result, Unwritten, Watcher, steps_told
 from infinity.runs.preparation import (
@@ -68,6 +70,7 @@ from infinity.storage.run_dir import durable_records, ranks_below, run_records
 
 NEVER = "never"
 _SCHEDULED = ("lr", "betas", "momentum")  # entries of a group that a schedule may change
+_MAX_SESSIONS = 1000  # of which a run directory keeps the ids
 _WAITS_S = 60.0  # for the first rank, until that says that it is at work
 OTHER = Path("/other/drive")  # what people put their own in the place of
 _HEADING = """\
@@ -190,7 +193,10 @@ class Run:
         last_step = LastStep()
         engine.register_state("last_step", last_step)
         try:
+            session = self._claim_state(engine) if prepared.engine.durable else None
             source = self._go_on(engine, reel, prepared)
+            if session is not None and not engine.resumed:
+                engine.register_state("session", session)  # after loading: checkpoints have none
         except BaseException:
             if self._begins:
                 directory.forget()
@@ -377,6 +383,33 @@ class Run:
                     remedy="engine.nvme_path=... an existing directory that can be written",
                 ) from error
         return config.model_copy(update={"nvme_path": paths, "resume": resume})
+
+    def _claim_state(self, engine: Engine) -> Session:
+        """Refuse a state with which another copy of the run directory has gone on; see `Session`.
+
+        Raises `CheckpointError`, before anything is committed.
+        """
+        session = Session(self.ranks.gather_words(secrets.token_hex(4))[0])
+        with self.ranks.settle("looks for the session of the state"):
+            if engine.resumed:
+                engine.register_state("session", session)
+            elif self._left is not None:
+                with closing(DurableReader(self._left)) as reader:
+                    session.load_state_dict(
+                        reader.document.run.get("registered", {}).get("session", {})
+                    )
+            known = self.directory.record.get("sessions", [])
+            if session.last and session.last not in known:
+                raise CheckpointError(
+                    f"another copy of {self.directory.path} has gone on with the state of this run "
+                    f"(session {session.last}, which is not in its {RUN_RECORD})",
+                    because="the run directory was copied, or was set back to an older copy; all "
+                    f"copies share one state below engine.nvme_path, {self.state_name}",
+                    remedy="go on with that copy; or start from a checkpoint in a new run: "
+                    "run_dir=... --resume .../checkpoints/...",
+                )
+            self.directory.remember(sessions=[*known, session.id][-_MAX_SESSIONS:])
+        return session
 
     def _keep_state(self) -> None:
         """From now on the run goes on with the state of this engine, and with no other."""

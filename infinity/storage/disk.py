@@ -8,7 +8,7 @@ it raises a `TransferError` that names unit, path, offset, length and errno.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,14 +104,19 @@ class Checksums:
         return self._sums[offset // PAGE : (offset + nbytes) // PAGE]
 
 
-def wrong_pages(pages: Tensor, stored: bytes) -> list[int]:
-    """Which pages (uint8) do not have the checksums that a file holds (`Checksums.stored`).
+def stored_checksums(read: Callable[[int, int], bytes], extent: Extent) -> bytes:
+    """Return an extent's page checksums from a file, zeros where that is too short.
 
-    What is missing of those counts as 0: such a page is wrong, as it is for a run that goes on.
+    `read(offset, nbytes)` reads the file that holds `Checksums.stored` of all pages.
     """
+    nbytes = extent.nbytes // PAGE * CHECKSUM_BYTES
+    return read(extent.offset // PAGE * CHECKSUM_BYTES, nbytes).ljust(nbytes, b"\0")
+
+
+def wrong_pages(pages: Tensor, stored: bytes) -> list[int]:
+    """Which pages (uint8) do not have the checksums that a file holds (`Checksums.stored`)."""
     count = pages.numel() // PAGE
-    data = bytearray(stored.ljust(count * CHECKSUM_BYTES, b"\0"))
-    wanted = torch.frombuffer(data, dtype=torch.int32)
+    wanted = torch.frombuffer(bytearray(stored), dtype=torch.int32)
     found = torch.empty(count, dtype=torch.int32, device="cpu")
     _aio.crc32c_blocks(pages.data_ptr(), pages.numel(), PAGE, found.data_ptr())
     return [int(page) for page in (found != wanted).nonzero()]

@@ -1,7 +1,8 @@
-"""One damage to one file of a durable run, at any moment of a step: the right bits, or words.
+"""Damage to files of a durable run, at any moment of a step: the right bits, or an error.
 
 A run over two drives is recorded, write by write. Each test brings a copy to a moment at which the
-process was killed, damages one file, and goes on with `resume: auto`.
+process was killed, damages one file, or replaces several by those of another time or history of the
+same run, and goes on with `resume: auto`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from support.durable import (
     PLACEMENTS,
     Entry,
     Recorder,
+    State,
     copies,
     durable_engine,
     equal,
@@ -33,6 +35,7 @@ from support.durable import (
 )
 
 from infinity.checkpoint.commits import COMMIT_NAMES, CommitRecord
+from infinity.checkpoint.durable_reader import DurableReader
 from infinity.errors import InfinityError
 
 STEPS = 2  # that are recorded
@@ -166,10 +169,14 @@ class Recorded:
         return sorted(small | set(range(0, len(self.log) + 1, 5)))
 
 
-def train(paths: list[Path], steps: int, **more: Any) -> None:
+def train(paths: list[Path], steps: int, shift: int = 0, **more: Any) -> list[State]:
+    """Train with the batches of `shift` steps later; the state after each step."""
+    states = []
     with durable_engine(paths, gated(), **MORE, **more) as engine:
         for _ in range(steps):
-            step(engine)
+            step(engine, shift)
+            states.append(state_of(engine))
+    return states
 
 
 def record(root: Path, base: list[Path] | None) -> Recorded:
@@ -212,6 +219,118 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recorded]:
     between = one.moment(tmp_path_factory.mktemp("between"), synced[0] + 1)
     other = record(tmp_path_factory.mktemp("killed"), between)
     return {"closed": one, "killed": other}
+
+
+# --- files of several times and histories ---------------------------------------------------------
+
+
+@dataclass
+class Histories:
+    """One run that went on twice from the same commit, with other batches the second time.
+
+    `of` yields the files of a history, by drive and name, as a kill after so many writes, or the
+    end, left them; `states` are the right ones by step, those of the fork behind the others.
+    """
+
+    run: Recorded
+    fork: list[Path]
+    states: dict[int, list[State]]
+
+    def source(self, root: Path, choose: random.Random) -> list[Path]:
+        if choose.random() < 0.4:
+            return self.fork
+        return self.run.moment(root, choose.choice([0, len(self.run.log), *self.run.moments()]))
+
+
+@pytest.fixture(scope="module")
+def histories(runs: dict[str, Recorded], tmp_path_factory: pytest.TempPathFactory) -> Histories:
+    run, root = runs["closed"], tmp_path_factory.mktemp("fork")
+    fork = run.moment(root, 0)
+    with durable_engine(fork, gated(), **MORE, resume="auto") as engine:
+        first = engine.global_steps
+    states = {n: [undisturbed(n)] for n in range(first + STEPS + 1)}
+    for number, state in enumerate(train(fork, STEPS, shift=7, resume="auto"), first + 1):
+        states[number].append(state)
+    return Histories(run, fork, states)
+
+
+def mix(
+    histories: Histories, root: Path, choose: random.Random, files: list[tuple[int, str]]
+) -> str:
+    """Replace files by those of another time or history; the error, or "exact"."""
+    paths = histories.run.moment(root / "here", choose.choice(histories.run.moments()))
+    other = histories.source(root / "there", choose)
+    for drive, name in files:
+        (here,), (there,) = paths[drive].iterdir(), other[drive].iterdir()
+        shutil.copyfile(there / name, here / name)
+    problems, said = problems_of(paths), "exact"
+    try:
+        with durable_engine(paths, gated(), **MORE, resume="auto") as engine:
+            found = state_of(engine)
+            right = [equal(found, state) for state in histories.states[engine.global_steps]]
+            assert any(right), f"silently wrong: {files}"
+    except InfinityError as error:
+        said = str(error)
+    assert bool(problems) == (said != "exact"), (problems, said)  # verify and resume agree
+    return said
+
+
+def problems_of(paths: list[Path]) -> list[str]:
+    """What `infinity checkpoint verify` finds."""
+    (directory,) = paths[0].iterdir()
+    try:
+        with DurableReader(directory, paths) as reader:
+            return list(reader.verify())
+    except InfinityError as error:
+        return [str(error)]
+
+
+# Records older than the state by two commits, and newer; then two drives of different times.
+PAIRS = [
+    [(0, name) for name in COMMIT_NAMES],
+    [(0, "checksums.bin"), (0, "state.bin"), (1, "state.bin")],
+    [(0, name) for name in ("checksums.bin", *COMMIT_NAMES)],
+    [(1, "state.bin")],
+]
+
+
+@pytest.mark.parametrize("files", PAIRS)
+@pytest.mark.parametrize("ahead", ["records", "state"])
+def test_records_of_another_time_than_the_state_are_refused(
+    histories: Histories, tmp_path: Path, files: list[tuple[int, str]], ahead: str
+) -> None:
+    times = [0, len(histories.run.log)]
+    (paths, other) = (
+        histories.run.moment(tmp_path / str(at), at)
+        for at in (times if ahead == "records" else reversed(times))
+    )
+    for drive, name in files:
+        (here,), (there,) = paths[drive].iterdir(), other[drive].iterdir()
+        shutil.copyfile(there / name, here / name)
+    assert problems_of(paths)
+    assert go_on(paths, 0, 0) != "exact"
+
+
+def many_mixed(histories: Histories, root: Path, seeds: range) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        choose = random.Random(seed)
+        files = choose.sample(FILES, choose.choice((2, 2, 2, 3, 4)))
+        said = mix(histories, root / str(seed), choose, files)
+        seen["exact" if said == "exact" else "refused"] += 1
+        shutil.rmtree(root / str(seed))
+    return seen
+
+
+def test_files_of_other_times_and_histories(histories: Histories, tmp_path: Path) -> None:
+    seen = many_mixed(histories, tmp_path, range(40))
+    assert seen.keys() == {"exact", "refused"}
+
+
+@pytest.mark.big
+@pytest.mark.timeout(7200)
+def test_files_of_other_times_and_histories_at_length(histories: Histories, tmp_path: Path) -> None:
+    many_mixed(histories, tmp_path, range(40, 3000))
 
 
 # --- the tests -----------------------------------------------------------------------------------

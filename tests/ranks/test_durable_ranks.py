@@ -331,8 +331,43 @@ def test_commits_that_are_not_common_are_refused(tmp_path: Path) -> None:
     train_durably(2, tmp_path, 5, resume="auto")
     for name in COMMIT_NAMES:
         shutil.copy(tmp_path / "copy" / name, own / name)
-    with pytest.raises(CheckpointError, match=r"no commit in common: rank 0 has \[.*rank 1 has"):
+    with pytest.raises(
+        CheckpointError, match=r"no commit in common: rank 0 has 5 .* rank 1 has 2 "
+    ):
         train_durably(2, tmp_path, 6, resume="auto")
+
+
+@pytest.mark.parametrize("how", ["exchanged", "copied over"])
+def test_directories_of_other_ranks_are_refused(tmp_path: Path, how: str) -> None:
+    train_durably(2, tmp_path, 2)
+    first, second = tmp_path / "rank-0", tmp_path / "rank-1"
+    second.rename(tmp_path / "away")
+    if how == "exchanged":
+        first.rename(second)
+        (tmp_path / "away").rename(first)
+    else:
+        shutil.copytree(first, second)
+    given = parts_of(tmp_path, 0)[0]
+    for resume in ("auto", str(given)):
+        with pytest.raises(ConfigError, match="holds the shards of rank 0, not of rank 1"):
+            train_durably(2, tmp_path, 3, resume=resume)
+
+
+def test_ranks_of_two_histories_are_refused(tmp_path: Path) -> None:
+    """Both went on from the same commit, with equal numbers of commits and steps since."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    train_durably(2, one, 1)
+    shutil.copytree(one, other)
+    for folder in (one, other):
+        train_durably(2, folder, 4, resume="auto")
+    shutil.rmtree(one / "rank-1")
+    shutil.copytree(other / "rank-1", one / "rank-1")
+    words = r"no commit in common: rank 0 has 4 \(update 4, start "
+    with pytest.raises(CheckpointError, match=words):
+        train_durably(2, one, 5, resume="auto")
+    with pytest.raises(CheckpointError, match=words):
+        DurableReader(parts_of(one, 0)[0])
 
 
 def test_ranks_that_end_at_different_steps_go_back_to_a_common_one(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from support.small import batch, settings, small_model
 from torch import Tensor, nn
 
 import infinity
-from infinity.checkpoint.commits import CommitRecord, SmallFile, read_commits, whole_records
+from infinity.checkpoint.commits import SmallFile
 from infinity.engine import Engine
 from infinity.storage.disk import Disk
 
@@ -57,12 +57,6 @@ def gated() -> Gated:
     return Gated()
 
 
-def last_commit(directory: Path, run: str) -> CommitRecord:
-    """The newest whole record of a run; raises `CheckpointError` if there is none."""
-    records = whole_records(directory, read_commits(directory, run))
-    return records[max(records)]
-
-
 @contextmanager
 def durable_engine(path: Path | list[Path], model: nn.Module, **more: Any) -> Iterator[Engine]:
     """An engine whose steps are committed, with the document that belongs to it."""
@@ -87,9 +81,9 @@ def step_uncommitted(engine: Engine) -> None:
     del engine._checkpoints.document
 
 
-def step(engine: Engine) -> None:
-    """The step after those that are behind; batches follow the step count."""
-    loss = engine(batch(engine.global_steps))
+def step(engine: Engine, shift: int = 0) -> None:
+    """Train the next step; batches follow the step count, `shift` steps later."""
+    loss = engine(batch(engine.global_steps + shift))
     engine.backward(loss)
     engine.step()
 

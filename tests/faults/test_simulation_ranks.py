@@ -1,0 +1,202 @@
+"""Two ranks killed at any moment, and files of other times, ranks and histories: right, or refused.
+
+A run of two ranks commits a step and goes on twice from there, with other batches the second time.
+Each seed cuts the first history off, by a kill or a loss of power, and may replace some files of a
+rank by those of another moment, of the other history, or of the other rank.
+
+INFINITY_SEED=17 python -m pytest tests/faults/test_simulation_ranks.py -k replay    one seed again
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from support.ranks import make_engine, on_ranks
+from support.recorded_tree import RecordedTree
+from support.small import MIXED, batch, settings, small_model
+from torch import Tensor
+
+from infinity.checkpoint.commits import COMMIT_NAMES
+from infinity.checkpoint.durable_reader import DurableReader
+from infinity.errors import InfinityError
+from infinity.ranks import Ranks
+
+COUNT, STEPS, QUICK = 2, 4, 40
+FILES = (*COMMIT_NAMES, "checksums.bin", "plan.json", "run.json", "lock", "state.bin")
+Weights = dict[str, Tensor]
+
+
+def go_on(
+    world: Path,
+    steps: int | None = None,
+    shift: int = 0,
+    promise: Callable[[str], None] | None = None,
+) -> dict[int, Weights]:
+    """Resume, and train up to a step (default: the next); the master weights at each, by step."""
+    config = settings(world, MIXED | {"whole": False}, seed=1, durable=True, resume="auto")
+    config |= {"durable_every": 1, "io": {"block_size": 4096}}
+
+    models = [small_model(num_blocks=1) for _ in range(COUNT)]  # threads share the generator
+
+    def work(ranks: Ranks) -> dict[int, Weights]:
+        states: dict[int, Weights] = {}
+        with make_engine(ranks, models[ranks.rank], config, world) as engine:
+            last = engine.global_steps + 1 if steps is None else steps
+            while True:
+                masters = engine.state_dict(master=True)
+                states[engine.global_steps] = {n: v.clone() for n, v in masters.items()}
+                if engine.global_steps >= last:
+                    return states
+                number = engine.global_steps * COUNT + ranks.rank
+                engine.backward(engine(batch(number + shift)))
+                engine.step()
+                if promise is not None and ranks.rank == 0:
+                    promise(f"step {engine.global_steps}")
+
+    return on_ranks(COUNT, work)[0]
+
+
+@dataclass
+class Expected:
+    tree: RecordedTree  # of the first history
+    fork: Path  # the end of the second one
+    states: list[dict[int, Weights]]  # of each
+
+
+@pytest.fixture(scope="module")
+def expected(in_memory: Path) -> Expected:
+    world, fork = in_memory / "world", in_memory / "fork"
+    world.mkdir()
+    begun = go_on(world, 1)
+    shutil.copytree(world, fork)
+    tree = RecordedTree(world)
+    with tree.recording():
+        first = go_on(world, STEPS, promise=tree.mark)
+    shutil.rmtree(world)
+    fork.rename(world)  # runs know their directories by path
+    second = go_on(world, STEPS, shift=50)
+    world.rename(fork)
+    tree.left(len(tree.log), world, None)
+    first |= go_on(world)  # a step later the moments show
+    shutil.rmtree(world)
+    return Expected(tree, fork, [begun | first, begun | second])
+
+
+def directory_of(world: Path, rank: int) -> Path:
+    (found,) = (world / f"rank-{rank}").glob("infinity-run-*")
+    return found
+
+
+def replace_some(world: Path, choose: random.Random, expected: Expected) -> list[str]:
+    """Put files of another time, history or rank in the place of some; which they were."""
+    source = choose.choice(("time", "history", "rank", "rank's directory"))
+    rank = choose.randrange(COUNT)
+    aside, elsewhere = world.with_name("elsewhere"), rank
+    if source == "time":
+        cut = choose.randint(expected.tree.num_safe, len(expected.tree.log))
+        expected.tree.left(cut, aside, None)
+    elif source == "history":
+        shutil.copytree(expected.fork, aside)
+    else:
+        shutil.copytree(world, aside)
+        elsewhere = 1 - rank
+    files = choose.sample(FILES, choose.choice((1, 2, 2, 3)))
+    if source == "rank's directory" or choose.random() < 0.2:
+        shutil.rmtree(directory_of(world, rank))
+        there = directory_of(aside, elsewhere)
+        shutil.copytree(there, world / f"rank-{rank}" / there.name)
+        files = ["all"]
+    else:
+        for name in files:
+            there = directory_of(aside, elsewhere) / name
+            shutil.copyfile(there, directory_of(world, rank) / name)
+    shutil.rmtree(aside)
+    return [source, f"rank {rank}", *files]
+
+
+def bad_end(seed: int, expected: Expected) -> str:
+    choose, tree = random.Random(seed), expected.tree
+    world, replaced = tree.root, []
+    cut = choose.randint(tree.num_safe, len(tree.log))
+    tree.left(cut, world, choose if choose.random() < 0.5 else None)
+    promised = max((int(mark.split()[1]) for mark in tree.marks(cut)), default=1)
+    try:
+        if choose.random() < 0.7:
+            replaced = replace_some(world, choose, expected)
+        return check(world, promised, replaced, expected)
+    except Exception as error:
+        again = f"INFINITY_SEED={seed} python -m pytest {Path(__file__).name} -k replay"
+        raise AssertionError(f"seed {seed}, replaced {replaced}: {error}; {again}") from error
+    finally:
+        shutil.rmtree(world)
+
+
+def check(world: Path, promised: int, replaced: list[str], expected: Expected) -> str:
+    try:
+        states = go_on(world)
+        found = min(states)
+        # A step is safe once `step()` of the next one, or closing, has returned.
+        assert found >= (1 if replaced else max(1, promised - 1)), (found, promised)
+        of = [
+            n
+            for n, steps in enumerate(expected.states)
+            if found in steps and same(states[found], steps[found])
+        ]
+        assert of, f"wrong weights after update {found}"
+        if 0 in of:  # with these batches the second history would become a third
+            later = expected.states[0][found + 1]
+            assert same(states[found + 1], later), "wrong weights one step later"
+    except InfinityError:
+        if not replaced:
+            raise
+        return "refused"
+    with DurableReader(directory_of(world, 0)) as reader:
+        problems = list(reader.verify())
+    assert not problems, problems
+    return "exact"
+
+
+def same(one: Weights, other: Weights) -> bool:
+    return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def many(seeds: range, expected: Expected) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    wrong: list[str] = []
+    for seed in seeds:
+        try:
+            seen[bad_end(seed, expected)] += 1
+        except AssertionError as error:
+            wrong.append(str(error))
+    assert not wrong, f"{len(wrong)} of {len(seeds)}:\n" + "\n".join(wrong[:5])
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore::infinity.errors.InfinityWarning")
+def test_bad_ends_of_ranks(expected: Expected) -> None:
+    assert many(range(QUICK), expected).keys() == {"exact", "refused"}
+
+
+@pytest.mark.big
+@pytest.mark.timeout(7200)
+@pytest.mark.filterwarnings("ignore::infinity.errors.InfinityWarning")
+@pytest.mark.parametrize("first", range(QUICK, 10_000 + QUICK, 1000))
+def test_bad_ends_of_ranks_at_length(
+    expected: Expected, first: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = many(range(first, first + 1000), expected)
+    with capsys.disabled():
+        print(f"\n{first}: {dict(seen)}")
+
+
+@pytest.mark.skipif("INFINITY_SEED" not in os.environ, reason="INFINITY_SEED names one")
+def test_replay(expected: Expected) -> None:
+    bad_end(int(os.environ["INFINITY_SEED"]), expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import subprocess
 import sys
@@ -17,11 +18,13 @@ from infinity.model.torch_private import (
     after_backward,
     backward_task,
     below_torch_function,
+    forget_flat_weights,
     inside_backward,
     inside_function_transform,
     is_number_on_meta,
     is_weight_norm,
     runs_backward,
+    same_flat_weights,
     storage_address,
     storage_use_count,
     tensor_without_memory,
@@ -61,6 +64,25 @@ def test_a_tensor_without_memory_has_strides_and_no_address() -> None:
     real = torch.zeros(4)
     assert storage_address(real[1:]) == real.data_ptr()
     assert type(made + 1) is torch.Tensor  # results are not made a subclass's
+
+
+def test_weak_references_of_an_rnn_are_dropped_for_a_swap_and_renewed() -> None:
+    rnn = torch.nn.GRU(4, 4)
+    names = dict(rnn.named_parameters())
+    weight, other = rnn.weight_hh_l0, torch.nn.Parameter(torch.ones(12, 4))
+    with pytest.raises(RuntimeError, match="weak"):
+        torch.utils.swap_tensors(weight, other)
+    renew = forget_flat_weights(rnn)
+    torch.utils.swap_tensors(weight, other)
+    renew()
+    x, twin = torch.ones(2, 3, 4), copy.deepcopy(rnn)
+    assert rnn.weight_hh_l0 is weight
+    given = {name: p.detach() + 1 for name, p in names.items()}
+    call = torch.func.functional_call
+    with same_flat_weights(rnn):
+        found = call(rnn, given, (x,))[0]
+    assert torch.equal(found, call(twin, given, (x,))[0])
+    assert all(one is p for one, p in zip(rnn._flat_weights, names.values(), strict=True))
 
 
 def test_the_storage_count_does_not_count_python_references_to_one_tensor() -> None:

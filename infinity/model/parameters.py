@@ -541,6 +541,10 @@ class RefusedApply:
         refuse_copy()
 
 
+def _leave_as_is() -> None:
+    """Stands in for `flatten_parameters` of an owned RNN."""
+
+
 class Installation:
     """Replaces and restores `_parameters`, `_modules` and `_apply` on a module tree."""
 
@@ -560,6 +564,8 @@ class Installation:
                 module.__dict__["_parameters"] = ParameterMap(module._parameters, self._touch)
                 module.__dict__["_modules"] = ModuleMap(module._modules, admit)
                 module.__dict__["_apply"] = RefusedApply(module)
+                if isinstance(module, nn.RNNBase):  # it would move weights: see `torch_private.py`
+                    module.__dict__["flatten_parameters"] = _leave_as_is
                 self._modules.append(module)
                 self.on_new(module)
 
@@ -585,4 +591,5 @@ class Installation:
                 module.__dict__["_parameters"] = kind(module._parameters)
                 module.__dict__["_modules"] = dict(module._modules)
             module.__dict__.pop("_apply", None)
+            module.__dict__.pop("flatten_parameters", None)
         self._modules = []

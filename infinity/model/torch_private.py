@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType, GeneratorType
 from typing import Any
 
@@ -51,11 +52,41 @@ def negated_view(tensor: Tensor) -> Tensor:
     return torch._neg_view(tensor)
 
 
-def forget_flat_weights(model: nn.Module) -> None:
-    """RNNs refer weakly to their weights, for `torch.export`, and torch swaps no such tensor."""
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            module._flat_weight_refs = [None] * len(module._flat_weight_refs)
+# [Note: weights of RNNs]
+# An RNN computes with the list `_flat_weights`. Each forward compares the weight attributes with
+# weak references to that list, and makes the list anew if one is another tensor: a parametrized
+# weight always is, as is a parameter read by a slice. torch swaps no tensor that is referred to
+# weakly, so the references are away while parameters leave the meta device. The memory behind the
+# list stays as it is (`flatten_parameters` would move it).
+
+
+def forget_flat_weights(model: nn.Module) -> Callable[[], None]:
+    """Drop the weak references of RNNs to their weights; returns a function that renews them."""
+    modules = _rnns(model)
+    for module in modules:
+        module._flat_weight_refs = [None] * len(module._flat_weights)
+
+    def renew() -> None:
+        for module in modules:
+            weights = module._flat_weights
+            module._flat_weight_refs = [w if w is None else weakref.ref(w) for w in weights]
+
+    return renew
+
+
+@contextmanager
+def same_flat_weights(module: nn.Module) -> Iterator[None]:
+    """Restore the weight lists of RNNs afterwards: a slice fills them with views of slots."""
+    before = [(rnn, rnn._flat_weights, rnn._flat_weight_refs) for rnn in _rnns(module)]
+    try:
+        yield
+    finally:
+        for rnn, weights, references in before:
+            rnn._flat_weights, rnn._flat_weight_refs = weights, references
+
+
+def _rnns(model: nn.Module) -> list[nn.RNNBase]:
+    return [module for module in model.modules() if isinstance(module, nn.RNNBase)]
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -28,7 +28,7 @@ from infinity.errors import ConfigError, InfinityWarning, TrainingError, first_l
 from infinity.model.buffers import Rerun
 from infinity.model.cut import UnitCut
 from infinity.model.parameters import ParameterMap
-from infinity.model.torch_private import inside_backward
+from infinity.model.torch_private import inside_backward, same_flat_weights
 from infinity.offload.hooks import Hooks
 from infinity.offload.slice_sums import SlicedCall, SliceSums
 from infinity.plan.activations import SavedPlan
@@ -261,7 +261,7 @@ class Slicer:
         forms: list[Any] = [None] * len(calls)
         call = SlicedCall(self._sums, self._own)
         for number in reversed(range(len(calls))):  # backward finds them the other way round
-            with call.slice(number):
+            with call.slice(number), same_flat_weights(self._module):
                 result = _run_once(run, self._name, shape, calls[number])
             forms[number] = take_apart(result, results[number])
         if before is not None:

@@ -133,9 +133,11 @@ class Parts:
         # The optimizer pass may wait for the saver.
         undo += [self._let_go, self.optimizer_pass.close, self.saver.abort]
         self.optimizer_pass.open()
-        forget_flat_weights(model)
+        renew_references = forget_flat_weights(model)
+        undo.append(renew_references)
         self._fill(optimizer, origins, stored, progress)
         self.binding.settle()
+        renew_references()
         self._written = True
         self.gradients.open()
         if self.activations is not None:

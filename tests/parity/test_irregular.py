@@ -21,9 +21,11 @@ from support.trainer import (
     same_bits,
     train,
     train_exactly,
+    train_on,
 )
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations
 
 import infinity
 from infinity.errors import InfinityError, InfinityWarning, TrainingError
@@ -148,6 +150,63 @@ def test_conjugated_weights(place: Any) -> None:
         backward(model(ids(1)))
 
     assert_same(engine_gradients(spectral, use, place), plain_gradients(spectral, use))
+
+
+class Recurrent(nn.Module):
+    """RNNs, two of whose weights are made of others at each access."""
+
+    def __init__(self, parametrize: Callable[..., Any]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 8)
+        self.blocks = nn.ModuleList(
+            [nn.LSTM(8, 8, 2, batch_first=True), nn.GRU(8, 4, bidirectional=True, batch_first=True)]
+        )
+        for rnn in self.blocks:
+            for name in ("weight_ih_l0", "weight_hh_l0"):
+                parametrize(rnn, name)
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for rnn in self.blocks:
+            x = rnn(x)[0]
+        return functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+PARAMETRIZED: list[Any] = [
+    parametrizations.orthogonal,
+    parametrizations.spectral_norm,
+    parametrizations.weight_norm,
+    nn.utils.weight_norm,
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+@pytest.mark.parametrize(("parametrize", "place"), diagonal(PARAMETRIZED, PLACES))
+def test_parametrized_weights_of_rnns_equal_plain_torch(
+    parametrize: Any, place: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the engine has the weights and afterwards; nothing moves them to flat memory."""
+    device, placement = place
+    build = seeded(lambda: Recurrent(parametrize))
+    plain, model = build(), build()
+    batches, config = [Batch((ids(i),)) for i in range(3)], make_config(placement)
+    expected = train_exactly(plain, batches, config)
+    loss = plain.eval()(ids(7)).detach()
+    calls: list[nn.Module] = []
+    with Run(model, config, device=make_device(device)) as run:
+        with monkeypatch.context() as patched:
+            patched.setattr(nn.RNNBase, "flatten_parameters", lambda rnn: calls.append(rnn))
+            assert train_on(run.engine, batches).differences(expected) == []
+            with torch.no_grad():
+                assert same_bits(run.engine.eval()(ids(7)).cpu(), loss)
+        assert calls == []
+        run.engine.close(restore=True)
+    twins = zip(model.named_buffers(), plain.buffers(), strict=True)
+    assert [name for (name, mine), theirs in twins if not same_bits(mine.cpu(), theirs)] == []
+    given = {name: p.detach() + 1 for name, p in plain.named_parameters()}
+    call = torch.func.functional_call
+    assert same_bits(call(model, given, (ids(8),)), call(plain, given, (ids(8),)))
 
 
 class Holding(nn.Module):

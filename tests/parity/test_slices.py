@@ -106,6 +106,41 @@ def test_near_the_same_batch_at_once() -> None:
     assert sliced.norms == pytest.approx(micro.norms, rel=1e-4)
 
 
+class Recurrent(nn.Module):
+    """An RNN, which computes with a list of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        nn.utils.parametrizations.weight_norm(self.rnn, "weight_hh_l0")
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.rnn(x)[0]
+        return found
+
+    def run(self, x: Tensor) -> Tensor:
+        found: Tensor = self(x)
+        return found
+
+
+def test_slices_of_an_rnn_are_summed_in_fp32() -> None:
+    def recurrent(slices: int = 0) -> nn.Module:
+        model = build()
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            model.blocks = nn.ModuleList(Recurrent() for _ in range(3))
+        if slices:
+            parts = (Sliced(b, ROWS // slices, recompute=False) for b in model.blocks)
+            model.blocks = nn.ModuleList(parts)
+        return model
+
+    config = make_config(ON_DISK, precision="bf16", activations={"slices": 3}, prefetch_units=0)
+    expected = train_exactly(recurrent(3), batches(), config)
+    expected.masters = {name.replace(".block.", "."): v for name, v in expected.masters.items()}
+    found = train(recurrent(), batches(), config, device=make_device("fake"))
+    assert found.differences(expected) == []
+
+
 class Blocks(nn.Module):
     """Blocks alone: nothing in it, and in its loss, is computed of the whole batch at once."""
 

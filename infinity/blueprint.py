@@ -187,18 +187,23 @@ def make_optimizer(
             "there is an optimizer, and no parameter for it",
             remedy="call requires_grad_(True) on what should be trained before initialize()",
         )
-    own = {id(p) for p in model.parameters()}
+    own = {id(p): name for name, p in model.named_parameters()}
     for parameter in flat:
         if id(parameter) not in own:
             raise ConfigError(
                 f"{'model_parameters' if given is None else 'the optimizer'} has a parameter of "
                 f"shape {tuple(parameter.shape)} that the model does not have",
                 because="it is another model's, or was replaced since the optimizer was made",
-                remedy="make the optimizer of the parameters of the model that you pass",
+                remedy="make the optimizer of the parameters of the model that you pass"
+                + (
+                    "; to train two models with one optimizer, put both into one module"
+                    if any(id(p) in own for p in flat)
+                    else ""
+                ),
             )
         if parameter.dtype not in _TRAINABLE:
             raise ConfigError(
-                f"a trained parameter has dtype {parameter.dtype}",
+                f"the trained parameter {own[id(parameter)]!r} has dtype {parameter.dtype}",
                 remedy="train float32, bfloat16 or float16 parameters; freeze the others",
             )
     if given is None:

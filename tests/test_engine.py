@@ -192,6 +192,25 @@ def test_many_steps_in_a_row_that_are_not_finite_are_an_error(
         assert math.isfinite(train_one(engine, 0))
 
 
+@pytest.mark.parametrize("placement", [ON_DISK, ON_DEVICE])
+def test_weights_read_outside_a_call_are_named_where_the_loss_is_nan(
+    tmp_path: Path, placement: dict[str, str]
+) -> None:
+    cause = r"model\.parameters\(\) were read outside an engine call, .*read module\.weight, or"
+    with small_engine(tmp_path, placement) as engine:
+
+        def step() -> None:
+            penalty = sum(p.detach().norm() for p in engine.module.parameters())
+            engine.backward(engine(batch(0)) * penalty)
+            engine.step()
+
+        with pytest.warns(InfinityWarning, match=f"step 1 was skipped: .*{cause}"):
+            step()
+        with pytest.raises(TrainingError, match=f"20 steps in a row .*\n.*{cause}"):  # noqa: PT012
+            for _ in range(30):
+                step()
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_the_norm_and_the_factor_are_those_of_torch(tmp_path: Path, micro_batches: int) -> None:
     plain = small_model()
@@ -571,11 +590,14 @@ def test_function_transforms_are_refused(tmp_path: Path) -> None:
 def test_model_parameters_and_optimizer_arguments_are_checked(tmp_path: Path) -> None:
     model = small_model()
     stranger = nn.Parameter(torch.ones(3))
-    with pytest.raises(ConfigError, match="the model does not have"):
+    own = next(model.parameters())
+    with pytest.raises(ConfigError, match=r"the model does not have.*\n.*\n.*that you pass$"):
         infinity.initialize(model, settings(tmp_path), model_parameters=[stranger])
+    with pytest.raises(ConfigError, match="put both into one module"):
+        infinity.initialize(model, settings(tmp_path), model_parameters=[own, stranger])
     with pytest.raises(ConfigError, match="no parameter for it"):
         infinity.initialize(model, settings(tmp_path), model_parameters=[])
-    with pytest.raises(ConfigError, match="float64"):
+    with pytest.raises(ConfigError, match=r"'embedding\.weight' has dtype torch\.float64"):
         infinity.initialize(small_model().double(), settings(tmp_path))
     with pytest.raises(ConfigError, match="Module"):
         infinity.initialize([1, 2], settings(tmp_path))  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
 from infinity.heap import return_freed_memory
 from infinity.model.meta_init import Origins
-from infinity.model.parameters import ParameterMap, engine_of
+from infinity.model.parameters import ParameterMap, engine_of, recomputed_weights
 from infinity.model.shapes import Target, target_of
 from infinity.model.torch_private import has_memory, storage_address
 from infinity.optim.adapter import AdapterRule
@@ -123,6 +123,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
         for path, module in model.named_modules()
         for name, value in vars(module).items()
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+        if name not in recomputed_weights(module)
     ]
     for name, tensor in [*model.named_parameters(), *model.named_buffers(), *left]:
         # Strides may leave gaps, as those of parameters that are interleaved.

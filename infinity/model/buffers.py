@@ -6,6 +6,8 @@ computes on copies, which are then dropped. It begins with the values that the c
 because results may depend on them (spectral norms); those are kept only of buffers that the call
 changed. A batch norm's statistics change without their version telling, but no training forward
 reads them. Copies are other tensors, never the same with other values: graphs hold on to buffers.
+It also finds the tensors that were attributes of the module itself: hooks before the forward, which
+do not run again, set them (`nn.utils.spectral_norm`, `nn.utils.weight_norm`, `nn.utils.prune`).
 """
 
 from __future__ import annotations
@@ -131,11 +133,13 @@ class Rerun:
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._parts = parts
         self._before: dict[_Place, Tensor | None] = {}  # of those that the call changed
+        self._attributes: dict[str, Tensor] = {}  # of the module itself, before the call
 
     @contextmanager
     def first(self) -> Iterator[None]:
         """Around the call itself."""
         before = [(at, value, _version(value), _copy(value)) for at, value in self._buffers()]
+        self._attributes = self._own_tensors()
         yield
         now = dict(self._buffers())
         self._before = {
@@ -147,7 +151,7 @@ class Rerun:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Around a computation that is to find what the call found, and to leave nothing."""
-        live = list(self._buffers())
+        live, attributes = list(self._buffers()), self._own_tensors()
         copies: dict[object, Tensor | None] = {}  # what modules share stays shared
         try:
             for (owner, key), value in live:
@@ -155,10 +159,15 @@ class Rerun:
                 if same not in copies:
                     copies[same] = _copy(self._before.get((owner, key), value))
                 owner._buffers[key] = copies[same]
+            vars(self._parts[0]).update(self._attributes)
             yield
         finally:
+            vars(self._parts[0]).update(attributes)
             for (owner, key), value in live:
                 owner._buffers[key] = value
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        return {k: v for k, v in vars(self._parts[0]).items() if isinstance(v, Tensor)}
 
     def _buffers(self) -> Iterator[tuple[_Place, Tensor | None]]:
         for owner in self._parts:

@@ -35,6 +35,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.dlpack import from_dlpack
 
 from infinity.errors import ConfigError, EngineClosedError, InfinityWarning, ResidencyError, listed
@@ -541,6 +542,12 @@ class RefusedApply:
         refuse_copy()
 
 
+def recomputed_weights(module: nn.Module) -> list[str]:
+    """Return the attributes that `nn.utils.spectral_norm` sets before every forward."""
+    hooks = module._forward_pre_hooks.values()
+    return [hook.name for hook in hooks if isinstance(hook, SpectralNorm)]
+
+
 def _leave_as_is() -> None:
     """Stands in for `flatten_parameters` of an owned RNN."""
 
@@ -566,6 +573,9 @@ class Installation:
                 module.__dict__["_apply"] = RefusedApply(module)
                 if isinstance(module, nn.RNNBase):  # it would move weights: see `torch_private.py`
                     module.__dict__["flatten_parameters"] = _leave_as_is
+                for attribute in recomputed_weights(module):  # it may be the parameter's old memory
+                    old = getattr(module, attribute)
+                    setattr(module, attribute, placeholder(old.shape, old.dtype, old.device))
                 self._modules.append(module)
                 self.on_new(module)
 

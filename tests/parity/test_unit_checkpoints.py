@@ -6,6 +6,7 @@ Recomputation belongs to the computation, so the reference is plain torch with
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from support.trainer import (
     same_bits,
     train,
     train_exactly,
+    train_on,
 )
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -317,6 +319,50 @@ def test_what_a_forward_writes_to_buffers_is_written_once(micro_batches: int) ->
             again, before = case.batch(4).call(run.engine), dict(model.named_buffers())
             run.engine.backward(again)
             assert all(value is before[name] for name, value in model.named_buffers())
+
+
+class Squashed(nn.Linear):
+    """A block whose own pre-hook computes its weight, and changes buffers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+class Adversary(nn.Module):
+    """Two forwards of each block before the backward."""
+
+    def __init__(self, norm: Callable[..., Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(norm(Squashed(WIDTH, WIDTH)) for _ in range(3))
+        self.head = norm(nn.LSTM(WIDTH, 4, batch_first=True), "weight_hh_l0")
+
+    def forward(self, real: Tensor) -> Tensor:
+        fake = real.flip(0)
+        for block in self.blocks:
+            real, fake = block(real), block(fake)
+        found: Tensor = (self.head(real)[0].exp() - self.head(fake)[0]).square().mean()
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.weight_norm])
+@pytest.mark.parametrize("activations", [{}, UNITS, TO_DISK], ids=["plain", "units", "disk"])
+def test_weights_that_pre_hooks_compute(norm: Any, activations: dict[str, Any]) -> None:
+    rows = [torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    case = Case("adversary", lambda _: Adversary(norm), lambda index: Batch((rows[index],)))
+    plain = case.build()
+    expected = train_exactly(plain, case.batches(3), make_config())
+    for device in ("cpu", "fake"):
+        model, config = case.build(), make_config(ON_DISK, activations=activations)
+        with Run(model, config, device=make_device(device)) as run:
+            if norm is nn.utils.spectral_norm:  # else it has memory, and one that is out of date
+                assert model.blocks[0].weight.isnan().all()
+            assert train_on(run.engine, case.batches(3)).differences(expected) == []
+            run.engine.close(restore=True)
+        for (name, mine), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
+            assert same_bits(mine.cpu(), theirs), name
+        model.eval()
+        assert same_bits(model(rows[0]).detach(), plain.eval()(rows[0]).detach())
 
 
 def test_autocast_is_the_same_again() -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 import infinity
+from infinity.deepspeed.door import announce_alone
 from infinity.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -189,6 +191,18 @@ def test_infinity_run_starts_a_script_alone_and_in_two_processes(tmp_path: Path)
     first, second = map(json.loads, two.replace("}{", "}\n{").split("\n", 1))
     assert first == second
     assert len(first["losses"]) == 6
+
+
+def test_one_process_gets_a_port_that_no_other_holds() -> None:
+    first: dict[str, str] = {}
+    second: dict[str, str] = {}
+    announce_alone(first)
+    with socket.create_server((first["MASTER_ADDR"], int(first["MASTER_PORT"]))):
+        announce_alone(second)
+        socket.create_server((second["MASTER_ADDR"], int(second["MASTER_PORT"]))).close()
+    given = {"MASTER_PORT": "7"}
+    announce_alone(given)
+    assert given["MASTER_PORT"] == "7"
 
 
 def test_no_process_outlives_the_launcher(tmp_path: Path) -> None:

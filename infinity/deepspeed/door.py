@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import socket
 import sys
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -28,7 +29,6 @@ _ALONE = {
     "WORLD_SIZE": "1",
     "LOCAL_WORLD_SIZE": "1",
     "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
 }
 
 
@@ -58,9 +58,14 @@ def as_deepspeed() -> None:
 
 
 def announce_alone(environment: MutableMapping[str, str]) -> None:
-    """Set what a launcher would for one process, unless there is one."""
+    """Set what a launcher would for one process, unless there is one.
+
+    MASTER_PORT is a free port: another script of this machine may hold the usual one.
+    """
     if not any(name in environment for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
-        environment.update({**_ALONE, **environment})
+        with socket.create_server((_ALONE["MASTER_ADDR"], 0)) as server:
+            port = server.getsockname()[1]
+        environment.update({**_ALONE, "MASTER_PORT": str(port), **environment})
 
 
 def environment_of_children(*, alone: bool) -> dict[str, str]:

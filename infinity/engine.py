@@ -122,9 +122,13 @@ class Engine:
 
     # --- training --------------------------------------------------------------------------------
 
-    @exclusive
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; same arguments, same result."""
+        return self.forward(*args, **kwargs)
+
+    @exclusive
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """`engine(...)`."""
         self._check_usable()
         with self._stepper.together("a forward", loses=False):
             args, kwargs = self._inputs.admit((args, kwargs))
@@ -151,10 +155,6 @@ class Engine:
             raise
         finally:
             hooks.restore(mark)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """`engine(...)`."""
-        return self(*args, **kwargs)
 
     @exclusive
     def backward(
@@ -391,7 +391,7 @@ class Engine:
         anything is changed.
         """
         self._check_usable()
-        self.state_dict().load(state, strict=strict)
+        Engine.state_dict(self).load(state, strict=strict)
 
     @exclusive
     def save_weights(
@@ -413,7 +413,7 @@ class Engine:
         else saves there); training may go on after any, and files saved there before stay.
         """
         self._check_usable()
-        return self.state_dict().save(Path(directory), dtype, max_shard)
+        return Engine.state_dict(self).save(Path(directory), dtype, max_shard)
 
     def materialized(
         self,

@@ -64,7 +64,7 @@ def load_weights(
     file cannot be read to its end, `MachineError` says how much was loaded. Of several ranks of an
     engine all raise where one does.
     """
-    state = target.state_dict() if isinstance(target, Engine) else None
+    state = Engine.state_dict(target) if isinstance(target, Engine) else None
     module = target.module if isinstance(target, Engine) else target
     places = _places_of(module) if state is None else state.places()
     with ExitStack() as stack:

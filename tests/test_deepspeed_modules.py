@@ -164,7 +164,7 @@ def test_a_model_built_under_init_is_the_ordinary_one(tmp_path: Path) -> None:
     with deepspeed.zero.Init(enabled=False):
         assert not nn.Linear(600, 500).weight.is_meta
     with deepspeed.initialize(model=model, config=settings(tmp_path))[0] as engine:
-        assert torch.equal(engine.state_dict()["weight"], expected)
+        assert torch.equal(engine.state_dict()["module.weight"], expected)
     deepspeed.zero.Init(module=nn.Linear(2, 2))
     for name in ("zero_quantized_weights", "mpu"):
         with pytest.raises(ConfigError, match=name):

@@ -503,7 +503,7 @@ def test_a_frozen_model_beside_a_trained_one(
             reference.backward(torch.ones((), requires_grad=True))
         with pytest.raises(TrainingError, match="engine for inference"):
             reference.step()
-        state = reference.state_dict()
+        state = reference.module_state_dict()
         assert torch.equal(
             state["blocks.0.up.weight"], small_model(2).blocks[0].up.weight.to(dtype)
         )
@@ -872,6 +872,53 @@ def test_a_skipped_step_was_not_applied(tmp_path: Path) -> None:
         assert (engine.global_steps, engine.skipped_steps, engine.global_samples) == (2, 1, 2)
 
 
+class PlainLoss(nn.Module):
+    """Holds a model as libraries of losses do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.model(tokens)
+        return loss
+
+
+def test_the_engine_inside_another_module_trains_saves_and_loads_as_its_module(
+    tmp_path: Path,
+) -> None:
+    hooked: list[nn.Module] = []
+    with small_engine(tmp_path) as engine:
+        assert isinstance(engine, nn.Module)
+        engine.register_forward_hook(lambda module, *_: hooked.append(module))
+        loss = PlainLoss(engine)
+        assert [n for n, _ in engine.named_parameters()] == [
+            f"module.{n}" for n, _ in engine.module.named_parameters()
+        ]
+        names = set(engine.module.state_dict())
+        assert set(engine.state_dict()) == {f"module.{name}" for name in names}
+        assert set(loss.state_dict()) == {f"model.module.{name}" for name in names}
+        assert loss.eval().to("cpu") is loss
+        assert (engine.training, engine.module.training) == (False, False)
+        before = masters(engine)
+        loss.train()(batch(0)).backward()
+        engine.step()
+        assert hooked == [engine]
+        after = masters(engine)
+        assert not same(before, after)
+        loss.load_state_dict({f"model.module.{name}": v for name, v in before.items()})
+        assert same(masters(engine), before)
+        for prefix in ("", "module."):
+            engine.load_state_dict({prefix + name: v for name, v in after.items()})
+            assert same(masters(engine), after)
+            engine.load_state_dict(before)
+        with pytest.raises(ResidencyError, match="cannot be copied"):
+            copy.deepcopy(engine)
+        with pytest.raises(ResidencyError, match="cannot be moved or cast"):
+            engine.half()
+        assert engine.to("cpu") is engine
+
+
 def test_what_the_engine_has_not_is_the_modules(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         assert isinstance(engine, infinity.DeepSpeedEngine)
@@ -919,7 +966,7 @@ def test_state_dicts_by_deepspeeds_names(tmp_path: Path) -> None:
         assert "model.norm.bias" in target
 
         engine.load_module_state_dict({**whole, "norm.bias": whole["norm.bias"] + 1})
-        assert torch.equal(engine.state_dict()["norm.bias"], whole["norm.bias"] + 1)
+        assert torch.equal(engine.state_dict()["module.norm.bias"], whole["norm.bias"] + 1)
         with pytest.raises(ConfigError, match="missing"):
             engine.load_module_state_dict({"norm.bias": whole["norm.bias"]})
         engine.load_module_state_dict({"norm.bias": whole["norm.bias"]}, strict=False)
@@ -929,7 +976,7 @@ def test_state_dicts_by_deepspeeds_names(tmp_path: Path) -> None:
                 dst.get_parameter("norm.bias").copy_(src["bias"])
 
         engine.load_module_state_dict({"bias": torch.full((16,), 7.0)}, custom_load_fn=load)
-        assert bool((engine.state_dict()["norm.bias"] == 7).all())
+        assert bool((engine.state_dict()["module.norm.bias"] == 7).all())
 
 
 def test_weights_are_saved_in_16_bits(tmp_path: Path) -> None:

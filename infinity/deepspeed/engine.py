@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import warnings
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from infinity.checkpoint.directory import find_tag, is_ours_alone
 from infinity.checkpoint.manifest import MANIFEST_NAME, check_tag
-from infinity.config.deepspeed_keys import KEYS, read_value
+from infinity.deepspeed.config_methods import STAGE, ConfigMethods
 from infinity.deepspeed.flops import FlopsProfiler
 from infinity.deepspeed.monitors import MonitorMaster, get_monitor_config
 from infinity.deepspeed.names import refused, table
@@ -36,7 +35,7 @@ from infinity.training.parameter_access import (
     refuse_to_move,
 )
 from infinity.training.run_state import ResumableLoader
-from infinity.training.state_dict import StateDict
+from infinity.training.state_dict import StateDict, state_dict_of
 
 _PICKLED = (".bin", ".pt", ".pth")
 
@@ -44,48 +43,6 @@ _PICKLED = (".bin", ".pt", ".pth")
 def _always(value: Any) -> Callable[[Any], Any]:
     """A method that returns the same value always."""
     return lambda self: value
-
-
-# Methods that say what a configuration says of a key: (what the method begins with, what the key
-# begins with, how both go on); `method=key` where they go on otherwise.
-_TOLD = (
-    ("", "", "dataloader_drop_last dump_state gradient_predivide_factor log_level "
-     "managed_gradient_accumulation memory_breakdown scheduler_name=scheduler.type steps_per_print "
-     "wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"),
-    ("optimizer_", "optimizer.", "legacy_fusion"),
-    ("", "checkpoint.", "load_universal_checkpoint=load_universal use_node_local_storage"),
-    ("flops_profiler_", "flops_profiler.", "enabled profile_step"),
-    ("fp16_", "fp16.", "auto_cast master_weights_and_gradients=fp16_master_weights_and_grads"),
-    ("bf16_", "bf16.bf16_",
-     "master_weights_and_gradients=master_weights_and_grads optimizer_states"),
-    ("zero_", "zero_optimization.",
-     "allgather_bucket_size allgather_partitions compute_grad_norm contiguous_gradients "
-     "elastic_checkpoint ignore_unused_parameters legacy_stage1 load_from_fp32_weights "
-     "log_trace_cache_warnings multi_rank_bucket_allreduce=use_multi_rank_bucket_allreduce "
-     "overlap_comm parameter_alignment partial_offload=offload_optimizer.ratio reduce_bucket_size "
-     "reduce_scatter round_robin_gradients sub_group_size"),
-    ("zero_", "zero_optimization.zero_",
-     "hpz_partition_size quantized_gradients quantized_nontrainable_weights quantized_weights"),
-    ("zero_", "zero_optimization.stage3_",
-     "allgather_sequential max_live_parameters max_reuse_distance model_persistence_threshold "
-     "module_granularity_threshold param_persistence_threshold prefetch_bucket_size"),
-    ("", "zero_optimization.offload_optimizer.", "cpuadam_cores_perc super_offload"),
-    ("", "zero_optimization.", "is_sanity_checks_enabled=enable_sanity_checks"),
-)  # fmt: skip
-
-
-_STAGE = "zero_optimization.stage"
-_NOT_SAID = object()
-
-
-def _told(key: str) -> Callable[[DeepSpeedEngine], Any]:
-    """A method that returns what the configuration says of a key, else DeepSpeed's default."""
-
-    def method(self: DeepSpeedEngine) -> Any:
-        return self._said(key)
-
-    method.__doc__ = f"What the configuration says of {key}, else DeepSpeed's default."
-    return method
 
 
 _REPLACED = ".replaced"
@@ -108,33 +65,26 @@ class Answer(float):
         return float(self)
 
 
-class DeepSpeedEngine(Engine):
-    """`Engine` as scripts written for DeepSpeed know it; see docs/migrating-from-deepspeed.md."""
+class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
+    """`Engine` as scripts written for DeepSpeed know it; see docs/migrating-from-deepspeed.md.
 
-    # What became of each key, where the configuration was DeepSpeed's: `Translation`, else None.
-    translation: Any = None
+    A module whose only child is `module`, so the names of its parameters and of its state dict
+    begin with "module.".
+    """
+
     # The configuration as `initialize` got it, and the loader that it made.
     config: Any = None
     training_dataloader: Any = None
 
     mp_world_size = 1
 
-    def _said(self, key: str) -> Any:
-        """What the configuration says of a key, else DeepSpeed's default."""
-        rows = () if self.translation is None else self.translation.rows
-        text = KEYS[key].default
-        given = next((r.given for r in rows if r.key == key and r.given != "auto"), _NOT_SAID)
-        if given is _NOT_SAID:
-            if text.startswith("stage 3: "):  # else off
-                text = text.removeprefix("stage 3: ") if self._said(_STAGE) == 3 else "false"
-            try:
-                given = json.loads(text)
-            except ValueError:
-                return None if text in ("-", "none", "derived") else text
-        try:
-            return read_value(KEYS[key].kind, given)
-        except ValueError:
-            return given
+    __call__ = nn.Module.__call__  # hooks of the engine itself, then forward
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        nn.Module.__init__(self)
+        del self.training  # that of the module
+        super().__init__(module, *args, **kwargs)
+        vars(self)["module"] = module  # beside `_modules`: found without __getattr__
 
     def _own(self, module: nn.Module) -> None:
         super()._own(module)
@@ -150,6 +100,8 @@ class DeepSpeedEngine(Engine):
             """What DeepSpeed's engine has, and this has not, raises when it is called."""
             if f"DeepSpeedEngine.{name}" in table()["runtime.engine"]:
                 return refused(f"DeepSpeedEngine.{name}", is_class=False)
+            with suppress(AttributeError):
+                return nn.Module.__getattr__(self, name)
             return super().__getattr__(name)
 
     # --- numbers that DeepSpeed's engine has as methods ------------------------------------------
@@ -303,7 +255,7 @@ class DeepSpeedEngine(Engine):
         return names.get(self.plan.precision.name, torch.float32), torch.float32
 
     @exclusive
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """As DeepSpeed's: what backwards of the engine have added to the open window stays, unless
         a `loss.backward()` of your own came last.
 
@@ -343,7 +295,7 @@ class DeepSpeedEngine(Engine):
 
     def zero_optimization_stage(self) -> int:
         """The stage that the DeepSpeed configuration named, else 0; ranks share all at any."""
-        return int(self._said(_STAGE) or 0)
+        return int(self._said(STAGE) or 0)
 
     def zero_optimization_partition_gradients(self) -> bool:
         """Whether that stage is 2 or 3."""
@@ -536,6 +488,48 @@ class DeepSpeedEngine(Engine):
     # --- values ----------------------------------------------------------------------------------
 
     @exclusive
+    def state_dict(
+        self,
+        *args: Any,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        master: bool = False,
+    ) -> Any:
+        """Return the names, "module." before each, and full values, read when asked for.
+
+        Args:
+            args: `destination`, `prefix` and `keep_vars`, by their place.
+            destination: A dict to fill with all values at once, in the compute dtype, as
+                :meth:`torch.nn.Module.state_dict` of a module that holds the engine asks for.
+            prefix: Text before each name.
+            keep_vars: Not used: values are copies.
+            master: Give exact fp32 masters; not with `destination`.
+        """
+        self._check_usable()
+        if args or destination is not None:
+            return nn.Module.state_dict(
+                self, *args, destination=destination, prefix=prefix, keep_vars=keep_vars
+            )
+        prefix = f"{prefix}module."
+        return state_dict_of(
+            self.module, self._values, self._index_of, master=master, prefix=prefix
+        )
+
+    @exclusive
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> None:
+        """Take full values, by the names of `state_dict()` or of the module's.
+
+        See :meth:`Engine.load_state_dict`. With `assign`, too, values are copied.
+        """
+        known = Engine.state_dict(self)
+        if not any(name in known for name in state_dict):
+            state_dict = {name.removeprefix("module."): v for name, v in state_dict.items()}
+        super().load_state_dict(state_dict, strict=strict)
+
+    @exclusive
     def module_state_dict(
         self,
         destination: dict[str, Tensor] | None = None,
@@ -543,7 +537,7 @@ class DeepSpeedEngine(Engine):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Tensor]:
-        """All values of the module at once, on the CPU, in the dtype it computes in.
+        """All values of the module at once, by its names, on the CPU, in the dtype it computes in.
 
         For one at a time: `state_dict()`. `keep_vars` is not looked at: values are copies.
         """
@@ -570,7 +564,7 @@ class DeepSpeedEngine(Engine):
         found = checkpoint.get("module", checkpoint)
         state_dict = found if isinstance(found, Mapping) else checkpoint
         if custom_load_fn is None:
-            kept = {} if not allowed_missing_keys else self.state_dict()
+            kept = {} if not allowed_missing_keys else Engine.state_dict(self)
             absent = [n for n in allowed_missing_keys or () if n in kept and n not in state_dict]
             whole = {**state_dict, **{name: kept[name] for name in absent}}
             self.load_state_dict(whole, strict=strict)
@@ -621,7 +615,7 @@ class DeepSpeedEngine(Engine):
     save_fp16_model = save_16bit_model
 
     def _state(self, *, exclude_frozen: bool) -> StateDict:
-        state = self.state_dict()
+        state = Engine.state_dict(self)
         if not exclude_frozen:
             return state
         required = {i for i, p in enumerate(self._parts.cut.parameters) if p.requires_grad}
@@ -693,11 +687,6 @@ class DeepSpeedEngine(Engine):
         self.close()
 
 
-for _before, _section, _words in _TOLD:
-    for _method, _, _key in (word.partition("=") for word in _words.split()):
-        setattr(DeepSpeedEngine, _before + _method, _told(_section + (_key or _method)))
-
-
 class _WatchedEngine(DeepSpeedEngine):
     """A `DeepSpeedEngine` of whose steps monitors are told, and one of whose forwards is profiled.
 
@@ -708,13 +697,13 @@ class _WatchedEngine(DeepSpeedEngine):
     _losses: Any = None
     _profile_step: int | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._profile_step != self.global_steps or not torch.is_grad_enabled():
-            return super().__call__(*args, **kwargs)
+            return super().forward(*args, **kwargs)
         profiler, step, self._profile_step = FlopsProfiler(self.module), self._profile_step, None
         profiler.start_profile()
         try:
-            return super().__call__(*args, **kwargs)
+            return super().forward(*args, **kwargs)
         finally:
             profiler.stop_profile()
             names = ("module_depth", "top_modules", "detailed", "output_file")

@@ -135,7 +135,7 @@ def save_pretrained(
     """
     module: Any = engine.module
     target = Path(directory).expanduser()
-    state = engine.state_dict()
+    state = Engine.state_dict(engine)
 
     def save_tokenizer(folder: Path) -> None:
         if tokenizer is not None:

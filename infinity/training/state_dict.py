@@ -252,11 +252,18 @@ def _dtype_of(wanted: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def state_dict_of(
-    module: nn.Module, values: Values, index_of: Mapping[int, int], *, master: bool
+    module: nn.Module,
+    values: Values,
+    index_of: Mapping[int, int],
+    *,
+    master: bool,
+    prefix: str = "",
 ) -> StateDict:
     """A lazy state dict: the names of `module.state_dict()`, tied ones included."""
-    names = {name: index_of[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
-    return StateDict(values, names, persistent_buffers(module), master=master)
+    parameters = module.named_parameters(prefix.removesuffix("."), remove_duplicate=False)
+    names = {name: index_of[id(p)] for name, p in parameters}
+    buffers = {prefix + name: buffer for name, buffer in persistent_buffers(module).items()}
+    return StateDict(values, names, buffers, master=master)
 
 
 def copy_into(tensor: Tensor, value: Tensor) -> None:

@@ -25,6 +25,7 @@ from support.small import ON_DISK, settings
 from torch import Tensor, nn
 
 import infinity
+from infinity.engine import Engine
 from infinity.errors import ConfigError, MachineError
 from infinity.huggingface.models import load_model
 from infinity.model import meta_init
@@ -235,7 +236,7 @@ def test_the_configuration_may_come_any_way_of_initialize(way: str, tmp_path: Pa
         assert engine.train_micro_batch_size_per_gpu() == 3
         torch.manual_seed(5)
         plain = hf.LlamaForCausalLM(facts).state_dict()
-        assert_same(dict(engine.state_dict(master=True)), plain)
+        assert_same(dict(Engine.state_dict(engine, master=True)), plain)
     seen: list[Any] = []
     source = saved(FAMILIES["llama"], tmp_path / "model")
     engine, *_ = infinity.from_pretrained(

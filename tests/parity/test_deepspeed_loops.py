@@ -15,6 +15,7 @@ import torch
 from support.fake_accelerator import FakeAccelerator
 from support.grids import diagonal
 from support.models import CASES
+from support.small import masters
 from support.trainer import same_bits, train_exactly, train_torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -159,7 +160,7 @@ def test_accumulation_offload_precision(
             losses.append(loss.item())
         assert engine.global_steps == 3
         assert losses == expected.losses
-        found = dict(engine.state_dict(master=True).items())
+        found = masters(engine)
     for name, value in expected.masters.items():
         assert same_bits(found[name], value), name
 

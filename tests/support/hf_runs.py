@@ -10,6 +10,7 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from infinity.engine import Engine
 from infinity.huggingface.trainer import InfinityTrainer
 
 VOCABULARY = 48
@@ -105,7 +106,7 @@ def assert_close_history(one: Any, other: Any, tolerance: float) -> None:
 
 def masters(trainer: InfinityTrainer) -> dict[str, Tensor]:
     assert trainer.engine is not None
-    return dict(trainer.engine.state_dict(master=True))
+    return dict(Engine.state_dict(trainer.engine, master=True))
 
 
 def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

@@ -123,7 +123,7 @@ def train(engine: Engine, steps: int, first: int = 0) -> list[float]:
 
 
 def masters(engine: Engine) -> dict[str, Tensor]:
-    return dict(engine.state_dict(master=True).items())
+    return dict(Engine.state_dict(engine, master=True).items())  # by the names of its module
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

@@ -187,8 +187,9 @@ class Run:
 
 
 def masters_of(engine: Engine) -> dict[str, Tensor]:
-    """fp32 masters of what is trained, the bytes of all else."""
-    return {name: value.clone() for name, value in engine.state_dict(master=True).items()}
+    """fp32 masters of what is trained, the bytes of all else, by the names of the module."""
+    found = Engine.state_dict(engine, master=True)
+    return {name: value.clone() for name, value in found.items()}
 
 
 @contextmanager

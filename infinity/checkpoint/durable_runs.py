@@ -8,6 +8,7 @@ all that is needed to find any parameter in the state files again.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -31,8 +32,10 @@ from infinity.storage.run_dir import (
     RECORD_VERSION,
     disown,
     durable_records,
+    has_commits,
     is_live,
     never_began,
+    not_ours,
     of_rank,
     ranks_below,
     run_records,
@@ -520,8 +523,8 @@ class Survey:
     """Durable runs under some paths.
 
     `fitting` can be gone on with. `foreign` are whole, and of other models. `doubtful` might be
-    those that are meant: they are in use, damaged or not complete, or were of other settings.
-    The last two are directories and why, in words.
+    those that are meant: they are in use, damaged or not complete, links or of other users, or were
+    of other settings. The last two are directories and why, in words.
     """
 
     fitting: list[StoredRun]
@@ -534,7 +537,10 @@ def survey(roots: Iterable[Path], here: Mapping[str, Any]) -> Survey:
     found, roots = Survey([], [], []), list(roots)
     there = {path: record for root in roots for path, record in run_records(root).items()}
     for directory, record in there.items():
-        is_sign = record.get("durable") is not False and (record or _has_commits(directory))
+        if record.get("durable") is False and has_commits(directory, record):
+            why = "its run.json is an older copy, of before the run's first step"
+            found.doubtful.append((directory, why))
+        is_sign = record.get("durable") is not False and (record or _may_be_durable(directory))
         if not is_sign or never_began(directory, record):
             continue
         try:
@@ -544,6 +550,8 @@ def survey(roots: Iterable[Path], here: Mapping[str, Any]) -> Survey:
             facts = _read(first / PLAN_NAME, _FORMAT, _VERSION)
             if _shapes(facts) != _shapes(here):
                 found.foreign.append((directory, "; ".join(differences(facts, here))))
+            elif why := not_ours(directory):
+                found.doubtful.append((directory, why))
             elif is_live(first):
                 process = f"process {record.get('pid')} on {record.get('hostname')}"
                 found.doubtful.append((directory, f"it is in use by {process}"))
@@ -555,13 +563,16 @@ def survey(roots: Iterable[Path], here: Mapping[str, Any]) -> Survey:
             else:
                 found.fitting.append(read_run(directory, roots))
         except InfinityError as error:
-            found.doubtful.append((directory, error.what))
+            found.doubtful.append((directory, not_ours(directory) or error.what))
     return found
 
 
-def _has_commits(directory: Path) -> bool:
-    """Whether a run without a record may have been durable."""
-    return any((directory / name).exists() for name in (PLAN_NAME, *COMMIT_NAMES))
+def _may_be_durable(directory: Path) -> bool:
+    """Return True if a run without a record may have been durable, as one that cannot be read."""
+    try:
+        return not {PLAN_NAME, *COMMIT_NAMES}.isdisjoint(os.listdir(directory))
+    except OSError:
+        return os.path.lexists(directory)
 
 
 def _shapes(facts: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -572,7 +583,8 @@ def _shapes(facts: Mapping[str, Any]) -> dict[str, list[int]]:
 def remarks(roots: Sequence[Path], resume: str | Path, here: Mapping[str, Any]) -> list[str]:
     """What a new run should say of durable ones that it leaves alone."""
     seen = survey(roots, here)
-    fitting, others = seen.fitting, seen.foreign + seen.doubtful
+    fitting = seen.fitting
+    others = seen.foreign + [(path, why) for path, why in seen.doubtful if not not_ours(path)]
     found = [f"a durable run in {path} is left alone: {why}" for path, why in others]
     if resume == "never" and len(fitting) == 1:
         found.append(

@@ -269,7 +269,8 @@ class Disk:
             for directory in stored.directories if stored is not None else ():
                 self.scratches.append(Scratch.adopt(directory))
             for path in paths if stored is None else ():
-                self.scratches.append(Scratch.create(path))
+                primary = self.scratches[0].directory if self.scratches else None
+                self.scratches.append(Scratch.create(path, primary))
             self._aio = _aio.Engine(
                 backend=io.backend,
                 block_size=io.block_size,

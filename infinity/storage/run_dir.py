@@ -6,8 +6,9 @@ it first names the others (`announce`), then they are marked, it comes last. A f
 names others and is not durable was left by a run that died meanwhile; it goes with all of them.
 
 Invariants: the directory can be seen under its final name only while its lock is held or after its
-run has died; only directories of our own pattern, owner and making are ever removed; the lock file
-goes last, so a removal that was cut short is recognised and finished by the next run.
+run has died; only directories of our own pattern, owner and making are ever removed, and none of a
+run that committed a step, whatever `run.json` holds; the lock file goes last, so a removal that was
+cut short is recognised and finished by the next run.
 """
 
 from __future__ import annotations
@@ -26,8 +27,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from infinity.errors import MachineError
-from infinity.files import TEMPORARY_NAME, LockFile, free_bytes, refused, sync_directory
-from infinity.sealed import read_sealed, write_sealed
+from infinity.files import (
+    TEMPORARY_NAME,
+    LockFile,
+    free_bytes,
+    read_small,
+    refused,
+    sync_directory,
+)
+from infinity.sealed import first_sealed, read_sealed, unseal, write_sealed
 from infinity.storage.os_errors import checked_root, does_not_fit, refusal
 
 RECORD_FORMAT, RECORD_VERSION = "torch-infinity-run", 3
@@ -68,21 +76,23 @@ class Scratch:
         self._lock = lock
 
     @classmethod
-    def create(cls, nvme_path: str | os.PathLike[str]) -> Self:
+    def create(cls, nvme_path: str | os.PathLike[str], primary: Path | None = None) -> Self:
         """Remove what dead runs left under `nvme_path`, then make and lock a new directory there.
 
-        Raises `MachineError` if `nvme_path` is missing, is not a directory, or cannot be written
-        or locked, and `DoesNotFitError` if not even a directory fits.
+        `primary` is the first directory of a run that has several. Raises `MachineError` if
+        `nvme_path` is missing, is not a directory, or cannot be written or locked, and
+        `DoesNotFitError` if not even a directory fits.
         """
         root = checked_root(nvme_path)
         remove_dead_runs(root)
+        facts: dict[str, Any] = {} if primary is None else {"primary": str(primary)}
         suffix = f"{os.getpid()}-{secrets.token_hex(8)}"
         new, final = root / f".infinity-new-{suffix}", root / f"infinity-run-{suffix}"
         lock = None
         try:
             new.mkdir(mode=0o700)
             lock = LockFile(new / LOCK_NAME)
-            write_record(new / RECORD_NAME)
+            write_record(new / RECORD_NAME, **facts)
             new.rename(final)
         except BaseException as error:
             shutil.rmtree(new, ignore_errors=True)
@@ -234,24 +244,56 @@ def _listing(nvme_path: str | os.PathLike[str]) -> tuple[Path, list[str]]:
 def run_records(nvme_path: str | os.PathLike[str]) -> dict[Path, dict[str, Any]]:
     """All run directories under `nvme_path`, and what their run.json says; oldest first.
 
-    Of one whose run.json is missing or damaged nothing is known: {}. Links, and what belongs to
-    other people, are left out. Raises `MachineError`.
+    Of one whose run.json is missing or damaged nothing is known: {}. Links to directories, and
+    directories of other users, are among them: see `not_ours`. Raises `MachineError`.
     """
     root, names = _listing(nvme_path)
     found: dict[Path, dict[str, Any]] = {}
     for name in names:
         if _RUN_NAME.fullmatch(name):
             with suppress(OSError):
-                facts = (root / name).lstat()
-                if facts.st_uid == os.geteuid() and stat.S_ISDIR(facts.st_mode):
+                kind = stat.S_IFMT((root / name).lstat().st_mode)
+                if kind in (stat.S_IFDIR, stat.S_IFLNK):
                     found[root / name] = _read_record(root / name)
     return dict(sorted(found.items(), key=lambda item: str(item[1].get("created"))))
 
 
 def durable_records(nvme_path: str | os.PathLike[str]) -> dict[Path, dict[str, Any]]:
-    """As `run_records`, but of directories that say that they are durable."""
+    """As `run_records`, but of our own directories that say that they are durable."""
     found = run_records(nvme_path)
-    return {path: record for path, record in found.items() if record.get("durable") is True}
+    return {
+        path: record
+        for path, record in found.items()
+        if record.get("durable") is True and not not_ours(path)
+    }
+
+
+def not_ours(directory: Path) -> str:
+    """Return why a run directory is never used or removed unasked; "" for one of our own."""
+    with suppress(OSError):
+        facts = directory.lstat()
+        if stat.S_ISLNK(facts.st_mode):
+            return f"it is a link to {os.readlink(directory)}"
+        if facts.st_uid != os.geteuid():
+            return (
+                f"it belongs to user id {facts.st_uid}, and this process is of {os.geteuid()} (an "
+                "nvme_path for each user keeps their runs apart)"
+            )
+    return ""
+
+
+def has_commits(directory: Path, record: Mapping[str, Any]) -> bool:
+    """Return True if a step was committed in a directory, or in the first one of its run.
+
+    Holds whatever the directory's `record` says: a file may be set back to an older copy.
+    """
+    for place in (directory, Path(str(record.get("primary", directory)))):
+        for path in place.glob("commit-*.bin"):
+            with suppress(OSError, ValueError):
+                sequence = unseal(first_sealed(read_small(path))).get("sequence")
+                if isinstance(sequence, int) and sequence > 0:
+                    return True
+    return False
 
 
 def never_began(directory: Path, record: Mapping[str, Any]) -> bool:
@@ -276,9 +318,10 @@ def is_live(directory: Path) -> bool:
 def remove_dead_runs(nvme_path: str | os.PathLike[str]) -> list[Path]:
     """Delete the directories of dead runs under `nvme_path` and return their paths.
 
-    A run is dead when its lock can be taken. Left alone: live runs, runs marked durable, links,
-    other people's directories, anything that does not look as we made it. What cannot be deleted
-    is left for the next run. Raises `MachineError` if `nvme_path` is not a readable directory.
+    A run is dead when its lock can be taken. Left alone: live runs, runs marked durable or with a
+    committed step, links, other users' directories, anything that does not look as we made it. What
+    cannot be deleted is left for the next run. Raises `MachineError` if `nvme_path` is not a
+    readable directory.
     """
     root, names = _listing(nvme_path)
     removed = []
@@ -332,7 +375,9 @@ def _may_be_removed(directory: Path, directory_fd: int, *, is_new: bool) -> bool
     record = _read_record(directory)
     if is_new and not record:
         return True  # nothing of it was ever seen
-    return record.get("durable") is False and (is_new or _remove_members(record))
+    if record.get("durable") is not False or has_commits(directory, record):
+        return False
+    return is_new or _remove_members(record)
 
 
 def _remove_members(record: Mapping[str, Any]) -> bool:
@@ -353,7 +398,7 @@ def _remove_members(record: Mapping[str, Any]) -> bool:
         with lock:
             there = _read_record(path)
             dead = there.get("durable") is False or there.get("run") == record.get("run")
-            if dead and path.lstat().st_uid == os.geteuid():
+            if dead and not not_ours(path) and not has_commits(path, there):
                 _delete(path.parent, path.name)
     return True
 

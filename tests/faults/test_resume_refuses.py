@@ -20,7 +20,7 @@ from support.durable import PLACEMENTS, durable_engine, gated, step
 from support.runs import losses_of, metrics_of, settings, train
 
 from infinity.errors import ConfigError, InfinityError
-from infinity.storage.run_dir import run_records
+from infinity.storage.run_dir import Scratch, remove_dead_runs, run_records
 
 DRIVES = ("d0", "d1")
 Sabotage = Callable[[Path], Any]
@@ -67,6 +67,34 @@ def flipped(path: Path) -> Iterator[None]:
 
 
 @contextmanager
+def given_away(directory: Path) -> Iterator[None]:
+    """As root runs once, and its user from then on; or the other way round."""
+    try:
+        os.chown(directory, 65534, 65534)
+    except PermissionError as error:
+        pytest.skip(f"files cannot be given to another user here: {error}")
+    yield
+    os.chown(directory, os.geteuid(), os.getegid())
+
+
+@contextmanager
+def behind_a_link(directory: Path) -> Iterator[None]:
+    """It was moved to another drive, where there was more room."""
+    elsewhere = directory.parent.parent / "elsewhere"
+    directory.rename(elsewhere)
+    directory.symlink_to(elsewhere)
+    yield
+    directory.unlink()
+    elsewhere.rename(directory)
+
+
+@contextmanager
+def behind_a_link_that_leads_nowhere(directory: Path) -> Iterator[None]:
+    with behind_a_link(directory), away(directory.parent.parent / "elsewhere"):
+        yield
+
+
+@contextmanager
 def busy(directory: Path) -> Iterator[None]:
     with open(directory / "lock", "r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -108,6 +136,26 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], Sabotage, str]] = {
         durable_settings,
         lambda f: flipped(state_in(f, "d0") / "plan.json"),
         "plan.json is damaged",
+    ),
+    "state of another user": (
+        durable_settings,
+        lambda f: given_away(state_in(f, "d0")),
+        "d0/.*: it belongs to user id 65534",
+    ),
+    "second drive of another user": (
+        durable_settings,
+        lambda f: given_away(state_in(f, "d1")),
+        "spreads over 2 paths; missing: .*d1",
+    ),
+    "state behind a link": (
+        durable_settings,
+        lambda f: behind_a_link(state_in(f, "d0")),
+        "d0/.*: it is a link to .*elsewhere",
+    ),
+    "link whose drive is not mounted": (
+        durable_settings,
+        lambda f: behind_a_link_that_leads_nowhere(state_in(f, "d0")),
+        "d0/.*: it is a link to .*elsewhere",
     ),
     "state in use": (durable_settings, lambda f: busy(state_in(f, "d0")), "in use by process"),
     "run.json of the run": (
@@ -189,6 +237,35 @@ def test_a_step_that_was_committed_and_not_told_is_told(tmp_path: Path) -> None:
         key: value for key, value in again.items() if key != "recovered"
     }
     assert [step for event, step, _ in losses_of(tmp_path) if event == "step"] == [*range(1, 7)]
+
+
+@pytest.mark.parametrize(
+    ("drive", "last"), [("d0", "create"), ("d0", "announce"), ("d1", "create")]
+)
+def test_a_record_that_is_set_back_loses_no_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drive: str, last: str
+) -> None:
+    """`run.json` as it was before the directories were marked durable, as a backup brings it."""
+    call, older = getattr(Scratch, last), {}
+
+    def note(*given: Any) -> Any:
+        made = call(*given) or given[0]
+        older[made.directory] = (made.directory / "run.json").read_bytes()
+        return made
+
+    monkeypatch.setattr(Scratch, last, note)
+    raw = durable_settings(tmp_path)
+    train(raw, stop_after=4)
+    record = state_in(tmp_path, drive) / "run.json"
+    newer = record.read_bytes()
+    record.write_bytes(older[record.parent])
+    own = [state_in(tmp_path, name).parent for name in DRIVES]
+    assert [remove_dead_runs(path) for path in own] == [[], []]
+    with pytest.raises(ConfigError, match=f"{record.parent}: its run.json is an older copy"):
+        train(raw, resume="auto")
+    record.write_bytes(newer)
+    _, watcher = train(raw, resume="auto")
+    assert [facts.step for facts in watcher.steps] == [5, 6]
 
 
 # --- without `infinity train` --------------------------------------------------------------------

@@ -157,10 +157,11 @@ class RunDirectory:
             "id": uuid.uuid4().hex[:12],
             "name": self.path.name,  # it may be moved
             "complete": False,
+            "saved": False,  # whether a checkpoint was ever whole
             "decides": _as_kept(decides),
         }
         with self._ranks.settle("begins a run"):
-            self._write_record()
+            self._write_record(self.record)
         self._share()
         try:
             yield
@@ -176,10 +177,10 @@ class RunDirectory:
 
     def remember(self, **facts: Any) -> None:
         """Put facts that outlast the process into the record, if they are new."""
-        facts = _as_kept(facts)
-        if self.record | facts != self.record:
-            self.record |= facts
-            self._write_record()
+        record = self.record | _as_kept(facts)
+        if record != self.record:
+            self._write_record(record)
+            self.record = record
 
     def _read_record(self) -> dict[str, Any]:
         path = self.path / RUN_RECORD
@@ -198,11 +199,11 @@ class RunDirectory:
         """The record of all ranks is that of the first."""
         self.record = self._ranks.gather_words(self.record)[0]
 
-    def _write_record(self) -> None:
+    def _write_record(self, record: Mapping[str, Any]) -> None:
         if self._ranks.rank:
             return
         with self._explained():
-            write_sealed(self.path / RUN_RECORD, _FORMAT, _VERSION, self.record)
+            write_sealed(self.path / RUN_RECORD, _FORMAT, _VERSION, record)
 
     def write(self, name: str, text: str) -> None:
         """Write a small file of the directory, whole or not at all."""

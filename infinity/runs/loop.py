@@ -48,9 +48,9 @@ _REFUSALS = (CheckpointError, DoesNotFitError, MachineError)  # of a save
 class Loop:
     """Trains one engine from where its reel stands.
 
-    `keep_best` writes the weights as they are, for the best; None where nobody wants them. `loss`
-    is of the last step, `saved` the last checkpoint that is whole, `unsaved` why the last try to
-    save failed.
+    `remember_saved` is called when a checkpoint is whole. `keep_best` writes the weights as they
+    are, for the best; None where nobody wants them. `loss` is of the last step, `saved` the last
+    checkpoint that is whole, `unsaved` why the last try to save failed.
     """
 
     prepared: Prepared
@@ -62,6 +62,7 @@ class Loop:
     checkpoints: Path
     watcher: Watcher
     best: Best
+    remember_saved: Callable[[], None]
     keep_best: Callable[[Engine], Path] | None = None
     loss: float | None = None
     evaluation_before: float | None = None
@@ -182,6 +183,7 @@ class Loop:
     def _is_whole(self, path: Path) -> None:
         self.saved, self._saving, self.unsaved = path, None, None
         self._retry_step = -1
+        self.remember_saved()
         self.watcher.note(f"checkpoint: {path}")
 
     def _failed(self, error: InfinityError) -> None:

@@ -207,6 +207,8 @@ class Run:
             watcher.note(note)
         if prepared.engine.durable:
             self._keep_state()
+        elif directory.record.get("durable"):  # a checkpoint was named to go on from instead
+            directory.remember(durable=False)
         with ranks.settle("remembers the run"):
             directory.remember(decides=prepared.decides())
         best, done = Best(prepared.held_out), reel.taken // prepared.windows_per_step
@@ -222,7 +224,7 @@ class Run:
                 metrics.catch_up(last_step)
             loop = Loop(
                 prepared, engine, reel, compute, metrics, last_step, directory.checkpoints,
-                watcher, best, self._keep_best if self._keeps_best else None,
+                watcher, best, self._remember_saved, self._keep_best if self._keeps_best else None,
             )  # fmt: skip
             if not loop.ended:
                 directory.remember(complete=False)
@@ -345,6 +347,11 @@ class Run:
         else:
             loop.save(wait=True)
 
+    def _remember_saved(self) -> None:
+        """Note that there was a whole checkpoint: from now on the run never begins again."""
+        with suppress(InfinityError):  # noted with the next one
+            self.directory.remember(saved=True)
+
     # --- going on --------------------------------------------------------------------------------
 
     @property
@@ -364,6 +371,8 @@ class Run:
         What another number of ranks left stays as it is until `_keep_state`.
         """
         if not config.durable:
+            if self.resume == AUTO and self.directory.record.get("durable"):
+                raise self._leaves_its_state()
             return config
         name, resume = self.state_name, AUTO if self.resume == AUTO else NEVER
         if resume == AUTO and self.directory.record.get("durable"):
@@ -414,7 +423,12 @@ class Run:
     def _keep_state(self) -> None:
         """From now on the run goes on with the state of this engine, and with no other."""
         number = self.directory.record.get("state", 0) + (self._left is not None)
-        self.directory.remember(durable=True, ranks=self.ranks.count, state=number)
+        self.directory.remember(
+            durable=True,
+            nvme_path=list(map(str, self.config.engine.nvme_path)),
+            ranks=self.ranks.count,
+            state=number,
+        )
         self.ranks.meet("keeps its state")
         if self._left is not None:
             self._remove_states(but=self.state_name)
@@ -441,8 +455,10 @@ class Run:
         goes_on = engine.resumed or self._left is not None
         with self.ranks.settle("looks for a checkpoint"):
             found = self.last_checkpoint()
-            if found is None and not goes_on and not self.ranks.rank:
-                self._check_nothing_is_lost(prepared)
+            if found is None and not goes_on:
+                found = self._unnamed_checkpoint()
+            if found is not None:
+                self._remember_saved()
         done = reel.taken // prepared.windows_per_step
         if found is not None and _step_of(found.name) > done:
             engine.load_checkpoint(found.parent, found.name)
@@ -492,20 +508,36 @@ class Run:
             )
         return there[0]
 
-    def _check_nothing_is_lost(self, prepared: Prepared) -> None:
-        """Raise `CheckpointError` where steps were done that there is no checkpoint of any more.
+    def _leaves_its_state(self) -> ConfigError:
+        """Return the error for a run whose committed steps would not be gone on with."""
+        directory, told = self.directory, steps_told(self.directory.metrics)
+        paths = directory.record.get("nvme_path", ["..."])
+        given = f"[{','.join(paths)}]" if len(paths) > 1 else paths[0]
+        checkpoint = latest(directory.checkpoints)
+        instead = f"; or --resume {checkpoint}, and lose the steps since" if checkpoint else ""
+        return ConfigError(
+            f"the run in {directory.path} did {told} steps with engine.durable=true, and keeps its "
+            f"state below engine.nvme_path={given}; here engine.durable is false",
+            because="--resume auto goes on from the last committed step, or not at all",
+            remedy=f"engine.durable=true engine.nvme_path={given}{instead}; a new run needs "
+            "another run_dir=...",
+        )
 
-        A run that ended before its first checkpoint was due begins again; `Metrics` says so.
+    def _unnamed_checkpoint(self) -> Path | None:
+        """Return the whole checkpoint of a run that was killed before `latest` named its first.
+
+        None for a run that began and never had a checkpoint: it begins again, and `Metrics` says
+        so. Raises `CheckpointError` where there was one.
         """
-        root, told = self.directory.checkpoints, steps_told(self.directory.metrics)
+        directory, told = self.directory, steps_told(self.directory.metrics)
+        root = directory.checkpoints
         whole = checkpoints(root) if root.is_dir() else []
-        every = prepared.config.training.checkpoint_every
-        if not whole and told < (every or told + 1) and not self.directory.is_complete:
-            return
+        if not directory.record.get("saved", told > 0) and not directory.is_complete:
+            return root / whole[0].tag if whole else None
         what = f"{root} has no checkpoint" if not whole else f"{root / LATEST_NAME} is missing"
         raise CheckpointError(
-            f"{what}, but {told} steps were done in {self.directory.path}",
-            because="it was moved, removed or never saved (see metrics.jsonl), or is not mounted",
+            f"{what}, but {told} steps were done in {directory.path}",
+            because="it was moved or removed, or is not mounted",
             remedy=f"--resume {root / whole[0].tag}"
             if whole
             else "bring it back; a new run needs another run_dir=...",

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +19,22 @@ import pytest
 from support.durable import PLACEMENTS, durable_engine, gated, step
 from support.runs import losses_of, metrics_of, settings, train
 
-from infinity.errors import ConfigError, InfinityError
+from infinity.checkpoint.writer import CheckpointWriter
+from infinity.errors import ConfigError, InfinityError, MachineError
 from infinity.storage.run_dir import Scratch, remove_dead_runs, run_records
 
 DRIVES = ("d0", "d1")
 Sabotage = Callable[[Path], Any]
 
 
-def durable_settings(folder: Path) -> dict[str, Any]:
+def durable_settings(folder: Path, **changes: Any) -> dict[str, Any]:
     paths = [str(folder / name) for name in DRIVES]
     for path in paths:
         os.makedirs(path, exist_ok=True)
     io = {"weights": [1, 1], "block_size": 4096}
     more: dict[str, Any] = {"engine__nvme_path": paths, "engine__durable": True, "engine__io": io}
-    return settings(
-        folder, **more, engine__placement=PLACEMENTS["all on disk"], engine__durable_every=1
-    )
-
-
-def plain_settings(folder: Path) -> dict[str, Any]:
-    return settings(folder)
+    more |= {"engine__placement": PLACEMENTS["all on disk"], "engine__durable_every": 1}
+    return settings(folder, **(more | changes))
 
 
 def state_in(folder: Path, drive: str) -> Path:
@@ -56,6 +52,11 @@ def away(path: Path) -> Iterator[None]:
     if path.is_dir():  # an empty mount point, made again
         path.rmdir()
     aside.rename(path)
+
+
+def not_saved(*before: Any, **more: Any) -> None:
+    """Fail a save at its end; a kill leaves no more."""
+    raise MachineError("the drive is gone")
 
 
 @contextmanager
@@ -164,16 +165,58 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], Sabotage, str]] = {
         "run.json is damaged, which says what run this is",
     ),
     "latest gone": (
-        plain_settings,
+        settings,
         lambda f: away(f / "run" / "checkpoints" / "latest"),
         "latest is missing, but 4 steps were done .*--resume .*step4",
     ),
     "checkpoints gone": (
-        plain_settings,
+        settings,
         lambda f: away(f / "run" / "checkpoints"),
         "has no checkpoint, but 4 steps were done",
     ),
 }
+
+
+NOT_DURABLE = {"engine__durable": None, "engine__durable_every": None}
+# How a run was begun, and with which other settings it is started again.
+CHANGES: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any], str]] = {
+    "not durable any more": (
+        durable_settings,
+        NOT_DURABLE,
+        r"did 4 steps with engine.durable=true, .*engine.nvme_path=\[.*d0,.*d1\]; here .* false",
+    ),
+    "without nvme_path": (
+        durable_settings,
+        NOT_DURABLE | {"engine__nvme_path": None, "engine__placement": None, "engine__io": None},
+        "did 4 steps with engine.durable=true, and keeps its state",
+    ),
+    "checkpoints gone, and rarer": (
+        settings,
+        {"training__checkpoint_every": 99},
+        "has no checkpoint, but 4 steps were done",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_run_is_not_begun_again_with_other_settings(tmp_path: Path, case: str) -> None:
+    make, changes, words = CHANGES[case]
+    train(make(tmp_path), stop_after=4)
+    told = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with away(tmp_path / "run" / "checkpoints") if make is settings else nullcontext():
+        with pytest.raises(InfinityError, match=words):
+            train(make(tmp_path, **changes), resume="auto")
+        assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == told
+    _, watcher = train(make(tmp_path), resume="auto")
+    assert [facts.step for facts in watcher.steps] == [5, 6]
+
+
+def test_a_named_checkpoint_takes_the_place_of_the_durable_state(tmp_path: Path) -> None:
+    train(durable_settings(tmp_path), stop_after=4)
+    raw = durable_settings(tmp_path, **NOT_DURABLE)
+    train(raw, resume=str(tmp_path / "run" / "checkpoints" / "step4"), stop_after=1)
+    _, watcher = train(raw, resume="auto")
+    assert [facts.step for facts in watcher.steps] == [6]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -210,16 +253,41 @@ def test_a_checkpoint_goes_on_where_the_state_is_gone(tmp_path: Path) -> None:
     assert [step for event, step, _ in losses_of(tmp_path) if event == "step"] == [*range(1, 7)]
 
 
-def test_one_that_ended_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
-    """Nothing is lost that could have been kept; what was told stays, and that it was is said."""
-    raw = settings(tmp_path, training__checkpoint_every=4)
-    with pytest.raises(KeyboardInterrupt):
-        train(raw, die_after=3)
+@pytest.mark.parametrize("every", [4, 2])
+def test_one_that_ended_before_its_first_checkpoint_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    """Nothing is lost that could have been kept; what was told stays, and that it was is said.
+
+    It was not due yet, or none could be saved.
+    """
+    raw = settings(tmp_path, training__checkpoint_every=every)
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "_publish", not_saved)
+        with pytest.raises(KeyboardInterrupt):
+            train(raw, die_after=3)
     told = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     _, watcher = train(raw, resume="auto")
     assert [facts.step for facts in watcher.steps] == [1, 2, 3, 4, 5, 6]
     assert "told of steps up to 3, and the run goes on from 0" in "".join(watcher.notes)
     assert (tmp_path / "run" / "metrics.1.jsonl").read_bytes() == told
+
+
+def test_a_first_checkpoint_that_a_kill_left_unnamed_is_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = CheckpointWriter._publish
+
+    def publish_half(self: CheckpointWriter, **more: Any) -> None:
+        not_saved(publish(self, save_latest=False))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "_publish", publish_half)
+        with pytest.raises(KeyboardInterrupt):
+            train(settings(tmp_path), die_after=3)
+    assert not (tmp_path / "run" / "checkpoints" / "latest").exists()
+    _, watcher = train(settings(tmp_path), resume="auto")
+    assert [facts.step for facts in watcher.steps] == [3, 4, 5, 6]
 
 
 def test_a_step_that_was_committed_and_not_told_is_told(tmp_path: Path) -> None:

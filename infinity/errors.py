@@ -77,6 +77,10 @@ class MachineError(InfinityError):
     exit_code = 4
 
 
+class RemovedError(MachineError):
+    """A file was removed while it was in use: nothing written to it can be found again."""
+
+
 class TransferError(MachineError):
     """A read or write failed for good: carries `path`, `offset`, `length` and `errno`."""
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from infinity.errors import DoesNotFitError, MachineError, TransferError
+from infinity.errors import DoesNotFitError, MachineError, RemovedError, TransferError
 from infinity.sizes import format_size
 
 FILE_MODE = 0o644  # less what the umask takes; so with the next
@@ -148,6 +148,17 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     while view:
         count = os.pwrite(descriptor, view, offset)
         view, offset = view[count:], offset + count
+
+
+def check_linked(descriptor: int, path: str | Path) -> None:
+    """Raise `RemovedError` if the open file at `path` was removed."""
+    if os.fstat(descriptor).st_nlink == 0:
+        raise RemovedError(
+            f"{path} was removed while it was in use",
+            because="somebody, or a cleanup job, removed it or its directory; what is written to "
+            "it from then on is lost",
+            remedy="find out who did; then go on from the last checkpoint that is left",
+        )
 
 
 def make_directories(path: Path, mode: int = SHARED_FOLDER_MODE) -> None:

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from infinity.checkpoint.plain import decode, encode
 from infinity.errors import CheckpointError, MachineError
-from infinity.files import read_small, refused, sync_directory, write_at
+from infinity.files import check_linked, read_small, refused, sync_directory, write_at
 from infinity.sealed import first_sealed, made, seal, shallow, unseal
 
 COMMIT_NAMES = ("commit-a.bin", "commit-b.bin")
@@ -212,9 +212,10 @@ class SmallFile:
             write_at(self._fd, data, offset)
 
     def sync(self) -> None:
-        """Put it on stable storage."""
+        """Put it on stable storage; raises `RemovedError` where it has no name any more."""
         with self._doing("synced"):
             os.fsync(self._fd)
+            check_linked(self._fd, self.path)
 
     def reserve(self, nbytes: int) -> None:
         """Take the space beforehand, where the file system can."""

@@ -29,6 +29,7 @@ from infinity.errors import (
     DoesNotFitError,
     InfinityError,
     MachineError,
+    RemovedError,
     TrainingError,
     TransferError,
 )
@@ -278,9 +279,14 @@ class Loop:
         self._write(record, num_steps=prepared.steps, left_s=left_s)
 
     def _write(self, record: dict[str, Any], **more: Any) -> None:
-        """A line of metrics, which is no reason to end a run; whoever follows gets `more` too."""
+        """Write a line of metrics; the watcher gets `more` too.
+
+        A drive that refuses it is no reason to end a run; a directory that is removed is.
+        """
         try:
             self.metrics.write(record)
+        except RemovedError:
+            raise
         except MachineError as error:
             if not self._told_metrics:
                 self.watcher.note(f"training goes on without metrics: {error.what}")

@@ -23,7 +23,7 @@ from typing import Any, Protocol, Self
 from torch import Tensor
 
 from infinity.errors import MachineError, first_lines
-from infinity.files import atomic_write, json_lines
+from infinity.files import atomic_write, check_linked, json_lines
 from infinity.journal import to_line
 from infinity.runs.trackers import Trackers
 
@@ -172,7 +172,10 @@ class Metrics:
             self._trackers.close()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record, which has "event" and "step". Raises `MachineError`."""
+        """Append one record, which has "event" and "step".
+
+        Raises `MachineError`; of it `RemovedError` where the file has no name any more.
+        """
         line = to_line(record)
         data = self._before_line + line.encode()
         try:
@@ -181,6 +184,7 @@ class Metrics:
             self._before_line = b"" if written == len(data) else b"\n"
             if self._before_line:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            check_linked(self._file, self._path)
         except OSError as error:
             raise self._refused(error) from error
         if record["event"] == "evaluation":

@@ -34,6 +34,7 @@ from infinity.errors import (
     DoesNotFitError,
     InfinityError,
     MachineError,
+    RemovedError,
     TransferError,
     listed,
 )
@@ -646,6 +647,8 @@ def elsewhere(error: InfinityError, run: Run, command: Sequence[str]) -> Infinit
 
     `command` is what was typed, without --resume.
     """
+    if removed := next((e for e in _causes(error) if isinstance(e, RemovedError)), None):
+        return removed  # no drive fails
     found = _of_the_state(error, run)
     if found is None:
         return error
@@ -685,16 +688,21 @@ def elsewhere(error: InfinityError, run: Run, command: Sequence[str]) -> Infinit
 
 def _of_the_state(error: BaseException, run: Run) -> tuple[MachineError, Path] | None:
     """The failure behind an error that names a file of the state, and its nvme_path."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in _causes(error):
         moved = isinstance(cause, TransferError)
         if isinstance(cause, MachineError) and (moved or run.trains):
             text = cause.path if isinstance(cause, TransferError) else cause.what
             for path in run.config.engine.nvme_path:
                 if f"{path}/" in text and f"{run.directory.path}/" not in text:
                     return cause, path
-        cause = cause.__cause__
     return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, the one that caused it, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def _committed(run: Run) -> int | None:

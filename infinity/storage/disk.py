@@ -19,6 +19,7 @@ from torch import Tensor
 import infinity._aio as _aio
 from infinity.config.schema import IoConfig
 from infinity.errors import ConfigError, MachineError, TransferError
+from infinity.files import check_linked
 from infinity.plan.layout import PAGE, Tier, round_up
 from infinity.storage import striping
 from infinity.storage.device import HostArena
@@ -396,12 +397,16 @@ class Disk:
         self.checksums.written(extent.offset, buffer)
 
     def sync(self) -> None:
-        """Put everything whose write was waited for on stable storage; raises `TransferError`."""
+        """Put everything whose write was waited for on stable storage.
+
+        Raises `TransferError`, and `RemovedError` where a file has no name any more.
+        """
         for file in self._files:
             try:
                 file.sync()
             except _aio.AioError as error:
                 raise transfer_error(error) from error
+            check_linked(file.fd, file.path)
 
     def _submit(
         self,

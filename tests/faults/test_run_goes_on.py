@@ -338,6 +338,32 @@ def test_the_drive_of_the_state_fails_and_the_run_goes_on_elsewhere(
     assert steps_of(folder) == losses
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "state.bin", "commit-b.bin"])
+def test_a_file_that_is_removed_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The open file takes writes as before: without a look at it 6 steps would seem done."""
+    (tmp_path / "nvme").mkdir()
+    durable = {"engine__nvme_path": str(tmp_path / "nvme"), "engine__durable": True}
+    config, shown = tmp_path / "run.json", TrainPage.told
+    config.write_text(json.dumps(settings(tmp_path, **durable, engine__durable_every=1)))
+    steps: list[int] = []
+
+    def told(self: TrainPage, record: Any) -> None:
+        shown(self, record)
+        steps.append(record["step"])
+        if steps == [0, 1, 2]:
+            (file,) = tmp_path.rglob(name)
+            file.unlink()
+
+    monkeypatch.setattr(TrainPage, "told", told)
+    code, error = run("train", str(config), "training.checkpoint_every=0")
+    assert code == 4, error
+    assert f"{name} was removed while it was in use" in error
+    assert "fails:" not in error
+    assert steps[-1] < 6
+
+
 def test_an_error_of_something_else_is_left_alone(tmp_path: Path) -> None:
     with Run(load_run_config(settings(tmp_path, engine__nvme_path=str(tmp_path)))) as run:
         run.trains = True

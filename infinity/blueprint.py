@@ -25,7 +25,8 @@ from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
 from infinity.heap import return_freed_memory
 from infinity.model.meta_init import Origins
-from infinity.model.parameters import ParameterMap, engine_of, recomputed_weights
+from infinity.model.offloaded_parameter import engine_of
+from infinity.model.parameters import ParameterMap, recomputed_weights
 from infinity.model.shapes import Target, target_of
 from infinity.model.torch_private import has_memory, storage_address
 from infinity.optim.adapter import AdapterRule

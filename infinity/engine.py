@@ -19,7 +19,8 @@ from infinity.errors import (
     TrainingError,
 )
 from infinity.journal import Journal
-from infinity.model.parameters import freeze, move_buffers, name_engine, zero_grad_of
+from infinity.model.offloaded_parameter import name_engine, unname_engine
+from infinity.model.parameters import freeze, move_buffers, zero_grad_of
 from infinity.offload.owner import exclusive
 from infinity.offload.report import StepReport
 from infinity.optim.offloaded import OffloadedOptimizer
@@ -102,8 +103,8 @@ class Engine:
             parts.also(freeze(parameters))
         vars(module)["zero_grad"] = zero_grad_of(module, self._drop_arrivals)
         parts.also(partial(vars(module).pop, "zero_grad", None))
-        name_engine(parameters, self)
-        parts.also(partial(name_engine, parameters, None))
+        name_engine(parameters, self, parts.access)
+        parts.also(partial(unname_engine, parameters))
         if self._journal is not None:
             parts.also(self._journal.close, last=True)
 
@@ -561,7 +562,7 @@ class Engine:
         """
         self._owner.check()
         self._check_open()
-        self._parts.prefetcher.verify(every=True, may_wait=True)
+        self._parts.prefetcher.verify(every=True)
         if custom_load_fn is not None:
             raise ConfigError(
                 "load_checkpoint(custom_load_fn=...) is not supported",
@@ -676,7 +677,7 @@ class Engine:
         if not self._closed:
             try:
                 if self._parts.prefetcher.failure is None:
-                    failure = self._parts.prefetcher.find_edit(every=True, may_wait=True)
+                    failure = self._parts.prefetcher.find_edit(every=True)
                 self._parts.saver.finish()
                 if restore:
                     self._values.take_back_all()
@@ -712,7 +713,7 @@ class Engine:
         self._check_open()
         with self.ranks.telling("uses the engine"):
             self._parts.prefetcher.check()
-            self._parts.prefetcher.verify(every=every, may_wait=every)
+            self._parts.prefetcher.verify(every=every)
 
     def _check_open(self) -> None:
         if self._closed:

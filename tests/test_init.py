@@ -363,10 +363,11 @@ def test_subclasses_and_attributes_of_parameters_stay(tmp_path: Path) -> None:
     model = under_init(build)
     parameter = model.blocks[0].up.weight
     with small_engine(tmp_path, ON_DISK, model) as engine:
-        assert type(parameter) is Special
+        assert isinstance(parameter, Special)
         assert parameter.tag == "mine"
         assert parameter.requires_grad
         train(engine, 1)
+        assert type(model.blocks[0].up.weight) is Special
 
 
 # --- plain meta models ------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from infinity.deepspeed.config import find_translation
 from infinity.deepspeed.names import getter
 from infinity.engine import Engine
 from infinity.errors import ConfigError, ResidencyError
-from infinity.model.parameters import engine_of
+from infinity.model.offloaded_parameter import engine_of
 
 
 class ZeroParamType(Enum):

@@ -2,25 +2,20 @@
 
 [Note: residency]
 Resident, a parameter is a view into a slot. Offloaded, it is a zero-stride placeholder of its real
-shape and dtype, filled with NaN (or the largest value of a type without NaN): shapes work
-everywhere, no memory is used, and misuse is loud. Leaving bumps the parameter's version, so that
-anything autograd saved behind our back raises instead of reading a stranger's bytes.
+shape and dtype, of a class that answers reads and refuses edits (`offloaded_parameter.py`). The
+placeholder is NaN (or the largest value of a type without NaN), for code that does not ask the
+class. Offloading bumps the parameter's version, so that anything autograd saved raises instead of
+reading another unit's bytes.
 
 [Note: edits behind our back]
 A parameter is resident only while a call runs, and after its module was asked for it outside of
-one, until a call needs its slot or steps. So a reference that somebody keeps shows a placeholder,
-on every tier, and torch refuses most edits of that: its elements are one. What else can be done
-is seen when the parameter is next bound, released or looked at:
+one, until a call needs its slot or steps. An edit of an offloaded parameter raises at once. Edits
+of resident ones are found when the parameter is next bound, released or compared:
 - `p.data = t` by its address, `p.add_(...)` by its version;
-- `p.data.fill_(...)`, which no version shows, of a placeholder: by its bits. All of a dtype lie
-  side by side, so one comparison looks at all; on a device of its own memory that waits for all it
-  has to do, so there it is left to saves, loads and the end. Those of one element torch does not
-  protect: they are NaNs that arithmetic does not leave as they are (only what passes NaN on, as
-  `clamp_` does, is not seen);
-- of a resident parameter: by a checksum of its unit (see `offload/prefetch.py`), where it was
-  reached for outside a call, and in the first forward of every unit. A module that edits
-  `self.weight.data` in its forward does so in the first one; a checksum each time would be two
-  passes over all weights a forward. One that begins later is not seen.
+- `p.data.fill_(...)` by a checksum of its unit (see `offload/prefetch.py`), where it was accessed
+  outside a call, and in the first forward of every unit. A module that edits `self.weight.data` in
+  its forward does so in the first one; a checksum each time would be two passes over all weights a
+  forward. One that begins later is not found.
 """
 
 from __future__ import annotations
@@ -31,48 +26,16 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.utils.dlpack import from_dlpack
 
-from infinity.errors import ConfigError, EngineClosedError, InfinityWarning, ResidencyError, listed
+from infinity.errors import ConfigError, InfinityWarning, ResidencyError, listed
+from infinity.model.offloaded_parameter import EDIT, gone, offload_class
+from infinity.model.torch_private import without_torch_function
 from infinity.plan.layout import Segment, UnitLayout
-
-# Which engine a parameter belongs to, known by the parameter itself: nothing is global.
-
-
-_NAME = "_infinity_engine"
-
-
-class _Mark:
-    """A reference that does not keep the engine alive, and stays behind where pickle goes."""
-
-    def __init__(self, engine: object) -> None:
-        self.engine = weakref.ref(engine)
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return set, ()  # what torch's safe loader knows
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
-
-
-def name_engine(parameters: Iterable[nn.Parameter], engine: object | None) -> None:
-    """From now on these parameters belong to `engine`, or to none."""
-    for parameter in parameters:
-        if engine is None:
-            vars(parameter).pop(_NAME, None)
-        else:
-            setattr(parameter, _NAME, _Mark(engine))
-
-
-def engine_of(tensor: Tensor) -> Any:
-    """The engine that a parameter belongs to, None where there is none."""
-    mark = getattr(tensor, _NAME, None)
-    return mark.engine() if isinstance(mark, _Mark) else None
 
 
 def zero_grad_of(module: nn.Module, drop: Callable[[], None]) -> Callable[..., None]:
@@ -123,7 +86,6 @@ def _tied_down(name: str, state: str, because: str) -> ConfigError:
 
 
 _ON_META = "is on the meta device"
-EDIT = "edit inside `with engine.materialized(module_or_params):`"
 CHANGE_BEFORE = (
     "change the module before initialize(); or engine.close(restore=True), change it, and "
     "initialize() anew"
@@ -173,32 +135,6 @@ class Edit:
         )
 
 
-class _Pool:
-    """The placeholders of one dtype: side by side, each with a storage of its own."""
-
-    def __init__(self, dtype: torch.dtype, count: int, device: torch.device) -> None:
-        with torch.inference_mode(False):
-            flat = placeholder(torch.Size([count]), dtype, device)
-            self._as_made = flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-            self._bytes = self._as_made.clone()
-            ends = range(dtype.itemsize, len(self._bytes) + 1, dtype.itemsize)
-            parts = (self._bytes[end - dtype.itemsize : end] for end in ends)
-            exporting: Any = torch.cuda.device_of  # of a GPU that is not current nothing may be
-            with exporting(self._bytes):
-                self.values = [from_dlpack(part).view(dtype)[0] for part in parts]
-
-    def edited(self) -> list[int]:
-        """Which ones have other bits; all are as they were after that."""
-        if torch.equal(self._bytes, self._as_made):
-            return []
-        bytes_each = self.values[0].itemsize
-        found = {
-            i // bytes_each for i in (self._bytes != self._as_made).nonzero().view(-1).tolist()
-        }
-        self._bytes.copy_(self._as_made)
-        return sorted(found)
-
-
 _Shape = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]  # strides; where it starts
 
 
@@ -215,16 +151,12 @@ class ParameterBinding:
         self.parameters = parameters
         self.dtypes = dtypes
         self._names = {s.parameter: s.name for layout in layouts for s in layout.segments}
-        self._waits = device.type != "cpu"  # to look at placeholders is to wait for the device
-        members: dict[torch.dtype, list[int]] = {}
-        for index, dtype in enumerate(dtypes):
-            members.setdefault(dtype, []).append(index)
-        self._pools = [(_Pool(dtype, len(of), device), of) for dtype, of in members.items()]
-        self._placeholders = [torch.empty(0)] * len(parameters)
-        with torch.inference_mode(False):
-            for pool, of in self._pools:
-                for index, one in zip(of, pool.values, strict=True):
-                    self._placeholders[index] = one.expand(parameters[index].shape)
+        self._classes = [type(parameter) for parameter in parameters]
+        self._offloaded = [offload_class(kind) for kind in self._classes]
+        self._placeholders = [
+            placeholder(parameter.shape, dtype, device)
+            for parameter, dtype in zip(parameters, dtypes, strict=True)
+        ]
         self._of = [[s.parameter for s in layout.segments] for layout in layouts]  # by unit
         shapes = [tuple(self._shape_of(layout, s) for s in layout.segments) for layout in layouts]
         numbers = {form: number for number, form in enumerate(dict.fromkeys(shapes))}
@@ -262,7 +194,8 @@ class ParameterBinding:
         self._meta.clear()
 
     def _swap(self, index: int, parameter: nn.Parameter, other: nn.Parameter) -> None:
-        other.__class__ = parameter.__class__  # torch swaps these too; they shall stay
+        # torch swaps classes too; they shall stay
+        other.__class__ = parameter.__class__ = self._classes[index]
         other.__dict__.update(parameter.__dict__)
         swap_parameters(self._names[index], _ON_META, parameter, other)
 
@@ -317,60 +250,53 @@ class ParameterBinding:
         indices = self._of[unit]
         torch.autograd.graph.increment_version([self.parameters[i] for i in indices])
         for index in indices:
-            self._set(index, self._placeholders[index])
+            self._offload(index)
 
     def edited(self, unit: int) -> Edit | None:
         """A parameter of the unit that is not as it was left, by its version or its memory."""
         parameters, left = self.parameters, self._left
-        for index in self._of[unit]:
-            if index not in left:
-                continue
-            parameter = parameters[index]
-            version, value = left[index]
-            if not parameter.is_set_to(value):
-                shapes = (value.shape, parameter.shape)
-                return Edit(self._names[index], in_place=False, shapes=shapes)
-            if parameter._version != version:
-                return Edit(self._names[index], in_place=True)
+        with without_torch_function():
+            for index in self._of[unit]:
+                if index not in left:
+                    continue
+                parameter = parameters[index]
+                version, value = left[index]
+                if not parameter.is_set_to(value):
+                    shapes = (value.shape, parameter.shape)
+                    return Edit(self._names[index], in_place=False, shapes=shapes)
+                if parameter._version != version:
+                    return Edit(self._names[index], in_place=True)
         return None
-
-    def edited_placeholder(self, *, may_wait: bool) -> Edit | None:
-        """A placeholder that was written to; all are as they were after that.
-
-        Nothing is looked at where that waits for the device, unless it `may_wait`.
-        """
-        if self._waits and not may_wait:
-            return None
-        found = [of[place] for pool, of in self._pools for place in pool.edited()]
-        for index in found:
-            if self.parameters[index].is_set_to(self._placeholders[index]):
-                self.unlend(index)  # with the version that it has now
-        return Edit(self._names[found[0]], in_place=True) if found else None
 
     def _set(self, index: int, value: Tensor) -> None:
         parameter = self.parameters[index]
+        parameter.__class__ = self._classes[index]
         parameter.data = value
         self._left[index] = parameter._version, value
 
+    def _offload(self, index: int) -> None:
+        self._set(index, self._placeholders[index])
+        self.parameters[index].__class__ = self._offloaded[index]
+
     def lend(self, index: int, value: Tensor) -> None:
         """Give one parameter a tensor of its own (any dtype), for reading and editing."""
-        self._left.pop(index, None)
-        self.parameters[index].data = value
+        self._set(index, value)
+        del self._left[index]
 
     def unlend(self, index: int) -> None:
         """The parameter is offloaded."""
         torch.autograd.graph.increment_version(self.parameters[index])
-        self._set(index, self._placeholders[index])
+        self._offload(index)
 
     def restore(self, values: Sequence[Tensor]) -> None:
         """Give every parameter a real tensor back, for good."""
-        for parameter, value in zip(self.parameters, values, strict=True):
-            parameter.data = value
+        for index, value in enumerate(values):
+            self._set(index, value)
 
     def offload_in_child(self) -> None:
         """After a fork: the child has no slots; make every parameter offloaded."""
-        for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
-            parameter.data = stand_in
+        for index in range(len(self.parameters)):
+            self._offload(index)
 
 
 def move_buffers(
@@ -459,14 +385,7 @@ class GoneParameters(dict[str, nn.Parameter | None]):
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         """For every way to the parameters."""
-        raise EngineClosedError(
-            "the engine of this module is gone without close(restore=True), and the values of the "
-            "parameters with it",
-            because="weights rest in its memory and files; it was closed, or nothing referred to "
-            "it any more",
-            remedy="use the module, and save it, while the engine is there; call "
-            "engine.close(restore=True) for a plain module; or build the module anew",
-        )
+        raise gone()
 
     __getitem__ = get = items = values = copy = __deepcopy__ = __reduce_ex__ = _refuse
 

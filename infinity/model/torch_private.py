@@ -47,6 +47,11 @@ def no_dispatch_modes() -> AbstractContextManager[object]:
     return _disable_current_modes()
 
 
+def without_torch_function() -> AbstractContextManager[object]:
+    """Run operations on tensors of a subclass as on plain ones."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def negated_view(tensor: Tensor) -> Tensor:
     """The same memory, taken as the negative."""
     return torch._neg_view(tensor)

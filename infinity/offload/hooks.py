@@ -135,8 +135,6 @@ class Hooks:
             return parameter
         self._is_lent(unit)  # raises where a sibling is
         self._use(unit)
-        if self.owner.busy and not self.prefetcher.entries[unit].entered:
-            self.prefetcher.loose.add(unit)
         return self.sums.read(index, parameter)
 
     def _computes(self, unit: int) -> bool:

@@ -67,8 +67,6 @@ class Prefetcher:
         self.entries = self.ledger.entries
         self.current = -1  # the unit in use
         self.reached: set[int] = set()  # bound, and reached for outside a call
-        self.loose: set[int] = set()  # reached for within a call, outside of their own forward
-        self.let_go: set[int] = set()  # of these, since the last step, those that were given up
         self.failure: BaseException | None = None
         self._proved: set[tuple[int, bool]] = set()  # units whose first forward was looked at
         units = range(len(plan.units))
@@ -440,7 +438,6 @@ class Prefetcher:
         Raises the first `ResidencyError` of an edited parameter, after all units are pending.
         """
         edited: ResidencyError | None = None
-        self.let_go.clear()
         for unit in units:
             if self.entries[unit].where is Where.FETCHING:
                 try:
@@ -480,6 +477,7 @@ class Prefetcher:
     def edited(self, unit: int) -> None:
         """The unit's weights were edited at rest: graphs made before are stale."""
         self.entries[unit].updates += 1
+        self.entries[unit].edits += 1
 
     def publish_slot(self, unit: int, first: Callable[[], object] | None = None) -> Slot | None:
         """The slot an updated unit's weights go to, or None if they are only written back.
@@ -528,7 +526,6 @@ class Prefetcher:
         """
         self.transfers.device.synchronize()
         self.current, self.retries = -1, False
-        self.loose.clear()
         for unit, entry in enumerate(self.entries):
             entry.entered = 0
             if entry.bound:
@@ -579,8 +576,6 @@ class Prefetcher:
         assert slot is not None
         if self.entries[unit].num_aliases > 0:
             return False
-        if unit in self.loose:
-            self.let_go.add(unit)
         try:
             self.give_up(unit)
         finally:  # an edited parameter is gone all the same
@@ -630,24 +625,18 @@ class Prefetcher:
         if entry.checksums is None:
             entry.checksums = [checksum(view) for view in entry.views]
 
-    def verify(
-        self, unit: int | None = None, *, every: bool = False, may_wait: bool = False
-    ) -> None:
+    def verify(self, unit: int | None = None, *, every: bool = False) -> None:
         """Raise what `find_edit` finds, before anything is made of it."""
-        error = self.find_edit(unit, every=every, may_wait=may_wait)
+        error = self.find_edit(unit, every=every)
         if error is not None:
             raise error
 
-    def find_edit(
-        self, unit: int | None = None, *, every: bool = False, may_wait: bool = False
-    ) -> ResidencyError | None:
-        """What was edited behind our back; it is taken back.
+    def find_edit(self, unit: int | None = None, *, every: bool = False) -> ResidencyError | None:
+        """Return the error for an edited parameter, and offload it.
 
-        Looks at units that were reached for and at placeholders (of another device only if it
-        `may_wait`); and at the parameters of `unit`, or of `every` one.
+        Compares units that were accessed outside calls, and `unit`, or `every` one.
         """
-        edit = self.binding.edited_placeholder(may_wait=may_wait)
-        error = edit.error() if edit is not None else None
+        error = None
         also = range(len(self.entries)) if every else [] if unit is None else [unit]
         for other in self.reached.union(also):
             if self.entries[other].bound:
@@ -667,7 +656,6 @@ class Prefetcher:
         first `ResidencyError` of an edited parameter, after all are offloaded.
         """
         error = None
-        self.loose.clear()
         for unit, entry in enumerate(self.entries):
             if entry.bound and (reached or unit not in self.reached):
                 error = self.release(unit) or error

@@ -103,6 +103,7 @@ class Entry:
     gathering: Event | None = None  # or will, at this event
     dequantised: bool = False  # what rests quantised stands in the slot as it computes
     updates: int = 0  # how often an optimizer pass, or an edit, replaced the weights
+    edits: int = 0  # how often an edit did
     entered: int = 0  # forward calls of the unit's modules that have not returned
     ready: Event = HAPPENED  # the copy that filled the slot
     ticket: Event | None = None  # the read that fills the slot, or the buffer it lands in

@@ -24,6 +24,7 @@ from infinity.checkpoint.plain import decode, encode
 from infinity.errors import ConfigError, ResidencyError, TransferError
 from infinity.formats import FrozenFormat
 from infinity.model.quantised import dequantise, quantise_exactly
+from infinity.offload.hooks import Hooks
 from infinity.offload.owner import Owner, exclusive
 from infinity.offload.prefetch import Prefetcher
 from infinity.offload.state import StateStore
@@ -479,6 +480,38 @@ class Values:
     def take_back_all(self) -> None:
         """End every loan that a `load_state_dict` which failed may have left, and flush."""
         self._take_back(list(self.lent))
+
+
+class ParameterAccess:
+    """Access to the values of an engine's offloaded parameters; see `OffloadedParameter`."""
+
+    def __init__(
+        self, values: Values, hooks: Hooks, owner: Owner, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        self._values = values
+        self._hooks = hooks
+        self._owner = owner
+        self._index_of = {id(p): i for i, p in enumerate(parameters)}
+
+    def fetch(self, parameter: nn.Parameter) -> Tensor:
+        """Make the parameter resident, as access by attribute does."""
+        return self._hooks.touch(parameter)
+
+    def copy(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return a copy of the full value on the compute device; None during a call."""
+        if self._owner.busy:
+            return None
+        value = self._values.read(self._index_of[id(parameter)])
+        return value.to(self._values.prefetcher.transfers.device.torch_device)
+
+    def version(self, parameter: nn.Parameter) -> int:
+        """Return a number that changes with each update, from `step()` on, and each edit."""
+        layout, segment = self._values.place_of(self._index_of[id(parameter)])
+        prefetcher = self._values.prefetcher
+        entry = prefetcher.entries[layout.index]
+        if not segment.trained:
+            return entry.edits
+        return entry.updates + prefetcher.is_pending(layout.index)
 
 
 def targets(

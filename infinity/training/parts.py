@@ -44,7 +44,7 @@ from infinity.trace.recorder import Trace
 from infinity.training.async_save import Saver
 from infinity.training.initial_write import InitialWrite, Progress
 from infinity.training.optimizer_pass import OptimizerPass
-from infinity.training.parameter_access import Values
+from infinity.training.parameter_access import ParameterAccess, Values
 
 
 class Parts:
@@ -205,6 +205,7 @@ class Parts:
             self.prefetcher, self.gradients, self.window, self.owner, watch, self.activations,
             self.values.lent, self.values.flush_edits, cut.units, cut.parameters, cut.trained,
         )  # fmt: skip
+        self.access = ParameterAccess(self.values, self.hooks, self.owner, cut.parameters)
         undo.append(self.hooks.remove)
         self.cycles = Cycles(self.prefetcher)
         self.hooks.watch_root(model, *self.cycles.around_calls())

@@ -160,12 +160,6 @@ def story(state: ScaleState) -> str:
     )
 
 
-_READ_OUTSIDE = (
-    "or weights of model.parameters() were read outside an engine call, where offloaded ones are "
-    "NaN (read module.weight, or inside `with engine.materialized(...)`)"
-)
-
-
 def scale_exhausted(state: ScaleState, culprits: Sequence[str]) -> TrainingError:
     """What to raise where gradients overflow at the smallest scale; `culprits` are parameters."""
     first, last = culprits[0], culprits[-1]
@@ -176,7 +170,7 @@ def scale_exhausted(state: ScaleState, culprits: Sequence[str]) -> TrainingError
     return TrainingError(
         f"gradients are not finite at the smallest loss scale, {state.scale:g}: {where}",
         because=f"the scale went {story(state)}; values above 65504 are infinite in fp16, and "
-        f"backward carries what is not finite from later layers to earlier ones; {_READ_OUTSIDE}",
+        "backward carries what is not finite from later layers to earlier ones",
         remedy='write precision: bf16 (DeepSpeed: "bf16": {"enabled": true}), above all for models '
         "that were trained in bf16; or lower the learning rate, look at the loss and the data, or "
         "set loss_scale.min below 1",
@@ -478,7 +472,6 @@ class Stepper:
                 f"finite; first in {culprits[0]!r}",
                 because="the loss is NaN or infinite, or the learning rate diverged, or an "
                 "autograd.Function keeps a weight in ctx without ctx.save_for_backward"
-                + self._nan_weights()
                 + (f", or the loss scale {before.scale:g} is too large" if before else ""),
                 remedy="lower the learning rate, or look at the loss and the data"
                 + ("; or leave loss_scale.value out: then the scale is found" if before else ""),
@@ -506,18 +499,6 @@ class Stepper:
                     remedy="requires_grad_(False) freezes it; or a group with lr 0",
                 )
 
-    def _nan_weights(self) -> str:
-        """Ways in which placeholders may have been computed with, as the end of a sentence."""
-        prefetcher = self._prefetcher
-        names = [prefetcher.plan.units[unit].name for unit in sorted(prefetcher.let_go)]
-        outside = f", {_READ_OUTSIDE}"
-        if not names:
-            return outside
-        return (
-            f"{outside}, or weights of {listed(names, 3)}, which a forward accessed by attribute, "
-            "were evicted before they were used (raise prefetch_units, or use each at once)"
-        )
-
     def _say_skipped(self, before: ScaleState | None, culprits: Sequence[str]) -> None:
         """Warn once in a row of skipped steps, when it is no search for the loss scale any more."""
         count, rules = self.progress.skipped_in_a_row, self.scale_rules
@@ -527,9 +508,8 @@ class Stepper:
         scale = f", at a loss scale of {before.scale:g}" if before else ""
         self._warn(
             f"{what} skipped: gradients are not finite, first that of {culprits[0]!r}{scale}; "
-            "weights stay as they were. Likely causes: the loss or the data of this batch"
-            f"{self._nan_weights()}; the next "
-            "warning comes after a step that was not skipped",
+            "weights stay as they were. Likely causes: the loss or the data of this batch; the "
+            "next warning comes after a step that was not skipped",
         )
 
     def _commit(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from infinity.engine import Engine
+from infinity.model.offloaded_parameter import OffloadedParameter
 
 VOCABULARY = 50
 WIDTH = 16
@@ -55,6 +56,10 @@ class SmallModel(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         logits = self.head(self.features(tokens)).float()
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def is_offloaded(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, OffloadedParameter)
 
 
 def small_model(seed: int = 0, **kwargs: Any) -> SmallModel:

@@ -20,7 +20,7 @@ from infinity.deepspeed.names import getter
 from infinity.deepspeed.processes import get_rank
 from infinity.engine import Engine
 from infinity.errors import ConfigError, TrainingError
-from infinity.model.parameters import engine_of
+from infinity.model.offloaded_parameter import engine_of
 from infinity.model.torch_private import tree_map
 from infinity.plan.machine import read_machine
 from infinity.sizes import format_size

@@ -1,0 +1,311 @@
+"""Parameters without memory of their own that answer reads and refuse edits.
+
+[Note: offloaded parameters]
+While a parameter is offloaded its Python class is a subclass of the one that it had
+(`offload_class`), so each operation on it in Python comes to `__torch_function__`:
+- metadata, gradients and hooks are those of the placeholder, which has the real shape and dtype;
+- between calls of the engine, reads that autograd does not record get a copy of the full value,
+  which is read-only, so that an edit of `p.data` raises instead of getting lost, and which raises
+  when it is read after the parameter has changed: in plain torch it would have changed, too;
+- reads that autograd records, and all reads during a call, first make the parameter resident, as
+  access by attribute does (see [Note: fetch on access] in `parameters.py`);
+- edits raise.
+Resident parameters are of their own class, so a forward pays nothing and `torch.compile` sees plain
+parameters. Code in C++ that takes the tensor without Python dispatch sees the placeholder.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from infinity.errors import EngineClosedError, ResidencyError
+from infinity.model.torch_private import without_torch_function
+
+EDIT = "edit inside `with engine.materialized(module_or_params):`"
+# Of the placeholder, by torch's names. Whatever is not here is a read, or an edit.
+_METADATA = frozenset(
+    """
+    shape dtype device layout requires_grad grad grad_fn grad_dtype is_leaf ndim names name itemsize
+    nbytes output_nr retains_grad is_sparse is_sparse_csr is_cuda is_cpu is_meta is_quantized
+    is_nested is_mps is_xpu is_mkldnn is_ipu is_maia is_mtia is_vulkan _version _base _cdata
+    _backward_hooks _post_accumulate_grad_hooks
+    size dim ndimension numel nelement stride storage_offset element_size is_contiguous
+    is_floating_point is_complex is_signed is_inference is_pinned is_shared is_set_to get_device
+    data_ptr untyped_storage _typed_storage _is_view __len__ __hash__ requires_grad_ retain_grad
+    register_hook register_post_accumulate_grad_hook backward
+    zeros_like ones_like empty_like full_like rand_like randn_like
+    new_zeros new_ones new_empty new_full new_tensor
+    """.split()  # noqa: SIM905
+)
+_IN_PLACE = frozenset(
+    """
+    __setitem__ __delitem__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__
+    __ipow__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__ __imatmul__
+    """.split()  # noqa: SIM905
+)
+
+
+_LIKE_OTHER = frozenset(("view_as", "reshape_as", "expand_as", "type_as"))  # the second argument
+
+
+class Access(Protocol):
+    """Access to the values of an engine's offloaded parameters; raises `ResidencyError`."""
+
+    def fetch(self, parameter: Any) -> Tensor:
+        """Make the parameter resident; return it, or what is read in its place."""
+
+    def copy(self, parameter: Any) -> Tensor | None:
+        """Return a copy of the full value on the compute device; None during a call."""
+
+    def version(self, parameter: Any) -> int:
+        """Return a number that changes whenever the value does."""
+
+
+_NAME = "_infinity_engine"
+
+
+class _Mark:
+    """Weak references to the engine of a parameter and its `Access`; not copied or pickled."""
+
+    def __init__(self, engine: object, access: Access) -> None:
+        self.engine = weakref.ref(engine)
+        self.access = weakref.ref(access)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return set, ()  # what torch's safe loader knows
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+def name_engine(parameters: Iterable[nn.Parameter], engine: object, access: Access) -> None:
+    """Make these parameters know their engine, which nothing global does."""
+    mark = _Mark(engine, access)
+    for parameter in parameters:
+        setattr(parameter, _NAME, mark)
+
+
+def unname_engine(parameters: Iterable[nn.Parameter]) -> None:
+    """Undo `name_engine`."""
+    for parameter in parameters:
+        vars(parameter).pop(_NAME, None)
+
+
+def engine_of(tensor: Tensor) -> Any:
+    """Return the engine that a parameter belongs to, or None."""
+    mark = getattr(tensor, _NAME, None)
+    return mark.engine() if isinstance(mark, _Mark) else None
+
+
+class OffloadedParameter:
+    """Mixin of the classes that parameters have while they are offloaded."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, (name, is_set) = kwargs or {}, _name_of(func)
+        if name in _METADATA or (
+            name in _LIKE_OTHER and not isinstance(args[0], OffloadedParameter)
+        ):
+            with without_torch_function():
+                return func(*args, **kwargs)
+        if _edits(name, args, kwargs, is_set=is_set):
+            raise _refused(name, "an offloaded parameter")
+        found = [p for p in _tensors((args, kwargs)) if isinstance(p, OffloadedParameter)]
+        recorded = torch.is_grad_enabled() and name not in ("data", "detach")
+        values: dict[int, Tensor] = {}
+        for parameter in found:
+            access, value = _access(parameter), None
+            if not (recorded and _metadata(parameter, "requires_grad")):
+                value = access.copy(parameter)
+            if value is None:
+                values[id(parameter)] = access.fetch(parameter)
+            else:
+                values[id(parameter)] = _read_only(value, _Origin(parameter, access))
+        if any(isinstance(value, OffloadedParameter) for value in values.values()):  # evicted again
+            raise ResidencyError(
+                f"{name}() of {len(found)} parameters at once: the slots do not hold all of them",
+                because="they are of different units, of which as many are resident as there are "
+                "slots",
+                remedy="raise prefetch_units; or read them one by one, under torch.no_grad()",
+            )
+        return func(*_replaced(args, values), **_replaced(kwargs, values))
+
+    def __repr__(self) -> str:
+        shape, dtype = (_metadata(self, what) for what in ("shape", "dtype"))
+        return f"Parameter containing: offloaded, shape {tuple(shape)}, {dtype}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        made = memo[id(self)] = self._plain()
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def _plain(self) -> nn.Parameter:
+        """Return a parameter with a copy of the value."""
+        value = _access(self).copy(self)
+        if value is None:
+            raise ResidencyError(
+                "an offloaded parameter cannot be copied or pickled during a call of the engine",
+                remedy="do it between calls",
+            )
+        return nn.Parameter(value, requires_grad=_metadata(self, "requires_grad"))
+
+
+class _Origin:
+    """The parameter that a copy was made of, and its version then."""
+
+    def __init__(self, parameter: OffloadedParameter, access: Access) -> None:
+        self._access = weakref.ref(access)
+        self._parameter = parameter
+        self._version = access.version(parameter)
+
+    def check(self) -> None:
+        """Raise `ResidencyError` if the parameter has changed since."""
+        access = self._access()
+        if access is not None and access.version(self._parameter) != self._version:
+            raise ResidencyError(
+                "p.data (or p.detach()) of an offloaded parameter was kept, and the parameter has "
+                "changed since",
+                because="it is a copy, which does not change with the parameter",
+                remedy="keep the parameter and read it again; or keep p.detach().clone()",
+            )
+
+
+class ReadOnly(Tensor):
+    """Copy of the value of an offloaded parameter: reads give plain tensors, edits raise.
+
+    What shares memory with it is read-only, too.
+    """
+
+    origin: _Origin
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, (name, is_set) = kwargs or {}, _name_of(func)
+        if name not in _METADATA and _edits(name, args, kwargs, is_set=is_set):
+            raise _refused(name, "the value of an offloaded parameter")
+        shared = {t: t.origin for t in _tensors((args, kwargs)) if isinstance(t, ReadOnly)}
+        for origin in shared.values() if name not in _METADATA else ():
+            origin.check()
+        with without_torch_function():
+            result = func(*args, **kwargs)
+        if name == "numpy":
+            result.setflags(write=False)
+        return _protected(result, {_storage(t): origin for t, origin in shared.items()})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        made = memo[id(self)] = self.clone()
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+@cache
+def offload_class(kind: type[nn.Parameter]) -> type:
+    """Return the class that a parameter of class `kind` has while it is offloaded."""
+    members = {"__slots__": (), "__module__": __name__}
+    make: Any = type(kind)
+    made: type = make(f"Offloaded{kind.__name__}", (OffloadedParameter, kind), members)
+    return made
+
+
+def gone() -> EngineClosedError:
+    """Return the error for the parameters of a module whose engine is gone."""
+    return EngineClosedError(
+        "the engine of this module is gone without close(restore=True), and the values of the "
+        "parameters with it",
+        because="weights rest in its memory and files; it was closed, or nothing referred to it "
+        "any more",
+        remedy="use the module, and save it, while the engine is there; call "
+        "engine.close(restore=True) for a plain module; or build the module anew",
+    )
+
+
+def _access(parameter: Any) -> Access:
+    mark = vars(parameter).get(_NAME)
+    access: Access | None = mark.access() if isinstance(mark, _Mark) else None
+    if access is None:
+        raise gone()
+    return access
+
+
+def _metadata(parameter: Any, name: str) -> Any:
+    with without_torch_function():
+        return getattr(parameter, name)
+
+
+def _name_of(func: Any) -> tuple[str, bool]:
+    """Return the name of a function, or of a property and whether it is set or deleted."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        of = getattr(getattr(func, "__self__", None), "__name__", "")
+        return of, name != "__get__"
+    return name, False
+
+
+def _edits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_set: bool) -> bool:
+    """Return True if the operation writes to an offloaded parameter, or to a copy of its value."""
+    writes = is_set or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    targets = [kwargs.get("out"), args[:1] if writes else None]
+    return any(isinstance(t, OffloadedParameter | ReadOnly) for t in _tensors(targets))
+
+
+def _refused(name: str, what: str) -> ResidencyError:
+    return ResidencyError(
+        f"{name} of {what}: it cannot be edited here; nothing was changed",
+        because="its memory is on another tier, or is a slot that is reused",
+        remedy=EDIT,
+    )
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from _tensors(item)
+    elif isinstance(tree, dict):
+        yield from _tensors(list(tree.values()))
+
+
+def _replaced(tree: Any, values: Mapping[int, Tensor]) -> Any:
+    if isinstance(tree, Tensor):
+        return values.get(id(tree), tree)
+    if isinstance(tree, dict):
+        return {key: _replaced(item, values) for key, item in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_replaced(item, values) for item in tree)
+    return tree
+
+
+def _storage(tensor: Tensor) -> int:
+    with without_torch_function():
+        return int(tensor.untyped_storage()._cdata)
+
+
+def _read_only(value: Tensor, origin: _Origin) -> ReadOnly:
+    made = value.as_subclass(ReadOnly)
+    made.origin = origin
+    return made
+
+
+def _protected(result: Any, shared: Mapping[int, _Origin]) -> Any:
+    if type(result) is Tensor and _storage(result) in shared:
+        return _read_only(result, shared[_storage(result)])
+    if type(result) in (list, tuple):
+        return type(result)(_protected(item, shared) for item in result)
+    return result

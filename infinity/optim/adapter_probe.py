@@ -1,9 +1,12 @@
 """Trying an adapted optimizer out on small parameters: what it keeps, and whether it may be cut
 into tiles.
 
-The trial compares plain use of the optimizer with our use of it, bit for bit, on values of
-several magnitudes: flat tiles first, then whole parameters. What equals neither is refused: it
-mixes parameters, draws random numbers, or keeps state where we cannot see it.
+The trial compares plain use of the optimizer with our use of it, bit for bit: flat tiles first,
+then whole parameters. Two parameters of each kind, one of them of zeros, get gradients of
+magnitudes far apart, so that what an optimizer takes from one to another shows. All that a step may
+leave for the next is compared: parameters, `state`, the entries of groups and the optimizer's
+attributes. What equals neither is refused: it mixes parameters, draws random numbers, or keeps
+state elsewhere.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -34,10 +37,12 @@ from infinity.optim.update import Tile
 
 OptimizerMaker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
+_HOST_FP32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+_NOTHING = object()
 MAX_MOMENTS = 6  # of `plan.layout.MOMENTS`
 _CUTS = (0, 128, 384, 512)  # tiles of a probe of 512 elements
-_SCALES = (1e-3, 1.0, 1e3)  # of gradients: clipping and trust ratios act in some of them
-_STEPS = 3
+# Magnitude of gradients, and steps: clipping and trust ratios act in some, warm-ups end in one.
+_TRIALS = ((1.0, 24), (1e-9, 3), (1e-3, 3), (1e3, 3), (1e9, 3))
 _REFUSED = {
     "LBFGS": "it computes the loss again several times a step, by a closure",
     "SparseAdam": "it takes sparse gradients, and gradient ranges here are dense",
@@ -163,10 +168,42 @@ def _state_maker(make: OptimizerMaker, instance: torch.optim.Optimizer) -> MakeS
 # --- the trial -------------------------------------------------------------------------------
 
 
-class _Trial:
-    """Small parameters in the model's groups, one for each number of dimensions."""
+@dataclass(frozen=True)
+class _Outcome:
+    """All that a trial left: by small parameter, and the attributes of the optimizer.
 
-    def __init__(self, facts: AdapterFacts, scale: float) -> None:
+    `elsewhere` are names of what steps changed that is kept neither by parameter nor by group.
+    """
+
+    parameters: list[Tensor]
+    states: list[dict[str, Any]]
+    groups: list[dict[str, Any]]
+    attributes: dict[str, Any]
+    elsewhere: tuple[str, ...] = ()
+
+    def difference(self, other: _Outcome) -> str:
+        """What is not the same, bit for bit, as in plain use; empty if nothing is."""
+        if other.elsewhere:
+            return f"steps change {other.elsewhere[0]}"
+        for one, two in zip(self.parameters, other.parameters, strict=True):
+            if not _same_value(one, two):
+                return f"a parameter of shape {tuple(one.shape)} differs"
+        for what, ours, theirs in (
+            ("state[p]", self.states, other.states),
+            ("its group", self.groups, other.groups),
+            ("its attributes", [self.attributes], [other.attributes]),
+        ):
+            for mine, plain in zip(ours, theirs, strict=True):
+                for name in {**mine, **plain}:
+                    if not _same_value(mine.get(name, _NOTHING), plain.get(name, _NOTHING)):
+                        return f"{name!r} of {what} differs"
+        return ""
+
+
+class _Trial:
+    """Small parameters in the model's groups, two for each number of dimensions: one of zeros."""
+
+    def __init__(self, facts: AdapterFacts, scale: float, steps: int) -> None:
         self.facts = facts
         chance = torch.Generator().manual_seed(1)
         profile = torch.ones(SMALL_ELEMENTS, dtype=torch.float32)
@@ -184,12 +221,17 @@ class _Trial:
                 options["lr"] = 1e-3  # a schedule may begin with 0, where nothing shows
             self.options.append(options)
             shapes = sorted({small_shape(p.shape, whole=True) for p in group["params"]}, key=len)
-            self.values += [(number, draw(shape)) for shape in shapes]
+            for shape in shapes:
+                self.values += [(number, draw(shape)), (number, torch.zeros(shape, **_HOST_FP32))]
+        scales = (scale, 1 / scale)
         self.gradients = [
-            [draw(value.shape) * scale for _, value in self.values] for _ in range(_STEPS)
+            [draw(v.shape) * scales[i % 2] for i, (_, v) in enumerate(self.values)]
+            for _ in range(steps)
         ]
+        for gradient in self.gradients[0][1::2]:
+            gradient.zero_()
 
-    def plain(self) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    def plain(self) -> _Outcome:
         """Plain use: all groups together in one optimizer."""
         worker = _without_parameters(self.facts.worker, ())
         mine = [nn.Parameter(value.clone()) for _, value in self.values]
@@ -204,9 +246,21 @@ class _Trial:
                 parameter.grad = gradient.clone()
             with torch.no_grad():
                 worker.step()
-        return mine, worker
+        before, after = map(_attributes, (self.facts.worker, worker))
+        changed = {k: v for k, v in after.items() if not _same_value(v, before.get(k, _NOTHING))}
+        groups = [worker.param_groups[number] for number, _ in self.values]
+        return _Outcome(
+            [p.detach() for p in mine],
+            [dict(worker.state.get(p, {})) for p in mine],
+            [{k: v for k, v in group.items() if k != "params"} for group in groups],
+            after,
+            (
+                *(f"state[{k!r}]" for k in worker.state if not any(k is p for p in mine)),
+                *(f"its attribute {k!r}" for k, v in changed.items() if not isinstance(v, bool)),
+            ),
+        )
 
-    def tiled(self, facts: AdapterFacts) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    def tiled(self, facts: AdapterFacts) -> _Outcome:
         """Our use: tile by tile, or parameter by parameter."""
         facts = replace(facts, worker=_without_parameters(facts.worker, ()))
         adapted = AdaptedOptimizer(facts, tile_elements=SMALL_ELEMENTS)
@@ -225,15 +279,22 @@ class _Trial:
                     tile = Tile(index, shapes[index], first, flat[first:end], None, parts,
                                 gradient.reshape(-1)[first:end], hypers[index], number)  # fmt: skip
                     adapted.update([tile], 1.0)
-        states = [
-            adapted.state_of(i, None, moments[i], shapes[i], _STEPS) for i in range(len(flats))
-        ]
-        return flats, states
+        kept, indices = adapted.kept_by_parameter, range(len(flats))
+        return _Outcome(
+            [flat.view(shape) for flat, shape in zip(flats, shapes, strict=True)],
+            [adapted.state_of(i, None, moments[i], shapes[i], 0) for i in indices],
+            [hypers[i] | {k: w.value for k, w in kept[i].group.items()} for i in indices],
+            _attributes(facts.worker),
+        )
+
+
+def _attributes(worker: torch.optim.Optimizer) -> dict[str, Any]:
+    return {k: v for k, v in vars(worker).items() if k not in ("param_groups", "state")}
 
 
 def _try_out(facts: AdapterFacts) -> AdapterFacts:
     """The facts completed; raises `ConfigError` if plain use cannot be had in parts."""
-    trials = [_Trial(facts, scale) for scale in _SCALES]
+    trials = [_Trial(facts, scale, steps) for scale, steps in _TRIALS]
     try:
         torch.manual_seed(1)
         plain = [trial.plain() for trial in trials]
@@ -245,36 +306,35 @@ def _try_out(facts: AdapterFacts) -> AdapterFacts:
             "function of groups that calls its train() before it returns it",
         ) from error
     facts = _with_names(facts, plain)
-    _require_change(facts, trials, plain)
+    _require_change(facts, trials[0], plain[0])
     torch.manual_seed(2)  # so that nobody equals by drawing the same random numbers
-    problem: object = None
+    problem = ""
     for whole in (False, True):
         candidate = replace(facts, whole=whole)
         try:
-            if all(_equal(t.tiled(candidate), p) for t, p in zip(trials, plain, strict=True)):
-                return candidate
+            found = (t.tiled(candidate).difference(p) for t, p in zip(trials, plain, strict=True))
+            problem = next(filter(None, found), "")
         except Exception as error:
-            problem = error
+            problem = repr(error)
+        if not problem:
+            return candidate
     raise ConfigError(
-        f"{facts.name} does not give the same result when parameters are updated one at a time",
-        because=f"of {problem!r}"
-        if problem is not None
-        else "it mixes parameters, draws random "
-        "numbers, or keeps state outside of state[p] and its group",
-        remedy="use an optimizer that treats every parameter by itself",
+        f"{facts.name} does not give the same result when parameters are updated one at a time: "
+        f"{problem}",
+        because="it mixes parameters (D-Adaptation and Prodigy estimate one step size for all), "
+        "draws random numbers, or keeps state outside of state[p] and its group",
+        remedy="use an optimizer that treats every parameter by itself, such as torch.optim.AdamW",
     )
 
 
-def _with_names(
-    facts: AdapterFacts, plain: list[tuple[list[nn.Parameter], torch.optim.Optimizer]]
-) -> AdapterFacts:
+def _with_names(facts: AdapterFacts, plain: Sequence[_Outcome]) -> AdapterFacts:
     names: set[str] = set()
     most = 0
-    for parameters, worker in plain:
-        for parameter in parameters:
+    for outcome in plain:
+        for parameter, state in zip(outcome.parameters, outcome.states, strict=True):
             found = {
                 name: value
-                for name, value in worker.state.get(parameter, {}).items()
+                for name, value in state.items()
                 if is_per_element(name, value, frozenset())
             }
             for name, value in found.items():
@@ -294,34 +354,33 @@ def _with_names(
     return replace(facts, tensor_names=frozenset(names), num_moments=most)
 
 
-def _require_change(
-    facts: AdapterFacts,
-    trials: list[_Trial],
-    plain: list[tuple[list[nn.Parameter], torch.optim.Optimizer]],
-) -> None:
-    for (_, old), new in zip(trials[1].values, plain[1][0], strict=True):
+def _require_change(facts: AdapterFacts, trial: _Trial, plain: _Outcome) -> None:
+    for (_, old), new in list(zip(trial.values, plain.parameters, strict=True))[::2]:
         if torch.equal(old, new):
             raise ConfigError(
-                f"{facts.name} changed nothing in {_STEPS} steps",
+                f"{facts.name} changed nothing in {len(trial.gradients)} steps",
                 because="its step() does not go by param_groups, or a learning rate is 0",
                 remedy="pass an optimizer that updates what is in param_groups",
             )
 
 
-def _equal(
-    ours: tuple[list[Tensor], list[dict[str, Any]]],
-    plain: tuple[list[nn.Parameter], torch.optim.Optimizer],
-) -> bool:
-    """Bit for bit, parameters and state tensors; scalars too."""
-    parameters, worker = plain
-    for flat, state, parameter in zip(*ours, parameters, strict=True):
-        theirs = worker.state.get(parameter, {})
-        if not _same_bits(flat, parameter.detach()) or state.keys() != theirs.keys():
-            return False
-        for name, value in theirs.items():
-            if isinstance(value, Tensor) and not _same_bits(state[name], value):
-                return False
-    return True
+def _same_value(one: Any, other: Any) -> bool:
+    """Whether two values have the same bits; objects are compared by their attributes."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype is other.dtype and one.shape == other.shape and _same_bits(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same_value(one[k], other[k]) for k in one)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same_value, one, other))
+    if isinstance(one, float):
+        return repr(one) == repr(other)  # NaN equals NaN
+    if hasattr(one, "__dict__"):
+        return _same_value(vars(one), vars(other))
+    return bool(one == other)
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

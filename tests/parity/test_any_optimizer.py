@@ -253,6 +253,61 @@ class _GlobalNorm(SignedMomentum):
             p.sub_(p.grad / total * 0.01)
 
 
+class _ClipsLate(SignedMomentum):
+    """Clips by the norm of all gradients, where that is very large."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        everything = [p for group in self.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(everything, 1e7)
+        for p in everything:
+            p.sub_(p.grad, alpha=0.01)
+
+
+class _OneRateForAll(optim.Optimizer):
+    """As D-Adaptation and Prodigy: a step size of all parameters, which first acts in step 31."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1.0, "d": 1e-6, "estimate": 0.0, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        estimate = self.param_groups[0]["estimate"]
+        for group in self.param_groups:
+            estimate += sum(float(p.grad.abs().sum()) for p in group["params"])
+        for group in self.param_groups:
+            group["estimate"] = estimate
+            group["k"] += 1
+            rate = group["d"] if group["k"] <= 30 else 1 / estimate
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] * rate)
+
+
+class _WatchesAll(SignedMomentum):
+    """Knows the largest gradient of all parameters, and does not use it yet."""
+
+    largest = 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.largest = max(self.largest, float(p.grad.abs().max()))
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+class _SharedState(SignedMomentum):
+    """Keeps a count in `state` that is no parameter's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        shared: Any = self.state["shared"]
+        shared["k"] = shared.get("k", 0) + 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"])
+
+
 class _HiddenCount(SignedMomentum):
     calls = 0
 
@@ -298,6 +353,10 @@ class _Idle(SignedMomentum):
         (lambda groups: optim.LBFGS(groups), "by a closure"),
         (optim.SparseAdam, "sparse gradients"),
         (_GlobalNorm, "mixes parameters"),
+        (_ClipsLate, "mixes parameters"),
+        (_OneRateForAll, "one at a time: 'estimate' of its group differs"),
+        (_WatchesAll, "one at a time: steps change its attribute 'largest'"),
+        (_SharedState, "one at a time: steps change state['shared']"),
         (_HiddenCount, "keeps state outside"),
         (_Noisy, "draws random numbers"),
         (_Closure, "closure"),
@@ -311,6 +370,11 @@ class _Idle(SignedMomentum):
 )
 def test_what_cannot_be_run_is_refused_by_name_and_reason(given: Any, words: str) -> None:
     assert words in refusal(given)
+
+
+@pytest.mark.parametrize("given", [_GlobalNorm, _OneRateForAll])
+def test_parameters_of_one_shape_are_no_reason_to_miss_that_they_mix(given: Any) -> None:
+    assert "mixes parameters" in refusal(given, Matrices())
 
 
 def test_other_refusals() -> None:

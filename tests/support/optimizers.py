@@ -49,6 +49,22 @@ class TrustRatio(optim.Optimizer):
                     p.sub_(m * (group["lr"] * p.norm() / (m.norm() + 1e-6)))
 
 
+class TowardsStart(optim.Optimizer):
+    """Pulls parameters to where they began; of zeros, as biases are, it keeps one number."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    first = p.clone() if p.any() else p.new_zeros(())
+                    start = self.state[p].setdefault("start", first)
+                    p.sub_(p.grad + (p - start) * 0.1, alpha=group["lr"])
+
+
 ELEMENTWISE: dict[str, Maker] = {
     "NAdam": optim.NAdam,
     "RMSprop": lambda groups: optim.RMSprop(groups, lr=1e-3, centered=True, momentum=0.9),
@@ -65,6 +81,7 @@ ELEMENTWISE: dict[str, Maker] = {
 WHOLE: dict[str, Maker] = {
     "Adafactor": lambda groups: optim.Adafactor(groups, lr=1e-2),
     "TrustRatio": TrustRatio,
+    "TowardsStart": TowardsStart,
 }
 if importlib.util.find_spec("pytorch_optimizer"):  # a library's Lamb
     WHOLE["Lamb"] = lambda groups: importlib.import_module("pytorch_optimizer").Lamb(groups, lr=0.1)

@@ -13,9 +13,15 @@ computed by the loop that would compute it if the parameter were stepped whole b
 
 [Note: whose entry]
 An adapted optimizer may write to its group (a count, a learning rate of its own). What it writes is
-kept with each parameter, never in the user's group: updates run behind the user's back. It holds
-until the user, or a scheduler, changes the entry: until the group's value differs from the one the
-adapted optimizer saw when it wrote. To write the value that is there already is no edit.
+kept here, never in the user's group: updates run behind the user's back. It holds until the user,
+or a scheduler, changes the entry: until the group's value differs from the one the adapted
+optimizer saw when it wrote. To write the value that is there already is no edit.
+
+All tiles of a step begin with the entries that the group had before it, and each leaves the same
+ones behind: the trial refuses what writes otherwise. Parameters without a gradient, or that another
+rank updates, have no tile, and a group may have none: so a stand-in takes each step first, without
+a gradient where the whole group has none, as in plain torch. That is left out of optimizers that
+write nothing in the trial.
 
 [Note: rehearsal]
 What an adapted optimizer keeps may depend on its group: momentum that is switched on needs a
@@ -31,6 +37,7 @@ import math
 import numbers
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -60,7 +67,8 @@ class AdapterFacts:
     """An adapted optimizer and what was found out about it.
 
     `worker` is an instance without parameters. `tensor_names` are the entries of its state that
-    have one value per element or so, `num_moments` how many of them a parameter has at most.
+    have one value per element or so, `num_moments` how many of them a parameter has at most; it
+    `writes` to groups.
     `make_state` is there where its constructor makes state: (group, parameter) -> state.
     """
 
@@ -71,6 +79,7 @@ class AdapterFacts:
     whole: bool = False
     tensor_names: frozenset[str] = frozenset()
     num_moments: int = 0
+    writes: bool = True
     make_state: MakeState | None = None
 
 
@@ -87,10 +96,28 @@ class _Kept:
 
     scalars: Mapping[str, Any] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # in order of the moments
-    group: Mapping[str, _Written] = field(default_factory=dict)  # entries its step() has changed
 
 
-_Small = tuple[_Kept | None, Sequence[Moment]]  # None before the first step
+@dataclass
+class _Group:
+    """Entries of a group that steps have written, and the last of these steps."""
+
+    written: Mapping[str, _Written]
+    hyper: Mapping[str, Any] = field(default_factory=dict)  # as captured
+    before: Mapping[str, _Written] = field(default_factory=dict)  # what was written before
+    given: Mapping[str, Any] = field(default_factory=dict)  # `hyper` with that
+
+    def write(self, after: Mapping[str, Any]) -> None:
+        """Take over what differs `after` the step from what was `given` to it."""
+        changed = {
+            key: _Written(value, self.hyper.get(key))
+            for key, value in after.items()
+            if key != "params" and not same(value, self.given.get(key))
+        }
+        self.written = {**self.before, **changed}
+
+
+_Small = tuple[Mapping[int, Any], Sequence[Moment]]  # what is kept: nothing before the first step
 
 
 @dataclass(frozen=True)
@@ -145,20 +172,20 @@ class AdapterRule:
         The worker is shared: groups are captured only while no update is under way.
         """
         numel = math.prod(shape)
-        begun: _Small = None, [Moment.zeros(numel, form) for form in self.moments]
+        begun: _Small = {}, [Moment.zeros(numel, form) for form in self.moments]
         for kept, values in [begun] if known is None else [begun, known.small[shape]]:
             adapted = AdaptedOptimizer(self.facts, SMALL_ELEMENTS)
-            if kept is not None:
-                adapted.kept_by_parameter[0] = kept
+            adapted.keep(kept)
             with torch.device("cpu"):  # whatever the default is: the pass has a thread without
                 weight, moments = (
                     torch.linspace(0.5, 1, numel, dtype=torch.float32),
                     tuple(m.clone() for m in values),
                 )
                 for step in range(1, _REHEARSED_STEPS + 1):
+                    adapted.begin({0: captured}, {0: step})
                     tile = Tile(0, shape, 0, weight, None, moments, weight.clone(), captured, step)
                     adapted.update([tile], 1.0)
-        return adapted.kept_by_parameter[0], moments
+        return adapted.kept(), moments
 
     def _refusal(
         self, captured: Mapping[str, Any], known: _Rehearsed | None, error: Exception
@@ -203,7 +230,9 @@ class AdaptedOptimizer:
         """`kernels` joins and splits masters; without them weights must be fp32."""
         self.facts = facts
         self.kernels = kernels
-        self.kept_by_parameter: dict[int, _Kept] = {}
+        self._kept: dict[int, _Kept] = {}  # by parameter
+        self._groups: dict[int, _Group] = {}  # by parameter
+        self._stepping: dict[int, _Group] = {}  # by the id of what was captured
         # Of a parameter's last tile: where it ended, and what was kept before that step.
         self._last: dict[int, tuple[int, _Kept | None]] = {}
         self._worker = facts.worker
@@ -211,29 +240,54 @@ class AdaptedOptimizer:
         self._gradient = torch.empty(tile_elements, **_HOST_FP32)
 
     def begin(self, hypers: Mapping[int, Any], steps: Mapping[int, int]) -> None:
-        """Nothing is known before the adapted optimizer has stepped."""
+        """Take the step with a stand-in for each group; see [Note: whose entry]."""
+        members: dict[int, list[int]] = {}
+        for index, hyper in hypers.items():
+            members.setdefault(id(hyper), []).append(index)
+        self._stepping = {}
+        for key, indices in members.items():
+            theirs = hypers[indices[0]]
+            known = next((self._groups[i].written for i in indices if i in self._groups), {})
+            written = {k: w for k, w in known.items() if same(theirs.get(k), w.seen)}  # not edited
+            given = {**theirs, **{k: entry.value for k, entry in written.items()}}
+            group = self._stepping[key] = _Group(written, theirs, written, given)
+            self._groups.update((index, group) for index in indices)
+            if not self.facts.writes:
+                continue
+            with suppress(Exception), torch.device("cpu"):  # where it takes no such parameter
+                shape = SMALL_SHAPES[1 + self.facts.whole]
+                stand_in = nn.Parameter(torch.ones(shape, dtype=torch.float32))
+                if not steps.keys().isdisjoint(indices):
+                    stand_in.grad = torch.ones_like(stand_in)
+                group.write(self._step(given, stand_in, self._fresh(given, stand_in))[0])
 
     def kept(self) -> dict[int, dict[str, Any]]:
         """What is kept of each parameter beside its moments, as data that can be saved."""
-        return {
-            index: {
-                "scalars": copied(kept.scalars),
-                "shapes": dict(kept.shapes),
-                "group": {key: entry._asdict() for key, entry in kept.group.items()},
-            }
-            for index, kept in self.kept_by_parameter.items()
+        found: dict[int, dict[str, Any]] = {
+            index: {"group": {key: entry._asdict() for key, entry in group.written.items()}}
+            for index, group in self._groups.items()
+            if group.written or index in self._kept
         }
+        for index, kept in self._kept.items():
+            found[index] |= {"scalars": copied(kept.scalars), "shapes": dict(kept.shapes)}
+        return found
 
     def keep(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
         """Go on with what `kept` gave."""
         self._last.clear()
-        self.kept_by_parameter = {
+        self._kept = {
             index: _Kept(
                 copied(entry["scalars"]),
                 {name: tuple(shape) for name, shape in entry["shapes"].items()},
-                {key: _Written(e["value"], e.get("seen")) for key, e in entry["group"].items()},
             )
             for index, entry in saved.items()
+            if "scalars" in entry
+        }
+        self._groups = {
+            index: _Group(
+                {k: _Written(e["value"], e.get("seen")) for k, e in kept["group"].items()}
+            )
+            for index, kept in saved.items()
         }
 
     def update(self, tiles: Sequence[Tile], grad_scale: float) -> None:
@@ -247,13 +301,13 @@ class AdaptedOptimizer:
             raise TrainingError(f"{self.facts.name} needs whole parameters, got a part of one")
         end, before = self._last.get(tile.parameter, (-1, None))
         if tile.first != end:  # the first tile of a step, wherever what a rank has of it begins
-            before = self.kept_by_parameter.get(tile.parameter)
+            before = self._kept.get(tile.parameter)
         after = before
         for part in [tile] if self.facts.whole else _cut(tile):
             after = self._run(part, before, grad_scale)
         self._last[tile.parameter] = tile.first + count, before
         if after is not None:
-            self.kept_by_parameter[tile.parameter] = after
+            self._kept[tile.parameter] = after
 
     def state_of(
         self,
@@ -264,7 +318,7 @@ class AdaptedOptimizer:
         step: int,
     ) -> dict[str, Any]:
         """The optimizer's `state[p]`, as fresh tensors; empty before the first step."""
-        kept = self.kept_by_parameter.get(parameter, _Kept())
+        kept = self._kept.get(parameter, _Kept())
         state = copied(kept.scalars)
         for moment, (name, own) in zip(moments, kept.shapes.items(), strict=False):
             own = own if self.facts.whole else shape
@@ -284,50 +338,56 @@ class AdaptedOptimizer:
             gradient.mul_(grad_scale)
         parameter = nn.Parameter(master.view(shape))
         parameter.grad = gradient.view(shape)
-        theirs = tile.hyper
-        written = {} if before is None else before.group
-        written = {k: w for k, w in written.items() if same(theirs.get(k), w.seen)}  # not edited
-        given = {**theirs, **{key: entry.value for key, entry in written.items()}}
+        group = self._stepping[id(tile.hyper)]
+        state = self._load(before, tile, parameter, group.given)
+        after, left = self._step(group.given, parameter, state)
+        if parameter.data_ptr() != master.data_ptr():  # it bound another tensor to .data
+            master.copy_(parameter.detach().reshape(-1))
+        kept = self._collect(tile, left, before or _Kept())
+        if tile.rest is not None:
+            assert self.kernels is not None
+            self.kernels.split(master, tile.weight, tile.rest)
+        group.write(after)
+        return kept
+
+    def _step(
+        self, given: Mapping[str, Any], parameter: nn.Parameter, state: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """One step of a parameter alone; returns what its group and its state hold then."""
         group = copied(given)
         group["params"] = [parameter]
         self._worker.param_groups = [group]
         self._worker.state = defaultdict(dict)
-        if state := self._load(before, tile, parameter, given):
+        if state:
             self._worker.state[parameter] = state
-        with torch.no_grad():
-            self._worker.step()
-            if parameter.data_ptr() != master.data_ptr():  # it bound another tensor to .data
-                master.copy_(parameter.detach().reshape(-1))
-        after = self._collect(tile, parameter, before or _Kept())
-        self._worker.param_groups = []
-        self._worker.state = defaultdict(dict)
-        if tile.rest is not None:
-            assert self.kernels is not None
-            self.kernels.split(master, tile.weight, tile.rest)
-        changed = {
-            key: _Written(value, theirs.get(key))
-            for key, value in group.items()
-            if key != "params" and not same(value, given.get(key))
-        }
-        return replace(after, group={**written, **changed})
+        try:
+            with torch.no_grad():
+                self._worker.step()
+            return group, self._worker.state.get(parameter, {})
+        finally:
+            self._worker.param_groups = []
+            self._worker.state = defaultdict(dict)
 
     def _load(
         self, before: _Kept | None, tile: Tile, parameter: nn.Parameter, group: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The state the optimizer left for this tile; state tensors are views of the moments."""
         if before is None:
-            return self.facts.make_state(group, parameter) if self.facts.make_state else {}
+            return self._fresh(group, parameter)
         state = copied(before.scalars)  # steps change them in place
         for moment, (name, own) in zip(tile.moments, before.shapes.items(), strict=False):
             shape = own if self.facts.whole else tuple(parameter.shape)
             state[name] = moment.values[: math.prod(shape)].view(shape)
         return state
 
-    def _collect(self, tile: Tile, parameter: nn.Parameter, before: _Kept) -> _Kept:
+    def _fresh(self, group: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+        return self.facts.make_state(group, parameter) if self.facts.make_state else {}
+
+    def _collect(self, tile: Tile, state: Mapping[str, Any], before: _Kept) -> _Kept:
         """Take the optimizer's state over: tensors to the moments, the rest as it is."""
         scalars: dict[str, Any] = {}
         shapes = dict(before.shapes)
-        for name, value in self._worker.state.get(parameter, {}).items():
+        for name, value in state.items():
             if not is_per_element(name, value, self.facts.tensor_names):
                 scalars[name] = value
                 continue

@@ -41,8 +41,9 @@ _HOST_FP32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 _NOTHING = object()
 MAX_MOMENTS = 6  # of `plan.layout.MOMENTS`
 _CUTS = (0, 128, 384, 512)  # tiles of a probe of 512 elements
-# Magnitude of gradients, and steps: clipping and trust ratios act in some, warm-ups end in one.
-_TRIALS = ((1.0, 24), (1e-9, 3), (1e-3, 3), (1e3, 3), (1e9, 3))
+# Magnitude of gradients (for every second parameter its inverse), steps, and groups at most:
+# clipping and trust ratios act in some of them, warm-ups end in the long one.
+_TRIALS = ((1.0, 24, 4), (1e-9, 3, None), (1e3, 3, None))
 _REFUSED = {
     "LBFGS": "it computes the loss again several times a step, by a closure",
     "SparseAdam": "it takes sparse gradients, and gradient ranges here are dense",
@@ -203,7 +204,7 @@ class _Outcome:
 class _Trial:
     """Small parameters in the model's groups, two for each number of dimensions: one of zeros."""
 
-    def __init__(self, facts: AdapterFacts, scale: float, steps: int) -> None:
+    def __init__(self, facts: AdapterFacts, scale: float, steps: int, groups: int | None) -> None:
         self.facts = facts
         chance = torch.Generator().manual_seed(1)
         profile = torch.ones(SMALL_ELEMENTS, dtype=torch.float32)
@@ -215,7 +216,7 @@ class _Trial:
 
         self.options: list[dict[str, Any]] = []
         self.values: list[tuple[int, Tensor]] = []  # number of the group, values
-        for number, group in enumerate(facts.groups):
+        for number, group in enumerate(facts.groups[:groups]):
             options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             if isinstance(options.get("lr"), float) and options["lr"] == 0:
                 options["lr"] = 1e-3  # a schedule may begin with 0, where nothing shows
@@ -260,18 +261,24 @@ class _Trial:
             ),
         )
 
+    def wrote(self, outcome: _Outcome) -> bool:
+        """Whether steps changed an entry of a group."""
+        before = [self.options[number] for number, _ in self.values]
+        return not _same_value(before, outcome.groups)
+
     def tiled(self, facts: AdapterFacts) -> _Outcome:
         """Our use: tile by tile, or parameter by parameter."""
         facts = replace(facts, worker=_without_parameters(facts.worker, ()))
         adapted = AdaptedOptimizer(facts, tile_elements=SMALL_ELEMENTS)
         flats = [value.clone().reshape(-1) for _, value in self.values]
         shapes = [tuple(value.shape) for _, value in self.values]
-        hypers = [copied(self.options[number]) for number, _ in self.values]
+        hypers = {i: copied(self.options[number]) for i, (number, _) in enumerate(self.values)}
         moments = [
             tuple(Moment.zeros(f.numel(), MomentFormat.FP32) for _ in range(facts.num_moments))
             for f in flats
         ]
         for number, gradients in enumerate(self.gradients, 1):
+            adapted.begin(hypers, dict.fromkeys(hypers, number))
             for index, (flat, gradient) in enumerate(zip(flats, gradients, strict=True)):
                 inner = () if facts.whole else (c for c in _CUTS[1:] if c < flat.numel())
                 for first, end in pairwise((0, *inner, flat.numel())):
@@ -279,11 +286,11 @@ class _Trial:
                     tile = Tile(index, shapes[index], first, flat[first:end], None, parts,
                                 gradient.reshape(-1)[first:end], hypers[index], number)  # fmt: skip
                     adapted.update([tile], 1.0)
-        kept, indices = adapted.kept_by_parameter, range(len(flats))
+        kept, indices = adapted.kept(), range(len(flats))
         return _Outcome(
             [flat.view(shape) for flat, shape in zip(flats, shapes, strict=True)],
             [adapted.state_of(i, None, moments[i], shapes[i], 0) for i in indices],
-            [hypers[i] | {k: w.value for k, w in kept[i].group.items()} for i in indices],
+            [hypers[i] | {k: e["value"] for k, e in kept[i]["group"].items()} for i in indices],
             _attributes(facts.worker),
         )
 
@@ -294,7 +301,7 @@ def _attributes(worker: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _try_out(facts: AdapterFacts) -> AdapterFacts:
     """The facts completed; raises `ConfigError` if plain use cannot be had in parts."""
-    trials = [_Trial(facts, scale, steps) for scale, steps in _TRIALS]
+    trials = [_Trial(facts, *how) for how in _TRIALS]
     try:
         torch.manual_seed(1)
         plain = [trial.plain() for trial in trials]
@@ -305,7 +312,7 @@ def _try_out(facts: AdapterFacts) -> AdapterFacts:
             remedy="use an optimizer whose step() takes no argument; of one with modes pass a "
             "function of groups that calls its train() before it returns it",
         ) from error
-    facts = _with_names(facts, plain)
+    facts = replace(_with_names(facts, plain), writes=any(map(_Trial.wrote, trials, plain)))
     _require_change(facts, trials[0], plain[0])
     torch.manual_seed(2)  # so that nobody equals by drawing the same random numbers
     problem = ""

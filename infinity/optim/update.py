@@ -53,7 +53,10 @@ class Updater(Protocol):
         """Update tiles in place; gradients are multiplied by the scale first."""
 
     def begin(self, hypers: Mapping[int, Any], steps: Mapping[int, int]) -> None:
-        """A step of these parameters is committed: their tiles will come."""
+        """A step is committed: tiles of the parameters in `steps` will come.
+
+        `hypers` are those of all parameters that groups hold, also without a gradient.
+        """
 
     def kept(self) -> dict[int, dict[str, Any]]:
         """What is kept of each parameter beside its moments, as data that can be saved."""

@@ -546,7 +546,7 @@ class Stepper:
             if job is not None:
                 for index in job.steps:
                     self.steps[index] += 1
-                self._parts.updater.begin(job.hypers, job.steps)
+                self._parts.updater.begin(hypers, job.steps)
                 self._prefetcher.make_pending(job.units)
         except ResidencyError as error:
             failure = error

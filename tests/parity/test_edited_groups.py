@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,6 +131,42 @@ def test_a_schedule_wins_over_what_the_optimizer_wrote() -> None:
     with Run(build(), config_of(), device="cpu", **given) as run:
         for x in inputs(4):
             step(run, x)
+        assert_same(run, theirs)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_what_it_writes_holds_for_parameters_without_a_gradient(
+    resumes: bool, tmp_path: Path
+) -> None:
+    """One group has gradients of some parameters in some steps, another of none."""
+
+    def make(model: nn.Module) -> Any:
+        weights, biases = [model[0].weight, model[2].weight], [model[0].bias]
+        return Halving([{"params": weights}, {"params": biases}, {"params": [model[2].bias]}])
+
+    def loss_of(model: Any, number: int) -> Tensor:
+        used = model[0] if number in (0, 1, 4) else model
+        return used(inputs(6)[number]).square().mean()
+
+    theirs = build()
+    optimizer = make(theirs)
+    for number in range(6):
+        loss_of(theirs, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = build()
+    config, device = config_of(), make_device("fake")
+    run = Run(model, config, device=device, optimizer=make(model))
+    for number in range(6):
+        if resumes and number == 2:
+            with run:
+                run.engine.save_checkpoint(tmp_path, wait=True)
+            model = build()
+            run = Run(model, config, device=make_device("cpu"), optimizer=make(model))
+            run.engine.load_checkpoint(tmp_path)
+        run.engine.backward(loss_of(model, number))
+        run.engine.step()
+    with run:
         assert_same(run, theirs)
 
 

@@ -88,7 +88,7 @@ class Engine:
         self._closed = False
         self._own(module)
         self._owner.fail = partial(_fail, weakref.ref(self))
-        self._finalizer = weakref.finalize(self, parts.drop)
+        self._finalizer = weakref.finalize(self, parts.drop, weakref.ref(self))
         optimizer.connect(self.step, self._drop_arrivals)
         _after_fork(self)
 
@@ -662,16 +662,17 @@ class Engine:
     def close(self, *, restore: bool = False) -> None:
         """Give everything back: threads, pins, files, disk space. Idempotent.
 
-        An engine that nothing refers to any more does that too. In a forked child nothing happens.
-        A checkpoint that is being saved is completed first; what made one fail is raised when all
-        is given back. With `restore` parameters get their full values back, in RAM, in the compute
-        dtype, and buffers are there; else the module refuses them: `EngineClosedError`.
+        In a forked child nothing happens. A checkpoint that is being saved is completed first; what
+        made one fail is raised when all is given back. With `restore` parameters get their full
+        values back, in RAM, in the compute dtype, and buffers are there; else the module refuses
+        them: `EngineClosedError`. An engine that nothing refers to any more gives all back but
+        weights: these stay with the module, which has them in RAM once it is asked for one.
         """
         if self._owner.is_here() and not (self._closed and self._parts.closed):
             self._close(restore)
 
     @exclusive
-    def _close(self, restore: bool) -> None:
+    def _close(self, restore: bool, *, rest: bool = False) -> None:
         values = None
         failure: BaseException | None = None
         if not self._closed:
@@ -679,10 +680,15 @@ class Engine:
                 if self._parts.prefetcher.failure is None:
                     failure = self._parts.prefetcher.find_edit(every=True)
                 self._parts.saver.finish()
+                if rest and failure is None:
+                    self._parts.rest()
+                    self._closed = True
+                    self._finalizer.detach()
+                    return
                 if restore:
                     self._values.take_back_all()
                     count = len(self._parts.cut.parameters)
-                    values = [self._values.read(i) for i in range(count)]
+                    values = {i: self._values.read(i) for i in range(count)}
             except BaseException as error:
                 failure = failure or error
         self._closed = True

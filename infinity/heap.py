@@ -1,8 +1,9 @@
-"""The C library's heap."""
+"""Memory that goes back to the system: the C library's heap, and pages of a mapping."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 from contextlib import suppress
 
 
@@ -16,3 +17,10 @@ def return_freed_memory() -> None:
     """
     with suppress(OSError, AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def free_pages(address: int, nbytes: int) -> None:
+    """Give the system whole pages of an anonymous mapping, which stays mapped; Linux only."""
+    with suppress(OSError, AttributeError):
+        madvise = ctypes.CDLL(None).madvise
+        madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)

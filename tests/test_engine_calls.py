@@ -8,6 +8,7 @@ import itertools
 import logging
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,16 @@ import infinity
 from infinity import deepspeed
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.engine import Engine
-from infinity.errors import ConfigError, InfinityWarning, ResidencyError, TrainingError
+from infinity.errors import (
+    ConfigError,
+    DoesNotFitError,
+    EngineClosedError,
+    InfinityWarning,
+    ResidencyError,
+    TrainingError,
+)
+from infinity.plan.machine import read_machine
+from infinity.training import resting
 
 small_engine = partial(small.small_engine, engine_class=DeepSpeedEngine)
 PLACEMENTS = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
@@ -870,6 +880,29 @@ def test_a_skipped_step_was_not_applied(tmp_path: Path) -> None:
         engine.step()
         assert engine.was_step_applied() is False
         assert (engine.global_steps, engine.skipped_steps, engine.global_samples) == (2, 1, 2)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_destroyed_engine_leaves_weights_that_the_next_one_takes(
+    tmp_path: Path, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, given = small_model(), settings(tmp_path, PLACEMENTS[placement], precision="bf16")
+    engine = infinity.initialize(model, given, engine_class=DeepSpeedEngine)[0]
+    assert isinstance(engine, DeepSpeedEngine)
+    small.train(engine, 2)
+    expected = engine.module_state_dict()
+    engine.destroy()
+    with pytest.raises(EngineClosedError, match=r"destroyed[\s\S]*model_wrapped"):
+        engine.step()
+    machine = replace(read_machine(), host_available_bytes=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(resting, "read_machine", lambda: machine)
+        with pytest.raises(DoesNotFitError, match="more RAM, and 0 B are available"):
+            model.state_dict()
+    engine.destroy()
+    with small_engine(tmp_path, PLACEMENTS[placement], model, precision="bf16") as following:
+        assert same(following.module_state_dict(), expected)
+        small.train(following, 1)
 
 
 class PlainLoss(nn.Module):

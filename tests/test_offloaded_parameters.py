@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
+import infinity
 from infinity.engine import Engine
 from infinity.errors import EngineClosedError, ResidencyError, TrainingError
 from infinity.optim.offloaded import OffloadedOptimizer
@@ -318,9 +319,22 @@ def test_of_a_closed_engine(tmp_path: Path) -> None:
     with pytest.raises(EngineClosedError, match="the values of the parameters with it"):
         parameters[0].norm()
     with small_engine(tmp_path, ON_DISK) as engine:
-        parameters = list(engine.module.parameters())
+        parameters += engine.module.parameters()
         engine.close(restore=True)
     assert {type(p) for p in parameters} == {nn.Parameter}
+
+
+def test_of_a_dropped_engine(tmp_path: Path) -> None:
+    model = small_model()
+    parameters = dict(model.named_parameters())
+    engine, *_ = infinity.initialize(model, settings(tmp_path, ON_DISK))
+    train(engine, 1)
+    values = values_of(engine)
+    del engine
+    assert all(map(is_offloaded, parameters.values()))
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter.detach(), values[name])
+    assert not any(map(is_offloaded, parameters.values()))
 
 
 def test_an_optimizer_over_them_is_the_engines(tmp_path: Path) -> None:

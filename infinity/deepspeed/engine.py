@@ -23,7 +23,7 @@ from infinity.deepspeed.names import refused, table
 from infinity.deepspeed.source import find_source
 from infinity.deepspeed.zero import mark, unmark
 from infinity.engine import Engine
-from infinity.errors import ConfigError, InfinityWarning, TrainingError
+from infinity.errors import ConfigError, EngineClosedError, InfinityWarning, TrainingError
 from infinity.files import atomic_write, make_directories
 from infinity.offload.owner import exclusive
 from infinity.plan.layout import Tier
@@ -77,6 +77,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
     training_dataloader: Any = None
 
     mp_world_size = 1
+    _destroyed = False
 
     __call__ = nn.Module.__call__  # hooks of the engine itself, then forward
 
@@ -683,8 +684,25 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         return places_of(self.plan, self.device, state)
 
     def destroy(self) -> None:
-        """`close()`."""
-        self.close()
+        """Give everything back but weights; see :meth:`Engine.close`.
+
+        They stay with the module, in the dtype they compute in, as DeepSpeed's do: the next
+        `initialize` takes them. Of an engine that has failed they are gone.
+        """
+        if self._owner.is_here() and not self._closed:
+            self._close(restore=False, rest=self._parts.prefetcher.failure is None)
+            self._destroyed = True
+
+    def _check_open(self) -> None:
+        if self._destroyed:
+            raise EngineClosedError(
+                "the engine was destroyed",
+                because="engine.destroy() was called, as accelerate's free_memory() does, and so "
+                "the train() of transformers' Trainer",
+                remedy="initialize() the module anew: it has its weights; between two train() of a "
+                "Trainer, or its evaluate() and train(): trainer.model_wrapped = trainer.model",
+            )
+        super()._check_open()
 
 
 class _WatchedEngine(DeepSpeedEngine):

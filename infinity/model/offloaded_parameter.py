@@ -70,11 +70,15 @@ class Access(Protocol):
 _NAME = "_infinity_engine"
 
 
+def _nothing() -> None:
+    """Refer to no engine."""
+
+
 class _Mark:
     """Weak references to the engine of a parameter and its `Access`; not copied or pickled."""
 
-    def __init__(self, engine: object, access: Access) -> None:
-        self.engine = weakref.ref(engine)
+    def __init__(self, engine: object | None, access: Access) -> None:
+        self.engine = _nothing if engine is None else weakref.ref(engine)
         self.access = weakref.ref(access)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -84,8 +88,8 @@ class _Mark:
         return self
 
 
-def name_engine(parameters: Iterable[nn.Parameter], engine: object, access: Access) -> None:
-    """Make these parameters know their engine, which nothing global does."""
+def name_engine(parameters: Iterable[nn.Parameter], engine: object | None, access: Access) -> None:
+    """Set the engine of parameters, if there is one, and the access to their values."""
     mark = _Mark(engine, access)
     for parameter in parameters:
         setattr(parameter, _NAME, mark)
@@ -228,8 +232,7 @@ def gone() -> EngineClosedError:
     return EngineClosedError(
         "the engine of this module is gone without close(restore=True), and the values of the "
         "parameters with it",
-        because="weights rest in its memory and files; it was closed, or nothing referred to it "
-        "any more",
+        because="weights rested in its memory and files; it was closed, or had failed",
         remedy="use the module, and save it, while the engine is there; call "
         "engine.close(restore=True) for a plain module; or build the module anew",
     )

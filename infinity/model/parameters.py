@@ -288,9 +288,9 @@ class ParameterBinding:
         torch.autograd.graph.increment_version(self.parameters[index])
         self._offload(index)
 
-    def restore(self, values: Sequence[Tensor]) -> None:
-        """Give every parameter a real tensor back, for good."""
-        for index, value in enumerate(values):
+    def restore(self, values: Mapping[int, Tensor]) -> None:
+        """Give parameters, by index, real tensors back, for good."""
+        for index, value in values.items():
             self._set(index, value)
 
     def offload_in_child(self) -> None:
@@ -390,6 +390,40 @@ class GoneParameters(dict[str, nn.Parameter | None]):
     __getitem__ = get = items = values = copy = __deepcopy__ = __reduce_ex__ = _refuse
 
 
+def _once_awake(name: str) -> Callable[..., Any]:
+    def method(self: RestingParameters, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.awake(), name)(*args, **kwargs)
+
+    return method
+
+
+class RestingParameters(dict[str, nn.Parameter | None]):
+    """`module._parameters` while values rest where an engine left them that is gone.
+
+    `wake` is called before values are asked for, or replaced: it gives the module a plain dict.
+    """
+
+    def __init__(self, module: nn.Module, wake: Callable[[], None]) -> None:
+        super().__init__(dict.items(module._parameters))
+        self._module = weakref.ref(module)
+        self._wake = wake
+
+    def awake(self) -> dict[str, nn.Parameter | None]:
+        """Return the module's plain dict, its parameters with their values."""
+        self._wake()
+        module = self._module()
+        assert module is not None
+        return module._parameters
+
+    __getitem__ = _once_awake("__getitem__")
+    __setitem__ = _once_awake("__setitem__")
+    __delitem__ = _once_awake("__delitem__")
+    __reduce_ex__ = _once_awake("__reduce_ex__")
+    clear, copy, get, items = map(_once_awake, ("clear", "copy", "get", "items"))
+    pop, popitem, setdefault = map(_once_awake, ("pop", "popitem", "setdefault"))
+    update, values = map(_once_awake, ("update", "values"))
+
+
 def refuse_copy() -> NoReturn:
     """Raise for copy, deepcopy and pickle of an offloaded module."""
     raise ResidencyError(
@@ -476,10 +510,11 @@ class Installation:
 
     def __init__(self, root: nn.Module, touch: Touch) -> None:
         self.gone = False  # whether the values will be
+        self.wake: Callable[[], None] | None = None  # or else may be asked for, by this
         self.on_new: Callable[[nn.Module], None] = lambda module: None
         self._touch = touch
         self._held = {id(parameter) for parameter in root.parameters()}
-        self._modules: list[nn.Module] = []
+        self.modules: list[nn.Module] = []
         self._take("", root)
 
     def _take(self, path: str, root: nn.Module) -> None:
@@ -495,7 +530,7 @@ class Installation:
                 for attribute in recomputed_weights(module):  # it may be the parameter's old memory
                     old = getattr(module, attribute)
                     setattr(module, attribute, placeholder(old.shape, old.dtype, old.device))
-                self._modules.append(module)
+                self.modules.append(module)
                 self.on_new(module)
 
     def _admit(self, path: str, name: str, module: nn.Module) -> None:
@@ -513,12 +548,14 @@ class Installation:
         self._take(path, module)
 
     def remove(self) -> None:
-        """Plain dicts and methods again; see `gone`."""
-        kind = GoneParameters if self.gone else dict
-        for module in self._modules:
+        """Plain dicts and methods again; see `gone` and `wake`."""
+        kind: Callable[..., Any] = GoneParameters if self.gone else dict
+        for module in self.modules:
             if isinstance(module._parameters, ParameterMap):
-                module.__dict__["_parameters"] = kind(module._parameters)
+                plain = module._parameters
+                resting = self.wake and RestingParameters(module, self.wake)
+                module.__dict__["_parameters"] = kind(plain) if resting is None else resting
                 module.__dict__["_modules"] = dict(module._modules)
             module.__dict__.pop("_apply", None)
             module.__dict__.pop("flatten_parameters", None)
-        self._modules = []
+        self.modules, self.wake = [], None

@@ -40,8 +40,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from infinity.heap import free_pages
+from infinity.model.torch_private import storage_use_count
 from infinity.offload.transfers import Transfers
-from infinity.plan.layout import PAGE, Kind, Record, Tier, UnitLayout
+from infinity.plan.layout import PAGE, Kind, Record, Tier, UnitLayout, round_up
 from infinity.plan.plan import Plan
 from infinity.ranks import ALONE, Ranks
 from infinity.storage.device import HAPPENED, Event, after_all
@@ -160,11 +162,12 @@ class StateStore:
             for kind in self.plan.precision.kinds
             if self.plan.placements[unit.layout.index].of(kind) is tier and kind not in unit.memory
         ]
-        wanted = [each for each in wanted if each[2]]
-        owners = [f"unit {unit.layout.name!r}, {kind.value}" for unit, kind, _ in wanted]
-        ranges = store.reserve([nbytes for _, _, nbytes in wanted], owners)
-        for (unit, kind, _), place in zip(wanted, ranges, strict=True):
-            unit.memory[kind] = place
+        for weights in (True, False):  # apart: they may outlive the rest, see `keep_weights`
+            now = [each for each in wanted if each[2] and (each[1] is Kind.WEIGHT) is weights]
+            owners = [f"unit {unit.layout.name!r}, {kind.value}" for unit, kind, _ in now]
+            ranges = store.reserve([nbytes for _, _, nbytes in now], owners) if now else []
+            for (unit, kind, _), place in zip(now, ranges, strict=True):
+                unit.memory[kind] = place
 
     def _share(self) -> None:
         """Weights in RAM that all ranks map; see [Note: shared RAM]."""
@@ -182,6 +185,30 @@ class StateStore:
         if kind is Kind.WEIGHT:
             return layout.shard_bytes
         return self.plan.range_bytes(layout, kind)
+
+    def keep_weights(self) -> dict[Tier, int]:
+        """Drop all ranges but those of weights; returns the bytes of these by tier."""
+        kept = dict.fromkeys(Tier, 0)
+        for unit in self.units:
+            weight = unit.memory.get(Kind.WEIGHT)
+            unit.memory = {} if weight is None else {Kind.WEIGHT: weight}
+            kept[Tier.DISK if weight is None else weight.tier] += unit.layout.shard_bytes
+        return kept
+
+    def freed_by_taking(self, unit: int) -> int:
+        """Return the bytes of RAM that `take_weights` gives back to the system."""
+        weight = self.units[unit].in_ram(Kind.WEIGHT)
+        if weight is None or (self.shared is not None and unit in self.shared):
+            return 0
+        return weight.nbytes if storage_use_count(weight) == 1 else 0  # else a tensor lies there
+
+    def take_weights(self, unit: int) -> Tensor:
+        """`read` the weights, and give the system the RAM that they rested in. Once for each."""
+        found = self.read(unit, Kind.WEIGHT)
+        weight = self.units[unit].in_ram(Kind.WEIGHT)
+        if weight is not None and self.freed_by_taking(unit):
+            free_pages(weight.data_ptr(), round_up(weight.nbytes, PAGE))
+        return found
 
     def forget(self) -> None:
         """Drop the reserved ranges."""

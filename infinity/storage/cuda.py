@@ -486,6 +486,10 @@ class CudaDevice(Device):
 
     def close(self) -> None:
         """Unregister host memory."""
+        self.unpin()
+
+    def unpin(self) -> None:
+        """See `Device`."""
         if not self._pinned:
             return
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]

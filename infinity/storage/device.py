@@ -287,6 +287,9 @@ class Device(ABC):
     def pin(self, arena: HostArena) -> None:  # noqa: B027  (a CPU has nothing to pin)
         """Make host memory reachable by asynchronous copies."""
 
+    def unpin(self) -> None:  # noqa: B027
+        """Undo every `pin`; nothing moves."""
+
     def return_freed_memory(self) -> None:  # noqa: B027
         """Give back what torch keeps of freed device memory, which it may cut for other uses."""
 

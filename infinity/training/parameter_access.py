@@ -272,13 +272,27 @@ class Values:
         """A fresh CPU tensor: the compute-dtype value, or the fp32 master of a trained one."""
         layout, segment = self._places[parameter]
         weight, rest = self._parts(self._load(layout), segment, with_rest=master)
-        if segment.form:
-            return self._dequantised(segment, weight)
         if rest is None:
-            return weight.view(segment.shape).clone()
+            return self._value(segment, weight)
         joined = torch.empty(segment.numel, dtype=torch.float32, device="cpu")
         self.kernels.join(weight, rest, joined)
         return joined.view(segment.shape)
+
+    def _value(self, segment: Segment, weight: Tensor) -> Tensor:
+        if segment.form:
+            return self._dequantised(segment, weight)
+        return weight.view(segment.shape).clone()
+
+    def take(self, layout: UnitLayout) -> dict[int, Tensor]:
+        """Return all values of a unit, by parameter, which rest nowhere else from then on.
+
+        Where the optimizer pass is over, and nothing is resident any more.
+        """
+        unit = _CachedUnit(layout, self.store.take_weights(layout.index))
+        return {
+            s.parameter: self._value(s, self._parts(unit, s, with_rest=False)[0])
+            for s in layout.segments
+        }
 
     @exclusive
     def write(self, parameter: int, value: Tensor) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from infinity.checkpoint.durability import Durability
 from infinity.checkpoint.durable_runs import StoredRun, model_facts, read_run, remarks
 from infinity.config.schema import Config
 from infinity.cutting import Cut
-from infinity.errors import EngineFailedError
+from infinity.errors import EngineFailedError, InfinityError, MachineError
 from infinity.heap import return_freed_memory
 from infinity.model.meta_init import Origins
 from infinity.model.parameters import Installation, ParameterBinding, move_buffers
@@ -45,6 +48,7 @@ from infinity.training.async_save import Saver
 from infinity.training.initial_write import InitialWrite, Progress
 from infinity.training.optimizer_pass import OptimizerPass
 from infinity.training.parameter_access import ParameterAccess, Values
+from infinity.training.resting import Resting
 
 
 class Parts:
@@ -68,10 +72,11 @@ class Parts:
         self.device = device
         self._trace: Trace | None = None
         self.timeline: Timeline | None = None
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = []  # of what state rests in
+        self._uses: list[Callable[[], None]] = []  # of what trains with it; undone before
         self._written = False  # the initial state is written; the parameters' own memory is gone
         PROCESS.take(self, plan.tier_bytes, device)
-        self._undo.append(lambda: PROCESS.release(self))
+        self._undo.append(self._release)
         try:
             self._assemble(model, config, optimizer, origins, progress)
         except BaseException:
@@ -86,7 +91,7 @@ class Parts:
         origins: Origins,  # nor is this: it may hold values
         progress: Progress | None,
     ) -> None:
-        plan, cut, undo = self.plan, self.cut, self._undo
+        plan, cut, undo, uses = self.plan, self.cut, self._undo, self._uses
         self._open_trace(config)
         undo.append(self._give_memory_back)  # when nothing moves and nothing is pinned any more
         undo += [self.device.close, self.device.synchronize]  # kernels write to what is given back
@@ -105,18 +110,18 @@ class Parts:
         self.store = StateStore(plan, self.transfers, self.ranks)
         self.window = AccumulationWindow(plan)
         self.gradients = GradientStore(plan, self.transfers, self.kernels, self.window, self.ranks)
-        undo.append(self.gradients.close)
+        uses.append(self.gradients.close)
         self.activations: ActivationStore | None = None
         if plan.saved.offload is not None:
             self.activations = ActivationStore(plan.saved, self.transfers)
-            undo.append(self.activations.close)
+            uses.append(self.activations.close)
         if self.disk is not None:
             self.disk.allocate()
         self.durability: Durability | None = None  # None again at the end of a run
         self.resumed: Mapping[str, Any] | None = None  # the document of the commit to go on from
         if plan.durable:
             self.commits = self.durability = Durability(plan, self.transfers, self.store, stored)
-            undo.append(self.durability.close)
+            uses.append(self.durability.close)
             self.resumed = self.durability.document if stored is not None else None
         self.binding = ParameterBinding(
             plan.units, cut.parameters, cut.dtypes, self.device.torch_device
@@ -131,10 +136,10 @@ class Parts:
             self.durability, before_change=self.saver.await_copied,
         )  # fmt: skip
         # The optimizer pass may wait for the saver.
-        undo += [self._let_go, self.optimizer_pass.close, self.saver.abort]
+        uses += [self._let_go, self.optimizer_pass.close, self.saver.abort]
         self.optimizer_pass.open()
         renew_references = forget_flat_weights(model)
-        undo.append(renew_references)
+        uses.append(renew_references)
         self._fill(optimizer, origins, stored, progress)
         self.binding.settle()
         renew_references()
@@ -153,7 +158,7 @@ class Parts:
                 self.disk.warnings += remarks(self.disk.paths, config.resume, facts)
                 if self.durability is not None:
                     self.durability.begin(facts)
-            undo.append(self._commit_last)
+            uses.append(self._commit_last)
 
     def _num_threads(self, wanted: int) -> int:
         """Of the optimizer's CPU kernels: `wanted` of all ranks of the machine, 0 what suits it."""
@@ -177,7 +182,7 @@ class Parts:
         initial = {
             i: optimizer.rule.initial(hyper) for i, hyper in optimizer.hypers(index_of).items()
         }
-        self._undo.append(self.binding.return_to_meta)
+        self._uses.append(self.binding.return_to_meta)
         self.binding.leave_meta()
         if self.durability is not None and stored is not None:
             for layout in self.plan.units:
@@ -192,7 +197,7 @@ class Parts:
 
     def _attach(self, model: nn.Module, config: Config) -> None:
         """Hooks, forwards and parameter maps, on a model whose state is written."""
-        cut, plan, undo = self.cut, self.plan, self._undo
+        cut, plan, uses = self.cut, self.plan, self._uses
         self.owner = Owner(backward_threads=not plan.unified)
         self.values = Values(
             self.store, self.prefetcher, self.kernels, self.optimizer_pass.finish, self.owner,
@@ -206,20 +211,20 @@ class Parts:
             self.values.lent, self.values.flush_edits, cut.units, cut.parameters, cut.trained,
         )  # fmt: skip
         self.access = ParameterAccess(self.values, self.hooks, self.owner, cut.parameters)
-        undo.append(self.hooks.remove)
+        uses.append(self.hooks.remove)
         self.cycles = Cycles(self.prefetcher)
         self.hooks.watch_root(model, *self.cycles.around_calls())
         self.forwards = UnitForwards(self.hooks, cut.units, cut.parameters, plan.saved)
-        undo.append(self.forwards.remove)
+        uses.append(self.forwards.remove)
         if at_once is not None:
             heads = SlicedHeads(model, self.hooks, cut.parameters, self.forwards.warn_once)
-            undo.append(heads.remove)
+            uses.append(heads.remove)
         if self._trace is not None:
             self.timeline = Timeline(
                 self._trace, self.transfers, self.hooks.saved, *config.trace_steps
             )
         self.installation = Installation(model, self.hooks.touch)
-        undo.append(self.installation.remove)
+        uses.append(self.installation.remove)
         if config.compile:
             self.forwards.compile_units()
 
@@ -251,12 +256,15 @@ class Parts:
                 self.binding.forget(layout.index)
 
     def _give_memory_back(self) -> None:
-        """Drop every reserved range, whoever still refers to the engine.
+        self.forget(state=True)
+
+    def forget(self, *, state: bool) -> None:
+        """Drop every reserved range, that of `state` at rest too, whoever refers to the engine.
 
         A range lives on while a tensor of the user's lies in it.
         """
         names = (
-            "store",
+            *(("store",) if state else ()),
             "gradients",
             "prefetcher",
             "optimizer_pass",
@@ -271,34 +279,88 @@ class Parts:
         return_freed_memory()
         self.device.return_freed_memory()
 
+    def _release(self) -> None:
+        PROCESS.release(self)
+
     def also(self, undo: Callable[[], None], *, last: bool = False) -> None:
         """Do this too when all is given back: first of all, or `last`."""
-        self._undo.insert(0 if last else len(self._undo), undo)
+        if last:
+            self._undo.insert(0, undo)
+        else:
+            self._uses.append(undo)
 
-    def drop(self) -> None:
-        """`close`, where nobody asked for it: nothing refers to the engine any more.
+    def drop(self, engine: weakref.ref[Any]) -> None:
+        """`close` at the end of the process; `rest` where nothing refers to the engine any more.
 
-        The module, which may live on, tells whoever reaches for its parameters.
+        Of several ranks each drops its engine when it likes, and `close` needs no other.
         """
+        if engine() is None and self.ranks.count == 1:
+            with contextlib.suppress(InfinityError):  # then values are gone, as after a failure
+                self.rest()
+                self._forget_modules()  # the optimizer, which may live on, refers to this
+                return
         self.installation.gone = True
         self.close()
+
+    def rest(self) -> None:
+        """Give everything back but weights: they stay with the module, see `Resting`.
+
+        Raises what makes that impossible, such as a failure of the engine; nothing is given back
+        then. All ranks call.
+        """
+        if not self.optimizer_pass.can_finish:
+            raise MachineError("no thread can finish the updates that are owed")
+        self.values.take_back_all()
+        self.optimizer_pass.finish(closing=True)
+        for unit in range(len(self.plan.units)):
+            self.store.settle_writes(unit)
+        left = copy.copy(self)
+        left._undo = [
+            getattr(left, undo.__name__) if getattr(undo, "__self__", None) is self else undo
+            for undo in self._undo
+        ]
+        resting = Resting(self.installation.modules, self.binding, self.values, self.owner, left)
+        self.installation.wake = resting.wake
+        move_buffers(left.installation.modules[0], torch.device("cpu"), lambda buffer: buffer)
+        try:
+            undo_all(self._uses)
+        finally:
+            self._undo = []
+            resting.answer()
+            left._forget_modules()
+            left.device.synchronize()
+            left.device.unpin()
+            left.forget(state=False)
+            self._release()
+            PROCESS.take(left, left.store.keep_weights(), left.device)
+
+    def _forget_modules(self) -> None:
+        """Weights that rest end with their module, so nothing that keeps them may refer to it."""
+        for name in ("access", "cut", "cycles", "forwards", "hooks", "installation", "timeline"):
+            delattr(self, name)
 
     @property
     def closed(self) -> bool:
         """Whether everything was given back."""
-        return not self._undo
+        return not (self._uses or self._undo)
 
     def close(self) -> None:
         """Take everything down; every step is tried, the first error is raised at the end.
 
         What a second Ctrl-C leaves is done when this is called again.
         """
-        first: Exception | None = None
-        while self._undo:
+        undo_all(self._uses, self._undo)
+
+
+def undo_all(*lists: list[Callable[[], None]]) -> None:
+    """Call the functions of each list, the last first; raises the first error when all are done."""
+    first: Exception | None = None
+    for undo in lists:
+        while undo:
             try:
-                self._undo[-1]()
+                undo[-1]()
             except Exception as error:
                 first = first or error
-            self._undo.pop()
-        if first is not None:
-            raise first
+            undo.pop()
+    if first is not None:
+        raise first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Callable
@@ -247,12 +248,13 @@ def test_two_threads_without_a_lock_get_errors_and_right_numbers(
 # --- engines that nobody closed ------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("when", ["made", "forward", "backward", "step", "reached", "saving"])
 @pytest.mark.parametrize("place", ["disk", "device", "accelerator"])
-def test_a_dropped_engine_gives_everything_back_while_its_module_lives(
-    tmp_path: Path, place: str, when: str
+def test_a_dropped_engine_gives_back_all_but_weights_which_end_with_its_module(
+    tmp_path: Path, place: str, when: str, asks: bool
 ) -> None:
-    before, reserved = (threads(), native_threads(), descriptors()), PROCESS.total("host")
+    before, reserved = (threads(), native_threads(), descriptors()), PROCESS.ram()
     nvme = tmp_path / "nvme"
     nvme.mkdir()
     model = small_model()
@@ -272,20 +274,22 @@ def test_a_dropped_engine_gives_everything_back_while_its_module_lives(
         kept.append(engine(batch(0)))
     if when == "reached":
         kept.append(model.norm.weight)
+    expected = {} if not asks else {n: v.clone() for n, v in engine.state_dict().items()}
+    weights = sum(unit.shard_bytes for unit in engine.plan.units)
+    assert PROCESS.ram() - reserved > weights
     del engine
-    assert PROCESS.total("host") == reserved
+    assert PROCESS.ram() - reserved <= weights
+    with pytest.raises(EngineClosedError, match="was dropped"):
+        optimizer.step()
+    if asks:
+        assert same(dict(model.state_dict()), expected)
+        assert all(type(module._parameters) is dict for module in model.modules())
+        copy.deepcopy(model)(batch(0)).backward()
+    else:
+        del model
+    assert PROCESS.ram() == reserved
     # Threads that were joined are in the system's list a little longer, an earlier test's too.
     for left, were in zip((threads, native_threads, descriptors), before, strict=True):
         assert wait_until(lambda left=left, were=were: left() <= were), left() - were
     assert not os.listdir(nvme)
-    for ask in (
-        lambda: model.norm.weight,
-        lambda: model(batch(0)),
-        lambda: list(model.parameters()),
-        model.state_dict,
-        lambda: infinity.initialize(model, given),
-        optimizer.step,
-    ):
-        with pytest.raises(EngineClosedError, match=r"is gone without|was dropped"):
-            ask()
     assert "Engine" not in {type(getattr(x, "_infinity_engine", None)).__name__ for x in kept}

@@ -336,7 +336,7 @@ class Muon(Hyper):
     deepspeed_keys = {  # noqa: RUF012
         "lr": ("lr", "adam_lr"), "momentum": ("momentum",), "betas": ("adam_betas",),
         "eps": ("adam_eps",), "weight_decay": ("weight_decay", "adam_weight_decay"),
-        "muon_lr": ("lr",), "adam_lr": ("adam_lr",),
+        "muon_lr": ("lr",), "adam_lr": ("adam_lr",), "ns_method": (),
     }  # fmt: skip
 
     @classmethod

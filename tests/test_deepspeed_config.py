@@ -200,6 +200,8 @@ DONE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     **{f"comet.experiment_{name}": ("ours", {}, {}) for name in ("name", "key")},
     "flops_profiler.enabled": (True, {}, {}),
     "flops_profiler.detailed": (False, {}, {}),
+    f"{ZERO}.zero_quantized_nontrainable_weights": (True, {"frozen.rest": "int8"}, {}),
+    f"{PARAMS}.ns_method": ("standard", {}, {"optimizer.type": "Muon"}),
     "flops_profiler.output_file": ("profile.txt", {}, {}),
     **{f"flops_profiler.{n}": (2, {}, {}) for n in ("profile_step", "module_depth", "top_modules")},
 }  # fmt: skip
@@ -215,7 +217,6 @@ REFUSED: dict[str, tuple[Any, Any]] = {
     f"{ZERO}.ignore_unused_parameters": (False, True),
     f"{ZERO}.zero_hpz_partition_size": (8, 1),
     f"{ZERO}.zero_quantized_weights": (True, False),
-    f"{ZERO}.zero_quantized_nontrainable_weights": (True, False),
     f"{ZERO}.zero_quantized_gradients": (True, False),
     f"{ZERO}.zeropp_loco_param": ({"err_beta": 0.8}, {}),
     f"{ZERO}.mics_shard_size": (4, -1),
@@ -595,6 +596,17 @@ def test_schedules_that_are_auto() -> None:
     filled = translated(unknown, fill=fill).config.scheduler
     assert filled is not None
     assert filled.params["total_num_steps"] == 99
+
+
+@each([{}, {"ns_method": "gram"}, {"ns_method": "standard"}])
+def test_muon_says_that_its_newton_schulz_is_torchs(given: dict[str, str]) -> None:
+    found = translated(rule("Muon", **given))
+    says = "standard" not in given.values()
+    assert ("as in torch.optim.Muon" in row(found, "optimizer.type")["note"]) is says
+    if given:
+        assert row(found, f"{PARAMS}.ns_method")["verdict"] == ("accepted" if says else "done")
+    with pytest.raises(ConfigError, match=r"per_head_muon: Muon does not take it"):
+        translated(rule("Muon", per_head_muon=True))
 
 
 def test_muon_has_a_rate_for_each_of_its_two_rules() -> None:

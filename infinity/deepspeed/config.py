@@ -389,6 +389,13 @@ def _pinned(draft: _Draft, key: str, value: bool) -> str | None:
     return None if value else f"not kept apart: {KEYS[key].note} where the system allows it"
 
 
+def _quantised_frozen(draft: _Draft, key: str, value: bool) -> str | None:
+    if not value:
+        return "frozen weights rest as they are"
+    draft.set("frozen.rest", "int8", key)
+    return None
+
+
 def _block_size(draft: _Draft, key: str, value: int) -> None:
     if value % BLOCK_MULTIPLE:
         least = max(value // BLOCK_MULTIPLE, 1) * BLOCK_MULTIPLE
@@ -426,6 +433,7 @@ _TAKES: dict[str, Callable[[_Draft, str, Any], str | None]] = {
     f"{_ZERO}.stage3_max_live_parameters": _max_live,
     f"{_ZERO}.offload_param.pin_memory": _pinned,
     f"{_ZERO}.offload_optimizer.pin_memory": _pinned,
+    f"{_ZERO}.zero_quantized_nontrainable_weights": _quantised_frozen,
     "gradient_allreduce_op": _operation,
     "aio.block_size": _block_size,
     "aio.intra_op_parallelism": _threads,
@@ -593,6 +601,10 @@ _NOT_BUILT = {
 }
 # How an optimizer is carried out: nothing here depends on it.
 _HINTS = ("fused", "foreach", "capturable", "differentiable", "set_grad_none")
+_NS_METHOD = (
+    "matrices are made orthogonal by Newton-Schulz in bf16, as in torch.optim.Muon (ns_method "
+    "standard); DeepSpeed's default, gram, multiplies smaller matrices and rounds otherwise"
+)
 _ADAMS_OWN = ("torch_adam", "adam_w_mode", "bias_correction")
 _SWITCHES = (*_ADAMS_OWN, "amsgrad", "fp32_optimizer_states", "max_grad_norm", *_HINTS)
 
@@ -631,6 +643,10 @@ def _built_in(draft: _Draft, kind: str) -> None:
     takes = RULES[rule].defaults()
     if params.get("torch_adam") and RULES[rule].decoupled:
         start = {"weight_decay": takes["weight_decay"]}  # torch's own default
+    if rule == "Muon" and params.get("ns_method") != "standard":
+        words += f"; {_NS_METHOD}"
+        if "ns_method" in params:
+            draft.note(f"{_PARAMS}.ns_method", f"not used: {_NS_METHOD}", Verdict.ACCEPTED)
     draft.note(_TYPE, words, Verdict.DONE)
     draft.set("optimizer.type", rule, _TYPE)
     keys = RULES[rule].deepspeed_keys or {name: (name,) for name in takes}

@@ -5,6 +5,7 @@ For front doors that are handed one by somebody else's trainer.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,10 +43,15 @@ class Choice:
 def choose_class(config: Config, kind: Any, options: Mapping[str, Any], groups: Groups) -> Choice:
     """A class and its arguments, as `Trainer.get_optimizer_cls_and_kwargs` gives them.
 
-    `groups` may hold a weight decay each. Raises `ConfigError` for what is no optimizer of
+    `groups` may hold a weight decay each; groups among the arguments, by the names that
+    `Trainer.create_optimizer` takes them by, win. Raises `ConfigError` for what is no optimizer of
     parameter groups (layer by layer, by the shapes of a model, ...).
     """
     is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    options = dict(options)
+    for name in ("params", "optimizer_dict") if is_class else ():
+        if _are_groups(options.get(name), kind):
+            groups = options.pop(name)
     apart = [name for name in ("params", "model", "optimizer_dict") if name in options]
     if not is_class or apart:
         raise ConfigError(
@@ -59,6 +65,14 @@ def choose_class(config: Config, kind: Any, options: Mapping[str, Any], groups: 
     name, parameters = rule
     defaults = {"weight_decay": 0.0, **parameters}
     return Choice(_with_rule(config, name, defaults), groups)
+
+
+def _are_groups(given: Any, kind: type) -> bool:
+    """Return True for parameter groups with nothing but arguments of the class, and names."""
+    if not isinstance(given, list | tuple):
+        return False
+    known = {"params", "param_names", *inspect.signature(kind).parameters}
+    return all(isinstance(g, Mapping) and "params" in g and known.issuperset(g) for g in given)
 
 
 def choose_instance(config: Config, given: torch.optim.Optimizer, *, named: bool) -> Choice:

@@ -22,10 +22,10 @@ TOLERANCE = 2e-6
 
 def pair(
     tmp_path: Path, make_options: Any = lambda model: {}, tolerance: float = TOLERANCE,
-    **changed: Any,
+    kinds: tuple[Any, Any] = (hf.Trainer, InfinityTrainer), **changed: Any,
 ) -> Any:  # fmt: skip
     trainers = []
-    for kind in (hf.Trainer, InfinityTrainer):
+    for kind in kinds:
         model = llama()
         options = make_options(model)
         trainers.append(
@@ -43,6 +43,24 @@ def test_groups_with_and_without_decay(tmp_path: Path) -> None:
     assert (decayed["weight_decay"], bare["weight_decay"]) == (0.1, 0.0)
     assert {p.dim() for p in bare["params"]} == {1}
     assert ours.optimizer.rule.name == "AdamW"
+
+
+class OwnGroups(hf.Trainer):  # type: ignore[misc]
+    """Gives its groups with the class, as sentence-transformers' trainer does."""
+
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, Any]:
+        kind, options = super().get_optimizer_cls_and_kwargs(args, model)
+        first, *rest = self.model.parameters()
+        rates = {"params": [first], "lr": 3e-3, "weight_decay": 0.0}
+        groups = [rates, {"params": rest, "weight_decay": 0.1}, {"params": [], "lr": 1.0}]
+        return kind, {**options, "optimizer_dict": groups}
+
+
+def test_groups_that_a_trainer_gives_with_the_class_are_ordinary_ones(tmp_path: Path) -> None:
+    both = type("Both", (InfinityTrainer, OwnGroups), {})
+    ours = pair(tmp_path, kinds=(OwnGroups, both))
+    assert ours.optimizer.rule.name == "AdamW"
+    assert [len(group["params"]) for group in ours.optimizer.param_groups][::2] == [1, 0]
 
 
 @pytest.mark.parametrize("optim", ["rmsprop", "adafactor"])

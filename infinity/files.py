@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self, TextIO
 
 from infinity.errors import DoesNotFitError, MachineError, RemovedError, TransferError
 from infinity.sizes import format_size
@@ -25,6 +25,7 @@ from infinity.sizes import format_size
 FILE_MODE = 0o644  # less what the umask takes; so with the next
 FOLDER_MODE = 0o755
 SHARED_FOLDER_MODE = 0o775  # that a user named: where groups share directories, they go on to
+_LONGEST_LINE = 16 << 20  # characters
 TEMPORARY_NAME = re.compile(r"\.infinity-[0-9a-f]{16}\.tmp")
 
 
@@ -175,14 +176,23 @@ def make_directories(path: Path, mode: int = SHARED_FOLDER_MODE) -> None:
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The lines of a file that hold an object, and the objects; none where there is no file.
 
-    A kill may have torn the last line. Raises `OSError`.
+    A kill may have torn the last line; longer ones than any of ours are left out. Raises `OSError`,
+    also where `path` is a pipe or a device, which may have no end.
     """
-    with suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
+    with suppress(FileNotFoundError), _open_regular(path) as file:
+        while line := file.readline(_LONGEST_LINE):
             with suppress(ValueError, RecursionError):
                 found = json.loads(line)
                 if isinstance(found, dict):
                     yield line, found
+
+
+def _open_regular(path: Path) -> TextIO:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return open(descriptor, encoding="utf-8", errors="replace")
 
 
 def read_small(path: Path, offset: int = 0, nbytes: int = 1 << 30) -> bytes:

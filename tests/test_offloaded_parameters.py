@@ -319,7 +319,7 @@ def test_of_a_closed_engine(tmp_path: Path) -> None:
     with pytest.raises(EngineClosedError, match="the values of the parameters with it"):
         parameters[0].norm()
     with small_engine(tmp_path, ON_DISK) as engine:
-        parameters += engine.module.parameters()
+        parameters = list(engine.module.parameters())
         engine.close(restore=True)
     assert {type(p) for p in parameters} == {nn.Parameter}
 

@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from infinity.checkpoint.plain import decode, encode
+from infinity.checkpoint.schemas import check_run_state
 from infinity.errors import CheckpointError, MachineError
 from infinity.files import check_linked, read_small, refused, sync_directory, write_at
 from infinity.sealed import first_sealed, made, seal, shallow, unseal
@@ -87,17 +88,20 @@ class Document:
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Document:
         """The inverse. Raises `CheckpointError`."""
-        if not found:
+        if found == {}:
             return Document()
         try:
-            window = found["window"]
+            if type(found) is not dict:
+                raise ValueError(f"it is {found!r:.60}")
+            window, run, buffers = found["window"], decode(found["run"]), decode(found["buffers"])
+            check_run_state({**run, "buffers": buffers}, "the document of a commit")
             return Document(
-                run=decode(found["run"]),
-                buffers=decode(found["buffers"]),
+                run=run,
+                buffers=buffers,
                 persistent=frozenset(made(tuple[str, ...], found["persistent"], "persistent")),
                 window=None if window is None else made(OpenWindow, window, "window"),
             )
-        except (KeyError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the document of a commit cannot be read: {error}") from error
 
 
@@ -178,6 +182,8 @@ class CommitRecord:
         if (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
             raise ValueError("it is of another version")
         record: CommitRecord = made(CommitRecord, found)
+        if not {0, 1}.issuperset((*record.copies, *record.frozen_copies)):
+            raise ValueError("it names copies that there are not")
         return record
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from infinity._version import __version__
 from infinity.checkpoint.commits import COMMIT_NAMES, CommitRecord, read_commits, whole_records
+from infinity.checkpoint.schemas import check_plan
 from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.files import json_lines, read_small, refused
 from infinity.formats import MomentFormat
@@ -27,9 +28,7 @@ from infinity.ranks import ALONE, Ranks, named_ranks
 from infinity.sealed import read_sealed, write_sealed
 from infinity.storage.disk import STATE_NAME
 from infinity.storage.run_dir import (
-    RECORD_FORMAT,
     RECORD_NAME,
-    RECORD_VERSION,
     disown,
     durable_records,
     has_commits,
@@ -38,6 +37,7 @@ from infinity.storage.run_dir import (
     not_ours,
     of_rank,
     ranks_below,
+    read_record,
     run_records,
 )
 from infinity.storage.striping import Striping
@@ -227,7 +227,7 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
     Raises `CheckpointError` if it is none, is damaged, or one of the run's is missing.
     """
     directory = _first_directory(directory, _run_record(directory), roots)
-    facts = _read(directory / PLAN_NAME, _FORMAT, _VERSION)
+    facts = _read_plan(directory)
     found = read_commits(directory, facts["run"], len(facts["units"]))
     records = whole_records(directory, found)
     commit = records[max(records)]
@@ -262,7 +262,7 @@ def read_parts(directory: Path, roots: Iterable[Path] = ()) -> list[StoredRun]:
         places = [of_rank(base, rank) for base in bases if of_rank(base, rank).is_dir()]
         for path, record in [item for p in places for item in durable_records(p).items()]:
             if rank not in found and not record.get("index", 0):
-                facts = _read(path / PLAN_NAME, _FORMAT, _VERSION)
+                facts = _read_plan(path)
                 if (facts.get("group"), facts.get("rank")) == (run.group, rank):
                     found[rank] = read_run(path, places)
     if missing := [rank for rank in range(count) if rank not in found]:
@@ -309,15 +309,25 @@ def _check_files(striping: Striping, run: str) -> None:
 
 def _run_record(directory: Path) -> dict[str, Any]:
     remedy = "give the directory infinity-run-... below an nvme_path"
-    record = _read(directory / RECORD_NAME, RECORD_FORMAT, RECORD_VERSION, remedy)
+    with _reading(directory / RECORD_NAME, remedy):
+        record = read_record(directory)
     if record.get("durable") is not True:
         raise CheckpointError(f"{directory} is not a durable run, according to its {RECORD_NAME}")
     return record
 
 
-def _read(path: Path, format: str, version: int, remedy: str | None = None) -> dict[str, Any]:
+def _read_plan(directory: Path) -> dict[str, Any]:
+    path = directory / PLAN_NAME
+    with _reading(path):
+        facts = read_sealed(path, _FORMAT, _VERSION)
+    check_plan(facts, str(path))
+    return facts
+
+
+@contextmanager
+def _reading(path: Path, remedy: str | None = None) -> Iterator[None]:
     try:
-        return read_sealed(path, format, version)
+        yield
     except OSError as error:
         what = f"{path.parent} is not a durable run that can be read: {path.name}: {error.strerror}"
         raise CheckpointError(what, remedy=remedy) from error
@@ -547,7 +557,7 @@ def survey(roots: Iterable[Path], here: Mapping[str, Any]) -> Survey:
             first = _first_directory(directory, record, roots)
             if first != directory and first in there:
                 continue  # it is met by itself
-            facts = _read(first / PLAN_NAME, _FORMAT, _VERSION)
+            facts = _read_plan(first)
             if _shapes(facts) != _shapes(here):
                 found.foreign.append((directory, "; ".join(differences(facts, here))))
             elif why := not_ours(directory):

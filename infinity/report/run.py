@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from infinity.errors import ConfigError, MachineError
-from infinity.files import json_lines
+from infinity.errors import CheckpointError, ConfigError, MachineError, first_lines
+from infinity.files import json_lines, read_small
 from infinity.offload.transfers import STALLS
 from infinity.report.page import Page, Spec, hover, mapping, quantitative, tooltip
 from infinity.sizes import format_count, format_duration, format_size
@@ -77,11 +77,11 @@ def read_run(path: Path) -> Told:
                 lives.append(record)
             elif event == "ended" and lives:
                 lives[-1] = lives[-1] | {"ended": record}
-            elif event in found:
+            elif isinstance(event, str) and event in found:
                 found[event].append(record)
         plan: Any = {}
-        with suppress(FileNotFoundError, ValueError):
-            plan = json.loads((path / "plan.json").read_text("utf-8"))
+        with suppress(FileNotFoundError, ValueError, RecursionError):
+            plan = json.loads(read_small(path / "plan.json"))
         unsaved = len(found["not saved"])
         told = Told(path, found["step"], found["evaluation"], lives, unsaved, mapping(plan))
         if not (told.steps or told.evaluations or lives):
@@ -98,11 +98,20 @@ def read_run(path: Path) -> Told:
 def write_run_page(path: Path, out: Path | None = None) -> Path:
     """Write the page of the run in `path`, there or to `out`; returns where it is.
 
-    Raises what `read_run` and `Page.write` do.
+    Raises what `read_run` and `Page.write` do, and `CheckpointError` where its files hold what no
+    run writes.
     """
     told = read_run(path.absolute())
     out = path.absolute() / PAGE if out is None else out
-    run_page(told).write(out)
+    try:
+        page = run_page(told)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"plan.json or metrics.jsonl in {path} holds what cannot be: {first_lines(error)}",
+            because="it was changed, or is not of a run of `infinity train`",
+            remedy="infinity report RUN_DIR: what run_dir: of `infinity train` names",
+        ) from error
+    page.write(out)
     return out
 
 

@@ -22,6 +22,7 @@ import stat
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -35,10 +36,36 @@ from infinity.files import (
     refused,
     sync_directory,
 )
-from infinity.sealed import first_sealed, read_sealed, unseal, write_sealed
+from infinity.sealed import first_sealed, made, read_sealed, unseal, write_sealed
 from infinity.storage.os_errors import checked_root, does_not_fit, refusal
 
 RECORD_FORMAT, RECORD_VERSION = "torch-infinity-run", 3
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What is relied on of a record."""
+
+    durable: bool
+    pid: int
+    hostname: str
+    created: str
+    run: str = ""
+    primary: str = ""
+    index: int = 0
+
+
+def read_record(directory: Path) -> dict[str, Any]:
+    """Return what a run directory's record says.
+
+    Raises `OSError`, and `ValueError` for one that is damaged or cannot be.
+    """
+    record = read_sealed(directory / RECORD_NAME, RECORD_FORMAT, RECORD_VERSION)
+    made(_Record, record)
+    paths = *made(tuple[str, ...], record.get("members", []), "members"), record.get("primary", "")
+    if any("\0" in path for path in paths):
+        raise ValueError("it names a directory that cannot be")
+    return record
 
 
 def write_record(path: Path, *, durable: bool = False, **facts: Any) -> None:
@@ -299,8 +326,7 @@ def has_commits(directory: Path, record: Mapping[str, Any]) -> bool:
 def never_began(directory: Path, record: Mapping[str, Any]) -> bool:
     """Whether a durable directory is of a run that died in its marking; see [Note: marking]."""
     first = Path(str(record.get("primary")))
-    named = _read_record(first).get("members")
-    is_named = isinstance(named, list) and str(directory) in named
+    is_named = str(directory) in _read_record(first).get("members", [])
     return is_named and _RUN_NAME.fullmatch(first.name) is not None
 
 
@@ -385,8 +411,7 @@ def _remove_members(record: Mapping[str, Any]) -> bool:
 
     Returns whether none of it is left; see [Note: marking]. Raises `OSError`.
     """
-    members = record.get("members", [])
-    for path in map(Path, members if isinstance(members, list) else []):
+    for path in map(Path, record.get("members", [])):
         if not _RUN_NAME.fullmatch(path.name):
             continue
         try:
@@ -406,7 +431,7 @@ def _remove_members(record: Mapping[str, Any]) -> bool:
 def _read_record(directory: Path) -> dict[str, Any]:
     """What a directory's record says; nothing where there is none that is whole."""
     with suppress(OSError, ValueError):
-        return read_sealed(directory / RECORD_NAME, RECORD_FORMAT, RECORD_VERSION)
+        return read_record(directory)
     return {}
 
 

@@ -31,6 +31,7 @@ from infinity.checkpoint.manifest import (
 from infinity.checkpoint.plain import MAX_ARRAY_BYTES, decode, encode
 from infinity.checkpoint.ranges import RangeWriter
 from infinity.checkpoint.reader import CheckpointReader, StateReader
+from infinity.checkpoint.schemas import check_run_state
 from infinity.checkpoint.streams import Piece, frozen_pieces, pieces, state_streams
 from infinity.checkpoint.writer import CheckpointWriter, files_of, temporary_of
 from infinity.crc32c import crc32c_of
@@ -337,6 +338,11 @@ class Checkpoints:
         ):
             client_state = decode(reader.manifest.client_state)
             run = decode(reader.manifest.run)
+            check_run_state(run, f"the run's state in {reader.directory}")
+            if not isinstance(client_state, dict):
+                raise CheckpointError(
+                    f"client_state in {reader.directory} is {client_state!r:.60}, no dict"
+                )
             if ranks.count > 1:
                 content = json.dumps([reader.manifest.run, reader.manifest.plan]).encode()
                 facts = {"updates": reader.manifest.global_steps, "run": zlib.crc32(content)}
@@ -425,7 +431,7 @@ class Checkpoints:
             )
         if not reader.names(GRADIENT):
             return
-        saved = reader.manifest.plan
+        saved = reader.manifest.plan if isinstance(reader.manifest.plan, dict) else {}
         there, here = saved.get("micro_batches"), self._window.length
         ranks, now = saved.get("ranks", 1), self._window.ranks
         if (there, ranks) != (here, now):

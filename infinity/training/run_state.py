@@ -220,6 +220,29 @@ class Stateful(Protocol):
         """Take that back."""
 
 
+def _check_kinds(here: Mapping[str, Any], there: Mapping[str, Any], what: str) -> None:
+    """Raise `CheckpointError` for a saved value that cannot stand for that of the same name."""
+    for name, value in here.items():
+        if name in there and not _may_stand_for(there[name], value):
+            raise CheckpointError(
+                f"the checkpoint's {name} of {what} is {there[name]!r:.60}, and {value!r:.60} here",
+                because="it was changed, or was saved with another optimizer or schedule",
+            )
+
+
+def _may_stand_for(there: Any, here: Any) -> bool:
+    """Return True if both are numbers, flags or None, lists of as many of them, or of one type."""
+    if isinstance(here, torch.Tensor) or isinstance(there, torch.Tensor):
+        return True
+    if isinstance(here, list | tuple) and isinstance(there, list | tuple):
+        return len(here) == len(there) and all(map(_may_stand_for, there, here))
+    flags = [value is None or isinstance(value, bool) for value in (here, there)]
+    if any(flags):
+        return all(flags)
+    both = here, there
+    return all(isinstance(v, int | float) for v in both) or type(here) is type(there)
+
+
 class RunState:
     """Takes and puts back the state of one run; `names` are those of its parameters by index."""
 
@@ -273,12 +296,16 @@ class RunState:
         absent = sorted(wanted - set(state))
         if absent:
             raise CheckpointError(f"the checkpoint's run state lacks {', '.join(absent)}")
-        if not set(state["progress"]) <= {*_COUNTERS, "micro_step", "backwards"}:
+        counters = {*_COUNTERS, "micro_step", "backwards"}
+        if not {"micro_step", "backwards"} <= set(state["progress"]) <= counters:
             raise CheckpointError("the checkpoint's counters are not those of this version")
         if optimizer:
             self._check_groups(state["groups"])
             self._check_scale(state)
-        here = self._stepper.lr_scheduler is not None
+        schedule = self._stepper.lr_scheduler
+        here = schedule is not None
+        if scheduler and schedule is not None and state["scheduler"] is not None:
+            _check_kinds(schedule.state_dict(), state["scheduler"], "the learning rate schedule")
         if scheduler and here != (state["scheduler"] is not None):
             raise CheckpointError(
                 f"the checkpoint has {'no' if here else 'a'} learning rate schedule, this engine "
@@ -315,7 +342,7 @@ class RunState:
         """Put a captured state back; call `check` before. Generators come last."""
         try:
             self._restore(state, optimizer=optimizer, scheduler=scheduler)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise CheckpointError(
                 f"the checkpoint's run state cannot be put back: {error!r}",
                 because="it was made by something else, or what was registered has changed",
@@ -415,6 +442,7 @@ class RunState:
                     remedy="give initialize() the same groups, or "
                     "load_checkpoint(..., load_optimizer_states=False)",
                 )
+            _check_kinds(group, entry["values"], f"parameter group {number}")
 
     def _kept(self) -> dict[str, Any]:
         """What the updater keeps beside the moments, by parameter name."""

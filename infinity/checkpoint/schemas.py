@@ -1,0 +1,173 @@
+"""What saved documents must look like before any of them is used.
+
+A checksum shows that a file is what was written, not that it was written by this package. So the
+types and ranges of all that is computed with are checked in one place, where a file comes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from math import prod
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor
+
+from infinity.checkpoint.plain import DTYPES
+from infinity.errors import CheckpointError
+from infinity.formats import FrozenFormat, MomentFormat
+from infinity.plan.layout import PAGE, PRECISIONS, Tier
+from infinity.sealed import LARGEST
+
+_MAX_RANKS = 1 << 16
+_Count = Annotated[int, Field(ge=0, le=LARGEST)]
+_Positive = Annotated[int, Field(gt=0, le=LARGEST)]
+_Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Number = Annotated[float, Field(allow_inf_nan=False)]
+_Tier = Annotated[Tier, Field(strict=False)]
+_Moment = Annotated[MomentFormat, Field(strict=False)]
+_Path = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+\z")]
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(strict=True, arbitrary_types_allowed=True)
+
+
+_D = TypeVar("_D", bound=_Document)
+
+
+def _fitting(kind: type[_D], value: Any, where: str) -> _D:
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise CheckpointError(
+            f"{where} cannot be: {place or 'it'}: {first['msg']}, not {first['input']!r:.60}",
+            because="it was changed, or was written by something else",
+        ) from None
+
+
+# --- plan.json of a durable run ------------------------------------------------------------------
+
+
+class _Segment(_Document):
+    name: str
+    shape: list[_Count]
+    dtype: str
+    numel: _Count
+    nbytes: _Count
+    offset: _Count
+    trained: bool
+    form: str = ""
+    whole: bool = False
+
+    @model_validator(mode="after")
+    def _is_of_its_shape(self) -> Self:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r:.60} is unknown")
+        if self.form and (self.form not in {*FrozenFormat} or self.trained or len(self.shape) != 2):
+            raise ValueError(f"form {self.form!r:.60} does not fit")
+        nbytes = self.numel * DTYPES[self.dtype].itemsize
+        if self.form:
+            nbytes = FrozenFormat(self.form).nbytes(tuple(self.shape))
+        if self.numel != prod(self.shape) or (not self.trained and self.nbytes != nbytes):
+            raise ValueError("numel or nbytes do not fit the shape")
+        return self
+
+
+class _Unit(_Document):
+    name: str
+    numel: _Count
+    frozen_bytes: _Count
+    paired: _Positive | None = None
+    segments: list[_Segment]
+
+    @model_validator(mode="after")
+    def _holds_its_segments(self) -> Self:
+        for one in self.segments:
+            size, room = (one.numel, self.numel) if one.trained else (one.nbytes, self.frozen_bytes)
+            if one.offset + size > room:
+                raise ValueError(f"{one.name!r:.200} ends behind its unit")
+        return self
+
+
+class _Placed(_Document):
+    placement: Annotated[list[_Tier], Field(min_length=3, max_length=3)]
+
+
+class _PlanFile(_Document):
+    engine_version: str
+    run: str
+    group: str = ""
+    rank: _Count = 0
+    ranks: Annotated[int, Field(gt=0, le=_MAX_RANKS)] = 1
+    precision: str
+    rule: str
+    moments: list[_Moment]
+    gradient_itemsize: Annotated[int, Field(ge=2, le=4, multiple_of=2)]
+    units: list[_Unit]
+    chunk_elements: _Positive
+    placement: list[_Placed]
+    directories: Annotated[list[_Path], Field(min_length=1)]
+    stripe_bytes: Annotated[int, Field(gt=0, le=LARGEST, multiple_of=PAGE)]
+    speeds: list[_Speed]
+    room: list[_Count]
+    used: list[_Count]
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        count, names = len(self.directories), [s.name for unit in self.units for s in unit.segments]
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision {self.precision!r:.60} is unknown")
+        if self.rank >= self.ranks or any(unit.numel % self.ranks for unit in self.units):
+            raise ValueError("the number of ranks does not fit")
+        if len(self.placement) != len(self.units) or len(set(names)) != len(names):
+            raise ValueError("units, their placements and parameters do not fit")
+        if len(self.used) != count or not {len(self.speeds), len(self.room)} <= {0, count}:
+            raise ValueError("its directories are not as many as their sizes")
+        sizes = (max(unit.numel // self.ranks, unit.frozen_bytes) for unit in self.units)
+        if max(chain([0], sizes)) > self.ranks * sum(self.used):
+            raise ValueError("its units are larger than its files")
+        return self
+
+
+def check_plan(facts: Mapping[str, Any], where: str) -> None:
+    """Raise `CheckpointError` unless `facts` can be a `plan.json`, which was found at `where`."""
+    _fitting(_PlanFile, facts, where)
+
+
+# --- the state of a run --------------------------------------------------------------------------
+
+
+class _Group(_Document):
+    parameters: list[str]
+    values: dict[str, Any]
+
+
+class _Scale(_Document):
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    patience: _Count
+    steps: _Count
+    last_overflow: Annotated[int, Field(ge=-1, le=LARGEST)]
+    history: list[Annotated[list[_Number], Field(min_length=2, max_length=2)]]
+
+
+class _RunState(_Document):
+    progress: dict[str, _Count] = {}
+    loss_scale: _Scale | None = None
+    steps: dict[str, _Count] = {}
+    groups: list[_Group] = []
+    kept: dict[str, Any] = {}
+    rounding_seed: _Count = 0
+    scheduler: dict[str, Any] | None = None
+    rng: dict[str, Any] = {}
+    registered: dict[str, Any] = {}
+    buffers: dict[str, Tensor] = {}
+    ranks: list[dict[str, Any]] = []
+
+
+def check_run_state(state: Any, where: str) -> None:
+    """Raise `CheckpointError` unless `state`, decoded, can be what `RunState.capture` returned."""
+    _fitting(_RunState, state, where)

@@ -1,0 +1,194 @@
+"""Documents whose checksums are right, and whose values are senseless: an error in words.
+
+Each value of a document of ours is replaced by others, of every type and range, and the document is
+sealed again, as somebody who edits it may do. Reading it raises an error of ours, or goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.durable import PLACEMENTS, durable_engine, equal, gated, state_of, step
+from support.runs import settings, train
+from support.small import batch
+from typer.testing import CliRunner
+
+from infinity.checkpoint.commits import COMMIT_NAMES
+from infinity.checkpoint.durable_runs import find_run, read_run
+from infinity.cli.main import app
+from infinity.errors import ConfigError, InfinityError
+from infinity.sealed import first_sealed, seal, unseal
+
+SENSELESS: list[Any] = [
+    None, True, -1, 0, 2**62, 2**70, 0.5, 1e308, "", "x", "\ud800", "\0", [], {}, [[]], [-1],
+    {"a": {}}, {"$tensor": 0},
+]  # fmt: skip
+FACTS = ("ranks", "precision", "rule", "moments", "gradient_itemsize", "units")
+Document = dict[str, Any]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where values stand; of a list the first and the last."""
+    if path:
+        yield path
+    if isinstance(value, dict):
+        for key in value:
+            yield from places(value[key], (*path, key))
+    elif isinstance(value, list) and value:
+        for index in sorted({0, len(value) - 1}):
+            yield from places(value[index], (*path, index))
+
+
+def changed(document: Document, each: int) -> Iterator[tuple[str, Document]]:
+    """The document with one value replaced, by `each` values in turn, or taken out."""
+    choose = random.Random(0)
+    for path in places(document):
+        for value in [*choose.sample(SENSELESS, each), KeyError]:
+            found = copy.deepcopy(document)
+            inner: Any = found
+            for key in path[:-1]:
+                inner = inner[key]
+            if value is KeyError:
+                del inner[path[-1]]
+            else:
+                inner[path[-1]] = value
+            yield f"{'.'.join(map(str, path))}: {value!r}", found
+
+
+def try_each(files: list[Path], door: Callable[[], Any], *parts: str, each: int = 2) -> None:
+    """Read the sealed `files`, which are alike, with each change, by `door`; and as they were."""
+    before = files[0].read_bytes()
+    document = unseal(first_sealed(before))
+    part = {name: document[name] for name in parts or document}
+    refused = 0
+    for what, values in changed(part, each):
+        with suppress(ConfigError):  # is no JSON
+            data = seal(document | values)
+            for file in files:
+                file.write_bytes(data)
+            try:
+                door()
+            except InfinityError:
+                refused += 1
+            except Exception as error:
+                raise AssertionError(f"{files[0].name} with {what}") from error
+    assert refused
+    for file in files:
+        file.write_bytes(before)
+    door()
+
+
+def command(*arguments: str) -> int:
+    """The exit code of a command, which ends in words."""
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    if result.exit_code:
+        assert "error: " in result.stderr
+        raise InfinityError(result.stderr)
+    return result.exit_code
+
+
+@pytest.fixture(scope="module")
+def durable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a durable run."""
+    root = tmp_path_factory.mktemp("durable")
+    more: dict[str, Any] = {"placement": PLACEMENTS["moments in RAM"], "durable_every": 1}
+    with durable_engine(root, gated(), **more) as engine:
+        step(engine)
+        step(engine)
+    (directory,) = root.iterdir()
+    return directory
+
+
+@pytest.mark.parametrize("names", [("run.json",), ("plan.json",), COMMIT_NAMES], ids="+".join)
+def test_files_of_a_durable_run_with_senseless_values_are_refused(
+    durable: Path, names: tuple[str, ...]
+) -> None:
+    facts = read_run(durable).facts
+    here = {name: facts[name] for name in FACTS}
+
+    def door() -> None:
+        find_run([durable.parent], "auto", here)
+        command("checkpoint", "inspect", str(durable))
+
+    try_each([durable / name for name in names], door)
+
+
+def test_the_state_of_a_run_with_senseless_values_is_refused(tmp_path: Path) -> None:
+    """What is not refused is loaded, and the next step can be made from there."""
+    more = {"durable": False, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}}
+    with durable_engine(tmp_path, gated(), **more) as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step(engine)
+        engine.save_checkpoint(tmp_path / "saved", "one", wait=True)
+        saved = state_of(engine)
+
+        def door() -> None:
+            engine.load_checkpoint(tmp_path / "saved", "one")
+            assert equal(state_of(engine), saved)
+            engine.backward(engine(batch(0)))
+            engine.step()
+
+        manifest = tmp_path / "saved" / "one" / "manifest.json"
+        try_each([manifest], door, "run", "client_state", "plan", "config", each=1)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of `infinity train`, with a plan."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "run.yaml").write_text(json.dumps(settings(folder, training__steps=2)))
+    command("train", str(folder / "run.yaml"))
+    return folder
+
+
+def test_a_run_whose_record_holds_senseless_values_is_not_gone_on_with(trained: Path) -> None:
+    raw = settings(trained, training__steps=2)
+    try_each([trained / "run" / "run.json"], lambda: train(raw, "auto"), each=1)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "metrics.jsonl"])
+def test_a_report_of_senseless_values_is_refused(trained: Path, name: str) -> None:
+    path = trained / "run" / name
+    before = path.read_bytes()
+    lines = list(map(json.loads, before.splitlines() if name == "metrics.jsonl" else [before]))
+    kinds = {line.get("event"): number for number, line in enumerate(lines)}
+    for number in kinds.values():
+        for what, values in list(changed(lines[number], 1))[::3]:
+            texts = map(json.dumps, [*lines[:number], values, *lines[number + 1 :]])
+            path.write_text("".join(f"{text}\n" for text in texts))
+            try:
+                command("report", str(trained / "run"))
+            except InfinityError:
+                pass
+            except Exception as error:
+                raise AssertionError(f"{name} with {what}") from error
+    path.write_bytes(before)
+    assert command("report", str(trained / "run")) == 0
+
+
+@pytest.mark.parametrize("name", ["plan.json", "metrics.jsonl"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_report_does_not_wait_for_what_has_no_end(
+    tmp_path: Path, trained: Path, name: str, kind: str
+) -> None:
+    for other in ("plan.json", "metrics.jsonl"):
+        (tmp_path / other).write_bytes((trained / "run" / other).read_bytes())
+    (tmp_path / name).unlink()
+    if kind == "pipe":
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).symlink_to("/dev/zero")
+    with suppress(InfinityError):
+        command("report", str(tmp_path))
+    assert name == "plan.json" or not (tmp_path / "report.html").exists()

@@ -238,6 +238,21 @@ def test_a_broken_file_is_refused(tmp_path: Path, name: str, text: str, part: st
     assert str(path) in answer
 
 
+def test_a_directory_and_a_link_to_it_are_not_two_drives(tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    (tmp_path / "link").symlink_to("drive")
+    given = [str(tmp_path / "drive"), str(tmp_path / "link")]
+    assert f"same path twice: {given[0]} and {given[1]} are one" in refusal({"nvme_path": given})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [("/mnt/\udcff", "should be UTF-8"), (f"/mnt/{'ä' * 128}/b", "a name of 256 bytes, more than")],
+)
+def test_nvme_path_that_no_record_or_file_system_takes(given: str, words: str) -> None:
+    assert words in refusal({"nvme_path": given})
+
+
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert "No such file" in refusal(tmp_path / "none.yaml")
     assert "cannot be read" in refusal(tmp_path / "none\0.yaml")

@@ -521,6 +521,29 @@ def kill_after(folder: Path, raw: dict[str, Any], count: int) -> None:
     assert code == -signal.SIGKILL, words
 
 
+@pytest.mark.parametrize("durable", [False, True])
+def test_two_signals_stop_at_once_and_say_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    raw = settings(tmp_path, training__checkpoint_every=99)
+    if durable:
+        raw["engine"] |= {"nvme_path": str(tmp_path), "durable": True}
+    shown = TrainPage.told
+
+    def told(self: TrainPage, record: Any) -> None:
+        shown(self, record)
+        if record["step"] == 2:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(TrainPage, "told", told)
+    result = CliRunner().invoke(app, ["train", configuration(tmp_path, raw)])
+    assert result.exit_code == 128 + signal.SIGTERM, result.output
+    kept = "the last committed step is on disk" if durable else "no checkpoint is whole yet"
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"stopped by SIGTERM; {kept}; go on with: infinity train ")
+
+
 def test_killed_and_interrupted_runs_go_on_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
         self.exit_code = 128 + signum
-        self.text = f"stopped by {signal.Signals(signum).name}; nothing is left on disk"
+        self.text = f"stopped by {signal.Signals(signum).name}"
 
 
 @contextmanager

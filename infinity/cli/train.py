@@ -108,8 +108,8 @@ def _train(config: Path, overrides: list[str], resume: str) -> Result:
         with ranks.settle("reads the configuration"):
             settings = load_run_config(config, overrides)
         return _train_on(ranks, settings, config, overrides, resume)
-    except (InfinityError, Stopped) as error:
-        if ranks.rank and (isinstance(error, Stopped) or is_told(error)):
+    except (InfinityError, Stopped, typer.Exit) as error:
+        if ranks.rank and (not isinstance(error, InfinityError) or is_told(error)):
             # The first rank says it. A launcher ends all when one has ended: let it say it.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_LETS_SPEAK_S)
@@ -143,10 +143,8 @@ def _train_on(
             with handling(_Stop(page)):
                 result = run.train(page, page.progress)
         except Stopped as stopped:
-            begun = run.directory.has_run
-            stopped.text = stopped.text.partition(";")[0] + (
-                f"; go on from the last checkpoint with: {again}" if begun else ""
-            )
+            if run.directory.has_run:
+                stopped.text += f"; {run.kept}; go on with: {again}"
             raise
         except (MachineError, EngineFailedError) as error:
             from infinity.runs.run import elsewhere
@@ -157,8 +155,12 @@ def _train_on(
                 page.report(run.directory.path)
         page.closing(result, run.directory.path)
     if result.stopped:
-        page.note(f"stopped after step {result.steps} of {result.num_steps}; go on with: {again}")
-        raise typer.Exit(128 + (page.signum or signal.SIGINT))
+        signum = result.stopped_by or signal.SIGINT
+        by = "" if signum == page.signum else f" by {signal.Signals(signum).name} to another rank"
+        page.note(
+            f"stopped after step {result.steps} of {result.num_steps}{by}; go on with: {again}"
+        )
+        raise typer.Exit(128 + signum)
     return result
 
 
@@ -277,9 +279,9 @@ class TrainPage(ProgressLine):
             self.note(f"step {step}: held-out loss {record['loss']:.4f}")
 
     @property
-    def stopping(self) -> bool:
-        """Whether a signal has asked for it."""
-        return bool(self.signum)
+    def stopping(self) -> int:
+        """The signal that has asked for it, or 0."""
+        return self.signum
 
     def ask_to_stop(self, signum: int) -> None:
         """From a signal handler."""

@@ -58,6 +58,9 @@ def _whole(value: Any) -> Any:
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
+_LONGEST_NAME = 255  # bytes, of a file on Linux
+
+
 def as_path(value: Any) -> Path:
     """A path, `~` expanded."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or "\0" in str(value):
@@ -69,16 +72,35 @@ def as_path(value: Any) -> Path:
 
 
 def as_paths(value: Any) -> tuple[Path, ...]:
-    """One path or a list of them; `None` is none of them."""
+    """Return one path, or a list of them, as a tuple of directories; `None` is none of them."""
     if value is None:
         return ()
     parts = value if isinstance(value, (list, tuple)) else [value]
     paths = tuple(as_path(part) for part in parts)
     if not paths and not isinstance(value, tuple):
         raise ValueError("is an empty list; give a path, or leave it out")
-    if len(set(paths)) < len(paths):
-        raise ValueError("names the same path twice")
+    for path in paths:
+        try:
+            longest = max((len(name.encode()) for name in path.parts), default=0)
+        except UnicodeEncodeError:
+            raise ValueError(f"should be UTF-8, got {str(path)!r}") from None
+        if longest > _LONGEST_NAME:
+            raise ValueError(f"has a name of {longest} bytes, more than {_LONGEST_NAME}: {path}")
+    seen: dict[Any, Path] = {}
+    for path in paths:
+        if (first := seen.setdefault(_identity(path), path)) is not path:
+            also = "" if first == path else f": {first} and {path} are one directory"
+            raise ValueError(f"names the same path twice{also}")
     return paths
+
+
+def _identity(path: Path) -> Any:
+    """Return what shows that two paths, one of them by a link, lead to one directory."""
+    try:
+        facts = os.stat(path)
+    except OSError:  # it is not there, or of another machine
+        return path
+    return facts.st_dev, facts.st_ino
 
 
 def as_pair(value: Any) -> Any:

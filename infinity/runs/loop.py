@@ -69,6 +69,7 @@ class Loop:
     evaluation_before: float | None = None
     evaluation: float | None = None
     saved: Path | None = None
+    stopped_by: int = 0
     failed_saves: int = 0
     unsaved: InfinityError | None = None
     _times_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
@@ -112,7 +113,8 @@ class Loop:
     def _asked_to_stop(self) -> bool:
         """Whether any rank's watcher was."""
         told = self.engine.ranks.meet("begins a step", int(self.watcher.stopping))
-        return any(stopping for stopping, *_ in told)
+        self.stopped_by = max(signum for signum, *_ in told)
+        return self.stopped_by > 0
 
     @property
     def _checkpoint_every(self) -> int:

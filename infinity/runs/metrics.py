@@ -34,7 +34,8 @@ _CURVES = ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "epoch")
 class Result:
     """What a run came to. Losses are in nats a token, None where none was computed.
 
-    `stopped` says that it was asked to stop before its last step. `checkpoint` is the one to go on
+    `stopped` says that it was asked to stop before its last step, `stopped_by` by which signal, on
+    whichever rank; 0 by none. `checkpoint` is the one to go on
     from, None where that is a durable state on disk; `model` the directory for transformers.
     `failed_saves` counts checkpoints that could not be saved on the way. `best` is the smallest
     held-out loss and `best_step` its step; `best_model` the directory with weights that were kept.
@@ -55,6 +56,7 @@ class Result:
     best_step: int | None = None
     best_model: Path | None = None
     stopped_early: bool = False
+    stopped_by: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -74,8 +76,8 @@ class Watcher(Protocol):
         """Something worth knowing."""
 
     @property
-    def stopping(self) -> bool:
-        """Whether to finish this step, save, and stop."""
+    def stopping(self) -> int:
+        """Whether to finish this step, save, and stop: the number of a signal that asked, or 0."""
 
 
 class LastStep:

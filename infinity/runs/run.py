@@ -339,6 +339,7 @@ class Run:
             best_step=loop.best.step if loop.best.step >= 0 else None,
             best_model=directory.best if loop.best.kept_step >= 0 else None,
             stopped_early=loop.stopped_early,
+            stopped_by=loop.stopped_by if stopped else 0,
         )
 
     @staticmethod
@@ -352,6 +353,16 @@ class Run:
         """Note that there was a whole checkpoint: from now on the run never begins again."""
         with suppress(InfinityError):  # noted with the next one
             self.directory.remember(saved=True)
+
+    @property
+    def kept(self) -> str:
+        """What a run that begun has on disk to go on from, as a clause."""
+        if self.directory.record.get("durable"):
+            return "the last committed step is on disk"
+        checkpoint = latest(self.directory.checkpoints)
+        return (
+            f"the last checkpoint is {checkpoint}" if checkpoint else "no checkpoint is whole yet"
+        )
 
     # --- going on --------------------------------------------------------------------------------
 

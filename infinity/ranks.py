@@ -51,6 +51,8 @@ NOTES = 8  # of a meeting, at most
 _IN_PLACE_BYTES = 1 << 16  # of a rank, from which on gloo is better told part by part
 _HELD_UP = timedelta(minutes=30)  # what a rank may take longer than another, and is not dead yet
 _ROLL_CALL_S = 5.0  # in which those that live, and may be busy, say that they have lost one
+_SAYS_S = 10.0  # before the ranks have found each other: then a rank says what it waits for
+_POLLS_S = 0.1
 _STALE_S = 30.0  # in which a process that is started again says what it was told
 _SILENCE = timedelta(seconds=60)  # of a meeting that others do not come to, until it is told
 
@@ -585,9 +587,11 @@ def find_ranks(timeout: timedelta | None = None) -> Ranks:
 
     backend, timeout = "nccl" if torch.cuda.is_available() else "gloo", timeout or _HELD_UP
     try:
+        if _number("RANK", 0):
+            _wait_until(_listens, "rank 0", timeout)
         # A store that waits for nobody: else rank 0 would wait there for ranks that nobody starts.
         store, rank, _ = next(dist.rendezvous("env://", world_size=1, timeout=timeout))
-        _check_count(store, rank, count)
+        _check_count(store, rank, count, timeout)
         one_machine = _on_this_machine(store, rank, count)[1] == count
         with _by_loopback(one_machine):
             if one_machine:  # a store that torchrun keeps over restarts has addresses of the dead
@@ -608,11 +612,37 @@ def find_ranks(timeout: timedelta | None = None) -> Ranks:
         ) from error
 
 
-def _check_count(store: Any, rank: int, count: int) -> None:
-    """Raise `ConfigError` where the first rank and another were told of different numbers."""
+def _wait_until(came: Callable[[], bool], who: str, timeout: timedelta) -> None:
+    """Poll for other ranks, so that Ctrl-C ends it; warns of a long wait, raises `RuntimeError`."""
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    began, patience_s, says_s = time.monotonic(), timeout.total_seconds(), _SAYS_S
+    while not came():
+        if (waited_s := time.monotonic() - began) > patience_s:
+            raise RuntimeError(f"{who} did not come to {place} in {waited_s:.0f} s")
+        if waited_s > says_s:
+            says_s = patience_s  # once
+            warnings.warn(
+                f"rank {_number('RANK', 0)} of {num_launched()} waits for {who} to come to {place}",
+                InfinityWarning,
+                stacklevel=4,
+            )
+        time.sleep(_POLLS_S)
+
+
+def _listens() -> bool:
+    """Return True if rank 0, or a launcher for it, takes connections."""
+    place = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
+    with contextlib.suppress(OSError), socket.create_connection(place, timeout=1):
+        return True
+    return False
+
+
+def _check_count(store: Any, rank: int, count: int, timeout: timedelta) -> None:
+    """Wait for all ranks; raise `ConfigError` where two were started as of different numbers."""
     key = "WORLD_SIZE of rank {}".format
     store.set(key(rank), str(count))
-    for other in range(1, count) if rank == 0 else (0,):
+    for other in range(count):
+        _wait_until(partial(store.check, [key(other)]), f"rank {other}", timeout)
         end = None
         while (told := int(store.get(key(other)))) != count:
             # A store that is kept over restarts may have what a dead one was told.
@@ -624,7 +654,7 @@ def _check_count(store: Any, rank: int, count: int) -> None:
                     remedy="start all with one command; on several nodes with the same --nnodes "
                     "and --nproc-per-node on each",
                 )
-            time.sleep(0.1)
+            time.sleep(_POLLS_S)
 
 
 def num_launched() -> int:

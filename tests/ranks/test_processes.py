@@ -18,6 +18,7 @@ import torch.distributed as dist
 from support import forked, rank_alone
 from support.forked import HANG_S
 from support.models import CASES
+from support.patience import wait_until
 from support.process_memory import SMALL_BYTES, needs_peak
 from support.trainer import make_config, train_exactly
 from torch.distributed import HashStore, TCPStore
@@ -233,6 +234,21 @@ def test_plain_torch_on_as_many_ranks_agrees(tmp_path: Path) -> None:
         assert rank["losses"] == pytest.approx(other["losses"], rel=1e-5)
         for name, value in other["masters"].items():
             torch.testing.assert_close(rank["masters"][name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_alone_says_whom_it_waits_for_and_ends_on_ctrl_c(rank: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_PORT": port}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
+    with forked.Program(rank_alone.waits_for_others, **environment) as program:
+        said = f"rank {rank} of 2 waits for rank {1 - rank} to come to 127.0.0.1:{port}"
+        assert wait_until(lambda: said in program.err.read_text(), HANG_S)
+        program.signal(signal.SIGINT)
+        _, _, error = program.end()
+    assert "KeyboardInterrupt" in error
 
 
 def test_a_rank_that_is_killed_ends_the_others_with_words(tmp_path: Path) -> None:

@@ -115,8 +115,8 @@ def shallow(record: Any) -> dict[str, Any]:
 def made(kind: Any, value: Any, place: str = "") -> Any:
     """A `kind` out of parsed JSON: a dataclass of texts, flags, numbers and tuples of such.
 
-    Members that the dataclass does not have are left out; a text or a number with a default may be
-    missing, for it came later. Numbers are whole, from 0 to 2**63 - 1.
+    Members that the dataclass does not have are left out; a text, number or flag with a default may
+    be missing, for it came later. Numbers are whole, from 0 to 2**63 - 1.
     Raises `ValueError` that names what is at fault by its place.
     """
     if isinstance(kind, type) and is_dataclass(kind):
@@ -126,7 +126,7 @@ def made(kind: Any, value: Any, place: str = "") -> Any:
         for field in fields(kind):
             name = field.name
             inner = f"{place}.{name}" if place else name
-            if name not in value and type(field.default) in (str, int):
+            if name not in value and type(field.default) in (str, int, bool):
                 continue
             if name not in value:
                 raise ValueError(f"{inner} is missing")

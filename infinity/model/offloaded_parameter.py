@@ -58,7 +58,7 @@ class Access(Protocol):
     """Access to the values of an engine's offloaded parameters; raises `ResidencyError`."""
 
     def fetch(self, parameter: Any) -> Tensor:
-        """Make the parameter resident; return it, or what is read in its place."""
+        """Make the parameter resident; return it, or the view to read in its place."""
 
     def copy(self, parameter: Any) -> Tensor | None:
         """Return a copy of the full value on the compute device; None during a call."""

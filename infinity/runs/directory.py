@@ -19,6 +19,7 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from infinity.files import (
     refused,
 )
 from infinity.ranks import ALONE, Ranks
-from infinity.sealed import read_sealed, write_sealed
+from infinity.sealed import made, read_sealed, write_sealed
 
 RUN_RECORD = "run.json"
 _LOCK = ".lock"
@@ -42,6 +43,20 @@ _WHAT_MAKES_TOKENS = (
     "; data.tokens is made of the files, by the tokenizer, and of conversations by the chat "
     "template and data.loss_on"
 )
+
+
+@dataclass(frozen=True)
+class _Record:
+    """Members of `run.json` that are relied on."""
+
+    id: str
+    name: str = ""
+    complete: bool = False
+    saved: bool = False
+    durable: bool = False
+    ranks: int = 1
+    state: int = 0
+    origin: str = ""
 
 
 class RunDirectory:
@@ -186,6 +201,9 @@ class RunDirectory:
         path = self.path / RUN_RECORD
         try:
             record = read_sealed(path, _FORMAT, _VERSION)
+            made(_Record, record)
+            for name in ("nvme_path", "sessions"):
+                made(tuple[str, ...], record.get(name, []), name)
             if not isinstance(record["decides"], dict):
                 raise ValueError("what decides its numbers is no object")
         except (OSError, ValueError, KeyError, TypeError) as error:

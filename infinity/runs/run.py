@@ -356,7 +356,7 @@ class Run:
 
     @property
     def kept(self) -> str:
-        """What a run that begun has on disk to go on from, as a clause."""
+        """A clause that names the state on disk to go on from."""
         if self.directory.record.get("durable"):
             return "the last committed step is on disk"
         checkpoint = latest(self.directory.checkpoints)
@@ -523,7 +523,7 @@ class Run:
     def _leaves_its_state(self) -> ConfigError:
         """Return the error for a run whose committed steps would not be gone on with."""
         directory, told = self.directory, steps_told(self.directory.metrics)
-        paths = directory.record.get("nvme_path", ["..."])
+        paths = directory.record.get("nvme_path") or ["..."]
         given = f"[{','.join(paths)}]" if len(paths) > 1 else paths[0]
         checkpoint = latest(directory.checkpoints)
         instead = f"; or --resume {checkpoint}, and lose the steps since" if checkpoint else ""

@@ -44,7 +44,7 @@ RECORD_FORMAT, RECORD_VERSION = "torch-infinity-run", 3
 
 @dataclass(frozen=True)
 class _Record:
-    """What is relied on of a record."""
+    """Members of a record that are relied on."""
 
     durable: bool
     pid: int
@@ -56,7 +56,7 @@ class _Record:
 
 
 def read_record(directory: Path) -> dict[str, Any]:
-    """Return what a run directory's record says.
+    """Read the record of a run directory.
 
     Raises `OSError`, and `ValueError` for one that is damaged or cannot be.
     """

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from infinity.checkpoint.commits import COMMIT_NAMES
 from infinity.checkpoint.durable_runs import find_run, read_run
 from infinity.cli.main import app
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.sealed import first_sealed, seal, unseal
 
 SENSELESS: list[Any] = [
@@ -154,7 +154,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_whose_record_holds_senseless_values_is_not_gone_on_with(trained: Path) -> None:
     raw = settings(trained, training__steps=2)
-    try_each([trained / "run" / "run.json"], lambda: train(raw, "auto"), each=1)
+    path = trained / "run" / "run.json"
+    before = path.read_bytes()
+    for paths in ([1], "x", {}):  # where a durable run keeps its state
+        path.write_bytes(seal(unseal(before) | {"durable": True, "nvme_path": paths}))
+        with pytest.raises(CheckpointError, match=r"run\.json is damaged.*: nvme_path"):
+            train(raw, "auto")
+    path.write_bytes(before)
+    try_each([path], lambda: train(raw, "auto"), each=1)
 
 
 @pytest.mark.parametrize("name", ["plan.json", "metrics.jsonl"])

@@ -63,7 +63,7 @@ def live(world: Path, promise: Callable[[str], None]) -> None:
             metrics.write({"event": "step", "step": number, "loss": 1.0})
             engine.save_checkpoint(world / "saved", f"step{number}", wait=True, keep_last=2)
             promise(f"checkpoint {number}")
-            directory.remember(saved=number)
+            directory.remember(noted=number)
             promise(f"saved {number}")
             engine.save_weights(world / "weights", max_shard=4096 if number % 2 else "1MiB")
             promise(f"weights {number}")
@@ -206,7 +206,7 @@ def check_run(world: Path, promises: list[str]) -> str:
     try:
         directory = RunDirectory(world / "run", resume=True)
         try:
-            assert directory.record.get("saved", 0) >= last(promises, "saved")
+            assert directory.record.get("noted", 0) >= last(promises, "saved")
             Metrics(directory.metrics, after=STEPS).close()
         finally:
             directory.close()

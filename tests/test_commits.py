@@ -40,7 +40,6 @@ records = st.builds(
     copies=bits,
     frozen_copies=bits,
     checksums=sums,
-    frozen_checksums=sums,
     document=st.dictionaries(st.text(max_size=20), st.text(max_size=500), max_size=5),
     when=st.just("2026-01-01T00:00:00+00:00"),
 )
@@ -63,7 +62,7 @@ def test_any_flipped_bit_and_any_cut_is_seen(record: CommitRecord, data: st.Data
 
 def some(sequence: int, nbytes: int) -> CommitRecord:
     document = {"run": random.Random(sequence).randbytes(nbytes).hex()}
-    copies = {"copies": (0, 1), "frozen_copies": (0, 0), "checksums": (), "frozen_checksums": ()}
+    copies = {"copies": (0, 1), "frozen_copies": (0, 0), "checksums": ()}
     return CommitRecord("r", "s", sequence, sequence * 10, **copies, document=document, when="now")
 
 

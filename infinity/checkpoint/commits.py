@@ -133,8 +133,8 @@ class CommitRecord:
         step: Number of updates.
         copies: Active copy (0 or 1) of each unit's trained state.
         frozen_copies: Active copy of each unit's frozen parameters.
-        checksums: CRC32C of each active copy's page checksums; empty if none are kept.
-        frozen_checksums: The same for frozen parameters.
+        checksums: CRC32C of the page checksums of each unit's active copies, its trained state and
+            then its frozen parameters; empty if none are kept.
         document: Result of `Document.to_json`.
         when: UTC, ISO 8601.
     """
@@ -146,7 +146,6 @@ class CommitRecord:
     copies: tuple[int, ...]
     frozen_copies: tuple[int, ...]
     checksums: tuple[int, ...]
-    frozen_checksums: tuple[int, ...]
     document: Any
     when: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
@@ -157,13 +156,12 @@ class CommitRecord:
 
     def is_of(self, run: str, num_units: int) -> bool:
         """Return whether the record can be of this run, which has that many units."""
-        copies, checksums = (*self.copies, *self.frozen_copies), self.checksums
-        lengths = {len(self.copies), len(self.frozen_copies)}
-        kept = {len(checksums), len(self.frozen_checksums)}
         return (
-            self.run == run and lengths == {num_units} and kept in ({0}, {num_units})
-            and set(copies) <= {0, 1}
-        )  # fmt: skip
+            self.run == run
+            and len(self.copies) == len(self.frozen_copies) == num_units
+            and {*self.copies, *self.frozen_copies} <= {0, 1}
+            and len(self.checksums) in (0, 2 * num_units)
+        )
 
     def to_bytes(self) -> bytes:
         """As a file holds it."""

@@ -83,7 +83,7 @@ class Durability:
         self._buffers = BufferPool(NUM_COMMIT_BUFFERS, commit_buffer_bytes(plan), transfers.device)
         self._records = CommitFiles(self._primary.directory)
         self._sums: SmallFile | None = None
-        self._checksums: dict[tuple[int, bool], int] = {}  # (unit, of its frozen parameters): CRC
+        self._checksums: dict[int, int] = {}  # as in a record, by position
         try:
             if self._disk.checksums is not None:
                 self._sums = self._open_sums(stored)
@@ -216,7 +216,6 @@ class Durability:
         laps.lap("saving", "commit: sync")
         self._write_sums()
         units = self.store.units
-        kept = range(len(units)) if self._sums is not None else ()
         record = CommitRecord(
             run=self._run,
             session=self._session,
@@ -224,8 +223,7 @@ class Durability:
             step=self.step,
             copies=tuple(state.copy.active for state in units),
             frozen_copies=tuple(state.frozen_copy.active for state in units),
-            checksums=tuple(self._checksums[unit, False] for unit in kept),
-            frozen_checksums=tuple(self._checksums[unit, True] for unit in kept),
+            checksums=tuple(self._checksums[i] for i in sorted(self._checksums)),
             document=document,
         )
         assert self._prepared is None
@@ -300,13 +298,13 @@ class Durability:
         sums = self._disk.checksums
         if self._sums is None or sums is None:
             return
-        for key, copy, extents in _active_copies(self.store.units):
+        for position, (copy, extents) in enumerate(_active_copies(self.store.units)):
             if not (copy.dirty or unchanged):
                 continue
             stored = [sums.stored(extent.offset, extent.nbytes) for extent in extents]
             for extent, data in zip(extents, stored, strict=True):
                 self._sums.write(extent.offset // PAGE * CHECKSUM_BYTES, data)
-            self._checksums[key] = crc32c(b"".join(stored))
+            self._checksums[position] = crc32c(b"".join(stored))
         self._sums.sync()
 
     def _restore_sums(self, record: CommitRecord) -> None:
@@ -317,7 +315,7 @@ class Durability:
         sums, file = self._disk.checksums, self._sums
         if sums is None or file is None:
             return
-        for key, _, extents in _active_copies(self.store.units):
+        for position, (_, extents) in enumerate(_active_copies(self.store.units)):
             if not record.checksums:
                 for extent in extents:
                     for start in range(0, extent.nbytes, 1 << 24):
@@ -325,11 +323,9 @@ class Durability:
                         self._disk.learn(part, host_buffer(part.nbytes))
                 continue
             stored = [stored_checksums(file.read, extent) for extent in extents]
-            unit, is_frozen = key
-            wanted = (record.frozen_checksums if is_frozen else record.checksums)[unit]
-            self._checksums[key] = crc32c(b"".join(stored))
-            if self._checksums[key] != wanted:
-                name = self.store.units[unit].layout.name
+            self._checksums[position] = crc32c(b"".join(stored))
+            if self._checksums[position] != record.checksums[position]:
+                name = self.store.units[position // 2].layout.name
                 raise foreign_checksums(file.path, record, name)
             for extent, data in zip(extents, stored, strict=True):
                 sums.restore(extent.offset, extent.nbytes, data)
@@ -388,16 +384,14 @@ class Durability:
 
 def _active_copies(
     units: Sequence[UnitState],
-) -> Iterator[tuple[tuple[int, bool], ExtentCopies, Sequence[Extent]]]:
-    """Yield ((position, whether of frozen parameters), copy, extents of the active copy)."""
-    for position, state in enumerate(units):
-        yield (position, False), state.copy, state.copies[state.copy.active] if state.copies else ()
-        frozen = state.frozen_copies
-        yield (
-            (position, True),
-            state.frozen_copy,
-            [frozen[state.frozen_copy.active]] if frozen else (),
-        )
+) -> Iterator[tuple[ExtentCopies, Sequence[Extent]]]:
+    """Yield each unit's active copies and their extents, in the order of a record's checksums."""
+    for state in units:
+        for copy, copies in (
+            (state.copy, state.copies),
+            (state.frozen_copy, [[extent] for extent in state.frozen_copies]),
+        ):
+            yield copy, copies[copy.active] if copies else ()
 
 
 def _new_session() -> str:

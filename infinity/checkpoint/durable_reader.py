@@ -185,9 +185,8 @@ class _Part:
         self.extents = [item for group in groups for item in group]
         sizes = [os.fstat(file).st_size for file in self._files]
         self._stripes.place_again(self._striping, sizes)
-        each = zip(self.record.checksums, self.record.frozen_checksums, strict=True)
-        wanted = [crc for unit in each for crc in unit]
-        for group, crc in zip(groups, wanted, strict=True) if self.verified else ():
+        sums = zip(groups, self.record.checksums, strict=True) if self.verified else ()
+        for group, crc in sums:
             extents = [extent for extent, _ in group]
             stored = [stored_checksums(self._read_sums, extent) for extent in extents]
             if crc32c(b"".join(stored)) != crc:

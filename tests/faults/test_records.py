@@ -33,6 +33,7 @@ from support.durable import (
     step,
     undisturbed,
 )
+from support.seeds import many
 
 from infinity.checkpoint.commits import COMMIT_NAMES, CommitRecord
 from infinity.checkpoint.durable_reader import DurableReader
@@ -254,15 +255,19 @@ def histories(runs: dict[str, Recorded], tmp_path_factory: pytest.TempPathFactor
     return Histories(run, fork, states)
 
 
+def replace_files(paths: list[Path], others: list[Path], files: list[tuple[int, str]]) -> None:
+    """Put files, by drive and name, of other drives in the place of those of a run."""
+    for drive, name in files:
+        (here,), (there,) = paths[drive].iterdir(), others[drive].iterdir()
+        shutil.copyfile(there / name, here / name)
+
+
 def mix(
     histories: Histories, root: Path, choose: random.Random, files: list[tuple[int, str]]
 ) -> str:
     """Replace files by those of another time or history; the error, or "exact"."""
     paths = histories.run.moment(root / "here", choose.choice(histories.run.moments()))
-    other = histories.source(root / "there", choose)
-    for drive, name in files:
-        (here,), (there,) = paths[drive].iterdir(), other[drive].iterdir()
-        shutil.copyfile(there / name, here / name)
+    replace_files(paths, histories.source(root / "there", choose), files)
     problems, said = problems_of(paths), "exact"
     try:
         with durable_engine(paths, gated(), **MORE, resume="auto") as engine:
@@ -304,22 +309,20 @@ def test_records_of_another_time_than_the_state_are_refused(
         histories.run.moment(tmp_path / str(at), at)
         for at in (times if ahead == "records" else reversed(times))
     )
-    for drive, name in files:
-        (here,), (there,) = paths[drive].iterdir(), other[drive].iterdir()
-        shutil.copyfile(there / name, here / name)
+    replace_files(paths, other, files)
     assert problems_of(paths)
     assert go_on(paths, 0, 0) != "exact"
 
 
 def many_mixed(histories: Histories, root: Path, seeds: range) -> Counter[str]:
-    seen: Counter[str] = Counter()
-    for seed in seeds:
+    def one(seed: int) -> str:
         choose = random.Random(seed)
         files = choose.sample(FILES, choose.choice((2, 2, 2, 3, 4)))
         said = mix(histories, root / str(seed), choose, files)
-        seen["exact" if said == "exact" else "refused"] += 1
         shutil.rmtree(root / str(seed))
-    return seen
+        return "exact" if said == "exact" else "refused"
+
+    return many(seeds, one)
 
 
 def test_files_of_other_times_and_histories(histories: Histories, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ import torch
 from support.checkpoint_files import content, same_content
 from support.durable import PLACEMENTS, State, durable_engine, equal, gated, state_of, step
 from support.recorded_tree import RecordedTree
+from support.seeds import many
 from torch import Tensor
 
 from infinity.checkpoint.directory import find_tag
@@ -260,22 +261,14 @@ def failing_call(world: Path, choose: random.Random, expected: Expected) -> list
 # --- seeds ---------------------------------------------------------------------------------------
 
 
-def many(seeds: range, root: Path, expected: Expected) -> Counter[str]:
-    seen: Counter[str] = Counter()
-    wrong: list[str] = []
-    for seed in seeds:
-        try:
-            seen[bad_end(seed, root / str(seed), expected)] += 1
-        except AssertionError as error:
-            wrong.append(str(error))
-    assert not wrong, f"{len(wrong)} of {len(seeds)}:\n" + "\n".join(wrong[:5])
-    return seen
+def seeded(seeds: range, root: Path, expected: Expected) -> Counter[str]:
+    return many(seeds, lambda seed: bad_end(seed, root / str(seed), expected))
 
 
 @pytest.mark.parametrize("first", range(0, QUICK, BATCH))
 def test_bad_ends(in_memory: Path, expected: Expected, first: int) -> None:
     torch.set_num_threads(1)
-    seen = many(range(first, first + BATCH), in_memory, expected)
+    seen = seeded(range(first, first + BATCH), in_memory, expected)
     assert sum(seen.values()) == BATCH
     assert {"kill: exact", "power: exact", "call: exact"} <= seen.keys(), seen
 
@@ -286,7 +279,7 @@ def test_bad_ends(in_memory: Path, expected: Expected, first: int) -> None:
 def test_bad_ends_at_length(
     in_memory: Path, expected: Expected, first: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen = many(range(first, first + 1000), in_memory, expected)
+    seen = seeded(range(first, first + 1000), in_memory, expected)
     with capsys.disabled():
         print(f"\n{first}: {dict(sorted(seen.items()))}")
 

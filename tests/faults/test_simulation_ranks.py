@@ -21,6 +21,7 @@ import pytest
 import torch
 from support.ranks import make_engine, on_ranks
 from support.recorded_tree import RecordedTree
+from support.seeds import many
 from support.small import MIXED, batch, settings, small_model
 from torch import Tensor
 
@@ -168,21 +169,13 @@ def same(one: Weights, other: Weights) -> bool:
     return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def many(seeds: range, expected: Expected) -> Counter[str]:
-    seen: Counter[str] = Counter()
-    wrong: list[str] = []
-    for seed in seeds:
-        try:
-            seen[bad_end(seed, expected)] += 1
-        except AssertionError as error:
-            wrong.append(str(error))
-    assert not wrong, f"{len(wrong)} of {len(seeds)}:\n" + "\n".join(wrong[:5])
-    return seen
+def seeded(seeds: range, expected: Expected) -> Counter[str]:
+    return many(seeds, lambda seed: bad_end(seed, expected))
 
 
 @pytest.mark.filterwarnings("ignore::infinity.errors.InfinityWarning")
 def test_bad_ends_of_ranks(expected: Expected) -> None:
-    assert many(range(QUICK), expected).keys() == {"exact", "refused"}
+    assert seeded(range(QUICK), expected).keys() == {"exact", "refused"}
 
 
 @pytest.mark.big
@@ -192,7 +185,7 @@ def test_bad_ends_of_ranks(expected: Expected) -> None:
 def test_bad_ends_of_ranks_at_length(
     expected: Expected, first: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen = many(range(first, first + 1000), expected)
+    seen = seeded(range(first, first + 1000), expected)
     with capsys.disabled():
         print(f"\n{first}: {dict(seen)}")
 

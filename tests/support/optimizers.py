@@ -33,8 +33,8 @@ class SignedMomentum(optim.Optimizer):
                 p.data = p.data - group["lr"] / group["count"] * state["momentum"].sign()
 
 
-class TrustRatio(optim.Optimizer):
-    """LAMB-like: a step as long as the parameter's norm says. Not elementwise."""
+class _WholeParameters(optim.Optimizer):
+    """Steps one parameter at a time, not elementwise, by `_update`."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
@@ -44,25 +44,28 @@ class TrustRatio(optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    m = self.state[p].setdefault("m", torch.zeros_like(p))
-                    m.lerp_(p.grad, 0.1)
-                    p.sub_(m * (group["lr"] * p.norm() / (m.norm() + 1e-6)))
+                    self._update(p, group["lr"])
+
+    def _update(self, p: Any, lr: float) -> None:
+        raise NotImplementedError
 
 
-class TowardsStart(optim.Optimizer):
+class TrustRatio(_WholeParameters):
+    """LAMB-like: a step as long as the parameter's norm says."""
+
+    def _update(self, p: Any, lr: float) -> None:
+        m = self.state[p].setdefault("m", torch.zeros_like(p))
+        m.lerp_(p.grad, 0.1)
+        p.sub_(m * (lr * p.norm() / (m.norm() + 1e-6)))
+
+
+class TowardsStart(_WholeParameters):
     """Pulls parameters to where they began; of zeros, as biases are, it keeps one number."""
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    first = p.clone() if p.any() else p.new_zeros(())
-                    start = self.state[p].setdefault("start", first)
-                    p.sub_(p.grad + (p - start) * 0.1, alpha=group["lr"])
+    def _update(self, p: Any, lr: float) -> None:
+        first = p.clone() if p.any() else p.new_zeros(())
+        start = self.state[p].setdefault("start", first)
+        p.sub_(p.grad + (p - start) * 0.1, alpha=lr)
 
 
 ELEMENTWISE: dict[str, Maker] = {

@@ -28,8 +28,7 @@ from infinity.errors import InfinityWarning
 from infinity.offload import activations as activations_module
 from infinity.offload import gradient_buffers as gradient_worker_module
 from infinity.offload import gradients as gradients_module
-from infinity.offload import prefetch as prefetch_module
-from infinity.offload import slots as slots_module
+from infinity.offload import prefetch as slots_module
 from infinity.offload.activations import ActivationStore
 from infinity.offload.gradients import GradientStore
 from infinity.offload.transfers import Transfers
@@ -177,9 +176,7 @@ def test_every_access_is_ordered_where_activations_leave(place: int, offload: st
 
 
 def forget_the_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of slots that lingered, which are ordered when they are assigned again."""
-    for module in (prefetch_module, slots_module):
-        monkeypatch.setattr(module, "after_all", lambda ready, compute: ready)
+    monkeypatch.setattr(slots_module, "after_all", lambda ready, compute: ready)
 
 
 def publish_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

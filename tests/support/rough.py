@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 from torch import Tensor, nn
 
@@ -23,33 +23,73 @@ def fill(slot: Tensor) -> None:
     slot.fill_(255)
 
 
+_of_thread = threading.local()  # what engines get that the thread makes: `io`, `poison`
+_lock = threading.Lock()
+_patched: dict[str, tuple[int, Any]] = {}  # by name: how many want the patch, what was there before
+
+
+@contextmanager
+def _with(owner: Any, name: str, patch: Callable[..., Any], **options: Any) -> Iterator[None]:
+    """`owner.name` is `patch`, and what this thread makes has the options.
+
+    Ranks are threads: the patch goes with the last of them. Two mocks, one inside the other's time,
+    would leave the first one's behind.
+    """
+    with _lock:
+        count, before = _patched.get(name, (0, getattr(owner, name)))
+        _patched[name] = count + 1, before
+        setattr(owner, name, patch)
+    outer = dict(vars(_of_thread))
+    vars(_of_thread).update(options)
+    try:
+        yield
+    finally:
+        vars(_of_thread).clear()
+        vars(_of_thread).update(outer)
+        with _lock:
+            count, before = _patched.pop(name)
+            if count > 1:
+                _patched[name] = count - 1, before
+            else:
+                setattr(owner, name, before)
+
+
 @contextmanager
 def rough_io(**options: Any) -> Iterator[None]:
-    """Native I/O engines that are made in here get `options`: `faults`, `slow_bytes_per_s`."""
-    engine = _aio.Engine
-    with mock.patch.object(_aio, "Engine", lambda **given: engine(**given, **options)):
+    """Native I/O engines that this thread makes in here get `faults`, `slow_bytes_per_s`."""
+    with _with(_aio, "Engine", _rough_engine, io=options):
         yield
+
+
+_Engine, _begin = _aio.Engine, SlotLedger.__post_init__
+
+
+def _rough_engine(**given: Any) -> Any:
+    return _Engine(**given, **getattr(_of_thread, "io", {}))
 
 
 @contextmanager
 def poisoned(poison: Poison) -> Iterator[None]:
-    """Slots of engines that are made in here are overwritten when they are freed."""
-    begin, give_up = SlotLedger.__post_init__, SlotLedger.give_up
-
-    def begin_poisoned(self: SlotLedger) -> None:
-        def give_up_poisoned(unit: int) -> None:
-            entry, slot = self.entries[unit], self.entries[unit].slot
-            give_up(self, unit)
-            if slot is not None and slot.arena is not None and slot.is_free():
-                entry.ready.wait()
-                poison(slot.alias())
-                slot.free_after = self.device.compute_event()  # poisoning is compute
-
-        begin(self)
-        self.give_up = give_up_poisoned  # type: ignore[method-assign]
-
-    with mock.patch.object(SlotLedger, "__post_init__", begin_poisoned):
+    """Slots of engines that this thread makes in here are overwritten when they are freed."""
+    with _with(SlotLedger, "__post_init__", _begin_poisoned, poison=poison):
         yield
+
+
+def _begin_poisoned(self: SlotLedger) -> None:
+    _begin(self)
+    poison: Poison | None = getattr(_of_thread, "poison", None)
+    if poison is None:
+        return
+
+    def give_up_poisoned(unit: int) -> None:
+        entry, slot = self.entries[unit], self.entries[unit].slot
+        SlotLedger.give_up(self, unit)
+        if slot is not None and slot.arena is not None and slot.is_free():
+            entry.ready.wait()
+            poison(slot.alias())
+            slot.free_after = self.device.compute_event()  # poisoning is compute
+
+    self.give_up = give_up_poisoned  # type: ignore[method-assign]
 
 
 def initialize(

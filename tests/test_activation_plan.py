@@ -23,7 +23,10 @@ H, TOKENS, BLOCKS = 64, 1000, 6
 SHAPES = [(3 * H, H), (H, H), (4 * H, H), (H, 4 * H), (H,)]
 _UNITS = [
     one_unit("embed", (500, H)),
-    *(one_unit(f"blocks.{i}", *SHAPES, first=1 + 10 * i) for i in range(BLOCKS)),
+    *(
+        replace(one_unit(f"blocks.{i}", *SHAPES, first=1 + 10 * i), is_block=True)
+        for i in range(BLOCKS)
+    ),
     one_unit("head", (500, H), first=100),
 ]
 UNITS = tuple(replace(unit, index=i) for i, unit in enumerate(_UNITS))

@@ -194,6 +194,48 @@ def test_an_encoder_and_a_decoder_have_their_blocks_each() -> None:
     }
 
 
+class DenseBlock(nn.Module):
+    """A layer of a model with experts; `width` is that of its own perceptron."""
+
+    def __init__(self, width: int, bias: bool = False) -> None:
+        super().__init__()
+        self.attention = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("q", "k", "v", "o")})
+        self.mlp = nn.Linear(8, width)
+        if bias:
+            self.positions = nn.Embedding(4, 2)
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [DenseBlock(16, bias=True), DenseBlock(16)],
+        [DenseBlock(16), DenseBlock(32), DenseBlock(64)],
+        [DenseBlock(16)],
+    ],
+    ids=["the first has a bias", "perceptrons of several widths", "one alone"],
+)
+def test_blocks_of_a_list_may_differ_a_little(blocks: list[nn.Module]) -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList(blocks), "head": nn.Linear(8, 3)})
+    cuts = cut_by_name(model)
+    names = {f"layers.{i}" for i in range(len(blocks))}
+    assert {name for name, cut in cuts.items() if cut.is_block} == names
+    assert_each_parameter_once(model, list(cuts.values()))
+
+
+def test_stages_of_other_widths_and_a_pair_of_stacks_are_no_blocks() -> None:
+    def stage(width: int) -> nn.Module:
+        return nn.Sequential(*[nn.Sequential(nn.Linear(width, width)) for _ in range(2)])
+
+    model = nn.ModuleDict({"stages": nn.ModuleList(stage(width) for width in (8, 16, 32))})
+    assert {n for n, c in cut_by_name(model).items() if c.is_block} == {
+        f"stages.{i}.{j}" for i in range(3) for j in range(2)
+    }
+    pair = nn.ModuleDict(
+        {name: nn.ModuleList(DenseBlock(16) for _ in range(n)) for name, n in (("a", 2), ("b", 3))}
+    )
+    assert all(cut.name.count(".") == 1 for cut in Cutter(pair).cut() if cut.is_block)
+
+
 def test_one_bare_layer_is_one_unit() -> None:
     cuts = Cutter(nn.Linear(4, 4)).cut()
     assert len(cuts) == 1

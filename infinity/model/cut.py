@@ -1,11 +1,12 @@
 """Cut any module into units, without help.
 
 Repeated blocks are found by structure: children of one module with equal parameter names, shapes
-and dtypes. Experts (a repeated ModuleList inside a block) are units of their own. Modules that
-are large by themselves (embeddings, heads) stand alone; what is left is packed together, into units
-no larger than a block: buffers have the size of the largest unit, so one that is larger costs
-memory everywhere. A parameter belongs to the first unit that reaches it, so tied weights are stored
-once.
+and dtypes; in a list also those of one class with most of these in common (the first block of a T5
+holds the bias of positions besides, dense layers stand between those with experts), and one alone.
+Experts (a repeated ModuleList inside a block) are units of their own. Modules that are large by
+themselves (embeddings, heads) stand alone; what is left is packed together, into units no larger
+than a block: buffers have the size of the largest unit, so one that is larger costs memory
+everywhere. A parameter belongs to the first unit that reaches it, so tied weights are stored once.
 """
 
 from __future__ import annotations
@@ -136,19 +137,36 @@ class Cutter:
         yield rest
 
 
-def _signature(module: nn.Module) -> tuple[object, ...] | None:
-    """What makes two modules copies of one another; None for those without a matrix."""
+_Signature: TypeAlias = frozenset[tuple[str, tuple[int, ...], object]]
+
+
+def _signature(module: nn.Module) -> _Signature:
+    """What makes two modules copies of one another; empty for those without a matrix."""
     parameters = [(n, tuple(p.shape), p.dtype) for n, p in module.named_parameters()]
-    if not any(len(shape) >= 2 for _, shape, _ in parameters):
-        return None
-    return (type(module), tuple(parameters))
+    has_matrix = any(len(shape) >= 2 for _, shape, _ in parameters)
+    return frozenset(parameters) if has_matrix else frozenset()
 
 
 def _repeated(module: nn.Module) -> set[int]:
-    """ids of the children that have at least one structural twin among their siblings."""
-    groups: dict[tuple[object, ...], set[int]] = {}
-    for child in module.children():
-        signature = _signature(child)
-        if signature is not None:
-            groups.setdefault(signature, set()).add(id(child))
-    return {i for ids in groups.values() if len(ids) > 1 for i in ids}
+    """ids of the children that repeat one another, or that are alone in a list."""
+    by_class: dict[type, dict[_Signature, list[nn.Module]]] = {}
+    children = [child for child in module.children() if _signature(child)]
+    for child in children:
+        by_class.setdefault(type(child), {}).setdefault(_signature(child), []).append(child)
+    in_order = is_list(module) and all(name.isdigit() for name, _ in module.named_children())
+    found: set[int] = set()
+    for signatures in by_class.values():
+        for signature, alike in signatures.items():
+            others = signatures.keys() - {signature} if in_order else set()
+            if in_order and len(children) == 1:
+                others = {signature}
+            if len(alike) > 1 or any(_is_like(signature, other) for other in others):
+                found.update(map(id, alike))
+    return found
+
+
+def _is_like(one: _Signature, other: _Signature) -> bool:
+    """Whether at least half of what either has is in both, two matrices among it."""
+    common = one & other
+    matrices = sum(len(shape) >= 2 for _, shape, _ in common)
+    return matrices >= 2 and 2 * len(common) >= min(len(one), len(other))

@@ -255,14 +255,10 @@ def num_blocks(units: Sequence[UnitLayout]) -> int:
 
 
 def block_widths(units: Sequence[UnitLayout]) -> list[int]:
-    """Values a token brings to each repeated block, in order; experts belong to their block."""
-    shapes = [tuple(sorted(s.shape for s in u.segments)) for u in units]  # in any order
-    alike = Counter(shape for shape in shapes if len(shape) > 1)
-    own = {block[0].name for block in _blocks(units)}
+    """Values a token brings to each block, in order; experts belong to their block."""
+    own = {block[0].name for block in _blocks(units) if block[0].is_block}
     widths = (
-        _width([s for s in unit.segments if len(s.shape) > 1])
-        for unit, shape in zip(units, shapes, strict=True)
-        if alike[shape] > 1 and unit.name in own
+        _width([s for s in unit.segments if len(s.shape) > 1]) for unit in units if unit.name in own
     )
     return [width for width in widths if width]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.families import FAMILIES, Family
 from support.small import ON_DEVICE, ON_DISK, settings
 from torch import Tensor, nn
@@ -129,6 +130,26 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(name: str, tmp_pa
     assert_same_bits(on_disk, train(family, tmp_path, ON_DEVICE, model))
     # Recomputing adds up the gradients of what blocks share (T5's biases) in another order.
     assert on_disk.losses == pytest.approx(train_plain(name).losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("layers", [(2, 2), (3, 2)])
+def test_encoder_decoders_move_what_the_plan_says(layers: tuple[int, int], tmp_path: Path) -> None:
+    """Their first blocks are blocks as the others: recomputed, with inputs that wait on disk."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        d_model=64, d_kv=16, d_ff=128, num_heads=4, vocab_size=500, num_layers=layers[0],
+        num_decoder_layers=layers[1], dropout_rate=0.0, decoder_start_token_id=0, use_cache=False,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config)
+    saved = {"checkpoint": "units", "offload": "disk", "tokens": 4 * 32, "min_bytes": 1}
+    engine, *_ = infinity.initialize(model, settings(tmp_path, ON_DISK, activations=saved))
+    with engine:
+        assert len(engine.plan.saved.sizes) == sum(layers)
+        tokens = torch.randint(1, 500, (4, 32))
+        for _ in range(3):
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+        assert engine.last_report.moved == engine.forecast()
 
 
 @pytest.mark.parametrize(

@@ -196,3 +196,46 @@ def case_for(
         made=made,
         device_share=AUTO_DEVICE_BUDGET,
     )
+
+
+def finer_units(cut: Cut) -> list[str]:
+    """Names of the parts of every block, smaller units; none where blocks have no parts."""
+    names = []
+    for unit in cut.units:
+        for module in unit.modules[:1] if len(unit.modules) == 1 else []:
+            children = [n for n, c in module.named_children() if any(True for _ in c.parameters())]
+            if len(children) > 1:
+                names += [f"{unit.name}.{child}" for child in children]
+    return names
+
+
+def adapter_case(case: Case, target: Target, rank: int, rest: str) -> Case:
+    """The same step of `case`, with adapters of a rank trained over a frozen base.
+
+    Args:
+        case: That of `target` with all its parameters trained.
+        target: The model; it stays as it is.
+        rank: The inner size of the adapters' matrices (LoRA, arXiv:2106.09685).
+        rest: The format of frozen matrices, as `frozen.rest` of a configuration names it.
+
+    Raises:
+        ConfigError: If the model has no linear layers.
+    """
+    adapted = target.with_adapters(rank)
+    frozen = case.config.frozen.model_copy(update={"rest": rest})
+    config = case.config.model_copy(update={"frozen": frozen})
+    groups = groups_of(adapted.module, config)
+    cut = cut_model(adapted.module, config, groups, None, case.machine.ranks)
+    found = case_for(
+        adapted,
+        cut,
+        groups,
+        config,
+        case.machine,
+        case.work.tokens,
+        recompute=case.work.recompute == "all",
+        base=case.base,
+        made=case.made,
+        length=case.work.context,
+    )
+    return replace(found, device_share=case.device_share)

@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
+from infinity.cli.remedies import NAMES, for_plan, size_text
 from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError
 from infinity.formats import MomentFormat
 from infinity.plan.advice import (
+    LEAST_CHANGE,
     LEAST_GAIN,
     MOST_MICRO_BATCHES,
     Way,
     faster,
     round_down,
     round_size,
-    size_text,
     ways_to_fit,
 )
 from infinity.plan.case import Case, Priced, price
@@ -73,6 +74,11 @@ def case_of(
     )
 
 
+def typed(way: Way) -> str:
+    """What `infinity plan` says is to be typed."""
+    return for_plan(of_run=False)(way.changes) or ""
+
+
 def refused(case: Case) -> None:
     with pytest.raises(DoesNotFitError):
         price(case).require_room()
@@ -87,13 +93,17 @@ def ways_of(case: Case, finer: Sequence[UnitLayout] = ()) -> list[Way]:
         again.require_room()
         assert again.cost.seconds == way.priced.cost.seconds
         assert way.what
-        assert way.how
+        assert typed(way)
+        assert {change.name for change in way.changes} <= NAMES
+        for tier in ("host", "disk", "device"):
+            now, then = (getattr(c.machine, f"{tier}_bytes") or 0 for c in (case, way.priced.case))
+            assert then in (0, now) or then >= LEAST_CHANGE * now
     return ways
 
 
 def test_too_little_ram_is_helped_by_formats_or_hardware() -> None:
     ways = ways_of(case_of(100 * MIB, disk=0, device=16 * MIB, tokens=1))
-    assert [way.how.split()[0] for way in ways] == ["--moments", "--disk", "--host"]
+    assert [typed(way).split()[0] for way in ways] == ["--moments", "--disk", "--host"]
     assert [way.lossy for way in ways] == [True, False, False]
     assert all(("lossy" in way.what) == way.lossy for way in ways)
     assert ways[1].priced.case.config.nvme_path, "a disk has a path"
@@ -107,11 +117,11 @@ def test_a_larger_tier_is_no_larger_than_it_must_be(tier: str) -> None:
         case = case_of(80 * MIB, disk=25 * MIB, device=8 * MIB, count=32, tokens=1)
     else:
         case = case_of(4 * GIB, device=3 * MIB, tokens=64, recompute="all")
-    found = [w for w in ways_of(case) if w.how.startswith(f"--{tier}")]
+    found = [w for w in ways_of(case) if typed(w).startswith(f"--{tier}")]
     assert len(found) == 1
     size = getattr(found[0].priced.case.machine, f"{tier}_bytes")
     assert size > getattr(case.machine, f"{tier}_bytes")
-    assert size_text(size) in found[0].how
+    assert size_text(size) in typed(found[0])
     refused(case.with_machine(**{f"{tier}_bytes": int(0.7 * size)}))
 
 
@@ -128,14 +138,14 @@ def test_activations_are_helped_for_free_first() -> None:
     assert after.work.tokens * after.micro_batches == 1 << 16
     assert after.micro_batches <= MOST_MICRO_BATCHES
     assert after.machine == case.machine
-    assert hardware.how.startswith("--device")
+    assert typed(hardware).startswith("--device")
     odd = ways_of(case_of(4 * GIB, device=256 * MIB, tokens=65_537, count=4))
     assert "the same batch" in odd[0].what, "rounded up"
 
 
 def test_a_smaller_budget_leaves_room_for_activations() -> None:
     case = case_of(4 * GIB, device=40 * MIB, tokens=1024, recompute="all")
-    found = [way for way in ways_of(case) if way.how.startswith("budget.device")]
+    found = [way for way in ways_of(case) if typed(way).startswith("budget.device")]
     assert len(found) == 1
     assert "more for activations" in found[0].what
     budget = found[0].priced.case.config.budget.device
@@ -147,19 +157,19 @@ def test_a_smaller_budget_leaves_room_for_activations() -> None:
 def test_budgets_of_the_configuration_are_raised_before_hardware_is_bought() -> None:
     case = case_of(8 * GIB, device=None, count=32, budget={"host": "8MiB"}, tokens=16)
     ways = ways_of(case)
-    assert ways[0].how.startswith("budget.host")
-    assert not any(way.how.startswith("--host") for way in ways)
+    assert typed(ways[0]).startswith("budget.host")
+    assert not any(typed(way).startswith("--host") for way in ways)
     both = case_of(
         8 * GIB, device=GIB, budget={"host": "8MiB", "device": "1MiB"}, count=8, tokens=16
     )
     [free, *_] = ways_of(both)
-    assert "budget.host left out" in free.how
-    assert "budget.device left out" in free.how
+    assert "budget.host=null" in typed(free)
+    assert "budget.device=null" in typed(free)
 
 
 def test_explicit_placement_is_given_up_for_those_of_the_plan() -> None:
     case = case_of(128 * MIB, device=16 * MIB, placement={"moments": "device"}, count=16, tokens=1)
-    assert "placement" in ways_of(case)[0].how
+    assert "placement.moments=auto" in typed(ways_of(case)[0])
 
 
 def test_smaller_units_are_offered_where_the_model_has_them() -> None:
@@ -167,8 +177,8 @@ def test_smaller_units_are_offered_where_the_model_has_them() -> None:
     case = replace(case, units=units(2, side=2 * SIDE))
     finer = units(8)
     ways = ways_of(case, finer)
-    assert any("initialize(units=" in way.how for way in ways)
-    assert not any("initialize(units=" in way.how for way in ways_of(case))
+    assert any("--finer-units" in typed(way) for way in ways)
+    assert not any("--finer-units" in typed(way) for way in ways_of(case))
 
 
 def test_nothing_alone_will_do_and_all_together_does() -> None:
@@ -176,7 +186,7 @@ def test_nothing_alone_will_do_and_all_together_does() -> None:
     ways = ways_of(case)
     assert len(ways) == 1
     for flag in ("--disk", "--host", "--device"):
-        assert flag in ways[0].how
+        assert flag in typed(ways[0])
 
 
 def test_what_nothing_helps_has_no_ways() -> None:
@@ -212,13 +222,13 @@ def test_gains_are_those_of_the_changed_plans() -> None:
         assert not again.missing
         assert way.speed_up == pytest.approx(again.tokens_per_s / priced.tokens_per_s)
         assert way.speed_up >= LEAST_GAIN
-    assert [way.how for way in faster(priced, count=2)] == [way.how for way in ways[:2]]
-    words = " | ".join(way.how for way in ways)
-    for part in ("--moments 8bit", "--host", "nvme_path", "--tokens"):
+    assert [typed(way) for way in faster(priced, count=2)] == [typed(way) for way in ways[:2]]
+    words = " | ".join(typed(way) for way in ways)
+    for part in ("--moments 8bit", "--host", "--drives 2 --disk", "--tokens"):
         assert part in words, part
     for way in ways:
-        assert way.lossy == ("--moments" in way.how)
-        assert way.changes_batch == ("--tokens" in way.how)
+        assert way.lossy == ("--moments" in typed(way))
+        assert way.changes_batch == ("--tokens" in typed(way))
         if way.changes_batch:
             assert "4 times the batch" in way.what
 
@@ -226,7 +236,7 @@ def test_gains_are_those_of_the_changed_plans() -> None:
 def test_ram_that_holds_the_next_kind_really_holds_it() -> None:
     priced, ways = slow_ways()
     assert priced.plan.memory["disk"]["gradients"]
-    larger = [way for way in ways if way.how.startswith("--host")]
+    larger = [way for way in ways if typed(way).startswith("--host")]
     left = [sum(way.priced.plan.memory["disk"].values()) for way in larger]
     assert left[0] == 0, "all of it"
     assert left == sorted(left), "more of it in RAM is faster"
@@ -238,14 +248,14 @@ def test_ram_that_holds_the_next_kind_really_holds_it() -> None:
 def test_the_same_batch_in_fewer_micro_batches() -> None:
     priced = price(slow_case(gradient_accumulation_steps=4))
     (way,) = [way for way in faster(priced, count=20) if "the same batch" in way.what]
-    assert way.how.startswith("--tokens 16 --micro-batches 1")
+    assert typed(way).startswith("--tokens 16 --micro-batches 1")
     assert not way.changes_batch
 
 
 def test_recomputation_is_left_out_where_there_is_room() -> None:
     priced = price(case_of(4 * GIB, device=2 * GIB, count=4, tokens=1 << 15, recompute="all"))
     assert priced.cost.binds == "compute"
-    way = next(way for way in faster(priced, 20) if way.how.endswith("--no-recompute"))
+    way = next(way for way in faster(priced, 20) if typed(way).endswith("--no-recompute"))
     assert way.speed_up == pytest.approx(8 / 6, rel=0.05)
 
 
@@ -253,12 +263,12 @@ def test_fp32_is_offered_where_it_is_multiplied_faster() -> None:
     case = case_of(4 * GIB, device=None, count=4, tokens=4096)
     rates = replace(nominal(True), compute={"bf16": 1e9, "fp32": 1e11})
     way = faster(price(case.with_machine(rates=rates)))[0]
-    assert way.how == "--precision fp32"
+    assert typed(way) == "--precision fp32"
     assert way.priced.plan.precision.weight == 4
     assert way.speed_up == pytest.approx(100, rel=0.1)
     assert not way.lossy
     same = case.with_machine(rates=replace(nominal(True), compute={"bf16": 1e11, "fp32": 1e11}))
-    assert not any("precision" in way.how for way in faster(price(same), 20))
+    assert not any("precision" in typed(way) for way in faster(price(same), 20))
 
 
 def test_formats_follow_the_rule() -> None:
@@ -275,7 +285,7 @@ def test_formats_follow_the_rule() -> None:
 @pytest.mark.parametrize("drives", [1, 4])
 def test_one_more_drive_is_one_more_of_those_there_are(drives: int) -> None:
     case = slow_case(nvme_path=[f"/drive{number}" for number in range(drives)])
-    (way,) = [way for way in faster(price(case), 20) if "nvme_path" in way.how]
+    (way,) = [way for way in faster(price(case), 20) if "--drives" in typed(way)]
     more, now = way.priced.case.machine, case.machine
     assert more.rates.disk_read == pytest.approx(now.rates.disk_read * (drives + 1) / drives)
     assert more.disk_bytes == now.disk_bytes * (drives + 1) // drives
@@ -283,7 +293,7 @@ def test_one_more_drive_is_one_more_of_those_there_are(drives: int) -> None:
 
 def test_what_moves_nothing_needs_no_hardware() -> None:
     priced = price(case_of(64 * GIB, device=8 * GIB, count=2))
-    assert not any("--host" in way.how or "nvme" in way.how for way in faster(priced, 20))
+    assert not any("--host" in typed(way) or "--drives" in typed(way) for way in faster(priced, 20))
 
 
 def test_a_priced_case_adds_up() -> None:

@@ -109,7 +109,7 @@ def test_what_is_advised_cuts_a_step_between_its_samples_too() -> None:
     (way,) = [
         w
         for w in faster(chosen.best, 20, chosen)
-        if "--micro-batches" in w.how and not w.changes_batch
+        if w.changes[0].name == "batch" and not w.changes_batch
     ]
     assert way.priced.case.micro_batches == 3
 
@@ -134,7 +134,8 @@ def test_where_nothing_fits_the_least_is_told() -> None:
     case = case_of(4 * MIB, 8 * GIB, 1, 1e13)
     chosen = choose_schedule(case, BatchSchedule(), SEQUENCES)
     assert chosen.best is None
-    assert BatchSchedule.of(chosen.smallest).slices == SEQUENCES
+    found = BatchSchedule.of(chosen.smallest)
+    assert (found.micro_batches, found.recompute) == (SEQUENCES, "all"), "a sample at a time"
     with pytest.raises(DoesNotFitError):
         price(chosen.smallest).require_room()
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from infinity.plan.machine import PlanMachine
     from infinity.runs.settings import RunConfig
 
-DEFAULT_TOKENS = 2048  # of a rank's step, and of a sample
+DEFAULT_STEP = 65_536  # tokens, of all ranks; as in the presets of `infinity init`
+DEFAULT_SAMPLE = 2048  # tokens
 _COMMON = "a common machine"
 _BARE = 1 << 20  # bytes; less than this is no size of a machine
 DEFAULT_ENDURANCE = "600TB"  # what data sheets promise for common 1 TB drives
@@ -57,6 +58,9 @@ class Wishes:
     lora: int | None = None
     rest: str | None = None
     refresh: bool = False
+    drives: int | None = None
+    finer_units: bool = False
+    keys: tuple[str, ...] = ()  # KEY=VALUE, of the engine's configuration
     run: RunConfig | None = None  # where TARGET is a configuration for `infinity train`
 
 
@@ -64,7 +68,8 @@ _Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[KEY=VALUE]...",
-        help="Values that win over those of a run's file: model.path=DIR",
+        help="Values of the configuration, which win over a file's: budget.host=48GiB; of a run's "
+        "file model.path=DIR, engine.budget.host=48GiB",
         show_default=False,
     ),
 ]
@@ -126,7 +131,8 @@ _Tokens = Annotated[
     int | None,
     typer.Option(
         "--tokens",
-        help=f"Of a step, all micro-batches and ranks together. Default: {DEFAULT_TOKENS} a rank.",
+        help="Of a step, all micro-batches and ranks together. Default: "
+        f"{DEFAULT_STEP:,}; where micro-batches are given, a sample in each.",
         min=1,
         max=2**40,
     ),
@@ -161,7 +167,7 @@ _Sequence = Annotated[
     typer.Option(
         "--sequence",
         help="Tokens of a sample: nothing smaller is a slice, and attention sees no more. "
-        f"Default: about {DEFAULT_TOKENS}.",
+        f"Default: about {DEFAULT_SAMPLE}.",
         min=1,
     ),
 ]
@@ -187,7 +193,18 @@ _Activations = Annotated[
         "--activations", metavar="TIER", help="Where their inputs wait: none, host or disk."
     ),
 ]
-
+_Drives = Annotated[
+    int | None,
+    typer.Option(
+        "--drives", metavar="N", help="So many drives in place of one, each as fast.", min=1, max=64
+    ),
+]
+_Finer = Annotated[
+    bool, typer.Option("--finer-units", help="Units are the parts of blocks: smaller buffers.")
+]
+_Verbose = Annotated[
+    bool, typer.Option("-v", "--verbose", help="Also placement, memory, bytes and phases.")
+]
 _Endurance = Annotated[
     str, typer.Option("--endurance", metavar="SIZE", help="Rated writes of the drives.")
 ]
@@ -203,6 +220,7 @@ def plan(
     disk: _Disk = None,
     machine: _MachineFile = None,
     path: Drives = None,
+    drives: _Drives = None,
     gpus: _Gpus = None,
     nodes: _Nodes = None,
     link: _Link = None,
@@ -218,7 +236,9 @@ def plan(
     rest: _Rest = None,
     recompute: _Recompute = None,
     recompute_blocks: _Again = None,
+    finer_units: _Finer = False,
     endurance: _Endurance = DEFAULT_ENDURANCE,
+    verbose: _Verbose = False,
     as_json: AsJson = False,
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure this machine again.")] = False,
 ) -> None:
@@ -260,19 +280,27 @@ def plan(
             lora=lora,
             rest=rest,
             refresh=refresh,
+            drives=drives,
+            finer_units=finer_units,
         )
         if (run := _find_run(target, overrides or [])) is not None:
             wishes = replace(wishes, run=run)
-        with stdout_is_ours(), _no_collections():
-            report = report_of(wishes, _size("--endurance", endurance) or 0)
-        if as_json:
-            print(json.dumps(report), flush=True)
         else:
-            from infinity.cli.plan_page import show_plan
+            wishes = replace(wishes, keys=tuple(overrides or ()))
+        _say(wishes, _size("--endurance", endurance) or 0, as_json=as_json, verbose=verbose)
 
-            show_plan(report)
-        if not report["fits"]:
-            raise typer.Exit(DoesNotFitError.exit_code)
+
+def _say(wishes: Wishes, rated_bytes: int, *, as_json: bool, verbose: bool) -> None:
+    with stdout_is_ours(), _no_collections():
+        report = report_of(wishes, rated_bytes)
+    if as_json:
+        print(json.dumps(report), flush=True)
+    else:
+        from infinity.cli.plan_page import show_plan
+
+        show_plan(report, verbose=verbose)
+    if not report["fits"]:
+        raise typer.Exit(DoesNotFitError.exit_code)
 
 
 @contextmanager
@@ -288,13 +316,17 @@ def _no_collections() -> Iterator[None]:
 
 
 def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
-    """The answer, JSON-able; the keys are told in `infinity.cli.plan_page`."""
-    from infinity.cli.plan_page import report
-    from infinity.cutting import case_for, cut_model, groups_of
+    """The answer, JSON-able; its keys are those of `infinity.cli.plan_report`."""
+    from infinity.cli.plan_report import report
+    from infinity.cli.remedies import for_plan
+    from infinity.cutting import case_for, cut_model, finer_units, groups_of
     from infinity.plan.batch_schedule import choose_schedule
 
     source, target, translation = _find(wishes)
     machine = _machine(wishes, source)
+    if wishes.drives is not None:
+        now = max(len(wishes.paths or source.nvme_path), 1)
+        machine = machine.with_drives(wishes.drives / now)
     if (run := wishes.run) is not None:  # a step is the same on any number of ranks
         from infinity.runs.preparation import context_of
 
@@ -307,16 +339,11 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
     config = _on_machine(_as_trained(source, wishes, target), wishes, machine)
     groups = groups_of(target.module, config)
     cut = cut_model(target.module, config, groups, None, machine.ranks)
+    if wishes.finer_units and (parts := finer_units(cut)):
+        cut = cut_model(target.module, config, groups, parts, machine.ranks)
     wish = _wish(wishes, config)
-    pieces = (wish.micro_batches or 1) * (wish.slices or 1)
-    piece = (wishes.sequence or 1) * pieces
-    tokens = -(-(wishes.tokens or 0) // machine.ranks) or -(-DEFAULT_TOKENS // piece) * piece
-    if wishes.sequence is not None:
-        length, samples = wishes.sequence, max(tokens // wishes.sequence, 1)
-    else:  # about the usual length, and as many samples as pieces want
-        usual = max(round(tokens / DEFAULT_TOKENS), 1)
-        samples = min(-(-usual // pieces) * pieces, tokens)
-        length = tokens // samples
+    tokens, length = _step_of(wishes, wish, machine.ranks)
+    samples = max(tokens // length, 1)
     case = case_for(
         target,
         cut,
@@ -330,9 +357,31 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
     )
     _check_pieces(wish, samples)
     chosen = choose_schedule(case, wish, samples)
-    found = report(chosen.case, target, cut, rated_bytes, chosen)
+    found = report(
+        chosen.case,
+        target,
+        cut,
+        rated_bytes,
+        chosen,
+        typed=for_plan(of_run=wishes.run is not None),
+        assumed_tokens=wishes.tokens is None,
+    )
     found["machine"]["assumed_disk"] = next(map(str, _assumed_disk(wishes)), None)
     return found if translation is None else found | {"deepspeed": translation.table()}
+
+
+def _step_of(wishes: Wishes, wish: BatchSchedule, ranks: int) -> tuple[int, int]:
+    """Tokens of a rank's step, and of a sample."""
+    pieces = (wish.micro_batches or 1) * (wish.slices or 1)
+    if wishes.tokens is None:
+        length = wishes.sequence or DEFAULT_SAMPLE
+        samples = max(DEFAULT_STEP // ranks // length, 1) if wish.micro_batches is None else 1
+        return -(-samples // pieces) * pieces * length, length
+    tokens = -(-wishes.tokens // ranks)
+    if wishes.sequence is not None:
+        return tokens, wishes.sequence
+    usual = max(round(tokens / DEFAULT_SAMPLE), 1)  # as many as pieces want
+    return tokens, tokens // min(-(-usual // pieces) * pieces, tokens)
 
 
 def _check_pieces(wish: BatchSchedule, samples: int) -> None:
@@ -392,17 +441,6 @@ def _recomputed(all_of_them: bool | None, number: int | None) -> Recompute | Non
 def _find_run(text: str, overrides: list[str]) -> RunConfig | None:
     """The configuration of a run in the file that `text` names; None if that is something else."""
     path = Path(text).expanduser()
-    run = _run_in(path, overrides)
-    if overrides and run is None:
-        raise ConfigError(
-            f"{overrides[0]!r} is no option, and {text} is not the configuration of a run",
-            remedy="KEY=VALUE goes with a file of `infinity init`; all else has options, see "
-            "infinity plan --help",
-        )
-    return run
-
-
-def _run_in(path: Path, overrides: list[str]) -> RunConfig | None:
     if path.suffix.lower() not in (".yaml", ".yml", ".json") or not path.is_file():
         return None
     from infinity.config.source import read_config_file
@@ -455,13 +493,14 @@ def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:
 
 def _flags(wishes: Wishes) -> list[str]:
     """What flags say of a configuration, as overrides."""
-    flags = {
+    flags: dict[str, Any] = {
         "precision": wishes.precision,
         "optimizer.moments": wishes.moments,
         "frozen.rest": wishes.rest,
         "gradient_accumulation_steps": wishes.micro_batches,
     }
-    return [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
+    given = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
+    return [*wishes.keys, *given]
 
 
 def _with_flags(config: Config, wishes: Wishes) -> Config:

@@ -1,63 +1,16 @@
-"""The answer of `infinity plan` as one JSON-able object. Sizes are bytes, times seconds.
-
-`model`       name, family, parameters, flop_per_token (forward and backward), units, largest_unit
-              {name, weight_bytes}, experts
-`machine`     name, unified, num_cpus, host_bytes, device_bytes, disk_bytes, rates, nominal (names
-              of rates that nobody measured), rates_origin, gpus (ranks of a node), nodes,
-              assumed_disk (a path, where no drive was named); a device is one rank's, all else a
-              node's
-`ranks`       count, zero_stage, whole_units (gathered once a step), shared_units (copied whole from
-              RAM that ranks share, not gathered), node_bytes {tier: bytes}, all of a node's ranks
-              together; of each rank num_threads (of CPU updates), pinned_bytes (of RAM, beside a
-              GPU all but the process's own); None for one rank. `activations`, `plan`, `moved` and
-              `step` are of one rank, tokens_per_s of all
-`work`        tokens (of a micro-batch), micro_batches (both of a rank), tokens_per_step, context
-              (tokens of a sample: what --sequence says, else about 2048), precision, slices,
-              recompute (blocks, or "all"), offload, sliced_logits
-`schedule`    line (`work` in words), blocks, settings (as a configuration says it),
-              runner_up {line, seconds, tokens_per_s} or None
-`fits`        whether plan and activations fit; `problem` {what, because, remedy} where they do not
-`activations` saved, again, boundaries, logits, flow, gradients, total (the most at once),
-              tier; with a plan: room, missing
-`ways`        where it does not fit: ways that make it fit, as in `faster`
-`plan`        None where there is none; else rule, moments, lossy, per_parameter {kind: bytes},
-              placement {kind: {tier: {units, bytes}}}, updates, frozen (in words; "": nothing),
-              memory {tier: {purpose: bytes}}, budget, slots, chunk_elements, prefetch_units, notes
-`moved`       {direction: {bytes, per_parameter, rate}} of one steady step
-`step`        seconds, tokens_per_s, binds, resources {resource: seconds},
-              phases [{name, first, count, seconds, binds, resources}], equal ones together
-`wear`        written_per_step, rated_bytes, days (None: nothing is written)
-`faster`      [{what, how, seconds, tokens_per_s, speed_up, lossy, changes_batch}], best first
-"""
+"""The answer of `infinity plan` as people read it; what it holds is said in `plan_report`."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
-from infinity._version import __version__
 from infinity.cli.terminal import Page
-from infinity.cutting import Cut, cut_model, groups_of
 from infinity.deepspeed.config import rows_as_text
-from infinity.errors import DoesNotFitError
-from infinity.model.shapes import Target
-from infinity.plan.activations import num_blocks
-from infinity.plan.advice import Way, faster, ways_to_fit
-from infinity.plan.batch_schedule import BatchSchedule, Chosen
-from infinity.plan.budget import budgeted_bytes
-from infinity.plan.case import Case, Priced, price
-from infinity.plan.cost import BETWEEN_NODES, PhaseCost, disk_days, flop_per_token
-from infinity.plan.layout import Kind, Tier, UnitLayout
-from infinity.plan.machine import threads_for
-from infinity.plan.plan import DIRECTIONS, LINKS, Plan
+from infinity.plan.cost import BETWEEN_NODES
+from infinity.plan.plan import LINKS
 from infinity.sizes import format_count, format_duration, format_rate, format_size
 
-# The answer of `infinity plan` as people read it.
-
-
-_BAR = 50  # characters
+_BAR = 40  # characters
 # What a bar shows; every other purpose is a buffer.
 _MARKS = {"weights": "W", "state": "S", "gradients": "G", "process": "p"}
 _DIRECTION_NAMES = {
@@ -71,40 +24,69 @@ _DIRECTION_NAMES = {
 }
 
 
-def show_plan(report: dict[str, Any]) -> None:
-    """Print placement, memory, bytes and times; or what does not fit, and what would."""
+def show_plan(report: dict[str, Any], *, verbose: bool = False) -> None:
+    """Print the answer, what it rests on, and what would make it faster, or make it fit.
+
+    `verbose` adds placement, memory, bytes and times of each phase.
+    """
     page = Page()
     if "deepspeed" in report:
-        page.say(rows_as_text(report["deepspeed"]) + "\n")
-    _say_question(page, report)
-    if report["plan"] is not None:
+        page.say(rows_as_text(report["deepspeed"]))
         page.say()
-        _placement(page, report)
-        _bars(page, report)
-        page.say()
-        _moved(page, report)
-        page.say()
-        _step(page, report)
-    else:
-        _say_activations(page, report)
+    show_answer(page, report)
+    if verbose:
+        _say_details(page, report)
     page.say()
-    if report["fits"]:
-        _say_faster(page, report)
+    if not report["fits"]:
+        show_ways(page, report)
     else:
-        _say_problem(page, report)
+        _say_faster(page, report)
+    if not verbose:
+        page.say()
+        page.say("placement, memory, bytes and times of each phase: -v; all numbers: --json")
 
 
-def _say_question(page: Page, report: dict[str, Any]) -> None:
-    model, machine, work = report["model"], report["machine"], report["work"]
-    largest = model["largest_unit"]
-    page.say(
-        f"model    {model['name']} ({model['family']}): {format_count(model['parameters'])} "
-        f"parameters in {model['units']} units; the largest, {largest['name']}, has "
-        f"{format_size(largest['weight_bytes'])} of weights"
+def show_answer(page: Page, report: dict[str, Any]) -> None:
+    """Print a few lines: whether it fits, how fast it is, what is slowest, and for which step."""
+    model, work, problem = report["model"], report["work"], report["problem"]
+    what = f"{model['name']} on {_hardware(report['machine'])}"
+    if report["fits"]:
+        page.say(f"{what}: fits, {_speed(report['step']['tokens_per_s'])} predicted")
+        slowest = [
+            f"{name.replace('_', ' ')} ({share:.0%} of a step)"
+            for name, share in report["step"]["bottlenecks"].items()
+            if share >= 0.05
+        ]
+        page.entry("bottleneck", ", then ".join(slowest) or "none: nothing costs time")
+    else:
+        page.say(f"{what}: DOES NOT FIT: {problem['what']}")
+        if problem["because"]:
+            page.entry("because", problem["because"])
+    took = f": {format_duration(report['step']['seconds'])}" if report["fits"] else ""
+    asked = " (the default; another: --tokens)" if work["assumed_tokens"] else ""
+    each = f"each of {report['ranks']['count']} ranks: " if report["ranks"] else ""
+    page.entry(
+        "step",
+        f"{work['tokens_per_step']:,} tokens{asked}, {work['context']:,} a sample, "
+        f"{work['precision']}{took}",
     )
-    sizes = f"{format_size(machine['host_bytes'])} of RAM"
+    page.entry("", f"{each}{report['schedule']['line']}")
+    if report["plan"] is not None:
+        page.entry("memory", _memory_line(report))
+    page.entry("rates", report["machine"]["rates_origin"])
+    if report["machine"]["assumed_disk"] is not None:
+        page.entry(
+            "disk",
+            f"what is free at {report['machine']['assumed_disk']}; another: --path DIR, "
+            "--disk SIZE",
+        )
+
+
+def _hardware(machine: dict[str, Any]) -> str:
+    """The sizes of a machine, in words."""
+    sizes = f"{_size(machine['host_bytes'])} of RAM"
     if machine["device_bytes"] is not None:
-        count, memory = machine["gpus"], format_size(machine["device_bytes"])
+        count, memory = machine["gpus"], _size(machine["device_bytes"])
         gpus = f"a GPU with {memory}" if count == 1 else f"{count} GPUs with {memory} each"
         sizes = f"{gpus}, {sizes}"
     elif machine["gpus"] > 1:
@@ -112,24 +94,60 @@ def _say_question(page: Page, report: dict[str, Any]) -> None:
     if machine["nodes"] > 1:
         sizes = f"{machine['nodes']} nodes, each {sizes}"
     disk = machine["disk_bytes"]
-    sizes += f", {format_size(disk)} of disk" if disk else ", no disk (--path DIR or --disk SIZE)"
-    page.say(f"machine  {machine['name']}: {sizes}")
-    if machine["assumed_disk"] is not None:
-        page.say(
-            f"         the disk is what is free at {machine['assumed_disk']}; another: --path DIR, "
-            "--disk SIZE"
-        )
-    page.say(f"rates    {machine['rates_origin']}")
-    page.say(
-        f"step     {work['tokens_per_step']:,} tokens, {work['context']:,} a sample, "
-        f"{work['precision']}"
+    return sizes + (f", {_size(disk)} of disk" if disk else ", no disk (--path DIR or --disk SIZE)")
+
+
+def _size(nbytes: int) -> str:
+    return format_size(nbytes).replace(".00", "")
+
+
+def _memory_line(report: dict[str, Any]) -> str:
+    """What is used of each tier, in words."""
+    parts = []
+    for tier, (used, whole) in _tiers(report).items():
+        if sum(used.values()):
+            of = f" of {_size(whole)}" if whole else ""
+            parts.append(f"{tier} {_size(sum(used.values()))}{of}")
+    activations = report["activations"]
+    parts.append(f"activations about {_size(activations['total'])} beside that")
+    return ", ".join(parts)
+
+
+def _tiers(report: dict[str, Any]) -> dict[str, tuple[dict[str, int], int]]:
+    """Bytes by purpose, and the budget, of each tier; a device that is the host is not another."""
+    memory, budget = dict(report["plan"]["memory"]), report["plan"]["budget"]
+    found = {}
+    if report["machine"]["unified"]:
+        host, device = memory.pop("host"), memory.pop("device")
+        both = {name: host.get(name, 0) + device.get(name, 0) for name in {**host, **device}}
+        found["RAM"] = (both, budget["host"] or 0)
+    for tier, parts in memory.items():
+        found["RAM" if tier == "host" else tier] = (parts, budget[tier] or 0)
+    return found
+
+
+def _say_details(page: Page, report: dict[str, Any]) -> None:
+    model, after = report["model"], report["schedule"]["runner_up"]
+    largest = model["largest_unit"]
+    page.entry(
+        "model",
+        f"{model['name']} ({model['family']}): {format_count(model['parameters'])} parameters in "
+        f"{model['units']} units; the largest, {largest['name']}, has "
+        f"{format_size(largest['weight_bytes'])} of weights",
     )
-    each = f"each of {report['ranks']['count']} ranks: " if report["ranks"] else ""
-    page.say(f"         {each}{report['schedule']['line']}")
-    after = report["schedule"]["runner_up"]
+    page.entry("machine", report["machine"]["name"])
     if after is not None:
-        page.say(f"         the fastest that fits; next, {_speed(after['tokens_per_s'])}:")
-        page.say(f"         {after['line']}")
+        page.entry("next best", f"{_speed(after['tokens_per_s'])}: {after['line']}")
+    if report["plan"] is None:
+        _say_activations(page, report)
+        return
+    page.say()
+    _placement(page, report)
+    _bars(page, report)
+    page.say()
+    _moved(page, report)
+    page.say()
+    _step(page, report)
 
 
 def _placement(page: Page, report: dict[str, Any]) -> None:
@@ -156,25 +174,20 @@ def _placement(page: Page, report: dict[str, Any]) -> None:
     )
     page.table(title, ["kind", "bytes a parameter", *columns], rows)
     if not report["machine"]["unified"]:
-        page.say(f"updates  {plan['updates']}")
+        page.entry("updates", plan["updates"])
     if plan["frozen"]:
-        page.say(f"frozen   {plan['frozen']}; bytes a parameter are of trained ones")
+        page.entry("frozen", f"{plan['frozen']}; bytes a parameter are of trained ones")
 
 
 def _bars(page: Page, report: dict[str, Any]) -> None:
-    page.say(
-        "memory   W weights, S moments and residual, G gradients, p process, b buffers, "
-        "a activations (estimated), . free"
+    page.entry(
+        "memory",
+        "W weights, S moments and residual, G gradients, p process, b buffers, "
+        "a activations (estimated), . free",
     )
-    memory, found, computes = dict(report["plan"]["memory"]), report["activations"], "RAM"
-    if report["machine"]["unified"]:  # device and host are one memory
-        host, device = memory.pop("host"), memory.pop("device")
-        both = {name: host.get(name, 0) + device.get(name, 0) for name in {**host, **device}}
-        memory = {"RAM": both, **memory}
-    else:
-        computes = found["tier"]
-    for tier, parts in memory.items():
-        budget = report["plan"]["budget"]["host" if tier == "RAM" else tier]
+    found = report["activations"]
+    computes = "RAM" if report["machine"]["unified"] else found["tier"]
+    for tier, (parts, budget) in _tiers(report).items():
         used = sum(parts.values())
         if not used and not budget:
             continue
@@ -186,28 +199,29 @@ def _bars(page: Page, report: dict[str, Any]) -> None:
             f"{format_size(budget or used)}"
         )
         inside = ", ".join(f"{name} {format_size(v)}" for name, v in parts.items() if v)
-        page.say(f"          {inside or 'nothing'}")
+        page.entry("", inside or "nothing")
     if report["ranks"]:
         used = report["ranks"]["node_bytes"]
         whole, stay = report["machine"], report["ranks"]["whole_units"]
-        parts = [f"RAM {format_size(used['host'])} of {format_size(whole['host_bytes'])}"]
+        taken = [f"RAM {format_size(used['host'])} of {format_size(whole['host_bytes'])}"]
         if used["disk"]:
-            parts.append(f"disk {format_size(used['disk'])} of {format_size(whole['disk_bytes'])}")
-        page.say(
-            f"a node   {whole['gpus']} such ranks: {', '.join(parts)}; each rank keeps "
+            taken.append(f"disk {format_size(used['disk'])} of {format_size(whole['disk_bytes'])}")
+        page.entry(
+            "a node",
+            f"{whole['gpus']} such ranks: {', '.join(taken)}; each rank keeps "
             f"1/{report['ranks']['count']} of every unit, as ZeRO-{report['ranks']['zero_stage']}"
-            + (f"; weights of {stay} units stay whole in slots" if stay else "")
+            + (f"; weights of {stay} units stay whole in slots" if stay else ""),
         )
         shared, units = report["ranks"]["shared_units"], report["model"]["units"]
         how = "copies from RAM that ranks share" if shared else "all-gather"
         rest = f", {units - shared} of {units} by all-gather" if 0 < shared < units else ""
-        page.say(f"         units become whole by {how}{rest}")
+        page.entry("", f"units become whole by {how}{rest}")
         pinned, threads = report["ranks"]["pinned_bytes"], report["ranks"]["num_threads"]
         near = f", {format_size(pinned)} of RAM pinned, near its GPU" if pinned else ""
-        page.say(f"         threads of a rank that update on the CPU: {threads}{near}")
+        page.entry("", f"threads of a rank that update on the CPU: {threads}{near}")
     _say_activations(page, report)
     for note in report["plan"]["notes"]:
-        page.say(f"note: {note}")
+        page.entry("note", note)
 
 
 def _bar(marks: dict[str, int], whole: int) -> str:
@@ -227,11 +241,12 @@ def _say_activations(page: Page, report: dict[str, Any]) -> None:
     room = ""
     if "room" in found:
         room = f"; the plan leaves {format_size(max(found['room'], 0))} to them"
-    page.say(
-        f"activations, estimated, for {report['work']['tokens']:,} tokens at once: about "
-        f"{format_size(found['total'])} of the {found['tier']}'s memory{room}"
+    page.entry(
+        "activations",
+        f"estimated, for {report['work']['tokens']:,} tokens at once: about "
+        f"{format_size(found['total'])} of the {found['tier']}'s memory{room}",
     )
-    page.say(f"          {parts}")
+    page.entry("", parts)
 
 
 def _moved(page: Page, report: dict[str, Any]) -> None:
@@ -259,10 +274,11 @@ def _moved(page: Page, report: dict[str, Any]) -> None:
     wear = report["wear"]
     if wear["days"] is not None:
         where = " on a node" if report["ranks"] else ""
-        page.say(
-            f"wear     {wear['written_per_step'] / 1e9:,.1f} GB written a step{where}: "
+        page.entry(
+            "wear",
+            f"{wear['written_per_step'] / 1e9:,.1f} GB written a step{where}: "
             f"{wear['rated_bytes'] / 1e12:,.4g} TB of rated writes last for {wear['days']:,.1f} "
-            "days of training without a pause"
+            "days of training without a pause",
         )
 
 
@@ -290,258 +306,33 @@ def _step(page: Page, report: dict[str, Any]) -> None:
 
 
 def _speed(tokens_per_s: float) -> str:
-    return f"{tokens_per_s:,.1f} tokens/s" if tokens_per_s >= 1 else f"{tokens_per_s:.2g} tokens/s"
+    if tokens_per_s >= 1:
+        return f"{tokens_per_s:,.{0 if tokens_per_s >= 100 else 1}f} tokens/s"
+    return f"{tokens_per_s:.2g} tokens/s"
 
 
 def _say_faster(page: Page, report: dict[str, Any]) -> None:
     if not report["faster"]:
-        page.say("nothing that was tried would be much faster: see what binds")
+        page.say("nothing that was tried would be much faster: see the bottleneck")
         return
-    page.say("to go faster (each planned again; tokens/s, predicted)")
+    page.say("to go faster (each planned again; predicted)")
     for way in report["faster"]:
         batch = "; another training" if way["changes_batch"] else ""
         slower = "; asked for, and no gain" if way["speed_up"] < 1 else ""
-        said = f"{way['what']}{batch}{slower}"
-        page.say(f"  {way['speed_up']:.2f}x  {_speed(way['tokens_per_s'])}: {said}")
-        page.say(f"         {way['how']}")
+        _say_way(page, way, f"{way['speed_up']:.2f}x", f"{batch}{slower}")
 
 
-def _say_problem(page: Page, report: dict[str, Any]) -> None:
-    problem = report["problem"]
-    page.say(f"DOES NOT FIT: {problem['what']}")
-    if problem["because"]:
-        page.say(f"  because: {problem['because']}")
+def show_ways(page: Page, report: dict[str, Any]) -> None:
+    """Print what would make it fit, with what to type."""
     if not report["ways"]:
-        page.say(f"  try: {problem['remedy']}")
+        page.entry("try", report["problem"]["remedy"])
         return
-    page.say("to make it fit (each planned again):")
+    page.say("to make it fit (each planned again; predicted)")
     for way in report["ways"]:
-        page.say(f"  {way['how']}")
-        page.say(
-            f"      {way['what']}; a step would take {format_duration(way['seconds'])}, "
-            f"{_speed(way['tokens_per_s'])}"
-        )
+        _say_way(page, way, "", f"; a step takes {format_duration(way['seconds'])}")
 
 
-_KINDS = {"weights": Kind.WEIGHT, "moments and residual": Kind.RESIDUAL, "gradients": Kind.GRADIENT}
-
-
-def report(
-    case: Case, target: Target, cut: Cut, rated_bytes: int, chosen: Chosen | None = None
-) -> dict[str, Any]:
-    """Plan and price the case of a target that was cut into units.
-
-    `chosen` is what the case comes from, if its batch schedule was searched.
-    """
-    after = None if chosen is None else chosen.runner_up
-    known = None if chosen is None else chosen.best
-    schedule, blocks = BatchSchedule.of(case), num_blocks(case.units)
-    facts: dict[str, Any] = {
-        "infinity": __version__,
-        "model": _model(case, target),
-        "machine": _machine(case),
-        "ranks": None,
-        "work": {
-            "tokens": case.work.tokens,
-            "micro_batches": case.micro_batches,
-            "tokens_per_step": case.tokens_per_step,
-            "context": case.work.context,
-            "precision": case.config.precision,
-            "slices": schedule.slices,
-            "recompute": schedule.recompute,
-            "offload": schedule.offload,
-            "sliced_logits": schedule.sliced_logits,
-        },
-        "schedule": {
-            "line": schedule.line(blocks),
-            "blocks": blocks,
-            "settings": schedule.settings,
-            "runner_up": None
-            if after is None
-            else {
-                "line": BatchSchedule.of(after.case).line(blocks),
-                "seconds": after.cost.seconds,
-                "tokens_per_s": after.tokens_per_s,
-            },
-        },
-        "fits": True,
-        "problem": None,
-        "activations": _activations(case),
-        "ways": [],
-        "plan": None,
-        "faster": [],
-    }
-    smaller: Sequence[UnitLayout] = ()
-    try:
-        try:
-            priced = known if known is not None and known.case is case else price(case)
-        except DoesNotFitError:
-            smaller = _finer(case, target, cut)  # of use for large buffers, not for activations
-            raise
-        facts |= _planned(priced, rated_bytes)
-        facts["activations"] |= {"room": priced.room, "missing": priced.missing}
-        priced.require_room()
-        facts["faster"] = [_way(way) for way in faster(priced, chosen=chosen)]
-    except DoesNotFitError as error:
-        facts["fits"] = False
-        facts["problem"] = {"what": error.what, "because": error.because, "remedy": error.remedy}
-        facts["ways"] = [_way(way) for way in ways_to_fit(case, smaller, chosen=chosen)]
-    return facts
-
-
-def _finer(case: Case, target: Target, cut: Cut) -> tuple[UnitLayout, ...]:
-    """Smaller units: the parts of every block; none where blocks have no parts."""
-    names = []
-    for unit in cut.units:
-        for module in unit.modules[:1] if len(unit.modules) == 1 else []:
-            children = [n for n, c in module.named_children() if any(True for _ in c.parameters())]
-            if len(children) > 1:
-                names += [f"{unit.name}.{child}" for child in children]
-    if not names:
-        return ()
-    groups = groups_of(target.module, case.config)
-    return cut_model(target.module, case.config, groups, names, case.machine.ranks).layouts
-
-
-def _model(case: Case, target: Target) -> dict[str, Any]:
-    largest = max(case.units, key=lambda unit: unit.slot_bytes)
-    return {
-        "name": target.name,
-        "family": target.family,
-        "parameters": sum(s.numel for u in case.units for s in u.segments),
-        "flop_per_token": flop_per_token(case.units, case.work),
-        "units": len(case.units),
-        "largest_unit": {"name": largest.name, "weight_bytes": largest.rest_bytes},
-        "experts": bool(target.shares),
-    }
-
-
-def _machine(case: Case) -> dict[str, Any]:
-    machine = case.machine
-    names = ("name", "unified", "num_cpus", "host_bytes", "device_bytes", "disk_bytes", "gpus")
-    return {name: getattr(machine, name) for name in (*names, "nodes")} | {
-        "rates": machine.rates.numbers(),
-        "nominal": list(machine.nominal),
-        "rates_origin": machine.rates_origin,
-        "assumed_disk": None,
-    }
-
-
-def _activations(case: Case) -> dict[str, Any]:
-    found = case.activations()
-    return {**asdict(found), "total": found.total, "tier": case.compute_tier}
-
-
-def _planned(priced: Priced, rated_bytes: int) -> dict[str, Any]:
-    """What there is to say of a plan, whether or not activations fit beside it."""
-    plan, cost, machine = priced.plan, priced.cost, priced.case.machine
-    parameters, rates = max(plan.num_trained, 1), machine.rank_rates.numbers()
-    written = plan.predicted_bytes["disk_write"] * machine.gpus
-    days = disk_days(written, cost.seconds, rated_bytes)
-    used = budgeted_bytes(plan)
-    ranks = {
-        "count": plan.ranks,
-        "zero_stage": plan.zero_stage,
-        "whole_units": len(plan.units) - plan.num_moving,
-        "shared_units": sum(map(plan.is_shared, range(len(plan.units)))),
-        "node_bytes": {tier.value: machine.gpus * used[tier] for tier in (Tier.HOST, Tier.DISK)},
-        "num_threads": threads_for(
-            priced.case.config.cpu.num_threads, machine.num_cpus, machine.gpus, unified=plan.unified
-        ),
-        "pinned_bytes": 0 if plan.unified else used[Tier.HOST] - plan.memory[Tier.HOST]["process"],
-    }
-    return {
-        "ranks": ranks if plan.ranks > 1 else None,
-        "plan": {
-            "rule": plan.rule.name,
-            "moments": [form.value for form in plan.precision.moments],
-            "lossy": any(not form.is_exact for form in plan.precision.moments),
-            "per_parameter": _at_rest(plan),
-            "placement": {name: _placed_bytes(plan, kind) for name, kind in _KINDS.items()},
-            "updates": plan.updates_line,
-            "frozen": plan.frozen_line,
-            "memory": plan.memory,
-            "budget": plan.budget,
-            "slots": [{"count": c.count, "bytes": c.slot_bytes} for c in plan.slot_classes],
-            "chunk_elements": plan.chunk_elements,
-            "prefetch_units": plan.prefetch_units,
-            "notes": list(plan.notes),
-        },
-        "moved": {
-            direction: {
-                "bytes": plan.predicted_bytes[direction],
-                "per_parameter": plan.predicted_bytes[direction] / parameters,
-                "rate": rates.get(direction),
-            }
-            for direction in DIRECTIONS
-        },
-        "step": {
-            "seconds": cost.seconds,
-            "tokens_per_s": priced.tokens_per_s,
-            "binds": cost.binds,
-            "resources": cost.resources,
-            "phases": _phases(cost.phases),
-        },
-        "wear": {
-            "written_per_step": written,
-            "rated_bytes": rated_bytes,
-            "days": None if math.isinf(days) else days,
-        },
-    }
-
-
-def _at_rest(plan: Plan) -> dict[str, float]:
-    """Bytes that one parameter takes, by kind, padding not counted."""
-    whole = plan.bytes_per_parameter
-    weight = plan.precision.weight
-    return {
-        "weights": weight,
-        "moments and residual": whole - weight,
-        "gradients": plan.gradient_itemsize,
-    }
-
-
-def _placed_bytes(plan: Plan, kind: Kind) -> dict[str, dict[str, int]]:
-    memory = {Kind.WEIGHT: "weights", Kind.RESIDUAL: "state", Kind.GRADIENT: "gradients"}[kind]
-    found = {}
-    for tier in Tier:
-        count = sum(placement.of(kind) is tier for placement in plan.placements)
-        if count:
-            nbytes = plan.memory[tier][memory]
-            found[tier.value] = {"units": count, "bytes": nbytes}
-    return found
-
-
-def _phases(phases: Sequence[PhaseCost]) -> list[dict[str, Any]]:
-    """Phases in order; those of micro-batches between the ends that are alike stand once."""
-    found: list[dict[str, Any]] = []
-    latest: dict[str, dict[str, Any]] = {}  # by direction
-    for index, phase in enumerate(phases):
-        direction, micro_batch = phase.name.split()[0], index // 2 + 1
-        like = latest.get(direction)
-        if like is not None and like["first"] > 1 and like["resources"] == phase.resources:
-            like["count"] += 1
-            like["name"] = f"{direction} {like['first']}-{micro_batch}"
-            continue
-        latest[direction] = {
-            "name": phase.name,
-            "first": micro_batch,
-            "count": 1,
-            "seconds": phase.seconds,
-            "binds": phase.binds,
-            "resources": phase.resources,
-        }
-        found.append(latest[direction])
-    return found
-
-
-def _way(way: Way) -> dict[str, Any]:
-    return {
-        "what": way.what,
-        "how": way.how,
-        "seconds": way.priced.cost.seconds,
-        "tokens_per_s": way.priced.tokens_per_s,
-        "speed_up": way.speed_up,
-        "lossy": way.lossy,
-        "changes_batch": way.changes_batch,
-    }
+def _say_way(page: Page, way: dict[str, Any], label: str, more: str) -> None:
+    page.entry(f"  {label}", f"{_speed(way['tokens_per_s'])}: {way['what']}{more}")
+    if way["how"]:
+        page.entry("", way["how"])

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from types import FrameType
 from typing import Annotated, Self, TypeAlias
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
@@ -137,6 +139,8 @@ def stdout_is_ours() -> Iterator[None]:
 
 
 PLAIN_INTERVAL_S = 5.0
+_LABEL = 12  # columns of a label, with the space after it
+_ENDLESS = 1 << 20  # columns where no lines are wrapped: other programs read them
 _WIDE = 140  # columns where no width is known: never cut a number off
 
 
@@ -221,14 +225,40 @@ class Page:
         self._tables = Console(highlight=False, markup=False, width=wide)
 
     def say(self, text: str = "") -> None:
-        """Print plain text."""
-        self._console.print(text)
+        """Print plain text; on a terminal lines are wrapped between words."""
+        for line in text.splitlines() or [""]:
+            indent = len(line) - len(line.lstrip(" "))
+            self._fill(line.lstrip(" "), " " * indent, " " * (indent + 2))
+
+    def entry(self, label: str, text: str) -> None:
+        """Print a label and a text beside it, wrapped the same way."""
+        self._fill(text, f"{label} ".ljust(_LABEL), " " * _LABEL)
+
+    def _fill(self, text: str, first: str, rest: str) -> None:
+        width = max(self._console.width, 2 * _LABEL) if self._console.is_terminal else _ENDLESS
+        lines = textwrap.wrap(
+            text,
+            width,
+            initial_indent=first,
+            subsequent_indent=rest,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        self._console.print("\n".join(lines) if lines else "")
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table; the first column names the row, the others are numbers."""
-        table = Table(title=title, title_justify="left", title_style="bold")
+        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+        table.padding = (0, 1, 0, 0)
         for index, column in enumerate(columns):
-            table.add_column(column, justify="left" if index == 0 else "right")
+            cells = [column, *(row[index] for row in rows)]
+            longest = max((len(word) for cell in cells for word in cell.split()), default=1)
+            table.add_column(
+                column,
+                justify="left" if index == 0 else "right",
+                overflow="fold",
+                min_width=longest,
+            )
         for row in rows:
             table.add_row(*row)
         self._tables.print(table)

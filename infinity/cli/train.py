@@ -167,7 +167,9 @@ def _train_on(
 def _show_plan(run: Run, page: TrainPage) -> None:
     """Plan for what is there now, keep it and show it; ends the command where it does not fit."""
     from infinity.cli.plan import DEFAULT_ENDURANCE
-    from infinity.cli.plan_page import report, show_plan
+    from infinity.cli.plan_page import show_answer, show_plan, show_ways
+    from infinity.cli.plan_report import report
+    from infinity.cli.remedies import for_train
     from infinity.runs.preparation import case_of
     from infinity.sizes import parse_size
     from infinity.startup import device_for
@@ -179,18 +181,26 @@ def _show_plan(run: Run, page: TrainPage) -> None:
         if not ranks.rank:
             with closing(find_device(device_for(None, ranks))) as device:
                 case, target, cut = case_of(run.prepared, device, ranks)
-                found = report(case, target, cut, parse_size(DEFAULT_ENDURANCE), run.chosen)
+                found = report(
+                    case,
+                    target,
+                    cut,
+                    parse_size(DEFAULT_ENDURANCE),
+                    run.chosen,
+                    typed=for_train(run.prepared.config, run.prepared.length),
+                    adapters=False,
+                )
             text = io.StringIO()
             with redirect_stdout(text):
-                if ranks.count > 1:
-                    print(f"ranks    {ranks.count}, which share out every step; one of them:")
-                show_plan(found)
+                show_plan(found, verbose=True)
             run.directory.write("plan.txt", text.getvalue())
             run.directory.write("plan.json", json.dumps(found, indent=1))
             page.pause()
-            sys.stdout.write(text.getvalue() if ranks.count > 1 else "")
-            if ranks.count == 1:
-                show_plan(found)  # as wide as the terminal
+            shown = Page()
+            show_answer(shown, found)
+            if not found["fits"]:
+                show_ways(shown, found)
+            shown.entry("details", str(run.directory.path / "plan.txt"))
             fits = found["fits"]
     if not ranks.gather_words(fits)[0]:
         raise typer.Exit(DoesNotFitError.exit_code)

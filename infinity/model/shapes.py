@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -301,6 +302,7 @@ class Target:
 
     `lookups` are only indexed into (embeddings that are not tied to a head), `heads` make the
     logits, `shares` hold the part of all tokens that an expert's parameters see, where not all.
+    `config` is that of the model, as transformers writes it.
     """
 
     name: str
@@ -309,6 +311,11 @@ class Target:
     lookups: frozenset[int]
     heads: frozenset[int]
     shares: Mapping[int, float]
+    config: Mapping[str, Any]
+
+    def with_adapters(self, rank: int) -> Target:
+        """The same model with adapters of LoRA, on a copy of its module (see `add_adapters`)."""
+        return target_of(self.name, deepcopy(self.module), self.config, rank)
 
 
 def target_of(
@@ -344,6 +351,7 @@ def target_of(
         lookups=frozenset(lookups),
         heads=frozenset(heads),
         shares=_shares(names, config),
+        config=config,
     )
 
 

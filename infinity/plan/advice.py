@@ -24,37 +24,47 @@ from infinity.plan.machine import HOST_BUDGET_SHARE
 from infinity.plan.plan import Plan
 from infinity.sizes import format_size
 
-# One way to change a case: what differs, in words and as what to type, and what comes of it.
-
-
 SOME_DISK = (Path("/a/fast/drive"),)  # where a case has a disk that has no path yet
 TIERS = (Tier.DISK, Tier.HOST, Tier.DEVICE)
 
 
 @dataclass(frozen=True)
+class Change:
+    """One thing that differs between two cases; `infinity.cli.remedies` says what to type for it.
+
+    `name` is one of that module's `NAMES`, `value` what it is changed to: bytes, tokens, the name
+    of a format.
+    """
+
+    what: str
+    name: str
+    value: Any = None
+
+
+@dataclass(frozen=True)
 class Way:
-    """A change, in words and as what to type, and what comes of it.
+    """What to change, and what comes of it.
 
     `changes_batch`: the tokens of a step are not the same, so neither is the training.
     """
 
-    what: str
-    how: str
+    changes: tuple[Change, ...]
     priced: Priced
-    lossy: bool
-    changes_batch: bool
+    lossy: bool = False
+    changes_batch: bool = False
     speed_up: float = 1.0
+
+    @property
+    def what(self) -> str:
+        """In words."""
+        return ", ".join(change.what for change in self.changes)
 
 
 def way_of(case: Case, priced: Priced) -> Way:
-    """The difference between two cases, in words and as what to type."""
+    """The difference between two cases of one model."""
     after = priced.case
-    pairs = list(_differences(case, after))
-    hows = [how for _, how in pairs]
-    options = all(how.startswith("--") for how in hows)  # follow one another as on a command line
     return Way(
-        what=", ".join(what for what, _ in pairs),
-        how=(" " if options else ", ").join(hows),
+        changes=tuple(_differences(case, after)),
         priced=priced,
         lossy=after.config.optimizer.moments != case.config.optimizer.moments,
         changes_batch=not _same(_batch(after) / _batch(case)),
@@ -65,41 +75,42 @@ def _same(ratio: float) -> bool:
     return abs(ratio - 1) < 0.01  # what rounding micro-batches up makes of it
 
 
-def _differences(case: Case, after: Case) -> Iterator[tuple[str, str]]:
-    """What differs, and how to say so."""
+def _differences(case: Case, after: Case) -> Iterator[Change]:
     old, new = case.config, after.config
     if new.placement != old.placement:
-        yield "placement chosen by the plan", "placement: auto for all"
+        names = [n for n, wish in new.placement if wish != getattr(old.placement, n)]
+        yield Change("placement chosen by the plan", "placement", names)
     if new.chunk_size != old.chunk_size:
-        yield "smaller chunks", f"chunk_size: {new.chunk_size}"
+        yield Change("smaller chunks", "chunk_size", new.chunk_size)
     if new.precision != old.precision:
         what = f"{new.precision}, which this machine multiplies faster"
-        yield what, f"--precision {new.precision}"
+        yield Change(what, "precision", new.precision)
     elif after.units != case.units and after.machine.ranks == case.machine.ranks:
-        yield "blocks cut into their parts", "initialize(units=[...]) with the parts of each block"
+        yield Change("blocks cut into their parts (units=[...] of initialize)", "finer_units")
     for tier in TIERS:
         budget = getattr(new.budget, tier)
         if budget == getattr(old.budget, tier):
             continue
-        if budget is None:
-            yield f"no budget for the {tier} but the machine's", f"budget.{tier} left out"
-            continue
         what = f"less of the {tier} for what rests there, more for activations"
-        if budget > _node_limit(case, tier):
+        if budget is None:
+            what = f"no budget for the {tier} but the machine's"
+        elif budget > _node_limit(case, tier):
             what = f"a budget of {format_size(budget)} of the {tier}"
-        yield what, f"budget.{tier}: {size_text(budget)}"
+        yield Change(what, f"budget.{tier.value}", budget)
     yield from _step_differences(case, after)
     form = new.optimizer.moments
     if form != old.optimizer.moments:
-        yield f"moments in {form}, which is lossy", f"--moments {form}"
+        yield Change(f"moments in {form}, which is lossy", "moments", form)
     if after.machine.gpus != case.machine.gpus:
         what = "one more GPU" if not case.machine.unified else "one more process"
-        where = " on each node, as fast, with the same RAM" if case.machine.nodes > 1 else ""
-        yield f"{what}{where or ', as fast, with the same RAM'}", f"--gpus {after.machine.gpus}"
+        where = " on each node" if case.machine.nodes > 1 else ""
+        yield Change(f"{what}{where}, as fast, with the same RAM", "gpus", after.machine.gpus)
     elif after.machine.rates != case.machine.rates:
         drives = max(len(old.nvme_path), 1)
         what = "a second drive" if drives == 1 else f"one more drive than {drives}"
-        yield f"{what}, as large and as fast", "nvme_path with one more directory"
+        yield Change(
+            f"{what}, as large and as fast", "drives", (drives + 1, after.machine.disk_bytes)
+        )
         return
     for tier in TIERS:
         now, then = size_of(case, tier) or 0, size_of(after, tier) or 0
@@ -107,10 +118,10 @@ def _differences(case: Case, after: Case) -> Iterator[tuple[str, str]]:
             name = {Tier.HOST: "RAM", Tier.DISK: "disk", Tier.DEVICE: "device memory"}[tier]
             what = f"{format_size(then)} of {name} instead of {format_size(now)}"
             what += " (or one more path)" if tier is Tier.DISK and now else ""
-            yield what, f"--{tier} {size_text(then)}"
+            yield Change(what, tier.value, then)
 
 
-def _step_differences(case: Case, after: Case) -> Iterator[tuple[str, str]]:
+def _step_differences(case: Case, after: Case) -> Iterator[Change]:
     old, new = BatchSchedule.of(case), BatchSchedule.of(after)
     if (old.tokens, old.micro_batches) != (new.tokens, new.micro_batches):
         ratio = _batch(after) / _batch(case)
@@ -118,22 +129,21 @@ def _step_differences(case: Case, after: Case) -> Iterator[tuple[str, str]]:
         what = (
             f"{new.micro_batches} micro-batches" if after.micro_batches > 1 else "one micro-batch"
         )
-        how = f"--tokens {_batch(after)} --micro-batches {new.micro_batches}"
-        yield f"{what} of {new.tokens:,} tokens ({batch})", how
+        what = f"{what} of {new.tokens:,} tokens ({batch})"
+        yield Change(what, "batch", (_batch(after), new.micro_batches))
     if old.slices != new.slices:
-        yield f"blocks in {new.slices} slices", f"--slices {new.slices}"
+        yield Change(f"blocks in {new.slices} slices", "slices", new.slices)
     if old.recompute != new.recompute:
         some = f"{new.recompute} blocks recomputed" if new.recompute else "no block recomputed"
         what = "blocks recomputed in backward" if new.recompute == "all" else some
-        number = f"--recompute-blocks {new.recompute}" if new.recompute else "--no-recompute"
-        yield what, "--recompute" if new.recompute == "all" else number
+        yield Change(what, "recompute", new.recompute)
     told = [one.config.activations.tokens for one in (case, after)]
     if old == new and told[0] is None and told[1] is not None:
         what = "as much left to activations as they are expected to take"
-        yield what, f"activations.tokens: {new.tokens}"
+        yield Change(what, "activations.tokens", new.tokens)
     if old.offload != new.offload:
         where = {"none": "on the device", "host": "in RAM", "disk": "in RAM and on disk"}
-        yield f"their inputs wait {where[new.offload or 'none']}", f"--activations {new.offload}"
+        yield Change(f"their inputs wait {where[new.offload or 'none']}", "offload", new.offload)
 
 
 def _batch(case: Case) -> int:
@@ -176,14 +186,7 @@ def _step(nbytes: int) -> int:
     return _GIB if nbytes >= 16 * _GIB else _GIB // 16 if nbytes >= _GIB else 1 << 20
 
 
-def size_text(nbytes: int) -> str:
-    """As an option takes it, exactly: "64GiB", "1536MiB"."""
-    for unit, name in ((_GIB, "GiB"), (1 << 20, "MiB")):
-        if nbytes and nbytes % unit == 0:
-            return f"{nbytes // unit}{name}"
-    return str(nbytes)
-
-
+LEAST_CHANGE = 1.05  # of a limit: what a plan is estimated at is not better known
 LEAST_GAIN = 1.03  # a prediction is not worth more than a few percent
 SMALL_CHUNK = 1 << 17
 _ATTEMPTS = 4
@@ -202,24 +205,27 @@ def ways_to_fit(
 ) -> list[Way]:
     """The cheapest ways to make a case fit that does not; each does. Empty where none was found.
 
-    `finer` are the layouts of smaller units of the same model, if it can be cut further; `chosen`
-    is what the case comes from, if its batch schedule was searched.
+    At most `count` that change no number, the smaller formats of moments that are enough, and as
+    many larger machines where the former are few. `finer` are the layouts of smaller units of the
+    same model, if it can be cut further; `chosen` is what the case comes from, if its batch
+    schedule was searched.
     """
     exact, chosen = filter(_fits, _exact(case, tuple(finer))), _schedules(case, chosen)
-    found = _by_speed(case, [*exact, *_other(case, chosen)])
-    if len(found) < count:
-        formats = (case.with_moments(name) for name in _smaller_formats(case))
-        found += _by_speed(case, filter(_fits, formats))
+    found = _by_speed(case, [*exact, *_other(case, chosen)])[:count]
+    formats = (case.with_moments(name) for name in _smaller_formats(case))
+    found += _by_speed(case, filter(_fits, formats))
     small, now = chosen.smallest, size_of(case, Tier.HOST)
     for start in [case] if small == case else [case, small]:
         if len(found) < count:
             larger = [way for tier in TIERS for way in _larger(case, _smallest(start, tier), tier)]
             if not any(size_of(w.priced.case, Tier.HOST) == now for w in larger):
                 larger += _larger(case, _all_larger(start), Tier.HOST)
-            found += sorted(larger, key=lambda way: _cost(case, way.priced.case))
+            for way in sorted(larger, key=lambda way: _cost(case, way.priced.case)):
+                if len(found) < count and way.changes not in [w.changes for w in found]:
+                    found.append(way)
         if found:
             break
-    return found[:count]
+    return found
 
 
 def _tried(case: Case, changed: Iterable[Case]) -> list[Way]:
@@ -255,8 +261,9 @@ def _exact(case: Case, finer: tuple[UnitLayout, ...]) -> Iterator[Case]:
     room = case.compute_bytes - case.activations().total
     if case.machine.unified:
         room *= case.machine.gpus
-    budget = round_down(int(room / AUTO_SHARE))  # placement that the plan chooses leaves the rest
-    if 0 < budget < _node_limit(case, case.compute_tier):
+    budget = int(room / AUTO_SHARE)  # placement that the plan chooses leaves the rest
+    budget = round_down(min(budget, int(_node_limit(case, case.compute_tier) / LEAST_CHANGE)))
+    if budget > 0:
         yield case.with_budget(case.compute_tier, budget)
 
 
@@ -296,12 +303,12 @@ def _larger(case: Case, changed: Case | None, tier: Tier) -> list[Way]:
         ways = _tried(case, [changed])
         if not ways:
             changed = sized(changed, tier, round_size(int(1.06 * (size_of(changed, tier) or 0))))
-    low = size_of(case, tier) or 0
+    now = low = size_of(case, tier) or 0
     for _ in range(_ATTEMPTS if ways else 0):
         best = ways[0].priced.case
         high = size_of(best, tier) or 0
         middle = round_size((low + high) // 2)
-        if middle >= high or high <= 1.02 * low:
+        if middle >= high or high <= 1.02 * low or middle < LEAST_CHANGE * now:
             break
         less = _tried(case, [sized(best, tier, middle)])
         ways, low = less or ways, low if less else middle
@@ -336,28 +343,37 @@ def _smallest(case: Case, tier: Tier) -> Case | None:
 
 
 def _larger_budgets(case: Case) -> Iterator[Case]:
-    """The smallest budgets in the configuration that would do, on the machine as it is."""
+    """Budgets in the configuration that would do, on the machine as it is.
+
+    A little above the smallest: what a process takes for itself differs from start to start.
+    """
     machine = replace(case, config=case.config.model_copy(update={"budget": BudgetConfig()}))
     for tier in TIERS:
         budget, most = getattr(case.config.budget, tier), _node_limit(machine, tier)
         if budget is not None and budget < most:
             found = _first_fit(partial(case.with_budget, tier), budget, most)
             if found is not None:
-                yield found
+                enough = round_size(int(LEAST_CHANGE * getattr(found.config.budget, tier)))
+                yield case.with_budget(tier, min(enough, most))
 
 
 def _first_fit(sized: Callable[[int], Case], low: int, largest: int) -> Case | None:
-    """The smallest size above `low` that fits, to 2 %.
+    """`low` if it fits, else the smallest size that does, to 2 %, from `LEAST_CHANGE` times it on.
 
     More of a tier never makes a plan fit worse, so that halving finds it.
     """
-    high = min(max(round_size(low), 1 << 28), largest)
+    least = round_size(int(LEAST_CHANGE * low))
+    if _fits(sized(low)):
+        return sized(low)
+    if least > largest:
+        return None
+    high = min(max(least, 1 << 28), largest)
     while not _fits(sized(high)):
         if high >= largest:
             return None
         low, high = high, min(2 * high, largest)
     while high > low * 1.02:
-        middle = round_size((low + high) // 2)
+        middle = max(round_size((low + high) // 2), least)
         if middle >= high:
             break
         if _fits(sized(middle)):
@@ -437,14 +453,13 @@ def _same_batch(case: Case, chosen: Chosen | None) -> Iterator[Case]:
 
 def _more_hardware(priced: Priced) -> Iterator[Case]:
     """One more drive, and RAM: a quarter more, and enough to hold what rests on disk."""
-    case, rates = priced.case, priced.case.machine.rates
+    case = priced.case
     if not any(priced.plan.memory[Tier.DISK].values()):
         return
-    names = ("disk_read", "disk_write", "disk_mixed")
     drives = max(len(case.config.nvme_path), 1)
-    more = {name: getattr(rates, name) * (drives + 1) / drives for name in names}
     room = case.machine.disk_bytes * (drives + 1) // drives
-    yield case.with_machine(rates=replace(rates, **more), disk_bytes=room)
+    machine = case.machine.with_drives((drives + 1) / drives)
+    yield replace(case, machine=replace(machine, disk_bytes=room))
     disk, used = priced.plan.memory[Tier.DISK], priced.plan.tier_bytes
     local = case.machine.gpus
     held = local * (used[Tier.HOST] + (used[Tier.DEVICE] if priced.plan.unified else 0))
@@ -455,7 +470,7 @@ def _more_hardware(priced: Priced) -> Iterator[Case]:
         held += local * copies * disk[purpose]
         sizes.add(round_size(int(1.01 * held / share)))  # and what else grows with it
     for nbytes in sorted(sizes):
-        if case.machine.host_bytes < nbytes <= _LARGEST[Tier.HOST]:
+        if LEAST_CHANGE * case.machine.host_bytes <= nbytes <= _LARGEST[Tier.HOST]:
             yield sized(case, Tier.HOST, nbytes)
 
 

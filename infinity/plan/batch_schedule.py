@@ -25,7 +25,7 @@ from typing import Any, get_args
 
 from infinity.config.schema import ActivationsConfig, Config, Offload, Recompute, checkpoint_of
 from infinity.errors import DoesNotFitError
-from infinity.plan.activations import num_blocks
+from infinity.plan.activations import block_widths, num_blocks
 from infinity.plan.budget import budgeted_bytes
 from infinity.plan.case import MARGIN, Case, Priced, price
 
@@ -228,7 +228,7 @@ class _Search:
     def _may_wait(self, offload: str) -> bool:
         if offload == "none":
             return True
-        if self.wish.recompute == 0 or not self.blocks:
+        if self.wish.recompute == 0 or not block_widths(self.case.units):
             return False
         if offload == "host":
             return not self.case.machine.unified
@@ -356,16 +356,15 @@ class _Search:
     def _smallest(self) -> Case:
         """The least activations that wishes allow."""
         wish = self.wish
-        count = wish.micro_batches or (
-            1 if self.blocks and wish.slices is None else list(self._counts())[-1]
-        )
+        counts = [wish.micro_batches] if wish.micro_batches else list(self._counts())
         blocks = "all" if wish.recompute is None else wish.recompute
         offload = wish.offload or ("disk" if self._may_wait("disk") and blocks else "none")
-        slices = self._slices(count)[-1]
-        return min(
-            (self._of(count, slices, offload, blocks), self._of(count, slices, "none", blocks)),
-            key=lambda case: case.activations().total,
+        options = (
+            self._of(count, self._slices(count)[-1], tier, blocks)
+            for count in {counts[0], counts[-1]}
+            for tier in (offload, "none")
         )
+        return min(options, key=lambda case: case.activations().total)
 
 
 def _way(priced: Priced) -> tuple[Any, ...]:

@@ -477,6 +477,11 @@ class PlanMachine:
         nominal = (*self.nominal, *guessed)
         return replace(self, gpus=gpus, nodes=nodes, rates=rates, nominal=nominal)
 
+    def with_drives(self, factor: float) -> PlanMachine:
+        """With so many times the drives, each as fast; the space stays as it is."""
+        faster = {name: getattr(self.rates, name) * factor for name in DISK}
+        return replace(self, rates=replace(self.rates, **faster))
+
     @property
     def rates_origin(self) -> str:
         """Where the rates come from, for people: "measured 2026-11-21", what is nominal."""

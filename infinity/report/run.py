@@ -496,7 +496,7 @@ def _faster(page: Page, told: Told) -> None:
         (
             f"{way['speed_up']:.2f} x",
             way["what"] + ("; another training" if way["changes_batch"] else ""),
-            way["how"],
+            way["how"] or "hardware",
         )
         for way in told.plan.get("faster") or ()
         if {"speed_up", "what", "changes_batch", "how"} <= set(mapping(way))

@@ -1,0 +1,348 @@
+"""The answer of `infinity plan` as one JSON-able object. Sizes are bytes, times seconds.
+
+`model`       name, family, parameters, flop_per_token (forward and backward), units, largest_unit
+              {name, weight_bytes}, experts
+`machine`     name, unified, num_cpus, host_bytes, device_bytes, disk_bytes, rates, nominal (names
+              of rates that nobody measured), rates_origin, gpus (ranks of a node), nodes,
+              assumed_disk (a path, where no drive was named); a device is one rank's, all else a
+              node's
+`ranks`       count, zero_stage, whole_units (gathered once a step), shared_units (copied whole from
+              RAM that ranks share, not gathered), node_bytes {tier: bytes}, all of a node's ranks
+              together; of each rank num_threads (of CPU updates), pinned_bytes (of RAM, beside a
+              GPU all but the process's own); None for one rank. `activations`, `plan`, `moved` and
+              `step` are of one rank, tokens_per_s of all
+`work`        tokens (of a micro-batch), micro_batches (both of a rank), tokens_per_step,
+              assumed_tokens (nobody named them), context (tokens of a sample: what --sequence says,
+              else about 2048), precision, slices,
+              recompute (blocks, or "all"), offload, sliced_logits
+`schedule`    line (`work` in words), blocks, settings (as a configuration says it),
+              runner_up {line, seconds, tokens_per_s} or None
+`fits`        whether plan and activations fit; `problem` {what, because, remedy} where they do not
+`activations` saved, again, boundaries, logits, flow, gradients, total (the most at once),
+              tier; with a plan: room, missing
+`ways`        where it does not fit: ways that make it fit, as in `faster`
+`plan`        None where there is none; else rule, moments, lossy, per_parameter {kind: bytes},
+              placement {kind: {tier: {units, bytes}}}, updates, frozen (in words; "": nothing),
+              memory {tier: {purpose: bytes}}, budget, slots, chunk_elements, prefetch_units, notes
+`moved`       {direction: {bytes, per_parameter, rate}} of one steady step
+`step`        seconds, tokens_per_s, binds, resources {resource: seconds}, bottlenecks {resource:
+              share of the step's seconds in which it binds}, the largest first,
+              phases [{name, first, count, seconds, binds, resources}], equal ones together
+`wear`        written_per_step, rated_bytes, days (None: nothing is written)
+`faster`      [{what, how (what to type, None where nothing can be), seconds, tokens_per_s,
+              speed_up, lossy, changes_batch}], best first
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from infinity._version import __version__
+from infinity.cli.remedies import Typed
+from infinity.cutting import Cut, adapter_case, cut_model, finer_units, groups_of
+from infinity.errors import DoesNotFitError, InfinityError
+from infinity.model.shapes import Target
+from infinity.plan.activations import num_blocks
+from infinity.plan.advice import LEAST_GAIN, Change, Way, faster, ways_to_fit
+from infinity.plan.batch_schedule import (
+    MOST_MICRO_BATCHES,
+    BatchSchedule,
+    Chosen,
+    choose_schedule,
+)
+from infinity.plan.budget import budgeted_bytes
+from infinity.plan.case import Case, Priced, price
+from infinity.plan.cost import PhaseCost, disk_days, flop_per_token
+from infinity.plan.layout import Kind, Tier, UnitLayout
+from infinity.plan.machine import threads_for
+from infinity.plan.plan import DIRECTIONS, Plan
+
+_KINDS = {"weights": Kind.WEIGHT, "moments and residual": Kind.RESIDUAL, "gradients": Kind.GRADIENT}
+
+
+def report(
+    case: Case,
+    target: Target,
+    cut: Cut,
+    rated_bytes: int,
+    chosen: Chosen | None = None,
+    *,
+    typed: Typed,
+    assumed_tokens: bool = False,
+    adapters: bool = True,
+) -> dict[str, Any]:
+    """Plan and price the case of a target that was cut into units.
+
+    `chosen` is what the case comes from, if its batch schedule was searched; `typed` says what to
+    type for a change, `assumed_tokens` that nobody named the tokens of a step. `adapters` are
+    looked at where they would be faster; where all else does not fit they always are.
+    """
+    after = None if chosen is None else chosen.runner_up
+    known = None if chosen is None else chosen.best
+    schedule, blocks = BatchSchedule.of(case), num_blocks(case.units)
+    facts: dict[str, Any] = {
+        "infinity": __version__,
+        "model": _model(case, target),
+        "machine": _machine(case),
+        "ranks": None,
+        "work": {
+            "tokens": case.work.tokens,
+            "micro_batches": case.micro_batches,
+            "tokens_per_step": case.tokens_per_step,
+            "assumed_tokens": assumed_tokens,
+            "context": case.work.context,
+            "precision": case.config.precision,
+            "slices": schedule.slices,
+            "recompute": schedule.recompute,
+            "offload": schedule.offload,
+            "sliced_logits": schedule.sliced_logits,
+        },
+        "schedule": {
+            "line": schedule.line(blocks),
+            "blocks": blocks,
+            "settings": schedule.settings,
+            "runner_up": None
+            if after is None
+            else {
+                "line": BatchSchedule.of(after.case).line(blocks),
+                "seconds": after.cost.seconds,
+                "tokens_per_s": after.tokens_per_s,
+            },
+        },
+        "fits": True,
+        "problem": None,
+        "activations": _activations(case),
+        "ways": [],
+        "plan": None,
+        "faster": [],
+    }
+    smaller: Sequence[UnitLayout] = ()
+    try:
+        try:
+            priced = known if known is not None and known.case is case else price(case)
+        except DoesNotFitError:
+            smaller = _finer(case, target, cut)  # of use for large buffers, not for activations
+            raise
+        facts |= _planned(priced, rated_bytes)
+        facts["activations"] |= {"room": priced.room, "missing": priced.missing}
+        priced.require_room()
+        found = faster(priced, chosen=chosen)
+        adapted = _adapters(case, target, chosen) if adapters else []
+        facts["faster"] = _ways(_faster_with(found, adapted, priced.tokens_per_s), typed)
+    except DoesNotFitError as error:
+        facts["fits"] = False
+        facts["problem"] = {"what": error.what, "because": error.because, "remedy": error.remedy}
+        found = ways_to_fit(case, smaller, chosen=chosen)
+        facts["ways"] = _ways([*found, *_adapters(case, target, chosen)], typed)
+    return facts
+
+
+def _adapters(case: Case, target: Target, chosen: Chosen | None) -> list[Way]:
+    """LoRA and QLoRA of the same steps, where all parameters are trained now and they fit.
+
+    They are looked for with as many micro-batches as the case has, and with the most, which leave
+    room for weights on the device: a search of all numbers takes seconds.
+    """
+    if not all(s.trained for unit in case.units for s in unit.segments):
+        return []
+    whole = case.with_step(case.work.tokens * case.micro_batches, 1)
+    wish, samples = (chosen.wish, chosen.samples) if chosen else (BatchSchedule.of(case), None)
+    counts = {case.micro_batches}
+    if wish.micro_batches is None and wish.slices is None and samples is not None:
+        counts.add(min(samples, MOST_MICRO_BATCHES))
+    ways = []
+    for rest, what in _ADAPTERS.items():
+        try:
+            adapted = adapter_case(whole, target, LORA_RANK, rest)
+            tried = [
+                choose_schedule(adapted, replace(wish, micro_batches=count), samples).best
+                for count in counts
+            ]
+        except InfinityError:  # no linear layers, or an optimizer that is not for them
+            continue
+        if found := [priced for priced in tried if priced is not None]:
+            change = Change(what, "adapter", (LORA_RANK, None if rest == "as_is" else rest))
+            ways.append(Way((change,), max(found, key=lambda priced: priced.tokens_per_s)))
+    return ways
+
+
+def _faster_with(found: list[Way], more: list[Way], now: float) -> list[Way]:
+    gains = [replace(way, speed_up=way.priced.tokens_per_s / now) for way in more if now]
+    worth = [way for way in gains if way.speed_up >= LEAST_GAIN]
+    return sorted([*found, *worth], key=lambda way: -way.speed_up)
+
+
+LORA_RANK = 16  # peft's examples have 8 to 64; `AdapterSection.r`
+_ADAPTERS = {
+    "as_is": f"LoRA: adapters of rank {LORA_RANK} are trained, the model itself is frozen",
+    "nf4": f"QLoRA: adapters of rank {LORA_RANK} are trained, the frozen model rests in 4 bits",
+}
+
+
+def _finer(case: Case, target: Target, cut: Cut) -> tuple[UnitLayout, ...]:
+    """Smaller units, if there are any."""
+    if not (names := finer_units(cut)):
+        return ()
+    groups = groups_of(target.module, case.config)
+    return cut_model(target.module, case.config, groups, names, case.machine.ranks).layouts
+
+
+def _model(case: Case, target: Target) -> dict[str, Any]:
+    largest = max(case.units, key=lambda unit: unit.slot_bytes)
+    return {
+        "name": target.name,
+        "family": target.family,
+        "parameters": sum(s.numel for u in case.units for s in u.segments),
+        "flop_per_token": flop_per_token(case.units, case.work),
+        "units": len(case.units),
+        "largest_unit": {"name": largest.name, "weight_bytes": largest.rest_bytes},
+        "experts": bool(target.shares),
+    }
+
+
+def _machine(case: Case) -> dict[str, Any]:
+    machine = case.machine
+    names = ("name", "unified", "num_cpus", "host_bytes", "device_bytes", "disk_bytes", "gpus")
+    return {name: getattr(machine, name) for name in (*names, "nodes")} | {
+        "rates": machine.rates.numbers(),
+        "nominal": list(machine.nominal),
+        "rates_origin": machine.rates_origin,
+        "assumed_disk": None,
+    }
+
+
+def _activations(case: Case) -> dict[str, Any]:
+    found = case.activations()
+    return {**asdict(found), "total": found.total, "tier": case.compute_tier}
+
+
+def _planned(priced: Priced, rated_bytes: int) -> dict[str, Any]:
+    """What there is to say of a plan, whether or not activations fit beside it."""
+    plan, cost, machine = priced.plan, priced.cost, priced.case.machine
+    parameters, rates = max(plan.num_trained, 1), machine.rank_rates.numbers()
+    written = plan.predicted_bytes["disk_write"] * machine.gpus
+    days = disk_days(written, cost.seconds, rated_bytes)
+    used = budgeted_bytes(plan)
+    ranks = {
+        "count": plan.ranks,
+        "zero_stage": plan.zero_stage,
+        "whole_units": len(plan.units) - plan.num_moving,
+        "shared_units": sum(map(plan.is_shared, range(len(plan.units)))),
+        "node_bytes": {tier.value: machine.gpus * used[tier] for tier in (Tier.HOST, Tier.DISK)},
+        "num_threads": threads_for(
+            priced.case.config.cpu.num_threads, machine.num_cpus, machine.gpus, unified=plan.unified
+        ),
+        "pinned_bytes": 0 if plan.unified else used[Tier.HOST] - plan.memory[Tier.HOST]["process"],
+    }
+    return {
+        "ranks": ranks if plan.ranks > 1 else None,
+        "plan": {
+            "rule": plan.rule.name,
+            "moments": [form.value for form in plan.precision.moments],
+            "lossy": any(not form.is_exact for form in plan.precision.moments),
+            "per_parameter": _at_rest(plan),
+            "placement": {name: _placed_bytes(plan, kind) for name, kind in _KINDS.items()},
+            "updates": plan.updates_line,
+            "frozen": plan.frozen_line,
+            "memory": plan.memory,
+            "budget": plan.budget,
+            "slots": [{"count": c.count, "bytes": c.slot_bytes} for c in plan.slot_classes],
+            "chunk_elements": plan.chunk_elements,
+            "prefetch_units": plan.prefetch_units,
+            "notes": list(plan.notes),
+        },
+        "moved": {
+            direction: {
+                "bytes": plan.predicted_bytes[direction],
+                "per_parameter": plan.predicted_bytes[direction] / parameters,
+                "rate": rates.get(direction),
+            }
+            for direction in DIRECTIONS
+        },
+        "step": {
+            "seconds": cost.seconds,
+            "tokens_per_s": priced.tokens_per_s,
+            "binds": cost.binds,
+            "resources": cost.resources,
+            "bottlenecks": _bottlenecks(cost.phases),
+            "phases": _phases(cost.phases),
+        },
+        "wear": {
+            "written_per_step": written,
+            "rated_bytes": rated_bytes,
+            "days": None if math.isinf(days) else days,
+        },
+    }
+
+
+def _at_rest(plan: Plan) -> dict[str, float]:
+    """Bytes that one parameter takes, by kind, padding not counted."""
+    whole = plan.bytes_per_parameter
+    weight = plan.precision.weight
+    return {
+        "weights": weight,
+        "moments and residual": whole - weight,
+        "gradients": plan.gradient_itemsize,
+    }
+
+
+def _placed_bytes(plan: Plan, kind: Kind) -> dict[str, dict[str, int]]:
+    memory = {Kind.WEIGHT: "weights", Kind.RESIDUAL: "state", Kind.GRADIENT: "gradients"}[kind]
+    found = {}
+    for tier in Tier:
+        count = sum(placement.of(kind) is tier for placement in plan.placements)
+        if count:
+            nbytes = plan.memory[tier][memory]
+            found[tier.value] = {"units": count, "bytes": nbytes}
+    return found
+
+
+def _bottlenecks(phases: Sequence[PhaseCost]) -> dict[str, float]:
+    """By what binds in each phase, its share of all seconds, the largest first."""
+    seconds = {phase.binds: 0.0 for phase in phases}
+    for phase in phases:
+        seconds[phase.binds] += phase.seconds
+    total = sum(seconds.values())
+    longest = sorted(seconds.items(), key=lambda item: -item[1])
+    return {name: s / total for name, s in longest if s > 0}
+
+
+def _phases(phases: Sequence[PhaseCost]) -> list[dict[str, Any]]:
+    """Phases in order; those of micro-batches between the ends that are alike stand once."""
+    found: list[dict[str, Any]] = []
+    latest: dict[str, dict[str, Any]] = {}  # by direction
+    for index, phase in enumerate(phases):
+        direction, micro_batch = phase.name.split()[0], index // 2 + 1
+        like = latest.get(direction)
+        if like is not None and like["first"] > 1 and like["resources"] == phase.resources:
+            like["count"] += 1
+            like["name"] = f"{direction} {like['first']}-{micro_batch}"
+            continue
+        latest[direction] = {
+            "name": phase.name,
+            "first": micro_batch,
+            "count": 1,
+            "seconds": phase.seconds,
+            "binds": phase.binds,
+            "resources": phase.resources,
+        }
+        found.append(latest[direction])
+    return found
+
+
+def _ways(ways: Sequence[Way], typed: Typed) -> list[dict[str, Any]]:
+    return [
+        {
+            "what": way.what,
+            "how": typed(way.changes),
+            "seconds": way.priced.cost.seconds,
+            "tokens_per_s": way.priced.tokens_per_s,
+            "speed_up": way.speed_up,
+            "lossy": way.lossy,
+            "changes_batch": way.changes_batch,
+        }
+        for way in ways
+    ]

@@ -1,0 +1,110 @@
+"""What to type for a change that the plan proposes, for the command that was typed.
+
+`infinity plan` has options, and keys of a configuration as KEY=VALUE; `infinity train` has keys
+alone, and runs on the machine as it is. A change that cannot be typed there is None.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from infinity.config.schema import checkpoint_of
+from infinity.plan.advice import Change
+from infinity.runs.settings import RunConfig
+
+Typed = Callable[[Sequence[Change]], "str | None"]  # what to type for all changes of a way
+
+# Changes by name, as keys of the engine's configuration.
+_KEYS: dict[str, Callable[[Any], str]] = {
+    "placement": lambda names: " ".join(f"placement.{name}=auto" for name in names),
+    "chunk_size": lambda elements: f"chunk_size={elements}",
+    "budget.device": lambda nbytes: f"budget.device={_size_or_null(nbytes)}",
+    "budget.host": lambda nbytes: f"budget.host={_size_or_null(nbytes)}",
+    "budget.disk": lambda nbytes: f"budget.disk={_size_or_null(nbytes)}",
+    "activations.tokens": lambda tokens: f"activations.tokens={tokens}",
+    "precision": lambda name: f"precision={name}",
+    "moments": lambda name: f"optimizer.moments={name}",
+    "slices": lambda count: f"activations.slices={count}",
+    "recompute": lambda blocks: f"activations.checkpoint={checkpoint_of(blocks or 0)}",
+    "offload": lambda tier: f"activations.offload={tier}",
+}
+# Changes by name, as options of `infinity plan`; those that are missing here are keys there too.
+_OPTIONS: dict[str, Callable[[Any], str]] = {
+    "finer_units": lambda _: "--finer-units",
+    "precision": lambda name: f"--precision {name}",
+    "moments": lambda name: f"--moments {name}",
+    "slices": lambda count: f"--slices {count}",
+    "recompute": lambda blocks: (
+        "--recompute"
+        if blocks == "all"
+        else f"--recompute-blocks {blocks}"
+        if blocks
+        else "--no-recompute"
+    ),
+    "offload": lambda tier: f"--activations {tier}",
+    "batch": lambda step: f"--tokens {step[0]} --micro-batches {step[1]}",
+    "gpus": lambda count: f"--gpus {count}",
+    "drives": lambda more: f"--drives {more[0]} --disk {size_text(more[1])}",
+    "device": lambda nbytes: f"--device {size_text(nbytes)}",
+    "host": lambda nbytes: f"--host {size_text(nbytes)}",
+    "disk": lambda nbytes: f"--disk {size_text(nbytes)}",
+    "adapter": lambda kind: f"--lora {kind[0]}" + (f" --rest {kind[1]}" if kind[1] else ""),
+}
+NAMES = frozenset({*_KEYS, *_OPTIONS})  # of all changes
+
+
+def for_plan(*, of_run: bool) -> Typed:
+    """For `infinity plan`; `of_run`: its target is a configuration of `infinity train`."""
+    prefix = "engine." if of_run else ""
+
+    def typed(change: Change) -> str:
+        option = _OPTIONS.get(change.name)
+        return option(change.value) if option else _prefixed(prefix, change)
+
+    return lambda changes: " ".join(map(typed, changes))
+
+
+def for_train(run: RunConfig, length: int) -> Typed:
+    """For `infinity train` of a run with windows of `length` tokens."""
+
+    def typed(change: Change) -> str | None:
+        if change.name == "batch":
+            return _batch(run, length, *change.value)
+        if change.name == "recompute" and run.model.gradient_checkpointing:
+            return None if change.value else "model.gradient_checkpointing=false"
+        if change.name == "adapter":
+            return f"adapter.type={'qlora' if change.value[1] else 'lora'}"
+        return _prefixed("engine.", change) if change.name in _KEYS else None
+
+    def all_typed(changes: Sequence[Change]) -> str | None:
+        texts = [text for change in changes if (text := typed(change)) is not None]
+        return " ".join(texts) if len(texts) == len(changes) else None
+
+    return all_typed
+
+
+def _prefixed(prefix: str, change: Change) -> str:
+    texts = _KEYS[change.name](change.value).split()
+    return " ".join(shlex.quote(prefix + text) for text in texts)
+
+
+def _batch(run: RunConfig, length: int, tokens: int, micro_batches: int) -> str:
+    """As many windows at once as make so many micro-batches of a step."""
+    at_once = f"training.micro_batch={tokens // micro_batches // length}"
+    if run.training.tokens_per_step is not None:
+        return f"{at_once} training.tokens_per_step={tokens}"
+    return f"{at_once} engine.gradient_accumulation_steps={micro_batches}"
+
+
+def _size_or_null(nbytes: int | None) -> str:
+    return "null" if nbytes is None else size_text(nbytes)
+
+
+def size_text(nbytes: int) -> str:
+    """As an option takes it, exactly: "64GiB", "1536MiB"."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if nbytes and nbytes % unit == 0:
+            return f"{nbytes // unit}{name}"
+    return str(nbytes)

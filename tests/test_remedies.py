@@ -1,0 +1,76 @@
+"""What is to be typed for a change is an option, or a key with a value, that the verb takes."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from support.runs import LENGTH, settings
+
+from infinity.cli.main import app
+from infinity.cli.remedies import NAMES, for_plan, for_train
+from infinity.config.schema import load_config
+from infinity.plan.advice import Change
+from infinity.runs.settings import RunConfig, load_run_config
+
+GIB = 1 << 30
+VALUES: dict[str, tuple[Any, ...]] = {
+    "placement": (["weights", "moments"],),
+    "chunk_size": (1 << 17,),
+    "budget.device": (GIB, None),
+    "budget.host": (GIB + (1 << 20), None),
+    "budget.disk": (GIB, None),
+    "activations.tokens": (64,),
+    "precision": ("fp32",),
+    "moments": ("8bit",),
+    "slices": (2,),
+    "recompute": ("all", 2, 0),
+    "offload": ("disk", "none"),
+    "batch": ((4 * LENGTH, 2),),
+    "finer_units": (None,),
+    "adapter": ((16, None), (16, "nf4")),
+    "gpus": (2,),
+    "drives": ((2, 2 << 40),),
+    "device": (GIB,),
+    "host": (GIB,),
+    "disk": (GIB,),
+}
+HARDWARE = {"gpus", "drives", "device", "host", "disk"}
+CHANGES = [Change("", name, value) for name, values in VALUES.items() for value in values]
+
+
+def test_every_change_is_known() -> None:
+    assert VALUES.keys() == NAMES
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: f"{c.name}-{c.value}")
+def test_plan_takes_it(change: Change) -> None:
+    group: Any = typer.main.get_command(app)
+    plan = group.get_command(typer.Context(group), "plan")
+    options = {name for param in plan.params for name in (*param.opts, *param.secondary_opts)}
+    for of_run in (False, True):
+        typed = for_plan(of_run=of_run)((change,))
+        assert typed
+        words = shlex.split(typed)
+        keys = [word.removeprefix("engine.") for word in words if "=" in word]
+        assert all(of_run == word.startswith("engine.") for word in words if "=" in word)
+        load_config({"nvme_path": "/tmp"}, keys)
+        assert {word for word in words if word.startswith("--")} <= options
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: f"{c.name}-{c.value}")
+def test_train_takes_it_unless_it_is_hardware(change: Change, tmp_path: Path) -> None:
+    raw = settings(tmp_path, engine__nvme_path=str(tmp_path))
+    run = load_run_config(raw)
+    typed = for_train(run, LENGTH)((change,))
+    assert (typed is None) == (change.name in {*HARDWARE, "finer_units"})
+    found = load_run_config(raw, shlex.split(typed or ""))
+    assert typed is None or found != run or as_it_was(run, change)
+
+
+def as_it_was(run: RunConfig, change: Change) -> bool:
+    """Whether the run has that value already."""
+    return change.value in (None, 0, "none", "fp32") or change.name in ("placement", "batch")

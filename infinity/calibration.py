@@ -21,6 +21,7 @@ import json
 import math
 import os
 import statistics
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime
@@ -32,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infinity.config.schema import IoConfig
+from infinity.errors import InfinityWarning
 from infinity.files import atomic_write
 from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
@@ -39,6 +41,7 @@ from infinity.optim.moments import COMPUTE_DTYPES, VALUE_DTYPES, Moment
 from infinity.plan import cost as names
 from infinity.plan.cost import Rates
 from infinity.plan.layout import PAGE, round_up
+from infinity.plan.load import ProcessorTimes, load_between
 from infinity.plan.machine import cpu_model, mount_of, read_machine, threads_for
 from infinity.plan.plan import BETWEEN_HOSTS, LINKS
 from infinity.ranks import Ranks, Work
@@ -132,15 +135,27 @@ def cached_rates(
     What is kept holds for a processor, its count, the RAM, the device and the threads; the disk's
     also for what is mounted at each path and the settings in `io`. `num_threads` 0 is as many as a
     run takes. `refresh` measures whatever is kept. `root` replaces the place of /proc and /sys.
-    `device` stays open. Raises what the disk tier and the device raise.
+    `device` stays open. What was measured while other programs used the processors is not kept, and
+    a warning says so. Raises what the disk tier and the device raise.
     """
-    found = []
+    found, loads = [], set[str]()
     for of, needed, measure in _parts(paths, device, io, num_threads, root):
         kept = None if refresh else _read(of, needed)
         if kept is None:
+            before = ProcessorTimes.now(root)
             kept = measure(seconds), datetime.now(UTC).date().isoformat()
-            _write(of, *kept)
+            if load := load_between(before, ProcessorTimes.now(root)):
+                loads.add(load)
+            else:
+                _write(of, *kept)
         found.append(kept)
+    if loads:
+        warnings.warn(
+            f"{max(loads)} while rates were measured: they may be too low, are not kept, and are "
+            "measured again the next time",
+            InfinityWarning,
+            stacklevel=2,
+        )
     return _known(found, paths, device)
 
 

@@ -413,7 +413,7 @@ def test_this_machine_is_planned_for_with_measured_rates(
     assert machine["unified"]
     assert machine["rates"]["update.fp32"] == 1e9
     assert machine["nominal"] == []
-    assert machine["rates_origin"] == "measured 2026-01-02"
+    assert machine["rates_origin"] == "measured 2026-01-02 (again: --refresh)"
     assert machine["disk_bytes"] > 0
     assert report["plan"]["budget"]["device"] is None
     assert machine["assumed_disk"] is None

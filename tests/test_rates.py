@@ -21,7 +21,7 @@ from test_machine import GIB, computer
 from infinity import calibration
 from infinity.calibration import KnownRates, cached_rates
 from infinity.config.schema import IoConfig
-from infinity.errors import DoesNotFitError, MachineError, TransferError
+from infinity.errors import DoesNotFitError, InfinityWarning, MachineError, TransferError
 from infinity.plan.cost import (
     COMPUTE,
     COPIES,
@@ -32,6 +32,7 @@ from infinity.plan.cost import (
     UPDATE,
     Rates,
 )
+from infinity.plan.load import ProcessorTimes, load_between
 from infinity.plan.machine import Machine, read_machine
 from infinity.storage import disk_rates
 from infinity.storage.device import CpuDevice, Device
@@ -296,6 +297,54 @@ def test_measured_once(tmp_path: Path, folder: Path, measurements: Measurements)
     assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir())
 
 
+def test_what_was_measured_beside_other_programs_is_not_kept(
+    folder: Path, measurements: Measurements, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They used 1.2 of 2 processors in the first two seconds, and then nothing."""
+    busy = ProcessorTimes(10.0, 5.0, 1.0, 2), ProcessorTimes(13.8, 5.2, 2.4, 2)
+    quiet = ProcessorTimes(20.0, 6.0, 3.0, 2), ProcessorTimes(23.1, 6.9, 6.0, 2)
+    times = iter([*busy, *quiet])
+    monkeypatch.setattr(ProcessorTimes, "now", lambda root: next(times))
+    with pytest.warns(InfinityWarning, match=r"used 1\.2 of 2 processors while rates were"):
+        first = cached()
+    assert not folder.exists()
+    second = cached()
+    assert measurements.counts == (2, 0)
+    assert cached() == second != first
+    assert measurements.counts == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("user_s", "idle_s", "own_s", "word"),
+    [
+        (4.0, 0.0, 4.0, ""),
+        (4.0, 0.0, 3.5, ""),
+        (4.0, 0.0, 2.0, "2.0 of 4"),
+        (20.0, 40.0, 4.0, ""),  # a large machine, with processors to spare
+        (0.05, 0.0, 0.0, ""),  # too short to say
+    ],
+)
+def test_other_programs_are_load_where_somebody_waits_for_them(
+    user_s: float, idle_s: float, own_s: float, word: str
+) -> None:
+    before = ProcessorTimes(1, 2, 0.5, 4)
+    after = ProcessorTimes(1 + user_s, 2 + idle_s, 0.5 + own_s, 4)
+    assert word in load_between(before, after)
+    assert bool(word) == bool(load_between(before, after))
+    assert load_between(None, after) == ""
+
+
+def test_this_process_is_no_other_program() -> None:
+    before = ProcessorTimes.now()
+    assert before is not None
+    while os.times().user < before.own + 0.2:
+        pass
+    after = ProcessorTimes.now()
+    assert after is not None
+    assert after.user - before.user >= after.own - before.own - 0.05
+    assert ProcessorTimes.now(Path("/nowhere")) is None
+
+
 def test_refresh_measures_again_and_keeps_it(
     tmp_path: Path, folder: Path, measurements: Measurements
 ) -> None:
@@ -412,7 +461,10 @@ def test_the_default_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calibration.default_folder() == Path("/home/someone/.cache/infinity/rates")
 
 
-def test_measured_for_real_and_kept(drive: Path, folder: Path) -> None:
+def test_measured_for_real_and_kept(
+    drive: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ProcessorTimes, "now", lambda root: None)  # other tests may be running
     found = cached([drive], seconds=BRIEF_S)
     check(found.rates, [*DISK, DISK_PER_CPU_S, *UPDATE, *COMPUTE])
     assert cached([drive], seconds=BRIEF_S) == found, "JSON gives the very numbers back"

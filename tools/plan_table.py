@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What `infinity plan` predicts for models far larger than a card: a table in Markdown.
 
-    python tools/plan_table.py --tokens 32768 > table.md
+    python tools/plan_table.py > table.md
 
 One card of 24 GiB with the rates of a common machine (`infinity.plan.cost.NOMINAL`; nothing is
 measured), RAM and drives as the rows say. Four drives are as one of four times the rates. Nothing
@@ -54,8 +54,9 @@ def case_of(target: Target, cut: Cut, ram: int, drives: int, tokens: int, length
     rates = replace(NOMINAL, **{name: drives * getattr(NOMINAL, name) for name in names})
     machine = PlanMachine("table", ram * GIB, 24 * GIB, drives * 4096 * GIB, 16, rates)
     groups = groups_of(target.module, config)
+    made = max(p.nbytes for p in target.module.parameters())
     return case_for(
-        target, cut, groups, config, machine, tokens, recompute=False, made=0, length=length
+        target, cut, groups, config, machine, tokens, recompute=False, made=made, length=length
     )
 
 
@@ -75,7 +76,7 @@ def row(name: str, found: Priced | None, ram: int, drives: int) -> list[str]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tokens", type=int, default=32768, help="of a step")
+    parser.add_argument("--tokens", type=int, default=65536, help="of a step")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sample")
     arguments = parser.parse_args()
     print("| " + " | ".join(HEAD) + " |\n| " + " | ".join("---" for _ in HEAD) + " |")

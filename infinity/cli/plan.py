@@ -366,6 +366,8 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
         typed=for_plan(of_run=wishes.run is not None),
         assumed_tokens=wishes.tokens is None,
     )
+    if machine.measured and wishes.machine_file is None:
+        found["machine"]["rates_origin"] += " (again: --refresh)"
     found["machine"]["assumed_disk"] = next(map(str, _assumed_disk(wishes)), None)
     return found if translation is None else found | {"deepspeed": translation.table()}
 

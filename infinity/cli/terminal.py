@@ -9,11 +9,12 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Self, TypeAlias
+from typing import Annotated, Any, Self, TypeAlias
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -51,7 +52,7 @@ def command() -> Iterator[None]:
 
     So do those of the system, whoever forgot them: a name that is too long, a full disk.
     The first SIGINT or SIGTERM raises `Stopped`; later ones are ignored, because cleaning up must
-    not be interrupted.
+    not be interrupted. What the library warns of is a line on stderr, said once.
     """
     received: list[int] = []
 
@@ -60,7 +61,7 @@ def command() -> Iterator[None]:
             received.append(signum)
             raise Stopped(signum)
 
-    with handling(on_signal):
+    with handling(on_signal), warnings_as_lines(say):
         try:
             yield
         except (InfinityError, OSError, RuntimeError, UnicodeError, MemoryError) as error:
@@ -73,6 +74,22 @@ def command() -> Iterator[None]:
             if os.environ.get("RANK", "0") == "0":  # of several ranks the first one
                 say(stopped.text)
             raise typer.Exit(stopped.exit_code) from None
+
+
+@contextmanager
+def warnings_as_lines(show: Callable[[str], None]) -> Iterator[None]:
+    """Warnings are `show`n, as "warning: ..."; each text once."""
+    said: set[str] = set()
+
+    def once(message: Warning | str, *more: Any, **details: Any) -> None:
+        text = str(message)
+        if text not in said:
+            said.add(text)
+            show(f"warning: {text}")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = once
+        yield
 
 
 @contextmanager

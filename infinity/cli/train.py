@@ -10,16 +10,23 @@ import shlex
 import signal
 import sys
 import time
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, redirect_stdout, suppress
+from collections.abc import Mapping
+from contextlib import closing, redirect_stdout, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infinity.cli.terminal import Page, ProgressLine, Stopped, command, handling, stdout_is_ours
+from infinity.cli.terminal import (
+    Page,
+    ProgressLine,
+    Stopped,
+    command,
+    handling,
+    stdout_is_ours,
+    warnings_as_lines,
+)
 from infinity.errors import DoesNotFitError, EngineFailedError, InfinityError, MachineError
 from infinity.sizes import format_count, format_duration
 
@@ -134,7 +141,7 @@ def _train_on(
     if ranks is not None:
         typed += ["--gpus", str(ranks.count)]
     again = shlex.join([*typed, "--resume", "auto"])
-    with _warnings_as_notes(page), page, Run(settings, resume, ranks) as run:
+    with warnings_as_lines(page.note), page, Run(settings, resume, ranks) as run:
         try:
             prepared = run.prepare(page.progress)
             page.question(prepared)
@@ -204,22 +211,6 @@ def _show_plan(run: Run, page: TrainPage) -> None:
             fits = found["fits"]
     if not ranks.gather_words(fits)[0]:
         raise typer.Exit(DoesNotFitError.exit_code)
-
-
-@contextmanager
-def _warnings_as_notes(page: TrainPage) -> Iterator[None]:
-    """What the library warns of is a line among the others, said once."""
-    said: set[str] = set()
-
-    def show(message: Warning | str, *more: Any, **details: Any) -> None:
-        text = str(message)
-        if text not in said:
-            said.add(text)
-            page.note(text)
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show
-        yield
 
 
 class _Stop:

@@ -1,0 +1,60 @@
+"""How much other programs use this machine's processors while something is measured."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+# Others take less of all processors than this where nobody works beside a measurement: a desktop,
+# a monitor. With more idle time than the second number nobody waits for a processor.
+QUIET_SHARE = 0.15
+IDLE_SHARE = 0.5
+LEAST_S = 1.0  # of all processors together: less is a few ticks of the clock that counts them
+
+
+@dataclass(frozen=True)
+class ProcessorTimes:
+    """Seconds that all processors spent since the start of the machine.
+
+    Attributes:
+        user: In programs, ours included. What kernels do for others' disks is no part of it: they
+            do it for ours, too, on threads of their own.
+        idle: With nothing to run, or waiting for a disk.
+        own: In this process, as a part of `user`.
+        count: Number of processors.
+    """
+
+    user: float
+    idle: float
+    own: float
+    count: int
+
+    @staticmethod
+    def now(root: Path = Path("/")) -> ProcessorTimes | None:
+        """Return them as `/proc/stat` has them; None where it cannot be read."""
+        try:
+            lines = (root / "proc" / "stat").read_text(encoding="ascii").splitlines()
+            user, nice, _, idle, waiting = (int(word) for word in lines[0].split()[1:6])
+        except (OSError, ValueError, IndexError):
+            return None
+        ticks = os.sysconf("SC_CLK_TCK")
+        count = sum(line.startswith("cpu") for line in lines) - 1
+        return ProcessorTimes(
+            (user + nice) / ticks, (idle + waiting) / ticks, os.times().user, max(count, 1)
+        )
+
+
+def load_between(before: ProcessorTimes | None, after: ProcessorTimes | None) -> str:
+    """Return in words what other programs used between two moments; "" where it is too little.
+
+    A measurement beside such a load is not what the machine can do.
+    """
+    if before is None or after is None:
+        return ""
+    others = (after.user - before.user) - (after.own - before.own)
+    idle = after.idle - before.idle
+    total = idle + (after.user - before.user)
+    if total < LEAST_S or others < QUIET_SHARE * total or idle > IDLE_SHARE * total:
+        return ""
+    return f"other programs used {others / total * after.count:.1f} of {after.count} processors"

@@ -24,6 +24,7 @@ config = {
     "placement": {"weights": "disk", "moments": "disk"},  # or leave it out: the plan decides
     "precision": "bf16" if device == "cuda" else "fp32",
     "cast_inputs": True,  # x is fp32
+    "gradient_clipping": 1.0,
     "optimizer": {"type": "AdamW", "lr": 1e-3},
 }
 engine, *_ = infinity.initialize(model, config)

@@ -27,6 +27,7 @@ with infinity.Init():
 
 config = {
     "precision": "bf16" if gpu else "fp32",
+    "gradient_clipping": 1.0,
     "optimizer": {"type": "AdamW", "lr": 1e-3},
     "gradient_accumulation_steps": BATCHES // count,  # micro-batches of each rank
 }

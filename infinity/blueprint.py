@@ -172,8 +172,6 @@ def make_optimizer(
                 group["params"] = list(group["params"])
     if isinstance(given, torch.optim.Optimizer):
         refuse_hooks(given)
-        if model_parameters is not None:
-            _check_same(given, model_parameters)
         model_parameters = given.param_groups
     if model_parameters is None or not trains:
         groups: list[Any] = [p for p in model.parameters() if p.requires_grad] if trains else []
@@ -234,8 +232,10 @@ def _flat(groups: Iterable[Any]) -> list[Any]:
     return [p for g in groups for p in (g["params"] if isinstance(g, dict) else [g])]
 
 
-def _check_same(given: torch.optim.Optimizer, model_parameters: Iterable[Any]) -> None:
-    """An optimizer object has its parameters: others that came beside it must not differ."""
+def check_same(given: torch.optim.Optimizer, model_parameters: Iterable[Any] | None) -> None:
+    """Raise `ConfigError` for parameters beside an optimizer object that are not its own."""
+    if model_parameters is None:
+        return
     ours = {id(p) for p in _flat(given.param_groups)}
     theirs = {id(p): p for p in _flat(model_parameters)}
     missing = [p for key, p in theirs.items() if key not in ours and p.requires_grad]

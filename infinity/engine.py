@@ -637,6 +637,9 @@ class Engine:
         """Steps skipped because gradients were not finite."""
         return self._stepper.progress.skipped_steps
 
+    def __repr__(self) -> str:
+        return self.plan.line(type(self).__name__, type(self.module).__name__, self.device)
+
     @property
     def warnings(self) -> tuple[str, ...]:
         """What is slow or risky about the device and paths of this run; `initialize` tells too."""
@@ -711,8 +714,6 @@ class Engine:
         if error is not None:
             self.ranks.end_by(error)
         self.close()
-
-    # --- what is refused -------------------------------------------------------------------------
 
     def _check_usable(self, *, every: bool = False) -> None:
         self._owner.check()

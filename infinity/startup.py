@@ -16,19 +16,20 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from infinity.blueprint import check_model, make_optimizer, plan_for, rates_of_rank
+from infinity.blueprint import check_model, check_same, make_optimizer, plan_for, rates_of_rank
 from infinity.config.schema import Config
 from infinity.crc32c import crc32c_of
 from infinity.cutting import Cut, cut_model
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.processes import init_distributed
 from infinity.engine import Engine
-from infinity.errors import ConfigError, InfinityWarning
+from infinity.errors import ConfigError, InfinityError, InfinityWarning
 from infinity.files import sync_directory
 from infinity.journal import Journal
 from infinity.model.cut import UnitSpec
 from infinity.model.meta_init import Origins
 from infinity.optim.adapter_probe import OptimizerMaker
+from infinity.optim.of_torch import choose_given
 from infinity.optim.offloaded import OffloadedOptimizer, mark_stepped
 from infinity.plan.plan import Plan
 from infinity.ranks import Ranks, check_alike, find_ranks
@@ -81,11 +82,12 @@ def initialize(
         config: `Config`, a mapping, or the path of a YAML or JSON file, ours or DeepSpeed's. That
             one is translated, and may give the `batch_size`; `engine.translation` and the journal
             say how. `Settings`, which `read_settings` made of one, are taken as they are.
-        optimizer: In place of the config's: any `torch.optim.Optimizer` class, a function of
-            groups that makes one (`lambda groups: torch.optim.RMSprop(groups, centered=True)`), or
-            an instance over the model's parameters that has no state yet. torch runs it on fp32
-            masters, slower than the built-in rules, and it is tried out on small parameters first.
-            `CPUAdam` and `FusedAdam` become the built-in rule with their settings.
+        optimizer: In place of the config's: any `torch.optim.Optimizer` class, an instance over
+            the model's parameters that has no state yet, or a function of groups that makes one
+            (`lambda groups: torch.optim.RMSprop(groups, centered=True)`). torch's AdamW, Adam,
+            SGD and Adagrad, as class or instance, become the built-in rules with their groups,
+            learning rates and weight decay, as `CPUAdam` and `FusedAdam` do. Any other one is run
+            by torch on fp32 masters, slower, and tried out on small parameters first.
         model_parameters: Parameters or groups as for any torch optimizer; by default all that
             require grad. Only they get optimizer state.
         training_data: A Dataset, wrapped in a DataLoader of `batch_size` that knows its position
@@ -118,7 +120,12 @@ def initialize(
     state had begun.
     """
     given = sort_arguments(positional, {k: v for k, v in locals().items() if k != "positional"})
-    return _take_over(given)
+    try:
+        return _take_over(given)
+    except InfinityError as error:
+        if isinstance(error.__cause__, OSError):  # all that it says is in ours
+            raise error from None
+        raise
 
 
 def initialize_deepspeed(*args: Any, **kwargs: Any) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
@@ -170,7 +177,13 @@ def _make(
         check_committed(model)
     origins = Origins(model, _seed_of_meta(settings, ranks))
     groups = given["model_parameters"]
-    offloaded = make_optimizer(model, settings, groups, client, trains=told.trains)
+    if groups is not None:
+        groups = list(groups)
+    if isinstance(client, torch.optim.Optimizer):
+        check_same(client, groups)
+    choice = choose_given(settings, client, groups)
+    settings = choice.config
+    offloaded = make_optimizer(model, settings, choice.groups, choice.optimizer, trains=told.trains)
     rule, trained = offloaded.rule, offloaded.param_groups
     cut = cut_model(model, settings, trained, given["units"], ranks.count, whole=rule.whole)
     if ranks.count > 1:
@@ -220,7 +233,8 @@ def _make(
     if isinstance(loader, ResumableLoader):
         engine.register_state("training_data", loader)
     if ranks.rank == 0:
-        _announce(engine, told, journal)
+        left_open = _left_open(told.config, groups, client) if any(cut.trained) else ""
+        _announce(engine, told, left_open, journal)
     return engine, offloaded, loader, scheduler
 
 
@@ -376,18 +390,37 @@ def _make_loader(
     )
 
 
-def _announce(engine: Engine, told: Settings, journal: Journal | None) -> None:
+def _left_open(config: Config, groups: Any, client: Any) -> str:
+    """Name the settings that change a plain loop's numbers and that nobody gave; "" for none."""
+    values: dict[str, str] = {}
+    if "precision" not in config.model_fields_set:
+        values["precision"] = config.precision
+    if "gradient_clipping" not in config.model_fields_set:
+        values["gradient_clipping"] = f"{config.gradient_clipping:g}"
+    of_groups = groups and all(isinstance(group, dict) and "lr" in group for group in groups)
+    if client is None and not of_groups and "lr" not in config.optimizer.model_fields_set:
+        values["optimizer.lr"] = f"{config.optimizer.parameters()['lr']:g}"
+    return ", ".join(f"{name} is {value}" for name, value in values.items())
+
+
+def _announce(engine: Engine, told: Settings, left_open: str, journal: Journal | None) -> None:
     """What there is to say at the start: as warnings, by the logger, and in the journal."""
     logger = logging.getLogger("infinity")
+    notes = list(engine.warnings)
+    if left_open:
+        notes.append(
+            f"the configuration leaves open what a plain loop may do otherwise: {left_open}; name "
+            "them in it"
+        )
     if told.translation is not None and logger.isEnabledFor(logging.INFO):
         logger.info("%s", told.translation.describe())
-    for warning in engine.warnings:
+    for warning in notes:
         warnings.warn(warning, InfinityWarning, stacklevel=5)
     if journal is not None:
         start: dict[str, Any] = {"config": told.config.resolved(), "plan": engine.plan.describe()}
         if told.translation is not None:
             start["deepspeed"] = told.translation.table()
-        journal.write({"event": "start", **start, "warnings": engine.warnings})
+        journal.write({"event": "start", **start, "warnings": notes})
 
 
 def _make_scheduler(config: Config, optimizer: OffloadedOptimizer, given: Any, client: Any) -> Any:

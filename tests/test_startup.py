@@ -26,7 +26,13 @@ import infinity
 from infinity import blueprint, startup
 from infinity.blueprint import limits_for
 from infinity.config.schema import load_config
-from infinity.errors import ConfigError, DoesNotFitError, InfinityWarning
+from infinity.errors import (
+    ConfigError,
+    DoesNotFitError,
+    InfinityError,
+    InfinityWarning,
+    MachineError,
+)
 from infinity.model.parameters import GoneParameters
 from infinity.plan.layout import Tier
 from infinity.startup import make_current
@@ -210,3 +216,60 @@ def test_each_rank_has_its_gpu_as_the_current_one(monkeypatch: pytest.MonkeyPatc
         for device in (torch.device("cpu"), torch.device("cuda", 1)):
             make_current(device, SimpleNamespace(count=count))
     assert made == [torch.device("cuda", 1)]
+
+
+NAMED = {"precision": "fp32", "gradient_clipping": 0.0, "optimizer": {"lr": 1e-3}}
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ((), ""),
+        (("precision",), "precision is bf16;"),
+        (("gradient_clipping", "optimizer"), "gradient_clipping is 1, optimizer.lr is 0.001;"),
+    ],
+)
+def test_what_a_configuration_leaves_open_is_said(missing: tuple[str, ...], words: str) -> None:
+    config = {name: value for name, value in NAMED.items() if name not in missing}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        infinity.initialize(nn.Linear(4, 4), config)[0].close()
+    texts = [str(one.message) for one in found if issubclass(one.category, InfinityWarning)]
+    assert len(texts) == bool(words)
+    assert all(words in text for text in texts)
+    assert all(
+        one.filename == __file__ for one in found if issubclass(one.category, InfinityWarning)
+    )
+
+
+def test_rates_of_groups_and_of_optimizers_are_rates_that_were_named() -> None:
+    config = {name: NAMED[name] for name in ("precision", "gradient_clipping")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InfinityWarning)
+        model = nn.Linear(4, 4)
+        groups = [{"params": [p], "lr": 0.1} for p in model.parameters()]
+        infinity.initialize(model, config, model_parameters=groups)[0].close()
+        model = nn.Linear(4, 4)
+        infinity.initialize(model, config, optimizer=optim.SGD(model.parameters(), lr=0.1))[
+            0
+        ].close()
+        model = nn.Linear(4, 4).requires_grad_(requires_grad=False)
+        infinity.initialize(model, {})[0].close()
+
+
+def test_an_engine_says_what_it_is() -> None:
+    with infinity.initialize(nn.Linear(4, 4), NAMED)[0] as engine:
+        assert repr(engine).startswith(
+            "Engine(Linear on cpu: 20 trained parameters in fp32 by AdamW; "
+        )
+        assert "weights in " in repr(engine)
+
+
+def test_a_path_that_is_not_there_is_one_traceback(tmp_path: Path) -> None:
+    for config in ({"nvme_path": str(tmp_path / "no")}, str(tmp_path / "no.yaml")):
+        with pytest.raises(InfinityError) as caught:
+            infinity.initialize(nn.Linear(4, 4), config)
+        assert caught.value.__cause__ is None
+        assert caught.value.__suppress_context__
+    with pytest.raises(MachineError, match="/no does not exist\n  try: mkdir -p "):
+        infinity.initialize(nn.Linear(4, 4), {"nvme_path": str(tmp_path / "no")})

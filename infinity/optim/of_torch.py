@@ -40,6 +40,29 @@ class Choice:
     optimizer: Any = None
 
 
+def choose_given(config: Config, given: Any, groups: Any) -> Choice:
+    """Return what `initialize(optimizer=given, model_parameters=groups)` trains with.
+
+    torch's own AdamW, Adam, SGD and Adagrad, as an instance or a class, are the built-in
+    rules, with their settings; all else that makes an optimizer stays what it is.
+    """
+    kind = given if isinstance(given, type) else type(given)
+    if kind not in _RULES or config.optimizer.model_fields_set - {"moments"}:
+        return Choice(config, groups, given)
+    if not isinstance(given, type):
+        choice = choose_instance(config, given, named=False)
+        return choice if choice.optimizer is None else Choice(config, groups, given)
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(kind).parameters.items()
+        if parameter.default is not parameter.empty
+    }
+    rule = _rule_of(kind, defaults)
+    assert rule is not None, "a rule of torch's with its own defaults is one of ours"
+    moments = {"moments": config.optimizer.moments} if config.optimizer.model_fields_set else {}
+    return Choice(_with_rule(config, rule[0], {**rule[1], **moments}), groups)
+
+
 def choose_class(config: Config, kind: Any, options: Mapping[str, Any], groups: Groups) -> Choice:
     """A class and its arguments, as `Trainer.get_optimizer_cls_and_kwargs` gives them.
 

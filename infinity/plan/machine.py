@@ -197,8 +197,9 @@ def mount_of(path: Path, root: Path = Path("/")) -> Mount:
 
 
 def _unseen(path: Path, what: str, error: OSError) -> MachineError:
-    remedy = f"mkdir -p {path}" if isinstance(error, FileNotFoundError) else None
-    return MachineError(f"{path}: {what}", because=error.strerror, remedy=remedy)
+    if isinstance(error, FileNotFoundError):
+        return MachineError(f"{path} does not exist", remedy=f"mkdir -p {path}")
+    return MachineError(f"{path}: {what}", because=error.strerror)
 
 
 def _read(path: Path) -> str | None:

@@ -468,6 +468,14 @@ class Plan:
         ram = {p: host.get(p, 0) + device.get(p, 0) for p in purposes}
         return {RAM: ram, "disk": self.memory[Tier.DISK]}
 
+    def line(self, engine: str, model: str, device: object) -> str:
+        """What is trained where and how, and where it rests: an engine's `repr`."""
+        kinds = {"weights": Kind.WEIGHT, "moments": Kind.MOMENT1, "gradients": Kind.GRADIENT}
+        rests = ", ".join(f"{n} in {self._placement_line(kind)}" for n, kind in kinds.items())
+        how = f"{self.precision.name} by {self.rule.name}"
+        count = format_count(self.num_trained)
+        return f"{engine}({model} on {device}: {count} trained parameters in {how}; {rests})"
+
     def _placement_line(self, kind: Kind) -> str:
         tiers = (placement.of(kind) for placement in self.placements)
         names = (RAM if self.unified and t is not Tier.DISK else t.value for t in tiers)

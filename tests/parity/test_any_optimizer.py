@@ -15,8 +15,9 @@ from support.trainer import PLACEMENTS, Run, make_config, make_device, same_bits
 from torch import Tensor, nn, optim
 
 from infinity.errors import ConfigError, DoesNotFitError
-from infinity.optim.adapter import TILE_ELEMENTS
+from infinity.optim.adapter import TILE_ELEMENTS, AdapterRule
 from infinity.optim.adapter_probe import open_adapter
+from infinity.optim.update import BuiltInRule
 
 STEPS = 4
 CASE = CASES["gpt"]
@@ -377,12 +378,67 @@ def test_parameters_of_one_shape_are_no_reason_to_miss_that_they_mix(given: Any)
     assert "mixes parameters" in refusal(given, Matrices())
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
+def test_a_plain_optimizer_of_torch_is_the_built_in_rule(name: str) -> None:
+    """A loop is moved with the optimizer it has: its groups, rates and weight decay."""
+    kind, batches = getattr(optim, name), CASE.batches(STEPS)
+    theirs, mine = CASE.build(), CASE.build()
+
+    def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+        few, *others = model.parameters()
+        return [{"params": [few], "lr": 3e-3}, {"params": others}]
+
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    plain = kind(groups_of(theirs), **options, foreach=False)
+    losses = []
+    for batch in batches:
+        loss = batch.call(theirs)
+        loss.backward()
+        plain.step()
+        plain.zero_grad()
+        losses.append(loss.item())
+    optimizer = kind(groups_of(mine), **options)
+    with Run(mine, config_of(), device="cpu", optimizer=optimizer) as run:
+        assert isinstance(run.engine.optimizer.rule, BuiltInRule)
+        assert run.engine.plan.rule.name == name
+        assert run.engine.optimizer.param_groups[0] is optimizer.param_groups[0]
+        found = []
+        for batch in batches:
+            loss = batch.call(run.engine)
+            run.engine.backward(loss)
+            run.engine.step()
+            found.append(loss.item())
+    assert found == pytest.approx(losses, rel=1e-5)
+
+
+def test_which_optimizers_of_torch_stay_its_own() -> None:
+    """A function of groups always; what a built-in rule has not: another setting, a subclass."""
+
+    class Own(optim.AdamW):
+        pass
+
+    def rule_of(given: Any, **config: Any) -> Any:
+        with Run(CASE.build(), config_of() | config, device="cpu", optimizer=given) as run:
+            return run.engine.optimizer
+
+    for given in (lambda groups: optim.AdamW(groups), Own, lambda g: optim.AdamW(g, amsgrad=True)):
+        assert isinstance(rule_of(given).rule, AdapterRule)
+    made = rule_of(optim.AdamW, optimizer={"moments": "bf16"})
+    assert isinstance(made.rule, BuiltInRule)
+    assert [form.value for form in made.rule.moments] == ["bf16", "bf16"]
+    assert (made.param_groups[0]["lr"], made.param_groups[0]["weight_decay"]) == (1e-3, 1e-2)
+    model = CASE.build()
+    amsgrad = optim.AdamW(model.parameters(), amsgrad=True)
+    with Run(model, config_of(), device="cpu", optimizer=amsgrad) as run:
+        assert isinstance(run.engine.optimizer.rule, AdapterRule)
+
+
 def test_other_refusals() -> None:
     model = CASE.build()
     stepped = optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
     CASE.batch(0).call(model).backward()
     stepped.step()
-    assert "has state already" in refusal(stepped, model)
+    assert "it has stepped; its state cannot be taken over" in refusal(stepped, model)
     assert "would not be used" in refusal(optim.NAdam, optimizer={"lr": 1.0})
     instance = optim.NAdam(model.parameters())
     fewer = list(model.parameters())[1:]

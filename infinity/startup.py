@@ -22,6 +22,7 @@ from infinity.crc32c import crc32c_of
 from infinity.cutting import Cut, cut_model
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.processes import init_distributed
+from infinity.deepspeed.watched_engine import watch
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError, InfinityWarning
 from infinity.files import sync_directory
@@ -229,11 +230,12 @@ def _make(
             given["args"].local_rank = ranks.local_rank
         engine.translation, engine.config = told.translation, told.given
         engine.training_dataloader = loader
-        engine.watch()
+        watch(engine)
     if isinstance(loader, ResumableLoader):
         engine.register_state("training_data", loader)
     if ranks.rank == 0:
-        left_open = _left_open(told.config, groups, client) if any(cut.trained) else ""
+        asks = any(cut.trained) and told.translation is None  # what DeepSpeed does there is known
+        left_open = _left_open(told.config, groups, client) if asks else ""
         _announce(engine, told, left_open, journal)
     return engine, offloaded, loader, scheduler
 

@@ -81,6 +81,8 @@ assert not heavy, heavy
         (["bench", "--path", "{file}"], 4, "is not a directory"),
         (["bench", "order"], 2, "order"),
         (["doctor", "--speed"], 2, "--speed"),
+        (["plna", "8b"], 2, "No such command 'plna'; did you mean 'plan'?"),
+        (["xyzzy"], 2, "there are doctor, plan, init, train"),
     ],
 )
 def test_mistakes_are_explained(tmp_path: Path, arguments: list[str], code: int, part: str) -> None:

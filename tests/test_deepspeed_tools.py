@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,6 +78,30 @@ def test_the_configuration_profiles_one_forward(
             assert out == ""
     assert counted in (tmp_path / "profile.txt").read_text()
     assert losses[0] == losses[1] == losses[2]
+
+
+@pytest.mark.parametrize("every", [2, None, float("inf")])
+def test_steps_are_printed_as_often_as_the_configuration_says(
+    every: float | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "steps_per_print": every}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01}}
+    engine, *_ = deepspeed.initialize(model=small_model(), config=config)
+    with engine:
+        losses = []
+        for number in range(10):
+            loss = engine(batch(number))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    lines = capsys.readouterr().out.splitlines()
+    if every != 2:
+        assert lines == []
+        return
+    found = [re.fullmatch(r"step=(\d), skipped=0, loss=([\d.]+), lr=\[0.01\], .* samples/s", line)
+             for line in lines]  # fmt: skip
+    assert [int(one[1]) for one in found if one] == [2, 4]
+    assert float(found[1][2]) == pytest.approx((losses[6] + losses[7]) / 2, abs=1e-3)
 
 
 def monitored(monkeypatch: pytest.MonkeyPatch, told: list[Any], **more: Any) -> Any:

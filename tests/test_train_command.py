@@ -59,7 +59,13 @@ def test_a_run_shows_its_plan_its_steps_and_what_came_of_it(tmp_path: Path) -> N
     shown = out.partition("run: done")[0].splitlines()
     assert len(shown) < 10, "the plan, in a few lines"
     assert "held-out loss" in out
-    for text in ("windows of 16 to train on", "step 1/2  left", "step 2/2  left", "checkpoint: "):
+    for text in (
+        "windows of 16 to train on",
+        "step 1/2  loss",
+        "step 2/2  loss",
+        "ETA 0 s",
+        "checkpoint: ",
+    ):
         assert text in error
     run_dir = tmp_path / "run"
     assert f"details     {run_dir / 'plan.txt'}" in out
@@ -391,10 +397,13 @@ def test_the_line_of_a_step() -> None:
         "stall_s": {"disk_read": 1.2, "slot": 0.08},
     }  # fmt: skip
     assert format_step(record) == (
-        "step  3/36  left 4 min 24 s  skipped: gradients are not finite  loss 5.2500  lr 1.00e-03  "
-        "1,064 tokens/s  stall read 15%, slots 1%"
+        "step  3/36  skipped: gradients are not finite  loss 5.2500  lr 1.00e-03  "
+        "1,064 tokens/s  waits: read 15%, slots 1%  ETA 4 min 24 s"
     )
-    assert format_stalls({}, 0.0) == "stall none"
+    assert format_step(record, 80) == (
+        "step  3/36  skipped: gradients are not finite  loss 5.2500  ETA 4 min 24 s"
+    )
+    assert format_stalls({}, 0.0) == ""
 
 
 def test_a_narrow_terminal_keeps_the_bar_and_the_time_left() -> None:
@@ -408,7 +417,7 @@ def test_a_narrow_terminal_keeps_the_bar_and_the_time_left() -> None:
     with page:
         page.told(record)
     lines = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", written.getvalue()).splitlines()
-    shown = [line for line in lines if "left 4 min 24 s" in line]
+    shown = [line for line in lines if "ETA 4 min 24 s" in line]
     assert shown
     assert all("━" in line and len(line.rstrip("\r")) <= 80 for line in shown)
-    assert all(not line.strip() or "left" in line for line in lines)  # one line, not two
+    assert all(not line.strip() or "ETA" in line for line in lines)  # one line, not two

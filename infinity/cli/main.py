@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from infinity._version import __version__
+from infinity.errors import did_you_mean
 
 VERBS = {  # infinity.cli.VERB has what is called, or a Typer of several calls, by the same name
     "doctor": "Say what this machine offers, and whether a run could start.",
@@ -36,6 +37,13 @@ class Verbs(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """In the order of the table."""
         return list(VERBS)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The verb and what follows it; one that is not there is asked back."""
+        if args and args[0] not in VERBS:
+            hint = did_you_mean(args[0], VERBS) or f"there are {', '.join(VERBS)}"
+            ctx.fail(f"No such command {args[0]!r}; {hint}".rstrip())
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The verb, or None."""

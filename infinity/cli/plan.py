@@ -96,10 +96,11 @@ _Class = Annotated[
     ),
 ]
 _Device = Annotated[
-    str | None, typer.Option("--device", metavar="SIZE", help="Plan for a GPU of this size.")
+    str | None,
+    typer.Option("--device", "--vram", metavar="SIZE", help="Plan for a GPU of this size."),
 ]
 _Host = Annotated[
-    str | None, typer.Option("--host", metavar="SIZE", help="Plan for this much RAM.")
+    str | None, typer.Option("--host", "--ram", metavar="SIZE", help="Plan for this much RAM.")
 ]
 _Disk = Annotated[
     str | None, typer.Option("--disk", metavar="SIZE", help="Plan for this much disk space.")

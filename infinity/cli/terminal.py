@@ -156,6 +156,7 @@ def stdout_is_ours() -> Iterator[None]:
 
 
 PLAIN_INTERVAL_S = 5.0
+_BAR = 16  # columns of a bar
 _LABEL = 12  # columns of a label, with the space after it
 _ENDLESS = 1 << 20  # columns where no lines are wrapped: other programs read them
 _WIDE = 140  # columns where no width is known: never cut a number off
@@ -187,6 +188,11 @@ class ProgressLine:
 
     def __exit__(self, *exc_info: object) -> None:
         self.pause()
+
+    @property
+    def columns(self) -> int:
+        """How long a text may be that is shown beside the bar."""
+        return self._console.width - _BAR - 1 if self._console.is_terminal else _ENDLESS
 
     def progress(self, done_bytes: int, total_bytes: int, what: str) -> None:
         """How far something long is; with `what` of another kind another line begins."""
@@ -225,7 +231,7 @@ class ProgressLine:
         if self._progress is None:
             line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
             words = TextColumn("{task.description}", markup=False, table_column=line)
-            bar = BarColumn(bar_width=16, table_column=Column(width=16))
+            bar = BarColumn(bar_width=_BAR, table_column=Column(width=_BAR))
             self._progress = Progress(bar, words, console=self._console, expand=True)
             self._progress.start()
             self._progress.add_task(text, total=total)

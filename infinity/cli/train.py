@@ -275,7 +275,8 @@ class TrainPage(ProgressLine):
         step = record["step"]
         if record["event"] == "step":
             num_steps = record["num_steps"]
-            self.show(format_step(record), step, num_steps, edge=step in (1, num_steps))
+            line = format_step(record, self.columns)
+            self.show(line, step, num_steps, edge=step in (1, num_steps))
         elif record["event"] == "evaluation":
             self.note(f"step {step}: held-out loss {record['loss']:.4f}")
 
@@ -327,21 +328,30 @@ class TrainPage(ProgressLine):
             Page().table(f"{directory}: done", ["", ""], rows)
 
 
-def format_step(record: Mapping[str, Any]) -> str:
-    """The line of a step; a narrow terminal cuts its end off."""
+def format_step(record: Mapping[str, Any], width: int = 1 << 20) -> str:
+    """Return the line of a step; where `width` columns are too few, without what is told last."""
     num_steps = record["num_steps"]
-    skipped = "  skipped: gradients are not finite" if record["skipped"] else ""
-    return (
-        f"step {record['step']:>{len(str(num_steps))}}/{num_steps}  "
-        f"left {format_duration(record['left_s'])}{skipped}  loss {record['loss']:.4f}  "
-        f"lr {record['lr']:.2e}  {record['tokens_per_s']:,.0f} tokens/s  "
-        f"{format_stalls(record['stall_s'], record['step_s'])}"
-    )
+    waits = format_stalls(record["stall_s"], record["step_s"])
+    parts = [
+        f"step {record['step']:>{len(str(num_steps))}}/{num_steps}",
+        "skipped: gradients are not finite" if record["skipped"] else "",
+        f"loss {record['loss']:.4f}",
+        f"lr {record['lr']:.2e}",
+        f"{record['tokens_per_s']:,.0f} tokens/s",
+        f"waits: {waits}" if waits else "",
+        f"ETA {format_duration(record['left_s'])}",
+    ]
+    for dropped in (None, 5, 3, 4):
+        if dropped is not None:
+            parts[dropped] = ""
+        line = "  ".join(filter(None, parts))
+        if len(line) <= width:
+            break
+    return line
 
 
 def format_stalls(stall_s: Mapping[str, float], step_s: float) -> str:
-    """The share of a step that was spent waiting, by cause, largest first."""
+    """Return the shares of a step that were spent waiting, by cause, the two largest first."""
     shares = {name: seconds / step_s for name, seconds in stall_s.items() if step_s > 0}
-    shown = sorted(((s, name) for name, s in shares.items() if s >= 0.005), reverse=True)
-    parts = [f"{_STALLS.get(name, name)} {share:.0%}" for share, name in shown]
-    return "stall " + (", ".join(parts) or "none")
+    shown = sorted(((s, name) for name, s in shares.items() if s >= 0.01), reverse=True)
+    return ", ".join(f"{_STALLS.get(name, name)} {share:.0%}" for share, name in shown[:2])

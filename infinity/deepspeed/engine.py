@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from infinity.checkpoint.directory import find_tag, is_ours_alone
 from infinity.checkpoint.manifest import MANIFEST_NAME, check_tag
 from infinity.deepspeed.config_methods import STAGE, ConfigMethods
-from infinity.deepspeed.flops import FlopsProfiler
 from infinity.deepspeed.monitors import MonitorMaster, get_monitor_config
 from infinity.deepspeed.names import refused, table
 from infinity.deepspeed.source import find_source
@@ -395,18 +394,6 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         source = None if self.translation is None else find_source(self.config)
         return MonitorMaster(get_monitor_config({} if source is None else source.raw))
 
-    def watch(self) -> None:
-        """Does from now on what the configuration says of monitors and the profiler, if it does.
-
-        `initialize` calls it.
-        """
-        profiles = self._said("flops_profiler.enabled") and not self.ranks.rank
-        if (self.monitor.enabled or profiles) and type(self) is DeepSpeedEngine:
-            self.__class__ = _WatchedEngine  # others need no frame between a step and its caller
-            self._profile_step = self._said("flops_profiler.profile_step") if profiles else None
-            self._parts.also(self.monitor.close)
-            self.optimizer.connect(self.step, self._drop_arrivals)
-
     # --- checkpoints -----------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -703,54 +690,3 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
                 "Trainer, or its evaluate() and train(): trainer.model_wrapped = trainer.model",
             )
         super()._check_open()
-
-
-class _WatchedEngine(DeepSpeedEngine):
-    """A `DeepSpeedEngine` of whose steps monitors are told, and one of whose forwards is profiled.
-
-    `_losses` is the sum of the open window's losses, as `backward` returns them; None where one is
-    not known, because a `loss.backward()` made gradients.
-    """
-
-    _losses: Any = None
-    _profile_step: int | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._profile_step != self.global_steps or not torch.is_grad_enabled():
-            return super().forward(*args, **kwargs)
-        profiler, step, self._profile_step = FlopsProfiler(self.module), self._profile_step, None
-        profiler.start_profile()
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            profiler.stop_profile()
-            names = ("module_depth", "top_modules", "detailed", "output_file")
-            told = (self._said(f"flops_profiler.{name}") for name in names)
-            profiler.print_model_profile(step, *told)
-
-    def _known(self) -> Any:
-        if self._window.has_news:
-            return None
-        return self._losses if self._window.is_open else 0.0
-
-    def _end_users_backward(self) -> None:
-        self._losses = self._known()
-        super()._end_users_backward()
-
-    def backward(
-        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
-    ) -> Tensor:
-        known = self._known()
-        told = super().backward(loss, retain_graph, scale_wrt_gas)
-        self._losses = None if known is None else known + told
-        return told
-
-    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        before = self.global_steps
-        super().step(lr_kwargs)
-        if self.global_steps > before:
-            known = {} if self._losses is None else {"train_loss": float(self._losses)}
-            told = {**known, "lr": self.get_lr()[0]}
-            told |= {"loss_scale": float(self.loss_scale)} if self.fp16_enabled() else {}
-            events = [(f"Train/Samples/{n}", v, self.global_samples) for n, v in told.items()]
-            self.monitor.write_events(events)

@@ -21,13 +21,13 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from infinity.errors import ConfigError, DoesNotFitError
 from infinity.runs import loop as runs_loop
 from infinity.runs import run as runs_run
-from infinity.runs.conversations import FIRST, TOKEN, TRAINED, Conversations
+from infinity.runs.conversations import FIRST, TOKEN, TRAINED, Conversations, holds_conversations
 from infinity.runs.data import Corpus
 from infinity.runs.loop import Loop
 from infinity.runs.preparation import check_packing, loss_of, read_facts
 from infinity.runs.run import Run
 from infinity.runs.settings import load_run_config
-from infinity.runs.texts import Tokenizer
+from infinity.runs.texts import Tokenizer, find_sources
 from infinity.runs.windows import Packed, pack, split
 
 CHATML = (
@@ -125,6 +125,37 @@ def test_losses_are_of_what_the_assistant_says_and_of_nothing_else(wrapped: Any)
         assert as_pairs(encoded(wrapped, row)) == expected
 
 
+ASKED = [("user", "Is it là?"), ("assistant", "Yes"), ("user", "the"), ("assistant", "well")]
+SHARED = [
+    {"from": "gpt" if role == "assistant" else "human", "value": text} for role, text in ASKED
+]
+ADDED = [("user", "Add."), ("assistant", "4")]
+
+
+@pytest.mark.parametrize(
+    ("row", "turns"),
+    [
+        (
+            {"instruction": "Add.", "input": "2 2", "output": "4"},
+            [("user", "Add.\n\n2 2"), ("assistant", "4")],
+        ),
+        ({"instruction": "Add.", "input": "", "output": "4"}, ADDED),
+        ({"instruction": "Add.", "output": "4", "system": "hm"}, [("system", "hm"), *ADDED]),
+        ({"id": "a", "conversations": SHARED}, ASKED),
+        ({"conversations": [{"role": role, "content": text} for role, text in ASKED]}, ASKED),
+    ],
+    ids=["alpaca", "no input", "a system's words", "sharegpt", "roles"],
+)
+def test_rows_like_alpacas_and_sharegpts_are_conversations(
+    wrapped: Any, row: dict[str, Any], turns: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    messages = [{"role": role, "content": text} for role, text in turns]
+    assert (encoded(wrapped, row) == encoded(wrapped, {"messages": messages})).all()
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    sources = find_sources("data.train", [str(tmp_path / "rows.jsonl")], "auto")
+    assert holds_conversations(sources, "text", "strict")
+
+
 def test_a_template_that_writes_the_last_turn_in_another_way(wrapped: Any) -> None:
     """As those do that leave out what was thought before earlier answers."""
     for first in range(len(TEXTS)):
@@ -183,6 +214,14 @@ PICKY = "{{ raise_exception('roles must alternate') }}"
             r"content of message 1 as \[\{'type'(.|\n)*takes texts alone",
         ),
         ({"prompt": "x", "completion": 3}, CHATML, "'prompt' is 'x'"),
+        ({"instruction": "x", "output": 3}, CHATML, "the field 'output' is 3, no text"),
+        (
+            {"conversations": [{"from": "bot", "value": "x"}]},
+            CHATML,
+            r"turn 1 of 'conversations' is \{'from': 'bot'(.|\n)*one of system, human, user, gpt",
+        ),
+        ({"conversations": "hi"}, CHATML, "turn 1 of 'conversations' is 'hi'"),
+        ({"conversations": [{"from": "gpt"}]}, CHATML, "turn 1 of 'conversations'"),
         ({"messages": [{"role": "user", "content": "x"}]}, PICKY, "roles must alternate"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, CHATML, "where message 1 begins"),
         (

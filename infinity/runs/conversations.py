@@ -2,6 +2,8 @@
 
 [Note: marked tokens]
 A conversation is a row with "messages", or with "prompt" and "completion": texts, or messages too.
+Rows as Alpaca has them ("instruction", maybe "input", and "output") and as ShareGPT has them
+("conversations" of "from" and "value") are turned into messages first.
 It becomes tokens of 32 bits: the lower 30 are the token, `FIRST` is the first of a conversation,
 `TRAINED` one whose loss counts. What an assistant said is found in the rendered text, as ranges of
 characters, and the tokens that overlap them are marked; so a text is tokenised once, as a whole.
@@ -37,7 +39,17 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OTHER = "\N{SYMBOL FOR NULL}"  # what nobody says
 _BATCH, _CHARACTERS = 256, 1 << 20  # conversations, or so much, that are worth a call
 _LONGEST = 1 << 23  # characters of one; a token takes a kilobyte while it is made
-_FIELDS = "'messages', or 'prompt' and 'completion'"
+_FIELDS = (
+    "'messages', or 'prompt' and 'completion', or as Alpaca's 'instruction' and 'output', or as "
+    "ShareGPT's 'conversations'"
+)
+# Who speaks in rows like ShareGPT's, by the roles of chat templates.
+_SPEAKERS = {
+    "system": "system",
+    "human": "user", "user": "user",
+    "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "model": "assistant",
+    "tool": "tool", "observation": "tool", "function_response": "tool",
+}  # fmt: skip
 
 Row = tuple[str, Any]  # where it is, and what it says
 Messages = list[dict[str, Any]]
@@ -59,7 +71,43 @@ def holds_conversations(sources: Sequence[Source], text_field: str, errors: str)
 
 
 def _is_conversation(row: dict[str, Any]) -> bool:
-    return "messages" in row or {"prompt", "completion"} <= row.keys()
+    pairs = ({"prompt", "completion"}, {"instruction", "output"})
+    return bool(row.keys() & {"messages", "conversations"}) or any(p <= row.keys() for p in pairs)
+
+
+def _with_messages(where: str, row: dict[str, Any]) -> dict[str, Any]:
+    """The row with "messages", where it is like Alpaca's or ShareGPT's."""
+    if "messages" in row or {"prompt", "completion"} <= row.keys():
+        return row
+    if "conversations" not in row:
+        texts = [row.get(name) or "" for name in ("instruction", "input", "output")]
+        for name, text in zip(("instruction", "input", "output"), texts, strict=True):
+            if not isinstance(text, str):
+                raise ConfigError(f"{where}: the field {name!r} is {text!r:.60}, no text")
+        asked = "\n\n".join(filter(None, texts[:2]))
+        roles = [("user", asked), ("assistant", texts[2])]
+        if row.get("system"):
+            roles.insert(0, ("system", row["system"]))
+        return row | {"messages": [{"role": role, "content": text} for role, text in roles]}
+    given, found = row["conversations"], []
+    if not isinstance(given, list | tuple):
+        given = [given]  # what is wrong with it is said below
+    for number, turn in enumerate(given, start=1):
+        if isinstance(turn, dict) and "role" in turn:
+            found.append(turn)
+            continue
+        speaker = turn.get("from") if isinstance(turn, dict) else None
+        if not isinstance(speaker, str) or speaker not in _SPEAKERS or "value" not in turn:
+            raise ConfigError(
+                f"{where}: turn {number} of 'conversations' is {turn!r:.80}",
+                because="a turn has 'value', and 'from', one of " + ", ".join(_SPEAKERS),
+                remedy='{"from": "human", "value": "..."}; or \'messages\' with \'role\' and '
+                "'content'",
+            )
+        found.append({"role": _SPEAKERS[speaker], "content": turn["value"]})
+    if row.get("system"):
+        found.insert(0, {"role": "system", "content": row["system"]})
+    return row | {"messages": found}
 
 
 @dataclass(frozen=True)
@@ -130,6 +178,7 @@ class Conversations:
                 because=f"conversations have {_FIELDS}, and the rows before this one do",
                 remedy="rename its fields so; data.records: text trains on a text in each row",
             )
+        row = _with_messages(where, row)
         if "messages" in row:
             found = self._dialogue(where, _messages(where, "messages", row), row.get("tools"))
         elif isinstance(row["prompt"], str) and isinstance(row["completion"], str):

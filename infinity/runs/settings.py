@@ -80,8 +80,9 @@ class DataSection(Section):
     format: Literal["auto", "text", "jsonl", "tokens", "parquet"] = "auto"
     """auto: a file's ending: .jsonl, .ndjson, .json; .npy, .bin (tokens); .parquet; else text."""
     records: Literal["auto", "text", "chat"] = "auto"
-    """What lines of JSONL, or rows, hold: a text; or "chat", conversations in "messages", or in
-    "prompt" and "completion". "auto" looks at the first row, if they are all the files."""
+    """What lines of JSONL, or rows, hold: a text; or "chat", conversations in "messages", in
+    "prompt" and "completion", or as Alpaca's or ShareGPT's. "auto" looks at the first row, if they
+    are all the files."""
     text_field: Text = "text"
     """Where the text is in a line of JSONL, or a row."""
     chat_template: OnePath | None = None

@@ -231,7 +231,7 @@ def _field(where: str, row: Any, field: str, errors: str) -> str:
         raise ConfigError(
             f"{where} has no field {field!r}: it has {keys or 'no fields'}",
             remedy="data.text_field names the field with the text; conversations have 'messages', "
-            "or 'prompt' and 'completion'",
+            "'prompt' and 'completion', 'instruction' and 'output', or 'conversations'",
         )
     text = row[field]
     if not isinstance(text, str):

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import infinity
 from infinity import calibration
 from infinity.cli import terminal
+from infinity.cli.bench import _verdict
 from infinity.cli.main import app
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
 from infinity.storage.device import CpuDevice
@@ -205,6 +206,17 @@ def test_stdout_comes_back_after_an_error(capfd: pytest.CaptureFixture[str]) -> 
     assert capfd.readouterr().out == "after\n"
 
 
+def test_what_a_drive_is_good_for_is_said_with_its_consequence() -> None:
+    """A model of 8.03e9 parameters has 12 bytes of state each, read and written once."""
+    slow = _verdict(1.4e9, 0.6e9, 1.0e9)
+    assert slow.startswith("a slow drive for this (those of PCIe 4 reach 5 to 7 GB/s): 1.40 GB/s r")
+    assert slow.endswith("that of an 8B model in 3 min 13 s")
+    assert _verdict(7e9, 5e9, 6e9).startswith("a fast drive for this: ")
+    assert _verdict(3e9, 3e9, 3e9).endswith(
+        "at 125.0M parameters/s, that of an 8B model in 1 min 04 s"
+    )
+
+
 def test_bench_measures_this_machine_and_keeps_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +235,7 @@ def test_bench_measures_this_machine_and_keeps_it(
     assert code == 0, error
     for part in ("rates      measured 2", "disk: read ", "compute: bf16 ", "AdamW state swaps at "):
         assert part in out
+    assert "drive for this" in out.splitlines()[0], "first what it means"
     assert calibration.kept_rates([drive], CpuDevice()).nominal == ()
     report = json.loads(run("bench", "--json")[1])
     assert set(report) == {"rates", "origin"}

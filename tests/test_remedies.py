@@ -54,6 +54,9 @@ def test_plan_takes_it(change: Change) -> None:
     for of_run in (False, True):
         typed = for_plan(of_run=of_run)((change,))
         assert typed
+        if of_run and change.name == "adapter":
+            assert typed in ("adapter.type=lora", "adapter.type=qlora")
+            continue
         words = shlex.split(typed)
         keys = [word.removeprefix("engine.") for word in words if "=" in word]
         assert all(of_run == word.startswith("engine.") for word in words if "=" in word)

@@ -18,8 +18,11 @@ PRESETS = {
     "pretrain-124m": "GPT-2 of 124M from scratch on your text",
     "chat": "fine-tune a model on conversations, all of it or adapters",
     "7b-24gb": "fine-tune 7B: GPU 24 GiB, RAM 64 GiB, disk 500 GB",
+    "8b-24gb": "fine-tune 8B: GPU 24 GiB, RAM 64 GiB, disk 500 GB",
     "13b-24gb": "fine-tune 13B: GPU 24 GiB, RAM 64 GiB, disk 1 TB",
     "70b-24gb": "fine-tune 70B: GPU 24 GiB, RAM 64 GiB, disk 4 TB",
+    "8b-qlora": "adapters over 8B in 4 bits: GPU 16 GiB, RAM 32 GiB, disk 100 GB",
+    "70b-qlora": "adapters over 70B in 4 bits: GPU 24 GiB, RAM 64 GiB, disk 500 GB",
 }
 _LIST = "; ".join(f"{name}: {summary}" for name, summary in PRESETS.items())
 

@@ -484,6 +484,8 @@ def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:
                 f"--lora {wishes.lora} changes no model that a run's configuration names",
                 remedy="add --model 70b, or a config.json, to plan for adapters over it",
             )
+        if run.adapter is not None and wishes.lora is None:
+            wishes = replace(wishes, lora=run.adapter.r)
         target = _model(wishes.model, wishes) if wishes.model is not None else _model_of(run)
         return _with_flags(run.engine, wishes), target, None
     translation = find_translation(wishes.target, given, lenient=True) if theirs else None

@@ -60,6 +60,8 @@ def for_plan(*, of_run: bool) -> Typed:
     prefix = "engine." if of_run else ""
 
     def typed(change: Change) -> str:
+        if of_run and change.name == "adapter":
+            return _adapter(change)
         option = _OPTIONS.get(change.name)
         return option(change.value) if option else _prefixed(prefix, change)
 
@@ -75,7 +77,7 @@ def for_train(run: RunConfig, length: int) -> Typed:
         if change.name == "recompute" and run.model.gradient_checkpointing:
             return None if change.value else "model.gradient_checkpointing=false"
         if change.name == "adapter":
-            return f"adapter.type={'qlora' if change.value[1] else 'lora'}"
+            return _adapter(change)
         return _prefixed("engine.", change) if change.name in _KEYS else None
 
     def all_typed(changes: Sequence[Change]) -> str | None:
@@ -88,6 +90,11 @@ def for_train(run: RunConfig, length: int) -> Typed:
 def _prefixed(prefix: str, change: Change) -> str:
     texts = _KEYS[change.name](change.value).split()
     return " ".join(shlex.quote(prefix + text) for text in texts)
+
+
+def _adapter(change: Change) -> str:
+    """As a key of a run; the rank is the default of `AdapterSection`."""
+    return f"adapter.type={'qlora' if change.value[1] else 'lora'}"
 
 
 def _batch(run: RunConfig, length: int, tokens: int, micro_batches: int) -> str:

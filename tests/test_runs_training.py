@@ -22,7 +22,13 @@ from typer.testing import CliRunner
 
 from infinity.cli.main import app, main
 from infinity.cli.train import TrainPage
-from infinity.errors import CheckpointError, ConfigError, InfinityWarning, TrainingError
+from infinity.errors import (
+    CheckpointError,
+    ConfigError,
+    InfinityWarning,
+    MachineError,
+    TrainingError,
+)
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.runs.data import Corpus
 from infinity.runs.preparation import scheduled
@@ -458,12 +464,17 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     assert "engine.optimizer.lr=1e+29" in str(caught.value)
 
 
-def test_tensorboard_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    raw = settings(tmp_path, training__report_to="tensorboard", training__steps=1)
-    _, watcher = train(raw)
-    assert len([note for note in watcher.notes if "pip install tensorboard" in note]) == 1
+def test_a_tracker_that_is_not_installed_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("torch.utils.tensorboard", "tensorboardX", "comet_ml"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for name, package in (("tensorboard", "tensorboard"), ("comet_ml", "comet-ml")):
+        raw = settings(tmp_path, training__report_to=name)
+        words = rf"report_to: {name} cannot be(.|\n)*pip install {package};"
+        with pytest.raises(MachineError, match=words):
+            train(raw)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_trackers_are_told_what_the_metrics_are_and_end_no_run(

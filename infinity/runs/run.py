@@ -62,7 +62,7 @@ from infinity.runs.preparation import (
     scheduled,
 )
 from infinity.runs.settings import AUTO, RunConfig, as_yaml
-from infinity.runs.trackers import Trackers
+from infinity.runs.trackers import Trackers, check_trackers
 from infinity.runs.windows import Reel
 from infinity.sizes import format_size
 from infinity.startup import device_for, initialize
@@ -112,6 +112,8 @@ class Run:
         """
         directory, ranks = self.directory, self.ranks
         with ranks.settle("prepares a run"), _first(ranks, progress) as tell:
+            if not ranks.rank:
+                check_trackers(self.config.training.report_to)
             prepared = prepare_run(self.config, directory.tokens, tell, ranks.count)
         with ranks.settle("plans a run"):
             if self.config.leaves_batches_to_the_plan:

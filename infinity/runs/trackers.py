@@ -1,7 +1,8 @@
 """What else a run tells its numbers: TensorBoard, W&B, MLflow and whom accelerate knows besides.
 
-They are accelerate's, which knows how each is spoken to. None is a reason for a run to end: who is
-not installed, or fails, is told once and asked no more; `metrics.jsonl` has the numbers.
+They are accelerate's, which knows how each is spoken to. One that is not installed is refused
+before a run begins. Later none is a reason for a run to end: one that fails is named once and asked
+no more; `metrics.jsonl` has the numbers.
 """
 
 from __future__ import annotations
@@ -13,9 +14,29 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infinity.errors import InfinityWarning, first_lines
+from infinity.errors import InfinityWarning, MachineError, first_lines
 
 PROJECT = "infinity"  # W&B's project, MLflow's experiment
+_MODULES = {"tensorboard": ("torch.utils.tensorboard", "tensorboardX")}  # others: their own names
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise `MachineError` for a tracker whose package is not installed."""
+    for name in names:
+        failed: ImportError | None = None
+        for module in _MODULES.get(name, (name,)):
+            try:
+                importlib.import_module(module)
+                break
+            except ImportError as error:
+                failed = failed or error
+        else:
+            raise MachineError(
+                f"training.report_to: {name} cannot be imported",
+                because=first_lines(failed) if failed else None,
+                remedy=f"pip install {name.replace('_', '-')}; or leave it out: metrics.jsonl has "
+                "the same numbers",
+            )
 
 
 class Trackers:

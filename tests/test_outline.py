@@ -130,8 +130,8 @@ def test_planning_for_a_named_size_imports_neither_torch_nor_transformers(tmp_pa
         "import sys\n"
         "from infinity.cli.main import app\n"
         "sizes = ['--device', '24GiB', '--host', '64GiB', '--disk', '2TiB']\n"
-        "for words in (['7b'], ['70b', '--tokens', '32768', '--json'],\n"
-        f"              ['{ours}', '--model', '1.3b']):\n"
+        "for words in (['7b', '--tokens', '2048'], ['70b', '--tokens', '2048', '--json'],\n"
+        f"              ['{ours}', '--model', '1.3b', '--tokens', '2048']):\n"
         "    app(['plan', *words, *sizes], standalone_mode=False)\n"
         "    assert not {'torch', 'transformers'} & set(sys.modules), words\n"
     )

@@ -16,6 +16,7 @@ from support.live_bytes import LiveBytes
 from typer.testing import CliRunner
 
 from infinity.calibration import KnownRates
+from infinity.cli import plan_report
 from infinity.cli.main import app
 from infinity.cli.plan import Wishes, report_of
 from infinity.errors import MachineError
@@ -23,6 +24,7 @@ from infinity.huggingface.meta import find_target
 from infinity.model.shapes import NAMED, named_target
 from infinity.plan.cost import COMPUTE, COPIES, DEVICE_UPDATE, Rates, nominal
 
+ADAPTERS = plan_report._adapters
 GIB = 1 << 30
 DESKTOP = ["--device", "24GiB", "--host", "64GiB", "--disk", "2TiB"]
 TINY = {"model_type": "gpt2", "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 64,
@@ -42,8 +44,21 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
         return KnownRates(Rates.of(numbers), "2026-01-02")
 
     monkeypatch.setattr("infinity.calibration.cached_rates", known)
+    monkeypatch.setattr(plan_report, "_adapters", lambda *_: [])  # two more searches
     # The same question is planned once: a page and its JSON are of one report.
     monkeypatch.setattr("infinity.cli.plan.report_of", cache(report_of))
+
+
+@pytest.fixture
+def with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LoRA and QLoRA are among the advice."""
+    monkeypatch.setattr(plan_report, "_adapters", ADAPTERS)
+
+
+def no_more_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is typed from here on only the plan is wanted."""
+    for name in ("faster", "_adapters"):
+        monkeypatch.setattr(plan_report, name, lambda *_, **__: [])
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -121,6 +136,7 @@ def test_pieces_that_cannot_be_are_refused(tiny: str, arguments: list[str], word
 # --- the answer ----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("with_adapters")
 def test_the_page_of_a_large_model_can_be_checked_by_hand() -> None:
     """docs/ARCHITECTURE.md: all on disk is 16 bytes read and 14 written, less what RAM holds."""
     arguments = ["70b", *DESKTOP, "--tokens", "2048", "--recompute"]
@@ -481,6 +497,7 @@ def options(how: str) -> list[str]:
     return shlex.split(how)
 
 
+@pytest.mark.usefixtures("with_adapters")
 @pytest.mark.parametrize(
     ("name", "layers", "sizes"),
     [
@@ -504,7 +521,11 @@ def options(how: str) -> list[str]:
     ids=["disk", "host", "activations", "device", "adapters"],
 )
 def test_what_does_not_fit_says_by_how_much_and_its_ways_work(
-    tmp_path: Path, name: str, layers: dict[str, int], sizes: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    layers: dict[str, int],
+    sizes: str,
 ) -> None:
     arguments = [lower(tmp_path, name, **layers), *sizes.split()]
     report = answer(*arguments, code=3)
@@ -514,11 +535,13 @@ def test_what_does_not_fit_says_by_how_much_and_its_ways_work(
     assert len(set(hows)) == len(hows) in range(1, 8)
     assert "--lora 16 --rest nf4" in hows or "--disk 0" not in sizes
     assert report["faster"] == []
+    page = run(*arguments)
+    no_more_advice(monkeypatch)
     for way in report["ways"]:
         found = answer(*arguments, *options(way["how"]))
         assert found["fits"], way["how"]
         assert found["step"]["tokens_per_s"] >= 0.99 * way["tokens_per_s"], way["how"]
-    code, out, error = run(*arguments)
+    code, out, error = page
     assert (code, error) == (3, "")
     assert "DOES NOT FIT" in out
     for way in report["ways"]:
@@ -565,13 +588,17 @@ def test_the_page_says_which_schedule_was_chosen_and_the_next(tmp_path: Path) ->
     assert (found["micro_batches"], found["slices"], found["recompute"]) == (4, 2, 3)
 
 
-def test_what_would_be_faster_is_when_it_is_typed(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("with_adapters")
+def test_what_would_be_faster_is_when_it_is_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = "--device 8GiB --host 10GiB --disk 1TiB --tokens 4096"
     arguments = [lower(tmp_path, "8b", num_hidden_layers=4, vocab_size=32000), *sizes.split()]
     ways = answer(*arguments)["faster"]
     hows = " | ".join(way["how"] for way in ways)
     for name in ("--lora 16 --rest nf4", "--moments 8bit", "--host"):
         assert name in hows, name
+    no_more_advice(monkeypatch)
     for way in ways:
         found = answer(*arguments, *options(way["how"]))
         assert found["step"]["tokens_per_s"] >= 0.99 * way["tokens_per_s"], way["how"]
@@ -598,8 +625,9 @@ def test_blocks_that_differ_a_little_are_blocks(tmp_path: Path, layers: int) -> 
 
 
 def test_no_weights_are_allocated() -> None:
+    wishes = Wishes("70b", device=24 * GIB, host=64 * GIB, disk=2 << 40, tokens=2048)
     with LiveBytes() as live:
-        report = report_of(Wishes("70b", device=24 * GIB, host=64 * GIB, disk=2 << 40), 10**15)
+        report = report_of(wishes, 10**15)
     assert report["model"]["parameters"] == 68_976_648_192
     assert live.peak == 0
 
@@ -722,8 +750,7 @@ def test_what_fits_stays_whole_and_is_called_zero_2(tiny: str) -> None:
 
 
 def test_a_slow_link_binds_and_a_faster_one_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("faster", "_adapters"):  # take longest
-        monkeypatch.setattr(f"infinity.cli.plan_report.{name}", lambda *_, **__: [])
+    no_more_advice(monkeypatch)
     slow, fast = (answer(*FOUR, "--link", link)["step"] for link in ("100MB/s", "200MB/s"))
     assert slow["binds"] == fast["binds"] == "link"
     assert slow["resources"]["link"] == pytest.approx(2 * fast["resources"]["link"])

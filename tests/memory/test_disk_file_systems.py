@@ -90,7 +90,8 @@ def test_initialize_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         striping, "file_system_warnings", lambda path, file, nbytes: [f"{path} is odd"]
     )
     with pytest.warns(InfinityWarning, match="is odd") as caught:
-        engine, *_ = infinity.initialize(small_model(), settings(tmp_path))
+        named = settings(tmp_path) | {"gradient_clipping": 1.0, "optimizer": {"lr": 1e-3}}
+        engine, *_ = infinity.initialize(small_model(), named)
     engine.close()
     assert len(caught) == 1
     assert caught[0].filename == __file__

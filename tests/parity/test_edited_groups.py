@@ -269,8 +269,12 @@ def test_a_group_may_be_switched_on_where_another_made_room() -> None:
     theirs = build()
     optimizer = optim.SGD(split(list(theirs.parameters())), lr=0.1, dampening=0.3)
     model = build()
-    instance = optim.SGD(split(list(model.parameters())), lr=0.1, dampening=0.3)
-    with Run(model, config_of(), device="cpu", optimizer=instance) as run:
+    groups = split(list(model.parameters()))
+
+    def maker(groups: list[dict[str, Any]]) -> optim.Optimizer:  # a class is the built-in rule
+        return optim.SGD(groups, lr=0.1, dampening=0.3)
+
+    with Run(model, config_of(), device="cpu", optimizer=maker, model_parameters=groups) as run:
         for number, x in enumerate(inputs(5)):
             for some in (optimizer, run.engine.optimizer):
                 some.param_groups[1]["momentum"] = 0.5 if number in (2, 4) else 0

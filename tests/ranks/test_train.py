@@ -87,11 +87,11 @@ def test_what_two_ranks_began_and_one_ends_is_the_run_of_one(
     assert error.count("by SIGTERM to another rank") == durable
     assert error.count("stopped after step ") == 1
     assert "--gpus 2 --resume auto" in error
-    for text in ("windows of 64 to train on", "step  1/30  left"):
+    for text in ("windows of 64 to train on", "step  1/30  loss"):
         assert error.count(text) == 1, error
     assert error.count("checkpoint: ") == (not durable)
-    assert "ranks    2, which share out every step" in out
-    assert (tmp_path / "run" / "plan.txt").read_text() in out
+    assert "each of 2 ranks: " in out
+    assert "a node      2 such ranks" in (tmp_path / "run" / "plan.txt").read_text()
     done = len(norms_of(tmp_path))
     assert 2 <= done < 30
     if durable:

@@ -89,8 +89,8 @@ def test_initialize_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         striping, "file_system_warnings", lambda path, file, nbytes: [f"{path} is odd"]
     )
+    named = settings(tmp_path) | {"gradient_clipping": 1.0, "optimizer": {"lr": 1e-3}}
     with pytest.warns(InfinityWarning, match="is odd") as caught:
-        named = settings(tmp_path) | {"gradient_clipping": 1.0, "optimizer": {"lr": 1e-3}}
         engine, *_ = infinity.initialize(small_model(), named)
     engine.close()
     assert len(caught) == 1

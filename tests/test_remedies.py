@@ -29,7 +29,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "slices": (2,),
     "recompute": ("all", 2, 0),
     "offload": ("disk", "none"),
-    "batch": ((4 * LENGTH, 2),),
+    "batch": ((8 * LENGTH, 2, 2 * LENGTH),),  # of two ranks
     "finer_units": (None,),
     "adapter": ((16, None), (16, "nf4")),
     "gpus": (2,),
@@ -72,6 +72,21 @@ def test_train_takes_it_unless_it_is_hardware(change: Change, tmp_path: Path) ->
     assert (typed is None) == (change.name in {*HARDWARE, "finer_units"})
     found = load_run_config(raw, shlex.split(typed or ""))
     assert typed is None or found != run or as_it_was(run, change)
+
+
+def test_a_step_is_that_of_all_ranks(tmp_path: Path) -> None:
+    change = Change("", "batch", (8 * LENGTH, 2, 2 * LENGTH))
+    raw = settings(tmp_path)
+    for tokens in (None, 4 * LENGTH):
+        steps = {"gradient_accumulation_steps": 3} if tokens is None else {}
+        raw["training"]["tokens_per_step"] = tokens
+        raw["engine"].pop("gradient_accumulation_steps", None)
+        raw["engine"] |= steps
+        typed = for_train(load_run_config(raw), LENGTH)((change,))
+        assert typed is not None
+        found = load_run_config(raw, shlex.split(typed))
+        assert found.tokens_of_a_step(LENGTH) == 8 * LENGTH
+        assert found.training.micro_batch == 2
 
 
 def as_it_was(run: RunConfig, change: Change) -> bool:

@@ -16,11 +16,12 @@ import pytest
 import transformers
 from support.runs import settings
 
-from infinity.errors import CheckpointError, ConfigError, DoesNotFitError
+from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError
 from infinity.files import LockFile
+from infinity.huggingface.models import hub
 from infinity.runs import data, texts
 from infinity.runs.data import Recipe, prepare
-from infinity.runs.preparation import BYTES_END, BYTES_SIZE, read_facts
+from infinity.runs.preparation import BYTES_END, BYTES_SIZE, prepare_run, read_facts
 from infinity.runs.settings import load_run_config
 from infinity.runs.texts import ByteTokenizer, Tokenizer, find_sources, find_tokenizer
 from infinity.runs.windows import Reel, Windows, split
@@ -333,6 +334,23 @@ def test_code_that_comes_with_a_model_is_refused_without_a_question(
     with pytest.raises(ConfigError, match="no config that transformers takes"):
         read_facts(load_run_config(settings(tmp_path, model={"path": str(tmp_path)})), None, None)
     assert questions == []
+
+
+def test_a_tokenizer_that_the_hub_does_not_give_is_asked_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the network that failed: no word of what a tokenizer should have."""
+    asked: list[str] = []
+
+    def download(name: str, **more: Any) -> str:
+        asked.append(name)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(hub(), "snapshot_download", download)
+    raw = settings(tmp_path, model={"path": "own/model"}, tokenizer="auto")
+    with pytest.raises(MachineError, match="the Hugging Face Hub did not give it"):
+        prepare_run(load_run_config(raw), tmp_path / "tokens")
+    assert asked == ["own/model"]
 
 
 def test_tokens_with_holes_between_them_keep_their_numbers() -> None:

@@ -58,6 +58,7 @@ def test_a_run_shows_its_plan_its_steps_and_what_came_of_it(tmp_path: Path) -> N
     assert code == 0, error
     shown = out.partition("run: done")[0].splitlines()
     assert len(shown) < 10, "the plan, in a few lines"
+    assert "no disk (engine.nvme_path=DIR): fits, " in shown[0]
     assert "held-out loss" in out
     for text in (
         "windows of 16 to train on",

@@ -46,10 +46,15 @@ def show_plan(report: dict[str, Any], *, verbose: bool = False) -> None:
         page.say("placement, memory, bytes and times of each phase: -v; all numbers: --json")
 
 
-def show_answer(page: Page, report: dict[str, Any]) -> None:
-    """Print a few lines: whether it fits, how fast it is, what is slowest, and for which step."""
+def show_answer(
+    page: Page, report: dict[str, Any], no_disk: str = "--path DIR or --disk SIZE"
+) -> None:
+    """Print a few lines: whether it fits, how fast it is, what is slowest, and for which step.
+
+    `no_disk` is what to type for a disk where there is none.
+    """
     model, work, problem = report["model"], report["work"], report["problem"]
-    what = f"{model['name']} on {_hardware(report['machine'])}"
+    what = f"{model['name']} on {_hardware(report['machine'], no_disk)}"
     if report["fits"]:
         page.say(f"{what}: fits, {_speed(report['step']['tokens_per_s'])} predicted")
         slowest = [
@@ -82,7 +87,7 @@ def show_answer(page: Page, report: dict[str, Any]) -> None:
         )
 
 
-def _hardware(machine: dict[str, Any]) -> str:
+def _hardware(machine: dict[str, Any], no_disk: str) -> str:
     """The sizes of a machine, in words."""
     sizes = f"{_size(machine['host_bytes'])} of RAM"
     if machine["device_bytes"] is not None:
@@ -94,7 +99,7 @@ def _hardware(machine: dict[str, Any]) -> str:
     if machine["nodes"] > 1:
         sizes = f"{machine['nodes']} nodes, each {sizes}"
     disk = machine["disk_bytes"]
-    return sizes + (f", {_size(disk)} of disk" if disk else ", no disk (--path DIR or --disk SIZE)")
+    return sizes + (f", {_size(disk)} of disk" if disk else f", no disk ({no_disk})")
 
 
 def _size(nbytes: int) -> str:

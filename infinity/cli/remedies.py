@@ -73,7 +73,8 @@ def for_train(run: RunConfig, length: int) -> Typed:
 
     def typed(change: Change) -> str | None:
         if change.name == "batch":
-            return _batch(run, length, *change.value)
+            tokens, _, at_once = change.value
+            return _batch(run, length, tokens, at_once)
         if change.name == "recompute" and run.model.gradient_checkpointing:
             return None if change.value else "model.gradient_checkpointing=false"
         if change.name == "adapter":
@@ -97,12 +98,12 @@ def _adapter(change: Change) -> str:
     return f"adapter.type={'qlora' if change.value[1] else 'lora'}"
 
 
-def _batch(run: RunConfig, length: int, tokens: int, micro_batches: int) -> str:
-    """As many windows at once as make so many micro-batches of a step."""
-    at_once = f"training.micro_batch={tokens // micro_batches // length}"
+def _batch(run: RunConfig, length: int, tokens: int, at_once: int) -> str:
+    """A step of so many tokens, of all ranks, so many in a micro-batch of one."""
+    windows = f"training.micro_batch={at_once // length}"
     if run.training.tokens_per_step is not None:
-        return f"{at_once} training.tokens_per_step={tokens}"
-    return f"{at_once} engine.gradient_accumulation_steps={micro_batches}"
+        return f"{windows} training.tokens_per_step={tokens}"
+    return f"{windows} engine.gradient_accumulation_steps={tokens // at_once}"
 
 
 def _size_or_null(nbytes: int | None) -> str:

@@ -204,7 +204,7 @@ def _show_plan(run: Run, page: TrainPage) -> None:
             run.directory.write("plan.json", json.dumps(found, indent=1))
             page.pause()
             shown = Page()
-            show_answer(shown, found)
+            show_answer(shown, found, no_disk="engine.nvme_path=DIR")
             if not found["fits"]:
                 show_ways(shown, found)
             shown.entry("details", str(run.directory.path / "plan.txt"))

@@ -130,7 +130,7 @@ def _step_differences(case: Case, after: Case) -> Iterator[Change]:
             f"{new.micro_batches} micro-batches" if after.micro_batches > 1 else "one micro-batch"
         )
         what = f"{what} of {new.tokens:,} tokens ({batch})"
-        yield Change(what, "batch", (_batch(after), new.micro_batches))
+        yield Change(what, "batch", (_batch(after), new.micro_batches, new.tokens))
     if old.slices != new.slices:
         yield Change(f"blocks in {new.slices} slices", "slices", new.slices)
     if old.recompute != new.recompute:

@@ -21,7 +21,14 @@ from infinity.checkpoint.plain import decode
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.config.schema import SCHEDULES, Config
 from infinity.cutting import Cut
-from infinity.errors import ConfigError, did_you_mean, explained, first_lines, mistakes
+from infinity.errors import (
+    ConfigError,
+    MachineError,
+    did_you_mean,
+    explained,
+    first_lines,
+    mistakes,
+)
 from infinity.huggingface.meta import meta_model
 from infinity.huggingface.models import (
     CONFIG_NAME,
@@ -547,7 +554,7 @@ def _find_tokenizer(config: RunConfig, required: bool) -> Tokenizer | None:
         path = Path(source).expanduser()
         if path.exists() or config.model.path is not None:
             name = str(path.parent if path.is_file() else path) if path.exists() else source
-            with suppress(*() if required else (ConfigError,)):
+            with suppress(*() if required else (ConfigError, MachineError)):
                 return find_tokenizer(name)
     if not required:
         return None

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infinity.errors import ConfigError, first_lines, listed
-from infinity.huggingface.models import transformers
+from infinity.huggingface.models import find_directory, transformers
 from infinity.runs.directory import RUN_RECORD
 from infinity.runs.settings import BYTES
 
@@ -318,10 +318,17 @@ class ByteTokenizer(Tokenizer):
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
 
+# What tokenizers of transformers are read from, and the config that says which class one has.
+_TOKENIZER_FILES = (
+    "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json",
+    "added_tokens.json", "chat_template*", "config.json",
+)  # fmt: skip
+
+
 def find_tokenizer(source: str) -> Tokenizer:
     """The tokenizer in a directory or of a Hub id, or that of bytes.
 
-    Raises `ConfigError` where there is none.
+    Raises `ConfigError` where there is none, `MachineError` where the Hub does not give it.
     """
     if source == BYTES:
         return ByteTokenizer()
@@ -329,8 +336,8 @@ def find_tokenizer(source: str) -> Tokenizer:
     because = "there is no such directory"
     if path.is_dir() or not (path.is_absolute() or source.startswith((".", "~"))):
         try:
-            name = str(path) if path.is_dir() else source
-            found = transformers().AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            folder = path if path.is_dir() else find_directory(source, wanted=_TOKENIZER_FILES)
+            found = transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             if len(found):
                 return Tokenizer(source, found)
             because = "it has no tokens"

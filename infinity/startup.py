@@ -183,7 +183,8 @@ def _make(
     if isinstance(client, torch.optim.Optimizer):
         check_same(client, groups)
     choice = choose_given(settings, client, groups)
-    settings = choice.config
+    told = replace(told, config=choice.config)
+    settings = told.config
     offloaded = make_optimizer(model, settings, choice.groups, choice.optimizer, trains=told.trains)
     rule, trained = offloaded.rule, offloaded.param_groups
     cut = cut_model(model, settings, trained, given["units"], ranks.count, whole=rule.whole)

@@ -222,6 +222,25 @@ def test_blocks_of_a_list_may_differ_a_little(blocks: list[nn.Module]) -> None:
     assert_each_parameter_once(model, list(cuts.values()))
 
 
+def test_experts_inside_a_block_are_equal() -> None:
+    """A list in a block with one, or with unequal ones, is a part of it."""
+
+    class Part(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.up, self.gate, self.down = (nn.Linear(8, n) for n in (8, 8, width))
+
+    class Block(nn.Module):
+        def __init__(self, *widths: int) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(Part(width) for width in widths)
+            self.out = nn.Linear(8, 8)
+
+    for widths, experts in (((16, 16), 2), ((16, 32), 0), ((16,), 0)):
+        cuts = cut_by_name(nn.ModuleList(Block(*widths) for _ in range(2)))
+        assert sum(".parts." in name for name in cuts) == 2 * experts
+
+
 def test_stages_of_other_widths_and_a_pair_of_stacks_are_no_blocks() -> None:
     def stage(width: int) -> nn.Module:
         return nn.Sequential(*[nn.Sequential(nn.Linear(width, width)) for _ in range(2)])

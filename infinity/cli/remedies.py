@@ -6,7 +6,6 @@ alone, and runs on the machine as it is. A change that cannot be typed there is 
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,42 +15,37 @@ from infinity.runs.settings import RunConfig
 
 Typed = Callable[[Sequence[Change]], "str | None"]  # what to type for all changes of a way
 
-# Changes by name, as keys of the engine's configuration.
-_KEYS: dict[str, Callable[[Any], str]] = {
-    "placement": lambda names: " ".join(f"placement.{name}=auto" for name in names),
-    "chunk_size": lambda elements: f"chunk_size={elements}",
-    "budget.device": lambda nbytes: f"budget.device={_size_or_null(nbytes)}",
-    "budget.host": lambda nbytes: f"budget.host={_size_or_null(nbytes)}",
-    "budget.disk": lambda nbytes: f"budget.disk={_size_or_null(nbytes)}",
-    "activations.tokens": lambda tokens: f"activations.tokens={tokens}",
-    "precision": lambda name: f"precision={name}",
-    "moments": lambda name: f"optimizer.moments={name}",
-    "slices": lambda count: f"activations.slices={count}",
-    "recompute": lambda blocks: f"activations.checkpoint={checkpoint_of(blocks or 0)}",
-    "offload": lambda tier: f"activations.offload={tier}",
+# Changes by name, as keys of the engine's configuration; placement has one for each kind.
+_KEYS = {
+    "placement": "placement",
+    "chunk_size": "chunk_size",
+    "budget.device": "budget.device",
+    "budget.host": "budget.host",
+    "budget.disk": "budget.disk",
+    "activations.tokens": "activations.tokens",
+    "precision": "precision",
+    "moments": "optimizer.moments",
+    "slices": "activations.slices",
+    "recompute": "activations.checkpoint",
+    "offload": "activations.offload",
 }
 # Changes by name, as options of `infinity plan`; those that are missing here are keys there too.
 _OPTIONS: dict[str, Callable[[Any], str]] = {
     "finer_units": lambda _: "--finer-units",
-    "precision": lambda name: f"--precision {name}",
-    "moments": lambda name: f"--moments {name}",
-    "slices": lambda count: f"--slices {count}",
-    "recompute": lambda blocks: (
-        "--recompute"
-        if blocks == "all"
-        else f"--recompute-blocks {blocks}"
-        if blocks
-        else "--no-recompute"
-    ),
-    "offload": lambda tier: f"--activations {tier}",
+    "precision": "--precision {}".format,
+    "moments": "--moments {}".format,
+    "slices": "--slices {}".format,
+    "offload": "--activations {}".format,
+    "gpus": "--gpus {}".format,
+    "recompute": lambda blocks: _RECOMPUTE.get(blocks) or f"--recompute-blocks {blocks}",
     "batch": lambda step: f"--tokens {step[0]} --micro-batches {step[1]}",
-    "gpus": lambda count: f"--gpus {count}",
     "drives": lambda more: f"--drives {more[0]} --disk {size_text(more[1])}",
     "device": lambda nbytes: f"--device {size_text(nbytes)}",
     "host": lambda nbytes: f"--host {size_text(nbytes)}",
     "disk": lambda nbytes: f"--disk {size_text(nbytes)}",
     "adapter": lambda kind: f"--lora {kind[0]}" + (f" --rest {kind[1]}" if kind[1] else ""),
 }
+_RECOMPUTE: dict[Any, str] = {"all": "--recompute", 0: "--no-recompute", None: "--no-recompute"}
 NAMES = frozenset({*_KEYS, *_OPTIONS})  # of all changes
 
 
@@ -89,8 +83,15 @@ def for_train(run: RunConfig, length: int) -> Typed:
 
 
 def _prefixed(prefix: str, change: Change) -> str:
-    texts = _KEYS[change.name](change.value).split()
-    return " ".join(shlex.quote(prefix + text) for text in texts)
+    """As KEY=VALUE, with a prefix before each key."""
+    key, value = prefix + _KEYS[change.name], change.value
+    if change.name == "placement":
+        return " ".join(f"{key}.{name}=auto" for name in value)
+    if change.name == "recompute":
+        value = checkpoint_of(value or 0)
+    elif change.name.startswith("budget."):
+        value = "null" if value is None else size_text(value)
+    return f"{key}={value}"
 
 
 def _adapter(change: Change) -> str:
@@ -104,10 +105,6 @@ def _batch(run: RunConfig, length: int, tokens: int, at_once: int) -> str:
     if run.training.tokens_per_step is not None:
         return f"{windows} training.tokens_per_step={tokens}"
     return f"{windows} engine.gradient_accumulation_steps={tokens // at_once}"
-
-
-def _size_or_null(nbytes: int | None) -> str:
-    return "null" if nbytes is None else size_text(nbytes)
 
 
 def size_text(nbytes: int) -> str:

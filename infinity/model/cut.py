@@ -91,10 +91,10 @@ class Cutter:
 
     def _blocks(self, module: nn.Module, prefix: str) -> Iterator[UnitCut]:
         """Outermost repeated children, each a unit; experts inside them first."""
-        repeated = _repeated(module)
+        stacked = _stacked(module)
         for name, child in module.named_children():
             path = f"{prefix}{name}"
-            if id(child) in repeated:
+            if id(child) in stacked:
                 yield from self._experts(child, f"{path}.")
                 yield UnitCut(path, [child], self._take(child), is_block=True)
             else:
@@ -147,21 +147,30 @@ def _signature(module: nn.Module) -> _Signature:
     return frozenset(parameters) if has_matrix else frozenset()
 
 
+def _by_signature(module: nn.Module) -> dict[tuple[type, _Signature], list[int]]:
+    """ids of the children that have a matrix, by their class and signature."""
+    found: dict[tuple[type, _Signature], list[int]] = {}
+    for child in module.children():
+        if signature := _signature(child):
+            found.setdefault((type(child), signature), []).append(id(child))
+    return found
+
+
 def _repeated(module: nn.Module) -> set[int]:
-    """ids of the children that repeat one another, or that are alone in a list."""
-    by_class: dict[type, dict[_Signature, list[nn.Module]]] = {}
-    children = [child for child in module.children() if _signature(child)]
-    for child in children:
-        by_class.setdefault(type(child), {}).setdefault(_signature(child), []).append(child)
-    in_order = is_list(module) and all(name.isdigit() for name, _ in module.named_children())
-    found: set[int] = set()
-    for signatures in by_class.values():
-        for signature, alike in signatures.items():
-            others = signatures.keys() - {signature} if in_order else set()
-            if in_order and len(children) == 1:
-                others = {signature}
-            if len(alike) > 1 or any(_is_like(signature, other) for other in others):
-                found.update(map(id, alike))
+    """ids of the children that have at least one structural twin among their siblings."""
+    return {i for ids in _by_signature(module).values() if len(ids) > 1 for i in ids}
+
+
+def _stacked(module: nn.Module) -> set[int]:
+    """The same, and in a list also those that are nearly twins, or alone."""
+    found = _repeated(module)
+    if not is_list(module) or not all(name.isdigit() for name, _ in module.named_children()):
+        return found
+    kinds = _by_signature(module)
+    for kind, ids in kinds.items():
+        others = [o for o in kinds if o != kind] if sum(map(len, kinds.values())) > 1 else [kind]
+        if any(kind[0] is other[0] and _is_like(kind[1], other[1]) for other in others):
+            found.update(ids)
     return found
 
 

@@ -50,8 +50,7 @@ def choose_given(config: Config, given: Any, groups: Any) -> Choice:
     if kind not in _RULES or config.optimizer.model_fields_set - {"moments"}:
         return Choice(config, groups, given)
     if not isinstance(given, type):
-        choice = choose_instance(config, given, named=False)
-        return choice if choice.optimizer is None else Choice(config, groups, given)
+        return choose_instance(config, given, named=False)
     defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(kind).parameters.items()
@@ -59,8 +58,7 @@ def choose_given(config: Config, given: Any, groups: Any) -> Choice:
     }
     rule = _rule_of(kind, defaults)
     assert rule is not None, "a rule of torch's with its own defaults is one of ours"
-    moments = {"moments": config.optimizer.moments} if config.optimizer.model_fields_set else {}
-    return Choice(_with_rule(config, rule[0], {**rule[1], **moments}), groups)
+    return Choice(_with_rule(config, *rule), groups)
 
 
 def choose_class(config: Config, kind: Any, options: Mapping[str, Any], groups: Groups) -> Choice:

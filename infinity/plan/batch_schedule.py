@@ -167,6 +167,7 @@ class _Search:
         self.pieces = samples or max(self.tokens // LEAST_TOKENS[unified], 1)
         self.samples = samples
         self.blocks = num_blocks(case.units)
+        self.has_inputs = bool(block_widths(case.units))  # of blocks, which may wait elsewhere
         self._rooms: dict[tuple[bool, str, int], int | None] = {}
         self._known: dict[BatchSchedule, Priced | None] = {}
         self.found: list[Priced] = []
@@ -228,7 +229,7 @@ class _Search:
     def _may_wait(self, offload: str) -> bool:
         if offload == "none":
             return True
-        if self.wish.recompute == 0 or not block_widths(self.case.units):
+        if self.wish.recompute == 0 or not self.has_inputs:
             return False
         if offload == "host":
             return not self.case.machine.unified

@@ -233,7 +233,7 @@ def _flat(groups: Iterable[Any]) -> list[Any]:
 
 
 def check_same(given: torch.optim.Optimizer, model_parameters: Iterable[Any] | None) -> None:
-    """Raise `ConfigError` for parameters beside an optimizer object that are not its own."""
+    """Raise `ConfigError` unless the optimizer object holds just these parameters."""
     if model_parameters is None:
         return
     ours = {id(p) for p in _flat(given.param_groups)}

@@ -394,7 +394,7 @@ def _make_loader(
 
 
 def _left_open(config: Config, groups: Any, client: Any) -> str:
-    """Name the settings that change a plain loop's numbers and that nobody gave; "" for none."""
+    """List settings that were left at defaults a plain loop does not have; "" for none."""
     values: dict[str, str] = {}
     if "precision" not in config.model_fields_set:
         values["precision"] = config.precision

@@ -1,4 +1,4 @@
-"""The answer of `infinity plan` as people read it; what it holds is said in `plan_report`."""
+"""Page of `infinity plan`: prints the report that `plan_report` makes and documents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DIRECTION_NAMES = {
 
 
 def show_plan(report: dict[str, Any], *, verbose: bool = False) -> None:
-    """Print the answer, what it rests on, and what would make it faster, or make it fit.
+    """Print the answer, its assumptions, and the changes that make the run faster or make it fit.
 
     `verbose` adds placement, memory, bytes and times of each phase.
     """
@@ -49,7 +49,7 @@ def show_plan(report: dict[str, Any], *, verbose: bool = False) -> None:
 def show_answer(
     page: Page, report: dict[str, Any], no_disk: str = "--path DIR or --disk SIZE"
 ) -> None:
-    """Print a few lines: whether it fits, how fast it is, what is slowest, and for which step.
+    """Print a few lines: fit, speed, bottleneck, and the step they are for.
 
     `no_disk` is what to type for a disk where there is none.
     """
@@ -88,7 +88,7 @@ def show_answer(
 
 
 def _hardware(machine: dict[str, Any], no_disk: str) -> str:
-    """The sizes of a machine, in words."""
+    """Return the sizes of a machine as text."""
     sizes = f"{_size(machine['host_bytes'])} of RAM"
     if machine["device_bytes"] is not None:
         count, memory = machine["gpus"], _size(machine["device_bytes"])
@@ -107,7 +107,7 @@ def _size(nbytes: int) -> str:
 
 
 def _memory_line(report: dict[str, Any]) -> str:
-    """What is used of each tier, in words."""
+    """Return the bytes used of each tier as text."""
     parts = []
     for tier, (used, whole) in _tiers(report).items():
         if sum(used.values()):

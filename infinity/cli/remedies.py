@@ -100,7 +100,7 @@ def _adapter(change: Change) -> str:
 
 
 def _batch(run: RunConfig, length: int, tokens: int, at_once: int) -> str:
-    """A step of so many tokens, of all ranks, so many in a micro-batch of one."""
+    """Return the keys for a step of `tokens`, of all ranks, in micro-batches of `at_once`."""
     windows = f"training.micro_batch={at_once // length}"
     if run.training.tokens_per_step is not None:
         return f"{windows} training.tokens_per_step={tokens}"

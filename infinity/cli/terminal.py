@@ -191,7 +191,7 @@ class ProgressLine:
 
     @property
     def columns(self) -> int:
-        """How long a text may be that is shown beside the bar."""
+        """Columns left for text next to the bar."""
         return self._console.width - _BAR - 1 if self._console.is_terminal else _ENDLESS
 
     def progress(self, done_bytes: int, total_bytes: int, what: str) -> None:
@@ -248,13 +248,13 @@ class Page:
         self._tables = Console(highlight=False, markup=False, width=wide)
 
     def say(self, text: str = "") -> None:
-        """Print plain text; on a terminal lines are wrapped between words."""
+        """Print plain text; wrap lines at spaces if stdout is a terminal."""
         for line in text.splitlines() or [""]:
             indent = len(line) - len(line.lstrip(" "))
             self._fill(line.lstrip(" "), " " * indent, " " * (indent + 2))
 
     def entry(self, label: str, text: str) -> None:
-        """Print a label and a text beside it, wrapped the same way."""
+        """Print a label and, in the column after it, a text that is wrapped the same way."""
         self._fill(text, f"{label} ".ljust(_LABEL), " " * _LABEL)
 
     def _fill(self, text: str, first: str, rest: str) -> None:

@@ -329,7 +329,7 @@ class TrainPage(ProgressLine):
 
 
 def format_step(record: Mapping[str, Any], width: int = 1 << 20) -> str:
-    """Return the line of a step; where `width` columns are too few, without what is told last."""
+    """Return the line of a step, without waits, rate and speed if `width` columns are too few."""
     num_steps = record["num_steps"]
     waits = format_stalls(record["stall_s"], record["step_s"])
     parts = [

@@ -16,7 +16,7 @@ from infinity.deepspeed.flops import FlopsProfiler
 
 
 def watch(engine: DeepSpeedEngine) -> None:
-    """Let an engine do what its configuration says of monitors, printed steps and the profiler."""
+    """Attach the monitors, printed steps and profiler that an engine's configuration enables."""
     first = not engine.ranks.rank
     profiles = first and engine._said("flops_profiler.enabled")
     every = (engine._said("steps_per_print") if first else None) or math.inf

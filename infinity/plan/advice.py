@@ -30,7 +30,7 @@ TIERS = (Tier.DISK, Tier.HOST, Tier.DEVICE)
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that differs between two cases; `infinity.cli.remedies` says what to type for it.
+    """One difference between two cases; `infinity.cli.remedies` maps it to options and keys.
 
     `name` is one of that module's `NAMES`, `value` what it is changed to: bytes, tokens, the name
     of a format.
@@ -56,7 +56,7 @@ class Way:
 
     @property
     def what(self) -> str:
-        """In words."""
+        """Description for people."""
         return ", ".join(change.what for change in self.changes)
 
 

@@ -46,7 +46,7 @@ class ProcessorTimes:
 
 
 def load_between(before: ProcessorTimes | None, after: ProcessorTimes | None) -> str:
-    """Return in words what other programs used between two moments; "" where it is too little.
+    """Describe the use of processors by other programs between two moments; "" if it is small.
 
     A measurement beside such a load is not what the machine can do.
     """

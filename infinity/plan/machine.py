@@ -479,7 +479,7 @@ class PlanMachine:
         return replace(self, gpus=gpus, nodes=nodes, rates=rates, nominal=nominal)
 
     def with_drives(self, factor: float) -> PlanMachine:
-        """With so many times the drives, each as fast; the space stays as it is."""
+        """Return the machine with disk rates multiplied by `factor`, and the same disk space."""
         faster = {name: getattr(self.rates, name) * factor for name in DISK}
         return replace(self, rates=replace(self.rates, **faster))
 

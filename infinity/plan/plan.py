@@ -469,7 +469,7 @@ class Plan:
         return {RAM: ram, "disk": self.memory[Tier.DISK]}
 
     def line(self, engine: str, model: str, device: object) -> str:
-        """What is trained where and how, and where it rests: an engine's `repr`."""
+        """Return the `repr` of an engine: model, device, precision, rule and placement."""
         kinds = {"weights": Kind.WEIGHT, "moments": Kind.MOMENT1, "gradients": Kind.GRADIENT}
         rests = ", ".join(f"{n} in {self._placement_line(kind)}" for n, kind in kinds.items())
         how = f"{self.precision.name} by {self.rule.name}"

@@ -35,7 +35,9 @@ def run_process(*command: str, **options: Any) -> subprocess.CompletedProcess[st
     )
 
 
-COMMANDS = ["doctor", "plan", "init", "train", "run", "report", "trace", "bench", "checkpoint"]
+COMMANDS = [
+    "doctor", "plan", "init", "train", "run", "generate", "report", "trace", "bench", "checkpoint",
+]  # fmt: skip
 
 
 def test_version_and_help() -> None:

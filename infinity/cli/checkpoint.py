@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import UTC, datetime
-from functools import partial
-from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,101 +17,26 @@ from infinity._version import __version__
 from infinity.checkpoint import directory as checkpoints
 from infinity.checkpoint.directory import find_tag, tags
 from infinity.checkpoint.durable_reader import DurableReader
-from infinity.checkpoint.manifest import INDEX, LATEST_NAME, MANIFEST_NAME
-from infinity.checkpoint.reader import CheckpointReader, StateReader
-from infinity.cli.terminal import Page, ProgressLine, command
+from infinity.checkpoint.manifest import INDEX, MANIFEST_NAME
+from infinity.checkpoint.reader import StateReader
+from infinity.cli.saved_state import (
+    Directory,
+    Opener,
+    Tag,
+    checkpoints_of,
+    find_all,
+    find_state,
+)
+from infinity.cli.terminal import Page, ProgressLine, command, say
 from infinity.deepspeed.import_checkpoint import import_deepspeed as import_zero
 from infinity.errors import CheckpointError, ConfigError, listed
 from infinity.model.weight_directory import holds_weights
-from infinity.model.weight_files import write_shards
+from infinity.model.weight_files import SafetensorsFile, write_shards
 from infinity.optim.moments import COMPUTE_DTYPES
-from infinity.runs.directory import is_run
 from infinity.sizes import format_count, format_size, parse_size
-from infinity.storage.run_dir import RECORD_NAME, durable_records, ranks_below
+from infinity.storage.run_dir import RECORD_NAME
 
 _MAX_TAGS = 20
-_BELOW = "checkpoints"  # where a run_dir has them
-Opener = Callable[[], StateReader]
-
-
-# --- which one is meant --------------------------------------------------------------------------
-
-
-def _meant(directory: Path, tag: str | None) -> tuple[Path, Opener]:
-    """Where the checkpoint, or the durable run, that is meant lies, and how to open it.
-
-    A durable run is given itself, or is the only one in an nvme_path that holds no checkpoints.
-    """
-    directory = _of_run(directory.expanduser().absolute())
-    if not directory.is_dir():
-        raise ConfigError(f"{directory} is not a directory")
-    if (directory / MANIFEST_NAME).exists():
-        if tag is not None and tag != directory.name:
-            raise ConfigError(
-                f"{directory} is a checkpoint already",
-                remedy=f"give {directory.parent} or no --tag",
-            )
-        return directory, partial(CheckpointReader, directory.parent, directory.name)
-    if tag is None and (run := _durable_in(directory)) is not None:
-        return run, partial(DurableReader, run, [run.parent])
-    found = find_tag(directory, tag)
-    if found is None:
-        there = tags(directory)
-        raise CheckpointError(
-            f"{directory} has no file `latest`; {_listed(there)}",
-            remedy=f"--tag {there[0]}" if there else "give the directory of save_checkpoint",
-        )
-    if tag is not None and not (directory / found).is_dir():
-        raise CheckpointError(f"there is no checkpoint {found!r}; {_listed(tags(directory))}")
-    return directory / found, partial(CheckpointReader, directory, found)
-
-
-def _of_run(directory: Path) -> Path:
-    """Where the run of `infinity train` keeps its checkpoints, if that is what was given."""
-    below = directory / _BELOW
-    return below if below.is_dir() and not tags(directory) else directory
-
-
-def _durable_in(directory: Path) -> Path | None:
-    if is_run(directory):
-        raise CheckpointError(
-            f"the run in {directory} has no checkpoint yet",
-            because="checkpoints/ is not there; of a run with engine.durable the state itself is "
-            "one, below its engine.nvme_path (config.yaml)",
-        )
-    if (directory / RECORD_NAME).exists():
-        return directory
-    if (directory / LATEST_NAME).exists() or tags(directory):
-        return None
-    runs = _durable_runs(directory)
-    if len(runs) > 1:
-        raise ConfigError(
-            f"{directory} holds {len(runs)} durable runs: {', '.join(run.name for run in runs)}",
-            remedy=f"name one of them: {runs[-1]}",
-        )
-    return runs[0] if runs else None
-
-
-def _durable_runs(root: Path) -> list[Path]:
-    """The durable runs of an nvme_path, one directory of each; of one place the oldest first.
-
-    Those of `infinity train` have a directory of their own below it.
-
-    Of several ranks it is one of the first's.
-    """
-    found: dict[object, Path] = {}
-    places = (path for path in root.iterdir() if path.is_dir()) if root.is_dir() else ()
-    runs = sorted({*places} - {*ranks_below(root).values()})
-    ranks = [list(ranks_below(place).values())[:1] for place in (root, *runs)]
-    for place in dict.fromkeys((root, *runs, *chain(*ranks))):
-        for path, record in durable_records(place).items():
-            found.setdefault(record.get("run", path), path)
-    return list(found.values())
-
-
-def _listed(tags: Sequence[str]) -> str:
-    there = "there are no checkpoints in it, and it holds no durable run"
-    return f"there are {listed(tags, limit=5)}" if tags else there
 
 
 # --- what `inspect` shows ------------------------------------------------------------------------
@@ -271,19 +194,7 @@ checkpoint = typer.Typer(
     rich_markup_mode=None,
 )
 
-_Dir = Annotated[
-    Path,
-    typer.Argument(
-        metavar="DIR",
-        help="What was given to save_checkpoint, or a checkpoint in it; a run_dir; or the "
-        "directory of a durable run, or an nvme_path that holds one.",
-    ),
-]
 _Out = Annotated[Path, typer.Argument(metavar="OUT", help="A directory to write to.")]
-_Tag = Annotated[
-    str | None,
-    typer.Option("--tag", metavar="TAG", help="Which checkpoint. Default: what `latest` names."),
-]
 _MaxShard = Annotated[
     str, typer.Option("--max-shard", metavar="SIZE", help="Largest file, but for larger tensors.")
 ]
@@ -297,8 +208,8 @@ def _checkpoint(context: typer.Context) -> None:
 
 @checkpoint.command()
 def inspect(
-    directory: _Dir,
-    tag: _Tag = None,
+    directory: Directory,
+    tag: Tag = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Say what a checkpoint, or a durable run, holds, without reading tensors.
@@ -307,7 +218,7 @@ def inspect(
 
     Exits with 0, or with 5 if it is damaged as far as can be seen without reading tensors.
     """
-    with command(), _meant(directory, tag)[1]() as reader:
+    with command(), find_state(directory, tag)[1]() as reader:
         report = _report(reader)
         if as_json:
             print(json.dumps(report), flush=True)
@@ -317,8 +228,8 @@ def inspect(
 
 @checkpoint.command()
 def verify(
-    directory: _Dir,
-    tag: _Tag = None,
+    directory: Directory,
+    tag: Tag = None,
     every: Annotated[
         bool, typer.Option("--all", help="All checkpoints and durable runs in DIR.")
     ] = False,
@@ -336,15 +247,9 @@ def verify(
                 raise ConfigError(
                     "--tag names one checkpoint, --all means all", remedy="one of both"
                 )
-            root = _of_run(directory.expanduser())
-            found: list[tuple[Path, Opener]] = [
-                (root / one, partial(CheckpointReader, root, one)) for one in tags(root)
-            ]
-            found += [(run, partial(DurableReader, run, [root])) for run in _durable_runs(root)]
-            if not found:
-                raise CheckpointError(f"{root} holds no checkpoint and no durable run")
+            found = find_all(directory)
         else:
-            found = [_meant(directory, tag)]
+            found = [find_state(directory, tag)]
         sound = [_is_sound(place, opened) for place, opened in found]
         if not all(sound):
             raise typer.Exit(CheckpointError.exit_code)
@@ -380,9 +285,9 @@ def _is_sound(place: Path, opened: Opener) -> bool:
 
 @checkpoint.command()
 def export(
-    directory: _Dir,
+    directory: Directory,
     out: _Out,
-    tag: _Tag = None,
+    tag: Tag = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -391,29 +296,85 @@ def export(
             help="bf16, fp16 or fp32 (the exact masters). Default: as in training.",
         ),
     ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add adapters to the weights of their base.")
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="WHERE",
+            help="A run_dir, or a directory or Hub id with the config.json and tokenizer of the "
+            "model; none: weights alone, under the names of training. Default: the run of the "
+            "checkpoint, or a config.json beside it.",
+        ),
+    ] = None,
     max_shard: _MaxShard = "5GiB",
     force: Annotated[
         bool, typer.Option("--force", help="Replace the weights that are there.")
     ] = False,
 ) -> None:
-    """Write the weights as safetensors that Hugging Face loads.
+    """Write a model that Hugging Face loads: weights, config, tokenizer and chat template.
 
     For example: infinity checkpoint export runs/a weights --dtype fp32
 
-    One tensor at a time is in memory, every byte is checked. Tied weights are written once, under
-    their first name; persistent buffers are included. Exits with 0, 2 where OUT holds weights
-    already, 5 if the checkpoint is damaged.
+    Of a run with adapters OUT gets the adapters, as peft saves them; with --merge, a whole model.
+    One tensor at a time is in memory, every byte is checked. Exits with 0, 2 where OUT holds
+    weights already, 5 if the checkpoint is damaged.
     """
     with command():
         if dtype is not None and dtype not in COMPUTE_DTYPES:
             raise ConfigError(f"--dtype is {dtype!r}", remedy="--dtype bf16, fp16 or fp32")
-        _, opened = _meant(directory, tag)
+        wanted = None if dtype is None else COMPUTE_DTYPES[dtype]
+        state, opened = find_state(directory, tag)
         out = _free_for_weights(out, force)
+        source = _description_of(directory, state, model, merge)
         with opened() as reader:
-            tensors = reader.outgoing(None if dtype is None else COMPUTE_DTYPES[dtype])
-            files = write_shards(out, tensors, parse_size(max_shard))
-        size = format_size(sum(tensor.nbytes for tensor in tensors))
-        print(f"{len(tensors)} tensors, {size}, in {len(files)} file(s) in {out}", flush=True)
+            if source is None:
+                files = write_shards(out, reader.outgoing(wanted), parse_size(max_shard))
+            else:
+                from infinity.runs.saved_model import describe, export_model
+
+                described = describe(source)
+                files = export_model(
+                    described,
+                    reader,
+                    out,
+                    dtype=wanted,
+                    max_shard_bytes=parse_size(max_shard),
+                    merge=merge,
+                )
+                if described.tokenizer is None:
+                    say("note: no tokenizer was found, so none is written (--model DIR names one)")
+        weights = [path for path in files if path.suffix == ".safetensors"]
+        count, nbytes = 0, 0
+        for path in weights:
+            with closing(SafetensorsFile(path)) as file:
+                count += len(file.facts)
+                nbytes += path.stat().st_size
+        print(f"{count} tensors, {format_size(nbytes)}, in {len(weights)} file(s) in {out}")
+
+
+def _description_of(directory: Path, state: Path, model: str | None, merge: bool) -> str | None:
+    """Return what `describe` is to read; None to write weights alone."""
+    if model is not None and model != "none":
+        return model
+    found = None
+    if model is None:
+        from infinity.runs.saved_model import find_description
+
+        found = find_description(directory.expanduser().absolute()) or find_description(state)
+    if found is None and merge:
+        raise ConfigError(
+            "--merge needs to know which adapters were trained over which model",
+            remedy="--model RUN_DIR names the directory of the run",
+        )
+    if found is None and model is None:
+        say(
+            "note: weights alone are written, as nothing here says of which model they are; "
+            "--model DIR names its config.json"
+        )
+    return None if found is None else str(found)
 
 
 @checkpoint.command()
@@ -431,7 +392,7 @@ def prune(
     What `latest` names is never removed, nor a directory that holds anything but a checkpoint.
     """
     with command():
-        root = _of_run(directory.expanduser())
+        root = checkpoints_of(directory.expanduser())
         removed = checkpoints.prune(root, keep, dry_run=dry_run)
         for one in removed:
             print(f"{'would remove' if dry_run else 'removed'} {root / one.tag}, ", end="")
@@ -446,7 +407,7 @@ def import_deepspeed(
         Path, typer.Argument(metavar="DS_DIR", help="What DeepSpeed's save_checkpoint was given.")
     ],
     out: _Out,
-    tag: _Tag = None,
+    tag: Tag = None,
 ) -> None:
     """Make a checkpoint of ours from one of DeepSpeed ZeRO 1, 2 or 3.
 

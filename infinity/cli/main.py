@@ -1,8 +1,8 @@
 """The `infinity` command: `doctor` looks at a machine, `plan` at a run, `bench` measures.
 
-`init` writes a configuration, `train` trains with one, `run` runs a script that was written for
-DeepSpeed, `trace` says what a run waited for, `checkpoint` looks after saved state. A verb's module
-is imported when the verb is used.
+`init` writes a configuration, `train` trains with one, `generate` continues a prompt with what was
+trained, `run` runs a script that was written for DeepSpeed, `trace` says what a run waited for,
+`checkpoint` looks after saved state. A verb's module is imported when the verb is used.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ VERBS = {  # infinity.cli.VERB has what is called, or a Typer of several calls, 
     "init": "Write a configuration for `infinity train`, with comments.",
     "train": "Train a causal language model of transformers, new or pretrained.",
     "run": "Run a script that was written for DeepSpeed, as it is, on one or more GPUs.",
+    "generate": "Continue a prompt with a model that was trained, from a run or a directory.",
     "report": "Write a page to look at of a run of `infinity train`.",
     "trace": "Say who was busy when in a training run, and what it waited for.",
     "bench": "Measure this machine.",

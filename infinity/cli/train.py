@@ -324,6 +324,7 @@ class TrainPage(ProgressLine):
             rows.append(["last checkpoint", str(result.checkpoint)])
         if result.model is not None:
             rows.append(["model", str(result.model)])
+            rows.append(["to try it", shlex.join(["infinity", "generate", str(directory), "..."])])
         with suppress(OSError):  # the terminal is gone
             Page().table(f"{directory}: done", ["", ""], rows)
 

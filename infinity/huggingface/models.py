@@ -6,7 +6,7 @@ import copy
 import importlib
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ from infinity.ranks import find_ranks
 from infinity.read_settings import read_settings
 from infinity.sizes import parse_size
 from infinity.startup import initialize
-from infinity.training.state_dict import StateDict, read_by_first, written_by_first
+from infinity.training.state_dict import read_by_first, written_by_first
 
 # The transformers package, asked for when it is used.
 
@@ -57,9 +57,10 @@ def _package(name: str) -> Any:
 
 
 CONFIG_NAME = "config.json"
+GENERATION_CONFIG_NAME = "generation_config.json"
 _WANTED = [
     CONFIG_NAME,
-    "generation_config.json",
+    GENERATION_CONFIG_NAME,
     "model.safetensors.index.json",
     "model*.safetensors",
 ]
@@ -136,36 +137,66 @@ def save_pretrained(
     module: Any = engine.module
     target = Path(directory).expanduser()
     state = Engine.state_dict(engine)
-
-    def save_tokenizer(folder: Path) -> None:
-        if tokenizer is not None:
-            tokenizer.save_pretrained(os.fspath(folder))
-
     ranks = engine.ranks
     if hasattr(module, "peft_config"):
-
-        def save_adapters(values: Mapping[str, Tensor]) -> None:
-            with saving(target) as folder:
-                with suppress(FileNotFoundError):  # peft writes into the one that is there
-                    shutil.copyfile(target / "README.md", folder / "README.md")
-                module.save_pretrained(os.fspath(folder), state_dict=values)
-                save_tokenizer(folder)
-
-        read_by_first(ranks, state, save_adapters)
+        read_by_first(ranks, state, lambda values: save_adapters(module, target, values, tokenizer))
         return sorted(target.glob("*.safetensors"))
     _check(module)
-    outgoing = _outgoing(module, state, dtype, original_format)
-
-    def save_others(folder: Path) -> None:
-        _save_configs(module, folder, next((t.dtype for t in outgoing), torch.float32))
-        save_tokenizer(folder)
-
+    outgoing = as_saved(
+        module, state.outgoing(dtype, partial(name_of_tied, module)), original_format
+    )
+    write = partial(write_model, module, outgoing, target, tokenizer, parse_size(max_shard))
     try:
-        nbytes = parse_size(max_shard)
-        write = partial(write_shards, target, outgoing, nbytes, beside=save_others)
         return written_by_first(ranks, outgoing, write)
     finally:
         state.flush()  # nothing was edited: only forgets what is cached
+
+
+def save_adapters(
+    module: Any, target: Path, values: Mapping[str, Tensor], tokenizer: Any = None
+) -> None:
+    """Write the adapters of a peft model as its own `save_pretrained` does.
+
+    Args:
+        module: The peft model; its own tensors are not read.
+        target: Directory to write to; files appear when all are complete.
+        values: Values by the names of `module.state_dict()`, of which the adapters' are read.
+        tokenizer: Anything with a `save_pretrained`.
+    """
+    with saving(target) as folder:
+        with suppress(FileNotFoundError):  # peft writes into the one that is there
+            shutil.copyfile(target / "README.md", folder / "README.md")
+        module.save_pretrained(os.fspath(folder), state_dict=values)
+        _save_tokenizer(tokenizer, folder)
+
+
+def write_model(
+    module: Any,
+    tensors: Sequence[Outgoing],
+    target: Path,
+    tokenizer: Any,
+    max_shard_bytes: int,
+) -> list[Path]:
+    """Write a transformers model as its own `save_pretrained` does, and return the weight files.
+
+    Args:
+        module: The model, of which only the configurations are used.
+        tensors: What `as_saved` returns.
+        target: Directory to write to; files appear when all are complete.
+        tokenizer: Anything with a `save_pretrained`, or None.
+        max_shard_bytes: Largest weight file, except for larger tensors.
+    """
+
+    def save_others(folder: Path) -> None:
+        _save_configs(module, folder, next((t.dtype for t in tensors), torch.float32))
+        _save_tokenizer(tokenizer, folder)
+
+    return write_shards(target, tensors, max_shard_bytes, beside=save_others)
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    if tokenizer is not None:
+        tokenizer.save_pretrained(os.fspath(folder))
 
 
 def _check(module: Any) -> None:
@@ -181,18 +212,26 @@ def _check(module: Any) -> None:
         )
 
 
-def _outgoing(
-    module: Any, state: StateDict, dtype: torch.dtype | str | None, original_format: bool
-) -> list[Outgoing]:
+def name_of_tied(module: Any, names: tuple[str, ...]) -> str:
+    """Return the name, of several of one tensor, under which transformers saves it."""
     tied = set(module.all_tied_weights_keys)
+    return next((name for name in names if name not in tied), names[0])
+
+
+def as_saved(
+    module: Any, tensors: Iterable[Outgoing], original_format: bool = True
+) -> list[Outgoing]:
+    """Return the tensors that transformers saves of a model.
+
+    Args:
+        module: The model, of which only rules for names are used.
+        tensors: Its tensors, those of one memory once, by `name_of_tied`.
+        original_format: Undo what transformers renames, fuses and splits when it loads.
+    """
     ignored = set(module._keys_to_ignore_on_save or ())
     last = _LastRead()
     given: dict[str, Tensor] = {}
-
-    def tied_name(names: tuple[str, ...]) -> str:
-        return next((name for name in names if name not in tied), names[0])
-
-    for tensor in state.outgoing(dtype, tied_name):
+    for tensor in tensors:
         if tensor.name not in ignored:
             read = partial(last.read, tensor.name, tensor.read)
             given[tensor.name] = Promised(tensor.shape, tensor.dtype, read)
@@ -259,7 +298,7 @@ def load_model(
     Raises `ConfigError` where files and model do not fit, `MachineError` for an id the Hub does
     not give.
     """
-    library = transformers()
+    transformers()  # a package that is missing is named before all else
     directory = find_directory(source, revision)
     settings = read_settings({} if config is None else config).config
     if settings.seed is not None:
@@ -272,12 +311,40 @@ def load_model(
         facts = copy.deepcopy(facts)  # values are promised: nobody else shall unpack them
         del facts.quantization_config
     promised = {name: _promise(files, name) for name in files.facts}
+    model = fill_model(kind, facts, promised, settings.precision, options, str(source))
+    model.config.name_or_path = str(source)
+    take_generation_config(model, directory)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def fill_model(
+    kind: Any,
+    config: Any,
+    promised: Mapping[str, Tensor],
+    precision: str,
+    options: Mapping[str, Any],
+    source: str,
+) -> Any:
+    """Build a transformers model over lazy tensors, by the rules of its own `from_pretrained`.
+
+    Args:
+        kind: Class of transformers, or an `AutoModel...`.
+        config: Its config.
+        promised: Lazy tensors (`model/lazy_tensor.py`) by their names in published files.
+        precision: bf16, fp16 or fp32: dtype of what `promised` lacks.
+        options: Other arguments of `from_pretrained`.
+        source: Where the tensors come from, for errors.
+
+    Raises:
+        ConfigError: No tensor is one of the model's, or they do not fit.
+    """
     with explained(f"{source} does not fit {kind.__name__}"):
         model, info = kind.from_pretrained(
             None,
-            config=facts,
-            state_dict=promised,
-            dtype=COMPUTE_DTYPES[settings.precision],
+            config=config,
+            state_dict=dict(promised),
+            dtype=COMPUTE_DTYPES[precision],
             output_loading_info=True,
             **options,
         )
@@ -287,11 +354,14 @@ def load_model(
             because=f"unexpected: {', '.join(map(repr, sorted(info['unexpected_keys'])[:4]))}",
             remedy="model_class=... names another class",
         )
-    model.config.name_or_path = str(source)
-    if (directory / "generation_config.json").exists() and model.can_generate():
-        model.generation_config = library.GenerationConfig.from_pretrained(directory)
-    assert isinstance(model, nn.Module)
     return model
+
+
+def take_generation_config(model: Any, directory: Path) -> None:
+    """Give a model the generation config of a directory, if it generates and there is one."""
+    if (directory / GENERATION_CONFIG_NAME).exists() and model.can_generate():
+        kind = transformers().GenerationConfig
+        model.generation_config = kind.from_pretrained(directory)
 
 
 def build_model(

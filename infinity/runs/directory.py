@@ -36,6 +36,7 @@ from infinity.ranks import ALONE, Ranks
 from infinity.sealed import made, read_sealed, write_sealed
 
 RUN_RECORD = "run.json"
+CHECKPOINTS = "checkpoints"
 _LOCK = ".lock"
 _MADE_BEFORE = {"data", _LOCK, "config.yaml", "plan.txt", "plan.json"}
 _FORMAT, _VERSION = "torch-infinity-training", 3
@@ -72,7 +73,7 @@ class RunDirectory:
         and `MachineError` if it cannot be written or another process trains in it.
         """
         self.path = path.absolute()
-        self.tokens, self.checkpoints = self.path / "data", self.path / "checkpoints"
+        self.tokens, self.checkpoints = self.path / "data", self.path / CHECKPOINTS
         self.metrics = self.path / "metrics.jsonl"
         self.model, self.best = self.path / "model", self.path / "best"
         self._lock: LockFile | None = None
@@ -262,12 +263,33 @@ class Session:
         self.last = str(state.get("id", ""))
 
 
-def is_run(path: Path) -> bool:
-    """Whether a directory is that of a run, whatever is in it."""
+def run_record(path: Path) -> dict[str, Any] | None:
+    """Return the record of the run in a directory; None if it holds no run, or a damaged record."""
     try:
-        return bool(read_sealed(path / RUN_RECORD, _FORMAT, _VERSION))
-    except (OSError, ValueError):
-        return False
+        record = read_sealed(path / RUN_RECORD, _FORMAT, _VERSION)
+        made(_Record, record)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return record
+
+
+def state_name(record: Mapping[str, Any], path: Path, number: int | None = None) -> str:
+    """Return the name of the state of a durable run below every nvme_path.
+
+    Args:
+        record: The run's record.
+        path: Directory of the run.
+        number: How often another number of ranks went on with it; None as the record says.
+    """
+    number = record.get("state", 0) if number is None else number
+    name = f"{record.get('name', path.name)}-{record['id']}"
+    return f"{name}-{number}" if number else name
+
+
+def state_directories(record: Mapping[str, Any], path: Path) -> list[Path]:
+    """Return where the state of a durable run rests, one directory for each nvme_path."""
+    paths = record.get("nvme_path", []) if record.get("durable") else []
+    return [Path(root) / state_name(record, path) for root in paths]
 
 
 def _as_kept(decides: Mapping[str, Any]) -> dict[str, Any]:

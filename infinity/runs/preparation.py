@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,6 @@ from infinity.errors import (
     MachineError,
     did_you_mean,
     explained,
-    first_lines,
     mistakes,
 )
 from infinity.huggingface.meta import meta_model
@@ -42,11 +40,11 @@ from infinity.model.shapes import Target, target_of
 from infinity.plan.batch_schedule import BatchSchedule, Chosen, choose_schedule
 from infinity.plan.case import Case
 from infinity.ranks import ALONE, Ranks
+from infinity.runs.adapters import adapted
 from infinity.runs.conversations import Conversations, holds_conversations, use_template
 from infinity.runs.data import Corpus, Progress, Recipe, prepare
 from infinity.runs.directory import RunDirectory
 from infinity.runs.settings import (
-    ALL_LINEAR,
     AUTO,
     BYTES,
     AdapterSection,
@@ -176,10 +174,8 @@ def build(run: RunConfig, facts: ModelFacts, engine: Config) -> nn.Module:
     section = run.model
     more = {} if section.attention is None else {"attn_implementation": section.attention}
     given: dict[str, Any] = {"model_class": CAUSAL, "model_kwargs": more}
-    if section.path is not None:
-        path = os.path.expanduser(section.path)
-        path = os.path.abspath(path) if os.path.isdir(path) else path
-        model = load_model(path, engine, model_config=facts.config, **given)
+    if (source := source_of(run)) is not None:
+        model = load_model(source, engine, model_config=facts.config, **given)
     else:
         model = build_model(facts.config, engine, **given)
     model.train()
@@ -199,44 +195,12 @@ def build(run: RunConfig, facts: ModelFacts, engine: Config) -> nn.Module:
     return model if run.adapter is None else adapted(model, run.adapter)
 
 
-def adapted(model: nn.Module, section: AdapterSection) -> nn.Module:
-    """A model whose weights are frozen, with adapters of peft that are trained.
-
-    Raises `ConfigError` where there is nothing to adapt, or no peft.
-    """
-    try:
-        peft: Any = importlib.import_module("peft")
-    except ImportError as error:
-        raise ConfigError(
-            f"adapter: needs the package peft: {error}", remedy="pip install 'torch-infinity[hf]'"
-        ) from error
-    base: Any = model
-    base.name_or_path = base.config.name_or_path  # what peft notes down as the base of its adapters
-    targets = ALL_LINEAR if ALL_LINEAR in section.targets else list(section.targets)
-    wanted = peft.LoraConfig(
-        r=section.r,
-        lora_alpha=2 * section.r if section.alpha is None else section.alpha,
-        lora_dropout=section.dropout,
-        target_modules=targets,
-        task_type="CAUSAL_LM",
-    )
-    try:
-        made = peft.get_peft_model(model, wanted)
-    except ValueError as error:
-        linear = [
-            name.rpartition(".")[2]
-            for name, module in model.named_modules()
-            if getattr(module, "weight", None) is not None
-            and module.weight.dim() == 2
-            and not isinstance(module, nn.Embedding)
-        ]
-        raise ConfigError(
-            f"adapter.targets: {targets} cannot be adapted",
-            because=first_lines(error),
-            remedy=f"all-linear, or a list of {', '.join(sorted(set(linear)))}",
-        ) from error
-    assert isinstance(made, nn.Module)
-    return made.train()
+def source_of(run: RunConfig) -> str | None:
+    """Return the absolute directory, or the Hub id, of the model that a run fine-tunes."""
+    if run.model.path is None:
+        return None
+    path = os.path.expanduser(run.model.path)
+    return os.path.abspath(path) if os.path.isdir(path) else run.model.path
 
 
 def target_on_meta(run: RunConfig) -> Target:
@@ -544,6 +508,16 @@ def _tokenizer(config: RunConfig, *, required: bool) -> Tokenizer | None:
     if found is not None and config.data.chat_template is not None:
         use_template(found, config.data.chat_template)
     return found
+
+
+def model_of(config: RunConfig) -> tuple[ModelFacts, Tokenizer | None]:
+    """Return the model of a run, and its tokenizer if it has one; data are not looked at.
+
+    Raises as `prepare_run`.
+    """
+    tokenizer = _tokenizer(config, required=False)
+    size, end = (None, None) if tokenizer is None else (tokenizer.size, tokenizer.end)
+    return read_facts(config, size, end), tokenizer
 
 
 def _find_tokenizer(config: RunConfig, required: bool) -> Tokenizer | None:

@@ -48,7 +48,7 @@ from infinity.plan.plan import Plan
 from infinity.ranks import Ranks, check_alike, find_ranks
 from infinity.runs.best import Best
 from infinity.runs.data import Progress
-from infinity.runs.directory import RUN_RECORD, RunDirectory, Session
+from infinity.runs.directory import RUN_RECORD, RunDirectory, Session, state_name
 from infinity.runs.loop import Compute, Loop, latest
 from infinity.runs.metrics import LastStep, Metrics, Result, Unwritten, Watcher, steps_told
 from infinity.runs.preparation import (
@@ -70,6 +70,7 @@ from infinity.storage.cuda import find_device
 from infinity.storage.run_dir import durable_records, ranks_below, run_records
 
 NEVER = "never"
+_NAMED = ("precision", "gradient_clipping")
 _SCHEDULED = ("lr", "betas", "momentum")  # entries of a group that a schedule may change
 _MAX_SESSIONS = 1000  # of which a run directory keeps the ids
 _WAITS_S = 60.0  # for the first rank, until that says that it is at work
@@ -164,7 +165,9 @@ class Run:
             with ranks.settle("builds the model"):
                 model = build(self.config, prepared.facts, prepared.engine)
                 compute = loss_of(model)
-                config = self._own_state(prepared.engine)
+                # Defaults stand in config.yaml: only loops of users' own are warned of them.
+                named = {name: getattr(prepared.engine, name) for name in _NAMED}
+                config = self._own_state(prepared.engine).model_copy(update=named)
             self._shares_ranks = True
             engine, _, _, _ = initialize(model, config, progress=progress, ranks=ranks)
             try:
@@ -371,13 +374,7 @@ class Run:
     @property
     def state_name(self) -> str:
         """Below every nvme_path, where its steps are durable; of a run that has begun."""
-        return self._state_name(self.directory.record.get("state", 0))
-
-    def _state_name(self, number: int) -> str:
-        """Of the n-th time that another number of ranks went on with it."""
-        record = self.directory.record
-        name = f"{record.get('name', self.directory.path.name)}-{record['id']}"
-        return f"{name}-{number}" if number else name
+        return state_name(self.directory.record, self.directory.path)
 
     def _own_state(self, config: Config) -> Config:
         """A durable run has directories of its own, so that it cannot go on from another's.
@@ -394,7 +391,8 @@ class Run:
             if self._moves:
                 self._remove_states(but=name)  # of a start that died before its copy was whole
                 self._left, resume = left, NEVER
-                name = self._state_name(self.directory.record.get("state", 0) + 1)
+                record = self.directory.record
+                name = state_name(record, self.directory.path, record.get("state", 0) + 1)
         paths = tuple(path / name for path in config.nvme_path)
         for path in paths if not self.ranks.local_rank else ():
             try:
@@ -449,7 +447,7 @@ class Run:
 
     def _remove_states(self, *, but: str) -> None:
         """Remove what this run kept before and, where it was killed, began to copy."""
-        own = self._state_name(0)
+        own = state_name(self.directory.record, self.directory.path, 0)
         for path in self.config.engine.nvme_path if not self.ranks.local_rank else ():
             for found in path.iterdir() if path.is_dir() else ():
                 if found.name.startswith(own) and found.name != but:

@@ -319,7 +319,7 @@ class ByteTokenizer(Tokenizer):
 
 
 # What tokenizers of transformers are read from, and the config that says which class one has.
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json",
     "added_tokens.json", "chat_template*", "config.json",
 )  # fmt: skip
@@ -336,7 +336,7 @@ def find_tokenizer(source: str) -> Tokenizer:
     because = "there is no such directory"
     if path.is_dir() or not (path.is_absolute() or source.startswith((".", "~"))):
         try:
-            folder = path if path.is_dir() else find_directory(source, wanted=_TOKENIZER_FILES)
+            folder = path if path.is_dir() else find_directory(source, wanted=TOKENIZER_FILES)
             found = transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             if len(found):
                 return Tokenizer(source, found)

@@ -1,0 +1,181 @@
+"""`infinity generate`: continue a prompt with a model that was trained."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from infinity.cli.saved_state import Tag, find_state
+from infinity.cli.terminal import ProgressLine, command
+from infinity.errors import ConfigError
+
+if TYPE_CHECKING:
+    from infinity.engine import Engine
+    from infinity.runs.saved_model import SavedModel
+    from infinity.runs.texts import Tokenizer
+
+_STDIN = "-"
+
+
+def generate(
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="A run_dir, a checkpoint of a run, or a directory of weights with a config.json.",
+        ),
+    ],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="A text; - reads it from stdin.")],
+    tag: Tag = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", metavar="N", help="Tokens to generate at most.", min=1)
+    ] = 200,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature",
+            metavar="T",
+            help="Sample at this temperature; 0 takes the likeliest token. Default: as the "
+            "model's generation config says.",
+            min=0.0,
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", metavar="P", help="Sample among the likeliest.", min=0.0, max=1.0),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of sampling.")] = 0,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Pass the prompt as it is, without the chat template.")
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="WHERE",
+            help="Of a checkpoint of your own loop: a directory or Hub id with the config.json "
+            "and tokenizer.",
+        ),
+    ] = None,
+    nvme_path: Annotated[
+        Path | None,
+        typer.Option("--nvme-path", metavar="PATH", help="For weights that do not fit RAM."),
+    ] = None,
+) -> None:
+    """Continue a prompt with a model that was trained, and print the text as it comes.
+
+    For example: infinity generate runs/chat "What is a page fault?" --temperature 0.7
+
+    The weights are those of the last checkpoint, adapters included, and may be larger than RAM:
+    they are read from where the run kept them, and rest where its configuration says. Prompts are
+    rendered with the chat template if the run was on conversations.
+    """
+    with command(), ExitStack() as closing:
+        text = sys.stdin.read() if prompt == _STDIN else prompt
+        if not text:
+            raise ConfigError("the prompt is empty", remedy="give a text")
+        options = _sampling(temperature, top_p) | {"max_new_tokens": max_tokens}
+        with ProgressLine() as line:
+            line.note(f"loading {directory} ...")
+            engine, saved = _load(directory.expanduser(), tag, model, nvme_path, line)
+        closing.callback(engine.close)
+        if saved.tokenizer is None:
+            raise ConfigError(
+                f"{saved.name} has no tokenizer",
+                remedy="--model DIR with one" if model is None else "a directory with one",
+            )
+        _continue(engine, saved, text, raw, seed, options)
+
+
+def _load(
+    directory: Path, tag: str | None, model: str | None, nvme_path: Path | None, line: ProgressLine
+) -> tuple[Engine, SavedModel]:
+    """Return an engine that holds the weights, and the description of the model."""
+    from infinity.runs.saved_model import (
+        describe,
+        engine_config,
+        find_description,
+        holds_model,
+        load_directory,
+        load_values,
+    )
+    from infinity.startup import initialize
+
+    changes: dict[str, Any] = {} if nvme_path is None else {"nvme_path": nvme_path}
+    if holds_model(directory):
+        saved = describe(model or directory)
+        config = engine_config(saved, **changes)
+        module = load_directory(directory, config)
+        return initialize(module, config, progress=line.progress)[0], saved
+    state, opened = find_state(directory, tag)
+    source = model or find_description(directory.absolute()) or find_description(state)
+    if source is None:
+        raise ConfigError(
+            f"nothing says of which model {state} is",
+            remedy="--model DIR names the directory with its config.json and tokenizer",
+        )
+    saved = describe(source)
+    with opened() as reader:
+        config = engine_config(saved, **({"precision": reader.manifest.precision} | changes))
+        module = load_values(saved, reader, config.precision)
+        return initialize(module, config, progress=line.progress)[0], saved
+
+
+def _sampling(temperature: float | None, top_p: float | None) -> dict[str, Any]:
+    """Return the arguments of transformers' `generate` for what was asked for."""
+    if temperature == 0:
+        if top_p is not None:
+            raise ConfigError(
+                "--temperature 0 takes the likeliest token, and --top-p samples",
+                remedy="leave one of them out",
+            )
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    given = {"temperature": temperature, "top_p": top_p}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return {"do_sample": True, **chosen} if chosen else {}
+
+
+def _continue(
+    engine: Engine, saved: SavedModel, text: str, raw: bool, seed: int, options: dict[str, Any]
+) -> None:
+    """Print what the model writes, token by token."""
+    import torch
+
+    from infinity.huggingface.models import transformers
+
+    assert saved.tokenizer is not None
+    tokens = _tokens(saved, saved.tokenizer, text, raw).to(engine.device)
+    streamer = transformers().TextStreamer(
+        saved.tokenizer.wrapped, skip_prompt=True, skip_special_tokens=True
+    )
+    torch.manual_seed(seed)
+    engine.eval()
+    module: Any = engine.module
+    end = saved.tokenizer.end
+    if module.generation_config.pad_token_id is None and end is not None:
+        options = options | {"pad_token_id": end}
+    mask = torch.ones_like(tokens)
+    module.generate(input_ids=tokens, attention_mask=mask, streamer=streamer, **options)
+
+
+def _tokens(saved: SavedModel, tokenizer: Tokenizer, text: str, raw: bool) -> Any:
+    """Return the prompt, shape (1, number of tokens)."""
+    import torch
+
+    wrapped = tokenizer.wrapped
+    is_chat = saved.is_chat if saved.is_chat is not None else bool(wrapped.chat_template)
+    if is_chat and not raw:
+        return wrapped.apply_chat_template(
+            [{"role": "user", "content": text}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )["input_ids"]
+    if saved.run is None:
+        return wrapped(text, return_tensors="pt")["input_ids"]
+    (found,) = tokenizer.encode([text])  # documents of a run begin without special tokens
+    return torch.tensor(found.astype("int64"))[None]

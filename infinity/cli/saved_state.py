@@ -1,0 +1,134 @@
+"""Saved state that a command is given: a checkpoint, a durable run, or the directory of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from infinity.checkpoint.directory import find_tag, tags
+from infinity.checkpoint.durable_reader import DurableReader
+from infinity.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME
+from infinity.checkpoint.reader import CheckpointReader, StateReader
+from infinity.errors import CheckpointError, ConfigError, listed
+from infinity.runs.directory import CHECKPOINTS, run_record, state_directories
+from infinity.storage.run_dir import RECORD_NAME, durable_records, ranks_below
+
+Opener = Callable[[], StateReader]
+
+Directory = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR",
+        help="What was given to save_checkpoint, or a checkpoint in it; a run_dir; or the "
+        "directory of a durable run, or an nvme_path that holds one.",
+    ),
+]
+Tag = Annotated[
+    str | None,
+    typer.Option("--tag", metavar="TAG", help="Which checkpoint. Default: what `latest` names."),
+]
+
+
+def find_state(directory: Path, tag: str | None) -> tuple[Path, Opener]:
+    """Return where a checkpoint or durable run lies, and a function that opens it.
+
+    Args:
+        directory: What the user gave; see `Directory`.
+        tag: Name of a checkpoint; None for the one that `latest` names, or a durable run.
+
+    Raises:
+        ConfigError: The directory is not there, or holds several durable runs.
+        CheckpointError: It holds no state, or not that of `tag`.
+    """
+    directory = checkpoints_of(directory.expanduser().absolute())
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is not a directory")
+    if (directory / MANIFEST_NAME).exists():
+        if tag is not None and tag != directory.name:
+            raise ConfigError(
+                f"{directory} is a checkpoint already",
+                remedy=f"give {directory.parent} or no --tag",
+            )
+        return directory, partial(CheckpointReader, directory.parent, directory.name)
+    if tag is None and (run := _durable_in(directory)) is not None:
+        return run, partial(DurableReader, run, [run.parent])
+    found = find_tag(directory, tag)
+    if found is None:
+        there = tags(directory)
+        raise CheckpointError(
+            f"{directory} has no file `latest`; {_listed(there)}",
+            remedy=f"--tag {there[0]}" if there else "give the directory of save_checkpoint",
+        )
+    if tag is not None and not (directory / found).is_dir():
+        raise CheckpointError(f"there is no checkpoint {found!r}; {_listed(tags(directory))}")
+    return directory / found, partial(CheckpointReader, directory, found)
+
+
+def find_all(directory: Path) -> list[tuple[Path, Opener]]:
+    """Return all checkpoints and durable runs of a directory, as `find_state` does one.
+
+    Raises:
+        CheckpointError: There are none.
+    """
+    root = checkpoints_of(directory.expanduser().absolute())
+    found: list[tuple[Path, Opener]] = [
+        (root / tag, partial(CheckpointReader, root, tag)) for tag in tags(root)
+    ]
+    found += [(run, partial(DurableReader, run, [root])) for run in durable_runs(root)]
+    if not found:
+        raise CheckpointError(f"{root} holds no checkpoint and no durable run")
+    return found
+
+
+def checkpoints_of(directory: Path) -> Path:
+    """Return the directory of the checkpoints of a run of `infinity train`, or `directory`."""
+    below = directory / CHECKPOINTS
+    return below if below.is_dir() and not tags(directory) else directory
+
+
+def _durable_in(directory: Path) -> Path | None:
+    record = run_record(directory)
+    if record is not None:
+        roots = state_directories(record, directory)
+        runs = durable_runs(roots[0]) if roots and roots[0].is_dir() else []
+        if runs:
+            return runs[0]
+        where = f"its state is not in {roots[0]}" if roots else "checkpoints/ is not there"
+        raise CheckpointError(f"the run in {directory} has no checkpoint yet", because=where)
+    if (directory / RECORD_NAME).exists():
+        return directory
+    if (directory / LATEST_NAME).exists() or tags(directory):
+        return None
+    runs = durable_runs(directory)
+    if len(runs) > 1:
+        raise ConfigError(
+            f"{directory} holds {len(runs)} durable runs: {', '.join(run.name for run in runs)}",
+            remedy=f"name one of them: {runs[-1]}",
+        )
+    return runs[0] if runs else None
+
+
+def durable_runs(root: Path) -> list[Path]:
+    """Return the durable runs of an nvme_path, one directory of each, the oldest first.
+
+    Those of `infinity train` have a directory of their own below it. Of several ranks it is one
+    of the first's.
+    """
+    found: dict[object, Path] = {}
+    below = (path for path in root.iterdir() if path.is_dir()) if root.is_dir() else ()
+    runs = sorted({*below} - {*ranks_below(root).values()})
+    ranks = [list(ranks_below(place).values())[:1] for place in (root, *runs)]
+    for place in dict.fromkeys((root, *runs, *chain(*ranks))):
+        for path, record in durable_records(place).items():
+            found.setdefault(record.get("run", path), path)
+    return list(found.values())
+
+
+def _listed(tags: Sequence[str]) -> str:
+    there = "there are no checkpoints in it, and it holds no durable run"
+    return f"there are {listed(tags, limit=5)}" if tags else there

@@ -355,7 +355,7 @@ class Muon(Hyper):
         options: Mapping[str, Any],
         is_hidden: Callable[[Any], bool],
     ) -> list[dict[str, Any]]:
-        """Each group as one for Muon and one for AdamW; as it is where it says `use_muon`.
+        """Each group as one for Muon and one for AdamW; completed in place if it is Muon's alone.
 
         What begins with `adam_` is for AdamW's half of a group, and before what both halves take.
         Raises `ConfigError` for a parameter that is no matrix in a group with `use_muon`.
@@ -363,6 +363,11 @@ class Muon(Hyper):
         found = []
         for group in given:
             told = group.get("use_muon")
+            if told:
+                for name, value in cls._entries_of(options, by_muon=True).items():
+                    group.setdefault(name, value)
+                found.append(group)
+                continue
             chosen = [is_hidden(p) if told is None else bool(told) for p in group["params"]]
             for takes in (True, False):
                 mine = [p for p, it in zip(group["params"], chosen, strict=True) if it is takes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.engine import Engine
-from infinity.errors import EngineClosedError, ResidencyError, TrainingError
+from infinity.errors import EngineClosedError, InfinityWarning, ResidencyError, TrainingError
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.ranks import Ranks
 
@@ -346,3 +347,37 @@ def test_an_optimizer_over_them_is_the_engines(tmp_path: Path) -> None:
             parameter.grad = torch.ones(parameter.shape)
         with pytest.raises(ResidencyError, match=r"engine\.materialized"):
             other.step()
+
+
+LOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "p.grad": lambda model: [p.grad for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("backward", ["engine.backward", "loss.backward"])
+@pytest.mark.parametrize("look", LOOKS)
+def test_gradients_that_a_loop_looks_for_are_warned_of_once(
+    look: str, backward: str, tmp_path: Path
+) -> None:
+    """Only between backward and step: elsewhere they are None in plain torch, too."""
+    with small_engine(tmp_path, ON_DISK, gradient_accumulation_steps=1) as engine:
+        for step in range(3):
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                LOOKS[look](engine.module)
+                loss = engine(batch(1)).square().mean()
+                engine.backward(loss) if backward == "engine.backward" else loss.backward()
+                before = len(found)
+                LOOKS[look](engine.module)
+                seen = len(found)
+                engine.step()
+                LOOKS[look](engine.module)
+            assert (before, seen, len(found)) == (0, step == 0, step == 0)
+            for warning in found:
+                assert warning.category is InfinityWarning
+                assert "gradient_clipping in the configuration clips" in str(warning.message)
+        engine.backward(engine(batch(1)).square().mean())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            engine.module.zero_grad()  # drops them

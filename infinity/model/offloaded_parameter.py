@@ -66,6 +66,9 @@ class Access(Protocol):
     def version(self, parameter: Any) -> int:
         """Return a number that changes whenever the value does."""
 
+    def note_missing_gradient(self) -> None:
+        """Called when `p.grad` was read and is None."""
+
 
 _NAME = "_infinity_engine"
 
@@ -121,7 +124,12 @@ class OffloadedParameter:
             name in _LIKE_OTHER and not isinstance(args[0], OffloadedParameter)
         ):
             with without_torch_function():
-                return func(*args, **kwargs)
+                found = func(*args, **kwargs)
+            if name == "grad" and found is None and not is_set:
+                mark = vars(args[0]).get(_NAME)
+                if isinstance(mark, _Mark) and (access := mark.access()) is not None:
+                    access.note_missing_gradient()
+            return found
         if _edits(name, args, kwargs, is_set=is_set):
             raise _refused(name, "an offloaded parameter")
         found = [p for p in _tensors((args, kwargs)) if isinstance(p, OffloadedParameter)]

@@ -117,12 +117,15 @@ def _make(maker: OptimizerMaker, groups: list[dict[str, Any]]) -> torch.optim.Op
             "the engine runs the same kernels on state that it keeps itself",
             remedy='write optimizer: {"type": "AdamW", ...} in the config, with lr, betas, eps, '
             'weight_decay, maximize and moments ("Adam" for adamw_mode=False), and leave '
-            "initialize(optimizer=...) out; or pass torch.optim.AdamW, which torch runs, slower",
+            "initialize(optimizer=...) out; or pass torch.optim.AdamW, which is that rule",
         ) from error
     except Exception as error:
         raise ConfigError(
             f"the optimizer refuses the model's parameter groups: {error}",
-            remedy="optimizer takes a class, or a function of groups that returns an optimizer: "
+            remedy='optimizer: {"type": "Muon"} in the configuration, which leaves what are no '
+            "matrices, embeddings and heads to AdamW"
+            if getattr(maker, "__name__", "") == "Muon"
+            else "optimizer takes a class, or a function of groups that returns an optimizer: "
             "optimizer=lambda groups: torch.optim.RMSprop(groups, lr=1e-3)",
         ) from error
     if not isinstance(made, torch.optim.Optimizer):

@@ -22,10 +22,11 @@ Groups = list[dict[str, Any]]
 _RULES: dict[type, str] = {
     getattr(torch.optim, name): name for name, rule in RULES.items() if rule.in_torch
 }
+_MUON = getattr(torch.optim, "Muon", None)  # since torch 2.9
 # How torch carries a rule out: nothing here depends on it.
 _HINTS = ("fused", "foreach", "capturable", "differentiable")
 # What a rule of torch may be told, and is, unless another value than this is given.
-_OFF = {"amsgrad": False}
+_OFF = {"amsgrad": False, "adjust_lr_fn": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,14 @@ def choose_given(config: Config, given: Any, groups: Any) -> Choice:
     """Return what `initialize(optimizer=given, model_parameters=groups)` trains with.
 
     torch's own AdamW, Adam, SGD and Adagrad, as an instance or a class, are the built-in
-    rules, with their settings; all else that makes an optimizer stays what it is.
+    rules, with their settings, and so is an instance of its Muon; its class refuses models with
+    other parameters than matrices, for which there is `optimizer.type: Muon`. All else that makes
+    an optimizer stays what it is.
     """
     kind = given if isinstance(given, type) else type(given)
-    if kind not in _RULES or config.optimizer.model_fields_set - {"moments"}:
+    if (kind not in _RULES and type(given) is not _MUON) or config.optimizer.model_fields_set - {
+        "moments"
+    }:
         return Choice(config, groups, given)
     if not isinstance(given, type):
         return choose_instance(config, given, named=False)
@@ -121,6 +126,10 @@ def choose_instance(config: Config, given: torch.optim.Optimizer, *, named: bool
     first = rules[0] if rules else None
     if first is None or any(rule is None or rule[0] != first[0] for rule in rules):
         return Choice(without_optimizer(config), None, given)
+    if first[0] == "Muon":
+        for group in given.param_groups:
+            group["use_muon"] = True  # embeddings, too, if they were given
+            group["adjust_lr_fn"] = group["adjust_lr_fn"] or "original"  # torch's default
     return Choice(_with_rule(config, *first), given.param_groups)
 
 
@@ -139,7 +148,7 @@ def adopt_scheduler(scheduler: Any, given: torch.optim.Optimizer) -> None:
 
 def _rule_of(kind: type, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     """Our rule and what it is told, or None where it is not one of ours."""
-    name = _RULES.get(kind)
+    name = "Muon" if kind is _MUON else _RULES.get(kind)
     if name is None:
         return None
     if "decoupled_weight_decay" in options:
@@ -147,10 +156,10 @@ def _rule_of(kind: type, options: Mapping[str, Any]) -> tuple[str, dict[str, Any
     takes = RULES[name].defaults()
     told = {}
     for key, value in options.items():
+        if key in _OFF and value == _OFF[key]:
+            continue
         if key in takes:
             told[key] = value
-        elif key in _OFF and value == _OFF[key]:
-            continue
         elif key not in (*_HINTS, "decoupled_weight_decay"):
             return None
     if any(isinstance(value, torch.Tensor) for value in told.values()):

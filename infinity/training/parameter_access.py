@@ -10,6 +10,7 @@ Of several ranks all must call, and get whole values; of what they write each ke
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,13 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from infinity.checkpoint.plain import decode, encode
-from infinity.errors import ConfigError, ResidencyError, TransferError
+from infinity.errors import ConfigError, InfinityWarning, ResidencyError, TransferError
 from infinity.formats import FrozenFormat
 from infinity.model.quantised import dequantise, quantise_exactly
 from infinity.offload.hooks import Hooks
 from infinity.offload.owner import Owner, exclusive
 from infinity.offload.prefetch import Prefetcher
 from infinity.offload.state import StateStore
+from infinity.offload.window import AccumulationWindow
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import KIND_DTYPES, Moment, moment_in
 from infinity.optim.update import KernelUpdater, Updater
@@ -500,11 +502,18 @@ class ParameterAccess:
     """Access to the values of an engine's offloaded parameters; see `OffloadedParameter`."""
 
     def __init__(
-        self, values: Values, hooks: Hooks, owner: Owner, parameters: Sequence[nn.Parameter]
+        self,
+        values: Values,
+        hooks: Hooks,
+        owner: Owner,
+        parameters: Sequence[nn.Parameter],
+        window: AccumulationWindow,
     ) -> None:
         self._values = values
         self._hooks = hooks
         self._owner = owner
+        self._window = window
+        self._warned = False
         self._index_of = {id(p): i for i, p in enumerate(parameters)}
 
     def fetch(self, parameter: nn.Parameter) -> Tensor:
@@ -526,6 +535,21 @@ class ParameterAccess:
         if not segment.trained:
             return entry.edits
         return entry.updates + prefetcher.is_pending(layout.index)
+
+    def note_missing_gradient(self) -> None:
+        """Warn once if there are gradients that a loop looks for in `p.grad`."""
+        expected = self._window.is_open or self._window.has_news
+        if self._warned or not expected or self._owner.busy:
+            return
+        self._warned = True
+        warnings.warn(
+            "p.grad was read between backward and step, and is None: gradients are moved to the "
+            "optimizer's tier as they arrive. So torch.nn.utils.clip_grad_norm_ clips nothing and "
+            "returns 0. gradient_clipping in the configuration clips, engine.grad_norm is the "
+            "norm after step(), engine.gradient(p) a copy of a gradient",
+            InfinityWarning,
+            stacklevel=3,
+        )
 
 
 def targets(

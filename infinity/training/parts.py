@@ -210,7 +210,9 @@ class Parts:
             self.prefetcher, self.gradients, self.window, self.owner, watch, self.activations,
             self.values.lent, self.values.flush_edits, cut.units, cut.parameters, cut.trained,
         )  # fmt: skip
-        self.access = ParameterAccess(self.values, self.hooks, self.owner, cut.parameters)
+        self.access = ParameterAccess(
+            self.values, self.hooks, self.owner, cut.parameters, self.window
+        )
         uses.append(self.hooks.remove)
         self.cycles = Cycles(self.prefetcher)
         self.hooks.watch_root(model, *self.cycles.around_calls())

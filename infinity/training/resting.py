@@ -89,6 +89,9 @@ class Resting:
         """Values that rest do not change."""
         return 0
 
+    def note_missing_gradient(self) -> None:
+        """Without an engine there are no gradients to look for."""
+
     def answer(self) -> None:
         """Answer references to parameters that were kept; see `offloaded_parameter.Access`."""
         name_engine(self._binding.parameters, None, self)

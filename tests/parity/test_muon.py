@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from parity.test_resume import SIMPLEST, ending, micro_step, straight
 from parity.test_resume import Run as ResumeRun
 from support.fake_accelerator import FakeAccelerator
@@ -18,6 +19,7 @@ from support.models import CASES
 from support.trainer import Run, make_config, same_bits
 from torch import nn, optim
 
+import infinity
 from infinity.blueprint import make_optimizer
 from infinity.config.schema import load_config
 from infinity.errors import ConfigError
@@ -234,3 +236,35 @@ def test_products_are_left_to_the_device_wherever_state_rests() -> None:
     assert UpdatePlace.STREAMED in places(10)
     assert UpdatePlace.CPU not in places(10)
     assert UpdatePlace.CPU in places(2)  # three buffers do not fit
+
+
+def test_an_instance_of_torchs_is_the_built_in_rule_and_its_class_names_ours() -> None:
+    """With its groups, so that a schedule over it goes on; embeddings, too, if they were given."""
+
+    def made(model: nn.Module) -> tuple[Any, Any]:
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        for p in model.parameters():
+            p.requires_grad_(p.dim() == 2)
+        muon = optim.Muon(matrices, lr=0.02)
+        return muon, optim.lr_scheduler.LambdaLR(muon, lambda step: 1 / (1 + step))
+
+    theirs, ours = CASE.build(), CASE.build()
+    plain, plain_schedule = made(theirs)
+    given, schedule = made(ours)
+    config = {"precision": "fp32", "gradient_clipping": 0.0}
+    with pytest.raises(ConfigError, match=r'2D parameters(.|\n)*optimizer: {"type": "Muon"}'):
+        infinity.initialize(CASE.build(), config, optimizer=optim.Muon)
+    engine, *_ = infinity.initialize(ours, config, optimizer=given)
+    with engine:
+        assert "by Muon" in repr(engine)
+        assert engine.optimizer.param_groups[0] is given.param_groups[0]
+        for batch in CASE.batches(3):
+            torch.autograd.backward(batch.call(theirs))
+            plain.step()
+            plain.zero_grad()
+            plain_schedule.step()
+            engine.backward(batch.call(engine))
+            engine.step()
+            schedule.step()
+        for name, value in engine.state_dict(master=True).items():
+            assert same_bits(value, theirs.state_dict()[name]), name

@@ -104,6 +104,25 @@ def test_steps_are_printed_as_often_as_the_configuration_says(
     assert float(found[1][2]) == pytest.approx((losses[6] + losses[7]) / 2, abs=1e-3)
 
 
+@pytest.mark.parametrize("stands_in", [True, False])
+def test_scripts_for_deepspeed_are_told_what_became_of_their_configuration(
+    stands_in: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"train_batch_size": 4, "zero_optimization": {"stage": 3, "overlap_comm": True}}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01}}
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    if stands_in:
+        monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
+    engine, *_ = deepspeed.initialize(model=small_model(), config=config)
+    with engine:
+        lines = capsys.readouterr().err.splitlines()
+        told = (
+            "infinity: 5 keys of the DeepSpeed configuration are in effect; without effect here: "
+            "zero_optimization.overlap_comm"
+        )
+        assert lines == ([told, f"infinity: {engine!r}"] if stands_in else [])
+
+
 def monitored(monkeypatch: pytest.MonkeyPatch, told: list[Any], **more: Any) -> Any:
     """An engine of windows of two micro-batches whose W&B and Comet put into `told`."""
 

@@ -35,7 +35,7 @@ from infinity.config.schema import (
     load_config,
 )
 from infinity.deepspeed.source import find_source
-from infinity.errors import ConfigError, did_you_mean, mistakes
+from infinity.errors import ConfigError, did_you_mean, listed, mistakes
 from infinity.plan.planner import CHUNK_ELEMENTS
 from infinity.rules import RULES, twin_of
 
@@ -63,6 +63,12 @@ class Translation:
     def describe(self) -> str:
         """The rows as text for people: a heading, and a line each."""
         return rows_as_text(self.table())
+
+    def summary(self) -> str:
+        """One line: how many keys are in effect, and which have none here."""
+        idle = [row.key for row in self.rows if row.verdict is Verdict.ACCEPTED]
+        done = f"{len(self.rows) - len(idle)} keys of the DeepSpeed configuration are in effect"
+        return f"{done}; without effect here: {listed(idle, 6) or 'none'}"
 
 
 def rows_as_text(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -16,10 +16,15 @@ from infinity.deepspeed.flops import FlopsProfiler
 
 
 def watch(engine: DeepSpeedEngine) -> None:
-    """Attach the monitors, printed steps and profiler that an engine's configuration enables."""
+    """Attach the monitors, printed steps and profiler that an engine's configuration enables.
+
+    Where `import deepspeed` finds us, say on stderr what became of the configuration.
+    """
     first = not engine.ranks.rank
     profiles = first and engine._said("flops_profiler.enabled")
     every = (engine._said("steps_per_print") if first else None) or math.inf
+    if first and engine.translation is not None and "deepspeed" in sys.modules:
+        sys.stderr.write(f"infinity: {engine.translation.summary()}\ninfinity: {engine!r}\n")
     watched = engine.monitor.enabled or profiles or every < math.inf
     if watched and type(engine) is DeepSpeedEngine:
         engine.__class__ = _WatchedEngine  # others need no frame between a step and its caller

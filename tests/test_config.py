@@ -254,7 +254,7 @@ def test_nvme_path_that_no_record_or_file_system_takes(given: str, words: str) -
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    assert "No such file" in refusal(tmp_path / "none.yaml")
+    assert "none.yaml does not exist" in refusal(tmp_path / "none.yaml")
     assert "cannot be read" in refusal(tmp_path / "none\0.yaml")
     (tmp_path / "d.yaml").mkdir()
     assert "cannot be read" in refusal(tmp_path / "d.yaml")

@@ -360,7 +360,7 @@ def test_a_tied_table_is_a_head_and_positions_are_looked_up() -> None:
         (["7b", "--micro-batches", "1025"], "--micro-batches"),
         (["7b", "--moments", "4bit"], "did you mean '8bit'?"),
         (["7b", "--precision", "fp8"], "precision: should be"),
-        (["7b", "--machine", "{dir}/missing.json"], "cannot be read"),
+        (["7b", "--machine", "{dir}/missing.json"], "does not exist"),
         (["7b", "--machine", "{dir}/list.json"], "list.json"),
         (["7b", "--machine", "{dir}/m.json", "--refresh"], "--refresh"),
         (["7b", "budget.hosst=4GiB"], "did you mean 'budget.host'?"),

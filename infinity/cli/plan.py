@@ -76,6 +76,7 @@ _Overrides = Annotated[
 _Target = Annotated[
     str,
     typer.Argument(
+        metavar="TARGET",
         help="1.3b, 7b, 8b, 13b, 70b; a Hugging Face config.json, a directory with one, or an id "
         "on the Hub; or a configuration, ours or DeepSpeed's, together with --model; or that of a "
         "run, see init.",

@@ -62,7 +62,9 @@ def find_state(directory: Path, tag: str | None) -> tuple[Path, Opener]:
         there = tags(directory)
         raise CheckpointError(
             f"{directory} has no file `latest`; {_listed(there)}",
-            remedy=f"--tag {there[0]}" if there else "give the directory of save_checkpoint",
+            remedy=f"--tag {there[0]}"
+            if there
+            else "give a run_dir, or the directory of save_checkpoint",
         )
     if tag is not None and not (directory / found).is_dir():
         raise CheckpointError(f"there is no checkpoint {found!r}; {_listed(tags(directory))}")

@@ -43,7 +43,10 @@ _STALLS = {"disk_read": "read", "slot": "slots", "gradient": "gradients"}
 
 def train(
     config: Annotated[
-        Path, typer.Argument(help="YAML or JSON; `infinity init` writes one.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="CONFIG", help="YAML or JSON; `infinity init` writes one.", show_default=False
+        ),
     ],
     overrides: Annotated[
         list[str] | None,

@@ -58,6 +58,7 @@ def _whole(value: Any) -> Any:
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
+_BARE_BYTES = 1 << 16  # fewer are no budget: a unit was forgotten
 _LONGEST_NAME = 255  # bytes, of a file on Linux
 
 
@@ -497,6 +498,14 @@ class BudgetConfig(Section):
     device: Size | None = None
     host: Size | None = None
     disk: Size | None = None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _has_a_unit(cls, value: Any) -> Any:
+        text = str(value).strip()
+        if text.isdigit() and 0 < int(text) < _BARE_BYTES:
+            raise ValueError(f"is {text} bytes; give a unit, as in {text}GiB")
+        return value
 
 
 class HintsConfig(Section):

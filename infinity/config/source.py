@@ -34,6 +34,10 @@ _MEANT = {
     "ram": ("host", "cpu"),
     "nvme": ("disk",),
     "ssd": ("disk",),
+    "half": ("fp16",),
+    "float16": ("fp16",),
+    "bfloat16": ("bf16",),
+    "float32": ("fp32",),
 }
 
 
@@ -226,11 +230,11 @@ def read_config_file(path: Path) -> dict[str, Any]:
     try:
         text = _read(path)
     except (OSError, ValueError) as error:
+        if isinstance(error, FileNotFoundError):
+            remedy = "look for a slip in the path"
+            raise ConfigError(f"{short(str(path))} does not exist", remedy=remedy) from None
         because = getattr(error, "strerror", None) or str(error)
-        remedy = "look for a slip in the path" if isinstance(error, FileNotFoundError) else None
-        raise ConfigError(
-            f"{short(str(path))}: cannot be read", because=because, remedy=remedy
-        ) from error
+        raise ConfigError(f"{short(str(path))}: cannot be read", because=because) from error
     raw = _parse_json(path, text) if suffix == ".json" else _parse_yaml(path, text)
     if not isinstance(raw, dict):
         because = f"the file holds {_kind(raw)} instead of keys and values"

@@ -474,6 +474,11 @@ class Plan:
         rests = ", ".join(f"{n} in {self._placement_line(kind)}" for n, kind in kinds.items())
         how = f"{self.precision.name} by {self.rule.name}"
         count = format_count(self.num_trained)
+        if not self.num_trained:
+            weights = f"weights in {self._placement_line(Kind.WEIGHT)}"
+            return (
+                f"{engine}({model} on {device}: nothing trained, {self.precision.name}; {weights})"
+            )
         return f"{engine}({model} on {device}: {count} trained parameters in {how}; {rests})"
 
     def _placement_line(self, kind: Kind) -> str:

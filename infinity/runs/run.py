@@ -67,6 +67,7 @@ from infinity.runs.windows import Reel
 from infinity.sizes import format_size
 from infinity.startup import device_for, initialize
 from infinity.storage.cuda import find_device
+from infinity.storage.os_errors import checked_root
 from infinity.storage.run_dir import durable_records, ranks_below, run_records
 
 NEVER = "never"
@@ -113,6 +114,8 @@ class Run:
         """
         directory, ranks = self.directory, self.ranks
         with ranks.settle("prepares a run"), _first(ranks, progress) as tell:
+            for path in self.config.engine.nvme_path:  # before hours of tokens
+                checked_root(path)
             if not ranks.rank:
                 check_trackers(self.config.training.report_to)
             prepared = prepare_run(self.config, directory.tokens, tell, ranks.count)

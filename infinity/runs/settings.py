@@ -63,8 +63,9 @@ class ModelSection(Section):
     def _one_source(self) -> Self:
         if (self.path is None) == (self.config is None):
             both = "path and config are both given" if self.path else "neither path nor config"
+            fine_tune = f"model.config=null fine-tunes {self.path}; " if self.path else ""
             raise ValueError(
-                f"{both}; path is a pretrained model to go on with, config a new one to make"
+                f"{both}; {fine_tune}path is a pretrained model to go on with, config a new one"
             )
         return self
 
@@ -291,6 +292,9 @@ def micro_batches(tokens_per_step: int, micro_batch: int, sequence_length: int) 
     return count
 
 
+_OF_DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
+
+
 def is_run_config(raw: Mapping[str, Any]) -> bool:
     """Whether a mapping is meant for `infinity train` rather than for an engine."""
     return "model" in raw and ("data" in raw or "run_dir" in raw)
@@ -314,6 +318,13 @@ def load_run_config(
             f"{where} is the configuration of an engine, not of a run",
             because="it has no model and no data",
             remedy="`infinity init` writes one to start from; yours goes into its section engine",
+        )
+    if merged and not is_run_config(merged) and _OF_DEEPSPEED & merged.keys():
+        raise ConfigError(
+            f"{where} is a configuration of DeepSpeed, not of a run",
+            because="it has no model and no data",
+            remedy="`infinity run SCRIPT ...` runs the script that uses it; `infinity plan "
+            f"{where} --model MODEL` says what it takes here",
         )
     try:
         return RunConfig.model_validate(merged)

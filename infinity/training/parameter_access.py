@@ -545,8 +545,9 @@ class ParameterAccess:
         warnings.warn(
             "p.grad was read between backward and step, and is None: gradients are moved to the "
             "optimizer's tier as they arrive. So torch.nn.utils.clip_grad_norm_ clips nothing and "
-            "returns 0. gradient_clipping in the configuration clips, engine.grad_norm is the "
-            "norm after step(), engine.gradient(p) a copy of a gradient",
+            "returns 0, and an optimizer of your own updates nothing: engine.step() does. "
+            "gradient_clipping in the configuration clips, engine.grad_norm is the norm after "
+            "step(), engine.gradient(p) a copy of a gradient",
             InfinityWarning,
             stacklevel=3,
         )

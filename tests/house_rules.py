@@ -37,12 +37,15 @@ LAYERS: tuple[set[str], ...] = (
     {"startup"},
     {"huggingface", "lightning"},
     {"runs"},
-    {"report"},
+    {"report", "swap_benchmark"},
     {"cli"},
     {"__init__"},
 )
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
-NATIVE = {"_aio": {"crc32c", "storage", "checkpoint", "cli"}, "_adam": {"optim", "cli"}}
+NATIVE = {
+    "_aio": {"crc32c", "storage", "checkpoint", "swap_benchmark", "cli"},
+    "_adam": {"optim", "cli"},
+}
 DATA_ASSIGNER = "infinity/model/parameters.py"
 PRIVATE_TORCH = "infinity/model/torch_private.py"
 MAX_FILE_LINES = 760

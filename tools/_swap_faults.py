@@ -19,13 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _swap_rounds import usable_backends
-
 from infinity import _aio
 from infinity.cli.terminal import say
 from infinity.files import refused
 from infinity.storage.run_dir import Scratch
 from infinity.storage.striping import look_at
+from infinity.swap_benchmark.rounds import usable_backends
 
 # Which errno a fault may end in; short, delayed and reordered transfers must end well.
 RIGHT_ERRORS: dict[str, frozenset[int]] = {

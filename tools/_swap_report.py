@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from _bench_ratios import CONFIDENCE, TARGET, Ratio, geometric_mean, ratio_of
-from _swap_contenders import Sample
-from _swap_load import MODES, Mode
-from _swap_rounds import CACHED, Calibration, Samples, Tuned, choose, median_rate
+from _swap_rounds import CACHED, Calibration, Tuned, choose
 
+from infinity.cli.doctor import STATE_BYTES
 from infinity.cli.terminal import Page
 from infinity.sizes import format_count, format_duration, format_size
+from infinity.swap_benchmark.load import MODES, Mode
+from infinity.swap_benchmark.rounds import Samples, median_cpu, median_rate
 
 # bf16 AdamW with one micro-batch; bytes per parameter and step.
-STATE_BYTES = 12  # weight 2, residual 2, two moments 4 each
 PASS_BYTES = 2 * STATE_BYTES  # each is read and written once
 FETCH_BYTES = 2  # the weights once more, for backward
 EXAMPLE_PARAMETERS = 7_000_000_000
@@ -190,13 +190,9 @@ def _cpu(found: Findings) -> dict[str, dict[Mode, float]]:
     }
     names["reference"] = found.reference_names
     return {
-        who: {mode: _median_cpu(found.paired[mode][of[mode]]) for mode in MODES}
+        who: {mode: median_cpu(found.paired[mode][of[mode]]) for mode in MODES}
         for who, of in names.items()
     }
-
-
-def _median_cpu(samples: Sequence[Sample]) -> float:
-    return statistics.median(sample.cpu_s_per_gib for sample in samples)
 
 
 def _contenders(found: Findings) -> dict[str, Any]:
@@ -212,7 +208,7 @@ def _contenders(found: Findings) -> dict[str, Any]:
                 "median_gib_s": statistics.median(rates),
                 "min_gib_s": min(rates),
                 "max_gib_s": max(rates),
-                "cpu_s_per_gib": _median_cpu(samples),
+                "cpu_s_per_gib": median_cpu(samples),
                 "num_samples": len(samples),
                 "median_duration_s": statistics.median(s.duration_s for s in samples),
                 "is_reference": name == found.reference_names[mode],

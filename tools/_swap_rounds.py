@@ -1,80 +1,31 @@
-"""Contenders take turns: settings for ours, the strongest of the others, then both side by side.
+"""Rounds of the swap benchmark: settings for ours, then the strongest of the other contenders.
 
-What slows the machine for a while slows all of them alike. Calibration rounds pick, for each mode
+Calibration rounds pick, for each mode
 apart, the fastest of fio, plain O_DIRECT threads and the peer's handle; only that one is then
 paired with ours, in rounds of their own, so that luck in the calibration does not count.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from _swap_contenders import (
-    AiofilesLoop,
-    BufferedFiles,
+from _swap_contenders import AiofilesLoop, BufferedFiles, DeepSpeedHandle, Fio
+
+from infinity.swap_benchmark.contenders import (
     Contender,
-    DeepSpeedHandle,
     EngineContender,
-    Fio,
     IoSettings,
     PlainThreads,
     Sample,
     UnavailableError,
 )
-from _swap_load import Load, Mode, Testbed
-
-Item = TypeVar("Item")
-Samples = dict[Mode, dict[str, list[Sample]]]
-_salts = itertools.count(1)
-
-
-def rotated(items: Sequence[Item], by: int) -> list[Item]:
-    """Return the items, beginning with another one each time."""
-    by %= max(1, len(items))
-    return [*items[by:], *items[:by]]
-
-
-def salted(load: Load) -> Load:
-    """Return the same load with another salt."""
-    return dataclasses.replace(load, salt=next(_salts))
-
-
-def take_turns(
-    contenders: Mapping[Mode, Sequence[Contender]],
-    loads: Mapping[Mode, Load],
-    num_rounds: int,
-    *,
-    left_out: dict[str, str],
-) -> Samples:
-    """Run every contender of a mode once per round, in an order that rotates.
-
-    Returns {mode: {contender: samples, one per round}}. Who cannot go on is moved to `left_out`
-    with the reason and has no samples in that mode.
-    """
-    samples: Samples = {mode: {c.name: [] for c in who} for mode, who in contenders.items()}
-    for number in range(num_rounds):
-        for mode, who in contenders.items():
-            present = [c for c in who if c.name in samples[mode]]
-            for contender in rotated(present, number):
-                try:
-                    sample = contender.run(salted(loads[mode]))
-                except UnavailableError as error:
-                    left_out[contender.name] = " ".join(str(error).split())
-                    del samples[mode][contender.name]
-                else:
-                    samples[mode][contender.name].append(sample)
-    return samples
-
-
-def median_rate(samples: Sequence[Sample]) -> float:
-    return statistics.median(sample.rate for sample in samples)
+from infinity.swap_benchmark.load import Load, Mode, Testbed
+from infinity.swap_benchmark.rounds import DEFAULTS, Samples, median_rate, take_turns
 
 
 def relative(samples: Mapping[str, Sequence[Sample]]) -> dict[str, float]:
@@ -100,7 +51,6 @@ def best_first(samples: Mapping[str, Sequence[Sample]]) -> list[str]:
 
 
 _KIB, _MIB = 2**10, 2**20
-DEFAULTS = {name: IoSettings(name) for name in ("io_uring", "threads")}
 GRID = {
     "io_uring": [
         IoSettings("io_uring", block_size=block, queue_depth=depth)
@@ -185,17 +135,6 @@ def choose(scores: Mapping[str, float], default: str) -> str:
     """Return the one with the best score, or the default where that is hardly better."""
     best = max(scores, key=lambda name: scores[name])
     return best if scores[best] > WORTH_LEAVING * scores[default] else default
-
-
-def usable_backends(answers: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[str]:
-    """Return the back ends that work on every path, best first.
-
-    `answers` are `Drive.backends`. Raises `UnavailableError` when none works everywhere.
-    """
-    usable = [name for name in DEFAULTS if all(answer[name]["ok"] for answer in answers)]
-    if not usable:
-        raise UnavailableError("no I/O back end works on all paths")
-    return usable
 
 
 REFERENCE_FAMILIES = ("fio", "plain", "deepspeed")

@@ -4,7 +4,8 @@
     python tools/bench_swap.py --path DIR [--path DIR2] [--gib 4] [--json] [--compare all]
     python tools/bench_swap.py --path DIR --faults 7
 
-The first line measures, the second injects faults and checks that none becomes wrong bytes.
+The first line measures, the second injects faults and checks that none becomes wrong bytes. For a
+quick answer use `infinity bench DIR`, whose contenders and rounds these are built on.
 See docs/benchmarks for results and the commands that made them.
 """
 
@@ -13,38 +14,30 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from _swap_contenders import Contender, EngineContender, IoSettings, Sample
 from _swap_faults import check_faults
-from _swap_load import MODES, Load, Mode, Testbed, make_load
 from _swap_report import Findings, assemble, show_disk, show_faults
-from _swap_rounds import (
-    COMPARABLE,
-    DEFAULTS,
-    calibrate,
-    compared,
-    gather,
-    salted,
-    take_turns,
-    tune,
-    usable_backends,
-)
+from _swap_rounds import COMPARABLE, calibrate, compared, gather, tune
 
 from infinity.cli.doctor import machine_facts
 from infinity.cli.terminal import ProgressLine, command, stdout_is_ours
 from infinity.errors import ConfigError
 from infinity.sizes import parse_size
 from infinity.storage.striping import look_at, shared_drives
-
-# A guess for the very first sample, in bytes per second; only its length depends on it.
-_FIRST_RATE = 10**9
-_PROBE_S = 0.25
-_NUM_PROBES = 2  # the first one also wakes the drive
+from infinity.swap_benchmark.contenders import Contender, EngineContender
+from infinity.swap_benchmark.load import MODES, Mode, Testbed, region_bytes_of
+from infinity.swap_benchmark.rounds import (
+    DEFAULTS,
+    loads_of,
+    rates_alone,
+    take_turns,
+    usable_backends,
+)
 
 
 @dataclass(frozen=True)
@@ -69,23 +62,10 @@ class Options:
             raise ConfigError(f"--compare does not know {', '.join(unknown)}", remedy=remedy)
         if not self.paths:
             raise ConfigError("no path was given", remedy="--path DIR on the drive to measure")
-        if len(set(self.paths)) < len(self.paths):
-            raise ConfigError("the same path is given twice")
         if self.num_rounds < 1 or not 0 < self.sample_s <= 60:
             raise ConfigError("--rounds is at least 1 and --sample-s between 0 and 60 seconds")
         if self.chunk_bytes < 2**20 or self.chunk_bytes % 2**20:
             raise ConfigError(f"a chunk is whole MiB, not {self.chunk_bytes} bytes")
-        if self.region_bytes < self.chunk_bytes:
-            least = 2 * self.chunk_bytes / 2**30
-            raise ConfigError(
-                f"{self.file_bytes} bytes per path hold no chunk to read and one to write",
-                remedy=f"--gib {least:g} or more, or a smaller --chunk",
-            )
-
-    @property
-    def region_bytes(self) -> int:
-        """Bytes of each half of a file: whole chunks."""
-        return self.file_bytes // 2 // self.chunk_bytes * self.chunk_bytes
 
     def as_dict(self) -> dict[str, Any]:
         """What the report says of them."""
@@ -106,9 +86,10 @@ def measure_disk(options: Options, line: ProgressLine, command: Sequence[str]) -
     `TransferError` for what the machine refuses. Leaves no file behind on any way out.
     """
     options.check()
+    region_bytes = region_bytes_of(options.file_bytes, options.chunk_bytes)
     drives = [look_at(path) for path in options.paths]
     before = machine_facts()
-    with Testbed(options.paths, options.region_bytes, options.chunk_bytes) as testbed:
+    with Testbed(options.paths, region_bytes, options.chunk_bytes) as testbed:
         testbed.prepare(lambda done, total: line.progress(done, total, "writing test files"))
         backends = usable_backends([drive.backends for drive in drives])
         found = _Measurement(options, testbed, line).run(backends)
@@ -130,8 +111,10 @@ class _Measurement:
         self._line = line
 
     def run(self, backends: Sequence[str]) -> Findings:
-        rates = self._drive_rates(DEFAULTS[backends[0]])
-        brief = self._loads(rates, self._options.sample_s / 3)
+        self._line.note("a first look ...")
+        target_s = self._options.sample_s
+        rates = rates_alone(self._testbed, DEFAULTS[backends[0]], target_s)
+        brief = loads_of(self._testbed, rates, target_s / 3)
         self._line.note("trying settings ...")
         tuned = tune(self._testbed, backends, brief)
         field = gather(self._testbed, self._options.compare, list(tuned.settings.values()))
@@ -147,7 +130,7 @@ class _Measurement:
                 others = compared(field, calibration, mode, self._options.compare)
                 everyone = [*ours, field.contenders[names[mode]], *others]
                 who[mode] = list({contender.name: contender for contender in everyone}.values())
-            loads = self._loads(rates, self._options.sample_s)
+            loads = loads_of(self._testbed, rates, target_s)
             total = self._options.num_rounds * sum(map(len, who.values()))
             self._line.note(f"measuring, {total} samples ...")
             paired = take_turns(who, loads, self._options.num_rounds, left_out=field.left_out)
@@ -165,39 +148,6 @@ class _Measurement:
             paired=paired,
             left_out=field.left_out,
             sample_bytes={mode: load.total_bytes for mode, load in loads.items()},
-        )
-
-    def _drive_rates(self, settings: IoSettings) -> list[dict[Mode, float]]:
-        """Measure every drive alone in every mode, briefly."""
-        num_files = self._testbed.num_files
-        self._line.note("a first look ...")
-        contender = EngineContender(self._testbed, settings)
-        target_s = min(_PROBE_S, self._options.sample_s)
-        try:
-            rates: list[dict[Mode, float]] = []
-            for index in range(num_files):
-                alone = [_FIRST_RATE * (number == index) for number in range(num_files)]
-                of_drive: dict[Mode, float] = {}
-                for mode in MODES:
-                    load = self._load(mode, alone, target_s)
-                    for _ in range(_NUM_PROBES):
-                        sample: Sample = contender.run(salted(load))
-                    of_drive[mode] = sample.rate
-                rates.append(of_drive)
-            return rates
-        finally:
-            contender.close()
-
-    def _loads(self, rates: Sequence[Mapping[Mode, float]], target_s: float) -> dict[Mode, Load]:
-        return {mode: self._load(mode, [r[mode] for r in rates], target_s) for mode in MODES}
-
-    def _load(self, mode: Mode, rates: Sequence[float], target_s: float) -> Load:
-        return make_load(
-            mode,
-            rates=rates,
-            target_s=target_s,
-            chunk_bytes=self._options.chunk_bytes,
-            region_bytes=self._options.region_bytes,
         )
 
 

@@ -1,8 +1,8 @@
-"""What a sample of the swap benchmark moves, and the test files and memory it moves between.
+"""Loads of the swap benchmark, and the test files and buffers that they move bytes between.
 
-Each path gets one file of two regions of the same size: samples read the first and write the
-second. A chunk carries one of a few random patterns, which one follows from its number, so that
-what a contender read or wrote can be checked afterwards, outside the time that is measured.
+Each path gets one file of two regions of equal size: samples read the first and write the second.
+A chunk holds one of a few random patterns, chosen by its index, so that bytes read and written can
+be checked afterwards, outside the measured time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 
-from infinity import _aio
-from infinity.errors import DoesNotFitError, InfinityError, MachineError
+import infinity._aio as _aio
+from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
 from infinity.files import refused
 from infinity.plan.machine import disk_free_bytes
 from infinity.sizes import format_size
@@ -31,7 +31,7 @@ MODES: tuple[Mode, ...] = ("read", "write", "mixed")
 
 @dataclass(frozen=True)
 class Span:
-    """A range of one test file that is gone through `num_passes` times, front to back."""
+    """A range of one test file, moved `num_passes` times from front to back."""
 
     offset: int
     nbytes: int
@@ -39,12 +39,13 @@ class Span:
 
     @property
     def total_bytes(self) -> int:
+        """Bytes moved over all passes."""
         return self.nbytes * self.num_passes
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One chunk that is moved; `index` is its number in the file: its pattern follows from it."""
+    """One chunk to move; `index` is its number in the file and selects its pattern."""
 
     is_write: bool
     offset: int
@@ -53,10 +54,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Load:
-    """One sample for every contender alike: per test file a span to read and one to write.
+    """The bytes of one sample: per test file a span to read and one to write.
 
-    `salt` differs from sample to sample and shifts the patterns that are written, so that a write
-    which did not happen cannot look like one that did.
+    `salt` differs between samples and shifts the patterns to write, so that a lost write cannot
+    pass the check.
     """
 
     mode: Mode
@@ -72,10 +73,11 @@ class Load:
 
     @property
     def num_files(self) -> int:
+        """Number of test files, one per path."""
         return len(self.reads)
 
     def pieces(self, file_index: int) -> Iterator[Piece]:
-        """Yield the chunks of one file in order; a read and a write take turns when mixed."""
+        """Yield the chunks of one file in order; mixed loads alternate reads and writes."""
         reads = _chunks(self.reads[file_index], False, self.chunk_bytes)
         writes = _chunks(self.writes[file_index], True, self.chunk_bytes)
         if self.mode != "mixed":
@@ -86,7 +88,7 @@ class Load:
             yield from pair
 
     def blocks(self, file_index: int, block_bytes: int) -> Iterator[tuple[Piece, int, int]]:
-        """Yield (piece, start in it, bytes) of one file; when mixed, blocks take turns."""
+        """Yield (piece, offset in it, bytes) of one file; mixed loads alternate blocks."""
         pieces = list(self.pieces(file_index))
         group = 2 if self.mode == "mixed" else 1
         for first in range(0, len(pieces), group):
@@ -109,9 +111,15 @@ def make_load(
 ) -> Load:
     """Return a load that takes about `target_s` seconds.
 
-    `rates` are bytes per second of each file's drive in this mode, both directions together. Each
-    file takes part in proportion, so that the drives end together; not at all at 0. Every file
-    has a first region of `region_bytes` (whole chunks) to read and a second one as large to write.
+    Files move bytes in proportion to their rate, so that all drives finish together.
+
+    Args:
+        mode: Directions to move bytes in.
+        rates: Bytes per second of each file's drive in this mode, both directions together. A
+            file with rate 0 moves nothing.
+        target_s: Duration of the sample in seconds.
+        chunk_bytes: Bytes of a chunk.
+        region_bytes: Bytes of each half of a file, a multiple of `chunk_bytes`.
     """
     assert region_bytes % chunk_bytes == 0, (region_bytes, chunk_bytes)
     reads: list[Span | None] = []
@@ -132,6 +140,22 @@ def make_load(
     return Load(mode, chunk_bytes, tuple(reads), tuple(writes))
 
 
+def region_bytes_of(file_bytes: int, chunk_bytes: int) -> int:
+    """Return the bytes of each half of a test file: a multiple of `chunk_bytes`.
+
+    Raises:
+        ConfigError: Half of the file holds no chunk.
+    """
+    region_bytes = file_bytes // 2 // chunk_bytes * chunk_bytes
+    if region_bytes < chunk_bytes:
+        raise ConfigError(
+            f"{format_size(file_bytes)} per path hold no chunk of {format_size(chunk_bytes)} to "
+            "read and one to write",
+            remedy=f"--gib {2 * chunk_bytes / 2**30:g} or more",
+        )
+    return region_bytes
+
+
 NUM_SLOTS = 4  # chunks in flight per file and direction, as in an optimizer pass
 NUM_PATTERNS = 5
 PAGE = 4096
@@ -140,13 +164,15 @@ Array = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Testbed:
-    """Test files and buffers; a context manager that leaves nothing behind."""
+    """Test files and buffers. A context manager; removes the files on exit."""
 
-    __test__ = False  # not a test, whatever its name looks like to pytest
+    __test__ = False  # not a test class of pytest
 
     def __init__(self, paths: Sequence[Path], region_bytes: int, chunk_bytes: int) -> None:
         assert region_bytes % chunk_bytes == 0
         assert chunk_bytes % PAGE == 0
+        if len(set(paths)) < len(paths):
+            raise ConfigError("the same path is given twice", remedy="give each drive once")
         self.paths = tuple(paths)
         self.region_bytes = region_bytes
         self.chunk_bytes = chunk_bytes
@@ -162,13 +188,18 @@ class Testbed:
 
     @property
     def num_files(self) -> int:
+        """Number of test files, one per path."""
         return len(self.paths)
 
     def prepare(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Self:
-        """Make the files and write every byte of them once.
+        """Create the test files and write every byte of them once.
 
-        `progress` is told (bytes written, bytes in all). Raises `MachineError`, `DoesNotFitError`
-        or `TransferError`; what was made is removed by `close`.
+        Args:
+            progress: Called with the bytes written and the bytes to write.
+
+        Raises:
+            InfinityError: A path cannot be used or has too little free space. Files that exist
+                by then are removed by `close`.
         """
         self._check_space()
         for path in self.paths:
@@ -177,11 +208,11 @@ class Testbed:
         file_bytes = 2 * self.region_bytes
         for number, file_path in enumerate(self.file_paths):
 
-            def tell(done: int, before: int = number * file_bytes) -> None:
+            def report(done: int, before: int = number * file_bytes) -> None:
                 progress(before + done, self.num_files * file_bytes)
 
             try:
-                self._write_once(file_path, tell)
+                self._write_once(file_path, report)
             except OSError as error:
                 raise refused(f"{self.paths[number]} cannot be used", error) from error
         return self
@@ -196,8 +227,8 @@ class Testbed:
                 raise DoesNotFitError(
                     f"{format_size(needed)} of test files are needed, {format_size(free)} are free"
                     f" at {path}, {format_size(needed - free)} are missing",
-                    because="extents are written once before they are measured",
-                    remedy="a smaller --gib, or a --path with more room",
+                    because="test files are written once before they are measured",
+                    remedy="a smaller --gib, a path with more free space, or free some there",
                 )
 
     def _write_once(self, file_path: Path, progress: Callable[[int], None]) -> None:
@@ -217,27 +248,29 @@ class Testbed:
                 for ticket in tickets:
                     ticket.wait()
             file.sync()
+            progress(2 * self.region_bytes)
         finally:
             file.close()
 
     def pattern(self, index: int, salt: int = 0) -> Array:
-        """What chunk `index` holds after being written with `salt`; chunk_bytes, not to change."""
+        """Return the content of chunk `index` written with `salt`; do not modify it."""
         pattern: Array = self._patterns[(index + salt) % NUM_PATTERNS]
         return pattern
 
     def slot(self, file_index: int, number: int) -> Array:
-        """A buffer of one chunk to read into; `NUM_SLOTS` of them per file."""
+        """Return a buffer of one chunk to read into; each file has `NUM_SLOTS`."""
         slot: Array = self._rings[file_index, number % NUM_SLOTS]
         return slot
 
     def poison(self) -> None:
-        """Spoil every page of every slot, so that a read which did not happen is noticed."""
+        """Invert a byte in each page of each slot, so that `check_slots` detects lost reads."""
         self._rings[:, :, ::PAGE] ^= 0xFF
 
     def check_slots(self, load: Load) -> None:
-        """Compare the chunks that were read last, and should be in the slots, with the truth.
+        """Compare the chunks read last, which are in the slots, with their patterns.
 
-        Raises `InfinityError` when a byte differs.
+        Raises:
+            InfinityError: A byte differs.
         """
         for file_index in range(load.num_files):
             reads = [piece for piece in load.pieces(file_index) if not piece.is_write]
@@ -247,9 +280,10 @@ class Testbed:
                     raise self.wrong_bytes("read", file_index, reads[number].offset)
 
     def check_written(self, load: Load) -> None:
-        """Read one page of up to eight written chunks per file and compare.
+        """Read one page of up to eight written chunks per file and compare it.
 
-        Raises `InfinityError` when a byte differs.
+        Raises:
+            InfinityError: A byte differs.
         """
         page = mmap.mmap(-1, PAGE)
         for file_index, file_path in enumerate(self.file_paths):
@@ -270,11 +304,16 @@ class Testbed:
                 os.close(fd)
 
     def wrong_bytes(self, op: str, file_index: int, offset: int) -> InfinityError:
-        """Return the error for a contender that was fast and wrong."""
+        """Return the error for a `read` or `write` that moved wrong bytes."""
         place = f"{self.file_paths[file_index]}, offset {offset}"
-        return InfinityError(f"a {op} delivered other bytes than it should: {place}")
+        return InfinityError(
+            f"a {op} delivered other bytes than it should: {place}",
+            because="bytes were lost or changed on their way to the drive or back",
+            remedy="do not train on this drive; check `dmesg` and its health (`smartctl -a`)",
+        )
 
     def close(self) -> None:
+        """Remove the test files."""
         while self._scratches:
             self._scratches.pop().remove()
 
@@ -286,25 +325,28 @@ class Testbed:
 
 
 def open_file(path: Path, *, write: bool, direct: bool) -> int:
+    """Open a test file and return its descriptor."""
     flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC
     return os.open(path, flags | (os.O_DIRECT if direct else 0))
 
 
 def address_of(array: Array) -> int:
+    """Return the address of the first byte."""
     return int(array.ctypes.data)
 
 
 def mapped(nbytes: int) -> Array:
-    """Page-aligned memory, every page present; huge ones where the system gives them.
+    """Return page-aligned memory with all pages present, huge pages where available.
 
-    A request then has few pieces, which on some drives doubles the rate: so they are everybody's.
+    Requests then consist of few segments, which doubles the rate on some drives: all contenders
+    use such memory.
     """
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MachineError(
             f"the system refused to reserve {format_size(nbytes)} of RAM: {error}",
-            remedy="a smaller --chunk, or check `ulimit -v`",
+            remedy="end other programs, or check `ulimit -v`",
         ) from error
     memory.madvise(mmap.MADV_DONTFORK)
     with contextlib.suppress(OSError):  # kernels without transparent huge pages

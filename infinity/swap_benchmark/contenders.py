@@ -1,0 +1,253 @@
+"""Contenders of the swap benchmark: our I/O engine, and plain threads with O_DIRECT."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+import infinity._aio as _aio
+from infinity.config.schema import IoConfig
+from infinity.errors import InfinityError
+from infinity.files import refused
+from infinity.sizes import format_size
+from infinity.swap_benchmark.load import (
+    NUM_SLOTS,
+    Array,
+    Load,
+    Piece,
+    Testbed,
+    address_of,
+    mapped,
+    open_file,
+)
+
+_DEFAULTS = IoConfig()
+
+
+class UnavailableError(InfinityError):
+    """A contender cannot run on this machine; the others continue."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement; `cpu_s` is of the whole process, native threads included."""
+
+    duration_s: float
+    nbytes: int
+    cpu_s: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second, both directions together."""
+        return self.nbytes / self.duration_s
+
+    @property
+    def cpu_s_per_gib(self) -> float:
+        """Processor seconds per GiB moved."""
+        return self.cpu_s / (self.nbytes / 2**30)
+
+
+class Contender(Protocol):
+    """Moves loads. Set-up and checks are not timed; `close` may be called twice."""
+
+    family: str  # io_uring, threads, plain, cached, or one of the contenders in tools/
+    name: str  # the family and its settings
+
+    def run(self, load: Load) -> Sample:
+        """Move the load, check its bytes and return the measurement."""
+
+    def close(self) -> None:
+        """Release threads, files and memory."""
+
+
+def timed(work: Callable[[], None], load: Load) -> Sample:
+    """Measure one call of `work`, which moves the load in this process."""
+    cpu_s = time.process_time()
+    started_s = time.perf_counter()
+    work()
+    duration_s = time.perf_counter() - started_s
+    return Sample(duration_s, load.total_bytes, time.process_time() - cpu_s)
+
+
+def checked(testbed: Testbed, work: Callable[[], None], load: Load) -> Sample:
+    """Measure one call of `work`, which reads into the slots, and check its bytes.
+
+    Raises:
+        InfinityError: A request failed, or wrong bytes were read or written.
+    """
+    if load.mode != "write":
+        testbed.poison()
+    try:
+        sample = timed(work, load)
+    except OSError as error:
+        places = ", ".join(map(str, testbed.file_paths))
+        raise refused(f"{places} cannot be used", error) from error
+    testbed.check_slots(load)
+    testbed.check_written(load)
+    return sample
+
+
+@dataclass(frozen=True)
+class IoSettings:
+    """The keys of the `io:` section that affect speed; `block_size` in bytes."""
+
+    backend: str = "io_uring"
+    block_size: int = _DEFAULTS.block_size
+    queue_depth: int = _DEFAULTS.queue_depth
+    num_threads: int = _DEFAULTS.num_threads
+
+    @property
+    def name(self) -> str:
+        """Back end, block size and parallelism."""
+        many = f"x {self.queue_depth}"
+        if self.backend == "threads":
+            many = f"x {self.num_threads} threads"
+        return f"{self.backend} {format_size(self.block_size)} {many}"
+
+
+class EngineContender:
+    """`infinity._aio` with one set of settings."""
+
+    def __init__(self, testbed: Testbed, settings: IoSettings) -> None:
+        self.family = settings.backend
+        self.settings = settings
+        self._testbed = testbed
+        try:
+            self._engine = _aio.Engine(
+                backend=settings.backend,
+                block_size=settings.block_size,
+                queue_depth=settings.queue_depth,
+                num_threads=settings.num_threads,
+            )
+        except OSError as error:
+            what = f"{settings.backend} cannot start here"
+            raise UnavailableError(what, because=str(error)) from error
+        self.name = settings.name
+        self._files = [_aio.File(str(path)) for path in testbed.file_paths]
+
+    def run(self, load: Load) -> Sample:
+        """Move the load and check its bytes; raises as `checked`."""
+        return checked(self._testbed, lambda: self._drive_all(load), load)
+
+    def _drive_all(self, load: Load) -> None:
+        if load.num_files == 1:
+            self._drive(load, 0)
+            return
+        with ThreadPoolExecutor(load.num_files) as pool:
+            for task in [pool.submit(self._drive, load, i) for i in range(load.num_files)]:
+                task.result()
+
+    def _drive(self, load: Load, file_index: int) -> None:
+        """Keep `NUM_SLOTS` chunks per direction in flight until all are done."""
+        limit = NUM_SLOTS * (2 if load.mode == "mixed" else 1)
+        in_flight: deque[_aio.Ticket] = deque()
+        file, num_reads = self._files[file_index], 0
+        for piece in load.pieces(file_index):
+            if len(in_flight) == limit:
+                in_flight.popleft().wait()
+            # As an optimizer pass does: write-back gives way to read-ahead.
+            if piece.is_write:
+                buffer = self._testbed.pattern(piece.index, load.salt)
+                how = _aio.WRITE, _aio.BACKGROUND
+            else:
+                buffer, num_reads = self._testbed.slot(file_index, num_reads), num_reads + 1
+                how = _aio.READ, _aio.NORMAL
+            segment = (file, piece.offset, load.chunk_bytes, address_of(buffer))
+            in_flight.append(self._engine.submit(how[0], [segment], priority=how[1]))
+        for ticket in in_flight:
+            ticket.wait()
+
+    def close(self) -> None:
+        """Close the engine and its files."""
+        self._engine.close()
+        for file in self._files:
+            file.close()
+
+
+_Block = tuple[Piece, int, int]
+
+
+class PlainThreads:
+    """Python threads that call preadv and pwritev with O_DIRECT; system calls release the GIL.
+
+    Reads go to the same amount of memory as our engine's, `NUM_SLOTS` chunks. With `cached` each
+    thread reads into a single block: where a processor copies the bytes of a drive, as on virtual
+    machines, they then stay in its cache. No program that uses the bytes reaches that rate; it
+    shows how much of a difference is due to memory.
+    """
+
+    def __init__(
+        self, testbed: Testbed, block_size: int, num_threads: int, *, cached: bool = False
+    ) -> None:
+        self._testbed, self._block_size = testbed, block_size
+        self.family = "cached" if cached else "plain"
+        kind = "" if all(testbed.direct) else "buffered "
+        self.name = f"{self.family} {kind}{format_size(block_size)} x {num_threads} threads"
+        self._fds = [
+            open_file(path, write=True, direct=direct)
+            for path, direct in zip(testbed.file_paths, testbed.direct, strict=True)
+        ]
+        count = num_threads * testbed.num_files
+        window = NUM_SLOTS * testbed.chunk_bytes // (num_threads * block_size)
+        num_blocks = 1 if cached else max(1, window)
+        memory = mapped(count * num_blocks * block_size)
+        self._buffers = memory.reshape(count, num_blocks, block_size)
+        self._pool = ThreadPoolExecutor(count)
+        # Starting threads is set-up: each takes one task that waits for all the others.
+        barrier = threading.Barrier(count)
+        list(self._pool.map(lambda _: barrier.wait(60), range(count)))
+
+    def run(self, load: Load) -> Sample:
+        """Move the load and check the last block of each thread; raises as `checked`."""
+        queues = [iter(list(load.blocks(i, self._block_size))) for i in range(load.num_files)]
+        last: list[tuple[int, Array, _Block]] = []
+
+        def work() -> None:
+            turns = zip(itertools.cycle(range(load.num_files)), self._buffers)
+            tasks = [self._pool.submit(self._go, load, i, queues[i], b) for i, b in turns]
+            last.extend(found for task in tasks if (found := task.result()) is not None)
+
+        try:
+            sample = timed(work, load)
+        except OSError as error:
+            place = self._testbed.file_paths[0]
+            raise refused(f"{place} cannot be used", error) from error
+        for file_index, buffer, (piece, start, nbytes) in last:
+            truth = self._testbed.pattern(piece.index)[start : start + nbytes]
+            if not np.array_equal(buffer[:nbytes], truth):
+                raise self._testbed.wrong_bytes("read", file_index, piece.offset + start)
+        self._testbed.check_written(load)
+        return sample
+
+    def _go(
+        self, load: Load, file_index: int, queue: Iterator[_Block], buffers: Array
+    ) -> tuple[int, Array, _Block] | None:
+        """Move blocks until the queue is empty; return the last one read."""
+        fd, last, turns = self._fds[file_index], None, itertools.cycle(buffers)
+        for block in queue:  # a list's iterator may be shared: taking one is a single step
+            piece, start, nbytes = block
+            if piece.is_write:
+                data = self._testbed.pattern(piece.index, load.salt)[start : start + nbytes]
+                moved = os.pwritev(fd, [data.data], piece.offset + start)
+            else:
+                buffer = next(turns)
+                moved = os.preadv(fd, [buffer[:nbytes].data], piece.offset + start)
+                last = file_index, buffer, block
+            if moved != nbytes:
+                raise OSError(f"{moved} of {nbytes} bytes were moved")
+        return last
+
+    def close(self) -> None:
+        """Stop the threads and close the files."""
+        self._pool.shutdown()
+        while self._fds:
+            os.close(self._fds.pop())

@@ -14,12 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 import infinity
-from infinity import calibration
 from infinity.cli import terminal
-from infinity.cli.bench import _verdict
 from infinity.cli.main import app
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
-from infinity.storage.device import CpuDevice
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -82,7 +79,11 @@ assert not heavy, heavy
     [
         (["bench", "--path", "{absent}"], 4, "mkdir -p {absent}"),
         (["bench", "--path", "{file}"], 4, "is not a directory"),
-        (["bench", "order"], 2, "order"),
+        (["bench", "{absent}"], 4, "mkdir -p {absent}"),
+        (["bench", "{dir}", "--path", "{dir}"], 2, "twice"),
+        (["bench", "{dir}", "--gib", "0.001"], 2, "--gib 0.03125 or more"),
+        (["bench", "{dir}", "--gib", "1e9"], 3, "are missing"),
+        (["bench", "{dir}", "--rounds", "0"], 2, "--rounds"),
         (["doctor", "--speed"], 2, "--speed"),
         (["plna", "8b"], 2, "No such command 'plna'; did you mean 'plan'?"),
         (["xyzzy"], 2, "there are doctor, plan, init, train"),
@@ -153,7 +154,7 @@ def test_errors_of_the_system_are_words(
         raise error
 
     monkeypatch.setattr("infinity.cli.doctor.describe", fail)
-    found, out, told = run("bench", "--path", ".")
+    found, out, told = run("bench")
     assert (found, out) == (code, "")
     assert told.startswith("error: ")
     assert text in told
@@ -164,7 +165,7 @@ def test_an_error_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyP
         raise RuntimeError("a bug")
 
     monkeypatch.setattr("infinity.cli.doctor.describe", fail)
-    result = CliRunner().invoke(app, ["bench", "--path", "."])
+    result = CliRunner().invoke(app, ["bench"])
     assert isinstance(result.exception, RuntimeError)
 
 
@@ -175,14 +176,13 @@ def test_an_error_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyP
 def test_exit_codes_are_the_errors_own(
     error: type[InfinityError],
     code: int,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*arguments: object) -> None:
         raise error("what", because="why", remedy="this")
 
     monkeypatch.setattr("infinity.cli.doctor.describe", fail)
-    assert run("bench", "--path", str(tmp_path)) == (
+    assert run("bench") == (
         code,
         "",
         "error: what\n  because: why\n  try: this\n",
@@ -206,40 +206,3 @@ def test_stdout_comes_back_after_an_error(capfd: pytest.CaptureFixture[str]) -> 
         raise KeyError
     os.write(1, b"after\n")
     assert capfd.readouterr().out == "after\n"
-
-
-def test_what_a_drive_is_good_for_is_said_with_its_consequence() -> None:
-    """A model of 8.03e9 parameters has 12 bytes of state each, read and written once."""
-    slow = _verdict(1.4e9, 0.6e9, 1.0e9)
-    assert slow.startswith("a slow drive for this (those of PCIe 4 reach 5 to 7 GB/s): 1.40 GB/s r")
-    assert slow.endswith("that of an 8B model in 3 min 13 s")
-    assert _verdict(7e9, 5e9, 6e9).startswith("a fast drive for this: ")
-    assert _verdict(3e9, 3e9, 3e9).endswith(
-        "at 125.0M parameters/s, that of an 8B model in 1 min 04 s"
-    )
-
-
-def test_bench_measures_this_machine_and_keeps_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("infinity.storage.disk_rates.SPAN_BYTES", 16 << 20)
-    monkeypatch.setattr(calibration, "SECONDS", 0.1)
-    for name in ("_LEAST_CHUNKS", "_MOST_CHUNKS"):
-        monkeypatch.setattr(calibration, name, 1)
-    monkeypatch.setattr(calibration, "_MATRIX_SIZES", (64,))
-    monkeypatch.setattr(calibration, "_WIDTH", {True: 64, False: 64})
-    monkeypatch.setattr(calibration, "_NUM_LOGITS", 512)
-    monkeypatch.setattr(calibration.ProcessorTimes, "now", lambda root: None)  # tests run beside
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    code, out, error = run("bench", "--path", str(drive))
-    assert code == 0, error
-    for part in ("rates      measured 2", "disk: read ", "compute: bf16 ", "AdamW state swaps at "):
-        assert part in out
-    assert "drive for this" in out.splitlines()[0], "first what it means"
-    assert calibration.kept_rates([drive], CpuDevice()).nominal == ()
-    report = json.loads(run("bench", "--json")[1])
-    assert set(report) == {"rates", "origin"}
-    assert report["rates"]["update"]["fp32"] > 0
-    assert list(drive.iterdir()) == []

@@ -99,6 +99,7 @@ def main() -> None:
     infinity = python.with_name("infinity")
     run([python, "-m", "pip", "check"])
     run([infinity, "doctor", "--path", elsewhere], elsewhere)
+    run([infinity, "bench", elsewhere, "--gib", "0.0625", "--rounds", "1"], elsewhere)
     plan = ["--device", "24GiB", "--host", "64GiB", "--disk", "2TiB", "--tokens", "8192"]
     run([infinity, "plan", "8b", *plan], elsewhere)
     run([infinity, "init"], elsewhere)

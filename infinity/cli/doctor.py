@@ -42,6 +42,7 @@ from infinity.sizes import format_count, format_rate, format_size
 # torch alone, imported and used once, takes 0.3 GiB; a model needs some room beside it.
 LEAST_HOST_BYTES = 2**29
 STATE_BYTES = 12  # per parameter, AdamW in bf16
+NEARLY_FULL = 0.1  # share of a drive that is free
 T = TypeVar("T")
 
 
@@ -240,20 +241,34 @@ def _places() -> list[dict[str, Any]]:
     return sorted(places.values(), key=lambda place: -int(place["free_bytes"]))
 
 
-def _notes(paths: Sequence[Path], facts: dict[str, Any]) -> list[str]:
-    """Return what does not stop a run but costs it something."""
+def drive_notes(paths: Sequence[Path], drives: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the properties of drives that cost speed, and their remedies.
+
+    Args:
+        paths: Paths of the drives.
+        drives: `Drive.as_dict` of each.
+    """
     from infinity.storage.striping import shared_drives
 
     notes = []
-    for drive in facts["drives"]:
-        if drive is None:
-            continue
+    for drive in drives:
         notes += drive["notes"]
         for name, answer in drive["backends"].items():
             if not answer["ok"]:
                 notes.append(f"{drive['path']}: {name} does not work: {answer['reason']}")
-    if len(paths) > 1:
-        notes += shared_drives(paths)
+        free, total = drive["free_bytes"], drive["total_bytes"]
+        if free < NEARLY_FULL * total:
+            notes.append(
+                f"{drive['path']} is {1 - free / total:.0%} full ({format_size(free)} of "
+                f"{format_size(total)} are free): flash drives write slower when nearly full; "
+                "free space there"
+            )
+    return notes + (shared_drives(paths) if len(paths) > 1 else [])
+
+
+def _notes(paths: Sequence[Path], facts: dict[str, Any]) -> list[str]:
+    """Return what does not stop a run but costs it something."""
+    notes = drive_notes(paths, [drive for drive in facts["drives"] if drive])
     if facts["memory"].get("transparent_huge_pages") == "never":
         notes.append(
             "transparent huge pages are off: requests to the drives are cut into 4 KiB pieces;"
@@ -438,6 +453,7 @@ def _drive_lines(drive: dict[str, Any]) -> list[str]:
         f"           {format_size(drive['free_bytes'])} free of "
         f"{format_size(drive['total_bytes'])}: room for the state of "
         f"{format_count(drive['parameters'])} parameters (AdamW, bf16)",
+        f"           how fast it is: infinity bench {drive['path']}",
     ]
     lines += [
         f"           {name}: {'works' if answer['ok'] else 'does not work: ' + answer['reason']}"

@@ -172,13 +172,15 @@ class _Log(Console):
 
 class ProgressLine:
     """Follows long work on stderr, unless `quiet`: a line that moves on a terminal, a few plain
-    lines elsewhere. A context manager.
+    lines elsewhere. A `transient` line is cleared at its end, and drawn by `show` alone, without a
+    thread that a measurement would notice. A context manager.
     """
 
-    def __init__(self, *, quiet: bool = False) -> None:
+    def __init__(self, *, quiet: bool = False, transient: bool = False) -> None:
         self._console = _Log(
             stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=quiet
         )
+        self._transient = transient
         self._progress: Progress | None = None
         self._shown_at_s = 0.0
         self._work = ""
@@ -232,11 +234,20 @@ class ProgressLine:
             line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
             words = TextColumn("{task.description}", markup=False, table_column=line)
             bar = BarColumn(bar_width=_BAR, table_column=Column(width=_BAR))
-            self._progress = Progress(bar, words, console=self._console, expand=True)
+            self._progress = Progress(
+                bar,
+                words,
+                console=self._console,
+                expand=True,
+                transient=self._transient,
+                auto_refresh=not self._transient,
+            )
             self._progress.start()
             self._progress.add_task(text, total=total)
         task = self._progress.task_ids[0]
-        self._progress.update(task, description=text, completed=done, total=total)
+        self._progress.update(
+            task, description=text, completed=done, total=total, refresh=self._transient
+        )
 
 
 class Page:

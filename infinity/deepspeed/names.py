@@ -120,7 +120,7 @@ _INSTEAD: tuple[tuple[str, str, str], ...] = (
     ("launcher", "processes are started by our launcher or torch's",
      "`infinity run --gpus N script.py`, or torchrun"),
     ("nvme io ops.aio ops.gds", "files are read and written by our own engine",
-     "`infinity bench` measures a drive, `nvme_path` in the configuration names it"),
+     "`infinity bench DIR` measures a drive, `nvme_path` in the configuration names it"),
     ("ops.op_builder", "nothing is built at run time",
      "leave it out; `infinity doctor` says what this machine offers"),
     ("ops", "", "torch's own layers and optimizers: initialize(optimizer=...) takes any"),

@@ -147,6 +147,11 @@ class Drive:
     notes: list[str]
     """What keeping state there costs; empty for a good local drive."""
 
+    @property
+    def in_ram(self) -> bool:
+        """True if the file system keeps its bytes in RAM."""
+        return self.file_system in _IN_RAM
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)

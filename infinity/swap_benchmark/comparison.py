@@ -1,0 +1,113 @@
+"""Comparison of our I/O engine with plain O_DIRECT threads, in interleaved rounds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+from infinity.plan.load import ProcessorTimes, load_between
+from infinity.swap_benchmark.contenders import (
+    Contender,
+    EngineContender,
+    IoSettings,
+    PlainThreads,
+    Sample,
+)
+from infinity.swap_benchmark.load import MODES, Mode, Testbed
+from infinity.swap_benchmark.rounds import loads_of, median_rate, rates_alone, take_turns
+
+CHUNK_BYTES = 16 * 2**20
+# Plain threads that are tried: block size in bytes, number of threads. The fastest of each mode
+# is compared.
+PLAIN = ((2**20, 4), (2**20, 8), (4 * 2**20, 4))
+TRIAL_S = 0.1
+SAMPLE_S = 0.3
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Samples of one mode, one of ours and one of plain threads per round."""
+
+    ours: tuple[Sample, ...]
+    plain: tuple[Sample, ...]
+    tried: dict[str, float]
+    """Bytes per second of all plain settings in their trial, fastest first; it is compared."""
+
+    @property
+    def ratios(self) -> list[float]:
+        """Our rate divided by the plain one, per round."""
+        return [a.rate / b.rate for a, b in zip(self.ours, self.plain, strict=True)]
+
+    @property
+    def ratio(self) -> float:
+        """Median of `ratios`."""
+        return statistics.median(self.ratios)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Result of `compare`."""
+
+    settings: IoSettings
+    modes: dict[Mode, Pairs]
+    load: str
+    """Use of the processors by other programs in the paired rounds; "" if it is small."""
+
+    def rates(self) -> dict[Mode, float]:
+        """Return our median rate per mode in bytes per second; mixed counts both directions."""
+        return {mode: median_rate(pairs.ours) for mode, pairs in self.modes.items()}
+
+
+def compare(
+    testbed: Testbed,
+    settings: IoSettings,
+    num_rounds: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Comparison:
+    """Measure our engine and plain threads on the same files, and check the bytes they move.
+
+    Args:
+        testbed: Prepared test files.
+        settings: Settings of our engine.
+        num_rounds: Number of paired rounds.
+        progress: Called with the number of samples taken and to take.
+
+    Raises:
+        InfinityError: A request failed, or wrong bytes were read or written.
+    """
+    done, total = 0, len(MODES) * (len(PLAIN) + 2 * num_rounds)
+
+    def on_sample() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    progress(done, total)
+    rates = rates_alone(testbed, settings, SAMPLE_S)
+    trials, loads = loads_of(testbed, rates, TRIAL_S), loads_of(testbed, rates, SAMPLE_S)
+    with ExitStack() as stack:
+        plain = [
+            stack.enter_context(closing(PlainThreads(testbed, block, count)))
+            for block, count in PLAIN
+        ]
+        ours = stack.enter_context(closing(EngineContender(testbed, settings)))
+        everyone = dict.fromkeys(MODES, plain)
+        first = take_turns(everyone, trials, 1, left_out={}, on_sample=on_sample)
+        tried = {mode: _fastest_first(found) for mode, found in first.items()}
+        best = {m: next(c for c in plain if c.name == next(iter(tried[m]))) for m in MODES}
+        before = ProcessorTimes.now()
+        pairs: dict[Mode, list[Contender]] = {mode: [ours, best[mode]] for mode in MODES}
+        paired = take_turns(pairs, loads, num_rounds, left_out={}, on_sample=on_sample)
+        load = load_between(before, ProcessorTimes.now())
+    modes = {
+        mode: Pairs(tuple(found[ours.name]), tuple(found[best[mode].name]), tried[mode])
+        for mode, found in paired.items()
+    }
+    return Comparison(settings, modes, load)
+
+
+def _fastest_first(samples: Mapping[str, Sequence[Sample]]) -> dict[str, float]:
+    rates = {name: median_rate(found) for name, found in samples.items()}
+    return dict(sorted(rates.items(), key=lambda item: -item[1]))

@@ -99,7 +99,7 @@ test-doors: setup  ## run the tests beside TRL, Lightning, bitsandbytes, ... wit
 bench: setup  ## time a step against plain torch and against the bounds
 	$(BIN)/python tools/bench_step.py --json $(ARGS)
 
-bench-swap: setup  ## measure the disk: make bench-swap ARGS='--path DIR --compare all'
+bench-swap: setup  ## search settings of the disk (`infinity bench` first): make bench-swap ARGS='--path DIR --compare all'
 	$(BIN)/python tools/bench_swap.py $(ARGS)
 
 clean:  ## remove .venv and everything that was built

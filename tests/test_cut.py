@@ -8,7 +8,7 @@ from support.small import SmallModel
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.model.cut import REST_SHARE, Cutter, UnitCut
+from infinity.model.cut import OUTSIDE, REST_SHARE, Cutter, UnitCut
 
 
 def cut_by_name(model: nn.Module) -> dict[str, UnitCut]:
@@ -63,9 +63,9 @@ class UnevenCnn(nn.Module):
 def test_repeated_blocks_are_units_and_a_large_embedding_stands_alone() -> None:
     model = SmallModel(num_blocks=3)
     cuts = cut_by_name(model)
-    assert set(cuts) == {"embedding", "blocks.0", "blocks.1", "blocks.2", "rest"}
+    assert set(cuts) == {"embedding", "blocks.0", "blocks.1", "blocks.2", OUTSIDE}
     assert cuts["blocks.1"].modules == [model.blocks[1]]
-    assert cuts["rest"].modules == [model.norm]
+    assert cuts[OUTSIDE].modules == [model.norm]
     assert_each_parameter_once(model, list(cuts.values()))
 
 
@@ -103,7 +103,11 @@ def test_what_is_as_large_as_half_a_block_stands_alone_in_a_deep_model() -> None
     )
     cutter = Cutter(deep)
     cuts = cutter.cut()
-    assert [cut.name for cut in cuts if "blocks" not in cut.name] == ["embedding", "rest", "head"]
+    assert [cut.name for cut in cuts if not cut.name.startswith("blocks")] == [
+        "embedding",
+        OUTSIDE,
+        "head",
+    ]
     assert max(sum(cutter.parameters[i].numel() for i in cut.parameters) for cut in cuts) == 96
     assert_each_parameter_once(deep, cuts)
 
@@ -119,9 +123,9 @@ def test_leftovers_are_packed_into_units_no_larger_than_a_block() -> None:
     sizes = {
         cut.name: sum(cutter.parameters[i].numel() for i in cut.parameters)
         for cut in cutter.cut()
-        if "blocks" not in cut.name
+        if not cut.name.startswith("blocks")
     }
-    assert sizes == {"rest": 30 + 31, "rest.1": 29 + 28, "rest.2": 27 + 9}
+    assert sizes == {OUTSIDE: 30 + 31, f"{OUTSIDE}.1": 29 + 28, f"{OUTSIDE}.2": 27 + 9}
 
 
 def test_each_expert_is_a_unit() -> None:
@@ -142,7 +146,7 @@ def test_each_expert_is_a_unit() -> None:
 
 def test_a_large_untied_head_stands_alone() -> None:
     model = nn.Sequential(nn.Embedding(100, 8), nn.LayerNorm(8), nn.Linear(8, 100))
-    assert set(cut_by_name(model)) == {"0", "2", "rest"}
+    assert set(cut_by_name(model)) == {"0", "2", OUTSIDE}
 
 
 def test_small_leftovers_travel_together_but_in_packs_of_bounded_size() -> None:
@@ -151,7 +155,7 @@ def test_small_leftovers_travel_together_but_in_packs_of_bounded_size() -> None:
         model[f"small{index:02}"] = nn.Linear(4, 5 + index)  # no two alike, each small
     cuts = Cutter(model).cut()
     assert_each_parameter_once(model, cuts)
-    rest = [c for c in cuts if c.name.startswith("rest")]
+    rest = [c for c in cuts if c.name.startswith(OUTSIDE)]
     assert len(rest) >= 2
     assert all(share(model, c) <= 1 / REST_SHARE for c in rest)
 
@@ -181,14 +185,14 @@ def test_the_transformer_encoder_of_torch() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32)
     model = nn.TransformerEncoder(layer, 3, nn.LayerNorm(16), enable_nested_tensor=False)
     cuts = cut_by_name(model)
-    assert set(cuts) == {"layers.0", "layers.1", "layers.2", "rest"}
+    assert set(cuts) == {"layers.0", "layers.1", "layers.2", OUTSIDE}
     assert_each_parameter_once(model, list(cuts.values()))
 
 
 def test_an_encoder_and_a_decoder_have_their_blocks_each() -> None:
     model = nn.Transformer(16, 2, 2, 3, 32, batch_first=True)
     cuts = cut_by_name(model)
-    blocks = {n for n in cuts if not n.startswith("rest")}
+    blocks = {n for n in cuts if not n.startswith(OUTSIDE)}
     assert blocks == {f"encoder.layers.{i}" for i in range(2)} | {
         f"decoder.layers.{i}" for i in range(3)
     }
@@ -269,7 +273,7 @@ def test_parameters_that_hang_on_the_root_are_cut_too() -> None:
 
 def test_equal_norms_are_not_blocks() -> None:
     model = nn.Sequential(*[nn.LayerNorm(8) for _ in range(64)], nn.Linear(8, 8))
-    assert all(len(c.modules) > 1 for c in Cutter(model).cut() if c.name.startswith("rest"))
+    assert all(len(c.modules) > 1 for c in Cutter(model).cut() if c.name.startswith(OUTSIDE))
 
 
 def test_an_explicit_list_overrides_by_name_module_and_group() -> None:

@@ -114,6 +114,21 @@ def test_the_checkpoint_of_the_window_must_be_there(tmp_path: Path, saved: Path,
         assert not engine.resumed
 
 
+def test_a_run_whose_units_had_other_names_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leftovers outside blocks were called "rest"; the names are in its plan.json."""
+    run = durable(Run({"precision": "bf16"}), resume="auto")
+    with monkeypatch.context() as before:
+        before.setattr("infinity.model.cut.OUTSIDE", "rest")
+        with run.engine(tmp_path, DISK, seed=1) as engine:
+            micro_step(engine, 0)
+    (directory,) = tmp_path.glob("infinity-run-*")
+    assert '"name":"rest"' in (directory / "plan.json").read_text()
+    with quiet(), run.engine(tmp_path, DISK, seed=2) as engine:
+        assert engine.global_steps == 1
+
+
 # --- random numbers -------------------------------------------------------------------------------
 
 DROPOUT = Run({"precision": "bf16"})

@@ -26,6 +26,7 @@ from support.trainer import Run, make_config, make_device
 import infinity
 from infinity.config.schema import load_config
 from infinity.errors import ConfigError, MachineError
+from infinity.model.cut import OUTSIDE
 from infinity.offload.transfers import STALLS
 from infinity.storage.device import Event
 from infinity.trace.reader import Shares, Slice, Timeline, overlap, read_timeline, union, verdict
@@ -114,7 +115,7 @@ def test_bytes_and_stalls_are_those_of_the_reports(tmp_path: Path, kind: str, wh
 @pytest.mark.parametrize("kind", ["cpu", "fake"])
 def test_every_unit_has_its_compute_and_its_update(tmp_path: Path, kind: str) -> None:
     timeline, reports = traced(tmp_path, placement=ON_DISK, kind=kind)
-    units = {"embedding", "blocks.0", "blocks.1", "blocks.2", "rest"}
+    units = {"embedding", "blocks.0", "blocks.1", "blocks.2", OUTSIDE}
     batches = timeline.of("micro_batch")
     assert [b.what for b in batches] == ["micro-batch 0", "micro-batch 1"] * len(reports)
     for one in batches:

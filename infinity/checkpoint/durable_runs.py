@@ -143,12 +143,17 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
             old, new = (one[name].get(key, "as_is") for one in names)  # only forms may be missing
             if old != new:
                 found.append(f"{key} of {name!r} is {old} there, {new} here")
-    if not found and there["units"] != here["units"]:
+    if not found and _without_names(there["units"]) != _without_names(here["units"]):
         found.append("the model was cut into other units")
     if not found and there["gradient_itemsize"] != here["gradient_itemsize"]:
         found.append("gradients were of another dtype (gradient_accumulation_steps 1, or more)")
     more = [f"and {len(found) - MAX_TOLD} more"] if len(found) > MAX_TOLD else []
     return found[:MAX_TOLD] + more
+
+
+def _without_names(units: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what decides where bytes lie: names of units are shown, and have changed."""
+    return [{key: value for key, value in unit.items() if key != "name"} for unit in units]
 
 
 def write_plan(

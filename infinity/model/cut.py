@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 ALONE_SHARE = 16  # a module with 1/16 of all parameters is a unit by itself, or with half a block
+OUTSIDE = "outside blocks"  # the name of a unit of leftovers
 REST_SHARE = 8  # leftovers are packed into units of at most 1/8 of all parameters, or of a block
 
 
@@ -117,7 +118,7 @@ class Cutter:
         alone, most = self._total / ALONE_SHARE, self._total / REST_SHARE
         if block:
             alone, most = min(alone, block / 2), min(most, block)
-        rest = UnitCut("rest", [])
+        rest = UnitCut(OUTSIDE, [])
         size = count = 0
         for name, module in self.root.named_modules():
             own = self._take(module, recurse=False)
@@ -130,7 +131,7 @@ class Cutter:
             if rest.parameters and size + numel > most:
                 yield rest
                 count += 1
-                rest, size = UnitCut(f"rest.{count}", []), 0
+                rest, size = UnitCut(f"{OUTSIDE}.{count}", []), 0
             rest.modules.append(module)
             rest.parameters.extend(own)
             size += numel

@@ -7,10 +7,13 @@ import os
 import re
 import subprocess
 import sys
+import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import infinity
@@ -72,6 +75,55 @@ assert not heavy, heavy
 """
     found = run_process("-c", code)
     assert found.returncode == 0, found.stderr
+
+
+def test_errors_and_warnings_have_a_color_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(**environment: str) -> str:
+        for name in ("NO_COLOR", "FORCE_COLOR", "TERM"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        with suppress(typer.Exit), terminal.command():
+            warnings.warn("a [b]: c")
+            raise ConfigError("d")
+        return capsys.readouterr().err
+
+    plain = "warning: a [b]: c\nerror: d\n"
+    assert said() == plain
+    terminal_of = {"FORCE_COLOR": "1", "TERM": "xterm"}
+    colored = "\x1b[33mwarning: \x1b[0ma [b]: c\n\x1b[31merror: \x1b[0md\n"
+    assert said(**terminal_of) == colored
+    assert said(**terminal_of, NO_COLOR="1") == plain
+
+
+def test_retries_of_the_hubs_client_are_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own six tries at a port where nobody listens."""
+    library = pytest.importorskip("huggingface_hub.utils")
+    with pytest.raises(Exception, match="refused"), terminal.command():
+        library.http_backoff("HEAD", "http://127.0.0.1:9/", base_wait_time=0)
+    told = capsys.readouterr().err.splitlines()
+    assert [line for line in told if "Hub does not answer" in line] == told[:1] == told
+
+
+BARS = """
+import sys, transformers
+from tqdm import tqdm
+list(tqdm(range(3)))
+print(transformers.utils.logging.is_progress_bar_enabled())
+"""
+
+
+def test_bars_of_other_libraries_are_off_in_a_log_unless_asked_for(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(BARS)
+    unset = {k: v for k, v in os.environ.items() if k not in terminal.BARS}
+    for asked, bars in (({}, False), (dict.fromkeys(terminal.BARS, ""), True)):
+        done = run_process("-m", "infinity.cli", "run", str(script), env=unset | asked)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"{bars}\n"
+        assert ("3/3" in done.stderr) == bars
 
 
 @pytest.mark.parametrize(

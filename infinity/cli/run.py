@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from infinity.cli.terminal import command, say
+from infinity.cli.terminal import command, say, without_bars
 from infinity.errors import ConfigError
 
 # What stands behind the script is the script's.
@@ -50,6 +50,7 @@ def run(
             number = "${local_rank}" if gpus > 1 else "0"
             arguments = [*(arguments or ()), f"--local_rank={number}"]
         environment = environment_of_children(alone=gpus == 1 and found is not None)
+        environment |= without_bars()
         say(f"infinity run: {WORDS}")
         if gpus > 1:
             from infinity.cli.launch import launch

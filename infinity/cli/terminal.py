@@ -1,8 +1,12 @@
-"""Progress on stderr, tables on stdout; plain lines where there is no terminal."""
+"""Progress on stderr, tables on stdout; plain lines where there is no terminal.
+
+Colors are for terminals; rich leaves them out where NO_COLOR is set.
+"""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import sys
@@ -21,8 +25,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
+from rich.text import Text
 
-from infinity.errors import ConfigError, InfinityError, MachineError, first_lines
+from infinity.errors import (
+    ConfigError,
+    InfinityError,
+    InfinityWarning,
+    MachineError,
+    first_lines,
+)
 from infinity.sizes import format_size
 
 # How a command ends: errors as text with an exit code, signals after cleaning up.
@@ -61,7 +72,7 @@ def command() -> Iterator[None]:
             received.append(signum)
             raise Stopped(signum)
 
-    with handling(on_signal), warnings_as_lines(say):
+    with handling(on_signal), warnings_as_lines(say), hub_retries_as_a_warning():
         try:
             yield
         except (InfinityError, OSError, RuntimeError, UnicodeError, MemoryError) as error:
@@ -90,6 +101,41 @@ def warnings_as_lines(show: Callable[[str], None]) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = once
         yield
+
+
+@contextmanager
+def hub_retries_as_a_warning() -> Iterator[None]:
+    """Replace what the client of the Hugging Face Hub logs of each retry by one warning."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if "thrown while requesting" not in text and "[Retry" not in text:
+            return True
+        warnings.warn(
+            "the Hugging Face Hub does not answer, and is asked again; with HF_HUB_OFFLINE=1 only "
+            "its cache is used",
+            InfinityWarning,
+        )
+        return False
+
+    log = logging.getLogger("huggingface_hub.utils._http")
+    log.addFilter(keep)
+    try:
+        yield
+    finally:
+        log.removeFilter(keep)
+
+
+BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TQDM_DISABLE")
+
+
+def without_bars() -> dict[str, str]:
+    """Return environment variables that turn off the progress bars of other libraries.
+
+    They are read when those are imported: transformers takes the Hub's. None are returned where
+    stderr is a terminal, nor those that are set already.
+    """
+    return {} if sys.stderr.isatty() else {k: "1" for k in BARS if k not in os.environ}
 
 
 @contextmanager
@@ -134,8 +180,16 @@ def in_words(error: Exception) -> InfinityError | None:
 
 
 def say(text: str) -> None:
-    """Print plain text on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """Print text on stderr, with "error:" and "warning:" in color."""
+    _Log(stderr=True, highlight=False, markup=False, soft_wrap=True).print(_colored(text))
+
+
+_COLORS = {"error": "red", "warning": "yellow"}
+
+
+def _colored(text: str) -> Text:
+    kind, colon, message = text.partition(": ")
+    return Text.assemble((f"{kind}{colon}", _COLORS.get(kind, "")), message)
 
 
 @contextmanager
@@ -210,7 +264,7 @@ class ProgressLine:
     def note(self, text: str) -> None:
         """A line of its own."""
         with suppress(OSError):  # a log that cannot be written must not end a run
-            self._console.print(text)
+            self._console.print(_colored(text))
 
     def pause(self) -> None:
         """Leave the moving line as it is, so that something else can be printed."""

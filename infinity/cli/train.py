@@ -26,6 +26,7 @@ from infinity.cli.terminal import (
     handling,
     stdout_is_ours,
     warnings_as_lines,
+    without_bars,
 )
 from infinity.errors import DoesNotFitError, EngineFailedError, InfinityError, MachineError
 from infinity.sizes import format_count, format_duration
@@ -92,6 +93,7 @@ def train(
     130 or 143 when it was stopped.
     """
     with command():
+        os.environ.update(without_bars())
         if gpus is not None and gpus > 1:
             from infinity.cli.launch import launch
 

@@ -17,7 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 import infinity
-from infinity.cli import terminal
+from infinity.cli import main, terminal
 from infinity.cli.main import app
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
 
@@ -75,6 +75,32 @@ assert not heavy, heavy
 """
     found = run_process("-c", code)
     assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["tr"], ["train", "trace"]),
+        (["checkpoint", "import"], ["import-deepspeed"]),
+        (["report", "--ou"], ["--out"]),
+    ],
+)
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_verbs_and_options(
+    shell: str, words: list[str], found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the scripts that `--install-completion` writes ask; of a verb only the table is read."""
+    loaded: list[str] = []
+    load = main.load
+    monkeypatch.setattr(main, "load", lambda verb: loaded.append(verb) or load(verb))
+    typed = " ".join(["infinity", *words])
+    asked = {"_INFINITY_COMPLETE": f"complete_{shell}", "COMP_CWORD": str(len(words))}
+    asked |= {"COMP_WORDS": typed, "_TYPER_COMPLETE_ARGS": typed}
+    asked |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    out = CliRunner().invoke(app, [], env=asked).stdout
+    for word in [*main.VERBS, "import-deepspeed", "verify", "--out"]:
+        assert (re.search(rf"(?m)(^|\"){word}(\t|\"|$)", out) is not None) == (word in found)
+    assert loaded == words[:-1]
 
 
 def test_errors_and_warnings_have_a_color_on_a_terminal(

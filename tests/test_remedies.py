@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from support.runs import LENGTH, settings
 
-from infinity.cli.main import app
+from infinity.cli.main import load
 from infinity.cli.remedies import NAMES, for_plan, for_train
 from infinity.config.schema import load_config
 from infinity.plan.advice import Change
@@ -48,8 +47,7 @@ def test_every_change_is_known() -> None:
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: f"{c.name}-{c.value}")
 def test_plan_takes_it(change: Change) -> None:
-    group: Any = typer.main.get_command(app)
-    plan = group.get_command(typer.Context(group), "plan")
+    plan = load("plan")
     options = {name for param in plan.params for name in (*param.opts, *param.secondary_opts)}
     for of_run in (False, True):
         typed = for_plan(of_run=of_run)((change,))

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from infinity._version import __version__
 from infinity.errors import did_you_mean
@@ -44,19 +44,13 @@ class Verbs(TyperGroup):
         if args and args[0] not in VERBS:
             hint = did_you_mean(args[0], VERBS) or f"there are {', '.join(VERBS)}"
             ctx.fail(f"No such command {args[0]!r}; {hint}".rstrip())
-        return super().resolve_command(ctx, args)
+        name, command, left = super().resolve_command(ctx, args)
+        return name, command and load(str(name)), left
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The verb, or None."""
-        if cmd_name not in VERBS:
-            return None
-        module = import_module(f"infinity.cli.{cmd_name}")
-        found = getattr(module, cmd_name)
-        if isinstance(found, typer.Typer):
-            return typer.main.get_group(found)
-        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        alone.command(cmd_name, context_settings=getattr(module, "SETTINGS", None))(found)
-        return typer.main.get_command(alone)
+        """A verb's name and help, which completion shows without importing it; None of no verb."""
+        help = VERBS.get(cmd_name)
+        return help and TyperCommand(cmd_name, help=help)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """As click does, from the table: nothing is imported for it."""
@@ -64,12 +58,22 @@ class Verbs(TyperGroup):
             formatter.write_dl(list(VERBS.items()))
 
 
+def load(verb: str) -> Any:
+    """Import a verb's module and return its command."""
+    module = import_module(f"infinity.cli.{verb}")
+    found = getattr(module, verb)
+    if isinstance(found, typer.Typer):
+        return typer.main.get_group(found)
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+    alone.command(verb, context_settings=getattr(module, "SETTINGS", None))(found)
+    return typer.main.get_command(alone)
+
+
 app = typer.Typer(
     cls=Verbs,
     name="infinity",
     help="Train models larger than the GPU, and larger than RAM, on one machine.",
     invoke_without_command=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import html
 import json
+import platform
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import metrics_of, settings, train
+import torch
+from support.runs import losses_of, metrics_of, settings, train
 from typer.testing import CliRunner
 
 from infinity.cli.main import app
@@ -105,9 +108,46 @@ def test_a_run_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(KeyboardInterrupt):
         train(settings(tmp_path), die_after=2)
     assert metrics_of(tmp_path)[-1]["why"] == "it was stopped in a step"
-    assert metrics_of(tmp_path)[0] | {"time": 0, "device": ""} == {
-        "event": "began", "step": 0, "time": 0, "device": "", "ranks": 1, "num_steps": 6
+    began = metrics_of(tmp_path)[0]
+    assert {key: began[key] for key in ("event", "step", "ranks", "num_steps")} == {
+        "event": "began", "step": 0, "ranks": 1, "num_steps": 6
     }  # fmt: skip
+    assert began["host"] == platform.node()
+    assert began["versions"]["torch"] == torch.__version__
+
+
+def test_the_page_says_how_a_run_was_started_and_older_runs_lack_it(tmp_path: Path) -> None:
+    versions = {"infinity": "1", "torch": "2"}
+    more = {"command": "infinity train a&b.yaml", "host": "h", "device": "d", "versions": versions}
+    began = {"event": "began", "step": 0, "time": 60.0}
+    folder = written(tmp_path / "r", began | more, step(1))
+    (folder / "config.yaml").write_text("run_dir: <r>")
+    page = run_page(read_run(folder))
+    (facts,) = [text for text in page.head if text.startswith("<dl>")]
+    assert re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", facts) == [
+        ("command", "infinity train a&amp;b.yaml"), ("started", "1970-01-01 00:01 UTC"),
+        ("machine", "h, d"), ("versions", "infinity 1, torch 2"),
+    ]  # fmt: skip
+    assert "<pre>run_dir: &lt;r&gt;</pre>" in page.figures[-1]
+    older = run_page(read_run(written(tmp_path / "older", step(1))))
+    assert not any("<dl>" in text for text in older.head)
+    assert not any("<pre>" in text for text in older.figures)
+
+
+def test_a_sample_is_generated_if_asked_for_and_changes_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    train(settings(tmp_path / "plain", training__steps=2))
+    raw = settings(tmp_path, training__steps=2, training__sample="ab <ba> ")
+    train(raw)
+    (sample,) = [r for r in metrics_of(tmp_path) if r["event"] == "sample"]
+    assert (sample["step"], sample["prompt"]) == (2, "ab <ba> ")
+    assert sample["text"]
+    page = run_page(read_run(tmp_path / "run"))
+    bold, text = "ab &lt;ba&gt; ", html.escape(sample["text"])
+    assert any(f"<pre><b>{bold}</b>{text}</pre>" in figure for figure in page.figures)
+    for folder in (tmp_path, tmp_path / "plain"):
+        train(settings(folder, training__steps=4), resume="auto")
+    assert losses_of(tmp_path) == losses_of(tmp_path / "plain")
 
 
 def test_waits_memory_wear_and_mfu_are_those_told(tmp_path: Path) -> None:

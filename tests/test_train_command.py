@@ -75,6 +75,8 @@ def test_a_run_shows_its_plan_its_steps_and_what_came_of_it(tmp_path: Path) -> N
     assert plan["fits"]
     assert plan["work"]["tokens_per_step"] == 64
     assert plan["work"]["context"] == 16, "what attention costs depends on it"
+    began = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert began["command"] == f"infinity train {config} training.steps=2"
     assert "# training.steps: " not in (run_dir / "config.yaml").read_text()
     assert (run_dir / "model" / "model.safetensors").exists()
     code, out, error = run("train", config, "training.steps=2")
@@ -216,6 +218,8 @@ def test_tokens_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
     changes = {"data__train": str(tmp_path / "a.npy"), "model__config__vocab_size": 300}
     error = refusal(tmp_path, **changes)
     assert "holds the token 999 at 1, and the model knows 300 tokens" in error
+    more = {"tokenizer": "auto", "training__sample": "a prompt"}
+    assert "tokenizer: must be given" in refusal(tmp_path, **changes, **more)
 
 
 def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

@@ -146,7 +146,8 @@ def _train_on(
     if ranks is not None:
         typed += ["--gpus", str(ranks.count)]
     again = shlex.join([*typed, "--resume", "auto"])
-    with warnings_as_lines(page.note), page, Run(settings, resume, ranks) as run:
+    record = typed if resume == "never" else [*typed, "--resume", resume]
+    with warnings_as_lines(page.note), page, Run(settings, resume, ranks, record) as run:
         try:
             prepared = run.prepare(page.progress)
             page.question(prepared)

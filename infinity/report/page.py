@@ -49,6 +49,22 @@ class Page:
         )
         self.head.append(f'<div class="tiles">{"".join(cells)}</div>')
 
+    def facts(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Lines below the title: (name, value); without a line there is nothing."""
+        lines = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in rows)
+        if lines:
+            self.head.append(f"<dl>{lines}</dl>")
+
+    def text(self, title: str, text: str, note: str, *, bold: str) -> None:
+        """A figure with text as it is, behind a `bold` beginning."""
+        inside = f"<pre><b>{escape(bold)}</b>{escape(text)}</pre>"
+        self._figure(title, inside, note)
+
+    def folded(self, title: str, text: str) -> None:
+        """Text that is shown when its title is clicked, across the page."""
+        inside = f"<summary>{escape(title)}</summary><pre>{escape(text)}</pre>"
+        self.figures.append(f'<details class="wide">{inside}</details>')
+
     def chart(self, title: str, spec: Spec, note: str = "", *, wide: bool = False) -> None:
         """A figure with a chart; `spec` says its `data` by name, or in its layers.
 
@@ -58,7 +74,8 @@ class Page:
         alone = {"width": "container", "height": HEIGHT}
         alone["autosize"] = {"type": "fit-x", "contains": "padding"}
         self.charts[name] = spec if "vconcat" in spec else {**alone, **spec}
-        self._figure(title, f'<div class="chart" id="{name}"></div>', note, wide=wide)
+        look = "chart low" if "height" in spec else "chart"
+        self._figure(title, f'<div class="{look}" id="{name}"></div>', note, wide=wide)
 
     def table(self, title: str, rows: Iterable[tuple[str, str, str]], note: str = "") -> None:
         """A figure with rows: (a number or a name, what it is, a word more)."""

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -46,6 +47,10 @@ class Told:
     """A "began" for each time that the run was started, with its "ended" where there was one."""
     unsaved: int
     plan: Mapping[str, Any]
+    sample: Mapping[str, Any]
+    """Text that the model generated at the end; empty where there is none."""
+    config: str
+    """Text of config.yaml; empty where there is none."""
 
     @property
     def num_steps(self) -> int | None:
@@ -66,7 +71,8 @@ class Told:
 def read_run(path: Path) -> Told:
     """Read a run's directory. Raises `ConfigError` where there is none, `MachineError`."""
     lives: list[dict[str, Any]] = []
-    found: dict[str, list[dict[str, Any]]] = {"step": [], "evaluation": [], "not saved": []}
+    events = ("step", "evaluation", "not saved", "sample")
+    found: dict[str, list[dict[str, Any]]] = {event: [] for event in events}
     metrics = path / "metrics.jsonl"
     try:
         for _, record in json_lines(metrics):
@@ -82,8 +88,19 @@ def read_run(path: Path) -> Told:
         plan: Any = {}
         with suppress(FileNotFoundError, ValueError, RecursionError):
             plan = json.loads(read_small(path / "plan.json"))
-        unsaved = len(found["not saved"])
-        told = Told(path, found["step"], found["evaluation"], lives, unsaved, mapping(plan))
+        config = ""
+        with suppress(FileNotFoundError, ValueError):
+            config = read_small(path / "config.yaml").decode()
+        told = Told(
+            path,
+            found["step"],
+            found["evaluation"],
+            lives,
+            unsaved=len(found["not saved"]),
+            plan=mapping(plan),
+            sample=next(reversed(found["sample"]), {}),
+            config=config,
+        )
         if not (told.steps or told.evaluations or lives):
             raise ConfigError(
                 f"{path} holds no run: {metrics.name} "
@@ -120,6 +137,7 @@ def run_page(told: Told) -> Page:
     page = Page(f"{told.path.name}: {mapping(told.plan.get('model')).get('name', 'a run')}")
     for text, look in _state(told):
         page.say(text, look)
+    page.facts(_last_start(told))
     page.tiles(_facts(told))
     page.datasets["steps"] = _curves(told)
     page.datasets["evaluations"] = [_finite(e, "step", "loss") for e in told.evaluations]
@@ -132,6 +150,15 @@ def run_page(told: Told) -> Page:
     _times(page, told)
     _faster(page, told)
     _wear(page, told)
+    if told.sample:
+        page.text(
+            "A sample of its text",
+            str(told.sample["text"]),
+            f"after step {told.sample['step']:,}, drawn at a temperature of 0.8; bold: the prompt",
+            bold=str(told.sample["prompt"]),
+        )
+    if told.config:
+        page.folded("Configuration", told.config)
     return page
 
 
@@ -160,7 +187,7 @@ def _state(told: Told) -> Iterable[tuple[str, str]]:
         yield f"{told.unsaved:,} checkpoints were not saved", "bad"
     if skipped := sum(bool(s.get("skipped")) for s in told.steps):
         yield f"{skipped:,} steps were skipped: their gradients were not finite", ""
-    words = [str(told.lives[-1]["device"])] if told.lives and "device" in told.lives[-1] else []
+    words = []
     if told.ranks > 1:
         words.append(f"{told.ranks} ranks; memory, waits and bytes are those of the first")
     if len(told.lives) > 1:
@@ -172,6 +199,21 @@ def _state(told: Told) -> Iterable[tuple[str, str]]:
         words.append(str(line))
     if words:
         yield "; ".join(words), "soft"
+
+
+def _last_start(told: Told) -> Iterable[tuple[str, str]]:
+    """When, where and how it was started last: (name, value). Older runs do not record all."""
+    life = told.lives[-1] if told.lives else {}
+    if command := life.get("command"):
+        yield "command", str(command)
+    if time := life.get("time"):
+        ended = mapping(life.get("ended")).get("time")
+        took = "" if ended is None else f", for {format_duration(ended - time)}"
+        yield "started", f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M} UTC{took}"
+    if machine := ", ".join(str(life[name]) for name in ("host", "device") if name in life):
+        yield "machine", machine
+    if versions := mapping(life.get("versions")):
+        yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _facts(told: Told) -> Iterable[tuple[str, str, str]]:
@@ -259,6 +301,8 @@ def _curve(
 ) -> None:
     """One line over steps."""
     told = tooltip(step=("step", ","), **{field: (unit, form)})
+    if len({row[field] for row in page.datasets["steps"]}) == 1:
+        scale["zero"] = True  # an axis from a value to itself has no ticks
     y = quantitative(field, unit, "~s" if form == "~s" else "", scale={"zero": False, **scale})
     line = {"mark": {"type": "line", "strokeWidth": 2, "point": len(page.datasets["steps"]) < 3},
             "encoding": {"x": _X, "y": y}}  # fmt: skip
@@ -393,6 +437,7 @@ def _planned_memory(plan: Mapping[str, Any], unified: bool) -> dict[str, dict[st
 
 
 def _tiers(count: int) -> Spec:
+    step = max(70, 150 // count)  # pixels of a tier
     words = {"labelLimit": 90, "labelExpr": "split(datum.label, ', ')"}
     y = {"field": "tier", "type": "nominal", "title": None, "sort": None, "axis": words}
     x = quantitative("share", None, "%", scale={"domain": [0, 1]})
@@ -410,17 +455,14 @@ def _tiers(count: int) -> Spec:
         "mark": {"type": "tick", "thickness": 2, "height": {"band": 0.7}},
         "encoding": at,
     }
-    words = {
-        side: {
-            "data": {"name": "marks"},
-            "transform": [{"filter": {"field": "near", "equal": side}}],
-            "mark": {"type": "text", "align": side, "dx": -4 if side == "right" else 4, "dy": -24,
-                     "fontSize": 11},
-            "encoding": {"y": y, "x": x, "text": {"field": "kind"}},
-        }
-        for side in ("left", "right")
+    text = {
+        "data": {"name": "marks"},
+        "mark": {"type": "text", "fontSize": 11, "align": {"expr": "datum.near"},
+                 "dx": {"expr": "datum.near == 'right' ? -4 : 4"},
+                 "dy": {"expr": f"datum.kind == 'budget' ? {-0.34 * step} : {0.36 * step}"}},
+        "encoding": {"y": y, "x": x, "text": {"field": "kind"}},
     }  # fmt: skip
-    return {"height": 70 * count, "layer": [bars, lines, *words.values()]}
+    return {"height": step * count, "layer": [bars, lines, text]}
 
 
 # --- time ----------------------------------------------------------------------------------------

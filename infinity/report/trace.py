@@ -115,7 +115,7 @@ def _timeline(page: Page, drawn: list[StepShares]) -> None:
     brush = {"name": "part", "select": {"type": "interval", "encodings": ["x"]},
              "value": {"x": [first["begin"], first["end"]]}}  # fmt: skip
     extent = {"minExtent": _NAMES, "maxExtent": _NAMES, "labelLimit": 0}
-    span = {"x2": {"field": "end"}}
+    span, legend = {"x2": {"field": "end"}}, {"orient": "bottom"}
     x = quantitative("begin", None, scale={"nice": False})
     overview: Spec = {
         "data": {"name": "steps"},
@@ -144,8 +144,8 @@ def _timeline(page: Page, drawn: list[StepShares]) -> None:
             **span,
             "y": {"field": "track", "type": "nominal", "sort": shown, "title": None,
                   "axis": {**extent, "grid": True}},
-            "color": {"field": "what", "sort": None, "legend": {"orient": "bottom"}},
-            "stroke": {"field": "what", "sort": None, "legend": None},  # a line where it is short
+            "color": {"field": "what", "sort": None, "legend": legend},
+            "stroke": {"field": "what", "sort": None, "legend": legend},  # a line where it is short
             "tooltip": told,
         },
     }  # fmt: skip

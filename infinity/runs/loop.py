@@ -202,7 +202,7 @@ class Loop:
         self._retry_step = self.step + max(1, every // _SOON) if soon else -1
         self.failed_saves += 1
         first, self.unsaved = self.unsaved is None, error
-        self._write({"event": "not saved", "step": self.step, "tag": path.name, "why": str(error)})
+        self.record({"event": "not saved", "step": self.step, "tag": path.name, "why": str(error)})
         if first:
             self.watcher.note(
                 f"{path.name} was not saved: {error}\n"
@@ -278,9 +278,9 @@ class Loop:
         if prepared.engine.precision == "fp16":
             record["loss_scale"] = report.loss_scale
         left_s = median(self._times_s) * (prepared.steps - step)
-        self._write(record, num_steps=prepared.steps, left_s=left_s)
+        self.record(record, num_steps=prepared.steps, left_s=left_s)
 
-    def _write(self, record: dict[str, Any], **more: Any) -> None:
+    def record(self, record: dict[str, Any], **more: Any) -> None:
         """Write a line of metrics; the watcher gets `more` too.
 
         A drive that refuses it is no reason to end a run; a directory that is removed is.
@@ -320,7 +320,7 @@ class Loop:
         self.evaluation = loss
         best.told(self.step, loss)
         if self.step not in self.metrics.evaluated:
-            self._write(
+            self.record(
                 {
                     "event": "evaluation",
                     "step": self.step,

@@ -3,15 +3,17 @@
 `metrics.jsonl` has one object a line. "event": "step" with step, epoch, tokens (all so far), loss,
 lr, grad_norm, clip_factor, skipped, step_s, tokens_per_s, stall_s and moved (by direction), memory;
 "event": "evaluation" with step, loss, perplexity, windows; "event": "not saved" with step, tag and
-why, for a checkpoint that failed. Each time that the run is started it says "began" with step, time
-(seconds since 1970) and what it runs on, and "ended" with step, time, why (None, or the
-error) and stopped_early; a run that was killed does not.
+why, for a checkpoint that failed; "event": "sample" with step, prompt and text. Each time that the
+run is started it says "began" with step, time (seconds since 1970), the command, versions and what
+it runs on, and "ended" with step, time, why (None, or the error) and stopped_early; a run that was
+killed does not.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -20,11 +22,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+import torch
 from torch import Tensor
 
+from infinity._version import __version__
 from infinity.errors import MachineError, first_lines
 from infinity.files import atomic_write, check_linked, json_lines
 from infinity.journal import to_line
+from infinity.plan.machine import cpu_model
 from infinity.runs.trackers import Trackers
 
 _CURVES = ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "epoch")
@@ -232,6 +237,16 @@ def steps_told(path: Path) -> int:
     with suppress(OSError):
         return _last(record for _, record in _lines(path))
     return 0
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return the names of device and host, and versions by name; CUDA's if torch has it."""
+    versions = {"infinity": __version__, "torch": torch.__version__}
+    versions["Python"] = platform.python_version()
+    if torch.version.cuda:
+        versions["CUDA"] = torch.version.cuda
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
+    return {"device": name, "host": platform.node(), "versions": versions}
 
 
 def _last(records: Iterator[dict[str, Any]]) -> int:

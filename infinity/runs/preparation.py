@@ -399,7 +399,8 @@ def prepare_run(
     sources = problems.of(lambda: find_sources("data.train", data.train, data.format)) or []
     held = problems.of(lambda: find_sources("data.evaluate", data.evaluate, data.format)) or []
     needs_text = any(source.format != "tokens" for source in (*sources, *held))
-    tokenizer = problems.of(lambda: _tokenizer(config, required=needs_text))
+    required = needs_text or config.training.sample is not None
+    tokenizer = problems.of(lambda: _tokenizer(config, required=required))
     chat = problems.of(lambda: _holds_conversations(config, [*sources, *held]))
     size, end = (None, None) if tokenizer is None else (tokenizer.size, tokenizer.end)
     facts = problems.of(lambda: read_facts(config, size, end))

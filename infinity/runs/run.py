@@ -43,14 +43,21 @@ from infinity.huggingface.batches import shared
 from infinity.huggingface.models import save_pretrained, transformers
 from infinity.model.weight_directory import holds_weights
 from infinity.plan.batch_schedule import Chosen
-from infinity.plan.machine import cpu_model
 from infinity.plan.plan import Plan
 from infinity.ranks import Ranks, check_alike, find_ranks
 from infinity.runs.best import Best
 from infinity.runs.data import Progress
 from infinity.runs.directory import RUN_RECORD, RunDirectory, Session, state_name
 from infinity.runs.loop import Compute, Loop, latest
-from infinity.runs.metrics import LastStep, Metrics, Result, Unwritten, Watcher, steps_told
+from infinity.runs.metrics import (
+    LastStep,
+    Metrics,
+    Result,
+    Unwritten,
+    Watcher,
+    environment,
+    steps_told,
+)
 from infinity.runs.preparation import (
     Prepared,
     build,
@@ -61,6 +68,7 @@ from infinity.runs.preparation import (
     prepare_run,
     scheduled,
 )
+from infinity.runs.sample import record_sample
 from infinity.runs.settings import AUTO, RunConfig, as_yaml
 from infinity.runs.trackers import Trackers, check_trackers
 from infinity.runs.windows import Reel
@@ -86,11 +94,19 @@ class Run:
 
     `resume` is "never", "auto" (go on with what the directory holds, else begin) or the path of a
     checkpoint. `ranks` train together, by default as `initialize` finds them: the first writes and
-    tells. Raises `ConfigError` or `MachineError` for a directory that cannot be used.
+    tells. `command` is what was typed, for the record. Raises `ConfigError` or `MachineError` for a
+    directory that cannot be used.
     """
 
-    def __init__(self, config: RunConfig, resume: str = NEVER, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        resume: str = NEVER,
+        ranks: Ranks | None = None,
+        command: Sequence[str] = (),
+    ) -> None:
         self.config = config
+        self.command = shlex.join(command)
         self.resume = resume
         self.ranks = ranks or find_ranks()
         self._shares_ranks = False  # with an engine, which closes them
@@ -295,11 +311,10 @@ class Run:
         with ranks.settle("opens the metrics"):
             if not ranks.rank:
                 assert self.prepared is not None
-                gpu = device.type == "cuda"
-                facts = {
-                    "device": torch.cuda.get_device_name(device) if gpu else cpu_model(),
+                facts = environment(device) | {
                     "ranks": ranks.count,
                     "num_steps": self.prepared.steps,
+                    "command": self.command,
                 }
                 told = {name: str(value) for name, value in self.prepared.decides().items()}
                 trackers = Trackers(
@@ -331,6 +346,8 @@ class Run:
         if loop.unsaved is not None and not prepared.engine.durable:
             raise _not_saved(loop, loop.unsaved, model)
         if not stopped:
+            if not directory.is_complete:
+                record_sample(loop)
             directory.remember(complete=True, steps=loop.step)
         return Result(
             steps=loop.step,

@@ -152,6 +152,8 @@ class TrainingSection(Section):
     """Steps; 0 = at the end only."""
     keep_last: int = Field(default=2, ge=1)
     """Checkpoints that stay."""
+    sample: Text | None = None
+    """A text that the model continues at the end, for report.html: 100 tokens, a forward each."""
     report_to: Annotated[tuple[Tracker, ...], BeforeValidator(_names)] = ()
     """tensorboard, wandb, mlflow, ...; whom accelerate knows."""
     export: Literal["auto", "bf16", "fp16", "fp32", "none"] = "auto"

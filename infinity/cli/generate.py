@@ -16,7 +16,6 @@ from infinity.errors import ConfigError
 if TYPE_CHECKING:
     from infinity.engine import Engine
     from infinity.runs.saved_model import SavedModel
-    from infinity.runs.texts import Tokenizer
 
 _STDIN = "-"
 
@@ -148,10 +147,14 @@ def _continue(
     from infinity.huggingface.models import transformers
 
     assert saved.tokenizer is not None
-    tokens = _tokens(saved, saved.tokenizer, text, raw).to(engine.device)
-    streamer = transformers().TextStreamer(
-        saved.tokenizer.wrapped, skip_prompt=True, skip_special_tokens=True
-    )
+    wrapped = saved.tokenizer.wrapped
+    is_chat = bool(wrapped.chat_template) if saved.is_chat is None else saved.is_chat
+    if (is_chat and not raw) or saved.run is not None:
+        tokens = saved.tokenizer.encode_prompt(text, is_chat=is_chat and not raw)
+    else:  # documents of runs begin without special tokens, those of others with them
+        tokens = wrapped(text, return_tensors="pt")["input_ids"]
+    tokens = tokens.to(engine.device)
+    streamer = transformers().TextStreamer(wrapped, skip_prompt=True, skip_special_tokens=True)
     torch.manual_seed(seed)
     engine.eval()
     module: Any = engine.module
@@ -160,22 +163,3 @@ def _continue(
         options = options | {"pad_token_id": end}
     mask = torch.ones_like(tokens)
     module.generate(input_ids=tokens, attention_mask=mask, streamer=streamer, **options)
-
-
-def _tokens(saved: SavedModel, tokenizer: Tokenizer, text: str, raw: bool) -> Any:
-    """Return the prompt, shape (1, number of tokens)."""
-    import torch
-
-    wrapped = tokenizer.wrapped
-    is_chat = saved.is_chat if saved.is_chat is not None else bool(wrapped.chat_template)
-    if is_chat and not raw:
-        return wrapped.apply_chat_template(
-            [{"role": "user", "content": text}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )["input_ids"]
-    if saved.run is None:
-        return wrapped(text, return_tensors="pt")["input_ids"]
-    (found,) = tokenizer.encode([text])  # documents of a run begin without special tokens
-    return torch.tensor(found.astype("int64"))[None]

@@ -51,14 +51,11 @@ def generate_sample(engine: Engine, prepared: Prepared, prompt: str) -> str:
     assert prepared.tokenizer is not None
     wrapped, facts = prepared.tokenizer.wrapped, prepared.facts
     with explained("training.sample: no text can be generated"):
-        if prepared.train.corpus.marked and wrapped.chat_template:
-            prompt = wrapped.apply_chat_template(
-                [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-            )
+        is_chat = prepared.train.corpus.marked and bool(wrapped.chat_template)
         most = facts.context or prepared.length + TOKENS
         count = min(TOKENS, most // 2)
-        tokens = prepared.tokenizer.encode([prompt])[0][count - most :].astype("int64")
-        ids = torch.from_numpy(tokens)[None].to(engine.device)
+        ids = prepared.tokenizer.encode_prompt(prompt, is_chat=is_chat)[:, count - most :]
+        ids = ids.to(engine.device)
         module: Any = engine.module  # with adapters it takes inputs by name
         settings = transformers().GenerationConfig(
             max_new_tokens=count,
@@ -78,5 +75,5 @@ def generate_sample(engine: Engine, prepared: Prepared, prompt: str) -> str:
                 )
         finally:
             engine.train()
-        text: str = wrapped.decode(found[0, len(tokens) :].tolist(), skip_special_tokens=True)
+        text: str = wrapped.decode(found[0, ids.shape[1] :].tolist(), skip_special_tokens=True)
         return text

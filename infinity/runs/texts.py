@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from infinity.errors import ConfigError, first_lines, listed
 from infinity.huggingface.models import find_directory, transformers
@@ -290,6 +292,20 @@ class Tokenizer:
             return [np.asarray(one.ids, dtype=np.uint32) for one in found]
         lists = [self.wrapped.encode(text, add_special_tokens=False) for text in texts]
         return [np.asarray(one, dtype=np.uint32) for one in lists]
+
+    def encode_prompt(self, text: str, *, is_chat: bool) -> Tensor:
+        """Return the tokens of a text to continue, int64, shape (1, number of tokens).
+
+        Args:
+            text: The prompt.
+            is_chat: Render it with the chat template, as a message of the user.
+        """
+        if is_chat:
+            messages = [{"role": "user", "content": text}]
+            text = self.wrapped.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
+        return torch.from_numpy(self.encode([text])[0].astype("int64"))[None]
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> Any:
         """Write the files that `transformers.AutoTokenizer` reads."""

@@ -2,6 +2,7 @@
 PYTHON ?= python3
 ARGS ?=
 
+BEGAN := $(shell command -p date +%s)
 VENV := .venv
 BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.run-stamp
@@ -125,6 +126,7 @@ $(RUN_STAMP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE_SOURCES) | 
 	@echo "setup: installing into $(VENV); the first time takes some minutes"
 	$(PIP_INSTALL) nanobind scikit-build-core ninja cmake
 	$(PIP_INSTALL) --no-build-isolation $(WANTED) -e '.[cuda]'
+	@echo "setup: took $$(($$(date +%s) - $(BEGAN))) s, this once"
 	@touch $@
 
 # Tests, style and types. The package is there already: only what its extras name is added.

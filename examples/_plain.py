@@ -33,6 +33,17 @@ def compute_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def bytes_per_parameter(config: Config) -> int:
+    """Return the RAM that `PlainTorch` needs per parameter, activations not counted.
+
+    Master, two moments and, with several micro-batches, sums of gradients in fp32; in bf16 also
+    the weights and, with one micro-batch, their gradients.
+    """
+    if config.precision == "fp32":
+        return 16
+    return 18 if config.gradient_accumulation_steps > 1 else 16
+
+
 class PlainTorch:
     """A training step without any engine: forward, backward, clip, AdamW."""
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,65 +18,75 @@ from typing import Any
 import corpus
 import presets
 import torch
-from _plain import DTYPES, compute_device
+from _plain import DTYPES, bytes_per_parameter, compute_device
 from _process import Phase, Signals, peak_rss_bytes
-from _ui import Screen, StepLine, closing_rows
+from _ui import Screen, StepLine, answer, comparison, next_steps, seconds
 
 import infinity
 from infinity.config.schema import Config, load_config
 from infinity.errors import ConfigError, MachineError, TrainingError
+from infinity.sizes import format_duration
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEFAULT_FOLDER = Path("scratch")  # of the repository; made, and removed when empty
 BITS = 1 / math.log(2)  # per nat; a token is a byte
 SLOW_BF16 = 3  # times slower than fp32; halving the bytes is worth no more
+SETUP = ("imports", "text", "model", "writing the state")  # stages before training
 NUM_WARMUP_STEPS = 2  # before the slots, the order and the optimizer pass are in their steady state
 
 
 class Run:
-    """One call of the example."""
+    """One call of the example; `started_at_s` is `time.perf_counter()` before torch's import."""
 
-    def __init__(self, arguments: Namespace, screen: Screen, signals: Signals) -> None:
+    def __init__(
+        self, arguments: Namespace, screen: Screen, signals: Signals, started_at_s: float
+    ) -> None:
         self.arguments = arguments
         self.screen = screen
         self.signals = signals
+        self.seconds: dict[str, float] = {}  # per stage
+        self._lap_s = started_at_s
+        self._end_stage("imports")
         self.config = _read_config(arguments)
         self.shape = _shape(arguments)
         context = self.shape.context
         self.text = corpus.one_file(arguments.text) if arguments.text else corpus.standard_library()
         self.text.require(context)
+        self._end_stage("text")
         self.micro_batches = self.config.gradient_accumulation_steps
         self.tokens_per_step = self.micro_batches * arguments.micro_batch * context
         self.seed = self.config.seed or 0
         self.device = compute_device()
         self.config = _with_precision(self.config, self.device)
         self.compared = min(arguments.steps, arguments.compare_steps) if arguments.compare else 0
-        self._plain: dict[str, Any] | None = None
+
+    def _end_stage(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name] = now - self._lap_s
+        self._lap_s = now
 
     def run(self) -> dict[str, Any]:
-        """Train, at the end in turns with plain PyTorch, and return everything worth telling."""
+        """Train, then take turns with plain PyTorch; print and return the results."""
         folder = _make_default_folder(self.config)
         try:
             result = self._train()
         finally:
             if folder is not None and not any(folder.iterdir()):
                 folder.rmdir()
-        self.screen.table(
-            f"{result['model']} after {result['steps']} steps of {self.tokens_per_step} tokens",
-            ("", "measured", "against", ""),
-            closing_rows(result),
-        )
+        self.screen.say(next_steps())
+        self.screen.say(f"\n{seconds(self.seconds, SETUP)}")
         return result
 
     def _train(self) -> dict[str, Any]:
-        screen, arguments = self.screen, self.arguments
-        num_parameters = presets.count_parameters(self.shape)
+        screen, arguments, shape = self.screen, self.arguments, self.shape
+        num_parameters = presets.count_parameters(shape)
         screen.say(
-            f"{arguments.model}: {num_parameters / 1e6:.1f}M parameters in "
-            f"{self.config.precision}, {self.shape}"
+            f"{arguments.model}: {num_parameters / 1e6:.1f}M parameters in {self.config.precision},"
+            f" {shape.num_layers} layers of width {shape.width}"
         )
         screen.say(self.text.describe())
-        model = presets.build(self.shape, DTYPES[self.config.precision], self.seed)
+        model = presets.build(shape, DTYPES[self.config.precision], self.seed)
+        self._end_stage("model")
         engine = None
         try:
             engine, _, _, _ = infinity.initialize(
@@ -85,55 +95,55 @@ class Run:
                 device=self.device,
                 progress=screen.progress,
             )
+            self._end_stage("writing the state")
             screen.say(engine.plan.describe())
+            source = corpus.batches(
+                self.text.train, self.seed, arguments.micro_batch, shape.context
+            )
+            screen.say(
+                f"\nTraining: {arguments.steps} steps of {self.tokens_per_step} tokens (bytes of"
+                f" text), {shape.context} a sequence"
+            )
             first = self._evaluate(engine)
-            screen.say(f"held-out before training: {first:.3f} bits per byte")
-            steps = self._steps(engine)
+            steps: list[dict[str, Any]] = []
+            for _ in range(arguments.steps):
+                self._step(engine, source, steps)
             last = self._evaluate(engine)
-            screen.say(f"held-out after training: {last:.3f} bits per byte")
-            result = _summary(steps)
-            result["predicted_bytes"] = dict(engine.plan.predicted_bytes)
-            result["budget_host_bytes"] = engine.plan.budget["host"]
-            result["tier_bytes"] = dict(engine.plan.tier_bytes)
-            per_parameter = engine.plan.precision.bytes_per_parameter
-            result["state_bytes"] = round(per_parameter * num_parameters)
-            result["skipped_steps"] = engine.skipped_steps
+            self._end_stage("training")
+            plan = engine.plan
+            result = _summary(steps) | {
+                "model": arguments.model,
+                "num_parameters": num_parameters,
+                "precision": self.config.precision,
+                "tokens_per_step": self.tokens_per_step,
+                "held_out_bits_per_byte": {"first": first, "last": last},
+                "peak_rss_bytes": peak_rss_bytes(),
+                "budget_host_bytes": plan.budget["host"],
+                "tier_bytes": dict(plan.tier_bytes),
+                "disk_parts": dict(plan.memory_by_name()["disk"]),
+                "predicted_bytes": dict(plan.predicted_bytes),
+                "state_bytes": round(plan.precision.bytes_per_parameter * num_parameters),
+                "plain_bytes_per_parameter": bytes_per_parameter(self.config),
+                "skipped_steps": engine.skipped_steps,
+                "config": {name: e["value"] for name, e in self.config.resolved().items()},
+            }
+            screen.page(f"Result: {num_parameters / 1e6:.1f}M parameters trained", answer(result))
+            result["plain_torch"] = None
+            if self.compared:
+                result["plain_torch"] = self._beside_plain(engine, source, steps)
+                screen.page("Like with like, infinity first", comparison(result["plain_torch"]))
+                self._end_stage("comparison")
         finally:
-            screen.end_live()
+            screen.end_progress()
             self.signals.enter(Phase.CLOSING)
             if engine is not None:
                 engine.close()
             self.signals.enter(Phase.RUNNING)
-        return result | {
-            "model": arguments.model,
-            "num_parameters": num_parameters,
-            "precision": self.config.precision,
-            "tokens_per_step": self.tokens_per_step,
-            "held_out_bits_per_byte": {"first": first, "last": last},
-            "peak_rss_bytes": peak_rss_bytes(),
-            "plain_torch": self._plain,
-            "config": {name: entry["value"] for name, entry in self.config.resolved().items()},
-        }
+        return result | {"seconds": self.seconds}
 
-    def _steps(self, engine: Any) -> list[dict[str, Any]]:
-        arguments = self.arguments
-        source = corpus.batches(
-            self.text.train, self.seed, arguments.micro_batch, self.shape.context
-        )
-        steps: list[dict[str, Any]] = []
-
-        def train() -> None:
-            steps.append(self._step(engine, source, steps))
-
-        for _ in range(arguments.steps - self.compared):
-            train()
-        if self.compared:
-            self._plain = self._beside_plain(steps, train)
-        return steps
-
-    def _step(self, engine: Any, source: Any, steps: list[dict[str, Any]]) -> dict[str, Any]:
-        """One more step behind those that were made."""
-        arguments, step = self.arguments, len(steps) + 1
+    def _step(self, engine: Any, source: Any, steps: list[dict[str, Any]]) -> None:
+        """Train one more step and append its facts to `steps`."""
+        step, last = len(steps) + 1, self.arguments.steps
         started = time.perf_counter()
         loss = 0.0
         for micro_batch in range(1, self.micro_batches + 1):
@@ -146,25 +156,28 @@ class Run:
         wall_s = time.perf_counter() - started
         report = engine.last_report
         typical_s = statistics.median([*(entry["step_s"] for entry in steps), wall_s])
-        self.screen.step(
-            StepLine(
-                step=step,
-                num_steps=arguments.steps,
-                loss=loss * BITS,
-                tokens_per_s=self.tokens_per_step / wall_s,
-                wall_s=wall_s,
-                stall_s=report.stall_s,
-                eta_s=typical_s * (arguments.steps - step),
-                skipped=report.skipped,
+        if step <= last:
+            self.screen.step(
+                StepLine(
+                    step=step,
+                    num_steps=last,
+                    loss=loss * BITS,
+                    tokens_per_s=self.tokens_per_step / wall_s,
+                    wall_s=wall_s,
+                    stall_s=report.stall_s,
+                    eta_s=typical_s * (last - step),
+                    skipped=report.skipped,
+                )
             )
+        steps.append(
+            {
+                "loss": loss * BITS,
+                "step_s": wall_s,
+                "stall_s": dict(report.stall_s),
+                "moved": dict(report.moved),
+                "mispredictions": report.mispredictions,
+            }
         )
-        return {
-            "loss": loss * BITS,
-            "step_s": wall_s,
-            "stall_s": dict(report.stall_s),
-            "moved": dict(report.moved),
-            "mispredictions": report.mispredictions,
-        }
 
     @torch.no_grad()
     def _evaluate(self, engine: Any) -> float:
@@ -180,12 +193,17 @@ class Run:
         engine.train()
         return total / arguments.eval_batches * BITS
 
-    def _beside_plain(self, steps: list[dict[str, Any]], train: Callable[[], None]) -> Any:
-        """Make the last steps in turns with the first ones of plain PyTorch; what it came to.
+    def _beside_plain(self, engine: Any, source: Any, steps: list[dict[str, Any]]) -> Any:
+        """Train more steps in turns with the first ones of plain PyTorch and compare both.
 
-        A turn is two steps, of which the second is timed: the first one has what its side could do
-        during the other's turn.
+        A turn is two steps, of which the second is timed: the first contains what its side had
+        left over from its turn before, or could do during the other's.
         """
+        self.screen.say(
+            f"\nComparison: {self.compared} steps of plain PyTorch, all in RAM, in its own process:"
+            " same model, seed, data, precision and micro-batches; in turns with as many more of"
+            " ours, two at a time, the second of which is timed"
+        )
         job = {
             "config": self.config.model_dump(mode="json", exclude_unset=True),
             "text": str(self.arguments.text) if self.arguments.text else None,
@@ -198,14 +216,15 @@ class Run:
         lines: list[dict[str, Any]] = []
         pairs: list[tuple[float, float]] = []
         with Plain(job) as plain:
-            self.screen.say(f"the last {self.compared} steps in turns with plain PyTorch in RAM")
             while left := self.compared - len(lines):
                 turn = min(left, 2)
                 for _ in range(turn):
-                    train()
+                    self._step(engine, source, steps)
                 lines += plain.steps(turn)
                 if turn == 2 or not pairs:
                     pairs.append((steps[-1]["step_s"], lines[-1]["step_s"]))
+                    ours, other = map(format_duration, pairs[-1])
+                    self.screen.say(f"turn {len(pairs)}  infinity {ours}, plain PyTorch {other}")
         losses = [line["loss"] * BITS for line in lines]
         # Both times of one turn: on a busy machine those of different turns do not compare.
         ours, other = sorted(pairs, key=lambda pair: pair[0] / pair[1])[len(pairs) // 2]
@@ -220,6 +239,7 @@ class Run:
                 abs(step["loss"] - theirs) for step, theirs in zip(steps, losses, strict=False)
             ),
             "peak_rss_bytes": lines[-1]["peak_rss_bytes"],
+            "our_peak_rss_bytes": peak_rss_bytes(),
         }
 
 

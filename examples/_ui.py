@@ -1,31 +1,25 @@
-"""What the examples show: progress, a live line per step, a closing table. Knows no training.
-
-On a terminal the live line is redrawn in place; elsewhere it is a plain line, for the first and
-the last step and at most one every few seconds between them.
-"""
+"""What the demo prints: a line per step, and the pages of results. Knows no training."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
-
+from infinity.cli.terminal import Page, ProgressLine
 from infinity.sizes import format_duration, format_size
 
-PLAIN_INTERVAL_S = 4.0
+INTERVAL_S = 2.0
 _STALL_NAMES = {"disk_read": "read", "slot": "slots", "gradient": "gradients"}
 
 
 @dataclass(frozen=True)
 class StepLine:
-    """The facts of one step that a reader wants to see while waiting."""
+    """Facts of one step."""
 
     step: int
     num_steps: int
@@ -37,150 +31,135 @@ class StepLine:
     skipped: bool = False
 
 
-def format_stalls(stall_s: Mapping[str, float], wall_s: float) -> str:
-    """Return the share of a step that was spent waiting, by direction, largest first."""
-    shares = {name: seconds / wall_s for name, seconds in stall_s.items() if wall_s > 0}
-    shown = sorted(
-        ((share, name) for name, share in shares.items() if share >= 0.005), reverse=True
-    )
-    parts = [f"{_STALL_NAMES.get(name, name)} {share:.0%}" for share, name in shown]
-    return "stall " + (", ".join(parts) if parts else "none")
+def format_stall(stall_s: Mapping[str, float], wall_s: float) -> str:
+    """Return the longest of a step's waits and its share of the step."""
+    name = max(stall_s, key=lambda name: stall_s[name], default="")
+    share = stall_s[name] / wall_s if name and wall_s > 0 else 0.0
+    return f"stall {_STALL_NAMES.get(name, name)} {share:.0%}" if share >= 0.005 else "stall none"
 
 
 def format_step(line: StepLine) -> str:
-    """Return the live line."""
+    """Return the line of one step; fits 80 columns."""
     width = len(str(line.num_steps))
-    skipped = "  skipped: gradient not finite" if line.skipped else ""
+    last = format_stall(line.stall_s, line.wall_s)
     return (
-        f"step {line.step:>{width}}/{line.num_steps}  left {format_duration(line.eta_s)}{skipped}"
-        f"  {line.loss:6.3f} bits/byte  {line.tokens_per_s:7.1f} tokens/s"
-        f"  {format_stalls(line.stall_s, line.wall_s)}"
+        f"step {line.step:>{width}}/{line.num_steps}  {line.loss:.3f} bits/byte"
+        f"  {line.tokens_per_s:4.0f} tokens/s  left {format_duration(line.eta_s)}"
+        f"  {'skipped: gradient not finite' if line.skipped else last}"
     )
 
 
-class Screen:
-    """Owns the terminal: stdout, or stderr where stdout is kept for one JSON object."""
+class Screen(Page):
+    """The demo's output: text on stdout, progress of long writes on stderr."""
 
-    def __init__(self, json_only: bool = False) -> None:
-        self._console = Console(
-            stderr=json_only, highlight=False, soft_wrap=True, file=None, markup=False
-        )
-        self._live: Live | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self._line = ProgressLine()
         self._shown_at_s = 0.0
-        self._started_at_s = 0.0
-
-    def say(self, text: str = "") -> None:
-        """Print plain text."""
-        self.end_live()
-        self._console.print(text)
 
     def progress(self, done_bytes: int, total_bytes: int, what: str) -> None:
-        """Show how far a long first write is; the engine calls this."""
-        now = time.monotonic()
-        if not self._started_at_s:
-            self._started_at_s = now
-        finished = done_bytes >= total_bytes
-        if self._console.is_terminal or finished or now - self._shown_at_s > PLAIN_INTERVAL_S:
-            share = done_bytes / total_bytes if total_bytes else 1.0
-            took = f" in {format_duration(now - self._started_at_s)}" if finished else ""
-            text = f"{what}: {format_size(done_bytes)} of {format_size(total_bytes)}"
-            self._show(f"{text} ({share:.0%}){took}")
-        if finished:
-            self.end_live()
-            self._started_at_s = 0.0
+        """Show the progress of the first write; called by the engine."""
+        self._line.progress(done_bytes, total_bytes, what)
+
+    def end_progress(self) -> None:
+        """Leave the progress line; safe to call at any time."""
+        self._line.pause()
 
     def step(self, line: StepLine) -> None:
-        """Show one step."""
-        is_edge = line.step in (1, line.num_steps)
-        due = time.monotonic() - self._shown_at_s > PLAIN_INTERVAL_S
-        if self._console.is_terminal or is_edge or due:
-            self._show(format_step(line))
-        if line.step == line.num_steps:
-            self.end_live()
+        """Show one step: the first, the last, and at most one every `INTERVAL_S` between them."""
+        now = time.monotonic()
+        if line.step in (1, line.num_steps) or now - self._shown_at_s > INTERVAL_S:
+            self._shown_at_s = now
+            self.say(format_step(line))
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table; the first column names the row."""
-        self.end_live()
-        table = Table(title=title, title_justify="left", title_style="bold")
-        for index, column in enumerate(columns):
-            table.add_column(column, justify="left" if index == 0 else "right")
-        for row in rows:
-            table.add_row(*row)
-        self._console.print()
-        if self._console.is_terminal:
-            self._console.print(table)
-        else:
-            # No width is known: never cut a number off.
-            wide = Console(file=self._console.file, width=140, highlight=False, markup=False)
-            wide.print(table)
-
-    def end_live(self) -> None:
-        """Leave the live line as it is and go on below it; safe to call at any time."""
-        if self._live is not None:
-            live, self._live = self._live, None
-            live.stop()
-
-    def _show(self, text: str) -> None:
-        self._shown_at_s = time.monotonic()
-        if not self._console.is_terminal:
-            self._console.print(text)
-            return
-        if self._live is None:
-            self._live = Live(console=self._console, auto_refresh=False)
-            self._live.start()
-        self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+    def page(self, title: str, entries: Mapping[str, str]) -> None:
+        """Print a title and below it one labelled text per entry."""
+        self.say(f"\n{title}")
+        for label, text in entries.items():
+            self.entry(f"  {label}", text)
 
 
-def fail(message: str) -> None:
-    """Tell an error on stderr, as one block of plain text."""
-    print(message, file=sys.stderr, flush=True)
-
-
-def closing_rows(result: Mapping[str, Any]) -> list[list[str]]:
-    """Return the rows (what, measured, against, verdict) of the example's closing table."""
-    held_out = result["held_out_bits_per_byte"]
-    rows = [
-        [
-            "held-out bits per byte",
-            f"{held_out['last']:.3f}",
-            f"{held_out['first']:.3f} before training",
-            "fell" if held_out["last"] < held_out["first"] else "did not fall",
-        ]
-    ]
+def answer(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return what training came to, as label and text."""
+    number = result["num_parameters"]
+    losses, held_out = result["loss_bits_per_byte"], result["held_out_bits_per_byte"]
     peak, budget = result["peak_rss_bytes"], result["budget_host_bytes"]
+    entries = {}
     if peak is not None:
-        against = f"budget {format_size(budget)}" if budget else "no budget"
-        verdict = "" if not budget else ("within" if peak <= budget else "ABOVE")
-        rows.append(["peak RSS of this process", format_size(peak), against, verdict])
-        state = result["state_bytes"]
-        rows.append(["  the state it trained", format_size(state), "12 bytes a parameter", ""])
-    for direction, name in (
-        ("disk_read", "bytes read per step"),
-        ("disk_write", "bytes written per step"),
-    ):
-        moved, predicted = (
-            result["moved_bytes"].get(direction),
-            result["predicted_bytes"][direction],
+        limit = "no budget"
+        if budget:
+            limit = f"budget {format_size(budget)}: {'kept' if peak <= budget else 'EXCEEDED'}"
+        entries["peak RAM"] = f"{format_size(peak)}, measured, all of this process ({limit})"
+    needs = result["plain_bytes_per_parameter"]
+    entries["plain"] = (
+        f"PyTorch needs {format_size(needs * number)} of RAM for the same model, and activations"
+        f" (derived: {needs} bytes a parameter)"
+    )
+    entries["on disk"] = f"{format_size(sum(result['disk_parts'].values()))}: " + ", ".join(
+        f"{name} {format_size(size)}" for name, size in result["disk_parts"].items()
+    )
+    entries["loss"] = (
+        f"{losses[0]:.3f} -> {losses[-1]:.3f} bits/byte in {len(losses)} steps; on held-out text"
+        f" {held_out['first']:.3f} -> {held_out['last']:.3f}"
+    )
+    step_s = result["step_s"]
+    entries["step"] = (
+        f"{format_duration(step_s)} (median), {result['tokens_per_step'] / step_s:.0f} tokens/s"
+    )
+    moved = [
+        f"{name} {format_size(result['moved_bytes'][direction])}"
+        f" ({_against(result['moved_bytes'][direction], result['predicted_bytes'][direction])})"
+        for direction, name in (("disk_read", "read"), ("disk_write", "written"))
+        if direction in result["moved_bytes"]
+    ]
+    if moved:
+        entries["disk"] = f"{', '.join(moved)} a step"
+    return entries
+
+
+def comparison(plain: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the turns with plain PyTorch came to, as label and text."""
+    entries = {
+        "step": f"{format_duration(plain['our_step_s'])}, plain PyTorch"
+        f" {format_duration(plain['step_s'])}: {plain['ratio']:.2f} x (median of"
+        f" {plain['turns']} turns)"
+    }
+    ours, other = plain["our_peak_rss_bytes"], plain["peak_rss_bytes"]
+    if ours and other:
+        entries["peak RAM"] = (
+            f"{format_size(ours)}, plain PyTorch {format_size(other)}: {ours / other:.2f} x"
+            " (both measured)"
         )
-        if moved is not None:
-            verdict = "exact" if moved == predicted else f"{_percent(moved, predicted)}"
-            against = f"predicted {format_size(predicted)}"
-            rows.append([name, format_size(moved), against, verdict])
-    plain = result.get("plain_torch")
-    if result["step_s"] is not None:
-        rows.append(["time per step", format_duration(result["step_s"]), "", ""])
-    if plain:
-        against = f"plain PyTorch in RAM {format_duration(plain['step_s'])}"
-        turns = f"  beside plain PyTorch, middle of {plain['turns']} turns"
-        ours, ratio = format_duration(plain["our_step_s"]), f"{plain['ratio']:.2f} x"
-        rows.append([turns, ours, against, ratio])
-        peak_text = format_size(plain["peak_rss_bytes"]) if plain["peak_rss_bytes"] else "unknown"
-        rows.append(["  plain PyTorch's peak RSS", peak_text, "", ""])
-        difference = f"{plain['largest_loss_difference']:.4f}"
-        against = f"bits per byte, over {plain['num_steps']} steps"
-        rows.append(["largest difference of loss to it", difference, against, ""])
-    return rows
+    difference = plain["largest_loss_difference"]
+    found = f"differ by {difference:.1e} bits/byte at most" if difference else "equal, bit for bit"
+    entries["losses"] = f"of the first {plain['num_steps']} steps: {found}"
+    return entries
 
 
-def _percent(moved: int, predicted: int) -> str:
-    return f"{moved / predicted - 1:+.1%}" if predicted else "not predicted"
+def seconds(stages: Mapping[str, float], setup: tuple[str, ...]) -> str:
+    """Return how long the stages of a run took, those of the set-up together and one by one."""
+    each = ", ".join(f"{name} {format_duration(stages[name])}" for name in setup)
+    others = [f"{n} {format_duration(s)}" for n, s in stages.items() if n not in setup]
+    total = f"set-up {format_duration(sum(stages[name] for name in setup))} ({each})"
+    return f"{', '.join([total, *others])}; together {format_duration(sum(stages.values()))}"
+
+
+def next_steps() -> str:
+    """Return what to type next."""
+    programs = os.path.relpath(Path(sys.executable).parent)
+    python, infinity = (os.path.join(programs, name) for name in ("python", "infinity"))
+    return f"""
+What next
+  A larger model: whether it fits, how fast it trains, what is slowest
+    {infinity} plan 8b --device 24GiB --host 64GiB --disk 1TiB
+  Your own loop: initialize, engine.backward and engine.step (README.md, Start)
+    {python} examples/quickstart.py
+  No code: one file says what to train
+    {python} -m pip install 'torch-infinity[hf]'
+    {infinity} init && {infinity} train train.yaml"""
+
+
+def _against(moved: int, predicted: int) -> str:
+    if moved == predicted:
+        return "as planned"
+    return f"{moved / predicted - 1:+.1%} of the plan" if predicted else "not planned"

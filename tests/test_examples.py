@@ -290,11 +290,11 @@ def test_the_live_line_names_what_makes_it_stall() -> None:
         eta_s=264.0,
     )
     text = _ui.format_step(line)
-    assert text == (
-        "step  3/36  left 4 min 24 s   5.250 bits/byte     64.0 tokens/s  stall read 15%, slots 1%"
-    )
-    assert _ui.format_stalls({"update": 0.0}, 1.0) == "stall none"
-    assert _ui.format_stalls({"update": 1.0}, 0.0) == "stall none"
+    assert text == "step  3/36  5.250 bits/byte    64 tokens/s  left 4 min 24 s  stall read 15%"
+    assert len(text) <= 80
+    assert _ui.format_stall({"update": 0.0}, 1.0) == "stall none"
+    assert _ui.format_stall({"update": 1.0}, 0.0) == "stall none"
+    assert "skipped" in _ui.format_step(replace(line, skipped=True))
 
 
 def test_plain_lines_are_few(
@@ -308,48 +308,57 @@ def test_plain_lines_are_few(
         screen.step(_ui.StepLine(step, 10, 8.0, 1.0, 1.0, {}, 0.0))
         now[0] += 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines] == ["1/10", "6/10", "10/10"]
-    now[0] += _ui.PLAIN_INTERVAL_S
-    for done in range(0, 11):
-        screen.progress(done * 2**20, 10 * 2**20, "writing the initial state")
-        now[0] += 0.3
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2
-    assert lines[0] == "writing the initial state: 0 B of 10.00 MiB (0%)"
-    assert lines[1] == "writing the initial state: 10.00 MiB of 10.00 MiB (100%) in 3.0 s"
+    assert [line.split()[1] for line in lines] == ["1/10", "4/10", "7/10", "10/10"]
 
 
-def test_the_closing_table_says_what_held() -> None:
+def test_the_results_say_what_held_and_what_did_not() -> None:
     result = {
-        "held_out_bits_per_byte": {"first": 8.1, "last": 4.7},
+        "num_parameters": 114 * 10**6,
+        "loss_bits_per_byte": [8.1, 6.0, 4.7],
+        "held_out_bits_per_byte": {"first": 8.0, "last": 4.6},
         "peak_rss_bytes": 900 * 2**20,
         "budget_host_bytes": 2**30,
-        "state_bytes": 12 * 114 * 10**6,
+        "plain_bytes_per_parameter": 16,
+        "disk_parts": {"weights": 2**30, "state": 2**31},
         "moved_bytes": {"disk_read": 1000, "disk_write": 990},
         "predicted_bytes": {"disk_read": 1000, "disk_write": 1000},
         "step_s": 8.0,
-        "plain_torch": {
-            "step_s": 7.5,
-            "our_step_s": 8.1,
-            "ratio": 1.07,
-            "turns": 3,
-            "peak_rss_bytes": 2**31,
-            "largest_loss_difference": 0.003,
-            "num_steps": 5,
-        },
+        "tokens_per_step": 512,
     }
-    rows = {row[0].strip(): row[1:] for row in _ui.closing_rows(result)}
-    assert rows["held-out bits per byte"] == ["4.700", "8.100 before training", "fell"]
-    assert rows["peak RSS of this process"][2] == "within"
-    assert rows["bytes read per step"][2] == "exact"
-    assert rows["bytes written per step"][2] == "-1.0%"
-    assert rows["time per step"][0] == "8.0 s"
-    in_turns = rows["beside plain PyTorch, middle of 3 turns"]
-    assert in_turns == ["8.1 s", "plain PyTorch in RAM 7.5 s", "1.07 x"]
-    result |= {"peak_rss_bytes": 2**31, "plain_torch": None, "moved_bytes": {}}
-    rows = {row[0].strip(): row[1:] for row in _ui.closing_rows(result)}
-    assert rows["peak RSS of this process"][2] == "ABOVE"
-    assert "bytes read per step" not in rows
+    told = _ui.answer(result)
+    assert told["peak RAM"].endswith("measured, all of this process (budget 1.00 GiB: kept)")
+    assert told["plain"].startswith("PyTorch needs 1.70 GiB of RAM")
+    assert "derived" in told["plain"]
+    assert told["on disk"] == "3.00 GiB: weights 1.00 GiB, state 2.00 GiB"
+    assert told["loss"].startswith("8.100 -> 4.700 bits/byte in 3 steps")
+    assert told["step"] == "8.0 s (median), 64 tokens/s"
+    assert told["disk"] == "read 1000 B (as planned), written 990 B (-1.0% of the plan) a step"
+    told = _ui.answer(result | {"peak_rss_bytes": 2**31, "moved_bytes": {}})
+    assert "EXCEEDED" in told["peak RAM"]
+    assert "disk" not in told
+    assert "no budget" in _ui.answer(result | {"budget_host_bytes": None})["peak RAM"]
+    plain = {
+        "step_s": 7.5,
+        "our_step_s": 8.1,
+        "ratio": 1.08,
+        "turns": 3,
+        "peak_rss_bytes": 2**31,
+        "our_peak_rss_bytes": 2**30,
+        "largest_loss_difference": 0.003,
+        "num_steps": 6,
+    }
+    assert _ui.comparison(plain) == {
+        "step": "8.1 s, plain PyTorch 7.5 s: 1.08 x (median of 3 turns)",
+        "peak RAM": "1.00 GiB, plain PyTorch 2.00 GiB: 0.50 x (both measured)",
+        "losses": "of the first 6 steps: differ by 3.0e-03 bits/byte at most",
+    }
+    told = _ui.comparison(plain | {"largest_loss_difference": 0.0, "peak_rss_bytes": None})
+    assert told["losses"] == "of the first 6 steps: equal, bit for bit"
+    assert "peak RAM" not in told
+    took = _ui.seconds({"imports": 3.0, "text": 1.0, "training": 60.0}, ("imports", "text"))
+    assert (
+        took == "set-up 4.0 s (imports 3.0 s, text 1.0 s), training 1 min 00 s; together 1 min 04 s"
+    )
 
 
 # The bounds of bench_step
@@ -439,8 +448,13 @@ def test_the_demo_tells_everything_it_promises_and_learns_as_plain_torch_does(
         assert result["moved_bytes"][direction] == result["predicted_bytes"][direction]
     assert result["predicted_bytes"]["disk_write"] >= result["state_bytes"]
     assert result["skipped_steps"] == 0
-    assert result["config"]["gradient_accumulation_steps"] == 2
-    assert "predicted per step" in errors
+    assert result["config"]["gradient_accumulation_steps"] == 1
+    assert set(_training.SETUP) | {"training", "comparison"} == set(result["seconds"])
+    titles = ["predicted per step", "Training: 4 steps", "Result: ", "Comparison: 3 steps"]
+    places = [errors.index(title) for title in [*titles, "Like with like", "What next"]]
+    assert places == sorted(places)
+    assert "\x1b" not in errors
+    assert "\r" not in errors
     plain = result["plain_torch"]
     assert plain["num_steps"] == 3
     assert plain["turns"] == 1  # two steps, of which the second is timed, and one alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infinity.cli.saved_state import Tag, find_state
-from infinity.cli.terminal import ProgressLine, command
+from infinity.cli.terminal import BARS, ProgressLine, command
 from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,8 +79,9 @@ def generate(
         if not text:
             raise ConfigError("the prompt is empty", remedy="give a text")
         options = _sampling(temperature, top_p) | {"max_new_tokens": max_tokens}
-        with ProgressLine() as line:
-            line.note(f"loading {directory} ...")
+        os.environ.setdefault(BARS[0], "1")  # of transformers, too: ours is enough
+        with ProgressLine(transient=True) as line:
+            line.show(f"loading {directory} ...", 0, 1, edge=True)
             engine, saved = _load(directory.expanduser(), tag, model, nvme_path, line)
         closing.callback(engine.close)
         if saved.tokenizer is None:

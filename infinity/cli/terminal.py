@@ -180,16 +180,37 @@ def in_words(error: Exception) -> InfinityError | None:
 
 
 def say(text: str) -> None:
-    """Print text on stderr, with "error:" and "warning:" in color."""
-    _Log(stderr=True, highlight=False, markup=False, soft_wrap=True).print(_colored(text))
+    """Print text on stderr, with "error:" and "warning:" in color; wrap it on a terminal."""
+    _print(_Log(stderr=True, highlight=False, markup=False, soft_wrap=True), text)
 
 
 _COLORS = {"error": "red", "warning": "yellow"}
+_TO_COPY = "  try: "
 
 
-def _colored(text: str) -> Text:
-    kind, colon, message = text.partition(": ")
-    return Text.assemble((f"{kind}{colon}", _COLORS.get(kind, "")), message)
+def _print(console: Console, text: str) -> None:
+    """Print lines, wrapped at spaces on a terminal; what is to be typed is left in one piece."""
+    lines = []
+    for line in text.splitlines() or [""]:
+        body = line.lstrip(" ")
+        indent = " " * (len(line) - len(body))
+        whole = not console.is_terminal or line.startswith(_TO_COPY)
+        lines += [line] if whole else _wrapped(body, console.width, indent, f"{indent}  ")
+    kind, colon, message = "\n".join(lines).partition(": ")
+    console.print(Text.assemble((f"{kind}{colon}", _COLORS.get(kind, "")), message))
+
+
+def _wrapped(text: str, width: int, first: str, rest: str) -> list[str]:
+    """Wrap a line at spaces, `first` before its first part and `rest` before the others."""
+    lines = textwrap.wrap(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return lines or [""]
 
 
 @contextmanager
@@ -264,7 +285,7 @@ class ProgressLine:
     def note(self, text: str) -> None:
         """A line of its own."""
         with suppress(OSError):  # a log that cannot be written must not end a run
-            self._console.print(_colored(text))
+            _print(self._console, text)
 
     def pause(self) -> None:
         """Leave the moving line as it is, so that something else can be printed."""
@@ -324,20 +345,12 @@ class Page:
 
     def _fill(self, text: str, first: str, rest: str) -> None:
         width = max(self._console.width, 2 * _LABEL) if self._console.is_terminal else _ENDLESS
-        lines = textwrap.wrap(
-            text,
-            width,
-            initial_indent=first,
-            subsequent_indent=rest,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        self._console.print("\n".join(lines) if lines else "")
+        self._console.print("\n".join(_wrapped(text, width, first, rest)))
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table; the first column names the row, the others are numbers."""
         table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-        table.padding = (0, 1, 0, 0)
+        table.padding, table.show_header = (0, 1, 0, 0), any(columns)
         for index, column in enumerate(columns):
             cells = [column, *(row[index] for row in rows)]
             longest = max((len(word) for cell in cells for word in cell.split()), default=1)

@@ -39,7 +39,7 @@ LAYERS: tuple[set[str], ...] = (
     {"runs"},
     {"report", "swap_benchmark"},
     {"cli"},
-    {"__init__"},
+    {"__init__", "__main__"},
 )
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 NATIVE = {

@@ -212,7 +212,7 @@ def inspect(
     tag: Tag = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Say what a checkpoint, or a durable run, holds, without reading tensors.
+    """List the contents of a checkpoint or a durable run, without reading tensors.
 
     For example: infinity checkpoint inspect runs/a --tag global_step100
 
@@ -238,7 +238,7 @@ def verify(
 
     For example: infinity checkpoint verify runs/a --all
 
-    Every damaged block is told, with its file and the tensors in it. Exits with 0 if all is sound,
+    Every damaged block is named, with its file and the tensors in it. Exits with 0 if all is sound,
     with 5 if anything is damaged. A durable run has checksums of its state if `io.verify` was on.
     """
     with command():
@@ -306,7 +306,7 @@ def export(
             metavar="WHERE",
             help="A run_dir, or a directory or Hub id with the config.json and tokenizer of the "
             "model; none: weights alone, under the names of training. Default: the run of the "
-            "checkpoint, or a config.json beside it.",
+            "checkpoint, or a config.json in its directory.",
         ),
     ] = None,
     max_shard: _MaxShard = "5GiB",
@@ -380,7 +380,9 @@ def _description_of(directory: Path, state: Path, model: str | None, merge: bool
 @checkpoint.command()
 def prune(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Holds the checkpoints.")],
-    keep: Annotated[int, typer.Option("--keep", metavar="N", help="So many stay.", min=1)],
+    keep: Annotated[
+        int, typer.Option("--keep", metavar="N", help="Number of checkpoints to keep.", min=1)
+    ],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would be removed.")
     ] = False,
@@ -404,18 +406,21 @@ def prune(
 @checkpoint.command("import-deepspeed")
 def import_deepspeed(
     directory: Annotated[
-        Path, typer.Argument(metavar="DS_DIR", help="What DeepSpeed's save_checkpoint was given.")
+        Path,
+        typer.Argument(
+            metavar="DS_DIR", help="The directory given to DeepSpeed's save_checkpoint."
+        ),
     ],
     out: _Out,
     tag: Tag = None,
 ) -> None:
-    """Make a checkpoint of ours from one of DeepSpeed ZeRO 1, 2 or 3.
+    """Convert a checkpoint of DeepSpeed ZeRO 1, 2 or 3.
 
     For example: infinity checkpoint import-deepspeed ds_runs/a runs/a
 
     Weights, fp32 masters, Adam's moments, frozen parameters and buffers are taken over; settings,
-    schedules and random states are not. No code in the files is run; what is not understood is
-    refused. Exits with 0, or with 5 for what is damaged or not understood.
+    schedules and random states are not. No code in the files is run. Exits with 0,
+    or with 5 for files that are damaged or not understood.
     """
     with command():
         source, root = directory.expanduser().absolute(), out.expanduser().absolute()

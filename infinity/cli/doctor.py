@@ -283,18 +283,18 @@ def doctor(
         Path | None,
         typer.Option(
             metavar="OUT.json",
-            help="Write what a plan must know of this machine; its speeds are measured once.",
+            help="Write the facts and rates that a plan needs; rates are measured once.",
         ),
     ] = None,
     refresh: Annotated[
-        bool, typer.Option("--refresh", help="Measure again what was measured before.")
+        bool, typer.Option("--refresh", help="Measure the stored rates again.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what this machine offers, and whether a run could start.
+    """Check this machine: its hardware, and whether a run could start.
 
-    Under torchrun the links between its ranks are measured as well, once, and kept for runs with
-    as many: `torchrun --standalone --nproc-per-node 2 --no-python infinity doctor`.
+    Under torchrun the links between its ranks are measured once, and stored for runs with the same
+    number of ranks: `torchrun --standalone --nproc-per-node 2 --no-python infinity doctor`.
 
     Exits with 0 if it could, else with the code of the first problem: 3 something does not fit,
     4 the machine refuses. No machine file is written then.

@@ -39,8 +39,8 @@ def generate(
         typer.Option(
             "--temperature",
             metavar="T",
-            help="Sample at this temperature; 0 takes the likeliest token. Default: as the "
-            "model's generation config says.",
+            help="Sample at this temperature; 0 takes the likeliest token. Default: the "
+            "model's generation config.",
             min=0.0,
         ),
     ] = None,
@@ -68,11 +68,11 @@ def generate(
 ) -> None:
     """Continue a prompt with a model that was trained, and print the text as it comes.
 
-    For example: infinity generate runs/chat "What is a page fault?" --temperature 0.7
+    For example: infinity generate runs/chat "Explain page faults." --temperature 0.7
 
     The weights are those of the last checkpoint, adapters included, and may be larger than RAM:
-    they are read from where the run kept them, and rest where its configuration says. Prompts are
-    rendered with the chat template if the run was on conversations.
+    they are placed by the configuration of the run. Prompts are rendered with the chat template if
+    the run was on conversations.
     """
     with command(), ExitStack() as closing:
         text = sys.stdin.read() if prompt == _STDIN else prompt

@@ -19,16 +19,16 @@ from infinity._version import __version__
 from infinity.errors import did_you_mean
 
 VERBS = {  # infinity.cli.VERB has what is called, or a Typer of several calls, by the same name
-    "doctor": "Say what this machine offers, and whether a run could start.",
-    "plan": "Say what a run would take and how fast it would be.",
+    "doctor": "Check this machine: its hardware, and whether a run could start.",
+    "plan": "Predict whether a run fits, its memory and its speed.",
     "init": "Write a configuration for `infinity train`, with comments.",
     "train": "Train a causal language model of transformers, new or pretrained.",
     "run": "Run a script that was written for DeepSpeed, as it is, on one or more GPUs.",
     "generate": "Continue a prompt with a model that was trained, from a run or a directory.",
-    "report": "Write a page to look at of a run of `infinity train`.",
-    "trace": "Say who was busy when in a training run, and what it waited for.",
-    "bench": "Measure this machine.",
-    "checkpoint": "Look at checkpoints, verify, export and prune them.",
+    "report": "Write an HTML page of a run of `infinity train`.",
+    "trace": "Analyze a trace: busy resources, waits, and the bottleneck.",
+    "bench": "Measure drives, and the rates that plans use.",
+    "checkpoint": "Inspect, verify, export and prune checkpoints.",
 }
 
 

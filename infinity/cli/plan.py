@@ -92,8 +92,8 @@ _Class = Annotated[
     typer.Option(
         "--class",
         metavar="NAME",
-        help="A class of transformers, as AutoModelForSequenceClassification. Default: what the "
-        "model's config names.",
+        help="A class of transformers, as AutoModelForSequenceClassification. Default: the "
+        "class that the model's config names.",
     ),
 ]
 _Device = Annotated[
@@ -117,23 +117,22 @@ _Gpus = Annotated[
     ),
 ]
 _Nodes = Annotated[
-    int | None, typer.Option("--nodes", metavar="K", help="So many such machines.", min=1, max=4096)
+    int | None,
+    typer.Option("--nodes", metavar="K", help="Number of such machines.", min=1, max=4096),
 ]
 _Link = Annotated[
     str | None,
-    typer.Option(
-        "--link", metavar="RATE", help="What a rank gets from others of its node, as 25GB/s."
-    ),
+    typer.Option("--link", metavar="RATE", help="Rate between ranks of a node, as 25GB/s."),
 ]
 _Between = Annotated[
     str | None,
-    typer.Option("--between", metavar="RATE", help="What a node gets from others, as 12.5GB/s."),
+    typer.Option("--between", metavar="RATE", help="Rate between nodes, as 12.5GB/s."),
 ]
 _Tokens = Annotated[
     int | None,
     typer.Option(
         "--tokens",
-        help="Of a step, all micro-batches and ranks together. Default: "
+        help="Tokens of a step, all micro-batches and ranks together. Default: "
         f"{DEFAULT_STEP:,}; where micro-batches are given, a sample in each.",
         min=1,
         max=2**40,
@@ -142,7 +141,10 @@ _Tokens = Annotated[
 _MicroBatches = Annotated[
     int | None,
     typer.Option(
-        "--micro-batches", help="Of a step. Default: as many as it takes.", min=1, max=1024
+        "--micro-batches",
+        help="Micro-batches of a step. Default: chosen by the plan.",
+        min=1,
+        max=1024,
     ),
 ]
 _Precision = Annotated[
@@ -157,52 +159,56 @@ _Moments = Annotated[
 _Lora = Annotated[
     int | None,
     typer.Option(
-        "--lora", metavar="RANK", help="Adapters beside every matrix; all else is frozen.", min=1
+        "--lora", metavar="RANK", help="Train adapters of this rank; freeze the model.", min=1
     ),
 ]
 _Rest = Annotated[
     str | None,
-    typer.Option("--rest", metavar="FORMAT", help="Of frozen matrices: nf4, nf4_double or int8."),
+    typer.Option(
+        "--rest", metavar="FORMAT", help="Format of frozen matrices: nf4, nf4_double or int8."
+    ),
 ]
 _Sequence = Annotated[
     int | None,
     typer.Option(
         "--sequence",
-        help="Tokens of a sample: nothing smaller is a slice, and attention sees no more. "
+        help="Tokens of a sample: the smallest slice, and the reach of attention. "
         f"Default: about {DEFAULT_SAMPLE}.",
         min=1,
     ),
 ]
 _Slices = Annotated[
-    int | None, typer.Option("--slices", help="A block runs a micro-batch in so many.", min=1)
+    int | None, typer.Option("--slices", help="Slices in which a block runs a micro-batch.", min=1)
 ]
 _Recompute = Annotated[
     bool | None,
     typer.Option(
         "--recompute/--no-recompute",
         "--checkpointing/--no-checkpointing",
-        help="Blocks are computed again in backward. Default: as many as it takes.",
+        help="Recompute blocks in backward. Default: chosen by the plan.",
         show_default=False,
     ),
 ]
 _Again = Annotated[
     int | None,
-    typer.Option("--recompute-blocks", metavar="N", help="The first N blocks are.", min=0),
+    typer.Option(
+        "--recompute-blocks", metavar="N", help="Recompute the first N blocks only.", min=0
+    ),
 ]
 _Activations = Annotated[
     str | None,
     typer.Option(
-        "--activations", metavar="TIER", help="Where their inputs wait: none, host or disk."
+        "--activations",
+        metavar="TIER",
+        help="Offload the inputs of recomputed blocks: none, host or disk.",
     ),
 ]
 _Drives = Annotated[
     int | None,
-    typer.Option(
-        "--drives", metavar="N", help="So many drives in place of one, each as fast.", min=1, max=64
-    ),
+    typer.Option("--drives", metavar="N", help="Number of equal drives.", min=1, max=64),
 ]
 _Finer = Annotated[
-    bool, typer.Option("--finer-units", help="Units are the parts of blocks: smaller buffers.")
+    bool, typer.Option("--finer-units", help="Cut blocks into smaller units: smaller buffers.")
 ]
 _Verbose = Annotated[
     bool, typer.Option("-v", "--verbose", help="Also placement, memory, bytes and phases.")
@@ -244,16 +250,15 @@ def plan(
     as_json: AsJson = False,
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure this machine again.")] = False,
 ) -> None:
-    """Say what a run would take and how fast it would be.
+    """Predict whether a run fits, its memory and its speed, and suggest changes.
 
-    Where state rests, what a step moves, how long it takes, and what to change. Nothing is
-    allocated. Sizes are those of the hardware: a run takes 90 % of a GPU's memory and 80 % of
-    the RAM that is free when it starts, unless its configuration names budgets. This machine is
-    measured, once, unless --machine describes another, or --device a GPU that is not here and
-    there is no --path; what was not measured is that of a common machine, and is said to be.
+    Nothing is allocated. Sizes are those of the hardware: a run takes 90 % of a GPU's memory and
+    80 % of the RAM that is free when it starts, unless its configuration names budgets. This
+    machine is measured once, unless --machine describes another, or --device names a GPU that is
+    not here and there is no --path. Rates that were not measured are nominal, and marked so.
 
-    With --gpus the model is shared by so many ranks: --host and --disk are those of their node,
-    and memory, bytes and times are of one rank; tokens/s of all.
+    With --gpus that number of ranks share the model: --host and --disk are those of their node;
+    memory, bytes and times are of one rank, tokens/s of all.
 
     Exits with 0 if it fits, 3 if it does not, 2 if the question makes no sense.
     """

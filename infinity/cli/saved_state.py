@@ -24,7 +24,7 @@ Directory = Annotated[
     Path,
     typer.Argument(
         metavar="DIR",
-        help="What was given to save_checkpoint, or a checkpoint in it; a run_dir; or the "
+        help="The directory given to save_checkpoint, or a checkpoint in it; a run_dir; or the "
         "directory of a durable run, or an nvme_path that holds one.",
     ),
 ]

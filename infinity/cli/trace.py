@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 def trace(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="What `trace:` of a configuration named.")
+        Path,
+        typer.Argument(metavar="FILE", help="The file that `trace:` of a configuration names."),
     ],
     step: Annotated[
         int | None, typer.Option("--step", help="This step only, by its number in the run.")
@@ -25,11 +26,11 @@ def trace(
     stalls: Annotated[int, typer.Option("--stalls", help="How many stalls to list.", min=0)] = 10,
     page: Annotated[
         Path | None,
-        typer.Option("--page", metavar="FILE", help="Write an HTML page to look at, too."),
+        typer.Option("--page", metavar="FILE", help="Write an HTML page, too."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say who was busy when in a training run, what it waited for, and what binds.
+    """Analyze a trace of a training run: busy resources, waits, and the bottleneck.
 
     For example: infinity trace run.json --step 3 --page step3.html; ui.perfetto.dev shows the
     tracks of that file, too. A page needs the extra `report`.

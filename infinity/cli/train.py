@@ -62,8 +62,8 @@ def train(
         typer.Option(
             "--resume",
             metavar="auto|never|PATH",
-            help="Go on with what the run's directory holds (begin where there is nothing), "
-            "or with this checkpoint.",
+            help="auto: resume the run of the directory, or begin it; PATH: resume from this "
+            "checkpoint.",
         ),
     ] = "never",
     gpus: Annotated[

@@ -1,0 +1,68 @@
+"""Plain technical English: a ratchet on docstrings, and texts that users read first.
+
+`MARKERS` are words that our prose used where the field has a term. Their number in docstrings only
+falls: lower `MOST` with it. Help texts and the README have none.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from infinity.cli.checkpoint import checkpoint
+from infinity.cli.main import VERBS, app
+
+ROOT = Path(__file__).resolve().parent.parent
+MARKERS = re.compile(
+    r"\b(whoever|whom|nobody|what is|what it|what was|what a|what an|what the|who|in words|"
+    r"by itself|of ours|of torch's|of DeepSpeed's|of theirs|beside|meanwhile|so many|as many|"
+    r"as much|told|tells|tell|says|said|gone|let go|alike|put back|given up|give up|as they are|"
+    r"others'|words)\b",
+    re.IGNORECASE,
+)
+MOST = 638  # docstrings whose first paragraph has one
+
+
+def first_paragraphs(source: str) -> list[str]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        text = ast.get_docstring(node) if isinstance(node, kinds) else None
+        if text:
+            found.append(re.split(r"\n\s*\n", text)[0])
+    return found
+
+
+def test_markers_in_docstrings_only_become_fewer() -> None:
+    files = sorted((ROOT / "infinity").rglob("*.py"))
+    marked = sum(
+        bool(MARKERS.search(text))
+        for file in files
+        for text in first_paragraphs(file.read_text(encoding="utf-8"))
+    )
+    assert marked <= MOST, f"{marked} of at most {MOST}: reword the new ones"
+    assert marked == MOST, f"{marked}: lower MOST"
+
+
+def test_help_texts_have_no_markers() -> None:
+    names = [command.name for command in checkpoint.registered_commands]
+    below = [["checkpoint", name or command.callback.__name__] for name, command in zip(
+        names, checkpoint.registered_commands, strict=True
+    )]  # fmt: skip
+    for arguments in ([], *([verb] for verb in VERBS), *below):
+        text = CliRunner().invoke(app, [*arguments, "--help"]).stdout
+        assert MARKERS.findall(text) == [], arguments
+
+
+def test_the_readme_has_no_markers_and_short_sentences() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    prose = re.sub(r"\]\([^)]*\)|<[^>]*>|`[^`]*`", " ", prose)
+    assert MARKERS.findall(prose) == []
+    lines = [line for line in prose.splitlines() if not line.startswith(("|", "#"))]
+    paragraphs = re.split(r"\n\s*\n|\n- ", "\n".join(lines))
+    for sentence in (s for p in paragraphs for s in re.split(r"[.:?!](?:\s|$)", p)):
+        assert len(sentence.split()) <= 25, sentence

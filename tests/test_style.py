@@ -66,3 +66,16 @@ def test_the_readme_has_no_markers_and_short_sentences() -> None:
     paragraphs = re.split(r"\n\s*\n|\n- ", "\n".join(lines))
     for sentence in (s for p in paragraphs for s in re.split(r"[.:?!](?:\s|$)", p)):
         assert len(sentence.split()) <= 25, sentence
+
+
+def test_links_between_pages_lead_somewhere_and_reach_every_page() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
+    linked = {ROOT / "README.md"}
+    for page in pages:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+            if not target.startswith(("http", "mailto")):
+                file = (page.parent / target).resolve()
+                assert file.exists(), f"{page.relative_to(ROOT)}: {target}"
+                linked.add(file)
+    assert [str(page.relative_to(ROOT)) for page in pages if page.resolve() not in linked] == []

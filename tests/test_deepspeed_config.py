@@ -202,6 +202,7 @@ DONE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "flops_profiler.enabled": (True, {}, {}),
     "flops_profiler.detailed": (False, {}, {}),
     f"{ZERO}.zero_quantized_nontrainable_weights": (True, {"frozen.rest": "int8"}, {}),
+    "activation_checkpointing.cpu_checkpointing": (True, {"activations.offload": "host"}, {}),
     f"{PARAMS}.ns_method": ("standard", {}, {"optimizer.type": "Muon"}),
     "flops_profiler.output_file": ("profile.txt", {}, {}),
     **{f"flops_profiler.{n}": (2, {}, {}) for n in ("profile_step", "module_depth", "top_modules")},

@@ -402,6 +402,13 @@ def _quantised_frozen(draft: _Draft, key: str, value: bool) -> str | None:
     return None
 
 
+def _cpu_checkpointing(draft: _Draft, key: str, value: bool) -> str | None:
+    if not value:
+        return "tensors saved for backward stay on the device"
+    draft.set("activations.offload", "host", key)
+    return None
+
+
 def _block_size(draft: _Draft, key: str, value: int) -> None:
     if value % BLOCK_MULTIPLE:
         least = max(value // BLOCK_MULTIPLE, 1) * BLOCK_MULTIPLE
@@ -440,6 +447,7 @@ _TAKES: dict[str, Callable[[_Draft, str, Any], str | None]] = {
     f"{_ZERO}.offload_param.pin_memory": _pinned,
     f"{_ZERO}.offload_optimizer.pin_memory": _pinned,
     f"{_ZERO}.zero_quantized_nontrainable_weights": _quantised_frozen,
+    "activation_checkpointing.cpu_checkpointing": _cpu_checkpointing,
     "gradient_allreduce_op": _operation,
     "aio.block_size": _block_size,
     "aio.intra_op_parallelism": _threads,

@@ -1,4 +1,7 @@
-"""The engine: forward, backward, step, values, checkpoints, close; deeds are done in its rooms."""
+"""Training engine: forward, backward, step, parameter access and checkpoints.
+
+`Engine` is a facade: the work is done in `training/` and `offload/`.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,27 @@ _IN_PLACE = "has been modified by an inplace operation: [torch."  # torch's own 
 
 
 class Engine:
-    """Owns a module's memory while it is trained. Made by `infinity.initialize`.
+    """Trains a module whose weights, gradients and optimizer state are offloaded.
 
-    `module` is the user's module; `optimizer` holds the parameter groups; `plan` says what lives
-    where, `ranks` who trains together. A context manager: leaving closes. What it does not have
-    itself is the module's: `engine.generate(...)` is `engine.module.generate(...)`.
+    Made by `infinity.initialize`. A context manager: leaving it closes the engine. Attributes that
+    the engine lacks are those of the module: `engine.generate(...)` is
+    `engine.module.generate(...)`.
+
+    Attributes:
+        module: The module that was passed to `initialize`.
+        optimizer: Parameter groups, as in a `torch.optim.Optimizer`; `step()` is the engine's.
+        plan: Tier of every unit's weights, moments and gradients, and the predicted bytes.
+        ranks: Processes that train together.
+        gradient_clipping: Maximum global norm of gradients; 0 for no clipping. May be assigned
+            between steps.
+
+    Example:
+        >>> engine, optimizer, _, _ = infinity.initialize(model, {"nvme_path": "/mnt/nvme"})
+        >>> for x, y in loader:
+        ...     loss = engine(x.to(engine.device), y.to(engine.device))
+        ...     engine.backward(loss)
+        ...     engine.step()
+        >>> engine.close()
     """
 
     def __init__(
@@ -124,12 +143,24 @@ class Engine:
     # --- training --------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward; same arguments, same result."""
+        """Run the module's forward.
+
+        Args:
+            *args: Positional arguments of the module's forward; tensors on `device`.
+            **kwargs: Keyword arguments of the module's forward.
+
+        Returns:
+            The result of the module's forward.
+
+        Raises:
+            EngineClosedError: The engine was closed.
+            TrainingError: The forward failed for a reason that the engine can explain.
+        """
         return self.forward(*args, **kwargs)
 
     @exclusive
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """`engine(...)`."""
+        """Run the module's forward; see `__call__`."""
         self._check_usable()
         with self._stepper.together("a forward", loses=False):
             args, kwargs = self._inputs.admit((args, kwargs))
@@ -161,14 +192,24 @@ class Engine:
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Backward of one micro-batch; gradients leave for their tier as they are made.
+        """Run the backward of one micro-batch, and move its gradients to their tier.
 
-        The loss is divided by `gradient_accumulation_steps`, unless `scale_wrt_gas` is false: then
-        you have done that. It is returned so; backward starts from that, divided by the number of
-        ranks, and in fp16 times the loss scale. Several backwards before one `step()` add up. After
-        an exception the window starts over: gradients are dropped and `micro_step` is 0 again.
+        Several backwards before one `step()` are summed. `loss.backward()` does the same, except in
+        fp16: there use `engine.scale(loss).backward()`.
 
-        `loss.backward()` does the same, but in fp16: there `engine.scale(loss).backward()`.
+        Args:
+            loss: Scalar loss of the forward, shape ``()`` or one element.
+            retain_graph: Passed to `torch.Tensor.backward`.
+            scale_wrt_gas: Divide the loss by `gradient_accumulation_steps`. Set to False if the
+                loss is divided already.
+
+        Returns:
+            The detached loss, divided by `gradient_accumulation_steps` if `scale_wrt_gas`.
+
+        Raises:
+            TrainingError: `loss` is not a scalar that depends on trained parameters, a tensor was
+                modified in place, or a weight was used outside the engine call and has been moved
+                since. The accumulation window is discarded: `micro_step` is 0 again.
         """
         self._check_trains("backward()")
         self._refuse_unscaled()
@@ -202,11 +243,17 @@ class Engine:
 
     @exclusive
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, for a backward of your own; as it is but in fp16.
+        """Multiply a loss by the loss scale, for a backward without the engine.
 
-        The result is fp32, whatever the loss is: fp16 ends at 65504. It is divided by
-        `gradient_accumulation_steps` in fp16, where its gradients otherwise are when they arrive.
-        Raises `TrainingError` for what has no backward.
+        Args:
+            loss: Scalar loss, shape ``()`` or one element.
+
+        Returns:
+            `loss` itself, except in fp16: there the loss in fp32 (fp16 ends at 65504), times the
+            loss scale, divided by `gradient_accumulation_steps`.
+
+        Raises:
+            TrainingError: `loss` is not a scalar that depends on trained parameters.
         """
         scaled = self._scaled(loss)
         if scaled is loss:
@@ -217,16 +264,20 @@ class Engine:
 
     @exclusive
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a micro-batch; at the end of the accumulation window, update.
+        """End a micro-batch; at the end of the accumulation window, update the parameters.
 
-        `lr_kwargs` go to the `step` of the learning rate schedule, as `metrics` of
-        `ReduceLROnPlateau` does.
+        Returns once the gradient norm is known, the previous optimizer pass and its commit have
+        finished, and gradients on disk are written. The optimizer pass of this step runs during the
+        next forward. A step with gradients that are not finite is skipped and counted.
 
-        Returns once the norm and the clip factor are known, the pass of the step before (and its
-        durable commit) is over, and gradients that rest on disk are there; the optimizer pass runs
-        behind the next forward. A step whose gradients are not all finite is skipped and counted.
-        After an error, as where gradients were lost on their way (`TransferError`), it has
-        happened, or the accumulation window starts over: `global_steps` and `micro_step` tell.
+        Args:
+            lr_kwargs: Arguments of the learning rate schedule's `step`, such as ``{"metrics":
+                loss}`` of `ReduceLROnPlateau`.
+
+        Raises:
+            TrainingError: There was no backward since the last step, or this is inside `no_sync`.
+            TransferError: Gradients were lost. Either the step has happened or the window is
+                discarded; `global_steps` and `micro_step` show which.
         """
         self._parts.saver.warn()
         self._check_usable()
@@ -251,23 +302,26 @@ class Engine:
 
     @exclusive
     def train_batch(self, data: Any, loss_fn: LossFn | None = None) -> Tensor:
-        """A whole step in one call: forward, backward and `step()` of every micro-batch.
+        """Run a complete step: forward, backward and `step()` of every micro-batch.
 
-        `data` is the batch of a step: a tensor, or a mapping, tuple or list of tensors, nested too.
-        Each (samples, ...) is cut into `gradient_accumulation_steps` views; what is 0-dim or no
-        tensor goes to every micro-batch. Or an iterator, `iter(loader)`: so many are taken.
+        Args:
+            data: The batch of a step: a tensor, or a nested mapping, tuple or list of tensors. Each
+                tensor of shape ``(samples, ...)`` is cut into `gradient_accumulation_steps` views;
+                scalars and other values go to every micro-batch. Or an iterator such as
+                ``iter(loader)``, of which `gradient_accumulation_steps` micro-batches are taken.
+                Mappings are passed as ``engine(**batch)``, tuples and lists as ``engine(*batch)``.
+            loss_fn: Called as ``loss_fn(output, target)``, where `target` is the last item of a
+                tuple or list, which the model does not get, or else the micro-batch. Default: the
+                loss is the output itself, its ``.loss``, its ``["loss"]``, or its first item.
 
-        A mapping is called `engine(**batch)`, a tuple or list `engine(*batch)`. The loss is what
-        the model returns: a scalar, `.loss`, `["loss"]`, the first of a tuple. Or it is
-        `loss_fn(output, target)`: of a tuple or list the target is the last, which the model is not
-        given then; else it is the micro-batch.
+        Returns:
+            Mean of the micro-batches' losses, shape ``()``, fp32, detached. Each micro-batch has
+            equal weight, also if labels are ignored in some, as in DeepSpeed. For the mean over all
+            labels return ``summed_loss * micro_batches / labels_of_the_step`` from `loss_fn`.
 
-        Returns the mean of the micro-batches' losses, () in fp32, detached; nothing waits for it.
-        So a label weighs more where many beside it are ignored, as in DeepSpeed. The mean over all
-        labels: `loss_fn` = their summed loss * micro-batches / labels of the step.
-
-        Raises `TrainingError` for other data, and where a window is open. After any exception the
-        step has happened, or the window starts over: `global_steps` tells.
+        Raises:
+            TrainingError: `data` cannot be cut, or an accumulation window is open. After any
+                exception the step has happened or the window is discarded; see `global_steps`.
         """
         self._check_usable()
         self._check_trains("train_batch()")
@@ -287,41 +341,53 @@ class Engine:
 
     @exclusive
     def zero_grad(self) -> None:
-        """Start the accumulation window over: its gradients are dropped, `micro_step` is 0.
+        """Discard the gradients of the accumulation window; `micro_step` is 0 again.
 
-        For loops that caught an exception between `backward()` and `step()`.
+        For loops that catch an exception between `backward()` and `step()`.
         """
         self._check_usable()
         self._stepper.roll_back()
 
     @exclusive
     def train(self, mode: bool = True) -> Self:
-        """`module.train(mode)`."""
+        """Set the module to training mode, as `torch.nn.Module.train`.
+
+        Args:
+            mode: False for evaluation mode.
+
+        Returns:
+            The engine.
+        """
         self.module.train(mode)
         return self
 
     def eval(self) -> Self:
-        """`module.eval()`."""
+        """Set the module to evaluation mode and return the engine."""
         return self.train(False)
 
     # --- the accumulation window -----------------------------------------------------------------
 
     @property
     def micro_step(self) -> int:
-        """Micro-batches of the current accumulation window that are behind us."""
+        """Number of finished micro-batches in the current accumulation window."""
         return self._window.micro_step
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last of its window: `step()` would update."""
+        """Return True if the current micro-batch is the last of its window."""
         return self._window.is_last
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say by hand whether the current micro-batch is the last, from now on; None: count again.
+        """Set by hand whether the current micro-batch is the last of its window.
 
-        A window may then be longer or shorter than `gradient_accumulation_steps`, by which losses
-        are divided all the same, unless `backward(scale_wrt_gas=False)`. `step()` may be called for
-        the last micro-batch only. Where gradients rest in 16 bits (`gradient_accumulation_steps`
-        of 1) a second micro-batch is refused: its sum would lose bits.
+        Windows may then be longer or shorter than `gradient_accumulation_steps`. Losses are still
+        divided by it, unless `backward(scale_wrt_gas=False)`.
+
+        Args:
+            is_boundary: True or False until it is set again; None to count micro-batches.
+
+        Raises:
+            TrainingError: Later, by a second micro-batch if `gradient_accumulation_steps` is 1:
+                gradients are stored in 16 bits, and their sum would lose bits.
         """
         self._check_usable()
         self._window.boundary = None if is_boundary is None else bool(is_boundary)
@@ -380,16 +446,30 @@ class Engine:
 
     @exclusive
     def state_dict(self, *, master: bool = False) -> StateDict:
-        """Names to full values, read one by one when asked for; `master`: exact fp32 masters."""
+        """Return the names and full values of the module's parameters and persistent buffers.
+
+        Args:
+            master: Return the fp32 masters of trained parameters instead of weights in the compute
+                dtype.
+
+        Returns:
+            A mapping that reads each value when it is accessed, as a tensor in RAM.
+        """
         self._check_usable()
         return state_dict_of(self.module, self._values, self._index_of, master=master)
 
     @exclusive
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
-        """Take full values, tensor by tensor; fp32 values become masters as they are.
+        """Load full values, one tensor at a time.
 
-        Raises `ConfigError` naming all missing, unexpected and misshapen entries, before
-        anything is changed.
+        Args:
+            state: Values by the names of `state_dict`. Values in fp32 become masters without
+                rounding.
+            strict: Raise if names are missing or unexpected.
+
+        Raises:
+            ConfigError: Entries are missing, unexpected or of another shape; all are listed, and
+                nothing was changed.
         """
         self._check_usable()
         Engine.state_dict(self).load(state, strict=strict)
@@ -401,17 +481,27 @@ class Engine:
         dtype: torch.dtype | str | None = None,
         max_shard: int | str = "5GiB",
     ) -> list[Path]:
-        """Write safetensors that Hugging Face and `load_weights` take; returns the files.
+        """Write weights as safetensors that Hugging Face and `load_weights` read.
 
-        Tensor by tensor, from any tier, persistent buffers included; tied weights once, under
-        their first name. `dtype`: None is the compute dtype; torch.float32 or "fp32" the exact
-        master; "bf16"; "fp16". Buffers, and frozen parameters that are not floats, keep theirs.
+        One tensor at a time is in RAM. Persistent buffers are included; tied weights are written
+        once, under their first name. All files appear at once when they are complete: a reader
+        finds either the old or the new weights, also after a crash.
 
-        Weights saved there before are replaced as a whole: whoever looks, also after a kill -9,
-        finds all old ones or all new ones. Only one save at a time can be in a directory.
+        Args:
+            directory: Where to write; created if missing.
+            dtype: None for the compute dtype, or ``torch.float32`` / ``"fp32"`` for the exact
+                masters, ``"bf16"`` or ``"fp16"``. Buffers and frozen parameters that are no floats
+                keep theirs.
+            max_shard: Largest file, except for larger tensors: bytes or a text such as ``"5GiB"``.
 
-        Raises `ConfigError`, `DoesNotFitError` (disk full) or `MachineError` (also while somebody
-        else saves there); training may go on after any, and files saved there before stay.
+        Returns:
+            Paths of the files; the index last, if there are several.
+
+        Raises:
+            ConfigError: `dtype` is unknown.
+            DoesNotFitError: The disk is full.
+            MachineError: The directory cannot be written, or another process saves there. Training
+                may continue after any error, and older files are unchanged.
         """
         self._check_usable()
         return Engine.state_dict(self).save(Path(directory), dtype, max_shard)
@@ -422,22 +512,35 @@ class Engine:
         *,
         master: bool = False,
     ) -> AbstractContextManager[None]:
-        """Inside the block the named parameters hold full values that may be read and edited.
+        """Return a context manager in which parameters hold full values that may be read and
+        edited.
 
-        Edits are kept. With `master` trained parameters are fp32 masters in the block.
+        Args:
+            target: A module, a parameter, or several of them.
+            master: Show trained parameters as fp32 masters.
+
+        Returns:
+            A context manager; edits are written back when it exits.
+
+        Raises:
+            ConfigError: A parameter does not belong to the engine's module.
         """
         self._check_usable()
         return self._values.materialized(targets(target, self._index_of), master=master)
 
     def is_materialized(self, parameter: nn.Parameter) -> bool:
-        """Whether a block of `materialized` lends this parameter a full value now."""
+        """Return True if a block of `materialized` holds this parameter now."""
         return self._index_of.get(id(parameter)) in self._values.lent
 
     @exclusive
     def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """A copy of the parameter's accumulated gradient in this window (`p.grad` is None).
+        """Return a copy of a parameter's accumulated gradient; `p.grad` is None.
 
-        In fp16 it comes in fp32, without the loss scale.
+        Args:
+            parameter: A trained parameter of the module.
+
+        Returns:
+            A tensor of the parameter's shape on `device`; in fp16 mode fp32 without the loss scale.
         """
         self._check_usable()
         (index,) = targets(parameter, self._index_of)
@@ -448,10 +551,15 @@ class Engine:
 
     @exclusive
     def set_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Put another gradient in the place of what was accumulated in this window.
+        """Replace the accumulated gradient of a parameter.
 
-        `value` has the parameter's shape, and no loss scale. It is kept in the dtype that gradients
-        rest in: fp32 where `gradient_accumulation_steps` is above 1, else the compute dtype.
+        Args:
+            parameter: A trained parameter of the module.
+            value: Tensor of the parameter's shape, without loss scale. Stored in fp32 if
+                `gradient_accumulation_steps` is above 1, else in the compute dtype.
+
+        Raises:
+            ConfigError: The parameter is frozen, or the shape differs.
         """
         with self.ranks.telling("sets a gradient"):
             index = self._index_for(parameter, value)
@@ -462,11 +570,18 @@ class Engine:
 
     @exclusive
     def set_optimizer_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
-        """Replace one moment of a parameter, by torch's name: "exp_avg", "exp_avg_sq", ...
+        """Replace one moment of a parameter.
 
-        `value` has the parameter's shape; it is stored as `optimizer.moments` says. What there is
-        to read: `engine.optimizer.read_state(parameter)`. Raises `ConfigError` for other names, and
-        where an optimizer of torch's keeps the state.
+        `engine.optimizer.read_state(parameter)` reads it.
+
+        Args:
+            parameter: A trained parameter of the module.
+            name: Its name in torch: ``"exp_avg"``, ``"exp_avg_sq"``, ``"momentum_buffer"``, ...
+            value: Tensor of the parameter's shape, stored in the format of `optimizer.moments`.
+
+        Raises:
+            ConfigError: There is no such moment, the shape differs, or an adapted torch optimizer
+                holds the state.
         """
         index = self._index_for(parameter, value)
         self._values.take_back_all()
@@ -490,7 +605,7 @@ class Engine:
 
     @exclusive
     def settle(self) -> None:
-        """Wait until no update is owed and everything is where it rests."""
+        """Wait until no update is pending and all state is in its tier."""
         self._check_usable()
         self._values.settle()
         for unit in range(len(self.plan.units)):
@@ -510,18 +625,32 @@ class Engine:
         keep_last: int | None = None,
         wait: bool = False,
     ) -> Path:
-        """Save everything that decides the next step to `directory/tag`; returns that path.
+        """Save everything that determines the next step to ``directory/tag``.
 
-        `tag` is `global_stepN` by default; `client_state` plain data, given back by
-        `load_checkpoint`. Returns once the snapshot is fixed: the bytes are copied while training
-        goes on, and the checkpoint appears, whole, when all are on stable storage (with `wait`,
-        before this returns). Then `latest` names it, unless `save_latest` is false, and only the
-        `keep_last` newest stay. `exclude_frozen_parameters` asks for what is so anyway: files of
-        frozen weights are written once and shared with the checkpoint before; loading needs them.
+        Returns when the snapshot is taken. Bytes are copied while training continues, and the
+        checkpoint appears when all of them are on stable storage.
 
-        Raises `CheckpointError`, `ConfigError`, `DoesNotFitError` (disk full) or `MachineError`;
-        training may go on after any. What fails behind the caller's back is warned of by the next
-        `step()` and raised by the next `save_checkpoint`, `finish_saving` or `close`.
+        Args:
+            directory: Parent of the checkpoints; its own parent must exist.
+            tag: Name of the checkpoint. Default: ``global_stepN``.
+            client_state: Plain data (numbers, texts, lists, mappings), returned by
+                `load_checkpoint`.
+            save_latest: Let the file ``latest`` name this checkpoint.
+            exclude_frozen_parameters: Accepted for DeepSpeed's callers. Files of frozen weights are
+                shared with the previous checkpoint in any case; loading needs them.
+            keep_last: Remove all but this number of newest checkpoints; None keeps all.
+            wait: Return only when the checkpoint is on stable storage.
+
+        Returns:
+            Path of the checkpoint.
+
+        Raises:
+            CheckpointError: The previous save failed, or another process saves there.
+            ConfigError: `tag` or `client_state` cannot be saved.
+            DoesNotFitError: The disk is full.
+            MachineError: The directory cannot be written. Training may continue after any error.
+                What fails in the background is a warning of the next `step()`, and is raised by the
+                next `save_checkpoint`, `finish_saving` or `close`.
         """
         self._check_usable(every=True)
         self._end_users_backward()
@@ -532,12 +661,17 @@ class Engine:
 
     @property
     def saving(self) -> bool:
-        """Whether a save goes on behind the caller's back; of several ranks `step()` ends it."""
+        """True while a checkpoint is written in the background."""
         return self._parts.saver.busy
 
     @exclusive
     def finish_saving(self) -> None:
-        """Wait until the last checkpoint is on stable storage; raises what made it fail."""
+        """Wait until the last checkpoint is on stable storage.
+
+        Raises:
+            DoesNotFitError: The disk is full.
+            MachineError: Writing it failed.
+        """
         self._check_usable()
         self._parts.saver.finish()
 
@@ -552,13 +686,26 @@ class Engine:
         load_module_only: bool = False,
         custom_load_fn: None = None,
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
-        """Go on where a checkpoint was saved, under whatever placement; same bits as without.
+        """Load a checkpoint or a durable run, saved with any placement and number of ranks.
 
-        Or where a durable run ended, of any number of ranks: `directory` is one of its. Returns
-        (path, client_state); (None, None) with a warning where there is none. Without
-        `load_optimizer_states` weights become fp32 masters, moments stay; with `load_module_only`
-        counters, schedule and generators stay too. Raises `CheckpointError` naming all that does
-        not fit before anything changes, or the first damaged tensor: then load another one.
+        Training continues with the bits that it would have had without the interruption.
+
+        Args:
+            directory: The directory of `save_checkpoint`, or one of a durable run.
+            tag: Name of the checkpoint. Default: the one that ``latest`` names.
+            load_module_strict: Raise if parameters are missing or unexpected.
+            load_optimizer_states: If False, weights become fp32 masters and moments stay unchanged.
+            load_lr_scheduler_states: If False, the learning rate schedule stays unchanged.
+            load_module_only: Load weights only: counters, schedule and generators stay unchanged,
+                too.
+            custom_load_fn: Not supported; must be None.
+
+        Returns:
+            ``(path, client_state)``; ``(None, None)`` with a warning if there is no checkpoint.
+
+        Raises:
+            CheckpointError: The checkpoint does not fit (all reasons are listed, nothing was
+                changed), or a tensor is damaged: then load another checkpoint before training.
         """
         self._owner.check()
         self._check_open()
@@ -577,25 +724,32 @@ class Engine:
         return found
 
     def register_state(self, name: str, item: Stateful) -> None:
-        """Save `item.state_dict()`, plain data, in every checkpoint, and give it back on loading.
+        """Include an object's state in every checkpoint.
 
-        For what else decides the run: a DataLoader with a position, a curriculum. The loader that
-        `initialize` made is registered. State that was loaded before is given back at once.
+        For other state that determines the run: the position of a DataLoader, a curriculum. The
+        loader that `initialize` returns is registered already.
+
+        Args:
+            name: Unique name.
+            item: Has `state_dict()`, which returns plain data, and `load_state_dict(state)`. If a
+                checkpoint was loaded before, `load_state_dict` is called at once.
         """
         self._checkpoints.run_state.register(name, item)
 
     @property
     def resumed(self) -> bool:
-        """Whether `initialize` went on from a committed step (`durable`, `resume`)."""
+        """True if `initialize` continued from a committed step (`durable`, `resume`)."""
         return self._parts.resumed is not None
 
     @exclusive
     def restore_random_state(self) -> bool:
-        """Put the random generators back where a resumed run, or a loaded checkpoint, had them.
+        """Restore the random generators of a resumed run or a loaded checkpoint once more.
 
-        `initialize` (`resume`) and `load_checkpoint` have done so; what is drawn between them and
-        the training loop, by a DataLoader for instance, shifts what comes after. Call this right
-        before the loop then. False, and nothing is changed, if nothing was restored.
+        `initialize` and `load_checkpoint` restore them. Call this directly before the training loop
+        if anything, such as a DataLoader, has drawn random numbers since.
+
+        Returns:
+            False if nothing was resumed or loaded; then nothing is changed.
         """
         self._check_usable()
         return self._checkpoints.run_state.restore_rng()
@@ -604,37 +758,37 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs must be."""
+        """Device of computation, where inputs must be."""
         return self._parts.device.torch_device
 
     @property
     def lr_scheduler(self) -> Any:
-        """The scheduler the engine steps, or None."""
+        """Learning rate schedule that `step` advances, or None."""
         return self._stepper.lr_scheduler
 
     @property
     def last_report(self) -> StepReport | None:
-        """What the last step did; None before the first."""
+        """Report of the last step: norm, bytes and waits; None before the first."""
         return self._stepper.last_report
 
     @property
     def grad_norm(self) -> float | None:
-        """Global gradient norm of the last step, before clipping and without the loss scale."""
+        """Global gradient norm of the last step, before clipping, without loss scale."""
         return self.last_report.grad_norm if self.last_report else None
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by in backward; 1.0 unless in fp16."""
+        """Factor of the next loss in backward; 1.0 except in fp16."""
         return self._stepper.loss_scale
 
     @property
     def global_steps(self) -> int:
-        """Steps so far, `skipped_steps` among them, as in DeepSpeed."""
+        """Number of steps, including skipped ones, as in DeepSpeed."""
         return self._stepper.progress.steps
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped because gradients were not finite."""
+        """Number of steps skipped because gradients were not finite."""
         return self._stepper.progress.skipped_steps
 
     def __repr__(self) -> str:
@@ -642,34 +796,42 @@ class Engine:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is slow or risky about the device and paths of this run; `initialize` tells too."""
+        """Warnings about devices and paths that `initialize` has issued."""
         disk = self._parts.disk
         return (*self._parts.device.warnings, *(disk.warnings if disk is not None else ()))
 
     def forecast(self) -> dict[str, int]:
-        """Predicted bytes per direction and step, for the order of units learnt so far."""
+        """Return the predicted bytes of a step by direction, for the access order seen so far."""
         sizes = getattr(self._parts.activations, "learnt", None)
         summed = self._parts.hooks.summed_units if self._window.arrived else None
         return forecast_bytes(self.plan, self._cycles.training.sequence, sizes, summed)
 
     def counters(self) -> dict[str, int]:
-        """Bytes per direction since the engine was made, the initial state included."""
+        """Return the bytes moved since the engine was made by direction, initial state included."""
         return self._parts.transfers.moved()
 
     def drives(self) -> dict[str, dict[str, Any]]:
-        """Per path in use: device, file system, share of the state, speed, bytes and times."""
+        """Return facts about each path in use: device, file system, share of the state, rate,
+        bytes, times.
+        """
         return self._parts.disk.drives() if self._parts.disk is not None else {}
 
     # --- the end ---------------------------------------------------------------------------------
 
     def close(self, *, restore: bool = False) -> None:
-        """Give everything back: threads, pins, files, disk space. Idempotent.
+        """Release threads, pinned memory, files and disk space. Idempotent.
 
-        In a forked child nothing happens. A checkpoint that is being saved is completed first; what
-        made one fail is raised when all is given back. With `restore` parameters get their full
-        values back, in RAM, in the compute dtype, and buffers are there; else the module refuses
-        them: `EngineClosedError`. An engine that nothing refers to any more gives all back but
-        weights: these stay with the module, which has them in RAM once it is asked for one.
+        A checkpoint in progress is completed first. In a forked child nothing happens. If an engine
+        is garbage-collected without `close`, its weights stay with the module, and are read into
+        RAM when the module is used again.
+
+        Args:
+            restore: Give the module's parameters their full values, in RAM and in the compute
+                dtype. Otherwise using the module raises `EngineClosedError`.
+
+        Raises:
+            DoesNotFitError, MachineError: The last checkpoint could not be written. Everything is
+                released nevertheless.
         """
         if self._owner.is_here() and not (self._closed and self._parts.closed):
             self._close(restore)

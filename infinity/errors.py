@@ -35,10 +35,13 @@ def first_lines(error: BaseException, limit: int = 1) -> str:
 
 
 class InfinityError(Exception):
-    """Base of all errors raised on purpose.
+    """Base class of the library's errors.
 
-    `what` says what happened, with the numbers; `because` the likely cause; `remedy` the next
-    thing to type. Only `what` is required.
+    Attributes:
+        what: The problem, with numbers.
+        because: The likely cause, or None.
+        remedy: The next thing to type, or None.
+        exit_code: Exit code of a command that ends with this error.
     """
 
     exit_code = 1

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -47,6 +47,29 @@ from infinity.training.run_state import ResumableLoader
 from infinity.training.step import ScaleRules
 
 
+@overload
+def initialize(
+    model: nn.Module,
+    config: Config | Settings | Mapping[str, Any] | str | Path | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | OptimizerMaker | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[..., Any] | None = None,
+    batch_size: int | None = None,
+    units: Sequence[UnitSpec] | None = None,
+    device: Device | torch.device | str | None = None,
+    progress: Progress | None = None,
+    engine_class: type[Engine] | None = None,
+    ranks: Ranks | None = None,
+) -> tuple[Engine, OffloadedOptimizer, Any, Any]: ...
+
+
+@overload
+def initialize(*positional: Any, **named: Any) -> tuple[Engine, OffloadedOptimizer, Any, Any]: ...
+
+
 def initialize(
     *positional: Any,
     args: Any = None,
@@ -69,56 +92,63 @@ def initialize(
     engine_class: type[Engine] | None = None,
     ranks: Ranks | None = None,
 ) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
-    """Take over a model's memory; returns `(engine, optimizer, dataloader, scheduler)`.
+    """Make an engine that trains a model with offloaded weights, gradients and optimizer state.
 
-    `initialize(model, config)`, or by name, or in DeepSpeed's order. Loader and scheduler are None
-    where nothing asks for one.
+    Call ``initialize(model, config)``, with keywords, or in DeepSpeed's order of arguments.
 
     Args:
-        model: Any module with parameters of its own. It may be larger than RAM: built under
-            `infinity.Init`, under `torch.device("meta")` (then the modules' own initialisers make
-            the values, see `model/meta_init.py`), or with `remember_values`; its values are made
-            one tensor at a time. One without a parameter that requires grad makes an engine for
-            inference: weights only, `backward` and `step` are refused.
-        config: `Config`, a mapping, or the path of a YAML or JSON file, ours or DeepSpeed's. That
-            one is translated, and may give the `batch_size`; `engine.translation` and the journal
-            say how. `Settings`, which `read_settings` made of one, are taken as they are.
-        optimizer: In place of the config's: any `torch.optim.Optimizer` class, an instance over
-            the model's parameters that has no state yet, or a function of groups that makes one
-            (`lambda groups: torch.optim.RMSprop(groups, centered=True)`). torch's AdamW, Adam,
-            SGD and Adagrad, as class or instance, become the built-in rules with their groups,
-            learning rates and weight decay, as `CPUAdam` and `FusedAdam` do. Any other one is run
-            by torch on fp32 masters, slower, and tried out on small parameters first.
-        model_parameters: Parameters or groups as for any torch optimizer; by default all that
-            require grad. Only they get optimizer state.
-        training_data: A Dataset, wrapped in a DataLoader of `batch_size` that knows its position
-            and deals batches to ranks in turn; or any iterable, returned as it is.
-        lr_scheduler: A scheduler class, a function of the optimizer, or an object over the
-            optimizer that is passed; it wins over the config's.
-        collate_fn: Of that DataLoader.
-        batch_size: Samples of a micro-batch.
-        units: How the model is cut, in place of its own blocks.
-        device: Where to compute; by default the first GPU, else the CPU. A `Device` object belongs
-            to the engine from then on: `close()` closes it, or `initialize` where it raises.
-        progress: Called with (done_bytes, total_bytes, what) while the initial state is written.
-        engine_class: `Engine` or `DeepSpeedEngine`, which has DeepSpeed's calls too; by default
-            that where the configuration is DeepSpeed's, or comes by `args` or `config_params`.
-        ranks: Who trains this model together; by default the processes of torch's default group,
-            or those that `torchrun` started. They give all other arguments alike, and each its own
-            data. N ranks with M micro-batches compute what one with N * M computes, in the order
-            (micro-batch, rank); budgets of RAM, disk and threads are those of the machine.
-        args: DeepSpeed's; the path of the configuration may be its `deepspeed_config`.
-        config_params: DeepSpeed's name of `config`.
-        distributed_port: Not used; nor is `dist_init_required`.
-        mpu: Refused, as is `mesh_param`.
+        *positional: ``model, config``, or DeepSpeed's ``args, model, optimizer, ...``.
+        model: Any module. It may be larger than RAM if it is built under `infinity.Init`, under
+            ``torch.device("meta")``, or with `remember_values`: its values are then made one tensor
+            at a time. If no parameter requires grad, the engine is for inference, and `backward`
+            and `step` raise.
+        config: A `Config`, a mapping, or the path of a YAML or JSON file. A configuration for
+            DeepSpeed is translated: see `engine.translation`.
+        optimizer: Replaces the configuration's: a class of `torch.optim`, an instance over the
+            model's parameters without state, or a function of parameter groups that returns an
+            optimizer. AdamW, Adam, SGD and Adagrad of torch, as class or instance, and instances of
+            its Muon become the built-in rules, with their groups and settings. torch runs other
+            optimizers on fp32 masters, which is slower.
+        model_parameters: Parameters or groups, as for `torch.optim` optimizers. Default: all that
+            require grad.
+        training_data: A Dataset, for which a DataLoader is returned that saves its position and
+            deals batches to ranks in turn; or any iterable, which is returned unchanged.
+        lr_scheduler: A scheduler class, a function of the optimizer, or a scheduler over the
+            optimizer that is passed. It replaces the configuration's.
+        collate_fn: Passed to the DataLoader.
+        batch_size: Samples of a micro-batch of the DataLoader.
+        units: How the model is cut into units, instead of its blocks.
+        device: Device of computation. Default: the first GPU, else the CPU. A `Device` object
+            belongs to the engine, which closes it.
+        progress: Called with ``(done_bytes, total_bytes, text)`` while the initial state is
+            written.
+        engine_class: `Engine` or `DeepSpeedEngine`, which adds DeepSpeed's methods. Default:
+            `DeepSpeedEngine` if the configuration is DeepSpeed's, else `Engine`.
+        ranks: Processes that train together. Default: torch's default process group, or the
+            processes that `torchrun` started. All pass equal arguments, except for their data. N
+            ranks with M micro-batches compute the bits of one with N * M, in the order
+            (micro-batch, rank). Budgets of RAM, disk and threads are those of the machine.
+        args: DeepSpeed's argument; its `deepspeed_config` may name the configuration.
+        config_params: DeepSpeed's other name of `config`.
+        distributed_port: Ignored.
+        dist_init_required: Ignored.
+        mpu: Not supported; must be None.
+        mesh_param: Not supported; must be None.
+
+    Returns:
+        ``(engine, optimizer, dataloader, scheduler)``. The optimizer is a `torch.optim.Optimizer`
+        whose `step` is the engine's. Loader and scheduler are None if nothing asks for them.
 
     Raises:
-        ConfigError: Something given has no meaning, or does not go together.
-        DoesNotFitError: A budget, or a drive, is too small; it says by how much.
-        MachineError: A path, a drive or a device does not work.
+        ConfigError: Arguments are invalid or contradict each other.
+        DoesNotFitError: A budget or a drive is too small; the message has the missing bytes.
+        MachineError: A path, a drive or a device cannot be used. After any error nothing stays
+            open, and the model is unchanged unless writing the initial state had begun.
 
-    Nothing is left open or behind then, and the model is as it was unless writing the initial
-    state had begun.
+    Example:
+        >>> config = {"nvme_path": "/mnt/nvme", "precision": "bf16", "gradient_clipping": 1.0}
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        >>> engine, optimizer, _, _ = infinity.initialize(model, config, optimizer=optimizer)
     """
     given = sort_arguments(positional, {k: v for k, v in locals().items() if k != "positional"})
     try:

@@ -33,8 +33,12 @@ _NUM_COMPARED = 2000
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What `load_weights` did: names of the model that had no values in the file, names of the
-    file that nobody wanted, and names of the model that have new values.
+    """Result of `load_weights`.
+
+    Attributes:
+        missing: Names of the model without values in the file.
+        unexpected: Names of the file that the model does not have.
+        loaded: Names of the model that have new values.
     """
 
     missing: tuple[str, ...]
@@ -49,20 +53,26 @@ def load_weights(
     strict: bool = True,
     rename: Rename | None = None,
 ) -> LoadedWeights:
-    """Load safetensors (a file, a directory, an index of shards) tensor by tensor.
+    """Load safetensors into an engine or a module, one tensor at a time.
 
-    `target` is an engine, whose weights go to where they rest, or a module. Parameters of a module
-    that are on the meta device are not read now: `initialize` reads each when it is first
-    written. Floats are converted: fp32 values become an engine's masters as they are; bf16 values
-    keep the residual where their bits are not new. Optimizer state is not touched.
+    Floats are converted. In an engine, fp32 values become masters without rounding; of bf16 values
+    equal to the current weight the residual is kept. Optimizer state is not changed.
 
-    `rename` gets a name in the file and returns the model's, or None to skip the tensor. Of tied
-    weights one name is enough. With `strict=False` missing and unexpected names are returned and
-    no error, unless not a single name fits.
+    Args:
+        target: An engine, or a module. Parameters of a module on the meta device are read later, by
+            `initialize`.
+        source: A file, a directory, or an index of shards.
+        strict: Raise if names are missing or unexpected. If False, raise only if no name fits.
+        rename: Maps a name of the file to one of the model, or to None to skip the tensor. One name
+            of tied weights is enough.
 
-    Raises `ConfigError` naming everything that does not fit, before anything is changed. If the
-    file cannot be read to its end, `MachineError` says how much was loaded. Of several ranks of an
-    engine all raise where one does.
+    Returns:
+        The names that were missing, unexpected and loaded.
+
+    Raises:
+        ConfigError: Names or shapes do not fit; all are listed, and nothing was changed.
+        MachineError: A file cannot be read to its end; the message states how much was loaded. All
+            ranks of an engine raise if one does.
     """
     state = Engine.state_dict(target) if isinstance(target, Engine) else None
     module = target.module if isinstance(target, Engine) else target

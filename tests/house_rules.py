@@ -48,8 +48,8 @@ NATIVE = {
 }
 DATA_ASSIGNER = "infinity/model/parameters.py"
 PRIVATE_TORCH = "infinity/model/torch_private.py"
-MAX_FILE_LINES = 760
-MAX_FUNCTION_LINES = 80
+MAX_FILE_LINES = 700  # without docstrings
+MAX_FUNCTION_LINES = 80  # without the docstring
 MAX_LINE_LENGTH = 100
 NAMED_FILE = re.compile(r"`(?!tests/|tools/|examples/)((?:\w+/)*\w+\.py)`")
 BANNED_WORDS = re.compile(r"\b(?:TO" r"DO|FIX" r"ME|XX" r"X)\b")
@@ -219,18 +219,27 @@ def exports_exist(sources: Sources) -> list[str]:
 def small(sources: Sources) -> list[str]:
     broken = []
     for path, text in sources.items():
-        lines = text.splitlines()
-        if len(lines) > MAX_FILE_LINES:
-            broken.append(f"{path}: {len(lines)} lines, more than {MAX_FILE_LINES}")
+        lines, tree = text.splitlines(), ast.parse(text)
+        count = len(lines) - sum(map(docstring_lines, ast.walk(tree)))
+        if count > MAX_FILE_LINES:
+            broken.append(f"{path}: {count} lines, more than {MAX_FILE_LINES}")
         for number, line in enumerate(lines, start=1):
             if len(line) > MAX_LINE_LENGTH:
                 broken.append(f"{path}:{number}: {len(line)} columns, more than {MAX_LINE_LENGTH}")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                length = (node.end_lineno or node.lineno) - node.lineno + 1 - docstring_lines(node)
                 if length > MAX_FUNCTION_LINES:
                     broken.append(f"{path}:{node.lineno}: {node.name} has {length} lines")
     return broken
+
+
+def docstring_lines(node: ast.AST) -> int:
+    """Return how many lines the docstring of a module, class or function has; 0 for others."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    if not isinstance(node, kinds) or ast.get_docstring(node) is None:
+        return 0
+    return (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
 
 
 def private_torch_in_one_file(sources: Sources) -> list[str]:

@@ -548,7 +548,7 @@ class CpuConfig(Section):
 
 
 class Config(Section):
-    """Everything a run can be told. Build it with `load_config`, which explains mistakes."""
+    """Configuration of an engine. `load_config` builds it and explains mistakes."""
 
     nvme_path: Paths = ()
     """Directories on the drives that state may rest on; several are striped."""

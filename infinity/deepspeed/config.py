@@ -95,16 +95,25 @@ def translate_deepspeed(
     client_scheduler: bool = False,
     ranks: int = 1,
 ) -> Translation:
-    """Translate a DeepSpeed configuration: a dict, a file's path, JSON text, or base64 of it.
+    """Translate a DeepSpeed configuration.
 
-    Its section "infinity" may hold keys of ours, which win; DeepSpeed does not look at it.
-    `overrides` are "section.key=value" texts in our names, and win over all. `fill` gives values,
-    by DeepSpeed's dotted names, to keys that are "auto". With `lenient` an optimizer and values
-    that only training needs may be missing. `client_optimizer` and `client_scheduler` say that
-    `initialize` got its own, which win over the sections; `ranks` how many processes train.
+    Its section ``"infinity"`` may hold keys of this library, which win; DeepSpeed ignores it.
 
-    Raises one `ConfigError` that names everything wrong: keys that are unknown (with the nearest
-    name), given twice, in conflict, of the wrong kind, or refused (with what to write).
+    Args:
+        source: A mapping, the path of a file, JSON text, or base64 of it.
+        overrides: Texts ``"section.key=value"`` in this library's names, which win over all.
+        fill: Values for keys that are ``"auto"``, by DeepSpeed's dotted names.
+        lenient: Accept a configuration without an optimizer and other values for training.
+        client_optimizer: `initialize` got an optimizer, which wins over the section.
+        client_scheduler: `initialize` got a scheduler, which wins over the section.
+        ranks: Number of processes that train.
+
+    Returns:
+        The configuration, and a row for each key with its verdict.
+
+    Raises:
+        ConfigError: Keys are unknown (the nearest name is given), given twice, contradictory, of
+            the wrong kind, or not supported (the alternative is given); all are listed.
     """
     how = {"client_optimizer": client_optimizer, "client_scheduler": client_scheduler}
     found = find_translation(

@@ -108,7 +108,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
 
     @property
     def loss_scale(self) -> Answer:
-        """What the next loss is multiplied by in backward; 1.0 unless in fp16. May be called."""
+        """Factor of the next loss in backward; 1.0 except in fp16. May be called."""
         return Answer(super().loss_scale)
 
     @property
@@ -141,7 +141,9 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         return self._micro_batch_size * self._window.share
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a micro-batch, as the configuration or `initialize(batch_size=...)` says."""
+        """Return the samples of a micro-batch, from the configuration or
+        `initialize(batch_size=...)`.
+        """
         return self._micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
@@ -186,7 +188,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         self._window.set_length(steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Another number of samples a micro-batch, for counting; loaders stay as they are."""
+        """Set the number of samples of a micro-batch, for counting; loaders are not changed."""
         self._set_micro_batch_size(micro_batch_size)
 
     @property
@@ -250,7 +252,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         return self.fp16_enabled() and not self._said("fp16.loss_scale")
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """What is computed in, and what gradients are added in."""
+        """Return the dtypes of computation and of summed gradients."""
         names = {"fp16": torch.float16, "bf16": torch.bfloat16}
         return names.get(self.plan.precision.name, torch.float32), torch.float32
 
@@ -622,10 +624,16 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
     ) -> None:
         """Compile every block's forward, when it is first called in training mode.
 
-        `compile_kwargs` go to `torch.compile`. The rest of the model runs as it is; weights go on
-        being moved. `schedule` and compiled autograd are not used, and a warning says so.
+        Other modules are not compiled; weights are still moved.
 
-        Raises `ConfigError` where there is no block to compile, or for CUDA graphs.
+        Args:
+            backend: Passed to `torch.compile`.
+            compile_kwargs: More arguments of `torch.compile`.
+            schedule: Not used, with a warning.
+            compiled_autograd_enabled: Not used, with a warning.
+
+        Raises:
+            ConfigError: There is no block to compile, or CUDA graphs are asked for.
         """
         self._check_usable()
         if schedule is not None or compiled_autograd_enabled:
@@ -642,7 +650,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         return self._parts.forwards.num_compiled > 0
 
     def empty_partition_cache(self) -> None:
-        """Nothing to do: device memory is what the plan reserved, and nothing is cached beside."""
+        """Do nothing: the plan reserves all device memory, and there is no cache."""
 
     @exclusive
     def offload_states(
@@ -652,11 +660,13 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Ends with all states in `include` (default: all) off the compute device, or raises.
+        """Wait until all states in `include` are off the compute device, or raise.
 
-        Where the plan keeps them in RAM or on disk anyway, or the CPU computes, that is so when
-        everything owed is written; then this waits for it. What the plan reserved on a GPU stays
-        there as long as the engine lives: `ConfigError` says how much and how to plan otherwise.
+        States in RAM or on disk are there when pending updates are written. Memory that the plan
+        reserved on a GPU stays reserved until the engine is closed.
+
+        Raises:
+            ConfigError: A state is stored on the GPU; the message has its size and the remedy.
         """
         self._check_usable()
         refuse_to_move(self.plan, include, device)
@@ -671,10 +681,10 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         return places_of(self.plan, self.device, state)
 
     def destroy(self) -> None:
-        """Give everything back but weights; see :meth:`Engine.close`.
+        """Release everything but weights; see `Engine.close`.
 
-        They stay with the module, in the dtype they compute in, as DeepSpeed's do: the next
-        `initialize` takes them. Of an engine that has failed they are gone.
+        Weights stay with the module, in their compute dtype, as in DeepSpeed; the next `initialize`
+        of the module takes them. If the engine has failed, they are lost.
         """
         if self._owner.is_here() and not self._closed:
             self._close(restore=False, rest=self._parts.prefetcher.failure is None)

@@ -26,9 +26,14 @@ _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def add_config_arguments(parser: Any) -> Any:
-    """Add `--deepspeed` and `--deepspeed_config PATH` to an `argparse` parser; returns it.
+    """Add `--deepspeed` and `--deepspeed_config PATH` to an `argparse` parser.
 
-    Pass what it parses as `initialize(args=...)`. The flag is taken and changes nothing.
+    Args:
+        parser: The parser. Pass the result of its `parse_args` as `initialize(args=...)`. The flag
+            `--deepspeed` has no effect.
+
+    Returns:
+        The parser.
     """
     group = parser.add_argument_group("infinity", "options of the training engine")
     group.add_argument(
@@ -62,12 +67,26 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Make torch's default process group of what a launcher started; one that is there stays.
+    """Initialize torch's default process group, unless there is one.
 
-    Of NCCL where there are GPUs, else of gloo, as `initialize` would. Where no launcher was,
-    `rank` and `world_size` say who meets, at `init_method`, by `dist_backend`. One process needs no
-    group, and has one if a launcher started it: some scripts ask torch's. Raises `ConfigError` or
-    `MachineError` where that cannot be.
+    NCCL is the backend where there are GPUs, else gloo. One process needs no group, but gets one if
+    a launcher started it.
+
+    Args:
+        dist_backend: Backend, if no launcher started this process.
+        auto_mpi_discovery: Ignored.
+        distributed_port: Ignored.
+        verbose: Ignored.
+        timeout: Limit of a collective, a `timedelta`.
+        init_method: Address of the rendezvous, if no launcher started this process.
+        dist_init_required: Ignored.
+        config: Ignored.
+        rank: Rank of this process, if no launcher started it.
+        world_size: Number of processes, if no launcher started this one.
+
+    Raises:
+        ConfigError: Arguments contradict the launcher.
+        MachineError: Processes cannot be reached.
     """
     alone = "WORLD_SIZE" not in os.environ
     started = next((n for n in _MPI_SIZES if alone and int(os.environ.get(n) or 1) > 1), None)

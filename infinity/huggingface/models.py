@@ -121,18 +121,30 @@ def save_pretrained(
     max_shard: int | str = "5GiB",
     original_format: bool = True,
 ) -> list[Path]:
-    """Write config.json, generation_config.json and safetensors; returns the weight files.
+    """Write a model that transformers' `from_pretrained` loads: configs, safetensors and tokenizer.
 
-    Tensor by tensor from any tier, tied weights once, in the names and shapes that transformers
-    itself saves (`original_format`: experts one by one, say, where the model holds them fused).
-    RAM holds the largest tensor, twice where tensors are split. `dtype` as in
-    `engine.save_weights`. `tokenizer` is anything with a `save_pretrained`. Of a model with
-    adapters (peft) the adapters are saved, as by its own `save_pretrained`, which keeps a whole
-    copy of the base in RAM meanwhile; this does not.
+    One tensor at a time is in RAM, two if tensors are split. Tied weights are written once. All
+    files appear at once when they are complete. If the model has adapters of peft, only these are
+    written, as by peft.
 
-    All files appear when all are complete, as with `save_weights`, those beside the weights just
-    before these. Raises `ConfigError` for other models, `DoesNotFitError` or `MachineError` as
-    `save_weights`; training may go on after any, and weights saved there before stay.
+    Args:
+        engine: Engine over a model of transformers or peft.
+        directory: Where to write; created if missing.
+        tokenizer: Any object with a `save_pretrained`.
+        dtype: As in `Engine.save_weights`.
+        max_shard: Largest weight file, except for larger tensors: bytes or a text such as
+            ``"5GiB"``.
+        original_format: Write the names and shapes of published files: experts one by one, for
+            example, if the model fuses them.
+
+    Returns:
+        Paths of the weight files.
+
+    Raises:
+        ConfigError: The model is not of transformers or peft.
+        DoesNotFitError: The disk is full.
+        MachineError: The directory cannot be written. Training may continue after any error, and
+            older files are unchanged.
     """
     module: Any = engine.module
     target = Path(directory).expanduser()
@@ -514,19 +526,30 @@ def from_pretrained(
     prepare: Prepare | None = None,
     **arguments: Any,
 ) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
-    """A pretrained transformers model, trained by an engine: `(engine, optimizer, loader,
-    scheduler)` as `initialize` returns them.
+    """Load a pretrained transformers model and make an engine for it.
 
-    `source` is a directory with a config.json and safetensors, or a Hub id. Weights go from the
-    files to their tiers one at a time: RAM holds one tensor, and of fused ones (experts) its parts
-    beside it. `engine.module` is the transformers model, in eval mode as there: `engine.train()`.
+    Weights are read from the files one tensor at a time, directly to their tiers. RAM holds one
+    tensor; of fused ones (experts) also the tensors that they are made of. The module is in eval
+    mode, as in transformers: call `engine.train()`.
 
-    `model_class`: a class of transformers or its name, `AutoModelForSequenceClassification` say;
-    without it, the class that was saved. `model_config` replaces the config.json; `model_kwargs`
-    go to the model's own `from_pretrained` (`attn_implementation`, ...). `prepare(model)` is
-    called before the engine takes over, and may return another module: freezing, adapters
-    (`lambda model: peft.get_peft_model(model, peft_config)`). All other arguments, and `config`,
-    are those of `initialize`.
+    Args:
+        source: A directory with a config.json and safetensors, or a Hub id.
+        config: Configuration of the engine, as for `initialize`.
+        model_class: A class of transformers or its name, such as
+            ``"AutoModelForSequenceClassification"``. Default: the class that was saved.
+        model_config: A transformers config that replaces the config.json.
+        model_kwargs: Arguments of the model's own `from_pretrained`, such as `attn_implementation`.
+        revision: Revision of a Hub repository.
+        prepare: Called with the model before the engine is made, for freezing or adapters: ``lambda
+            model: peft.get_peft_model(model, peft_config)``. May return another module.
+        **arguments: Other arguments of `initialize`.
+
+    Returns:
+        ``(engine, optimizer, loader, scheduler)``, as `initialize`.
+
+    Raises:
+        ConfigError: Files, model or configuration do not fit together.
+        MachineError: The Hub does not provide the files.
     """
     more = {"model_config": model_config, "revision": revision}
     build = partial(load_model, source, model_class=model_class, model_kwargs=model_kwargs, **more)
@@ -542,10 +565,21 @@ def from_config(
     prepare: Prepare | None = None,
     **arguments: Any,
 ) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
-    """A new transformers model with random weights, never whole in RAM; see `from_pretrained`.
+    """Make an engine for a transformers model with random weights, which are never all in RAM.
 
-    `source` is a transformers config, a dict as in a config.json, or a directory or Hub id with
-    one. The values are those of an ordinary build with the config's `seed`, bit for bit.
+    The values are those of an ordinary build with the seed of the configuration, bit for bit.
+
+    Args:
+        source: A transformers config, a mapping like a config.json, or a directory or Hub id with
+            one.
+        config: Configuration of the engine, as for `initialize`.
+        model_class: A class of transformers or its name. Default: that of the config.
+        model_kwargs: Arguments of the model's own `from_config`.
+        prepare: Called with the model before the engine is made; may return another module.
+        **arguments: Other arguments of `initialize`.
+
+    Returns:
+        ``(engine, optimizer, loader, scheduler)``, as `initialize`.
     """
     build = partial(build_model, source, model_class=model_class, model_kwargs=model_kwargs)
     return _initialize(build, config, prepare, arguments)

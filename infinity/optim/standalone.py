@@ -339,30 +339,42 @@ class _Adam(torch.optim.Optimizer):
 
 
 class CPUAdam(_Adam):
-    """AdamW (or Adam) for CPU parameters, in one pass over memory; a drop-in for torch's.
+    """AdamW or Adam for parameters on the CPU, in one pass over memory; replaces torch's.
 
-    `params`, `lr`, `betas`, `eps`, `weight_decay`, `maximize`: as `torch.optim.AdamW`.
-    `adamw_mode=False` is Adam with L2, `bias_correction=False` leaves the correction out;
-    `amsgrad` is refused. Parameters are fp32, bf16 or fp16, of any shape, contiguous; gradients
-    of any of these dtypes. `master` keeps an fp32 master of 16-bit parameters: see the notes
-    above, on what becomes of it where a parameter is edited too. `num_threads` 0 is as many as
-    this process may use. Results depend neither on it nor on the instruction set.
+    State by parameter: `step`, `exp_avg` and `exp_avg_sq`, as `torch.optim.AdamW` has it. Masters
+    are `residual` (int16) for bf16 and `master` (fp32) for fp16 parameters: load them together with
+    the parameters that they were saved with. A forked child makes its own threads.
 
-    State by parameter: `step`, `exp_avg`, `exp_avg_sq`, which `torch.optim.AdamW` understands.
-    Masters are `residual` (int16) for bf16 and `master` (fp32) for fp16 parameters: load these
-    with the parameters they were saved with, before or after.
+    Args:
+        params: Contiguous fp32, bf16 or fp16 parameters of any shape, or groups. Gradients may have
+            any of these dtypes.
+        lr: Learning rate.
+        betas: Coefficients of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled decay; with `adamw_mode=False` an L2 term.
+        adamw_mode: False for Adam with L2.
+        bias_correction: Correct the bias of the moments.
+        amsgrad: Not supported; must be False.
+        maximize: Maximize the objective.
+        master: Store an fp32 master of 16-bit parameters.
+        num_threads: Threads of an update; 0 for all processors of the process. Results depend
+            neither on it nor on the instruction set.
 
-    Raises `ConfigError` or `ResidencyError` for what it cannot step, before any byte is touched.
-    In a forked child it makes threads of its own.
+    Raises:
+        ConfigError: A parameter or a setting is not supported. Nothing was changed.
+        ResidencyError: A parameter is offloaded by an engine.
     """
 
 
 class FusedAdam(_Adam):
-    """`CPUAdam` for CUDA parameters, and CPU ones: same arguments, same state, same bits.
+    """AdamW or Adam for CUDA and CPU parameters, with the arguments, state and bits of `CPUAdam`.
 
-    All parameters of a device are stepped by one launch per combination of dtypes, on the current
-    stream, without waiting. Raises `MachineError` at the first step if the kernels cannot be
-    compiled for the device (NVRTC is missing, or the GPU is too old).
+    All parameters of a device are updated by one launch per combination of dtypes, on the current
+    stream, without synchronization.
+
+    Raises:
+        MachineError: At the first step, if kernels cannot be compiled for the device: NVRTC is
+            missing, or the GPU is too old.
     """
 
     _takes = ("cpu", "cuda")

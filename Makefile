@@ -28,7 +28,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-native test-big test-clock test-crash test-matrix test-doors lint
-.PHONY: bench bench-swap wheel-check clean
+.PHONY: bench bench-swap docs wheel-check clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,10 @@ lint: setup  ## check style, types and the format of the native sources
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(if $(STYLED_SOURCES),$(BIN)/clang-format --dry-run -Werror $(STYLED_SOURCES))
+
+docs: setup  ## build the pages and the API reference into build/docs, without warnings
+	$(PIP_INSTALL) 'torch-infinity[docs]'
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs $(ARGS)
 
 wheel-check: $(RUN_STAMP)  ## build sdist and wheel, and use the wheel in a venv of its own, elsewhere
 	$(BIN)/python tools/wheel_check.py --torch $(WANTED) $(ARGS)

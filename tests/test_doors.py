@@ -165,7 +165,7 @@ print("TOLD" + json.dumps(told))
 
 def test_the_page_and_the_example_run(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    page = (ROOT / "docs" / "doors.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(blocks) >= 4
     ours = str(ROOT / "examples" / "configs" / "ds_infinity.json")

@@ -403,7 +403,7 @@ def test_placement_and_chunks_are_those_of_the_old_run(tmp_path: Path, finished:
 
 def test_a_budget_that_is_too_small_now(tmp_path: Path, finished: Path) -> None:
     with pytest.raises(DoesNotFitError, match=r"durable run in .* does not fit the budgets"):
-        start(tmp_path, resume="auto", budget={"disk": 4096})
+        start(tmp_path, resume="auto", budget={"disk": "4KiB"})
 
 
 def test_several_that_fit(tmp_path: Path, finished: Path) -> None:

@@ -152,7 +152,7 @@ def next_steps() -> str:
 What next
   A larger model: whether it fits, how fast it trains, what is slowest
     {infinity} plan 8b --device 24GiB --host 64GiB --disk 1TiB
-  Your own loop: initialize, engine.backward and engine.step (README.md, Start)
+  Your own loop: initialize, engine.backward and engine.step (README.md, Quickstart)
     {python} examples/quickstart.py
   No code: one file says what to train
     {python} -m pip install 'torch-infinity[hf]'

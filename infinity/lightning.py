@@ -107,18 +107,22 @@ class EnginePrecision(_Precision):  # type: ignore[misc]
 
 
 class InfinityStrategy(_Strategy):  # type: ignore[misc]
-    """Weights, gradients and optimizer state of a LightningModule rest with an engine.
+    """Lightning strategy that offloads weights, gradients and optimizer state to an engine.
 
-    `config` is a configuration, ours or DeepSpeed's: a dict, a path, a `Config`. What it leaves out
-    comes from the Trainer: `precision`, `accumulate_grad_batches`, `gradient_clip_val`; what both
-    say must be the same. `configure_optimizers` gives one optimizer and its schedules.
+    The engine is `strategy.engine`: made by `fit`, or for inference by `validate`, `test` and
+    `predict`. It stays alive afterwards, so that the module can be called and saved. A checkpoint
+    is a directory with the engine's checkpoint and `lightning.ckpt`; a run that resumes computes
+    the bits of one that was not interrupted. With `save_weights_only` it is safetensors.
 
-    `device` is where to compute, by default the first GPU where the Trainer uses one. The engine is
-    `strategy.engine`: made by `fit`, or for inference by `validate`, `test` and `predict`. It goes
-    on afterwards, so that the module can be called and saved; `close()` gives everything back.
+    Args:
+        config: A configuration, of this library or DeepSpeed's: a mapping, a path, or a `Config`.
+            The Trainer fills in `precision`, `accumulate_grad_batches` and `gradient_clip_val`;
+            values that both name must be equal.
+        device: Device of computation. Default: the first GPU if the Trainer uses one.
 
-    A checkpoint is a directory: the engine's own, and `lightning.ckpt`. A run that resumes computes
-    the same bits as one that was not interrupted. With `save_weights_only` it is safetensors.
+    Example:
+        >>> strategy = InfinityStrategy({"nvme_path": "/mnt/nvme"})
+        >>> trainer = Trainer(strategy=strategy, precision="bf16-true")
     """
 
     strategy_name = "infinity"
@@ -133,10 +137,10 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         self._precision = EnginePrecision()
 
     def close(self, *, restore: bool = False) -> None:
-        """Give everything back: threads, files, memory. Idempotent.
+        """Release threads, files and memory. Idempotent.
 
-        The module's parameters are offloaded afterwards; with `restore` they get their full values
-        back, in RAM.
+        Args:
+            restore: Give the module's parameters their full values, in RAM.
         """
         if self.engine is not None:
             self.engine.close(restore=restore)
@@ -148,7 +152,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
 
     @property
     def root_device(self) -> torch.device:
-        """Where batches go."""
+        """Device of the module."""
         if self._device is not None:
             return self._device
         on_gpu = type(self.accelerator).__name__ == "CUDAAccelerator"

@@ -58,17 +58,33 @@ def chunked_cross_entropy(
     z_loss: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """The cross entropy of `softcap * tanh((hidden @ weight.T + bias) / softcap)`; fp32 scalar.
+    """Compute the cross entropy of a language model's head without all logits in memory.
 
-    `hidden` is (..., width), `labels` (...) of integers below the vocabulary or `ignore_index`;
-    `weight` is (vocabulary, width), `bias` (vocabulary,). Without `softcap` logits are as they
-    are, or what `transform`, a differentiable function of each element, makes of a chunk of them
-    (in the dtype of `hidden`). `z_loss` times the square of their log-sum-exp is added for each
-    label that counts. Products are in the dtype of `hidden`, all else in fp32. "mean" is over
-    labels that count, and NaN where none does, as in torch; for gradient accumulation over
-    micro-batches of different lengths take "sum" and divide.
+    The logits are ``softcap * tanh((hidden @ weight.T + bias) / softcap)``. They are made for
+    `chunk_size` tokens at a time, and gradients are computed in the forward. Products are in the
+    dtype of `hidden`, all else in fp32.
 
-    Raises `TrainingError` for shapes that do not fit, before anything is computed.
+    Args:
+        hidden: Hidden states, shape ``(..., width)``.
+        weight: Weight of the head, shape ``(vocabulary, width)``.
+        labels: Target tokens, shape ``(...)``, integers.
+        bias: Bias of the head, shape ``(vocabulary,)``.
+        chunk_size: Tokens whose logits are in memory at once.
+        ignore_index: Label without a loss.
+        label_smoothing: As in `torch.nn.functional.cross_entropy`.
+        softcap: Limit of the logits' magnitude; None for no limit.
+        transform: Differentiable elementwise function of logits in the dtype of `hidden`, applied
+            before the softcap.
+        z_loss: Weight of the squared log partition function of each label that is not ignored.
+        reduction: ``"mean"`` over labels that are not ignored (NaN if there are none, as in torch),
+            or ``"sum"``: for accumulation over micro-batches of different lengths, to be divided by
+            their labels together.
+
+    Returns:
+        The loss, shape ``()``, fp32.
+
+    Raises:
+        TrainingError: Shapes or dtypes do not fit; nothing was computed.
     """
     _check(hidden, weight, labels, bias, chunk_size, reduction)
     if torch.is_autocast_enabled(hidden.device.type):

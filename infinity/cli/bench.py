@@ -85,7 +85,7 @@ def bench(
     """Measure drives: are they fast enough for training? Without PATH, only this machine.
 
     Reads and writes a test file in each PATH with the defaults of `io`, in rounds with plain
-    O_DIRECT threads, checks the bytes and removes the file; takes about 20 seconds.
+    O_DIRECT threads, checks the bytes and removes the file; takes half a minute.
 
     The rates of disk, copies, optimizer updates and matrix products are measured as well and kept:
     `infinity plan` and runs with these paths and the defaults of `io` use them. More contenders and

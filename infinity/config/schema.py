@@ -697,10 +697,17 @@ def entries(section: BaseModel, prefix: str) -> Iterator[tuple[str, dict[str, An
 def load_config(
     source: Mapping[str, Any] | str | os.PathLike[str] | Config, overrides: Iterable[str] = ()
 ) -> Config:
-    """Return the configuration in `source`: a dict, a YAML or JSON file's path, or a `Config`.
+    """Read the configuration of an engine.
 
-    `overrides` are "section.key=value" texts and win over the source. Raises one `ConfigError`
-    that lists everything that is wrong, each with its dotted name.
+    Args:
+        source: A mapping, the path of a YAML or JSON file, or a `Config`.
+        overrides: Texts ``"section.key=value"``, which win over the source.
+
+    Returns:
+        The validated configuration.
+
+    Raises:
+        ConfigError: Keys are unknown or values invalid; all are listed by their dotted names.
     """
     if isinstance(source, Config):
         source = source.model_dump(exclude_unset=True)

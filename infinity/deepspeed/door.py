@@ -33,11 +33,14 @@ _ALONE = {
 
 
 def as_deepspeed() -> None:
-    """From now on `import deepspeed` finds us in this process: the first line of a script.
+    """Make `import deepspeed` import this library, in this process.
 
-    So do checks whether DeepSpeed is installed, as in transformers and accelerate. Variables of a
-    launcher are set for one process where there is no launcher. Raises `ConfigError` where it comes
-    too late: another deepspeed is imported, or transformers has looked already.
+    Call it in the first line of a script. transformers and accelerate then find DeepSpeed
+    installed, too. If no launcher started the process, the variables of a launcher are set for one
+    process.
+
+    Raises:
+        ConfigError: Another deepspeed is imported already, or transformers has looked for it.
     """
     found = sys.modules.get("deepspeed")
     if found is not None and found is not sys.modules["infinity.deepspeed"]:

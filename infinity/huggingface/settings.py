@@ -53,10 +53,9 @@ _Arguments: Any = transformers().TrainingArguments
 
 @dataclass
 class TrainingArguments(_Arguments):  # type: ignore[misc]
-    """`transformers.TrainingArguments`, unchanged but for `deepspeed`.
+    """`transformers.TrainingArguments` whose `deepspeed` needs no package deepspeed.
 
-    There `deepspeed="ds_config.json"` needs the package deepspeed, which then takes the process
-    over; here it is the configuration that `InfinityTrainer` translates, as `infinity_config` is.
+    `InfinityTrainer` translates the configuration given as `deepspeed`, like `infinity_config`.
     """
 
     def __post_init__(self) -> None:

@@ -265,30 +265,34 @@ _Trainer: Any = transformers().Trainer
 
 
 class InfinityTrainer(_Trainer):  # type: ignore[misc]
-    """`transformers.Trainer` whose model, gradients and optimizer state rest with an engine.
+    """`transformers.Trainer` that offloads model, gradients and optimizer state to an engine.
 
-    Under `torchrun` N ranks compute what one does with N times `gradient_accumulation_steps`;
-    batches are dealt, metrics gathered and files written as by Trainer.
+    The engine is `trainer.engine`, made by the first `train()`, `evaluate()` or `predict()`. It
+    stays alive after `train()`, so that evaluating and saving work. Under `torchrun` N ranks
+    compute the numbers of one rank with N times `gradient_accumulation_steps`.
 
-    All arguments are the Trainer's; `infinity_config` is a configuration, ours or DeepSpeed's: a
-    dict, a path, a `Config`. `TrainingArguments(deepspeed=...)` is taken as well (that of
-    `infinity`, where the package deepspeed is not installed). What it leaves out, or calls
-    "auto", comes from the TrainingArguments; what both say must be the same.
+    A `checkpoint-N` holds the model as `from_pretrained` takes it, and the engine's checkpoint
+    instead of optimizer.pt: a run that resumes computes the bits of one that was not interrupted.
+    In bf16 and fp16 the model is saved in these; the exact masters are in the engine's checkpoint
+    (``trainer.engine.save_weights(path, dtype="fp32")``).
 
-    The model may be any module: in RAM, built under `infinity.Init`, on the meta device, or with
-    its weights still in their files. It is never moved, cast or wrapped. The engine is made by
-    the first `train()`, `evaluate()` or `predict()`; it is `trainer.engine`, and what is called
-    is `trainer.model_wrapped`. It goes on after `train()`, so that evaluating and saving work;
-    `close()`, or leaving a `with` block, gives everything back.
+    Args:
+        model: Any module: in RAM, built under `infinity.Init`, on the meta device, or with its
+            weights in their files. It is never moved, cast or wrapped.
+        args: `TrainingArguments`; ``deepspeed=...`` is used like `infinity_config`.
+        infinity_config: A configuration, of this library or DeepSpeed's: a mapping, a path, or a
+            `Config`. `args` fill in keys that are missing or "auto"; values that both name must be
+            equal. With `activations.tokens`, the most tokens of a batch, the plan chooses how the
+            batches of a step pass the model; losses equal those of `Trainer` except for rounding.
+        **arguments: Other arguments of `transformers.Trainer`.
 
-    With `activations.tokens` in the configuration, the most tokens of one batch, the plan chooses
-    how the batches of a step pass the model, see `huggingface/batches.py`: losses are those of
-    `Trainer` but for rounding.
+    Raises:
+        ConfigError: The configuration and `args` contradict each other.
 
-    A `checkpoint-N` holds the model as `from_pretrained` takes it, and the engine's own
-    checkpoint in place of optimizer.pt: a run that resumes computes the same bits as one that was
-    not interrupted. In bf16 and fp16 the model is saved in these, as with DeepSpeed; the exact
-    masters are in the engine's checkpoint (`trainer.engine.save_weights(path, dtype="fp32")`).
+    Example:
+        >>> with InfinityTrainer(model, args, infinity_config={"nvme_path": "/mnt/nvme"},
+        ...                      train_dataset=data) as trainer:
+        ...     trainer.train()
     """
 
     # The Trainer's own, which a type checker does not see.

@@ -291,20 +291,28 @@ class _Remembered(_Mark):
 
 
 class Init:
-    """Build a model without its memory: `with infinity.Init(): model = Build()`.
+    """Context manager in which a model is built without its memory.
 
-    Everything in the block runs as written, but a large tensor is forgotten as soon as it is not
-    being worked on; `initialize` makes it again, on its way to where it rests. The result equals an
-    ordinary build with the same seed bit for bit. RAM holds about one tensor at a time (64 MiB
-    more while the model is built), and initialisation takes twice as long.
+    Code in the block runs unchanged, but a large tensor is released as soon as it is not in use;
+    `initialize` makes its values again, directly in their tier. The result equals an ordinary build
+    with the same seed, bit for bit. RAM holds about one tensor at a time, and 64 MiB more during
+    the build; initialization takes twice as long.
 
-    `config` is what `initialize` takes; its `seed`, if set, seeds torch on entry. Tensors below
-    `threshold_bytes`, and tensors that the model's code puts on another device, are simply made.
+    Until `initialize`, a forward, copy or pickle of the model raises `ResidencyError`. Cast, tie
+    and change values inside the block: changes after it are lost, and refused by `initialize` where
+    torch shows them (not those through `.data`). Blocks do not nest.
 
-    Until `initialize`, the model can be looked at, but a forward, a copy or a pickle of it raises
-    `ResidencyError`. Casting (`.bfloat16()`), tying and changing values belong into the block; what
-    is done to a tensor without values afterwards is lost, and refused by `initialize` where torch
-    lets us see it (not through `.data`). Blocks do not nest.
+    Args:
+        config: As for `initialize`; its `seed`, if set, seeds torch at the start of the block.
+        threshold_bytes: Tensors below this size, and tensors on other devices, are made as usual.
+
+    Raises:
+        ConfigError: Another `Init`, or ``torch.device("meta")``, is active.
+
+    Example:
+        >>> with infinity.Init(config):
+        ...     model = Model()
+        >>> engine, *_ = infinity.initialize(model, config)
     """
 
     def __init__(

@@ -14,15 +14,24 @@ from infinity.trace.recorder import NO_UNIT, Trace, When
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step did. Times are seconds of the training thread since the previous step ended.
+    """Facts about one step. Times are seconds of the training thread since the previous step ended.
 
-    `moved` is bytes per direction in that time: the optimizer pass of the previous step, and the
-    fetches and gradients of this one. `disk_s` is seconds per disk direction that its blocks waited
-    in "queue" and were with the "device", summed over blocks. `memory` is bytes of the tier that
-    computes: "peak", and in the first two steps "rests", "activations" and "estimated" (see
-    `MemoryWatch.step`).
-    `loss_scale` is the scale of this step's gradients; norm and factor are without it. Of a step
-    that was skipped, `non_finite` names the first parameter whose gradient is not finite.
+    Attributes:
+        step: Number of the step, from 1.
+        wall_s: Duration.
+        grad_norm: Global gradient norm before clipping, without loss scale.
+        clip_factor: Factor of the gradients; 1.0 if they were not clipped.
+        skipped: Gradients were not finite, and weights did not change.
+        stall_s: Seconds of waiting by cause; see `STALLS` in `offload/transfers.py`.
+        moved: Bytes by direction: the optimizer pass of the previous step, and the fetches and
+            gradients of this one.
+        mispredictions: Accesses that the expected order did not have.
+        disk_s: Seconds by disk direction that blocks waited in "queue" and were with the "device",
+            summed over blocks.
+        memory: Bytes of the tier that computes: "peak", and in the first two steps "rests",
+            "activations" and "estimated".
+        loss_scale: Scale of this step's gradients; 1.0 except in fp16.
+        non_finite: First parameter whose gradient is not finite, of a skipped step; else "".
     """
 
     step: int

@@ -131,14 +131,14 @@ PROCESS = Reservations()
 
 
 class Event(Protocol):
-    """A point in the order of copies or compute.
+    """Point in the order of copies or compute.
 
-    One that ends a copy or an update may also be a `Stamp`, and have another, `began`: when that
-    went on; see `Device.time_events`.
+    An event that ends a copy or an update may also be a `Stamp`, and have another, `began`, of its
+    start; see `Device.time_events`.
     """
 
     def done(self) -> bool:
-        """Whether it has happened; never blocks."""
+        """Return True if it has happened. Never blocks."""
 
     def wait(self) -> None:
         """Block the host until it has happened."""
@@ -200,7 +200,17 @@ class DeviceArena(Protocol):
 
 
 class Device(ABC):
-    """Memory, copies and ordering of one compute device."""
+    """Interface to the memory, copies and order of one compute device.
+
+    Implement it for another accelerator. `CpuDevice` is the simplest implementation, `CudaDevice`
+    (in `storage/cuda.py`) the complete one.
+
+    Attributes:
+        torch_device: The `torch.device`.
+        unified: Device memory is host memory, and nothing is copied.
+        host_clock: Compute has finished when its call returns.
+        warnings: Reasons why the device is slower than it should be.
+    """
 
     torch_device: torch.device
     unified: bool  # device memory is host memory: nothing needs copying
@@ -209,92 +219,162 @@ class Device(ABC):
 
     @abstractmethod
     def reserve(self, nbytes: int) -> DeviceArena:
-        """Reserve memory once; raises `DoesNotFitError` when it is not there."""
+        """Reserve device memory.
+
+        Args:
+            nbytes: Bytes.
+
+        Returns:
+            The reserved memory.
+
+        Raises:
+            DoesNotFitError: The device does not have this memory.
+        """
 
     @abstractmethod
     def memory_bytes(self) -> int | None:
-        """Bytes of device memory free now; None where that is the host's."""
+        """Return the free bytes of device memory; None if `unified`."""
 
     @abstractmethod
     def copy_in(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        """Host to device, after `after`; both uint8 and of one size. May return early."""
+        """Copy host memory to the device. May return before the copy has ended.
+
+        Args:
+            target: Device memory, uint8, 1-D.
+            source: Host memory, uint8, of the same size.
+            after: The copy begins after this event.
+
+        Returns:
+            The end of the copy.
+        """
 
     @abstractmethod
     def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        """Device to host, after `after` and all compute issued so far. May return early."""
+        """Copy device memory to the host, after all compute issued so far. May return early.
+
+        Args:
+            target: Host memory, uint8, 1-D.
+            source: Device memory, uint8, of the same size.
+            after: The copy begins after this event, too.
+
+        Returns:
+            The end of the copy.
+        """
 
     def copy_back(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        """Device to host, after `after` alone: of memory that no compute can touch meanwhile.
+        """Copy device memory that no compute touches to the host, after `after` alone. May return
+        early.
 
-        Both are reserved memory and outlive the copy, whoever refers to them. May return early.
+        Args:
+            target: Reserved host memory, uint8, 1-D, which outlives the copy.
+            source: Reserved device memory, uint8, of the same size, which outlives the copy.
+            after: The copy begins after this event.
+
+        Returns:
+            The end of the copy.
         """
         return self.copy_out(target, source, after)
 
     def bring(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        """Host to device, after `after` alone: no other copy in holds it up. May return early."""
+        """Copy host memory to the device on a stream that no other copy to the device delays.
+
+        Args:
+            target: Device memory, uint8, 1-D.
+            source: Host memory, uint8, of the same size.
+            after: The copy begins after this event.
+
+        Returns:
+            The end of the copy. May return early.
+        """
         return self.copy_in(target, source, after)
 
     @abstractmethod
     def compute_event(self) -> Event:
-        """The end of all compute issued so far."""
+        """Return the end of all compute issued so far."""
 
     @abstractmethod
     def compute_wait(self, event: Event) -> None:
-        """Order compute issued from now on after `event`; blocks the host only if it must."""
+        """Order compute issued from now on after `event`. Blocks the host only if it must."""
 
     def join_compute(self) -> None:  # noqa: B027
-        """The calling thread is about to compute, on whatever stream: after all compute so far.
+        """Order compute of the calling thread, on any stream, after all compute so far.
 
-        Raises `ResidencyError` while a CUDA graph is being captured.
+        Raises:
+            ResidencyError: A CUDA graph is being captured.
         """
 
     def why_no_kernels(self) -> str | None:
-        """Why optimizer state that rests here is updated by the host; None if `update` works."""
+        """Return why the host updates optimizer state on this device; None if `update` works."""
         return "there are no kernels for this device"
 
     def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
-        """One optimizer step, in place, of pieces in device memory, after `after`.
+        """Run one optimizer step on device memory, in place. May return early.
 
-        Only where `why_no_kernels` gives no reason. May return early.
+        Args:
+            pieces: Ranges of parameters, with their gradients, moments and settings.
+            after: The update begins after this event.
+
+        Returns:
+            The end of the update.
+
+        Raises:
+            MachineError: There are no kernels; see `why_no_kernels`.
         """
         raise MachineError("an update was asked of the device", because=self.why_no_kernels())
 
     def begin_square_sums(self, tensors: Sequence[Tensor]) -> SquareSums:
-        """Sums of squares of device tensors, after all compute issued so far; as `update`."""
+        """Start to sum the squares of device tensors, after all compute issued so far.
+
+        Args:
+            tensors: Device tensors.
+
+        Returns:
+            The sums, in fp64, when they are asked for.
+
+        Raises:
+            MachineError: There are no kernels; see `why_no_kernels`.
+        """
         raise MachineError("square sums were asked of the device", because=self.why_no_kernels())
 
     def follow_compute(self) -> None:  # noqa: B027
-        """The calling thread computes nothing itself: for it, compute is other threads' compute."""
+        """Mark the calling thread as one that computes nothing: its compute is that of other
+        threads.
+        """
 
     def beside(self, start: Callable[[], Event], after: Event = HAPPENED) -> Event:
-        """Start what moves this device's memory to and from other ranks, after `after`.
+        """Start a transfer between ranks that reads or writes device memory.
 
-        Returns its end: nothing of the device waits for it by itself.
+        Args:
+            start: Starts the transfer and returns its end.
+            after: The transfer begins after this event.
+
+        Returns:
+            The end of the transfer, for which nothing on the device waits implicitly.
         """
         after.wait()
         return start()
 
     def time_events(self, wanted: bool) -> None:  # noqa: B027
-        """Whether events of copies and updates will be asked when they happened."""
+        """Record when copies and updates happen, if `wanted`."""
 
     def stamp(self) -> int | Stamp:
-        """Now, in the order of compute: nanoseconds, or what will know them once it got there."""
+        """Return the time in the order of compute: nanoseconds, or an object with them later."""
         return time.perf_counter_ns()
 
     def synchronize(self) -> None:  # noqa: B027
-        """Wait for every copy and all compute; only after an exception."""
+        """Wait for all copies and all compute. Used after an exception only."""
 
     def pin(self, arena: HostArena) -> None:  # noqa: B027  (a CPU has nothing to pin)
         """Make host memory reachable by asynchronous copies."""
 
     def unpin(self) -> None:  # noqa: B027
-        """Undo every `pin`; nothing moves."""
+        """Undo every `pin`; no memory moves."""
 
     def return_freed_memory(self) -> None:  # noqa: B027
-        """Give back what torch keeps of freed device memory, which it may cut for other uses."""
+        """Return device memory that torch caches to the driver."""
 
     def close(self) -> None:  # noqa: B027
-        """Give back pins, streams and threads."""
+        """Release pinned memory, streams and threads."""
 
 
 class CpuDevice(Device):

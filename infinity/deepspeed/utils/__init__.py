@@ -277,9 +277,14 @@ def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class OnDevice:
-    """`with OnDevice(dtype, device="meta"): model = Build()`.
+    """Context manager in which a model is built on a device; on "meta" it takes no memory.
 
-    On "meta" a model takes no memory; `initialize` makes its values.
+    `initialize` makes the values of a model on the meta device.
+
+    Args:
+        dtype: Default dtype of the block; None leaves it unchanged.
+        device: Device of new tensors.
+        enabled: False for a block without effect.
     """
 
     def __init__(

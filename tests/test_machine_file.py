@@ -178,7 +178,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
 def test_what_is_no_json_object(tmp_path: Path, text: str, part: str) -> None:
     with pytest.raises(ConfigError, match=part):
         read_machine_file(written(tmp_path, text))
-    with pytest.raises(ConfigError, match="none.json does not exist"):
+    with pytest.raises(ConfigError, match=r"none\.json does not exist"):
         read_machine_file(tmp_path / "none.json")
 
 

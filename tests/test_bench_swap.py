@@ -140,8 +140,8 @@ def test_training_terms_by_hand() -> None:
     assert terms["steps_per_100_tbw"] == pytest.approx(100e12 / 12e9)
 
 
-def test_training_terms_agree_with_the_architecture() -> None:
-    text = (ROOT / "docs/ARCHITECTURE.md").read_text(encoding="utf-8")
+def test_training_terms_agree_with_the_page() -> None:
+    text = (ROOT / "docs/bytes.md").read_text(encoding="utf-8")
     row = re.search(r"\| all on disk, gradient in RAM \|[^|]+\| ([^|]+) \| ([^|]+) \|", text)
     assert row is not None
     read, written = row[1], row[2]

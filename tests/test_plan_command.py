@@ -138,7 +138,7 @@ def test_pieces_that_cannot_be_are_refused(tiny: str, arguments: list[str], word
 
 @pytest.mark.usefixtures("with_adapters")
 def test_the_page_of_a_large_model_can_be_checked_by_hand() -> None:
-    """docs/ARCHITECTURE.md: all on disk is 16 bytes read and 14 written, less what RAM holds."""
+    """docs/bytes.md: all on disk is 16 bytes read and 14 written, less what RAM holds."""
     arguments = ["70b", *DESKTOP, "--tokens", "2048", "--recompute"]
     report = answer(*arguments)
     assert report["fits"]

@@ -283,7 +283,7 @@ def test_the_gradient_is_wide_only_where_it_is_summed() -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_bytes_per_step_are_those_of_the_table(micro_batches: int) -> None:
-    """The table of ARCHITECTURE, with everything but the gradient on disk."""
+    """The table of docs/bytes.md, with everything but the gradient on disk."""
     count = 2048 * 16
     wish = {"weights": "disk", "moments": "disk", "gradients": "host"}
     plan = plan_of(

@@ -1,4 +1,4 @@
-"""The numbers of `infinity plan 70b`, by hand from the byte table, as ARCHITECTURE does it."""
+"""The numbers of `infinity plan 70b`, by hand from the byte table, as docs/bytes.md does it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from infinity.cli.plan import Wishes, report_of
 
 GIB = 1 << 30
-PAGE = Path(__file__).parent.parent / "docs" / "ARCHITECTURE.md"
+PAGE = Path(__file__).parent.parent / "docs" / "bytes.md"
 
 
 @pytest.fixture(scope="module")

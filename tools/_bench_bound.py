@@ -1,4 +1,4 @@
-"""How fast a step could be: the two bounds of docs/ARCHITECTURE.md, from a plan and measured rates.
+"""How fast a step could be: two bounds (docs/ARCHITECTURE.md), from a plan and measured rates.
 
 Bytes of each resource, the update's time and what overlaps what come from `infinity.plan.cost`;
 what is added here is how long the products of a micro-batch take, as measured.

@@ -9,7 +9,17 @@ from infinity.deepspeed.processes import add_config_arguments as add_config_argu
 from infinity.deepspeed.processes import init_distributed as init_distributed
 from infinity.deepspeed.utils import OnDevice as OnDevice
 from infinity.engine import Engine as Engine
+from infinity.errors import CheckpointError as CheckpointError
+from infinity.errors import ConfigError as ConfigError
+from infinity.errors import DoesNotFitError as DoesNotFitError
+from infinity.errors import EngineClosedError as EngineClosedError
+from infinity.errors import EngineFailedError as EngineFailedError
 from infinity.errors import InfinityError as InfinityError
+from infinity.errors import InfinityWarning as InfinityWarning
+from infinity.errors import MachineError as MachineError
+from infinity.errors import ResidencyError as ResidencyError
+from infinity.errors import TrainingError as TrainingError
+from infinity.errors import TransferError as TransferError
 from infinity.huggingface.models import from_config as from_config
 from infinity.huggingface.models import from_pretrained as from_pretrained
 from infinity.huggingface.models import save_pretrained as save_pretrained
@@ -24,23 +34,28 @@ from infinity.weights import load_weights as load_weights
 
 __all__ = [
     "CPUAdam",
+    "CheckpointError",
     "Config",
-    "DeepSpeedEngine",
+    "ConfigError",
+    "DoesNotFitError",
     "Engine",
+    "EngineClosedError",
+    "EngineFailedError",
     "FusedAdam",
     "InfinityError",
+    "InfinityWarning",
     "Init",
-    "OnDevice",
+    "MachineError",
+    "ResidencyError",
     "StepReport",
+    "TrainingError",
+    "TransferError",
     "__version__",
-    "add_config_arguments",
     "as_deepspeed",
     "from_config",
     "from_pretrained",
-    "init_distributed",
     "initialize",
     "load_config",
     "load_weights",
     "save_pretrained",
-    "translate_deepspeed",
 ]

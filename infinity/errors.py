@@ -59,33 +59,40 @@ class InfinityError(Exception):
 
 
 class InfinityWarning(UserWarning):
-    """Something works, but costs more than it needs to, or is less safe than it looks."""
+    """Warning of something that works, but costs more than needed or is less safe."""
 
 
 class ConfigError(InfinityError):
-    """The configuration or the arguments cannot mean what they say."""
+    """Invalid or contradictory configuration or arguments; exit code 2."""
 
     exit_code = 2
 
 
 class DoesNotFitError(InfinityError):
-    """A budget (device, host or disk) cannot hold what the run needs."""
+    """A budget or a drive is too small; exit code 3."""
 
     exit_code = 3
 
 
 class MachineError(InfinityError):
-    """The machine refuses: a path, a permission, a limit, a missing device."""
+    """A path, a permission, a limit or a device cannot be used; exit code 4."""
 
     exit_code = 4
 
 
 class RemovedError(MachineError):
-    """A file was removed while it was in use: nothing written to it can be found again."""
+    """A file was removed while it was in use, and its contents are lost."""
 
 
 class TransferError(MachineError):
-    """A read or write failed for good: carries `path`, `offset`, `length` and `errno`."""
+    """A read or a write failed permanently.
+
+    Attributes:
+        path: The file.
+        offset: First byte of the request.
+        length: Bytes of the request.
+        errno: Error number of the system.
+    """
 
     def __init__(
         self,
@@ -105,11 +112,7 @@ class TransferError(MachineError):
         self.errno = errno
 
     def untraced(self) -> TransferError:
-        """The same error as a new object: to be remembered, it must not keep frames alive.
-
-        Frames of a forward hold graphs, which refer to whoever remembers, where the garbage
-        collector cannot see it.
-        """
+        """Return a copy without a traceback, whose frames would keep graphs alive."""
         return TransferError(
             self.what,
             path=self.path,
@@ -122,25 +125,25 @@ class TransferError(MachineError):
 
 
 class CheckpointError(InfinityError):
-    """A checkpoint is damaged, incomplete, of another format, or does not fit the model."""
+    """A checkpoint is damaged, incomplete, or of another model; exit code 5."""
 
     exit_code = 5
 
 
 class ResidencyError(InfinityError):
-    """A parameter was used in a way that an offloaded or moved parameter cannot serve."""
+    """A parameter was used in a way that an offloaded parameter does not support."""
 
 
 class TrainingError(InfinityError):
-    """The training loop did something that has no meaning, or the numbers broke."""
+    """The training loop made an invalid call, or the numbers are not finite."""
 
 
 class EngineClosedError(InfinityError):
-    """The engine was closed; only `close()` may still be called."""
+    """The engine was closed; only `close()` may be called."""
 
 
 class EngineFailedError(InfinityError):
-    """An earlier failure left the state incomplete; carries the first error as `__cause__`."""
+    """An earlier failure left the state incomplete; `__cause__` is the first error."""
 
 
 _MOST_TEXT = 400  # of somebody else's error: it may name all there is

@@ -86,6 +86,8 @@ def test_a_mistake_in_a_command_is_named(
         assert text in left, result.stderr
         left = left.partition(text)[2]
     assert not (tmp_path / "run" / "run.json").exists()
+    if name == "drive":
+        assert not (tmp_path / "run" / "data").exists()  # before hours of tokens
 
 
 def model(width: int = 16) -> nn.Module:

@@ -92,12 +92,12 @@ def bench(
     a search for better settings: tools/bench_swap.py of the source.
     """
     with command():
-        places = [part.expanduser() for part in [*(paths or []), *(path or [])]]
+        directories = [part.expanduser() for part in [*(paths or []), *(path or [])]]
         quiet = not sys.stderr.isatty()
         with stdout_is_ours(), ProgressLine(quiet=quiet, transient=True) as line:
-            swap = _measure(places, gib, rounds, line) if places else None
+            swap = _measure(directories, gib, rounds, line) if directories else None
             line.show("measuring the rates for plans", 0, 1, edge=True)
-            machine = doctor.describe(places, True)
+            machine = doctor.describe(directories, True)
         rates = machine.as_dict()["rates"]
         if as_json:
             found = {} if swap is None else swap.as_dict()

@@ -21,6 +21,7 @@ from infinity.checkpoint.manifest import INDEX, MANIFEST_NAME
 from infinity.checkpoint.reader import StateReader
 from infinity.cli.saved_state import (
     Directory,
+    ModelSource,
     Opener,
     Tag,
     checkpoints_of,
@@ -299,16 +300,7 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Add adapters to the weights of their base.")
     ] = False,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="WHERE",
-            help="A run_dir, or a directory or Hub id with the config.json and tokenizer of the "
-            "model; none: weights alone, under the names of training. Default: the run of the "
-            "checkpoint, or a config.json in its directory.",
-        ),
-    ] = None,
+    model: ModelSource = None,
     max_shard: _MaxShard = "5GiB",
     force: Annotated[
         bool, typer.Option("--force", help="Replace the weights that are there.")
@@ -319,6 +311,7 @@ def export(
     For example: infinity checkpoint export runs/a weights --dtype fp32
 
     Of a run with adapters OUT gets the adapters, as peft saves them; with --merge, a whole model.
+    --model none writes weights alone, under the names of training.
     One tensor at a time is in memory, every byte is checked. Exits with 0, 2 where OUT holds
     weights already, 5 if the checkpoint is damaged.
     """
@@ -363,7 +356,7 @@ def _description_of(directory: Path, state: Path, model: str | None, merge: bool
     if model is None:
         from infinity.runs.saved_model import find_description
 
-        found = find_description(directory.expanduser().absolute()) or find_description(state)
+        found = find_description(directory, state)
     if found is None and merge:
         raise ConfigError(
             "--merge needs to know which adapters were trained over which model",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infinity.cli.saved_state import Tag, find_state
+from infinity.cli.saved_state import ModelSource, Tag, find_state
 from infinity.cli.terminal import BARS, ProgressLine, command
 from infinity.errors import ConfigError
 
@@ -52,15 +52,7 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Pass the prompt as it is, without the chat template.")
     ] = False,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="WHERE",
-            help="Of a checkpoint of your own loop: a directory or Hub id with the config.json "
-            "and tokenizer.",
-        ),
-    ] = None,
+    model: ModelSource = None,
     nvme_path: Annotated[
         Path | None,
         typer.Option("--nvme-path", metavar="PATH", help="For weights that do not fit RAM."),
@@ -113,7 +105,7 @@ def _load(
         module = load_directory(directory, config)
         return initialize(module, config, progress=line.progress)[0], saved
     state, opened = find_state(directory, tag)
-    source = model or find_description(directory.absolute()) or find_description(state)
+    source = model or find_description(directory, state)
     if source is None:
         raise ConfigError(
             f"nothing says of which model {state} is",

@@ -34,6 +34,17 @@ Tag = Annotated[
 ]
 
 
+ModelSource = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="WHERE",
+        help="A run_dir, or a directory or Hub id with the config.json and tokenizer of the model. "
+        "Default: the run of the checkpoint, or a config.json in its directory.",
+    ),
+]
+
+
 def find_state(directory: Path, tag: str | None) -> tuple[Path, Opener]:
     """Return where a checkpoint or durable run lies, and a function that opens it.
 

@@ -156,14 +156,18 @@ def _tokenizer_in(directory: Path) -> Tokenizer | None:
         return None
 
 
-def find_description(state: Path) -> Path | None:
+def find_description(directory: Path, state: Path) -> Path | None:
     """Return the directory that describes the model of saved state, as `describe` takes it.
 
-    It is the checkpoint's own, or one of the two above it: those of checkpoints and of the run.
+    Args:
+        directory: What the user named.
+        state: The checkpoint or durable run that was found there. Both are searched, and the two
+            directories above each: those of checkpoints and of the run.
     """
-    for path in (state, *state.parents[:2]):
-        if run_record(path) is not None or _is_of_transformers(path / CONFIG_NAME):
-            return path
+    for start in (directory.expanduser().absolute(), state):
+        for path in (start, *start.parents[:2]):
+            if run_record(path) is not None or _is_of_transformers(path / CONFIG_NAME):
+                return path
     return None
 
 

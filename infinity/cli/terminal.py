@@ -192,21 +192,26 @@ def _print(console: Console, text: str) -> None:
     """Print lines, wrapped at spaces on a terminal; what is to be typed is left in one piece."""
     lines = []
     for line in text.splitlines() or [""]:
-        body = line.lstrip(" ")
-        indent = " " * (len(line) - len(body))
-        whole = not console.is_terminal or line.startswith(_TO_COPY)
-        lines += [line] if whole else _wrapped(body, console.width, indent, f"{indent}  ")
+        one_line = not console.is_terminal or line.startswith(_TO_COPY)
+        lines += [line] if one_line else _wrapped_line(console, line)
     kind, colon, message = "\n".join(lines).partition(": ")
     console.print(Text.assemble((f"{kind}{colon}", _COLORS.get(kind, "")), message))
 
 
-def _wrapped(text: str, width: int, first: str, rest: str) -> list[str]:
-    """Wrap a line at spaces, `first` before its first part and `rest` before the others."""
+def _wrapped_line(console: Console, line: str) -> list[str]:
+    """Wrap a line to the width of a console, and indent its continuation by two more columns."""
+    text = line.lstrip(" ")
+    indent = " " * (len(line) - len(text))
+    return _wrapped(console, text, indent, f"{indent}  ")
+
+
+def _wrapped(console: Console, text: str, first: str, following: str) -> list[str]:
+    """Wrap text at spaces to the width of a terminal, after the indents of its lines."""
     lines = textwrap.wrap(
         text,
-        width,
+        max(console.width, 2 * _LABEL) if console.is_terminal else _ENDLESS,
         initial_indent=first,
-        subsequent_indent=rest,
+        subsequent_indent=following,
         break_long_words=False,
         break_on_hyphens=False,
     )
@@ -336,16 +341,12 @@ class Page:
     def say(self, text: str = "") -> None:
         """Print plain text; wrap lines at spaces if stdout is a terminal."""
         for line in text.splitlines() or [""]:
-            indent = len(line) - len(line.lstrip(" "))
-            self._fill(line.lstrip(" "), " " * indent, " " * (indent + 2))
+            self._console.print("\n".join(_wrapped_line(self._console, line)))
 
     def entry(self, label: str, text: str) -> None:
         """Print a label and, in the column after it, a text that is wrapped the same way."""
-        self._fill(text, f"{label} ".ljust(_LABEL), " " * _LABEL)
-
-    def _fill(self, text: str, first: str, rest: str) -> None:
-        width = max(self._console.width, 2 * _LABEL) if self._console.is_terminal else _ENDLESS
-        self._console.print("\n".join(_wrapped(text, width, first, rest)))
+        lines = _wrapped(self._console, text, f"{label} ".ljust(_LABEL), " " * _LABEL)
+        self._console.print("\n".join(lines))
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table; the first column names the row, the others are numbers."""

@@ -7,6 +7,7 @@ import copy
 import itertools
 import logging
 import warnings
+from collections import UserDict, namedtuple
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -450,15 +451,26 @@ def test_defaults_of_torch_change_nothing(tmp_path: Path) -> None:
             engine.close(restore=True)
 
 
-def test_inputs_that_stay_in_ram_and_buffers_of_another_dtype(tmp_path: Path) -> None:
-    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2, device="meta")])
+def test_inputs_are_moved_to_the_device_and_numbers_and_sizes_stay(tmp_path: Path) -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
+    Row = namedtuple("Row", "tokens label")
+    given = {"packed": packed, "rows": [Row(torch.ones(2), 3)], "encoding": UserDict(x=batch(0))}
     with small_engine(tmp_path, precision="bf16") as engine:
         inputs: Any = engine._inputs
+        same = inputs.admit((given, {"scale": torch.tensor(2.0)}))
+        assert same[0] is given
         inputs._device = torch.device("meta")
-        inputs.admit((packed, {"scale": torch.tensor(2.0)}))
-        with pytest.raises(TrainingError, match="an input tensor is on cpu"):
-            inputs.admit(torch.ones(2))
+        moved, (scale,) = inputs.admit((given, (torch.tensor(2.0),)))
+        assert scale.device.type == moved["packed"].batch_sizes.device.type == "cpu"
+        row = moved["rows"][0]
+        assert isinstance(row, Row)
+        assert isinstance(moved["encoding"], UserDict)
+        tensors = (moved["packed"].data, moved["packed"].sorted_indices, row.tokens)
+        assert all(t.device.type == "meta" for t in (*tensors, moved["encoding"]["x"]))
+        assert given["rows"][0].tokens.device.type == "cpu"  # what the caller holds is not changed
 
+
+def test_buffers_of_another_dtype_are_named(tmp_path: Path) -> None:
     class Positions(nn.Module):
         def __init__(self) -> None:
             super().__init__()

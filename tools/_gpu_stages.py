@@ -25,12 +25,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 STAGES = (
-    "smoke", "tests", "8b-32k", "1.5b-fsdp", "1.5b", "8b", "8b-16k", "disk", "8b-32k-m4", "14b",
-    "more",
+    "smoke", "tests", "integrations", "8b-32k", "1.5b-fsdp", "1.5b", "8b", "8b-16k", "disk",
+    "8b-32k-m4", "14b", "more",
 )  # fmt: skip
 # Two checks: one that is stopped does not hide the other.
 KERNEL_TESTS = ("tests/gpu/test_fused_adam.py", "tests/gpu/test_standalone_cuda.py")
 TRAINING_TESTS = ("tests/gpu/test_cuda.py", "tests/gpu/test_overlap.py")
+# Tests of `make test` whose engines compute on the GPU where there is one: what users call.
+INTEGRATION_TESTS = (
+    "tests/huggingface", "tests/test_doors.py", "tests/test_saved_model.py",
+    "tests/test_runs_training.py", "tests/test_train_command.py", "tests/test_lightning.py",
+    "tests/test_quantised.py", "tests/test_engine.py", "tests/test_engine_calls.py",
+    "tests/test_init.py", "tests/test_values.py", "tests/test_weights.py", "tests/test_losses.py",
+    "tests/test_train_batch.py", "tests/test_deferred.py", "tests/test_offloaded_parameters.py",
+    "tests/test_handed_parameters.py", "tests/test_activations.py", "tests/test_loss_scale.py",
+    "tests/test_examples.py", "tests/test_deepspeed_modules.py", "tests/test_standalone.py",
+)  # fmt: skip
 WHOLE_GIB, PLAIN_8B_GIB, OURS_14B_GIB = 139, 131, 136  # of an H200; that these take
 # Of the 32 blocks of 8B, for which plain torch has room on any card: see [Note: plain torch at 8B].
 NUM_8B_BLOCKS, DERIVED_FROM = 32, (4, 8)
@@ -79,8 +89,10 @@ def checks_of(
     plugins = ("no:cacheprovider", "xdist.plugin", "pytest_timeout")
     tests = [*package, "pytest", "-q", "-n", "4", *(w for p in plugins for w in ("-p", p))]
     # One that hangs shows where, by its worker's end, while the others go on.
-    tests += ["-m", "gpu", "--timeout", "60", "--timeout-method", "thread"]
-    tests += ["-o", "faulthandler_timeout=45"]
+    timeouts = ["--timeout", "60", "--timeout-method", "thread", "-o", "faulthandler_timeout=45"]
+    integrations = [*tests, "-n", "14", "--tb", "short", "-m", "not gpu and not big and not clock"]
+    integrations += [*timeouts, *INTEGRATION_TESTS]
+    tests += ["-m", "gpu", *timeouts]
     doctor = [*package, "infinity.cli", "doctor", "--path", "."]
     rates = Check("rates", 35, [*doctor, "--machine-file", str(out / "machine.json")])
 
@@ -121,6 +133,7 @@ def checks_of(
             Check("tests-kernels", 100, [*tests, *KERNEL_TESTS]),
             Check("tests-training", 150, [*EXPANDABLE, *tests, *TRAINING_TESTS]),
         ],
+        "integrations": [Check("tests-integrations", 170, integrations)],
         "more": [
             Check("adam", 40, [sys.executable, "tools/bench_adam_cuda.py"]),
             step("step-gpt-124m", 90, "--model", "gpt-124m", "--rounds", "3"),
@@ -167,7 +180,7 @@ def checks_of(
     }
     found = [check for name in stages for check in stage[name]]
     first = [check for check in found if check.plain]
-    measured = [rates] if set(stages) - {"smoke"} else []
+    measured = [rates] if set(stages) - {"smoke", "integrations"} else []
     return [*first, *measured, *(check for check in found if not check.plain)]
 
 

@@ -5,6 +5,7 @@
 #   tools/gpu_check.sh [STAGE..]            default: smoke tests. In order of their worth:
 #     smoke      the first minute: facts, kernels, links, copies beside compute, training, pinning
 #     tests      the tests that need a GPU
+#     integrations  tests of trainers, scripts and models that compute on the GPU where there is one
 #     8b-32k     8B at 32k tokens a step under a cap of 24 GiB, beside no offload
 #     1.5b-fsdp  1.5B at 8k tokens, beside FSDP2 with CPU offload
 #     1.5b, 8b, 8b-16k, disk, 8b-32k-m4, 14b  other sizes, each a call of its own

@@ -61,7 +61,8 @@ def sums_over_samples(trainer: Any, own: Iterable[tuple[str, type]]) -> bool:
         if getattr(getattr(trainer, name), "__func__", None) is not getattr(kind, name):
             return False
     others = (trainer.compute_loss_func, trainer.label_smoother)
-    if any(other is not None for other in others) or trainer.loss_is_scaled_for_ga is False:
+    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # newer than transformers 5.18
+    if any(other is not None for other in others) or scaled is False:
         return False
     model = trainer.model
     base: Any = model.get_base_model() if hasattr(model, "peft_config") else model

@@ -8,12 +8,13 @@ that the step has happened, whatever failed after it.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -35,7 +36,7 @@ from infinity.errors import (
 )
 from infinity.journal import Journal
 from infinity.model.buffers import find_buffers
-from infinity.model.torch_private import end_checkpoints, tree_map
+from infinity.model.torch_private import end_checkpoints
 from infinity.offload.report import Meter, StepReport
 from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.optim.offloaded import OffloadedOptimizer
@@ -193,19 +194,12 @@ class Inputs:
         self._told = False
 
     def admit(self, arguments: Any) -> Any:
-        """What the model is to get.
+        """Move tensors to the device, however deep, and cast floats where `casts` was asked for.
 
-        Raises `TrainingError` for a tensor, however deep, that is not on the device (but numbers,
-        and what a `PackedSequence` has in RAM), and for a parameter that requires a gradient and
-        has no state for it.
+        As FSDP2 moves inputs. Numbers (tensors of no dimension) and the batch sizes of a
+        `PackedSequence` stay in RAM. Raises `TrainingError` for a parameter that requires a
+        gradient and has no state for it.
         """
-        for tensor in _tensors(arguments):
-            if tensor.device != self._device and (tensor.dim() or tensor.device.type != "cpu"):
-                device = str(self._device)
-                raise TrainingError(
-                    f"an input tensor is on {tensor.device}, the engine computes on {device}",
-                    remedy=f"move the batch: tensor.to({device!r}) (engine.device)",
-                )
         for name, parameter, trained in zip(
             self._cut.names, self._cut.parameters, self._cut.trained, strict=True
         ):
@@ -217,16 +211,18 @@ class Inputs:
                     "parameters that are frozen for now, or keep it frozen",
                 )
         others = self._of_other_dtype(arguments) if self._casts else []
-        if not others:
-            return arguments
-        if not self._told:
+        if others and not self._told:
             self._told = True
             logging.getLogger("infinity").info(
                 "cast_inputs: %s of an input become %s, here and in later calls",
                 listed(sorted({str(t.dtype) for t in others})), self._dtype,
             )  # fmt: skip
-        found = {id(t) for t in others}
-        return tree_map(lambda x: x.to(self._dtype) if id(x) in found else x, arguments)
+        return _map_tensors(arguments, self._prepare)
+
+    def _prepare(self, tensor: Tensor) -> Tensor:
+        if tensor.dim() or tensor.device.type != "cpu":
+            tensor = tensor.to(self._device)
+        return tensor.to(self._dtype) if self._casts and tensor.is_floating_point() else tensor
 
     def explain(self, error: Exception, arguments: Any) -> None:
         """Raise `TrainingError` where an input of another dtype may be what torch refused; note
@@ -259,17 +255,34 @@ class Inputs:
         return [t for t in found if t.is_floating_point() and t.dtype is not self._dtype]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return `value` with its tensors changed; what holds none that changes is returned itself."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, PackedSequence):
-        yield value.data
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
+        return change(value)
+    if isinstance(value, Mapping):
+        items = {key: _map_tensors(item, change) for key, item in value.items()}
+        changed = {key: item for key, item in items.items() if item is not value[key]}
+        if changed:
+            value = copy.copy(value) if isinstance(value, MutableMapping) else dict(value)
+            value.update(changed)
     elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+        parts = [_map_tensors(item, change) for item in value]
+        if isinstance(value, PackedSequence):
+            parts[1] = value.batch_sizes  # torch wants them in RAM
+        if any(a is not b for a, b in zip(parts, value, strict=True)):
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _map_tensors(value, keep)
+    return found
 
 
 MAX_SKIPPED_IN_A_ROW = 20

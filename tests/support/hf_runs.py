@@ -67,7 +67,8 @@ def arguments(out: Path, **changed: Any) -> Any:
     told: dict[str, Any] = {
         "output_dir": str(out), "per_device_train_batch_size": 2, "max_steps": 7,
         "logging_steps": 1, "learning_rate": 1e-2, "weight_decay": 0.1, "adam_epsilon": 1e-5,
-        "gradient_accumulation_steps": 3, "seed": 3, "use_cpu": True, "report_to": "none",
+        "gradient_accumulation_steps": 3, "seed": 3, "report_to": "none",
+        "use_cpu": not torch.cuda.is_available(),
         "disable_tqdm": True, "save_strategy": "no",
     }  # fmt: skip
     kind = changed.pop("arguments", hf.TrainingArguments)

@@ -261,7 +261,21 @@ def _nothing_whole(newest: Path, weights_only: list[Path]) -> ConfigError:
 # not in somebody's training.
 
 
-_Trainer: Any = transformers().Trainer
+OLDEST = (5, 17)  # of transformers: the tests of the trainer fail with older ones
+
+
+def stock_trainer(package: Any) -> Any:
+    """Return transformers' ``Trainer``; raise `ConfigError` for a release that is too old."""
+    if tuple(map(int, package.__version__.split(".")[:2])) < OLDEST:
+        needed = ".".join(map(str, OLDEST))
+        raise ConfigError(
+            f"InfinityTrainer needs transformers {needed}, this is {package.__version__}",
+            remedy=f"pip install 'transformers>={needed}'",
+        )
+    return package.Trainer
+
+
+_Trainer: Any = stock_trainer(transformers())
 
 
 class InfinityTrainer(_Trainer):  # type: ignore[misc]

@@ -256,7 +256,7 @@ class Inputs:
 
 
 def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return `value` with its tensors changed; what holds none that changes is returned itself."""
+    """Return `value` with its tensors changed; a container of which none changes stays itself."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):

@@ -6,6 +6,8 @@ A release that changes one of these fails here, by name.
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ import transformers as hf
 from accelerate import Accelerator
 from support.hf_runs import llama
 
-from infinity.huggingface.trainer import InfinityTrainer, OffloadAccelerator
+from infinity.errors import ConfigError
+from infinity.huggingface.trainer import OLDEST, InfinityTrainer, OffloadAccelerator, stock_trainer
 
 # Methods of `transformers.Trainer` that are replaced, and who calls them there.
 REPLACED = {
@@ -117,3 +120,11 @@ def test_the_parts_of_training_that_never_run_here() -> None:
         assert line in source
     assert len(source.splitlines()) < 115  # 5.24 has more of FSDP
     assert "self.deepspeed" in inspect.getsource(hf.TrainingArguments.__post_init__)
+
+
+def test_an_older_transformers_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"needs transformers 5\.17, this is 5\.16\.1"):
+        stock_trainer(SimpleNamespace(__version__="5.16.1"))
+    assert stock_trainer(SimpleNamespace(__version__="5.17.0.dev0", Trainer=hf)) is hf
+    asked = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'"transformers>={".".join(map(str, OLDEST))}"' in asked

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import infinity
+from infinity.config.deepspeed_table import OLD_SECTIONS, TABLE
 from infinity.runs.settings import RunConfig
 
 project = "torch-infinity"
@@ -24,11 +25,19 @@ autodoc_member_order = "bysource"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
-REFERENCE = Path(__file__).with_name("config-reference.md")  # made, and not in the repository
+# Generated, and not in the repository.
+REFERENCE = Path(__file__).with_name("config-reference.md")
+DEEPSPEED_KEYS = Path(__file__).with_name("deepspeed-keys.md")
 
 
 def setup(app: Any) -> None:
-    """Write the configuration reference before pages are read."""
+    """Write the generated pages before Sphinx reads the sources."""
+    write_reference()
+    write_deepspeed_keys()
+
+
+def write_reference() -> None:
+    """Write a row for each key of our configuration."""
     schemas = {
         "Engine": ("What `initialize` takes.", infinity.Config),
         "Runs": ("What `infinity train` takes; `engine` holds the keys above.", RunConfig),
@@ -58,8 +67,40 @@ def rows(
         if "default" in facts:
             default = f"`{json.dumps(facts['default'])}`"
         text = " ".join(facts.get("description", "").split())
-        cells = (f"`{prefix}{name}`", values_of(facts, definitions), default, text)
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        yield table_row(f"`{prefix}{name}`", values_of(facts, definitions), default, text)
+
+
+def table_row(*cells: str) -> str:
+    """Return a row of a Markdown table."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def write_deepspeed_keys() -> None:
+    """Write a row for each key of DeepSpeed's configuration."""
+    text = [
+        "# DeepSpeed keys",
+        "",
+        "Every key of a DeepSpeed configuration. *done*: applied, by our key where one is named.",
+        "*accepted*: without effect. *refused*: an error under the condition, accepted otherwise.",
+        "In parentheses: earlier names of a key.",
+        "",
+        "A flag is true or false; a count is a whole number of 1 or more, signed any, an interval",
+        "may be infinite; a share is between 0 and 1; numbers are one, or one for each parameter",
+        "group.",
+        "",
+        *(f"The section `{new}` may be called `{old}`." for old, new in OLD_SECTIONS.items()),
+        "",
+        "| key | kind | DeepSpeed's default | here | note |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for key in TABLE:
+        name = " ".join([f"`{key.name}`", *(f"(`{old}`)" for old in key.old)])
+        kind = key.kind if isinstance(key.kind, str) else ", ".join(f"`{w}`" for w in key.kind)
+        here = f"{key.verdict} if {key.when}" if key.when else str(key.verdict)
+        ours = f"{here}: `{key.ours}`" if key.ours else here
+        note = f"{key.note}; {key.remedy}" if key.remedy else key.note
+        text.append(table_row(name, kind, f"`{key.default}`", ours, note))
+    DEEPSPEED_KEYS.write_text("\n".join(text) + "\n", encoding="utf-8")
 
 
 def section_of(facts: Mapping[str, Any], definitions: Mapping[str, Any]) -> Any:

@@ -1,7 +1,7 @@
-"""DeepSpeed's configuration as data: a line for each key, and how values of a kind are read.
+"""Lookup of DeepSpeed configuration keys, and readers for each kind of value.
 
-The lines stand in `deepspeed_keys.md`, for people and for us. JSON knows one kind of number, so
-`1e9` is a whole number here, and texts that are numbers too.
+The keys are data, in `deepspeed_table.py`. JSON has one kind of number, so `1e9` is accepted as a
+whole number, and so is text that is a number.
 """
 
 from __future__ import annotations
@@ -9,43 +9,15 @@ from __future__ import annotations
 import math
 import numbers
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
+from infinity.config.deepspeed_table import OLD_SECTIONS, TABLE, Kind, Verdict, When
 from infinity.rules import RULES
 
 # DeepSpeed's names of the built-in rules, of which it ignores the case.
 BUILT_IN = {name.lower(): name for name, rule in RULES.items() if rule.deepspeed is not None}
-
-
-class Verdict(StrEnum):
-    """What becomes of a key."""
-
-    DONE = "done"
-    ACCEPTED = "accepted"
-    REFUSED = "refused"
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """A line of the table.
-
-    A refused key is refused `when` ("if true"), and accepted otherwise; `remedy` is what to write
-    instead. `ours` is the key of ours that gets its value, "" where it takes more than that.
-    """
-
-    name: str
-    kind: str
-    default: str
-    verdict: Verdict
-    note: str
-    when: str
-    ours: str
-    remedy: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,29 +47,11 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | float | str) else str(value)
 
 
-def _parse(text: str) -> tuple[dict[str, Key], dict[str, str]]:
-    """The keys by name, and the present names of keys and sections by their old ones."""
-    keys: dict[str, Key] = {}
-    olds: dict[str, str] = {}
-    for line in text.splitlines():
-        if not line.startswith("| `"):
-            continue
-        names, kind, default, here, told = line[2:-2].split(" | ")
-        name, *others = re.findall("`(.*?)`", names)
-        section = name.rpartition(".")[0]
-        olds |= {f"{section}.{other}".lstrip("."): name for other in others}
-        if kind != "keys":
-            assert name not in keys, f"{name} stands in the table twice"
-            word, when, ours = _HERE.fullmatch(here).groups()  # type: ignore[union-attr]
-            note, _, remedy = told.partition(" -> ")
-            keys[name] = Key(
-                name, kind, default, Verdict(word), note, when or "", ours or "", remedy
-            )
-    return keys, olds
-
-
-_HERE = re.compile("(done|accepted|refused)(?: (if .*))?(?:: (.*))?")
-KEYS, OLD_NAMES = _parse(Path(__file__).with_suffix(".md").read_text(encoding="utf-8"))
+KEYS = {key.name: key for key in TABLE}
+# The present names of keys and sections by their old ones.
+OLD_NAMES = OLD_SECTIONS | {
+    f"{key.name.rpartition('.')[0]}.{old}".lstrip("."): key.name for key in TABLE for old in key.old
+}
 # Sections whose keys depend on `type`: what is not in the table is judged there.
 OPEN = ("optimizer.params", "scheduler.params")
 SECTIONS = frozenset(
@@ -148,27 +102,26 @@ def _has_stages(value: Any) -> bool:
     return isinstance(stages, int) and stages > 1
 
 
-REFUSED_IF: dict[str, Callable[[Any], bool]] = {
-    "if true": bool,
-    "if given": bool,
-    "if false": lambda value: not value,
-    "if above 1": lambda value: bool(value > 1),
-    "if on": _switched_on,
-    "if a size is above 1": _several_ways,
-    "if stages is above 1": _has_stages,
+REFUSED_IF: dict[When, Callable[[Any], bool]] = {
+    "true": bool,
+    "given": bool,
+    "false": lambda value: not value,
+    "above 1": lambda value: bool(value > 1),
+    "on": _switched_on,
+    "a size is above 1": _several_ways,
+    "stages is above 1": _has_stages,
 }
 
 # --- kinds of values -----------------------------------------------------------------------------
 
 
-def read_value(kind: str, value: Any) -> Any:
-    """The value as Python wants it; raises `ValueError` for one of another kind."""
-    if "/" not in kind:
+def read_value(kind: Kind | tuple[str, ...], value: Any) -> Any:
+    """Return the value as a Python object; raise `ValueError` if it is of another kind."""
+    if isinstance(kind, str):
         return _READ[kind](value)
-    words = kind.split("/")  # in upper or lower case
-    if isinstance(value, str) and value.lower() in words:
+    if isinstance(value, str) and value.lower() in kind:  # in upper or lower case
         return value.lower()
-    raise ValueError(f"should be one of {', '.join(map(repr, words))}")
+    raise ValueError(f"should be one of {', '.join(map(repr, kind))}")
 
 
 def _number(value: Any) -> float:
@@ -232,7 +185,7 @@ def _kind(types: Any, words: str) -> Callable[[Any], Any]:
 
 
 _WHOLE = _that(_whole, lambda number: number >= 0, "0 or more")
-_READ: dict[str, Callable[[Any], Any]] = {
+_READ: dict[Kind, Callable[[Any], Any]] = {
     "flag": _kind(bool, "true or false"),
     "number": _number,
     "numbers": _numbers,  # or one per group

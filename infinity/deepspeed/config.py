@@ -20,12 +20,11 @@ from infinity.config.deepspeed_keys import (
     OPEN,
     REFUSED_IF,
     SECTIONS,
-    Key,
     Row,
-    Verdict,
     names_in,
     read_value,
 )
+from infinity.config.deepspeed_table import Key, Verdict
 from infinity.config.schema import (
     BLOCK_MULTIPLE,
     CHUNK_MULTIPLE,
@@ -272,7 +271,7 @@ class _Draft:
             return
         key = KEYS.get(full)
         if key is None and section in OPEN:
-            key = Key(full, "anything", "its own default", Verdict.DONE, "passed on", "", "", "")
+            key = Key(full, "anything", "its own default", Verdict.DONE, "passed on")
         if key is not None:
             self._read_key(key, where, value)
         elif full in SECTIONS:

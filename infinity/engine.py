@@ -160,7 +160,15 @@ class Engine:
 
     @exclusive
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward; see `__call__`."""
+        """Run the module's forward without its hooks; see `__call__`.
+
+        Args:
+            args: Passed to the module.
+            kwargs: Passed to the module.
+
+        Returns:
+            The outputs of the module.
+        """
         self._check_usable()
         with self._stepper.together("a forward", loses=False):
             args, kwargs = self._inputs.admit((args, kwargs))
@@ -362,7 +370,11 @@ class Engine:
         return self
 
     def eval(self) -> Self:
-        """Set the module to evaluation mode and return the engine."""
+        """Set the module to evaluation mode.
+
+        Returns:
+            The engine.
+        """
         return self.train(False)
 
     # --- the accumulation window -----------------------------------------------------------------
@@ -529,7 +541,11 @@ class Engine:
         return self._values.materialized(targets(target, self._index_of), master=master)
 
     def is_materialized(self, parameter: nn.Parameter) -> bool:
-        """Return True if a block of `materialized` holds this parameter now."""
+        """Return True if a block of `materialized` holds this parameter now.
+
+        Args:
+            parameter: A parameter of the module.
+        """
         return self._index_of.get(id(parameter)) in self._values.lent
 
     @exclusive

@@ -87,11 +87,14 @@ class RemovedError(MachineError):
 class TransferError(MachineError):
     """A read or a write failed permanently.
 
-    Attributes:
+    Args:
+        what: Description of the failure.
         path: The file.
         offset: First byte of the request.
         length: Bytes of the request.
         errno: Error number of the system.
+        because: Likely cause.
+        remedy: Advice to the user.
     """
 
     def __init__(

@@ -160,7 +160,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
 
     @property
     def precision_plugin(self) -> Any:
-        """That of the engine."""
+        """Precision plugin of the engine."""
         return self._precision
 
     @precision_plugin.setter
@@ -169,7 +169,11 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
             self._precision.precision = str(getattr(plugin, "precision", "32-true"))
 
     def setup_environment(self) -> None:
-        """As any strategy; raises `ConfigError` for one of several processes."""
+        """Set up the process.
+
+        Raises:
+            ConfigError: There are several processes.
+        """
         ranks = find_ranks()
         ranks.close()
         if ranks.count > 1:
@@ -181,7 +185,15 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         super().setup_environment()
 
     def setup(self, trainer: Any) -> None:
-        """Make the engine of the module, or go on with it where nothing is to be trained."""
+        """Make the engine of the module, or reuse it for inference.
+
+        Args:
+            trainer: The Trainer.
+
+        Raises:
+            ConfigError: `configure_optimizers()` returned several optimizers, or the configuration
+                and the Trainer contradict each other.
+        """
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == "fit"
         if self.engine is not None and (fits or self.engine.module is not self.lightning_module):
@@ -251,7 +263,15 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
     # --- a step ----------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, as a call of the engine, which is told where the window ends."""
+        """Run the module's `training_step` as a call of the engine.
+
+        Args:
+            args: Passed to the module's `training_step`.
+            kwargs: Passed to the module's `training_step`.
+
+        Returns:
+            The value of the module's `training_step`.
+        """
         loop, module = self.lightning_module.trainer.fit_loop, self.lightning_module
         assert self.engine is not None
         last = not module.automatic_optimization or not loop._should_accumulate()
@@ -259,13 +279,17 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         return super().training_step(*args, **kwargs)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """End a micro-batch that is not the last of its window; that one ends with the step."""
+        """Step the engine after a micro-batch that does not end the accumulation window.
+
+        Args:
+            closure_loss: Not used.
+        """
         assert self.engine is not None
         if not self.engine.is_gradient_accumulation_boundary():
             self.engine.step()
 
     def on_validation_start(self) -> None:
-        """Lightning drops gradients before it validates, which a module by hand may have left."""
+        """Drop gradients that a module with manual optimization has left, as Lightning does."""
         module = self.lightning_module
         if module.trainer.state.fn == "fit" and not module.automatic_optimization:
             Engine.zero_grad(self._precision.require())
@@ -274,26 +298,36 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """The engine has to be there."""
+        """True: checkpoints are loaded into the engine."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """The engine does."""
+        """False: the engine restores optimizer state."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: weights go from where they rest into the engine's checkpoint."""
+        """Return an empty dict: weights are in the engine's checkpoint."""
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing; see above."""
+        """Return an empty dict: optimizer state is in the engine's checkpoint.
+
+        Args:
+            optimizer: Not used.
+        """
         return {}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write the directory `filepath`; returns when it is on stable storage."""
+        """Write a checkpoint directory; return when it is on stable storage.
+
+        Args:
+            checkpoint: Lightning's own state.
+            filepath: Path of the directory; an existing one is replaced.
+            storage_options: Passed to Lightning's checkpoint plugin.
+        """
         assert self.engine is not None
         folder = Path(filepath)
         if folder.is_dir() and not folder.is_symlink():
@@ -308,7 +342,19 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         self.checkpoint_io.save_checkpoint(checkpoint, folder / LOOP, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """What Lightning keeps; the engine's part goes to where the state rests, at once."""
+        """Load the engine's state, and return Lightning's own.
+
+        Args:
+            checkpoint_path: A directory of `save_checkpoint`, or a file of another strategy, whose
+                optimizer state is ignored with a warning.
+            weights_only: Passed to Lightning's checkpoint plugin.
+
+        Returns:
+            Lightning's own state.
+
+        Raises:
+            CheckpointError: The checkpoint is incomplete or damaged.
+        """
         assert self.engine is not None
         folder = Path(checkpoint_path)
         trains = self.lightning_module.trainer.state.fn == "fit"
@@ -333,13 +379,18 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         return self.checkpoint_io.load_checkpoint(folder / LOOP, weights_only=weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Of a file that another strategy wrote; ours is loaded already."""
+        """Load weights from a checkpoint of another strategy; ours are loaded already.
+
+        Args:
+            checkpoint: The value of `load_checkpoint`.
+            strict: Raise if names are missing or unexpected.
+        """
         assert self.engine is not None
         if checkpoint["state_dict"]:
             self.engine.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def teardown(self) -> None:
-        """The engine stays; see `close`."""
+        """Release the plugins of the Trainer. The engine stays alive until `close`."""
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()

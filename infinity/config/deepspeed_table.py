@@ -101,7 +101,7 @@ _ZEROPP = "it is ZeRO++'s, for several GPUs"
 _OVERLAP = "reads, updates and writes always overlap"
 _TIMES = "engine.last_report and the journal have times, bytes and stalls of each step"
 _MOVED = "engine.counters() and `infinity trace` report moved bytes"
-_PINNED = "memory that a GPU copies from is page-locked, as needed"
+_PINNED = "memory that a GPU copies from is page-locked"
 
 OLD_SECTIONS = {"bfloat16": "bf16"}
 # fmt: off

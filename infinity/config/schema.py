@@ -661,7 +661,7 @@ class Config(Section):
         return value
 
     def with_sliced_logits(self) -> Config:
-        """The same, with `activations.logits` sliced unless something else was chosen."""
+        """Return a copy with `activations.logits` sliced unless another value was chosen."""
         if self.activations.logits != "auto":
             return self
         sliced = self.activations.model_copy(update={"logits": "sliced"})

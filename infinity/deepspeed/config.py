@@ -43,28 +43,32 @@ OURS = "infinity"  # a section of a DeepSpeed configuration that holds keys of o
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """What a DeepSpeed configuration means here.
+    """A DeepSpeed configuration in the terms of this library.
 
-    `rows` say what became of each key that was given, in its order. `batch_size` is the number of
-    samples of a micro-batch, `drop_last` whether a loader leaves out a last one that is smaller.
+    Attributes:
+        config: The configuration.
+        rows: Treatment of each key that was given, in its order.
+        batch_size: Samples of a micro-batch.
+        drop_last: Whether a loader leaves out a smaller last batch.
+        trains: Whether an optimizer is configured or passed.
     """
 
     config: Config
     rows: tuple[Row, ...]
     batch_size: int
     drop_last: bool
-    trains: bool = True  # false: no optimizer, and none was needed
+    trains: bool = True
 
     def table(self) -> list[dict[str, Any]]:
-        """The rows as plain data: key, given, verdict, note."""
+        """Return the rows as plain data: key, given, verdict, note."""
         return [row.as_dict() for row in self.rows]
 
     def describe(self) -> str:
-        """The rows as text for people: a heading, and a line each."""
+        """Return the rows as text: a heading, and a line each."""
         return rows_as_text(self.table())
 
     def summary(self) -> str:
-        """One line: how many keys are in effect, and which have none here."""
+        """Return one line: the number of keys in effect, and the keys without effect."""
         idle = [row.key for row in self.rows if row.verdict is Verdict.ACCEPTED]
         done = f"{len(self.rows) - len(idle)} keys of the DeepSpeed configuration are in effect"
         return f"{done}; without effect here: {listed(idle, 6) or 'none'}"

@@ -65,10 +65,15 @@ class Answer(float):
 
 
 class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
-    """`Engine` as scripts written for DeepSpeed know it; see docs/migrating-from-deepspeed.md.
+    """Engine with DeepSpeed's methods; see docs/migrating-from-deepspeed.md.
 
     A module whose only child is `module`, so the names of its parameters and of its state dict
-    begin with "module.".
+    begin with "module.". Made by :func:`infinity.deepspeed.initialize`, which passes the arguments.
+
+    Args:
+        module: The model to train.
+        args: Passed to :class:`infinity.Engine`.
+        kwargs: Passed to :class:`infinity.Engine`.
     """
 
     # The configuration as `initialize` got it, and the loader that it made.
@@ -108,7 +113,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
 
     @property
     def loss_scale(self) -> Answer:
-        """Factor of the next loss in backward; 1.0 except in fp16. May be called."""
+        """Factor of the next loss in backward; 1.0 except in fp16. Callable, as in DeepSpeed."""
         return Answer(super().loss_scale)
 
     @property
@@ -118,7 +123,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
 
     @property
     def lr_scheduler(self) -> Any:
-        """The schedule the engine steps, or None; None may be set: then you step it yourself."""
+        """Schedule that the engine steps, or None. Set it to None to step it yourself."""
         return super().lr_scheduler
 
     @lr_scheduler.setter
@@ -127,7 +132,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
 
     @property
     def gradient_clipping(self) -> Answer:
-        """The largest norm of gradients, 0: any. May be called, and set."""
+        """Largest global norm of gradients, 0 for no clipping. Callable and settable."""
         return Answer(self._gradient_clipping)
 
     @gradient_clipping.setter
@@ -137,7 +142,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
     # --- batches ---------------------------------------------------------------------------------
 
     def train_batch_size(self) -> int:
-        """Samples of an update: micro-batch x accumulation steps x ranks."""
+        """Return the samples of an update: micro-batch x accumulation steps x ranks."""
         return self._micro_batch_size * self._window.share
 
     def train_micro_batch_size_per_gpu(self) -> int:
@@ -147,18 +152,28 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         return self._micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of an update on each rank, unless a boundary is set by hand."""
+        """Return the micro-batches of an update on each rank, unless a boundary is set by hand."""
         return self._window.length
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples of an update, of a micro-batch, and micro-batches of an update on each rank."""
+        """Return the batch sizes of the engine.
+
+        Returns:
+            Samples of an update, samples of a micro-batch, and micro-batches of an update on each
+            rank.
+        """
         return self.train_batch_size(), self._micro_batch_size, self._window.length
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Another number of samples an update, by another number of micro-batches.
+        """Set the samples of an update, by changing the number of micro-batches.
 
-        Between updates only. Raises `ConfigError` where it is no multiple of the micro-batch, or
-        where gradients rest in 16 bits, which cannot hold sums.
+        Args:
+            train_batch_size: Samples over all ranks; a multiple of micro-batch x ranks.
+
+        Raises:
+            ConfigError: The number is no such multiple, or gradients are stored in 16 bits, which
+                cannot hold sums.
+            TrainingError: The accumulation window is open: call it between updates.
         """
         least = self._micro_batch_size * self.ranks.count
         steps, rest = divmod(train_batch_size, least)
@@ -172,9 +187,14 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         self.set_gradient_accumulation_steps(steps)
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """Another number of micro-batches an update; as `set_train_batch_size`.
+        """Set the micro-batches of an update. Predictions of the plan are not changed.
 
-        Predictions of the plan stay those of the configuration.
+        Args:
+            steps: Micro-batches of an update on each rank, 1 or more.
+
+        Raises:
+            ConfigError: Gradients are stored in 16 bits, which cannot hold sums.
+            TrainingError: The accumulation window is open: call it between updates.
         """
         self._check_usable()
         self._end_users_backward()
@@ -188,22 +208,26 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         self._window.set_length(steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Set the number of samples of a micro-batch, for counting; loaders are not changed."""
+        """Set the samples of a micro-batch, for counting; loaders are not changed.
+
+        Args:
+            micro_batch_size: Samples of a micro-batch on one rank.
+        """
         self._set_micro_batch_size(micro_batch_size)
 
     @property
     def micro_steps(self) -> int:
-        """Calls of `step()` since the run began."""
+        """Number of calls of `step()` since the run began."""
         return self._stepper.progress.micro_batches
 
     @property
     def global_samples(self) -> int:
-        """Samples of all windows that are over, those of skipped steps too."""
+        """Samples of all closed accumulation windows, skipped steps included."""
         return self._stepper.progress.samples
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """No micro-batch in the block is the last of its window; `step()` is refused in it."""
+        """Keep the accumulation window open in the block; `step()` is refused in it."""
         self._check_usable()
         self._window.no_sync += 1
         try:
@@ -213,42 +237,50 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """For several backwards before a step: gradients are summed as they come all the same."""
+        """Do nothing: the gradients of several backwards are summed in any case."""
         self._check_usable()
         yield
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Nothing to do: gradients are summed as they come."""
+        """Do nothing: gradients are summed during backward.
+
+        Args:
+            bucket_size: Not used.
+        """
 
     # --- what the optimizer does -----------------------------------------------------------------
 
     def get_global_grad_norm(self) -> float | None:
-        """Gradient norm of the last step, before clipping; None before the first."""
+        """Return the gradient norm of the last step, before clipping; None before the first."""
         return self.grad_norm
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step()` updated parameters: at a boundary, and not skipped."""
+        """Return True if the last `step()` updated parameters: at a boundary, and not skipped."""
         return self._window.updated
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
+        """Return the learning rate of each parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def set_lr(self, lr: float) -> None:
-        """Another learning rate, of all parameter groups, until a schedule sets one."""
+        """Set the learning rate of all parameter groups, until a schedule sets another.
+
+        Args:
+            lr: The learning rate.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
     def get_type(self) -> list[Any]:
-        """What each parameter group has as its `type`."""
+        """Return the entry `type` of each parameter group, None where it is missing."""
         return [group.get("type") for group in self.optimizer.param_groups]
 
     def optimizer_name(self) -> str:
-        """The name of the update rule."""
+        """Return the name of the update rule."""
         return self.optimizer.rule.name
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale changes with overflows."""
+        """Return True if the loss scale changes with overflows."""
         return self.fp16_enabled() and not self._said("fp16.loss_scale")
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
@@ -258,10 +290,12 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
 
     @exclusive
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As DeepSpeed's: what backwards of the engine have added to the open window stays, unless
-        a `loss.backward()` of your own came last.
+        """Drop the gradients of the last `loss.backward()`; keep those of `engine.backward`.
 
-        `Engine.zero_grad(engine)` starts the window over.
+        As in DeepSpeed. `Engine.zero_grad(engine)` restarts the accumulation window.
+
+        Args:
+            set_to_none: Not used.
         """
         self._check_usable()
         self._drop_arrivals()
@@ -272,18 +306,18 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
             self._stepper.roll_back()
 
     def get_mom(self) -> list[Any]:
-        """The momentum of each parameter group, or its betas."""
+        """Return the momentum of each parameter group, or its betas."""
         groups = self.optimizer.param_groups
         return [group.get("momentum", group.get("betas")) for group in groups]
 
     # --- what was chosen -------------------------------------------------------------------------
 
     def fp16_enabled(self) -> bool:
-        """Whether the run computes in fp16, with loss scaling."""
+        """Return True if the run computes in fp16, with loss scaling."""
         return self.plan.precision.name == "fp16"
 
     def bfloat16_enabled(self) -> bool:
-        """Whether the run computes in bf16."""
+        """Return True if the run computes in bf16."""
         return self.plan.precision.name == "bf16"
 
     amp_enabled = torch_autocast_enabled = _always(False)  # the precision is that of the plan
@@ -292,35 +326,39 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
     data_sampling_enabled = random_ltd_enabled = _always(False)
 
     def zero_optimization(self) -> bool:
-        """Whether the DeepSpeed configuration named a stage above 0."""
+        """Return True if the DeepSpeed configuration has a stage above 0."""
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_stage(self) -> int:
-        """The stage that the DeepSpeed configuration named, else 0; ranks share all at any."""
+        """Return the stage of the DeepSpeed configuration, else 0; ranks shard all state at any."""
         return int(self._said(STAGE) or 0)
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Whether that stage is 2 or 3."""
+        """Return True if the stage is 2 or 3."""
         return self.zero_optimization_stage() >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Whether that stage is 3."""
+        """Return True if the stage is 3."""
         return self.zero_optimization_stage() >= 3
 
     def zero_offload_optimizer(self) -> OffloadDevice | None:
-        """Where the plan lets optimizer state rest: `.device` is cpu or nvme; None: not away."""
+        """Return where the plan stores optimizer state.
+
+        Returns:
+            An object whose `device` is cpu or nvme; None if all of it is on the GPU.
+        """
         return OffloadDevice.of({placement.state for placement in self.plan.placements})
 
     def zero_offload_param(self) -> OffloadDevice | None:
-        """Where the plan lets weights rest; as `zero_offload_optimizer`."""
+        """Return where the plan stores weights, as `zero_offload_optimizer`."""
         return OffloadDevice.of({placement.weight for placement in self.plan.placements})
 
     def zero_cpu_offload(self) -> bool:
-        """Whether the plan lets any optimizer state rest in RAM."""
+        """Return True if the plan stores optimizer state in RAM."""
         return any(placement.state is Tier.HOST for placement in self.plan.placements)
 
     def zero_has_nvme_offload(self) -> bool:
-        """Whether the plan lets anything rest on disk."""
+        """Return True if the plan stores anything on disk."""
         return any(self.plan.memory[Tier.DISK].values())
 
     zero_gather_16bit_weights_on_model_save = _always(True)  # they are always saved whole
@@ -329,31 +367,31 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
 
     @property
     def global_rank(self) -> int:
-        """The number of this rank."""
+        """Number of this rank."""
         return self.ranks.rank
 
     @property
     def local_rank(self) -> int:
-        """Its number on this machine."""
+        """Number of this rank on its machine."""
         return self.ranks.local_rank
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.ranks.count
 
     dp_world_size = world_size
 
     def get_data_parallel_rank(self) -> int:
-        """`global_rank`: every rank has data of its own."""
+        """Return `global_rank`: each rank has its own data."""
         return self.ranks.rank
 
     def get_data_parallel_world_size(self) -> int:
-        """`world_size`."""
+        """Return `world_size`."""
         return self.ranks.count
 
     def get_data_parallel_group(self) -> Any:
-        """torch's default group; None where there is one process."""
+        """Return torch's default process group; None for one process."""
         return None if self.ranks.count == 1 else torch.distributed.group.WORLD
 
     get_model_parallel_rank = get_tensor_parallel_rank = _always(0)
@@ -372,11 +410,22 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> Any:
-        """A loader of a Dataset, as that of `initialize(training_data=...)`.
+        """Return a loader of micro-batches, as `initialize(training_data=...)` makes it.
 
-        Micro-batches of `batch_size` samples (default: the configuration's), dealt to ranks in
-        turn, and shuffled where the `route` is "train". Raises `ConfigError` for a sampler;
-        `pin_memory` and the workers change nothing.
+        Args:
+            dataset: A :class:`torch.utils.data.Dataset`; ranks take micro-batches in turn.
+            batch_size: Samples of a micro-batch; default: that of the configuration.
+            route: "train" shuffles; any other value keeps the order.
+            pin_memory: Not used.
+            data_sampler: Must be None.
+            collate_fn: Passed to the loader.
+            num_local_io_workers: Not used.
+
+        Returns:
+            A loader whose position is saved with checkpoints.
+
+        Raises:
+            ConfigError: A `data_sampler` is given.
         """
         if data_sampler is not None:
             raise ConfigError(
@@ -392,7 +441,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
 
     @cached_property
     def monitor(self) -> MonitorMaster:
-        """What the configuration's sections of monitors ask for."""
+        """Monitors that the configuration enables."""
         source = None if self.translation is None else find_source(self.config)
         return MonitorMaster(get_monitor_config({} if source is None else source.raw))
 
@@ -409,11 +458,28 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         keep_last: int | None = None,
         wait: bool = True,
     ) -> Path:
-        """As `Engine.save_checkpoint`, and whole when this returns; tags are any that have a text.
+        """Save a checkpoint, as :meth:`Engine.save_checkpoint`, and replace one of the same tag.
 
-        Without `wait` it is copied while training goes on. One that is there by that tag is
-        replaced: until the new one is whole it is called `TAG.replaced`, and is found so. Raises
-        `ConfigError` where other files are in its directory.
+        Until the new checkpoint is complete the old one is called `TAG.replaced`, and loads by its
+        tag.
+
+        Args:
+            save_dir: Directory of checkpoints; created if needed.
+            tag: Name of the checkpoint; any object with a text. Default: `global_stepN`.
+            client_state: Plain data (numbers, texts, lists, mappings), returned by
+                `load_checkpoint`.
+            save_latest: Let the file `latest` name this checkpoint.
+            exclude_frozen_parameters: Not used: files of frozen weights are shared with the
+                previous checkpoint.
+            keep_last: Remove all but this number of newest checkpoints; None keeps all.
+            wait: Block until the checkpoint is complete. If False, files are written during
+                training.
+
+        Returns:
+            The directory of the checkpoint.
+
+        Raises:
+            ConfigError: The directory of the tag has other files, too.
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         check_tag(name)
@@ -457,7 +523,25 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         load_module_only: bool = False,
         custom_load_fn: None = None,
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
-        """As `Engine.load_checkpoint`; `TAG.replaced` where a save of TAG was killed."""
+        """Load a checkpoint, as :meth:`Engine.load_checkpoint`.
+
+        If a save of the tag was killed, the checkpoint that it was to replace is loaded.
+
+        Args:
+            load_dir: Directory of checkpoints, or of a durable run.
+            tag: Name of the checkpoint; default: that in the file `latest`.
+            load_module_strict: Raise if names are missing or unexpected.
+            load_optimizer_states: If False, weights become fp32 masters and moments stay unchanged.
+            load_lr_scheduler_states: If False, the learning rate schedule stays unchanged.
+            load_module_only: Load weights only.
+            custom_load_fn: Must be None.
+
+        Returns:
+            The directory of the checkpoint and the `client_state`; (None, None) if there is none.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged, or of another model.
+        """
         root = Path(load_dir).expanduser()
         if not (root / RECORD_NAME).is_file():
             with self.ranks.telling("looks for a checkpoint"):
@@ -510,9 +594,14 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> None:
-        """Take full values, by the names of `state_dict()` or of the module's.
+        """Load full values, by the names of `state_dict()` or of the module.
 
-        See :meth:`Engine.load_state_dict`. With `assign`, too, values are copied.
+        See :meth:`Engine.load_state_dict`.
+
+        Args:
+            state_dict: Full values by name.
+            strict: Raise if names are missing or unexpected.
+            assign: Not used: values are copied.
         """
         known = Engine.state_dict(self)
         if not any(name in known for name in state_dict):
@@ -527,9 +616,18 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Tensor]:
-        """All values of the module at once, by its names, on the CPU, in the dtype it computes in.
+        """Return all values of the module by name, on the CPU, in the compute dtype.
 
-        For one at a time: `state_dict()`. `keep_vars` is not looked at: values are copies.
+        It takes RAM for the whole model; `state_dict()` reads one value at a time.
+
+        Args:
+            destination: Dict to fill; default: a new one.
+            prefix: Text before each name.
+            keep_vars: Not used: values are copies.
+            exclude_frozen_parameters: Leave out parameters that are not trained.
+
+        Returns:
+            `destination`, filled.
         """
         state = self._state(exclude_frozen=exclude_frozen_parameters)
         target = {} if destination is None else destination
@@ -546,10 +644,17 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         z3_params_to_fetch: Any = None,
         allowed_missing_keys: Any = None,
     ) -> None:
-        """`load_state_dict`; `custom_load_fn(src=, dst=)` gets the module, its values at hand.
+        """Load full values into the module.
 
-        `checkpoint` is names and values, or has them as its "module", as DeepSpeed's have. What may
-        be missing are `allowed_missing_keys`; with `strict` nothing else may.
+        Args:
+            checkpoint: Values by name, or a dict that has them as its "module", as DeepSpeed's.
+            strict: Raise if other names than `allowed_missing_keys` are missing, or if there are
+                unexpected names.
+            custom_load_fn: Called as `custom_load_fn(src=values, dst=module)`, while all parameters
+                of the module are materialized.
+            fetch_z3_params: Not used.
+            z3_params_to_fetch: Not used.
+            allowed_missing_keys: Names that may be missing.
         """
         found = checkpoint.get("module", checkpoint)
         state_dict = found if isinstance(found, Mapping) else checkpoint
@@ -575,10 +680,20 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         save_filename: str | None = None,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the weights as they compute, as `save_weights` does: safetensors, shard by shard.
+        """Save the weights in the compute dtype.
 
-        With a `save_filename` that ends in .bin, .pt or .pth one file for `torch.load`, which
-        takes RAM for all weights at once. Raises `ConfigError` for other names.
+        Args:
+            save_dir: Directory to write to; created if needed.
+            save_filename: Default: safetensors in shards of 5 GiB, as `save_weights`. A name that
+                ends in .bin, .pt or .pth: one file for `torch.load`, which takes RAM for all
+                weights at once.
+            exclude_frozen_parameters: Leave out parameters that are not trained.
+
+        Returns:
+            True.
+
+        Raises:
+            ConfigError: `save_filename` has another ending.
         """
         state = self._state(exclude_frozen=exclude_frozen_parameters)
         directory = Path(save_dir).expanduser()
@@ -646,7 +761,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether blocks are, or will be, compiled."""
+        """Whether blocks are compiled, or will be when they are first called."""
         return self._parts.forwards.num_compiled > 0
 
     def empty_partition_cache(self) -> None:
@@ -665,6 +780,12 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         States in RAM or on disk are there when pending updates are written. Memory that the plan
         reserved on a GPU stays reserved until the engine is closed.
 
+        Args:
+            include: States (`OffloadStateTypeEnum`); default: all.
+            device: "cpu"; other devices are refused.
+            pin_memory: Not used.
+            non_blocking: Not used.
+
         Raises:
             ConfigError: A state is stored on the GPU; the message has its size and the remedy.
         """
@@ -673,18 +794,29 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         self.settle()
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Nothing to do: `offload_states` took nothing from where it is needed."""
+        """Do nothing: `offload_states` does not move states that are needed.
+
+        Args:
+            non_blocking: Not used.
+        """
         self._check_usable()
 
     def get_state_devices(self, state: OffloadStateTypeEnum) -> set[Any]:
-        """Where a kind of state rests: torch devices, and "disk"."""
+        """Return where a kind of state is stored.
+
+        Args:
+            state: The kind, such as `OffloadStateTypeEnum.optim_states`.
+
+        Returns:
+            Devices of torch, and the text "disk".
+        """
         return places_of(self.plan, self.device, state)
 
     def destroy(self) -> None:
-        """Release everything but weights; see `Engine.close`.
+        """Release everything except weights; see :meth:`Engine.close`.
 
         Weights stay with the module, in their compute dtype, as in DeepSpeed; the next `initialize`
-        of the module takes them. If the engine has failed, they are lost.
+        of the module uses them. If the engine has failed, they are lost.
         """
         if self._owner.is_here() and not self._closed:
             self._close(restore=False, rest=self._parts.prefetcher.failure is None)

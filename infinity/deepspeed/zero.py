@@ -78,19 +78,45 @@ def unmark(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether an engine has the parameter's values."""
+    """Return True if the parameter belongs to an engine.
+
+    Args:
+        parameter: Any object.
+    """
     return hasattr(parameter, "ds_id")
 
 
 class Init:
-    """`infinity.Init` with DeepSpeed's arguments: `with zero.Init(): model = Build()`.
+    """Context manager that builds a model without memory: `infinity.Init` for DeepSpeed's callers.
 
-    Where parameters go is said to `initialize`, so `remote_device`, `pin_memory` and process groups
-    change nothing. Values are made in the dtype they are written in and rounded once, so `dtype`
-    changes nothing either. `module`: a model that is built already stays as it is, `initialize`
-    takes it over. With `enabled=False`, and inside another such block, nothing happens; nor where
-    transformers asks, which fills the model in RAM right after. A model of its that RAM cannot
-    hold: `infinity.from_pretrained`. `tensor_overrides` are for what DeepSpeed patches in torch.
+    It does nothing inside another such block, and where transformers uses it, which fills the model
+    in RAM next; a transformers model larger than RAM needs `infinity.from_pretrained`. Placement is
+    decided by `initialize`.
+
+    Args:
+        module: Not used: `initialize` takes a model that is built already.
+        data_parallel_group: Not used.
+        mem_efficient_linear: Not used.
+        remote_device: Not used.
+        pin_memory: Not used.
+        config_dict_or_path: A configuration, of which `seed` is used.
+        config: The same, by DeepSpeed's earlier name.
+        enabled: If False, the block does nothing.
+        dtype: Not used: values are made in the dtype of the model's code and rounded once.
+        mpu: Must be None.
+        zero_param_parallel_group: Not used.
+        zero_quantized_weights: Must be False.
+        zero_quantized_nontrainable_weights: Must be False.
+        sequence_data_parallel_group: Not used.
+        param_swapper: Not used.
+        tensor_overrides: Not used.
+
+    Raises:
+        ConfigError: `mpu` or a quantization is asked for.
+
+    Example:
+        >>> with zero.Init():
+        ...     model = Model()
     """
 
     def __init__(
@@ -140,16 +166,23 @@ class Init:
 
 
 class GatheredParameters:
-    """In the block these parameters hold full values; edits are kept, on all ranks.
+    """Context manager in which parameters hold their full values; edits are written at its end.
 
-    `params` is a parameter, several of them, or a module's `parameters()`. Other tensors, and
-    parameters of an outer block, are left as they are. Leaving the block writes edits where they
-    rest: those of `modifier_rank`, on all ranks, also of parameters that no engine owns yet; where
-    that is None, all ranks make the same. Values are in the dtype that is computed in; for fp32
-    masters use `engine.materialized(params, master=True)`.
+    Values are in the compute dtype; for fp32 masters use
+    `engine.materialized(params, master=True)`.
 
-    Raises `ResidencyError` for parameters that have no values yet, and `ConfigError` in a forward
-    that has a backward: the block would lend values until its end, and backward comes later.
+    Args:
+        params: A parameter, several, or `module.parameters()`. Other tensors, and parameters of an
+            outer block, are not changed.
+        modifier_rank: Rank whose edits all ranks take, also for parameters without an engine. None:
+            all ranks make the same edits.
+        fwd_module: Not used.
+        enabled: If False, the block does nothing.
+
+    Raises:
+        ResidencyError: A parameter has no values yet.
+        ConfigError: The block is in a forward that has a backward, which would need the values
+            after the end of the block.
     """
 
     def __init__(
@@ -243,7 +276,11 @@ def _available(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """The engine's module, as it is: it generates between steps, and weights are brought to it."""
+    """Yield the module of an engine, which generates between steps; weights are prefetched.
+
+    Args:
+        model: An engine, or a module.
+    """
     yield getattr(model, "module", model)
 
 
@@ -260,7 +297,15 @@ def _seed_in(source: Any) -> int | None:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to do: a parameter is fetched wherever it is used. Wrong types are refused."""
+    """Check the types of the arguments: parameters are fetched wherever they are used.
+
+    Args:
+        module: Not used otherwise.
+        parameter: Not used otherwise.
+
+    Raises:
+        ConfigError: They are no module and parameter.
+    """
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise ConfigError(
             f"a module and a parameter were expected, got {type(module).__name__} and "

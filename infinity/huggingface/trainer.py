@@ -298,7 +298,8 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             `Config`. `args` fill in keys that are missing or "auto"; values that both name must be
             equal. With `activations.tokens`, the most tokens of a batch, the plan chooses how the
             batches of a step pass the model; losses equal those of `Trainer` except for rounding.
-        **arguments: Other arguments of `transformers.Trainer`.
+        given: Positional arguments of `transformers.Trainer`: `model`, `args`, ...
+        named: Keyword arguments of `transformers.Trainer`.
 
     Raises:
         ConfigError: The configuration and `args` contradict each other.
@@ -448,10 +449,11 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         return self._settings
 
     def close(self, *, restore: bool = False) -> None:
-        """Give everything back: threads, files, memory. Idempotent.
+        """Release threads, files and memory. Idempotent.
 
-        The model's parameters are offloaded afterwards; with `restore` they get their full values
-        back, in RAM.
+        Args:
+            restore: Give the model's parameters their full values, in RAM; otherwise they stay
+                offloaded.
         """
         self._closed = True
         for engine in self.accelerator.beside:
@@ -495,18 +497,33 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         return self.model_wrapped
 
     def get_train_dataloader(self) -> Any:
-        """As Trainer's; random draws of its batches are the same after a resume."""
+        """Return Trainer's loader; random draws of its batches are the same after a resume."""
         return note_draws(super().get_train_dataloader(), self._notes)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """The engine's optimizer, which is made here."""
+        """Make the engine if there is none.
+
+        Args:
+            model: Not used.
+
+        Returns:
+            The optimizer of the engine.
+        """
         self._open()
         return self.optimizer
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> Any:
-        """The configuration's schedule if it has one, else that of the TrainingArguments."""
+        """Make the schedule of the configuration, or else that of the `TrainingArguments`.
+
+        Args:
+            num_training_steps: Optimizer steps of the run.
+            optimizer: Optimizer to schedule; default: the engine's.
+
+        Returns:
+            The schedule.
+        """
         section = self._settings_now(num_training_steps).scheduler
         if self.lr_scheduler is None and section is not None:
             chosen = optimizer or self.optimizer
@@ -517,7 +534,15 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
     # --- a step's batches ------------------------------------------------------------------------
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; the batches are held until all of the step have been handed over."""
+        """Return the batches of a step, and hold them for the batch schedule.
+
+        Args:
+            args: Arguments of `Trainer.get_batch_samples`.
+            kwargs: Arguments of `Trainer.get_batch_samples`.
+
+        Returns:
+            The batches, and the number of items in them or None.
+        """
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         if self._batches is not None:
             self._batches.hold(batches, num_items)
@@ -526,7 +551,18 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
-        """As Trainer's; with a schedule the last batch of a step stands for all, 0 for others."""
+        """Run forward and backward of a batch.
+
+        With a batch schedule the call for the last batch of a step runs all of them.
+
+        Args:
+            model: The model, wrapped.
+            inputs: The batch.
+            num_items_in_batch: Items of the step, over which the loss is averaged.
+
+        Returns:
+            The loss; with a batch schedule that of the step in its last call, 0 in the others.
+        """
         self._see_step()
         self._step_log.batch(inputs, getattr(self.model, "main_input_name", "input_ids"))
         held = self._batches
@@ -544,14 +580,31 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             self._step_log.see(self.engine.last_report)
 
     def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
-        """As Trainer's; beside a loss stands what its steps took, see `StepLog.take`."""
+        """Log values; a log with a loss also gets the timings of its steps.
+
+        Args:
+            logs: Values by name.
+            more: Other arguments of `Trainer.log`.
+            named: Other arguments of `Trainer.log`.
+        """
         if "loss" in logs:
             self._see_step()
             logs = logs | self._step_log.take(self.args.world_size)
         super().log(logs, *more, **named)
 
     def compute_ref_log_probs(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """As TRL's; before training the model may be its own reference, and needs an engine."""
+        """Compute the reference's log probabilities, as TRL's trainers.
+
+        Before training the model may be its own reference: then the engine is made.
+
+        Args:
+            model: The reference.
+            args: Arguments of the method of TRL's trainer.
+            kwargs: Arguments of the method of TRL's trainer.
+
+        Returns:
+            The values of the method of TRL's trainer.
+        """
         if model is self.model:
             self._open()
         return super().compute_ref_log_probs(model, *args, **kwargs)
@@ -584,9 +637,19 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """As Trainer's. True resumes from the newest checkpoint of an engine that is complete.
+        """Train, as `Trainer.train`.
 
-        Raises `ConfigError` where output_dir has checkpoints, and none is.
+        Args:
+            resume_from_checkpoint: Path of a `checkpoint-N`; True for the newest complete one in
+                `output_dir`.
+            args: Other arguments of `Trainer.train`.
+            kwargs: Other arguments of `Trainer.train`.
+
+        Returns:
+            A `TrainOutput` of transformers.
+
+        Raises:
+            ConfigError: No checkpoint in `output_dir` is complete, or the path is no checkpoint.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest_whole(self.args.output_dir) or True

@@ -294,7 +294,11 @@ class Device(ABC):
 
     @abstractmethod
     def compute_wait(self, event: Event) -> None:
-        """Order compute issued from now on after `event`. Blocks the host only if it must."""
+        """Order compute issued from now on after `event`. Blocks the host only if it must.
+
+        Args:
+            event: An event of this device.
+        """
 
     def join_compute(self) -> None:  # noqa: B027
         """Order compute of the calling thread, on any stream, after all compute so far.
@@ -355,7 +359,11 @@ class Device(ABC):
         return start()
 
     def time_events(self, wanted: bool) -> None:  # noqa: B027
-        """Record when copies and updates happen, if `wanted`."""
+        """Turn the recording of times of copies and updates on or off.
+
+        Args:
+            wanted: Whether to record.
+        """
 
     def stamp(self) -> int | Stamp:
         """Return the time in the order of compute: nanoseconds, or an object with them later."""
@@ -365,7 +373,11 @@ class Device(ABC):
         """Wait for all copies and all compute. Used after an exception only."""
 
     def pin(self, arena: HostArena) -> None:  # noqa: B027  (a CPU has nothing to pin)
-        """Make host memory reachable by asynchronous copies."""
+        """Make host memory reachable by asynchronous copies.
+
+        Args:
+            arena: Memory to page-lock; it stays so until `unpin` or `close`.
+        """
 
     def unpin(self) -> None:  # noqa: B027
         """Undo every `pin`; no memory moves."""

@@ -31,7 +31,7 @@ def all_placements(plan: Plan, free: Sequence[str]) -> Iterator[tuple[UnitPlacem
         other: tuple[Tier, ...] = (Tier.DISK, Tier.HOST)
     else:
         places, other = {}, tuple(Tier)
-    choices = [places.get(f, other) if f in free else (Tier.DISK,) for f in UnitPlacement.__slots__]
+    choices = [places.get(f, other) if f in free else (Tier.DISK,) for f in UnitPlacement._fields]
     return itertools.product(itertools.starmap(UnitPlacement, itertools.product(*choices)),
                              repeat=len(plan.units))  # fmt: skip
 

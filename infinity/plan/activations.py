@@ -105,6 +105,7 @@ class ActivationModel:
         shares: Mapping[int, float] | None = None,
     ) -> None:
         self.units = units
+        self.widths = block_widths(units)
         self._itemsize = max((u.weight_itemsize for u in units), default=0)
         self._heads: list[tuple[int, ...]] = []
         self._blocks = [self._shape(b, lookups, heads, shares or {}) for b in _blocks(units)]
@@ -354,7 +355,11 @@ NOTHING_SAVED = SavedPlan()
 
 
 def plan_saved(
-    settings: ActivationsConfig, units: Sequence[UnitLayout], *, unified: bool
+    settings: ActivationsConfig,
+    units: Sequence[UnitLayout],
+    *,
+    unified: bool,
+    widths: list[int] | None = None,
 ) -> tuple[SavedPlan, tuple[str, ...]]:
     """From the configuration, and notes for the user; raises `ConfigError` if tokens tell nothing.
 
@@ -363,7 +368,8 @@ def plan_saved(
     notes: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
     if settings.tokens is not None:
-        sizes = _expected_sizes(settings, units)
+        known = block_widths(units) if widths is None else widths
+        sizes = _expected_sizes(settings, units, known)
     offload = None if settings.offload == "none" else Tier(settings.offload)
     if offload is Tier.HOST and unified:
         offload = None
@@ -400,7 +406,9 @@ def plan_saved(
     return saved, notes
 
 
-def _expected_sizes(settings: ActivationsConfig, units: Sequence[UnitLayout]) -> tuple[int, ...]:
+def _expected_sizes(
+    settings: ActivationsConfig, units: Sequence[UnitLayout], widths: list[int]
+) -> tuple[int, ...]:
     """Bytes of the inputs of the blocks that are recomputed, slice by slice.
 
     Of all of them where none is: then a model is expected to do it itself.
@@ -408,7 +416,6 @@ def _expected_sizes(settings: ActivationsConfig, units: Sequence[UnitLayout]) ->
     assert settings.tokens is not None
     itemsize = max((u.weight_itemsize for u in units), default=0)
     part = -(-settings.tokens // settings.slices)
-    widths = block_widths(units)
     if settings.recompute != "all" and settings.recompute:
         widths = widths[: settings.recompute]
     sizes = [part * width * itemsize for width in widths]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 from infinity.formats import FrozenFormat
-from infinity.plan.layout import OFF_DEVICE, PAGE, TIERS, Kind, Tier, UnitLayout
+from infinity.plan.layout import OFF_DEVICE, PAGE, TIERS, Tier, UnitLayout
 from infinity.plan.plan import Alike, Plan, SlotClass, UpdatePlace, update_place
 
 NUM_WINDOWS = 3  # gradient ranges in RAM when gradients rest on disk
@@ -52,7 +54,17 @@ class Limits:
 
 def with_memory(plan: Plan, limits: Limits) -> Plan:
     """The same plan with its slot classes and bytes per tier and purpose."""
-    plan = replace(plan, slot_classes=_slot_classes(plan))
+    key = (*plan.searched, limits.base, limits.made)
+    known: Plan | None = plan.facts.known.get(key)
+    if known is None:
+        known = plan.facts.known[key] = _with_memory(plan, limits)
+    found = plan.changed(slot_classes=known.slot_classes, memory=known.memory)
+    found.__dict__.update(alike=known.alike, tier_bytes=known.tier_bytes)
+    return found
+
+
+def _with_memory(plan: Plan, limits: Limits) -> Plan:
+    plan = plan.changed(slot_classes=_slot_classes(plan))
     device, host, disk = _at_rest(plan).values()
     device = {
         "slots": sum(c.slot_bytes * c.count for c in plan.slot_classes),
@@ -60,16 +72,17 @@ def with_memory(plan: Plan, limits: Limits) -> Plan:
         "streaming": NUM_STREAM_BUFFERS * stream_bytes(plan),
         "optimizer matrices": matrix_bytes(plan, by_host=False),
     }
-    if quantised := max((u.largest_quantised for u in plan.units), default=0):
+    if quantised := plan.facts.largest_quantised:
         device["dequantising"] = FrozenFormat.work_bytes(quantised)
     if plan.ranks > 1:
         device["exchange"] = 2 * num_exchanges(plan) * exchange_bytes(plan)
+    fetching = num_fetch_buffers(plan)
     host = {
         "process": limits.base,
         **host,
         "staging": plan.num_staging_buffers * staging_bytes(plan),
         "gradient windows": num_windows(plan) * largest_window(plan),
-        "fetch staging": num_fetch_buffers(plan) * fetch_bytes(plan),
+        "fetch staging": fetching and fetching * fetch_bytes(plan),
         "gradient staging": 0 if plan.unified else NUM_GRADIENT_BUFFERS * largest_trained(plan),
         "saving": NUM_COPY_BUFFERS * copy_buffer_bytes(plan) + _frozen_copy_bytes(plan),
         "optimizer tiles": TILE_BUFFERS * 4 * plan.rule.tile_elements,
@@ -83,9 +96,7 @@ def with_memory(plan: Plan, limits: Limits) -> Plan:
         disk = {**disk, "activations": plan.saved.disk_bytes}
     host["checksums"] = checksum_bytes(sum(disk.values())) if plan.verify else 0
     host["initial_write"] = _initial_write_bytes(plan, limits, device, host)
-    found = replace(plan, memory={Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk})
-    found.__dict__["alike"] = plan.alike  # the same units and placements: not grouped again
-    return found
+    return plan.changed(memory={Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk})
 
 
 def _initial_write_bytes(
@@ -139,9 +150,18 @@ def _slot_classes(plan: Plan) -> tuple[SlotClass, ...]:
     A unit that computes with its weights where they rest has none. Those that stay `whole` have a
     slot each, of their own size.
     """
-    moving = [
-        u for u in plan.units if not plan.computes_at_rest(u.index) and u.index not in plan.whole
-    ]
+    computing = [i for i, h in enumerate(plan.placements) if h.weight is Tier.DEVICE]
+    there = frozenset(computing if plan.ranks == 1 else ()) - plan.facts.dequantised
+    key = (there | plan.whole, plan.whole, plan.prefetch_units)
+    if key not in plan.facts.known:
+        plan.facts.known[key] = _classes_without(plan, there | plan.whole)
+    found: tuple[SlotClass, ...] = plan.facts.known[key]
+    return found
+
+
+def _classes_without(plan: Plan, resting: frozenset[int]) -> tuple[SlotClass, ...]:
+    """Return the slot classes of a plan of which these units do not move."""
+    moving = [unit for unit in plan.units if unit.index not in resting]
     groups: list[list[UnitLayout]] = []
     for unit in sorted(moving, key=lambda u: (-u.slot_bytes, u.index)):
         if groups and unit.slot_bytes * 2 > groups[-1][0].slot_bytes:
@@ -168,47 +188,68 @@ def _at_rest(plan: Plan) -> dict[Tier, dict[str, int]]:
     """What rests on each tier."""
     found = {tier: {"weights": 0, "state": 0, "gradients": 0} for tier in TIERS}
     for alike in plan.alike:
-        layout, placement, count = alike.layout, alike.placement, len(alike.units)
-        weight = plan.range_bytes(layout, Kind.WEIGHT)
-        state = plan.state_bytes(layout, placement, TIERS) - weight
+        placement, count, sizes = alike.placement, len(alike.units), _unit_bytes(plan, alike)
         copies = plan.nodes if plan.is_shared(alike.units[0]) else 1
-        found[placement.weight]["weights"] += copies * count * layout.shard_bytes
-        found[placement.state]["state"] += count * state
-        found[placement.gradient]["gradients"] += count * plan.gradient_bytes(layout)
+        found[placement.weight]["weights"] += copies * count * sizes.weight
+        found[placement.state]["state"] += count * sizes.state
+        found[placement.gradient]["gradients"] += count * sizes.gradient
     return found
+
+
+class _UnitBytes(NamedTuple):
+    """Bytes at rest of a rank's share of a unit, and of the buffers that its placement needs."""
+
+    weight: int
+    state: int
+    gradient: int
+    staged: int
+    streamed: int
+    copied: int
+
+
+def _unit_bytes(plan: Plan, alike: Alike) -> _UnitBytes:
+    layout, placement = alike.layout, alike.placement
+    kind, is_streamed = plan.facts.kinds[layout.index], placement in plan.streamed
+    key = (kind, placement, is_streamed, plan.chunks_at_once, plan.beside, plan.basis)
+    known: _UnitBytes | None = plan.facts.known.get(key)
+    if known is None:
+        chunks = plan.passage(placement)
+        known = plan.facts.known[key] = _UnitBytes(
+            weight=layout.shard_bytes,
+            state=plan.weight_and_state(layout)[1],
+            gradient=plan.gradient_bytes(layout),
+            staged=_staged_bytes(plan, alike),
+            streamed=_bytes_at_once(plan, alike, OFF_DEVICE, chunks, gradient=True)
+            if is_streamed
+            else 0,
+            copied=_bytes_at_once(plan, alike, _out_of_reach(plan) if plan.ranks == 1 else TIERS),
+        )
+    return known
 
 
 def staging_bytes(plan: Plan) -> int:
     """Return bytes of one staging buffer: the chunks that are updated at once, of every kind that
     some unit cannot update in place.
     """
+    return max((_unit_bytes(plan, alike).staged for alike in plan.alike), default=0)
 
-    def staged(alike: Alike) -> int:
-        place = update_place(plan, alike.units[0])
-        if place is UpdatePlace.DEVICE:
-            return 0
-        # What rests on the device and is streamed is updated there.
-        streamed = plan.streamed_chunks(alike.layout, alike.placement)
-        all_streamed = streamed == alike.layout.num_chunks(plan.chunk_elements)
-        outside = (Tier.DISK,) if all_streamed else _out_of_reach(plan)
-        chunks = plan.passage(alike.placement, by_device=False)
-        return _bytes_at_once(plan, alike, outside, chunks, gradient=True)
 
-    return max(map(staged, plan.alike), default=0)
+def _staged_bytes(plan: Plan, alike: Alike) -> int:
+    if update_place(plan, alike.units[0]) is UpdatePlace.DEVICE:
+        return 0
+    # What rests on the device and is streamed is updated there.
+    streamed = plan.streamed_chunks(alike.layout, alike.placement)
+    all_streamed = streamed == alike.layout.num_chunks(plan.chunk_elements)
+    outside = (Tier.DISK,) if all_streamed else _out_of_reach(plan)
+    chunks = plan.passage(alike.placement, by_device=False)
+    return _bytes_at_once(plan, alike, outside, chunks, gradient=True)
 
 
 def stream_bytes(plan: Plan) -> int:
     """Bytes of one device buffer of streamed updates: of all that does not rest there, the chunks
     that pass at once.
     """
-    streamed = (alike for alike in plan.alike if alike.placement in plan.streamed)
-    return max(
-        (
-            _bytes_at_once(plan, one, OFF_DEVICE, plan.passage(one.placement), gradient=True)
-            for one in streamed
-        ),
-        default=0,
-    )
+    return max((_unit_bytes(plan, alike).streamed for alike in plan.alike), default=0)
 
 
 def matrix_bytes(plan: Plan, *, by_host: bool) -> int:
@@ -231,8 +272,7 @@ def copy_buffer_bytes(plan: Plan) -> int:
 
     Of several ranks, which send it to the first, of every kind.
     """
-    outside = _out_of_reach(plan) if plan.ranks == 1 else TIERS
-    return max((_bytes_at_once(plan, alike, outside) for alike in plan.alike), default=0)
+    return max((_unit_bytes(plan, alike).copied for alike in plan.alike), default=0)
 
 
 def _frozen_copy_bytes(plan: Plan) -> int:
@@ -285,23 +325,22 @@ def _durable_bytes(plan: Plan, disk: dict[str, int]) -> int:
 
 def num_windows(plan: Plan) -> int:
     """Gradient windows: only where some gradients rest on disk."""
-    return min(NUM_WINDOWS, len(_gradients_on_disk(plan)))
+    return min(NUM_WINDOWS, sum(len(alike.units) for alike in _gradients_on_disk(plan)))
 
 
 def largest_window(plan: Plan) -> int:
     """Bytes of one gradient window."""
-    return max(_gradients_on_disk(plan), default=0)
+    return max((plan.gradient_bytes(a.layout) for a in _gradients_on_disk(plan)), default=0)
 
 
-def _gradients_on_disk(plan: Plan) -> list[int]:
-    on_disk = [a for a in plan.alike if a.placement.gradient is Tier.DISK and a.layout.numel]
-    return [plan.gradient_bytes(alike.layout) for alike in on_disk for _ in alike.units]
+def _gradients_on_disk(plan: Plan) -> list[Alike]:
+    return [a for a in plan.alike if a.placement.gradient is Tier.DISK and a.layout.numel]
 
 
 def num_fetch_buffers(plan: Plan) -> int:
     """Host buffers in which disk reads land on their way to a device of its own memory."""
-    disk = [h for h in plan.placements if h.weight is Tier.DISK]
-    return 0 if plan.unified or not disk else plan.prefetch_units + 2
+    on_disk = not plan.unified and any(a.placement.weight is Tier.DISK for a in plan.alike)
+    return plan.prefetch_units + 2 if on_disk else 0
 
 
 def largest_slot(plan: Plan) -> int:
@@ -311,8 +350,8 @@ def largest_slot(plan: Plan) -> int:
 
 def fetch_bytes(plan: Plan) -> int:
     """Bytes of the largest fetch: what a rank keeps of the weights of a unit."""
-    moving = (unit for c in plan.slot_classes for unit in c.members)
-    return max((plan.units[unit].shard_bytes for unit in moving), default=0)
+    moving = chain.from_iterable(c.members for c in plan.slot_classes)
+    return max(map(plan.facts.shard_bytes.__getitem__, moving), default=0)
 
 
 def num_exchanges(plan: Plan) -> int:

@@ -27,7 +27,7 @@ from infinity.plan.budget import AUTO_SHARE, Limits, budgeted_bytes
 from infinity.plan.cost import StepCost, Work, step_cost
 from infinity.plan.layout import PRECISIONS, Tier, UnitLayout, lay_out_again
 from infinity.plan.machine import PlanMachine
-from infinity.plan.plan import Plan, RuleFacts
+from infinity.plan.plan import Plan, RuleFacts, UnitFacts
 from infinity.plan.planner import make_plan
 from infinity.sizes import format_size
 
@@ -59,7 +59,7 @@ def activations_on_device(
     found = model.of(
         tokens, recompute=recompute, slices=settings.slices, logits_at_once=logits_at_once(settings)
     )
-    saved, _ = plan_saved(settings, model.units, unified=unified)
+    saved, _ = plan_saved(settings, model.units, unified=unified, widths=model.widths)
     away = away_bytes(saved)
     return replace(found, boundaries=max(found.boundaries - away, 0)) if away else found
 
@@ -76,8 +76,8 @@ class Case:
     Units are laid out for the machine's ranks; plan, times and activations are those of one, and
     budgets of RAM and disk a node's. `base` is RAM in bytes that the process needs itself, `made`
     the largest value made at the initial write (see `Limits`), `device_share` the part of the
-    device's memory that a run takes. `model` follows from units and work, and is kept for the cases
-    that are made of this one.
+    device's memory that a run takes. `model` and `facts` follow from units and work, and are kept
+    for the cases that are made of this one.
     """
 
     units: tuple[UnitLayout, ...]
@@ -89,6 +89,7 @@ class Case:
     made: int = 0
     device_share: float = 1.0
     model: ActivationModel | None = field(default=None, compare=False, repr=False)
+    facts: UnitFacts | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         settings = self.config.activations
@@ -101,6 +102,8 @@ class Case:
                 self.units, lookups=work.lookups, heads=work.heads, shares=work.shares
             )
             object.__setattr__(self, "model", model)
+        if self.facts is None or self.facts.units is not self.units:
+            object.__setattr__(self, "facts", UnitFacts(self.units))
 
     @property
     def limits(self) -> Limits:
@@ -174,6 +177,7 @@ class Case:
             rates=self.machine.rank_rates,
             nodes=self.machine.nodes,
             may_share=self.machine.ranks > 1,
+            facts=self.facts,
         )
 
     def lowest_plans(self) -> Iterator[Plan]:

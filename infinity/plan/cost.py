@@ -50,7 +50,7 @@ from typing import Any
 from infinity.config.schema import Recompute
 from infinity.plan.access_order import guess_cycle
 from infinity.plan.activations import attending_width, recomputed
-from infinity.plan.forecast import PhaseBytes, disk_of_pass, forecast_phases
+from infinity.plan.forecast import PhaseBytes, counted_phases, disk_of_pass, forecast_phases
 from infinity.plan.layout import Segment, Tier, UnitLayout
 from infinity.plan.plan import (
     BETWEEN_HOSTS,
@@ -383,6 +383,19 @@ def step_cost(
     return StepCost(tuple(pricing.of(phase) for phase in forecast_phases(plan, cycle)))
 
 
+def movement_cost(
+    plan: Plan, rates: Rates
+) -> tuple[tuple[float, float], tuple[float, float] | None]:
+    """Seconds of a steady step where compute costs nothing, and those of all resources together.
+
+    The same of each micro-batch more; None where that is not known.
+    """
+    pricing = _Pricing(plan, rates, None, None)
+    phases, more = counted_phases(plan)
+    added = None if more is None else pricing.movement((phase, 1) for phase in more)
+    return pricing.movement(phases), added
+
+
 class _Pricing:
     """Seconds of phases of one plan; equal phases are priced once."""
 
@@ -413,6 +426,15 @@ class _Pricing:
             self._known[key] = resources, self._seconds(phase, resources)
         name = f"{'backward' if phase.backward else 'forward'} {phase.micro_batch + 1}"
         return PhaseCost(name, *self._known[key])
+
+    def movement(self, phases: Iterable[tuple[PhaseBytes, int]]) -> tuple[float, float]:
+        """Seconds of phases, each so many times, and those of their resources together."""
+        seconds = busy = 0.0
+        for phase, count in phases:
+            cost = self.of(phase)
+            seconds += count * cost.seconds
+            busy += count * sum(cost.resources.values())
+        return seconds, busy
 
     def _seconds(self, phase: PhaseBytes, resources: dict[str, float]) -> float:
         """Of a phase, with the two ends that stick out of it."""
@@ -458,8 +480,7 @@ class _Pricing:
             resources["calls"] = calls_s(plan) if phase.has_update else 0.0
             resources["update, CPU share"] = beside
             # What the CPU updates alone, the thread that asks for copies waits for.
-            streamed = max(stream_s(plan, rates), beside)
-            resources["update"] = update + streamed if update else 0.0
+            resources["update"] = update and update + max(stream_s(plan, rates), beside)
         return resources
 
     def _compute_s(self, phase: PhaseBytes, once: _Elements, again: _Elements) -> float:
@@ -553,7 +574,7 @@ def update_s(plan: Plan, rates: Rates) -> tuple[float, float, float]:
     """
     host = beside = device = 0.0
     for alike in plan.alike:
-        trained = sum(plan.units[unit].num_trained for unit in alike.units) // plan.ranks
+        trained = sum(map(plan.facts.num_trained.__getitem__, alike.units)) // plan.ranks
         place, layout = update_place(plan, alike.units[0]), alike.layout
         if not rates.device_update or place is UpdatePlace.CPU:
             host += trained
@@ -610,7 +631,7 @@ def share_beside(plan: Plan, rates: Rates) -> float:
     Both hang on it linearly; links have other things to carry behind the same forward, too.
     """
     longer = []  # what links take longer than the CPU's updates
-    for one in (plan, replace(plan, beside=0.5)):
+    for one in (plan, plan.changed(beside=0.5)):
         moved = next(phase.moved for phase in forecast_phases(one) if phase.has_update)
         links = max(rates.copies_s(moved["to_device"], moved["from_device"]))
         longer.append(links - update_s(one, rates)[1])

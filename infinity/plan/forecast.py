@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
+from typing import Any
 
 from infinity.plan import access_order
 from infinity.plan.access_order import AccessOrder, guess_cycle
@@ -27,6 +28,8 @@ from infinity.plan.plan import (
     streamed_bytes,
     update_place,
 )
+
+FEW = 5  # micro-batches after which, most often, each is like the one before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +72,45 @@ def forecast_phases(
     summed: Collection[int] | None = None,
 ) -> list[PhaseBytes]:
     """The same by phase: forward and backward of every micro-batch, in order."""
-    course = _Course(
-        cycle=tuple(cycle or guess_cycle(len(plan.units), backward=True)),
+    course = _course_of(plan, tuple(cycle) if cycle else None)
+    sizes = plan.saved.sizes if saved is None else saved
+    return _Bytes(plan, course.cycle, sizes, summed).of(_run(course))
+
+
+def counted_phases(plan: Plan) -> tuple[list[tuple[PhaseBytes, int]], list[PhaseBytes] | None]:
+    """The phases of the usual cycle that differ, and how many are like each; see `_steady`.
+
+    With them those of each micro-batch more, None where that is not known. Phases of the last
+    micro-batch are apart: a pass over gradients comes behind them.
+    """
+    course = _course_of(plan, None)
+    moving = _Bytes(plan, course.cycle, plan.saved.sizes)
+    found: dict[tuple[object, ...], list[Any]] = {}
+    phases, more = _steady(course)
+    for moves in phases:
+        last = moves.micro_batch + 1 == course.micro_batches
+        key = (*moves.lists, moves.backward, moves.micro_batch > 0, last)
+        if key not in found:
+            found[key] = [moving.of_phase(moves), 0]
+        found[key][1] += 1
+    added = None if more is None else [found[*m.lists, m.backward, True, False][0] for m in more]
+    return [(phase, count) for phase, count in found.values()], added
+
+
+def _course_of(plan: Plan, cycle: tuple[int, ...] | None) -> _Course:
+    return _Course(
+        cycle=cycle or _usual_cycle(len(plan.units)),
         slot_classes=plan.slot_classes,
-        trained=tuple(bool(unit.numel) for unit in plan.units),
+        trained=plan.facts.trained,
         publishes=tuple(map(_publishing(plan).__contains__, range(len(plan.units)))),
         prefetch_units=plan.prefetch_units,
         micro_batches=plan.micro_batches,
     )
-    sizes = plan.saved.sizes if saved is None else saved
-    if summed is None:
-        summed = [u.index for u in plan.units if u.is_block and plan.saved.slices > 1]
-    return _Bytes(plan, dict.fromkeys(course.cycle), sizes, summed).of(_run(course))
+
+
+@lru_cache(maxsize=16)
+def _usual_cycle(num_units: int) -> tuple[int, ...]:
+    return tuple(guess_cycle(num_units, backward=True))
 
 
 def _publishing(plan: Plan) -> set[int]:
@@ -109,15 +139,40 @@ class _PhaseMoves:
     backward: bool
     fetched: list[int] = field(default_factory=list)
     updated: list[tuple[int, bool]] = field(default_factory=list)
+    repeats: bool = False  # the phase two before it, whose lists it shares
+
+    @property
+    def lists(self) -> tuple[int, int]:
+        """A key of what moves."""
+        return id(self.fetched), id(self.updated)
 
 
-@lru_cache(maxsize=64)
 def _run(course: _Course) -> tuple[_PhaseMoves, ...]:
     """The moves of a steady step."""
-    run = _CountedRun(course)
+    few, more = _steady(replace(course, micro_batches=min(course.micro_batches, FEW)))
+    if course.micro_batches <= FEW:
+        return few
+    if more is None:
+        return _steady(course)[0]
+    last = course.micro_batches - 1
+    again = (replace(m, micro_batch=count) for count in range(FEW - 1, last) for m in more)
+    return (*few[:-2], *again, *(replace(moves, micro_batch=last) for moves in few[-2:]))
+
+
+@lru_cache(maxsize=256)
+def _steady(
+    course: _Course,
+) -> tuple[tuple[_PhaseMoves, ...], tuple[_PhaseMoves, ...] | None]:
+    """The moves of a steady step, and of each micro-batch that is added to it.
+
+    None for the latter where the last but one is not like the one before it.
+    """
+    run, count = _CountedRun(course), 2 * course.micro_batches
     run.step()
     run.step()
-    return tuple(run.phases[-1 - 2 * course.micro_batches : -1])
+    cold, steady = run.phases[:count], run.phases[count : 2 * count]
+    settled = count > 4 and cold[-4].repeats and steady[-4].repeats
+    return tuple(steady), tuple(steady[-4:-2]) if settled else None
 
 
 def disk_of_pass(plan: Plan, layout: UnitLayout, placement: UnitPlacement) -> tuple[int, int]:
@@ -128,20 +183,34 @@ def disk_of_pass(plan: Plan, layout: UnitLayout, placement: UnitPlacement) -> tu
 
 
 class _Bytes:
-    """From moves to bytes, under the placement of one plan; `used` are units in order of first use.
+    """From moves to bytes, under the placement of one plan.
 
-    `saved` are sizes of tensors that each forward saves, and its backward brings back.
+    `cycle` are its accesses, `saved` sizes of tensors that each forward saves, and its backward
+    brings back, `summed` units whose gradients leave in fp32: all blocks if None, and if the plan
+    has slices.
     """
 
     def __init__(
-        self, plan: Plan, used: Collection[int], saved: tuple[int, ...], summed: Collection[int]
+        self,
+        plan: Plan,
+        cycle: tuple[int, ...],
+        saved: tuple[int, ...],
+        summed: Collection[int] | None = None,
     ) -> None:
         self.plan = plan
-        self._summed = summed
+        if summed is None:
+            summed = plan.facts.blocks if plan.saved.slices > 1 else ()
         self._saved = saved_moves(saved, plan.saved, unified=plan.unified)
-        self._group = {unit: n for n, alike in enumerate(plan.alike) for unit in alike.units}
-        self._updated: dict[tuple[int, bool], dict[str, int]] = {}
-        self._gradients = self._of_gradients(used)
+        self._group = [0] * len(plan.units)
+        self._on_disk = [0] * len(plan.units)  # of one fetch
+        self._inward = [0] * len(plan.units)
+        for group, alike in enumerate(plan.alike):
+            size, tier = alike.layout.shard_bytes, alike.placement.weight
+            for unit in alike.units:
+                self._group[unit] = group
+                self._on_disk[unit] = size if tier is Tier.DISK else 0
+                self._inward[unit] = 0 if plan.unified or tier is Tier.DEVICE else size
+        self._gradients = self._of_gradients(cycle, frozenset(summed))
 
     def of(self, phases: Sequence[_PhaseMoves]) -> list[PhaseBytes]:
         """The bytes of every phase; of repeated ones, which share their lists, counted once."""
@@ -150,22 +219,26 @@ class _Bytes:
         for moves in phases:
             # The first backward has no sums to add to.
             first = moves.backward and not moves.micro_batch
-            key = (id(moves.fetched), id(moves.updated), first)
+            key = (*moves.lists, first)
             if key not in alike:
-                alike[key] = self._of_phase(moves)
+                alike[key] = self.of_phase(moves).moved
             found.append(PhaseBytes(moves.micro_batch, moves.backward, alike[key]))
         return found
 
-    def _of_phase(self, moves: _PhaseMoves) -> dict[str, int]:
+    def of_phase(self, moves: _PhaseMoves) -> PhaseBytes:
+        """The bytes of one phase."""
         moved = dict.fromkeys(DIRECTIONS, 0)
-        _add(self._of_fetches(moves.fetched), moved)
+        if moves.fetched:
+            moved["disk_read"] += sum(map(self._on_disk.__getitem__, moves.fetched))
+            moved["to_device"] += sum(map(self._inward.__getitem__, moves.fetched))
         _add(self._saved[moves.backward], moved)
         if not moves.backward and not moves.micro_batch:
             moved["disk_write"] += self.plan.commit_bytes // self.plan.durable_every
-        group = self._group
-        for one, count in Counter((group[u], publish) for u, publish in moves.updated).items():
-            _add(self._of_update(*one), moved, count)
-        moved["from_device"] += self._normed(moves.updated)
+        if moves.updated:
+            group = self._group
+            for one, count in Counter((group[u], publish) for u, publish in moves.updated).items():
+                _add(self._of_update(*one), moved, count)
+            moved["from_device"] += self._normed(moves.updated)
         if moves.backward:
             _add(self._gradients[moves.micro_batch > 0], moved)
         if self.plan.ranks > 1:
@@ -173,14 +246,14 @@ class _Bytes:
             moved["between_hosts"] = self._between_hosts(moves)
             if not self.plan.unified:
                 moved["to_device"] += copied
-        return moved
+        return PhaseBytes(moves.micro_batch, moves.backward, moved)
 
     def _gathered(self, moves: _PhaseMoves) -> tuple[int, int]:
         """Others' shards of what came to a slot, and at the end their square sums for the norm.
 
         By links, and copied from RAM that ranks share.
         """
-        units, others = self.plan.units, self.plan.ranks - 1
+        others = self.plan.ranks - 1
         brought = [*moves.fetched, *(unit for unit, publish in moves.updated if publish)]
         nbytes = copied = 0
         for group, count in Counter(map(self._group.__getitem__, brought)).items():
@@ -191,8 +264,7 @@ class _Bytes:
             else:
                 nbytes += size
         if moves.backward and moves.micro_batch + 1 == self.plan.micro_batches:
-            told = (unit.num_told for unit in units if unit.numel)
-            nbytes += 8 * others * max(map(sum, zip(*told, strict=True)), default=0)
+            nbytes += 8 * others * self.plan.facts.num_told
         return nbytes, copied
 
     def _between_hosts(self, moves: _PhaseMoves) -> int:
@@ -204,15 +276,6 @@ class _Bytes:
         units = [unit for unit, _ in moves.updated if self.plan.is_shared(unit)]
         return (self.plan.nodes - 1) * sum(self.plan.own[u].trained_bytes for u in units)
 
-    def _of_fetches(self, fetched: list[int]) -> dict[str, int]:
-        moved = {"disk_read": 0, "to_device": 0}
-        for group, count in Counter(map(self._group.__getitem__, fetched)).items():
-            alike = self.plan.alike[group]
-            size, tier = count * alike.layout.shard_bytes, alike.placement.weight
-            moved["disk_read"] += size if tier is Tier.DISK else 0
-            moved["to_device"] += 0 if self.plan.unified or tier is Tier.DEVICE else size
-        return moved
-
     def _normed(self, updated: list[tuple[int, bool]]) -> int:
         """Gradients on a device that a norm on the host reads: without padding, unlike the rest."""
         plan = self.plan
@@ -223,12 +286,14 @@ class _Bytes:
 
     def _of_update(self, group: int, publish: bool) -> dict[str, int]:
         """Of one of units that are alike."""
-        found = self._updated.get((group, publish))
-        if found is None:
-            alike = self.plan.alike[group]
-            found = self._update(alike.layout, alike.placement, publish)
-            self._updated[group, publish] = found
-        return found
+        plan, alike = self.plan, self.plan.alike[group]
+        layout, placement = alike.layout, alike.placement
+        kind, streamed = plan.facts.kinds[layout.index], placement in plan.streamed
+        key = (kind, placement, publish, streamed, plan.chunks_at_once, plan.beside, plan.basis)
+        known: dict[str, int] | None = plan.facts.known.get(key)
+        if known is None:
+            known = plan.facts.known[key] = self._update(layout, placement, publish)
+        return known
 
     def _update(
         self, layout: UnitLayout, placement: UnitPlacement, publish: bool
@@ -252,20 +317,42 @@ class _Bytes:
         moved["from_device"] += resting + (gradient if placement.gradient is Tier.DEVICE else 0)
         return moved
 
-    def _of_gradients(self, used: Collection[int]) -> tuple[dict[str, int], dict[str, int]]:
+    def _of_gradients(
+        self, cycle: tuple[int, ...], summed: frozenset[int]
+    ) -> tuple[dict[str, int], dict[str, int]]:
         """Of all units in one backward: the first of a step, and any other."""
-        plan, on_disk, from_device, exchanged = self.plan, 0, 0, 0
-        for unit in used:
-            layout, tier = plan.units[unit], plan.placements[unit].gradient
-            if tier is Tier.DISK and plan.own[unit].num_trained:
-                on_disk += plan.gradient_bytes(layout)
-            itemsize = 4 if unit in self._summed else layout.weight_itemsize
-            exchanged += (plan.ranks - 1) * layout.shard_numel * itemsize
-            if not plan.unified and tier is not Tier.DEVICE:
-                # Of every rank's gradient what is this one's; wide where they are sums of slices.
-                from_device += plan.ranks * plan.own[unit].num_trained * itemsize
+        plan, on_disk, from_device = self.plan, 0, 0
+        sizes, exchanged = self._gradient_sizes(cycle, summed)
+        for (rests, leaves), placement in zip(sizes, plan.placements, strict=True):
+            if placement.gradient is Tier.DISK:
+                on_disk += rests
+            if placement.gradient is not Tier.DEVICE:
+                from_device += leaves
         first = {"disk_write": on_disk, "from_device": from_device, "all_to_all": exchanged}
         return first, {"disk_read": on_disk, **first}
+
+    def _gradient_sizes(
+        self, cycle: tuple[int, ...], summed: frozenset[int]
+    ) -> tuple[list[tuple[int, int]], int]:
+        """Bytes of every unit's gradient, at rest and from the device; those of all between ranks.
+
+        Of units that a cycle uses. They hang on no placement.
+        """
+        plan = self.plan
+        key = (cycle, summed, plan.rank, plan.ranks, plan.gradient_itemsize, plan.unified)
+        found: tuple[list[tuple[int, int]], int] | None = plan.facts.known.get(key)
+        if found is not None:
+            return found
+        sizes, exchanged = [(0, 0)] * len(plan.units), 0
+        for unit in set(cycle):
+            layout, trained = plan.units[unit], plan.own[unit].num_trained
+            itemsize = 4 if unit in summed else layout.weight_itemsize
+            exchanged += (plan.ranks - 1) * layout.shard_numel * itemsize
+            # Of every rank's gradient what is this one's; wide where they are sums of slices.
+            leaves = 0 if plan.unified else plan.ranks * trained * itemsize
+            sizes[unit] = plan.gradient_bytes(layout) if trained else 0, leaves
+        plan.facts.known[key] = sizes, exchanged
+        return sizes, exchanged
 
 
 def _add(moved: dict[str, int], to: dict[str, int], times: int = 1) -> None:
@@ -320,8 +407,7 @@ class _CountedRun:
 
     def _repeat(self, micro_batch: int) -> None:
         for phase in self.phases[-2:]:
-            moves = _PhaseMoves(micro_batch, phase.backward, phase.fetched, phase.updated)
-            self.phases.append(moves)
+            self.phases.append(replace(phase, micro_batch=micro_batch, repeats=True))
 
     def _use(self, unit: int) -> None:
         self.current = unit

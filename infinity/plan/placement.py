@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from infinity.plan.budget import Limits, budgeted_bytes, excess, fits_as, with_memory
-from infinity.plan.cost import Rates, step_cost
+from infinity.plan.cost import Rates, movement_cost
+from infinity.plan.forecast import FEW
 from infinity.plan.layout import Tier
 from infinity.plan.plan import Plan, UnitPlacement
 
@@ -54,8 +55,27 @@ def best_placement(plan: Plan, fields: Sequence[str], limits: Limits, rates: Rat
 
 def score(plan: Plan, rates: Rates) -> float:
     """Seconds of a step, and a little for resources that are busy without binding."""
-    cost = step_cost(plan, rates)
-    return cost.seconds + HIDDEN_SHARE * sum(cost.resources.values())
+    few = min(plan.micro_batches, FEW)
+    of_few, of_more = _known_cost(plan, few, rates)
+    if few < plan.micro_batches and of_more is None:
+        few = plan.micro_batches
+        of_few, _ = _known_cost(plan, few, rates)
+    seconds, busy = of_few
+    if of_more is not None:
+        seconds += (plan.micro_batches - few) * of_more[0]
+        busy += (plan.micro_batches - few) * of_more[1]
+    return seconds + HIDDEN_SHARE * busy
+
+
+def _known_cost(
+    plan: Plan, micro_batches: int, rates: Rates
+) -> tuple[tuple[float, float], tuple[float, float] | None]:
+    """Return `movement_cost` of so many, from what is known of plans with the same facts."""
+    costs, key = plan.facts.costs(rates), (micro_batches, *plan.searched)
+    found: tuple[tuple[float, float], tuple[float, float] | None] | None = costs.get(key)
+    if found is None:
+        found = costs[key] = movement_cost(plan.changed(micro_batches=micro_batches), rates)
+    return found
 
 
 def placed(
@@ -108,25 +128,25 @@ class _Search:
         self.fields = tuple(fields)
         self.limits = limits
         self.rates = rates
-        self._scores: dict[tuple[UnitPlacement, ...], float] = {}
 
     def all_fastest(self, plan: Plan) -> Plan | None:
         """Everything on the device, if that fits and the device updates it there."""
         if not (plan.unified or plan.device_kernels):
             return None
         wish: dict[str, Tier] = dict.fromkeys(self.fields, Tier.DEVICE)
-        changed = self._at(plan, [replace(h, **wish) for h in plan.placements])
+        changed = self._at(plan, [h._replace(**wish) for h in plan.placements])
         return None if excess(changed, self.limits, auto=True) else changed
 
     def fill(self, plan: Plan) -> Plan:
         """Raise what pays most for its room until nothing fits that would pay."""
         while True:
             best: tuple[float, _Move] | None = None
+            now = self.score(plan)
             for move in self._moves(plan):
                 changed = self._moved(plan, move, 1)
                 if not self._fits(changed, plan):
                     continue
-                gain = self.score(plan) - self.score(changed)
+                gain = now - self.score(changed)
                 if gain <= _TINY:
                     continue
                 worth = gain / (self._price(plan, changed) + _TINY)
@@ -212,19 +232,19 @@ class _Search:
                     if tier.is_below(placement.of_field(field)) and not tier.is_below(lowest):
                         lower: dict[str, Tier] = {field: tier}
                         changed = list(plan.placements)
-                        changed[unit.index] = replace(placement, **lower)
+                        changed[unit.index] = placement._replace(**lower)
                         yield self._at(plan, changed)
 
     def _moved(self, plan: Plan, move: _Move, count: int) -> Plan:
         placements = list(plan.placements)
         wish: dict[str, Tier] = dict.fromkeys(move.fields, move.tier)
-        raised = replace(placements[move.units[0]], **wish)  # all of them are placed alike
+        raised = placements[move.units[0]]._replace(**wish)  # all of them are placed alike
         for index in move.units[:count]:
             placements[index] = raised
         return self._at(plan, placements)
 
     def _at(self, plan: Plan, placements: Sequence[UnitPlacement]) -> Plan:
-        return with_memory(replace(plan, placements=tuple(placements)), self.limits)
+        return with_memory(plan.changed(placements=tuple(placements)), self.limits)
 
     def _as_many_as_fit(self, plan: Plan, move: _Move) -> Plan:
         """One unit fits; how many do? Memory grows with each, but for a few buffers."""
@@ -242,10 +262,7 @@ class _Search:
     # --- judging -----------------------------------------------------------------------------
 
     def score(self, plan: Plan) -> float:
-        found = self._scores.get(plan.placements)
-        if found is None:
-            found = self._scores[plan.placements] = score(plan, self.rates)
-        return found
+        return score(plan, self.rates)
 
     def _fits(self, changed: Plan, before: Plan) -> bool:
         return fits_as(changed, before, self.limits, auto=True)

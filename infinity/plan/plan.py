@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 from infinity.formats import MomentFormat
-from infinity.plan.activations import NOTHING_SAVED, SavedPlan
+from infinity.plan.activations import NOTHING_SAVED, SavedPlan, block_widths, saved_moves
 from infinity.plan.layout import (
     OFF_DEVICE,
     PAGE,
@@ -46,9 +47,11 @@ class RuleFacts:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class UnitPlacement:
-    """Where one unit's bytes rest. `state` means moments, and residual or master."""
+class UnitPlacement(NamedTuple):
+    """Where one unit's bytes rest. `state` means moments, and residual or master.
+
+    A tuple, because a search for placement hashes very many.
+    """
 
     weight: Tier
     state: Tier
@@ -95,6 +98,63 @@ class Alike:
     units: tuple[int, ...]
 
 
+class UnitFacts:
+    """Values that follow from units alone, and results for their plans, by key.
+
+    Plans that `Plan.changed` makes share them, and cases with the same units: of the thousands of
+    placements that searches try, most come back with other budgets.
+    """
+
+    def __init__(self, units: tuple[UnitLayout, ...]) -> None:
+        self.units = units
+        ids: dict[Any, int] = {}
+        sizes = ((u.numel, u.frozen_bytes, u.dequantised_bytes, u.paired) for u in units)
+        self.kinds = [ids.setdefault(key, len(ids)) for key in sizes]
+        self.trained = tuple(bool(unit.numel) for unit in units)
+        self.largest_quantised = max((u.largest_quantised for u in units), default=0)
+        self.dequantised = frozenset(u.index for u in units if u.dequantised_bytes)
+        self.blocks = tuple(unit.index for unit in units if unit.is_block)
+        self.shard_bytes = [unit.shard_bytes for unit in units]
+        self.num_trained = [unit.num_trained for unit in units]
+        self.known: dict[Any, Any] = {}
+        self._costs: list[tuple[Any, dict[Any, Any]]] = []
+
+    def costs(self, rates: Any) -> dict[Any, Any]:
+        """Known costs of plans at these rates, by number of micro-batches and `Plan.searched`."""
+        for known, costs in self._costs:
+            if known is rates or known == rates:
+                return costs
+        self._costs.append((rates, {}))
+        return self._costs[-1][1]
+
+    @cached_property
+    def widths(self) -> list[int]:
+        """Values that a token brings to each block."""
+        return block_widths(self.units)
+
+    @cached_property
+    def num_told(self) -> int:
+        """The most square sums that a rank tells another, for the norm."""
+        told = (unit.num_told for unit in self.units if unit.numel)
+        return max(map(sum, zip(*told, strict=True)), default=0)
+
+
+# Fields of a plan that a search for placement leaves as they are, and its costs follow from.
+_BASIS = (
+    "precision", "chunk_elements", "num_staging_buffers", "gradient_itemsize", "unified", "verify",
+    "rule", "device_kernels", "durable", "durable_every", "rank", "ranks", "nodes", "may_share",
+)  # fmt: skip
+# Cached properties of a plan, and the fields that they follow from.
+_FOLLOWS = {
+    "facts": frozenset(["units"]),
+    "basis": frozenset(["units", "saved", *_BASIS]),
+    "own": frozenset(["units", "rank"]),
+    "alike": frozenset(["units", "placements"]),
+    "shared_bytes": frozenset(["units", "placements", "nodes", "shared", "unified"]),
+    "tier_bytes": frozenset(["memory"]),
+}
+
+
 @dataclass(frozen=True)
 class Plan:
     """Placement, slots, chunk size, and the memory and bytes they cost.
@@ -136,6 +196,44 @@ class Plan:
     may_share: bool = False  # all ranks of a node can map the same RAM
     shared: bool = False  # weights that rest in RAM do so there: see `is_shared`
 
+    def changed(self, **changes: Any) -> Plan:
+        """Return `dataclasses.replace` of the plan, with cached properties that stay as they were.
+
+        For searches, which make thousands of plans.
+        """
+        found = object.__new__(Plan)
+        values = found.__dict__
+        values.update(self.__dict__)
+        for name, fields in _FOLLOWS.items():
+            if not fields.isdisjoint(changes):
+                values.pop(name, None)
+        values.update(changes)
+        return found
+
+    @cached_property
+    def facts(self) -> UnitFacts:
+        """What follows from the units alone."""
+        return UnitFacts(self.units)
+
+    @cached_property
+    def basis(self) -> int:
+        """A number that is equal for plans of the same `facts` that differ in `searched` alone."""
+        saved, known = self.saved, self.facts.known
+        moves = saved_moves(saved.sizes, saved, unified=self.unified)
+        waiting = saved.offload, saved.host_bytes, saved.disk_bytes, saved.slices > 1
+        moved = (tuple(sorted(one.items())) for one in moves)
+        key = (*(getattr(self, name) for name in _BASIS), *waiting, *moved)
+        found: int = known.setdefault(key, len(known))
+        return found
+
+    @property
+    def searched(self) -> tuple[Any, ...]:
+        """A key of what memory follows from; with the number of micro-batches also movement."""
+        return (
+            self.basis, self.placements, self.streamed, self.beside, self.chunks_at_once,
+            self.whole, self.shared, self.prefetch_units,
+        )  # fmt: skip
+
     @cached_property
     def own(self) -> tuple[UnitLayout, ...]:
         """What this rank keeps of every unit; the units themselves where it is alone."""
@@ -161,7 +259,7 @@ class Plan:
         ones: those come to a slot from there.
         """
         at_rest = self.placements[unit].weight is Tier.DEVICE and self.ranks == 1
-        return at_rest and not self.units[unit].dequantised_bytes
+        return at_rest and unit not in self.facts.dequantised
 
     @property
     def zero_stage(self) -> int:
@@ -186,18 +284,17 @@ class Plan:
     @property
     def num_trained(self) -> int:
         """Parameters with optimizer state, padding not counted."""
-        return sum(unit.num_trained for unit in self.units)
+        return sum(self.facts.num_trained)
 
     @cached_property
     def alike(self) -> tuple[Alike, ...]:
         """The units, those that are alike together, in the order of their first."""
-        found: dict[tuple[int, int, int, int | None, UnitPlacement], list[int]] = {}
-        for unit, placement in zip(self.units, self.placements, strict=True):
-            key = (unit.numel, unit.frozen_bytes, unit.dequantised_bytes, unit.paired, placement)
-            found.setdefault(key, []).append(unit.index)
+        found: dict[tuple[int, UnitPlacement], list[int]] = {}
+        for unit, key in enumerate(zip(self.facts.kinds, self.placements, strict=True)):
+            found.setdefault(key, []).append(unit)
         return tuple(
             Alike(self.units[units[0]], placement, tuple(units))
-            for (*_, placement), units in found.items()
+            for (_, placement), units in found.items()
         )
 
     def record(self, unit: UnitLayout) -> Record:
@@ -250,12 +347,23 @@ class Plan:
         chunks: int | None = None,
     ) -> int:
         """Bytes of a shard's state kinds that rest on one of these tiers; of its first `chunks`."""
-        numel = self._elements_of(layout, chunks)
-        precision = self.precision_of(layout)
-        weight, rest = _weight_and_state(precision, numel, self.chunk_elements)
+        weight, rest = self.weight_and_state(layout, chunks=chunks)
         return (weight if placement.weight in tiers else 0) + (
             rest if placement.state in tiers else 0
         )
+
+    def weight_and_state(self, layout: UnitLayout, *, chunks: int | None = None) -> tuple[int, int]:
+        """Bytes of a shard's trained weights, and of its other state kinds."""
+        numel = self._elements_of(layout, chunks)
+        key = (numel, layout.paired, self.basis)
+        found: tuple[int, int] | None = self.facts.known.get(key)
+        if found is None:
+            whole, rest = divmod(numel, self.chunk_elements)
+            precision = self.precision_of(layout)
+            nbytes = Record(precision.kinds[1:], precision).nbytes
+            found = numel * precision.weight, whole * nbytes(self.chunk_elements) + nbytes(rest)
+            self.facts.known[key] = found
+        return found
 
     def gradient_bytes(self, layout: UnitLayout, *, chunks: int | None = None) -> int:
         """Bytes of a shard's gradient at rest; of its first `chunks`."""
@@ -496,14 +604,6 @@ def _counted(units: Counter[str]) -> str:
 @lru_cache(maxsize=256)
 def _paired(precision: Precision, paired: int) -> Precision:
     return replace(precision, paired=paired)
-
-
-@lru_cache(maxsize=256)
-def _weight_and_state(precision: Precision, numel: int, chunk_elements: int) -> tuple[int, int]:
-    """Bytes of a range's weights, and of its other state kinds: the sum of its chunks' parts."""
-    whole, rest = divmod(numel, chunk_elements)
-    record = Record(precision.kinds[1:], precision)
-    return numel * precision.weight, whole * record.nbytes(chunk_elements) + record.nbytes(rest)
 
 
 def update_place(plan: Plan, unit: int) -> UpdatePlace:

@@ -36,6 +36,7 @@ from infinity.plan.plan import (
     RAM,
     Plan,
     RuleFacts,
+    UnitFacts,
     UnitPlacement,
     UpdatePlace,
     update_place,
@@ -99,7 +100,7 @@ def with_weights_in_ram(plan: Plan, hints: HintsConfig, limits: Limits) -> Plan:
         if placements[unit.index].weight is not Tier.DISK or kept + size > most:
             continue
         tried = list(placements)
-        tried[unit.index] = replace(placements[unit.index], weight=tier)
+        tried[unit.index] = placements[unit.index]._replace(weight=tier)
         if excess(with_memory(replace(plan, placements=tuple(tried)), limits), limits, auto=True):
             break
         kept, placements = kept + size, tried
@@ -138,7 +139,7 @@ def leaving_room(plan: Plan, wish: str, limits: Limits) -> Limits:
         return limits
     # As if all were to rest in RAM: of what is on disk fewer chunks pass at once.
     in_ram = UnitPlacement(weight=Tier.HOST, state=Tier.HOST, gradient=Tier.HOST)
-    draft = replace(plan, placements=(in_ram,) * len(plan.units), streamed=frozenset([in_ram]))
+    draft = plan.changed(placements=(in_ram,) * len(plan.units), streamed=frozenset([in_ram]))
     room = _stream_room(_narrowed(draft, limits))
     if wish == "auto" and room > MOST_ROOM * limits.device:
         return limits
@@ -176,7 +177,7 @@ def with_updates(plan: Plan, wish: str, limits: Limits, rates: Rates, *, leave_s
 
 
 def _streaming(plan: Plan, streamed: frozenset[UnitPlacement], limits: Limits) -> Plan:
-    return with_memory(_narrowed(replace(plan, streamed=streamed), limits), limits)
+    return with_memory(_narrowed(plan.changed(streamed=streamed), limits), limits)
 
 
 def _narrowed(plan: Plan, limits: Limits) -> Plan:
@@ -188,7 +189,7 @@ def _narrowed(plan: Plan, limits: Limits) -> Plan:
     while plan.chunks_at_once > 1 and (
         _stream_room(plan) > device or plan.num_staging_buffers * staging_bytes(plan) > host
     ):
-        plan = replace(plan, chunks_at_once=plan.chunks_at_once // 2)
+        plan = plan.changed(chunks_at_once=plan.chunks_at_once // 2)
     return plan
 
 
@@ -214,7 +215,7 @@ def _shortest(
         improved = False
         # In an order that does not hang on hashes.
         for one in sorted(
-            movable, key=lambda h: [list(Tier).index(h.of_field(f)) for f in h.__slots__]
+            movable, key=lambda h: [list(Tier).index(h.of_field(f)) for f in h._fields]
         ):
             other = _streaming(best, best.streamed ^ {one}, limits)
             shorter = score(other, rates) < score(best, rates) * (1 - 1e-9)
@@ -229,7 +230,7 @@ def _with_cpu_beside(plan: Plan, limits: Limits, rates: Rates, leave_share: bool
     A rule that multiplies matrices needs whole units, and the device multiplies faster.
     """
     share = 0.0 if plan.rule.matrix_steps else share_beside(plan, rates)
-    changed = with_memory(replace(plan, beside=share), limits)
+    changed = with_memory(plan.changed(beside=share), limits)
     better = share and score(changed, rates) < score(plan, rates)
     return changed if better and fits_as(changed, plan, limits, auto=leave_share) else plan
 
@@ -272,6 +273,7 @@ def make_plan(
     rank: int = 0,
     nodes: int = 1,
     may_share: bool = False,
+    facts: UnitFacts | None = None,
 ) -> Plan:
     """Choose placement, slots and staging buffers; raises `DoesNotFitError` or `ConfigError`.
 
@@ -280,7 +282,7 @@ def make_plan(
     one another where placement is left to the plan; those of a common machine if left out. `stored`
     gives placement and chunks of a durable run that is continued. Units that are laid out for
     several ranks make the plan of one of them: `rank`, of so many `nodes`; `may_share` says that
-    those of a node can map the same RAM.
+    those of a node can map the same RAM. `facts` are those of the units, if there are any yet.
     """
     if units and units[0].shards > 1 and config.placement.shared and not may_share:
         raise ConfigError(
@@ -293,7 +295,8 @@ def make_plan(
     largest = max((u.shard_numel for u in units), default=0)
     ranks = units[0].shards if units else 1
     chunk = config.chunk_size if isinstance(config.chunk_size, int) else CHUNK_ELEMENTS
-    saved, more = plan_saved(config.activations, units, unified=unified)
+    facts = facts or UnitFacts(units)
+    saved, more = plan_saved(config.activations, units, unified=unified, widths=facts.widths)
     notes = (*rule.notes, *more, *split_notes(units, rule.name))
     if unified and precision.name == "fp16":
         notes += ("fp16 is for GPUs: most CPUs multiply it many times slower than fp32",)
@@ -328,11 +331,12 @@ def make_plan(
         may_share=may_share and config.placement.shared is not False,
         shared=may_share and config.placement.shared is True,
     )
+    draft = draft.changed(facts=facts)
     if stored is not None:
-        draft = replace(draft, resumed=stored.directory, chunk_elements=stored.chunk_elements)
+        draft = draft.changed(resumed=stored.directory, chunk_elements=stored.chunk_elements)
     if config.chunk_size == "auto":
         at_once = max(STREAMED_ELEMENTS // draft.chunk_elements, 1)
-        draft = replace(draft, chunks_at_once=at_once)
+        draft = draft.changed(chunks_at_once=at_once)
     plan = _with_prefetch(draft, stored, config, limits, rates)
     plan = with_live_note(plan, config.hints)
     if plan.durable and config.durable_every == "auto":
@@ -352,7 +356,7 @@ def _with_prefetch(
     found: tuple[Plan, str] | None = None
     for distance in range(config.prefetch_units, -1, -1):
         try:
-            nearer = replace(draft, prefetch_units=distance)
+            nearer = draft.changed(prefetch_units=distance)
             if stored is not None:
                 plan = _with_stored(nearer, stored, config, limits, rates)
             else:
@@ -413,7 +417,7 @@ def _placed_for(wish: str, draft: Plan, config: Config, limits: Limits, rates: R
                   state=explicit[2] or fallback)
         for _ in draft.units
     ]  # fmt: skip
-    plan = with_memory(replace(draft, placements=tuple(placements)), limits)
+    plan = with_memory(draft.changed(placements=tuple(placements)), limits)
     auto = [field for field, wish in zip(FIELDS, explicit, strict=True) if wish is None]
     room = leaving_room(plan, wish, limits)
     plan = placed(plan, auto, _whole(config), room, rates)
@@ -434,9 +438,9 @@ def _with_stored(draft: Plan, stored: Stored, config: Config, limits: Limits, ra
     placements: Sequence[UnitPlacement] = stored.placements
     if draft.unified:  # one memory: see `_with_placement`
         placements = [
-            replace(h, weight=Tier.DEVICE) if h.weight is Tier.HOST else h for h in placements
+            h._replace(weight=Tier.DEVICE) if h.weight is Tier.HOST else h for h in placements
         ]
-    plan = with_memory(replace(draft, placements=tuple(placements)), limits)
+    plan = with_memory(draft.changed(placements=tuple(placements)), limits)
     plan = placed(plan, (), _whole(config), limits, rates)
     plan = with_updates(plan, config.update, limits, rates, leave_share=False)
     try:

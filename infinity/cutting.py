@@ -14,7 +14,7 @@ from infinity.config.schema import Config
 from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
 from infinity.model.cut import Cutter, UnitCut, UnitSpec
-from infinity.model.shapes import Outline, Target, is_linear, target_of
+from infinity.model.shapes import Outline, Target, is_linear, is_stack_of_experts, target_of
 from infinity.plan.case import Case
 from infinity.plan.cost import USUAL_CONTEXT, Work
 from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
@@ -67,20 +67,30 @@ def groups_of(model: nn.Module | Outline, config: Config) -> Groups:
 def complete_groups(model: nn.Module | Outline, config: Config, groups: Groups) -> Groups:
     """Groups with all entries that the rule of the configuration takes, split where it must be.
 
-    Embeddings and the matrix that makes logits are not hidden, whatever their shape; who marks a
-    parameter, as DeepSpeed does (`p.use_muon`), is believed.
+    Embeddings and the matrix that makes logits are not hidden, whatever their shape; experts that
+    are stacked in one parameter are matrices each. A parameter that is marked, as DeepSpeed does
+    (`p.use_muon`), is what its mark says.
     """
     settings = config.optimizer
+
+    @cache
+    def stacks() -> set[int]:
+        named = model.named_parameters()
+        return {id(p) for name, p in named if is_stack_of_experts(name, p.dim())}
 
     @cache
     def hidden() -> set[int]:
         target = target_of("", model, {})
         apart, parameters = target.lookups | target.heads, list[Any](model.parameters())
-        return {id(p) for i, p in enumerate(parameters) if i not in apart and p.dim() == 2}
+        matrices = (p for i, p in enumerate(parameters) if i not in apart)
+        return {id(p) for p in matrices if p.dim() == 2 + (id(p) in stacks())}
 
     rule = RULES[settings.type]
     return rule.groups(
-        groups, settings.parameters(), lambda p: getattr(p, "use_muon", id(p) in hidden())
+        groups,
+        settings.parameters(),
+        lambda p: getattr(p, "use_muon", id(p) in hidden()),
+        lambda p: id(p) in stacks(),
     )
 
 

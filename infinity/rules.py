@@ -82,11 +82,12 @@ class Hyper:
         given: Sequence[dict[str, Any]],
         options: Mapping[str, Any],
         is_hidden: Callable[[Any], bool],
+        is_stack: Callable[[Any], bool] = lambda _: False,
     ) -> list[dict[str, Any]]:
         """Parameter groups with all entries: `options` where a group says nothing.
 
-        `is_hidden` tells a matrix inside a model from all other parameters. Groups are completed in
-        place, where the rule steps all parameters alike.
+        `is_hidden` tells a matrix inside a model from all other parameters, `is_stack` a stack of
+        them. Groups are completed in place, where the rule steps all parameters alike.
         """
         for group in given:
             for name, value in options.items():
@@ -301,9 +302,10 @@ class Adagrad(Hyper):
 class Muon(Hyper):
     """Muon (Jordan et al. 2024) for matrices inside a model, AdamW for all else; as torch's.
 
-    The momentum's matrix is made orthogonal, nearly, by `ns_steps` of a quintic Newton-Schulz
-    iteration in bf16. Entries that begin with `adam_` are AdamW's, for embeddings, the head, and
-    what has one dimension. A group says by `use_muon` who steps it; one that does not is split.
+    Experts that are stacked in one parameter are matrices each. The momentum's matrix is made
+    orthogonal, nearly, by `ns_steps` of a quintic Newton-Schulz iteration in bf16. Entries that
+    begin with `adam_` are AdamW's, for embeddings, the head, and what has one dimension. A group
+    says by `use_muon` who steps it; one that does not is split.
     """
 
     lr: float = 1e-3
@@ -354,6 +356,7 @@ class Muon(Hyper):
         given: Sequence[dict[str, Any]],
         options: Mapping[str, Any],
         is_hidden: Callable[[Any], bool],
+        is_stack: Callable[[Any], bool] = lambda _: False,
     ) -> list[dict[str, Any]]:
         """Each group as one for Muon and one for AdamW; completed in place if it is Muon's alone.
 
@@ -377,7 +380,7 @@ class Muon(Hyper):
                 if mine:
                     found.append({**entries, "params": mine, "use_muon": takes})
         for p in (p for group in found if group["use_muon"] for p in group["params"]):
-            if len(p.shape) != 2:
+            if len(p.shape) != 2 + is_stack(p):
                 raise ConfigError(
                     f"a parameter of shape {tuple(p.shape)} is in a group with use_muon",
                     because="Muon makes matrices orthogonal",
@@ -405,7 +408,7 @@ class Muon(Hyper):
     @property
     def adjusted_lr(self) -> float:
         """The rate of an orthogonal matrix of this shape, by `adjust_lr_fn`."""
-        rows, columns = self.shape
+        rows, columns = self.shape[-2:]
         if self.adjust_lr_fn == "original":
             return self.lr * math.sqrt(max(1, rows / columns))
         return self.lr * 0.2 * math.sqrt(max(rows, columns))

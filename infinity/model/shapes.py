@@ -296,6 +296,19 @@ def _gpt2(config: Mapping[str, Any]) -> Outline:
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
+def is_expert(name: str) -> bool:
+    """Return True for the parameters of experts, stacked or not."""
+    return ".experts." in f".{name}"
+
+
+def is_stack_of_experts(name: str, dim: int) -> bool:
+    """Return True for a parameter of more than one dimension that holds a value of every expert.
+
+    That of a module named experts itself, not of a module in it.
+    """
+    return dim > 1 and f".{name}".split(".")[-2] == "experts"
+
+
 @dataclass(frozen=True)
 class Target:
     """A model to plan for. Parameters are known by their indices in module order.
@@ -363,7 +376,7 @@ def _shares(names: list[str], config: Mapping[str, Any]) -> dict[int, float]:
     if not total or not _is_count(chosen):
         return {}
     share = min(chosen / total, 1.0)
-    return {i: share for i, name in enumerate(names) if ".experts." in name}
+    return {i: share for i, name in enumerate(names) if is_expert(name)}
 
 
 def _is_count(value: object) -> bool:

@@ -17,7 +17,7 @@ import infinity._adam as _adam
 from infinity.errors import ConfigError, EngineClosedError, InfinityError, ResidencyError
 from infinity.formats import MOMENT_BLOCK, MomentFormat
 from infinity.optim.moments import BESIDE, VALUE_DTYPES, Moment
-from infinity.optim.muon import step_matrix
+from infinity.optim.muon import step_stack
 from infinity.plan.layout import SQUARE_BLOCK
 from infinity.rules import Hyper, Muon
 
@@ -348,11 +348,11 @@ def by_kind(pieces: Iterable[Piece]) -> tuple[list[Piece], list[Piece]]:
 
 
 def step_matrices(pieces: Iterable[Piece]) -> None:
-    """One step of whole matrices, on the device they are on, in torch's current stream."""
+    """One step of matrices and stacks of them, on their device, in torch's current stream."""
     for weight, rest, moments, gradient, hyper, _, grad_scale, _, _ in pieces:
         assert isinstance(hyper, Muon)
         with torch.no_grad():
-            step_matrix(weight, rest, moments, gradient, hyper, grad_scale)
+            step_stack(weight, rest, moments, gradient, hyper, grad_scale)
 
 
 def check_pieces(pieces: list[Piece], device: torch.device) -> None:

@@ -1,9 +1,12 @@
-"""Muon's step of one matrix, in torch's operations: on whatever device the matrix is, by whoever
-runs kernels there. What `torch.optim.Muon` computes on an fp32 master, operation for operation.
+"""Muon's step of a matrix, in torch's operations, on the device that the matrix is on.
+
+What `torch.optim.Muon` computes on an fp32 master, operation for operation. A stack of matrices is
+stepped matrix by matrix: the same bits as if each were a parameter.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +18,7 @@ from infinity.rules import Muon
 _NAN = 0x7FC00000
 
 
-def step_matrix(
+def step_stack(
     weight: Tensor,
     rest: Tensor | None,
     moments: Sequence[Moment],
@@ -23,17 +26,34 @@ def step_matrix(
     hyper: Muon,
     grad_scale: float,
 ) -> None:
-    """One update of a whole matrix of `hyper.shape`, in place.
+    """Update a parameter of `hyper.shape`, a matrix or a stack of them, in place.
 
-    All tensors are 1-D: see `infinity.optim.cpu.Piece`; the momentum is fp32. Memory on the way:
-    see `infinity.plan.budget.MATRIX_BYTES`.
+    All tensors are 1-D: see `infinity.optim.cpu.Piece`; the momentum is fp32.
     """
+    *stacked, rows, columns = hyper.shape
+    hyper, size = hyper.of_shape((rows, columns)), rows * columns
+    for start in range(0, size * math.prod(stacked), size):
+        one = slice(start, start + size)
+        own = None if rest is None else rest[one]
+        momentum = moments[0].values[one]
+        _step_matrix(weight[one], own, momentum, gradient[one], hyper, grad_scale)
+
+
+def _step_matrix(
+    weight: Tensor,
+    rest: Tensor | None,
+    momentum: Tensor,
+    gradient: Tensor,
+    hyper: Muon,
+    grad_scale: float,
+) -> None:
+    """Memory on the way: see `infinity.plan.budget.MATRIX_BYTES`."""
     shape = hyper.shape
     scaled = grad_scale != 1.0
     gradient = gradient.to(torch.float32, copy=scaled).view(shape)
     if scaled:
         gradient.mul_(grad_scale)
-    momentum = moments[0].values.view(shape)
+    momentum = momentum.view(shape)
     momentum.lerp_(gradient, 1 - hyper.momentum)
     ahead = gradient.lerp(momentum, hyper.momentum) if hyper.nesterov else momentum
     del gradient

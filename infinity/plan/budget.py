@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import chain
@@ -263,8 +264,8 @@ def matrix_bytes(plan: Plan, *, by_host: bool) -> int:
         a.layout for a in plan.alike
         if (update_place(plan, a.units[0]) is UpdatePlace.CPU) is by_host
     )  # fmt: skip
-    sizes = (s.numel for layout in updated for s in layout.trained_segments if s.whole)
-    return MATRIX_BYTES * max(sizes, default=0)
+    shapes = (s.shape for layout in updated for s in layout.trained_segments if s.whole)
+    return MATRIX_BYTES * max((math.prod(shape[-2:]) for shape in shapes), default=0)
 
 
 def copy_buffer_bytes(plan: Plan) -> int:

@@ -598,10 +598,13 @@ def matrix_flops(layout: UnitLayout, steps: int) -> int:
     """Floating-point operations that make the matrices of a unit orthogonal.
 
     Each step of Newton-Schulz multiplies m x n by its transpose, the product, m x m, by itself, and
-    that by the matrix, with m <= n: 4 m^2 n + 2 m^3.
+    that by the matrix, with m <= n: 4 m^2 n + 2 m^3. Of a stack each matrix is by itself.
     """
-    sides = (sorted(s.shape) for s in layout.trained_segments if s.whole)
-    return steps * sum(4 * m * m * n + 2 * m**3 for m, n in sides)
+    flops = 0
+    for *stacked, rows, columns in (s.shape for s in layout.trained_segments if s.whole):
+        m, n = sorted((rows, columns))
+        flops += math.prod(stacked) * (4 * m * m * n + 2 * m**3)
+    return steps * flops
 
 
 def _matrix_s(plan: Plan, rates: Rates) -> tuple[float, float]:

@@ -24,6 +24,7 @@ beginning.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
@@ -457,8 +458,9 @@ def split_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
     others = [s for s in trained if not s.whole]
     large = [s.name for s in others if len(s.shape) > 1]
     named = f", of them {', '.join(large[:4])}{', ...' if large[4:] else ''}" if large else ""
+    count = sum(math.prod(s.shape[:-2]) for s in matrices)  # more than one in a stack
     return (
-        f"{rule} steps {len(matrices)} matrices of {format_count(sum(s.numel for s in matrices))} "
+        f"{rule} steps {count} matrices of {format_count(sum(s.numel for s in matrices))} "
         f"elements, AdamW the {len(others)} other parameters "
         f"({format_count(sum(s.numel for s in others))}){named}",
     )

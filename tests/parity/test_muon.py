@@ -86,6 +86,78 @@ def test_matrices_equal_torchs_muon(options: dict[str, Any]) -> None:
                 assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
+class Experts(nn.Module):
+    """As transformers 5 has them: a parameter for all experts, and biases likewise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 24, 16) * 0.1)
+        self.down = nn.Parameter(torch.randn(4, 16, 24) * 0.1)
+        self.up_bias = nn.Parameter(torch.zeros(4, 24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.einsum("eoi,bi->beo", self.up, x) + self.up_bias
+        return torch.einsum("eoi,bei->bo", self.down, torch.relu(inner))
+
+
+class Mixture(nn.Module):
+    """Experts behind a matrix, and a convolution, whose weight has three dimensions too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.conv = nn.Linear(16, 16), nn.Conv1d(1, 1, 3, padding=1)
+        self.experts = Experts()
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.experts(self.conv(self.proj(x)[:, None])[:, 0]))
+        return found.square().mean()
+
+
+def mixture() -> tuple[nn.Module, list[torch.Tensor]]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Mixture(), [torch.randn(8, 16) for _ in range(3)]
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_each_matrix_of_stacked_experts_equals_torchs_muon_on_it_alone(kernels: bool) -> None:
+    """Weights of convolutions and stacked biases stay with AdamW, whose rate is 0 here."""
+    theirs, batches = mixture()
+    stacks = {n: p for n, p in theirs.named_parameters() if "experts" in n and p.dim() == 3}
+    alone = {name: [nn.Parameter(one.clone()) for one in stack.data.unbind()]
+             for name, stack in stacks.items()}  # fmt: skip
+    others = [theirs.get_parameter("proj.weight"), theirs.get_parameter("head.weight")]
+    plain = optim.Muon([*others, *(one for ones in alone.values() for one in ones)], lr=0.02)
+    config, device = config_of(lr=0.02, adam_lr=0.0), FakeAccelerator(1, kernels=kernels)
+    with Run(mixture()[0], config if kernels else {**config, "update": "auto"},
+             device=device) as run:  # fmt: skip
+        groups = run.engine.optimizer.param_groups
+        by_muon = {id(p) for group in groups if group["use_muon"] for p in group["params"]}
+        named = {n for n, p in run.model.named_parameters() if id(p) in by_muon}
+        assert named == {"proj.weight", "head.weight", "experts.up", "experts.down"}
+        (note,) = [n for n in run.engine.plan.notes if "AdamW the" in n]
+        assert "Muon steps 10 matrices" in note
+        for batch in batches:
+            theirs.zero_grad()
+            theirs(batch).backward()
+            for name, stack in stacks.items():
+                assert stack.grad is not None
+                for one, gradient in zip(alone[name], stack.grad, strict=True):
+                    one.grad = gradient
+            plain.step()
+            with torch.no_grad():
+                for name, stack in stacks.items():
+                    stack.copy_(torch.stack(list(alone[name])))
+            run.engine.backward(run.engine(batch))
+            run.engine.step()
+        masters = run.masters()
+        assert all(same_bits(masters[n], value) for n, value in theirs.state_dict().items())
+        state = run.engine.optimizer.read_state(run.model.get_parameter("experts.up"))
+        momenta = torch.stack([plain.state[one]["momentum_buffer"] for one in alone["experts.up"]])
+        assert same_bits(state["momentum_buffer"], momenta)
+
+
 def test_a_matrix_rests_in_eight_bytes_and_the_plan_says_what_went_where() -> None:
     with Run(CASE.build(), config_of(), device="cpu") as run:
         plan, store = run.engine.plan, run.engine._parts.store

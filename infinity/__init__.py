@@ -33,7 +33,7 @@ _WHERE = {
     "TrainingError": "infinity.errors",
     "TransferError": "infinity.errors",
     "Init": "infinity.model.meta_init",
-    "initialize": "infinity.startup",
+    "initialize": "infinity.deepspeed.arguments",
     "CPUAdam": "infinity.optim.standalone",
     "FusedAdam": "infinity.optim.standalone",
     "StepReport": "infinity.offload.report",

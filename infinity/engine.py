@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from infinity.config.settings import Settings
 from infinity.errors import (
     ConfigError,
     EngineClosedError,
@@ -33,7 +34,7 @@ from infinity.training.batches import LossFn, micro_batches_of, train_one
 from infinity.training.checkpoints import Checkpoints, Wanted
 from infinity.training.parameter_access import MergeGuard, targets, write_state
 from infinity.training.parts import Parts
-from infinity.training.run_state import RunState, Stateful
+from infinity.training.run_state import ResumableLoader, RunState, Stateful
 from infinity.training.state_dict import ModuleStateHooks, StateDict, state_dict_of
 from infinity.training.step import Given, Inputs, ScaleRules, Stepper
 
@@ -69,19 +70,18 @@ class Engine:
         module: nn.Module,
         parts: Parts,
         optimizer: OffloadedOptimizer,
+        settings: Settings,
         *,
-        gradient_clipping: float,
-        scale_rules: ScaleRules | None = None,
         lr_scheduler: Any = None,
+        loader: Any = None,
         journal: Journal | None = None,
-        config: Mapping[str, Any] | None = None,
-        micro_batch_size: int = 1,
     ) -> None:
-        self._set_micro_batch_size(micro_batch_size)
+        config = settings.config
+        self._set_micro_batch_size(settings.batch_size)
         self.module = module
         self.optimizer = optimizer
         self.plan: Plan = parts.plan
-        self.gradient_clipping = gradient_clipping
+        self.gradient_clipping = float(config.gradient_clipping)
         self.ranks = parts.ranks
         self._parts = parts
         self._journal = journal
@@ -90,7 +90,8 @@ class Engine:
         self._window = parts.window
         self._cycles = parts.cycles
         self._values = parts.values
-        self._inputs = Inputs(module, parts, casts=bool((config or {}).get("cast_inputs")))
+        self._inputs = Inputs(module, parts, casts=config.cast_inputs)
+        scale_rules = ScaleRules.of(config.loss_scale) if config.precision == "fp16" else None
         self._stepper = Stepper(
             parts, optimizer, self._index_of, lr_scheduler, journal, scale_rules
         )
@@ -100,7 +101,7 @@ class Engine:
         )
         self._checkpoints = Checkpoints(
             module, parts, self._stepper, self._values, run_state, self._index_of,
-            optimizer.rule.name, config or {},
+            optimizer.rule.name, config,
         )  # fmt: skip
         if parts.resumed:
             self._checkpoints.restore_document(parts.resumed)
@@ -110,6 +111,8 @@ class Engine:
         self._finalizer = weakref.finalize(self, parts.drop, weakref.ref(self))
         optimizer.connect(self.step, self._drop_arrivals)
         _after_fork(self)
+        if isinstance(loader, ResumableLoader):
+            self.register_state("training_data", loader)
 
     def _own(self, module: nn.Module) -> None:
         """What the module and its parameters know of the engine, until that is closed or gone."""

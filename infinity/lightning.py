@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from infinity.config.schema import Config
+from infinity.deepspeed.arguments import initialize
+from infinity.deepspeed.settings import read_settings
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, InfinityWarning, TrainingError
 from infinity.model.parameters import freeze
 from infinity.optim.of_torch import adopt_scheduler, choose_instance
 from infinity.ranks import find_ranks
-from infinity.read_settings import read_settings
-from infinity.startup import initialize
 from infinity.weights import load_weights
 
 TAG = "engine"  # of the engine's checkpoint, in a checkpoint of Lightning's

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
 from infinity.blueprint import check_model, check_same, make_optimizer, plan_for, rates_of_rank
-from infinity.config.schema import Config
+from infinity.config.schema import Config, load_config
+from infinity.config.settings import Settings
 from infinity.crc32c import crc32c_of
 from infinity.cutting import Cut, cut_model
-from infinity.deepspeed.engine import DeepSpeedEngine
-from infinity.deepspeed.processes import init_distributed
-from infinity.deepspeed.watched_engine import watch
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError, InfinityWarning
 from infinity.files import sync_directory
@@ -34,7 +31,6 @@ from infinity.optim.of_torch import choose_given
 from infinity.optim.offloaded import OffloadedOptimizer, mark_stepped
 from infinity.plan.plan import Plan
 from infinity.ranks import Ranks, check_alike, find_ranks
-from infinity.read_settings import Settings, read_settings, sort_arguments
 from infinity.schedules import make_schedule
 from infinity.storage.cuda import find_device
 from infinity.storage.device import Device
@@ -44,13 +40,28 @@ from infinity.training.checkpoints import check_committed
 from infinity.training.initial_write import Progress
 from infinity.training.parts import Parts
 from infinity.training.run_state import ResumableLoader
-from infinity.training.step import ScaleRules
 
 
-@overload
+@dataclass(frozen=True, slots=True)
+class InitArguments:
+    """Arguments of `initialize`, with the configuration read."""
+
+    model: nn.Module
+    settings: Settings
+    optimizer: torch.optim.Optimizer | OptimizerMaker | None
+    model_parameters: Iterable[Any] | None
+    training_data: Any
+    lr_scheduler: Any
+    collate_fn: Callable[..., Any] | None
+    units: Sequence[UnitSpec] | None
+    device: Device | torch.device | str | None
+    progress: Progress | None
+    engine_class: type[Engine]
+
+
 def initialize(
     model: nn.Module,
-    config: Config | Settings | Mapping[str, Any] | str | Path | None = None,
+    config: Config | Settings | Mapping[str, Any] | str | Path,
     *,
     optimizer: torch.optim.Optimizer | OptimizerMaker | None = None,
     model_parameters: Iterable[Any] | None = None,
@@ -61,49 +72,17 @@ def initialize(
     units: Sequence[UnitSpec] | None = None,
     device: Device | torch.device | str | None = None,
     progress: Progress | None = None,
-    engine_class: type[Engine] | None = None,
-    ranks: Ranks | None = None,
-) -> tuple[Engine, OffloadedOptimizer, Any, Any]: ...
-
-
-@overload
-def initialize(*positional: Any, **named: Any) -> tuple[Engine, OffloadedOptimizer, Any, Any]: ...
-
-
-def initialize(
-    *positional: Any,
-    args: Any = None,
-    model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | OptimizerMaker | None = None,
-    model_parameters: Iterable[Any] | None = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    distributed_port: Any = None,
-    mpu: Any = None,
-    dist_init_required: Any = None,
-    collate_fn: Callable[..., Any] | None = None,
-    config: Config | Settings | Mapping[str, Any] | str | Path | None = None,
-    mesh_param: Any = None,
-    config_params: Config | Mapping[str, Any] | str | Path | None = None,
-    batch_size: int | None = None,
-    units: Sequence[UnitSpec] | None = None,
-    device: Device | torch.device | str | None = None,
-    progress: Progress | None = None,
-    engine_class: type[Engine] | None = None,
+    engine_class: type[Engine] = Engine,
     ranks: Ranks | None = None,
 ) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
     """Make an engine that trains a model with offloaded weights, gradients and optimizer state.
 
-    Call ``initialize(model, config)``, with keywords, or in DeepSpeed's order of arguments.
-
     Args:
-        *positional: ``model, config``, or DeepSpeed's ``args, model, optimizer, ...``.
         model: Any module. It may be larger than RAM if it is built under `infinity.Init`, under
             ``torch.device("meta")``, or with `remember_values`: its values are then made one tensor
             at a time. If no parameter requires grad, the engine is for inference, and `backward`
             and `step` raise.
-        config: A `Config`, a mapping, or the path of a YAML or JSON file. A configuration for
-            DeepSpeed is translated: see `engine.translation`.
+        config: A `Config`, a mapping, or the path of a YAML or JSON file.
         optimizer: Replaces the configuration's: a class of `torch.optim`, an instance over the
             model's parameters without state, or a function of parameter groups that returns an
             optimizer. AdamW, Adam, SGD and Adagrad of torch, as class or instance, and instances of
@@ -122,18 +101,11 @@ def initialize(
             belongs to the engine, which closes it.
         progress: Called with ``(done_bytes, total_bytes, text)`` while the initial state is
             written.
-        engine_class: `Engine` or `DeepSpeedEngine`, which adds DeepSpeed's methods. Default:
-            `DeepSpeedEngine` if the configuration is DeepSpeed's, else `Engine`.
+        engine_class: A subclass of `Engine` to make.
         ranks: Processes that train together. Default: torch's default process group, or the
             processes that `torchrun` started. All pass equal arguments, except for their data. N
             ranks with M micro-batches compute the bits of one with N * M, in the order
             (micro-batch, rank). Budgets of RAM, disk and threads are those of the machine.
-        args: DeepSpeed's argument; its `deepspeed_config` may name the configuration.
-        config_params: DeepSpeed's other name of `config`.
-        distributed_port: Ignored.
-        dist_init_required: Ignored.
-        mpu: Not supported; must be None.
-        mesh_param: Not supported; must be None.
 
     Returns:
         ``(engine, optimizer, dataloader, scheduler)``. The optimizer is a `torch.optim.Optimizer`
@@ -149,56 +121,45 @@ def initialize(
         >>> config = {"nvme_path": "/mnt/nvme", "precision": "bf16", "gradient_clipping": 1.0}
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         >>> engine, optimizer, _, _ = infinity.initialize(model, config, optimizer=optimizer)
+
+    `infinity.initialize` also takes DeepSpeed's arguments (``args, model, optimizer, ...``) and
+    configurations: see `infinity.deepspeed`.
     """
-    given = sort_arguments(positional, {k: v for k, v in locals().items() if k != "positional"})
+    with starting(ranks) as (group, undo):
+        settings = config
+        if not isinstance(settings, Settings):
+            settings = Settings(load_config(settings), 1 if batch_size is None else batch_size)
+        check_model(model)
+        arguments = InitArguments(
+            model, settings, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
+            units, device, progress, engine_class,
+        )  # fmt: skip
+        return _make(arguments, group, undo)
+
+
+@contextmanager
+def starting(ranks: Ranks | None) -> Iterator[tuple[Ranks, ExitStack]]:
+    """Yield the ranks of a start, and a stack of undo callbacks, run if any rank fails."""
     try:
-        return _take_over(given)
+        with ExitStack() as undo:
+            group = ranks or find_ranks()
+            undo.callback(group.close)
+            with group.settle("initialize()"):
+                yield group, undo
+            undo.pop_all()
     except InfinityError as error:
-        if isinstance(error.__cause__, OSError):  # all that it says is in ours
+        if isinstance(error.__cause__, OSError):  # its text is in the message
             raise error from None
         raise
 
 
-def initialize_deepspeed(*args: Any, **kwargs: Any) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
-    """`initialize`, with DeepSpeed's calls on the engine whatever the configuration is.
-
-    torch's default group is made first where a launcher started this process.
-    """
-    init_distributed()
-    return initialize(*args, **{"engine_class": DeepSpeedEngine, **kwargs})
-
-
-def _class_of(given: Mapping[str, Any], told: Settings) -> type[Engine]:
-    ways = (given["engine_class"], told.translation, given["args"], given["config_params"])
-    if all(way is None for way in ways):
-        return Engine
-    return given["engine_class"] or DeepSpeedEngine
-
-
-def _take_over(given: Mapping[str, Any]) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
-    """`initialize`, when it is known what was given."""
-    with ExitStack() as undo:
-        ranks = given["ranks"] or find_ranks()
-        undo.callback(ranks.close)
-        with ranks.settle("initialize()"):
-            told = read_settings(
-                given["config"], given["config_params"], given["args"], given["batch_size"],
-                given["optimizer"], given["lr_scheduler"], given["model_parameters"], ranks.count,
-            )  # fmt: skip
-            check_model(given["model"])
-            made = _make(given, told, ranks, undo)
-        undo.pop_all()
-    return made
-
-
 def _make(
-    given: Mapping[str, Any], told: Settings, ranks: Ranks, undo: ExitStack
+    given: InitArguments, ranks: Ranks, undo: ExitStack
 ) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
     """An engine, one of `ranks`; what must be undone if another fails goes to `undo`."""
-    settings, model, client = told.config, given["model"], given["optimizer"]
-    engine_class = _class_of(given, told)
-    _check_alike(told, ranks)
-    target = find_device(device_for(given["device"], ranks))
+    settings, model, client = given.settings.config, given.model, given.optimizer
+    _check_alike(given.settings, ranks)
+    target = find_device(device_for(given.device, ranks))
     undo.callback(target.close)
     make_current(target.torch_device, ranks)
     ranks.check(target.torch_device)
@@ -207,17 +168,17 @@ def _make(
     if settings.durable:
         check_committed(model)
     origins = Origins(model, _seed_of_meta(settings, ranks))
-    groups = given["model_parameters"]
+    groups = given.model_parameters
     if groups is not None:
         groups = list(groups)
     if isinstance(client, torch.optim.Optimizer):
         check_same(client, groups)
     choice = choose_given(settings, client, groups)
-    told = replace(told, config=choice.config)
+    told = replace(given.settings, config=choice.config)
     settings = told.config
     offloaded = make_optimizer(model, settings, choice.groups, choice.optimizer, trains=told.trains)
     rule, trained = offloaded.rule, offloaded.param_groups
-    cut = cut_model(model, settings, trained, given["units"], ranks.count, whole=rule.whole)
+    cut = cut_model(model, settings, trained, given.units, ranks.count, whole=rule.whole)
     if ranks.count > 1:
         check_alike(ranks, "the model", _facts_of(cut, origins))
         check_alike(ranks, "the optimizer", _facts_of_optimizer(offloaded))
@@ -226,11 +187,8 @@ def _make(
         check_alike(ranks, "the plan", _facts_of_plan(plan))
     scheduler = None
     if any(cut.trained):
-        scheduler = _make_scheduler(settings, offloaded, given["lr_scheduler"], client)
-    loader = _make_loader(
-        given["training_data"], told, given["collate_fn"], ranks,
-        as_deepspeed=issubclass(engine_class, DeepSpeedEngine),
-    )  # fmt: skip
+        scheduler = _make_scheduler(settings, offloaded, given.lr_scheduler, client)
+    loader = _make_loader(given.training_data, told, given.collate_fn, ranks)
     journal = Journal(settings.journal) if settings.journal and not ranks.rank else None
     if journal is not None:
         undo.callback(journal.close)
@@ -239,35 +197,26 @@ def _make(
         remove_dead_ranks(path, ranks.here, ranks.count)
     own = settings if ranks.count == 1 else _of_rank(settings, ranks)
     undo.callback(_leave, settings, own, ranks)
-    parts = Parts(model, cut, plan, own, target, offloaded, origins, given["progress"], ranks)
+    parts = Parts(model, cut, plan, own, target, offloaded, origins, given.progress, ranks)
     undo.callback(parts.close)
     parts.also(partial(_leave, settings, own, ranks), last=True)
-    engine = engine_class(
+    engine = given.engine_class(
         model,
         parts,
         offloaded,
-        gradient_clipping=float(settings.gradient_clipping),
-        scale_rules=ScaleRules.of(settings.loss_scale) if settings.precision == "fp16" else None,
+        told,
         lr_scheduler=scheduler,
+        loader=loader,
         journal=journal,
-        config={name: entry["value"] for name, entry in settings.resolved().items()},
-        micro_batch_size=told.batch_size,
     )
     undo.callback(engine.close)  # no values: they may not fit RAM
     if isinstance(client, torch.optim.Optimizer):
         parts.also(_lead(client, offloaded))
-    if isinstance(engine, DeepSpeedEngine):
-        if hasattr(given["args"], "local_rank"):  # -1 where no launcher passed it
-            given["args"].local_rank = ranks.local_rank
-        engine.translation, engine.config = told.translation, told.given
-        engine.training_dataloader = loader
-        watch(engine)
-    if isinstance(loader, ResumableLoader):
-        engine.register_state("training_data", loader)
     if ranks.rank == 0:
-        asks = any(cut.trained) and told.translation is None  # what DeepSpeed does there is known
+        origin = told.start_record()
+        asks = any(cut.trained) and not origin
         left_open = _left_open(told.config, groups, client) if asks else ""
-        _announce(engine, told, left_open, journal)
+        _announce(engine, told.config, origin, left_open, journal)
     return engine, offloaded, loader, scheduler
 
 
@@ -401,22 +350,21 @@ def _make_plan(
 
 
 def _make_loader(
-    training_data: Any, told: Settings, collate_fn: Callable[..., Any] | None, ranks: Ranks, *,
-    as_deepspeed: bool,
-) -> Any:  # fmt: skip
-    """A loader of a Dataset; anything else as it is.
+    training_data: Any, told: Settings, collate_fn: Callable[..., Any] | None, ranks: Ranks
+) -> Any:
+    """Return a loader of a Dataset; anything else unchanged.
 
-    As DeepSpeed's it is of whatever has a length and items, and these are shuffled.
+    With `shuffles` anything with a length and items gets a loader, which shuffles them.
     """
     has_items = all(hasattr(training_data, name) for name in ("__getitem__", "__len__"))
-    if not (isinstance(training_data, Dataset) or (as_deepspeed and has_items)):
+    if not (isinstance(training_data, Dataset) or (told.shuffles and has_items)):
         return training_data
     if has_items:
         check_alike(ranks, "training_data", {"number of samples": len(training_data)})
     return ResumableLoader(
         training_data,
         ranks,
-        shuffled=as_deepspeed,
+        shuffled=told.shuffles,
         batch_size=told.batch_size,
         collate_fn=collate_fn,
         drop_last=told.drop_last,
@@ -436,23 +384,21 @@ def _left_open(config: Config, groups: Any, client: Any) -> str:
     return ", ".join(f"{name} is {value}" for name, value in values.items())
 
 
-def _announce(engine: Engine, told: Settings, left_open: str, journal: Journal | None) -> None:
-    """What there is to say at the start: as warnings, by the logger, and in the journal."""
-    logger = logging.getLogger("infinity")
+def _announce(
+    engine: Engine, config: Config, origin: Mapping[str, Any], left_open: str,
+    journal: Journal | None,
+) -> None:  # fmt: skip
+    """Report the start: as warnings, and in the journal, with the `origin` of the config."""
     notes = list(engine.warnings)
     if left_open:
         notes.append(
             f"the configuration leaves open what a plain loop may do otherwise: {left_open}; name "
             "them in it"
         )
-    if told.translation is not None and logger.isEnabledFor(logging.INFO):
-        logger.info("%s", told.translation.describe())
     for warning in notes:
         warnings.warn(warning, InfinityWarning, stacklevel=5)
     if journal is not None:
-        start: dict[str, Any] = {"config": told.config.resolved(), "plan": engine.plan.describe()}
-        if told.translation is not None:
-            start["deepspeed"] = told.translation.table()
+        start = {"config": config.resolved(), "plan": engine.plan.describe(), **origin}
         journal.write({"event": "start", **start, "warnings": notes})
 
 

@@ -20,13 +20,13 @@ from support.small import ON_DISK, assert_nothing_left, batch, masters, same, sm
 from torch.utils.data import TensorDataset
 
 import infinity
-from infinity.config.deepspeed_keys import KEYS, OLD_NAMES, SECTIONS
+from infinity.config.deepspeed_keys import KEYS, OLD_NAMES, SECTIONS, names_in
 from infinity.config.deepspeed_table import TABLE, Key, Verdict
-from infinity.config.schema import Config, LossScaleConfig, load_config
+from infinity.config.schema import DEEPSPEED_NAMES, Config, LossScaleConfig, load_config
 from infinity.deepspeed.config import Translation, translate_deepspeed
+from infinity.deepspeed.settings import read_settings
 from infinity.deepspeed.source import find_source, is_deepspeed
 from infinity.errors import ConfigError
-from infinity.read_settings import read_settings
 
 LEAST = {"train_batch_size": 8, "optimizer.type": "AdamW"}
 ZERO = "zero_optimization"
@@ -1110,3 +1110,7 @@ def test_the_table_is_made_for_who_listens(
             engine.close()
         assert made == expected
     assert "the table" in caplog.text
+
+
+def test_names_of_deepspeed_alone_are_those_of_its_keys() -> None:
+    assert frozenset(names_in("")) - Config.model_fields.keys() == DEEPSPEED_NAMES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import inspect
 import itertools
 import logging
 import warnings
@@ -32,7 +33,7 @@ from support.small import (
 from torch import Tensor, nn
 
 import infinity
-from infinity import deepspeed
+from infinity import deepspeed, startup
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.engine import Engine
 from infinity.errors import (
@@ -174,6 +175,38 @@ def test_the_configuration_comes_by_args(tmp_path: Path, by_place: bool) -> None
         engine, *_ = deepspeed.initialize(args=args, model=small_model())
     engine.close()
     assert engine.train_batch_size() == 2
+
+
+def test_initialize_takes_deepspeed_arguments_by_name_and_by_place() -> None:
+    config = deepspeed_config()
+    for by_place, named in (
+        (False, {"config_params": config}),
+        (False, {"config": settings(Path(), ON_DEVICE)}),
+        (True, {"config": config}),
+    ):
+        args, model = argparse.Namespace(local_rank=-1), small_model()
+        if by_place:
+            engine, *_ = infinity.initialize(args, model, None, model.parameters(), **named)
+        else:
+            engine, *_ = infinity.initialize(
+                args=args, model=model, model_parameters=model.parameters(), **named
+            )
+        with engine:
+            assert isinstance(engine, DeepSpeedEngine)
+            assert args.local_rank == 0
+    with pytest.raises(TypeError, match="initialize.* unexpected keyword argument 'modell'"):
+        infinity.initialize(modell=small_model())
+    plain, *_ = infinity.initialize(small_model(), settings(Path(), ON_DEVICE))
+    plain.close()
+    assert type(plain) is Engine
+
+
+def test_the_core_initialize_has_no_arguments_of_deepspeed() -> None:
+    core, public = inspect.signature(startup.initialize), inspect.signature(infinity.initialize)
+    assert public == core
+    assert not core.parameters.keys() & {"args", "config_params", "mpu", "mesh_param"}
+    with pytest.raises(ConfigError, match="zero_optimization is from a DeepSpeed configuration"):
+        startup.initialize(small_model(), {"zero_optimization": {"stage": 3}})
 
 
 def test_what_became_of_each_key_is_logged_once_and_printed_nowhere(

@@ -24,7 +24,6 @@ from pydantic import (
     model_validator,
 )
 
-from infinity.config.deepspeed_keys import names_in
 from infinity.config.source import apply_overrides, explain, read_source
 from infinity.errors import ConfigError, did_you_mean
 from infinity.formats import FrozenFormat, MomentFormat
@@ -676,8 +675,22 @@ class Config(Section):
         return dict(entries(self, ""))
 
 
-# Top-level names that only a DeepSpeed configuration has.
-DEEPSPEED_NAMES = frozenset(names_in("")) - Config.model_fields.keys()
+# Top-level names that only a DeepSpeed configuration has; tests compare them with its keys.
+_NAMES = """
+    activation_checkpointing aio allgather_size amp autotuning bf16 bfloat16 checkpoint comet
+    comms_logger communication_data_type compression_training csv_monitor curriculum_learning
+    data_efficiency data_parallel_size data_types dataloader_drop_last datastates_ckpt
+    disable_allgather disable_python_gc dump_state eigenvalue elasticity expert_parallel
+    flops_profiler fp16 gradient_allreduce_op gradient_predivide_factor graph_harvesting
+    hybrid_engine log_level managed_gradient_accumulation memory_breakdown nebula pipeline
+    prescale_gradients progressive_layer_drop quantize_training random_ltd
+    seq_parallel_communication_data_type sequence_parallel_size sparse_attention sparse_gradients
+    steps_per_print tensor_parallel tensorboard timers torch_autocast train_batch_size
+    train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size
+    wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer
+    zero_force_ds_cpu_optimizer zero_optimization
+    """
+DEEPSPEED_NAMES = frozenset(_NAMES.split())
 
 
 def entries(section: BaseModel, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -16,23 +16,28 @@ from torch import Tensor, nn
 
 from infinity.checkpoint.directory import find_tag, is_ours_alone
 from infinity.checkpoint.manifest import MANIFEST_NAME, check_tag
+from infinity.config.settings import Settings
 from infinity.deepspeed.config_methods import STAGE, ConfigMethods
 from infinity.deepspeed.monitors import MonitorMaster, get_monitor_config
 from infinity.deepspeed.names import refused, table
-from infinity.deepspeed.source import find_source
-from infinity.deepspeed.zero import mark, unmark
-from infinity.engine import Engine
-from infinity.errors import ConfigError, EngineClosedError, InfinityWarning, TrainingError
-from infinity.files import atomic_write, make_directories
-from infinity.offload.owner import exclusive
-from infinity.plan.layout import Tier
-from infinity.storage.run_dir import RECORD_NAME
-from infinity.training.parameter_access import (
+from infinity.deepspeed.offload_states import (
     OffloadDevice,
     OffloadStateTypeEnum,
     places_of,
     refuse_to_move,
 )
+from infinity.deepspeed.settings import DeepSpeedSettings
+from infinity.deepspeed.source import find_source
+from infinity.deepspeed.zero import mark, unmark
+from infinity.engine import Engine
+from infinity.errors import ConfigError, EngineClosedError, InfinityWarning, TrainingError
+from infinity.files import atomic_write, make_directories
+from infinity.journal import Journal
+from infinity.offload.owner import exclusive
+from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.plan.layout import Tier
+from infinity.storage.run_dir import RECORD_NAME
+from infinity.training.parts import Parts
 from infinity.training.run_state import ResumableLoader
 from infinity.training.state_dict import StateDict, state_dict_of
 
@@ -85,10 +90,26 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
 
     __call__ = nn.Module.__call__  # hooks of the engine itself, then forward
 
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        parts: Parts,
+        optimizer: OffloadedOptimizer,
+        settings: Settings,
+        *,
+        lr_scheduler: Any = None,
+        loader: Any = None,
+        journal: Journal | None = None,
+    ) -> None:
         nn.Module.__init__(self)
         del self.training  # that of the module
-        super().__init__(module, *args, **kwargs)
+        if isinstance(settings, DeepSpeedSettings):
+            self.translation, self.config = settings.translation, settings.given
+        self.training_dataloader = loader
+        super().__init__(
+            module, parts, optimizer, settings,
+            lr_scheduler=lr_scheduler, loader=loader, journal=journal,
+        )  # fmt: skip
         vars(self)["module"] = module  # beside `_modules`: found without __getattr__
 
     def _own(self, module: nn.Module) -> None:

@@ -26,7 +26,7 @@ _TABLE = Path(__file__).with_name("names.txt")
 # Who has a name: (DeepSpeed's module with those below it, "*" for all, "" for the package alone;
 # ours; names). `theirs=ours` where ours is called otherwise. The first that has it counts.
 OURS: tuple[tuple[str, str, str], ...] = (
-    ("", "infinity.startup", "initialize=initialize_deepspeed"),
+    ("", f"{HERE}.arguments", "initialize=initialize_deepspeed"),
     ("", f"{HERE}.config", "translate_deepspeed"),
     ("", f"{HERE}.names", "version=VERSION __version__=VERSION"),
     ("comm", "torch.distributed", "P2POp ProcessGroup ReduceOp"),
@@ -54,7 +54,7 @@ OURS: tuple[tuple[str, str, str], ...] = (
     ("*", "infinity.optim.offloaded",
      "DeepSpeedOptimizer=OffloadedOptimizer ZeROOptimizer=OffloadedOptimizer"),
     ("*", "infinity.schedules", "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR"),
-    ("*", "infinity.training.parameter_access", "OffloadDeviceEnum OffloadStateTypeEnum"),
+    ("*", f"{HERE}.offload_states", "OffloadDeviceEnum OffloadStateTypeEnum"),
     ("*", f"{HERE}.torch_device", "DeepSpeedAccelerator get_accelerator"),
     ("*", f"{HERE}.monitors",
      "CometMonitor Monitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor "

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from infinity.config.schema import Config
+from infinity.deepspeed.arguments import initialize
+from infinity.deepspeed.settings import read_settings
 from infinity.engine import Engine
 from infinity.errors import ConfigError, MachineError, explained, first_lines
 from infinity.model.lazy_tensor import Promised
@@ -26,9 +28,7 @@ from infinity.model.weight_files import Outgoing, StoredTensor, WeightFiles, wri
 from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.ranks import find_ranks
-from infinity.read_settings import read_settings
 from infinity.sizes import parse_size
-from infinity.startup import initialize
 from infinity.training.state_dict import read_by_first, written_by_first
 
 # The transformers package, asked for when it is used.

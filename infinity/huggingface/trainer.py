@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, Sampler
 
 from infinity.checkpoint.manifest import MANIFEST_NAME
 from infinity.config.schema import Config
+from infinity.deepspeed.arguments import initialize
+from infinity.deepspeed.settings import DeepSpeedSettings
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, EngineClosedError, InfinityWarning
 from infinity.huggingface.accelerator import OffloadAccelerator, OffloadedModel, offload_beside
@@ -47,9 +49,7 @@ from infinity.optim.of_torch import (
     without_optimizer,
 )
 from infinity.ranks import Ranks, find_ranks
-from infinity.read_settings import Settings
 from infinity.schedules import make_schedule
-from infinity.startup import initialize
 from infinity.training.run_state import capture_rng, restore_rng
 from infinity.weights import load_weights
 
@@ -356,11 +356,11 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         ranks = find_ranks()
         config = self._with_schedule(told_for(self.model, choice.config), ranks)
         config = config.model_copy(update={"cast_inputs": True})  # images and sound come in fp32
-        told = Settings(
+        told = DeepSpeedSettings(
             config,
-            settings.translation,
             -(-self._samples // config.gradient_accumulation_steps),
             drop_last=self.args.dataloader_drop_last,
+            translation=settings.translation,
             given=self._infinity_config or self.args.deepspeed,
         )
         generators = capture_rng()

@@ -34,6 +34,7 @@ from infinity.checkpoint.reader import CheckpointReader, StateReader
 from infinity.checkpoint.schemas import check_run_state
 from infinity.checkpoint.streams import Piece, frozen_pieces, pieces, state_streams
 from infinity.checkpoint.writer import CheckpointWriter, files_of, temporary_of
+from infinity.config.schema import Config
 from infinity.crc32c import crc32c_of
 from infinity.errors import (
     CheckpointError,
@@ -152,7 +153,7 @@ class Checkpoints:
         run_state: RunState,
         index_of: Mapping[int, int],
         rule: str,
-        config: Mapping[str, Any],
+        config: Config,
     ) -> None:
         self._window = rooms.window
         self.run_state = run_state
@@ -162,7 +163,7 @@ class Checkpoints:
         self._values = values
         self._index_of = index_of
         self._rule = rule
-        self._config = config
+        self._config = {name: entry["value"] for name, entry in config.resolved().items()}
         self._segments = {s.parameter: s for u in rooms.plan.units for s in u.segments}
 
     # --- saving ------------------------------------------------------------------------------

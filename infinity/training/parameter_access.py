@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from types import MethodType
 from typing import Any, TypeGuard
 
@@ -33,9 +32,8 @@ from infinity.offload.window import AccumulationWindow
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import KIND_DTYPES, Moment, moment_in
 from infinity.optim.update import KernelUpdater, Updater
-from infinity.plan.layout import Kind, Segment, Tier, UnitLayout
+from infinity.plan.layout import Kind, Segment, UnitLayout
 from infinity.plan.plan import Plan
-from infinity.sizes import format_size
 
 # What the optimizer keeps of a parameter, read from and written to any tier.
 
@@ -144,83 +142,6 @@ def write_state(
 
 def _is_ours(updater: Updater) -> TypeGuard[KernelUpdater]:
     return isinstance(updater, KernelUpdater)
-
-
-# Where kinds of state rest by a plan, in DeepSpeed's words, and why they stay there.
-
-
-class OffloadStateTypeEnum(StrEnum):
-    """Kinds of state, by DeepSpeed's names."""
-
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
-
-
-class OffloadDeviceEnum(StrEnum):
-    """Places that state is moved to, by DeepSpeed's names."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
-
-
-@dataclass(frozen=True)
-class OffloadDevice:
-    """The slowest place that one kind of state rests in."""
-
-    device: OffloadDeviceEnum
-
-    @staticmethod
-    def of(tiers: Iterable[Tier]) -> OffloadDevice | None:
-        """None where all of it rests on the compute device."""
-        found = set(tiers)
-        if Tier.DISK in found:
-            return OffloadDevice(OffloadDeviceEnum.nvme)
-        return OffloadDevice(OffloadDeviceEnum.cpu) if Tier.HOST in found else None
-
-
-_FIELDS = {
-    OffloadStateTypeEnum.optim_states: "state",
-    OffloadStateTypeEnum.hp_params: "state",
-    OffloadStateTypeEnum.lp_params: "weight",
-    OffloadStateTypeEnum.lp_grads: "gradient",
-    OffloadStateTypeEnum.contiguous_grad_buffer: "gradient",
-}
-
-
-def places_of(plan: Plan, device: torch.device, state: OffloadStateTypeEnum) -> set[Any]:
-    """Torch devices, and "disk", where a kind of state rests."""
-    name = _FIELDS[OffloadStateTypeEnum(state)]
-    places = {Tier.DEVICE: device, Tier.HOST: torch.device("cpu"), Tier.DISK: "disk"}
-    return {places[getattr(placement, name)] for placement in plan.placements}
-
-
-def refuse_to_move(plan: Plan, include: Any, device: Any) -> None:
-    """Raise `ConfigError` if any of these states holds memory of a GPU."""
-    if str(getattr(device, "value", device)) != "cpu":
-        raise ConfigError(
-            f"offload_states(device={device!r})", remedy='"cpu", which means: off the GPU'
-        )
-    try:
-        kinds = [OffloadStateTypeEnum(kind) for kind in include or OffloadStateTypeEnum]
-    except ValueError as error:
-        names = ", ".join(kind.value for kind in OffloadStateTypeEnum)
-        raise ConfigError(str(error), remedy=f"of {names}") from None
-    if plan.unified:  # one memory: nothing is on a device of its own
-        return
-    held = {name: nbytes for name, nbytes in plan.memory[Tier.DEVICE].items() if nbytes}
-    if held:
-        parts = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in held.items())
-        raise ConfigError(
-            f"offload_states({', '.join(kind.value for kind in kinds)}): "
-            f"{format_size(sum(held.values()))} on the GPU cannot be given back for a while",
-            because=f"placement is fixed when the engine is made; the plan has there: {parts}",
-            remedy="plan with less: a smaller budget.device, placement.moments: host; or "
-            "save_checkpoint(), close(), and initialize() and load_checkpoint() later",
-        )
 
 
 _BLOCK = 1 << 20  # elements converted at a time: temporaries stay small beside the tensor

@@ -1,0 +1,34 @@
+"""Settings of an engine: its configuration, and how `initialize` loads batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from infinity.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Configuration of an engine and of the loader that `initialize` makes.
+
+    Attributes:
+        config: The configuration.
+        batch_size: Samples of a micro-batch of the loader.
+        drop_last: Whether the loader drops a last micro-batch that is smaller.
+        shuffles: Whether the loader shuffles, and is made for any sequence, not only a Dataset.
+        trains: False for an engine for inference, even if parameters require grad.
+    """
+
+    config: Config
+    batch_size: int = 1
+    drop_last: bool = False
+    shuffles: bool = False
+    trains: bool = True
+
+    def start_record(self) -> dict[str, Any]:
+        """Return JSON-able facts for the journal's start record; {} if `config` was not translated.
+
+        A configuration that was translated leaves nothing open: its format has the defaults.
+        """
+        return {}

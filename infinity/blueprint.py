@@ -1,4 +1,4 @@
-"""What is settled before anything is allocated: parameter groups, limits, the plan."""
+"""Memory limits, rates and plan of an engine on this machine, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from infinity.calibration import KnownRates, kept_rates
@@ -17,23 +16,15 @@ from infinity.cutting import (
     PROCESS_BASE_BYTES,
     Cut,
     case_for,
-    complete_groups,
     cut_model,
     groups_of,
 )
 from infinity.errors import ConfigError
-from infinity.formats import MomentFormat
 from infinity.heap import return_freed_memory
 from infinity.model.meta_init import Origins
-from infinity.model.offloaded_parameter import engine_of
-from infinity.model.parameters import ParameterMap, recomputed_weights
 from infinity.model.shapes import Target, target_of
-from infinity.model.torch_private import has_memory, storage_address
-from infinity.optim.adapter import AdapterRule
-from infinity.optim.adapter_probe import OptimizerMaker, open_adapter
-from infinity.optim.offloaded import OffloadedOptimizer, refuse_hooks
-from infinity.optim.standalone import built_in_of
-from infinity.optim.update import BuiltInRule, Rule
+from infinity.model.torch_private import storage_address
+from infinity.optim.update import Rule
 from infinity.plan.activations import ActivationModel
 from infinity.plan.budget import Limits
 from infinity.plan.case import Case, activations_on_device, leaving_activations
@@ -44,209 +35,8 @@ from infinity.plan.machine import PlanMachine, default_host_budget_bytes, read_m
 from infinity.plan.plan import Plan, RuleFacts
 from infinity.plan.planner import gradient_itemsize, make_plan
 from infinity.ranks import ALONE, Ranks
-from infinity.rules import RULES, SGD
 from infinity.storage.device import PROCESS, Device
 from infinity.storage.shared import can_share
-
-_TRAINABLE = (torch.float32, torch.float16, torch.bfloat16)
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_WRAPPERS = (
-    "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule",
-    "OptimizedModule",
-)  # fmt: skip
-
-
-def check_model(model: nn.Module) -> None:
-    """Raise `ConfigError` for what cannot be owned."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ConfigError(
-                f"module {name or 'model'!r} is a TorchScript module",
-                because="it takes no hooks, which fetch weights",
-                remedy="use the module it was scripted from",
-            )
-        wrapper = next((b.__name__ for b in type(module).__mro__ if _wraps(b)), None)
-        if wrapper is not None:
-            compiled = wrapper == "OptimizedModule"
-            raise ConfigError(
-                f"module {name or 'model'!r} is torch's {wrapper}",
-                because="hooks, which fetch weights, would be compiled with it"
-                if compiled
-                else "the engine shares weights and gradients out among ranks itself",
-                remedy="pass the module without it"
-                + (", and write compile: true" if compiled else ", the same on all ranks"),
-            )
-        if isinstance(module._parameters, ParameterMap):
-            raise ConfigError(
-                f"module {name or 'model'!r} is owned by another engine",
-                remedy="close that engine first",
-            )
-    for name, parameter in model.named_parameters():
-        if nn.parameter.is_lazy(parameter):
-            raise ConfigError(
-                f"parameter {name!r} has no shape yet",
-                remedy="pass a batch through the model before initialize()",
-            )
-        if type(parameter) is nn.Parameter and not has_memory(parameter):
-            raise ConfigError(
-                f"parameter {name!r} has no memory",
-                because="its .data was taken from a weight that is still in a file",
-                remedy="make it a parameter of its own, or tie it: head.weight = embedding.weight",
-            )
-        if engine_of(parameter) is not None:
-            raise ConfigError(
-                f"parameter {name!r} is owned by another engine",
-                remedy="close that engine first, or put both models into one module",
-            )
-    for name, module in model.named_modules():
-        if getattr(module, "max_norm", None) is not None and isinstance(module, _EMBEDDINGS):
-            raise ConfigError(
-                f"{name!r}, an nn.{type(module).__name__}, has max_norm",
-                because="its forward edits the weight, of which the engine lends a copy",
-                remedy="leave max_norm out, and shorten rows in engine.materialized(...) now and "
-                "then",
-            )
-    _refuse_shared_memory(model)
-
-
-def _wraps(kind: type) -> bool:
-    """Whether it is one of torch's classes around a module, which need not be imported."""
-    return kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch.")
-
-
-def _refuse_shared_memory(model: nn.Module) -> None:
-    """What is trained has memory of its own: others that share it would stay behind."""
-    held = []
-    left = [
-        (f"{path}.{name}".lstrip("."), value)
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
-        if name not in recomputed_weights(module)
-    ]
-    for name, tensor in [*model.named_parameters(), *model.named_buffers(), *left]:
-        # Strides may leave gaps, as those of parameters that are interleaved.
-        if tensor.layout is not torch.strided or not tensor.numel():
-            continue
-        dense = tensor.is_contiguous() or not isinstance(tensor, nn.Parameter)
-        if dense and (base := storage_address(tensor)):
-            start = base + int(tensor.storage_offset()) * tensor.element_size()
-            sides = zip(tensor.shape, tensor.stride(), strict=True)
-            span = (1 + sum((n - 1) * stride for n, stride in sides)) * tensor.element_size()
-            trained = tensor.requires_grad and isinstance(tensor, nn.Parameter)
-            held.append((start, start + span, name, trained))
-    reach, before, also = 0, "", False  # where memory ends that was seen, and whose it is
-    for begin, end, name, trained in sorted(held):
-        if begin < reach and (trained or also):
-            raise ConfigError(
-                f"{before!r} and {name!r} share memory and are not one parameter",
-                because="the engine moves each by itself: one would not follow the other",
-                remedy="tie them: head.weight = embedding.weight; or give one a .clone()",
-            )
-        if end > reach:
-            reach, before, also = end, name, trained
-
-
-def make_optimizer(
-    model: nn.Module,
-    config: Config,
-    model_parameters: Iterable[Any] | None,
-    given: torch.optim.Optimizer | OptimizerMaker | None = None,
-    *,
-    trains: bool = True,
-) -> OffloadedOptimizer:
-    """`engine.optimizer` over the given parameters or groups, else over all that require grad.
-
-    `given` is what `initialize(optimizer=...)` got; without it the config's rule is used. Over no
-    parameter at all if nothing is given and no parameter requires grad, or `trains` is false.
-    """
-    settings = config.optimizer
-    if model_parameters is not None:
-        model_parameters = list(model_parameters)
-        for group in (g for g in model_parameters if isinstance(g, dict)):
-            if not isinstance(
-                group["params"], nn.Parameter
-            ):  # an iterator is over once it was read
-                group["params"] = list(group["params"])
-    if isinstance(given, torch.optim.Optimizer):
-        refuse_hooks(given)
-        model_parameters = given.param_groups
-    if model_parameters is None or not trains:
-        groups: list[Any] = [p for p in model.parameters() if p.requires_grad] if trains else []
-        if not groups and given is None:
-            rule = BuiltInRule(SGD.__name__)
-            nothing = {**SGD.defaults(), "params": []}
-            return OffloadedOptimizer([nothing], {}, rule=rule)
-    else:
-        groups = model_parameters
-    flat = _flat(groups)
-    if not flat:
-        raise ConfigError(
-            "there is an optimizer, and no parameter for it",
-            remedy="call requires_grad_(True) on what should be trained before initialize()",
-        )
-    own = {id(p): name for name, p in model.named_parameters()}
-    for parameter in flat:
-        if id(parameter) not in own:
-            raise ConfigError(
-                f"{'model_parameters' if given is None else 'the optimizer'} has a parameter of "
-                f"shape {tuple(parameter.shape)} that the model does not have",
-                because="it is another model's, or was replaced since the optimizer was made",
-                remedy="make the optimizer of the parameters of the model that you pass"
-                + (
-                    "; to train two models with one optimizer, put both into one module"
-                    if any(id(p) in own for p in flat)
-                    else ""
-                ),
-            )
-        if parameter.dtype not in _TRAINABLE:
-            raise ConfigError(
-                f"the trained parameter {own[id(parameter)]!r} has dtype {parameter.dtype}",
-                remedy="train float32, bfloat16 or float16 parameters; freeze the others",
-            )
-    if given is None:
-        built_in = BuiltInRule(settings.type, MomentFormat(settings.moments))
-        if not isinstance(groups[0], dict):
-            groups = [{"params": groups}]
-        groups = complete_groups(model, config, groups)
-        alike = settings.parameters() if RULES[settings.type].kernel else {}
-        return OffloadedOptimizer(groups, alike, rule=built_in)
-    if settings.model_fields_set:
-        raise ConfigError(
-            "the config has an optimizer section, but initialize() got an optimizer as well",
-            because=f"optimizer.{sorted(settings.model_fields_set)[0]} would not be used",
-            remedy="leave one of them out",
-        )
-    if groups and not isinstance(groups[0], dict):
-        groups = [{"params": groups}]
-    if (ours := built_in_of(given, groups)) is not None:
-        return ours
-    facts = open_adapter(given, groups)
-    return OffloadedOptimizer(facts.groups, facts.defaults, rule=AdapterRule(facts))
-
-
-def _flat(groups: Iterable[Any]) -> list[Any]:
-    """The parameters of parameters or groups of them."""
-    return [p for g in groups for p in (g["params"] if isinstance(g, dict) else [g])]
-
-
-def check_same(given: torch.optim.Optimizer, model_parameters: Iterable[Any] | None) -> None:
-    """Raise `ConfigError` unless the optimizer object holds just these parameters."""
-    if model_parameters is None:
-        return
-    ours = {id(p) for p in _flat(given.param_groups)}
-    theirs = {id(p): p for p in _flat(model_parameters)}
-    missing = [p for key, p in theirs.items() if key not in ours and p.requires_grad]
-    extra = ours - theirs.keys()
-    if missing or extra:
-        raise ConfigError(
-            f"the optimizer holds {len(ours)} parameters, model_parameters are {len(theirs)}: "
-            f"{len(missing)} that require grad are not in the optimizer, {len(extra)} of the "
-            "optimizer not in model_parameters",
-            remedy="leave model_parameters out, or give optimizer=lambda groups: ...",
-        )
 
 
 def limits_for(

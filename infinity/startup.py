@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from infinity.blueprint import check_model, check_same, make_optimizer, plan_for, rates_of_rank
+from infinity.blueprint import plan_for, rates_of_rank
 from infinity.config.schema import Config, load_config
 from infinity.config.settings import Settings
 from infinity.crc32c import crc32c_of
@@ -24,11 +24,13 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError, InfinityWarning
 from infinity.files import sync_directory
 from infinity.journal import Journal
+from infinity.model.checks import check_model
 from infinity.model.cut import UnitSpec
 from infinity.model.meta_init import Origins
 from infinity.optim.adapter_probe import OptimizerMaker
 from infinity.optim.of_torch import choose_given
 from infinity.optim.offloaded import OffloadedOptimizer, mark_stepped
+from infinity.optim.param_groups import check_same, make_optimizer
 from infinity.plan.plan import Plan
 from infinity.ranks import Ranks, check_alike, find_ranks
 from infinity.schedules import make_schedule

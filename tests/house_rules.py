@@ -24,8 +24,8 @@ LAYERS: tuple[set[str], ...] = (
     {"config", "trace", "sealed"},
     {"plan", "schedules"},
     {"model"},
-    {"optim"},
     {"cutting"},
+    {"optim"},
     {"storage"},
     {"offload", "calibration"},
     {"checkpoint"},
@@ -55,9 +55,14 @@ BANNED_WORDS = re.compile(r"\b(?:TO" r"DO|FIX" r"ME|XX" r"X)\b")
 
 
 def room_of(module: str) -> str:
-    """Return the room of a dotted module below `infinity`; the package itself is `__init__`."""
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 else "__init__"
+    """Return the longest prefix of a dotted module that LAYERS names, else its package.
+
+    Names are those below `infinity`; the package itself is `__init__`.
+    """
+    below = room = module.partition(".")[2] or "__init__"
+    while room not in LAYER and "." in room:
+        room = room.rpartition(".")[0]
+    return room if room in LAYER else below.split(".")[0]
 
 
 def module_of(path: str) -> str:

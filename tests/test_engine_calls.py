@@ -194,7 +194,7 @@ def test_initialize_takes_deepspeed_arguments_by_name_and_by_place() -> None:
         with engine:
             assert isinstance(engine, DeepSpeedEngine)
             assert args.local_rank == 0
-    with pytest.raises(TypeError, match="initialize.* unexpected keyword argument 'modell'"):
+    with pytest.raises(TypeError, match=r"initialize.* unexpected keyword argument 'modell'"):
         infinity.initialize(modell=small_model())
     plain, *_ = infinity.initialize(small_model(), settings(Path(), ON_DEVICE))
     plain.close()

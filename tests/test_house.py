@@ -66,6 +66,8 @@ RULES: dict[Rule, tuple[list[dict[str, str]], dict[str, str]]] = {
             {"infinity/engine.py": "import infinity"},
             {"infinity/cli/main.py": "from infinity import __version__"},
             {"infinity/attic.py": ""},
+            {"infinity/engine.py": "from infinity.deepspeed.config import translate_deepspeed"},
+            {"infinity/training/step.py": "from infinity.runs.metrics import Metrics"},
         ],
         {
             "infinity/errors.py": "import os, torch.infinity",

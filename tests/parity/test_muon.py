@@ -20,9 +20,9 @@ from support.trainer import Run, make_config, same_bits
 from torch import nn, optim
 
 import infinity
-from infinity.blueprint import make_optimizer
 from infinity.config.schema import load_config
 from infinity.errors import ConfigError
+from infinity.optim.param_groups import make_optimizer
 from infinity.plan.budget import Limits
 from infinity.plan.cost import NOMINAL, matrix_flops, update_s
 from infinity.plan.layout import PRECISIONS, Kind, ParameterFacts, Tier, lay_out

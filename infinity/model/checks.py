@@ -1,0 +1,110 @@
+"""Checks of a model before an engine takes it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError
+from infinity.model.offloaded_parameter import engine_of
+from infinity.model.parameters import ParameterMap, recomputed_weights
+from infinity.model.torch_private import has_memory, storage_address
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_WRAPPERS = (
+    "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule",
+    "OptimizedModule",
+)  # fmt: skip
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise `ConfigError` for what cannot be owned."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"module {name or 'model'!r} is a TorchScript module",
+                because="it takes no hooks, which fetch weights",
+                remedy="use the module it was scripted from",
+            )
+        wrapper = next((b.__name__ for b in type(module).__mro__ if _wraps(b)), None)
+        if wrapper is not None:
+            compiled = wrapper == "OptimizedModule"
+            raise ConfigError(
+                f"module {name or 'model'!r} is torch's {wrapper}",
+                because="hooks, which fetch weights, would be compiled with it"
+                if compiled
+                else "the engine shares weights and gradients out among ranks itself",
+                remedy="pass the module without it"
+                + (", and write compile: true" if compiled else ", the same on all ranks"),
+            )
+        if isinstance(module._parameters, ParameterMap):
+            raise ConfigError(
+                f"module {name or 'model'!r} is owned by another engine",
+                remedy="close that engine first",
+            )
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ConfigError(
+                f"parameter {name!r} has no shape yet",
+                remedy="pass a batch through the model before initialize()",
+            )
+        if type(parameter) is nn.Parameter and not has_memory(parameter):
+            raise ConfigError(
+                f"parameter {name!r} has no memory",
+                because="its .data was taken from a weight that is still in a file",
+                remedy="make it a parameter of its own, or tie it: head.weight = embedding.weight",
+            )
+        if engine_of(parameter) is not None:
+            raise ConfigError(
+                f"parameter {name!r} is owned by another engine",
+                remedy="close that engine first, or put both models into one module",
+            )
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and isinstance(module, _EMBEDDINGS):
+            raise ConfigError(
+                f"{name!r}, an nn.{type(module).__name__}, has max_norm",
+                because="its forward edits the weight, of which the engine lends a copy",
+                remedy="leave max_norm out, and shorten rows in engine.materialized(...) now and "
+                "then",
+            )
+    _refuse_shared_memory(model)
+
+
+def _wraps(kind: type) -> bool:
+    """Whether it is one of torch's classes around a module, which need not be imported."""
+    return kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch.")
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """What is trained has memory of its own: others that share it would stay behind."""
+    held = []
+    left = [
+        (f"{path}.{name}".lstrip("."), value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+        if name not in recomputed_weights(module)
+    ]
+    for name, tensor in [*model.named_parameters(), *model.named_buffers(), *left]:
+        # Strides may leave gaps, as those of parameters that are interleaved.
+        if tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        dense = tensor.is_contiguous() or not isinstance(tensor, nn.Parameter)
+        if dense and (base := storage_address(tensor)):
+            start = base + int(tensor.storage_offset()) * tensor.element_size()
+            sides = zip(tensor.shape, tensor.stride(), strict=True)
+            span = (1 + sum((n - 1) * stride for n, stride in sides)) * tensor.element_size()
+            trained = tensor.requires_grad and isinstance(tensor, nn.Parameter)
+            held.append((start, start + span, name, trained))
+    reach, before, also = 0, "", False  # where memory ends that was seen, and whose it is
+    for begin, end, name, trained in sorted(held):
+        if begin < reach and (trained or also):
+            raise ConfigError(
+                f"{before!r} and {name!r} share memory and are not one parameter",
+                because="the engine moves each by itself: one would not follow the other",
+                remedy="tie them: head.weight = embedding.weight; or give one a .clone()",
+            )
+        if end > reach:
+            reach, before, also = end, name, trained

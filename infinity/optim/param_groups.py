@@ -1,0 +1,122 @@
+"""Parameter groups of an engine's optimizer, from a config or an optimizer that was passed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config.schema import Config
+from infinity.cutting import complete_groups
+from infinity.errors import ConfigError
+from infinity.formats import MomentFormat
+from infinity.optim.adapter import AdapterRule
+from infinity.optim.adapter_probe import OptimizerMaker, open_adapter
+from infinity.optim.offloaded import OffloadedOptimizer, refuse_hooks
+from infinity.optim.standalone import built_in_of
+from infinity.optim.update import BuiltInRule
+from infinity.rules import RULES, SGD
+
+_TRAINABLE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def make_optimizer(
+    model: nn.Module,
+    config: Config,
+    model_parameters: Iterable[Any] | None,
+    given: torch.optim.Optimizer | OptimizerMaker | None = None,
+    *,
+    trains: bool = True,
+) -> OffloadedOptimizer:
+    """`engine.optimizer` over the given parameters or groups, else over all that require grad.
+
+    `given` is what `initialize(optimizer=...)` got; without it the config's rule is used. Over no
+    parameter at all if nothing is given and no parameter requires grad, or `trains` is false.
+    """
+    settings = config.optimizer
+    if model_parameters is not None:
+        model_parameters = list(model_parameters)
+        for group in (g for g in model_parameters if isinstance(g, dict)):
+            if not isinstance(
+                group["params"], nn.Parameter
+            ):  # an iterator is over once it was read
+                group["params"] = list(group["params"])
+    if isinstance(given, torch.optim.Optimizer):
+        refuse_hooks(given)
+        model_parameters = given.param_groups
+    if model_parameters is None or not trains:
+        groups: list[Any] = [p for p in model.parameters() if p.requires_grad] if trains else []
+        if not groups and given is None:
+            rule = BuiltInRule(SGD.__name__)
+            nothing = {**SGD.defaults(), "params": []}
+            return OffloadedOptimizer([nothing], {}, rule=rule)
+    else:
+        groups = model_parameters
+    flat = _flat(groups)
+    if not flat:
+        raise ConfigError(
+            "there is an optimizer, and no parameter for it",
+            remedy="call requires_grad_(True) on what should be trained before initialize()",
+        )
+    own = {id(p): name for name, p in model.named_parameters()}
+    for parameter in flat:
+        if id(parameter) not in own:
+            raise ConfigError(
+                f"{'model_parameters' if given is None else 'the optimizer'} has a parameter of "
+                f"shape {tuple(parameter.shape)} that the model does not have",
+                because="it is another model's, or was replaced since the optimizer was made",
+                remedy="make the optimizer of the parameters of the model that you pass"
+                + (
+                    "; to train two models with one optimizer, put both into one module"
+                    if any(id(p) in own for p in flat)
+                    else ""
+                ),
+            )
+        if parameter.dtype not in _TRAINABLE:
+            raise ConfigError(
+                f"the trained parameter {own[id(parameter)]!r} has dtype {parameter.dtype}",
+                remedy="train float32, bfloat16 or float16 parameters; freeze the others",
+            )
+    if given is None:
+        built_in = BuiltInRule(settings.type, MomentFormat(settings.moments))
+        if not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        groups = complete_groups(model, config, groups)
+        alike = settings.parameters() if RULES[settings.type].kernel else {}
+        return OffloadedOptimizer(groups, alike, rule=built_in)
+    if settings.model_fields_set:
+        raise ConfigError(
+            "the config has an optimizer section, but initialize() got an optimizer as well",
+            because=f"optimizer.{sorted(settings.model_fields_set)[0]} would not be used",
+            remedy="leave one of them out",
+        )
+    if groups and not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    if (ours := built_in_of(given, groups)) is not None:
+        return ours
+    facts = open_adapter(given, groups)
+    return OffloadedOptimizer(facts.groups, facts.defaults, rule=AdapterRule(facts))
+
+
+def _flat(groups: Iterable[Any]) -> list[Any]:
+    """The parameters of parameters or groups of them."""
+    return [p for g in groups for p in (g["params"] if isinstance(g, dict) else [g])]
+
+
+def check_same(given: torch.optim.Optimizer, model_parameters: Iterable[Any] | None) -> None:
+    """Raise `ConfigError` unless the optimizer object holds just these parameters."""
+    if model_parameters is None:
+        return
+    ours = {id(p) for p in _flat(given.param_groups)}
+    theirs = {id(p): p for p in _flat(model_parameters)}
+    missing = [p for key, p in theirs.items() if key not in ours and p.requires_grad]
+    extra = ours - theirs.keys()
+    if missing or extra:
+        raise ConfigError(
+            f"the optimizer holds {len(ours)} parameters, model_parameters are {len(theirs)}: "
+            f"{len(missing)} that require grad are not in the optimizer, {len(extra)} of the "
+            "optimizer not in model_parameters",
+            remedy="leave model_parameters out, or give optimizer=lambda groups: ...",
+        )

@@ -1,4 +1,4 @@
-"""Write `infinity/deepspeed/names.txt`: DeepSpeed's public names and the names of their parameters.
+"""Write `infinity/deepspeed/names.txt`: public names of DeepSpeed, and of parameters.
 
     pip download deepspeed==0.19.8 --no-deps --no-binary :all: && tar xf deepspeed-*.tar.gz
     python tools/deepspeed_names.py deepspeed-0.19.8 > infinity/deepspeed/names.txt

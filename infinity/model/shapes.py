@@ -1,8 +1,9 @@
 """A model's parameters without the model, for who plans: shapes, and what computes with them.
 
 Sizes that people name are outlines, made by hand, so that no package is needed, torch included; all
-other models are modules on the meta device, as transformers makes them (`huggingface/meta.py`).
-Both are cut and laid out as the real model is: names and shapes are those of transformers.
+other models are modules on the meta device, as transformers makes them
+(`huggingface/meta.py`). Both are cut and laid out as the real model is: names and
+shapes are those of transformers.
 """
 
 from __future__ import annotations

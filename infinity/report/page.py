@@ -99,7 +99,8 @@ class Page:
         body = [f"<h1>{escape(self.title)}</h1>", *self.head]
         body.append(f'<div class="charts">{"".join(self.figures)}</div>')
         data = json.dumps({"datasets": self.datasets, "charts": self.charts}, allow_nan=False)
-        text = Template((files("infinity.report") / "page.html").read_text("utf-8")).substitute(
+        template = (files("infinity.report") / "page.html").read_text("utf-8")
+        text = Template(template).substitute(
             title=escape(self.title),
             body="\n".join(body),
             data=data.replace("<", "\\u003c"),

@@ -97,7 +97,8 @@ def machines(job: dict[str, Any]) -> None:
         by_loopback.append(one_machine)
         return usual(True)  # they are on one
 
-    usual, infinity.ranks._by_loopback = infinity.ranks._by_loopback, noted
+    usual = infinity.ranks._by_loopback
+    infinity.ranks._by_loopback = noted
     with closing(infinity.ranks.find_ranks()) as ranks:
         found = (ranks.local_rank, ranks.local_count, ranks.num_nodes, *by_loopback)
     torch.save(found, f"{job['out']}-{rank}")
@@ -203,7 +204,7 @@ def on_one_rank_only(job: dict[str, Any]) -> None:
     rank, store = int(os.environ["RANK"]), dist.FileStore(job["store"])
     config = {"nvme_path": job["nvme"], "precision": "fp32", "budget": {}}
     engine = init_alone.start(layers(64, 2), config)
-    infinity.ranks._SILENCE = timedelta(seconds=0.2)  # from now on, so that no start is too slow
+    infinity.ranks._SILENCE = timedelta(seconds=0.2)  # not before: starts are slow
     said: list[str] = []
 
     def hear(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -3,9 +3,9 @@
 Slow and obvious: read everything as fp32, apply the rule (in the order of torch's single-tensor
 path), store everything again (`rounding.py`). Every operation is one fp32 operation, rounded on its
 own: no fused multiply-add, true division and square root. The scalars are computed in double and
-rounded to fp32 once (`infinity/rules.py`). torch itself fuses multiply and add where the CPU can,
-and its `sqrt` is not correctly rounded, so it does not give the same bits on every CPU; this does.
-Nothing here knows threads, instruction sets or addresses.
+rounded to fp32 once (`infinity/rules.py`). torch itself fuses multiply and add where the CPU
+can, and its `sqrt` is not correctly rounded, so it does not give the same bits on every CPU; this
+does. Nothing here knows threads, instruction sets or addresses.
 
     all       g = gradient * grad_scale
     Adam      g = g + l2 * p                        only with L2

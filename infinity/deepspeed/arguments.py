@@ -122,7 +122,15 @@ class DeepSpeedArguments:
 
 @wraps(initialize_engine)
 def initialize(*positional: Any, **named: Any) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
-    """Call the core's `initialize`; arguments and configuration may be DeepSpeed's."""
+    """Call the core's `initialize`; arguments and configuration may be DeepSpeed's.
+
+    Args:
+        *positional: ``model, config``, or DeepSpeed's ``args, model, optimizer, ...``.
+        **named: Arguments of the core's `initialize`, or fields of `DeepSpeedArguments`.
+
+    Returns:
+        ``(engine, optimizer, dataloader, scheduler)``.
+    """
     given = DeepSpeedArguments.of(positional, named)
     with starting(given.ranks) as (ranks, _):
         settings = read_settings(

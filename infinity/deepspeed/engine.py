@@ -77,8 +77,12 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
 
     Args:
         module: The model to train.
-        args: Passed to :class:`infinity.Engine`.
-        kwargs: Passed to :class:`infinity.Engine`.
+        parts: Tiers, threads and buffers that the engine drives, and closes.
+        optimizer: Parameter groups, and the update rule.
+        settings: Configuration, and how a DeepSpeed configuration was translated.
+        lr_scheduler: Stepped with the engine; None for none.
+        loader: Training data loader; the attribute `training_dataloader`.
+        journal: Log of steps; None for none.
     """
 
     # The configuration as `initialize` got it, and the loader that it made.

@@ -235,7 +235,7 @@ def test_a_slot_that_was_freed_for_a_unit_is_not_filled_twice() -> None:
         {"nvme_path": "/nvme", "placement": ON_DISK | {"whole": False}, "prefetch_units": 1}
     )
     plan = make_plan(layouts, config, Limits(None, None, None), unified=False)
-    first = replace(plan.placements[0], weight=Tier.DEVICE)
+    first = plan.placements[0]._replace(weight=Tier.DEVICE)
     mixed = replace(plan, placements=(first, *plan.placements[1:]))
     fetched = [phase.moved["all_gather"] / (2 * layouts[0].shard_bytes)
                for phase in forecast_phases(mixed)]  # fmt: skip

@@ -108,8 +108,12 @@ def _initial_write_bytes(
     Two chunks of all kinds, one fp32 master, and one value as it is made. (An initialiser that
     compares, such as a truncated normal, needs up to three times the value more, for a moment.)
     """
-    chunk = min(plan.chunk_elements, max((a.layout.shard_numel for a in plan.alike), default=0))
-    record = sum(plan.precision.nbytes(kind, chunk) for kind in plan.precision.kinds)
+    chunk, known = min(plan.chunk_elements, plan.facts.largest_shard), plan.facts.known
+    key = ("record", chunk, plan.basis)
+    if key not in known:
+        kinds = plan.precision.kinds
+        known[key] = sum(plan.precision.nbytes(kind, chunk) for kind in kinds)
+    record: int = known[key]
     if not plan.unified:  # buffers are pinned, and pinned memory is there from the beginning
         return 2 * record + 4 * chunk + limits.made
     untouched = device["slots"] + device["gradients"] + host["gradients"]
@@ -151,8 +155,7 @@ def _slot_classes(plan: Plan) -> tuple[SlotClass, ...]:
     A unit that computes with its weights where they rest has none. Those that stay `whole` have a
     slot each, of their own size.
     """
-    computing = [i for i, h in enumerate(plan.placements) if h.weight is Tier.DEVICE]
-    there = frozenset(computing if plan.ranks == 1 else ()) - plan.facts.dequantised
+    there = plan.at_device - plan.facts.dequantised if plan.ranks == 1 else frozenset()
     key = (there | plan.whole, plan.whole, plan.prefetch_units)
     if key not in plan.facts.known:
         plan.facts.known[key] = _classes_without(plan, there | plan.whole)
@@ -375,4 +378,4 @@ def exchange_bytes(plan: Plan) -> int:
 
 def largest_trained(plan: Plan) -> int:
     """Bytes of the largest trained range in the compute dtype."""
-    return max((alike.layout.trained_bytes for alike in plan.alike), default=0)
+    return plan.facts.largest_trained

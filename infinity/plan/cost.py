@@ -406,8 +406,7 @@ class _Pricing:
         self.rates = rates
         self.work = work
         self.trained = plan.num_trained
-        self._elements = _Elements()
-        self._again = _Elements()  # of what is recomputed
+        self._elements = self._again = _NONE  # the latter of what is recomputed
         self._ends: tuple[int, int] | None = None
         if work is not None:
             self._elements = _elements(plan.units, work)
@@ -419,21 +418,24 @@ class _Pricing:
 
     def of(self, phase: PhaseBytes) -> PhaseCost:
         """One phase."""
+        name = f"{'backward' if phase.backward else 'forward'} {phase.micro_batch + 1}"
+        return PhaseCost(name, *self._priced(phase))
+
+    def _priced(self, phase: PhaseBytes) -> tuple[dict[str, float], float]:
         last = phase.micro_batch + 1 == self.plan.micro_batches
         key = (id(phase.moved), phase.backward, bool(phase.micro_batch), last)
         if key not in self._known:
             resources = self._resources(phase)
             self._known[key] = resources, self._seconds(phase, resources)
-        name = f"{'backward' if phase.backward else 'forward'} {phase.micro_batch + 1}"
-        return PhaseCost(name, *self._known[key])
+        return self._known[key]
 
     def movement(self, phases: Iterable[tuple[PhaseBytes, int]]) -> tuple[float, float]:
-        """Seconds of phases, each so many times, and those of their resources together."""
+        """Seconds of phases by their counts, and those of their resources together."""
         seconds = busy = 0.0
         for phase, count in phases:
-            cost = self.of(phase)
-            seconds += count * cost.seconds
-            busy += count * sum(cost.resources.values())
+            resources, one = self._priced(phase)
+            seconds += count * one
+            busy += count * sum(resources.values())
         return seconds, busy
 
     def _seconds(self, phase: PhaseBytes, resources: dict[str, float]) -> float:
@@ -454,7 +456,7 @@ class _Pricing:
         # Heads that are elsewhere, tied or frozen, are computed last all the same.
         heads = [s for unit in plan.units if unit is not last for s in unit.segments
                  if s.parameter in self.work.heads]  # fmt: skip
-        tail = self._compute_s(phase, _elements([last], self.work, heads), _Elements())
+        tail = self._compute_s(phase, _elements([last], self.work, heads), _NONE)
         return max(slowest, resources[named] + lead, max(others.values()) + tail)
 
     def _resources(self, phase: PhaseBytes) -> dict[str, float]:
@@ -466,7 +468,7 @@ class _Pricing:
         if plan.ranks > 1:
             links = ((moved[name], getattr(rates, name)) for name in (*LINKS, BETWEEN_HOSTS))
             resources["link"] = sum(nbytes / rate for nbytes, rate in links if rate)
-        again = self._again if phase.backward else _Elements()
+        again = self._again if phase.backward else _NONE
         compute = self._compute_s(phase, self._elements, again)
         update = beside = on_device = 0.0
         if phase.has_update:
@@ -532,6 +534,9 @@ class _Elements:
     sides: float = 0.0
     attended: int = 0
     logits: int = 0
+
+
+_NONE = _Elements()
 
 
 def _elements(units: Sequence[UnitLayout], work: Work, more: Iterable[Segment] = ()) -> _Elements:

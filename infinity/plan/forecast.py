@@ -83,18 +83,32 @@ def counted_phases(plan: Plan) -> tuple[list[tuple[PhaseBytes, int]], list[Phase
     With them those of each micro-batch more, None where that is not known. Phases of the last
     micro-batch are apart: a pass over gradients comes behind them.
     """
-    course = _course_of(plan, None)
-    moving = _Bytes(plan, course.cycle, plan.saved.sizes)
+    known, how = plan.facts.known, (plan.whole, plan.prefetch_units, plan.micro_batches, plan.ranks)
+    key = (plan.at_device, *how)  # what a course follows from
+    if key not in known:
+        known[key] = _counted(_course_of(plan, None))
+    counted, more = known[key]
+    moving = _Bytes(plan, _usual_cycle(len(plan.units)), plan.saved.sizes)
+    phases = [(moving.of_phase(moves), count) for moves, count in counted]
+    return phases, None if more is None else [phases[index][0] for index in more]
+
+
+def _counted(
+    course: _Course,
+) -> tuple[list[tuple[_PhaseMoves, int]], list[int] | None]:
+    """The moves of a steady step that differ, with counts; which of them a micro-batch adds."""
     found: dict[tuple[object, ...], list[Any]] = {}
+
+    def key_of(moves: _PhaseMoves) -> tuple[object, ...]:
+        last = moves.micro_batch + 1 == course.micro_batches
+        return *moves.lists, moves.backward, moves.micro_batch > 0, last
+
     phases, more = _steady(course)
     for moves in phases:
-        last = moves.micro_batch + 1 == course.micro_batches
-        key = (*moves.lists, moves.backward, moves.micro_batch > 0, last)
-        if key not in found:
-            found[key] = [moving.of_phase(moves), 0]
-        found[key][1] += 1
-    added = None if more is None else [found[*m.lists, m.backward, True, False][0] for m in more]
-    return [(phase, count) for phase, count in found.values()], added
+        found.setdefault(key_of(moves), [moves, 0])[1] += 1
+    order = list(found)
+    added = None if more is None else [order.index(key_of(moves)) for moves in more]
+    return [(moves, count) for moves, count in found.values()], added
 
 
 def _course_of(plan: Plan, cycle: tuple[int, ...] | None) -> _Course:

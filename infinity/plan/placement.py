@@ -15,7 +15,7 @@ is compared with all possible placements (`tests/test_placement.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from infinity.plan.budget import Limits, budgeted_bytes, excess, fits_as, with_memory
 from infinity.plan.cost import Rates, movement_cost
@@ -30,8 +30,7 @@ MANY_UNITS = 7  # one unit more or less matters little then: no exchanges
 _TINY = 1e-12
 
 
-@dataclass(frozen=True, slots=True)
-class _Move:
+class _Move(NamedTuple):
     """Raise some kinds of units of one size, one unit after the other."""
 
     fields: tuple[str, ...]
@@ -70,7 +69,7 @@ def score(plan: Plan, rates: Rates) -> float:
 def _known_cost(
     plan: Plan, micro_batches: int, rates: Rates
 ) -> tuple[tuple[float, float], tuple[float, float] | None]:
-    """Return `movement_cost` of so many, from what is known of plans with the same facts."""
+    """Return `movement_cost`, computed once for all plans with the same facts."""
     costs, key = plan.facts.costs(rates), (micro_batches, *plan.searched)
     found: tuple[tuple[float, float], tuple[float, float] | None] | None = costs.get(key)
     if found is None:
@@ -89,7 +88,7 @@ def placed(
     found = [first] if whole or first is plan or not fields else [plan, first]
     if plan.may_share and not plan.shared:
         for start in list(found):
-            shared = with_memory(replace(start, shared=True), limits)
+            shared = with_memory(start.changed(shared=True), limits)
             if fits_as(shared, start, limits, auto=True):  # on several nodes it takes more RAM
                 found.append(shared)
     if fields:
@@ -112,7 +111,7 @@ def with_whole_units(plan: Plan, wish: bool | None, limits: Limits) -> Plan:
     while low < high:
         middle = high if wish else (low + high + 1) // 2
         whole = frozenset(unit.index for unit in units[:middle])
-        changed = with_memory(replace(plan, whole=whole), limits)
+        changed = with_memory(plan.changed(whole=whole), limits)
         if wish or fits_as(changed, plan, limits, auto=True):
             low, best = middle, changed
         else:
@@ -162,7 +161,7 @@ class _Search:
         while improved:
             improved = False
             for move in self._moves(plan):
-                one = replace(move, units=move.units[:1])
+                one = move._replace(units=move.units[:1])
                 roomy = self._in_place_of_others(plan, one)
                 if roomy is None:
                     continue

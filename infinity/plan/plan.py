@@ -114,6 +114,8 @@ class UnitFacts:
         self.largest_quantised = max((u.largest_quantised for u in units), default=0)
         self.dequantised = frozenset(u.index for u in units if u.dequantised_bytes)
         self.blocks = tuple(unit.index for unit in units if unit.is_block)
+        self.largest_shard = max((unit.shard_numel for unit in units), default=0)
+        self.largest_trained = max((unit.trained_bytes for unit in units), default=0)
         self.shard_bytes = [unit.shard_bytes for unit in units]
         self.num_trained = [unit.num_trained for unit in units]
         self.known: dict[Any, Any] = {}
@@ -134,7 +136,7 @@ class UnitFacts:
 
     @cached_property
     def num_told(self) -> int:
-        """The most square sums that a rank tells another, for the norm."""
+        """The most square sums that a rank sends to another, for the norm."""
         told = (unit.num_told for unit in self.units if unit.numel)
         return max(map(sum, zip(*told, strict=True)), default=0)
 
@@ -150,9 +152,15 @@ _FOLLOWS = {
     "basis": frozenset(["units", "saved", *_BASIS]),
     "own": frozenset(["units", "rank"]),
     "alike": frozenset(["units", "placements"]),
+    "at_device": frozenset(["placements"]),
     "shared_bytes": frozenset(["units", "placements", "nodes", "shared", "unified"]),
     "tier_bytes": frozenset(["memory"]),
 }
+
+
+@lru_cache(maxsize=64)
+def _following(changes: tuple[str, ...]) -> list[str]:
+    return [name for name, fields in _FOLLOWS.items() if not fields.isdisjoint(changes)]
 
 
 @dataclass(frozen=True)
@@ -204,9 +212,8 @@ class Plan:
         found = object.__new__(Plan)
         values = found.__dict__
         values.update(self.__dict__)
-        for name, fields in _FOLLOWS.items():
-            if not fields.isdisjoint(changes):
-                values.pop(name, None)
+        for name in _following(tuple(changes)):
+            values.pop(name, None)
         values.update(changes)
         return found
 
@@ -233,6 +240,12 @@ class Plan:
             self.basis, self.placements, self.streamed, self.beside, self.chunks_at_once,
             self.whole, self.shared, self.prefetch_units,
         )  # fmt: skip
+
+    @cached_property
+    def at_device(self) -> frozenset[int]:
+        """Units whose weights rest on the device."""
+        device = Tier.DEVICE
+        return frozenset([i for i, h in enumerate(self.placements) if h.weight is device])
 
     @cached_property
     def own(self) -> tuple[UnitLayout, ...]:

@@ -101,7 +101,7 @@ def with_weights_in_ram(plan: Plan, hints: HintsConfig, limits: Limits) -> Plan:
             continue
         tried = list(placements)
         tried[unit.index] = placements[unit.index]._replace(weight=tier)
-        if excess(with_memory(replace(plan, placements=tuple(tried)), limits), limits, auto=True):
+        if excess(with_memory(plan.changed(placements=tuple(tried)), limits), limits, auto=True):
             break
         kept, placements = kept + size, tried
     note = (

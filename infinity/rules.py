@@ -339,6 +339,7 @@ class Muon(Hyper):
         "lr": ("lr", "adam_lr"), "momentum": ("momentum",), "betas": ("adam_betas",),
         "eps": ("adam_eps",), "weight_decay": ("weight_decay", "adam_weight_decay"),
         "muon_lr": ("lr",), "adam_lr": ("adam_lr",), "ns_method": (),
+        "per_head_muon": (),
     }  # fmt: skip
 
     @classmethod

@@ -207,7 +207,8 @@ TABLE: tuple[Key, ...] = (
         _done("dampening", "number", "0", "SGD"),
         _done("nesterov", "flag", "false", "SGD"),
         _done("ns_method", ("standard", "gram"), "gram",
-            "Muon; standard: Newton-Schulz in bf16, as torch.optim.Muon"),
+            "Muon; standard: Newton-Schulz in bf16, as torch.optim.Muon; gram, on the smaller Gram "
+            "matrix, rounds otherwise and is not built in: standard is used, with a warning"),
         _done("lr_decay", "number", "0", "Adagrad"),
         _done("initial_accumulator_value", "number", "0", "Adagrad"),
         _done("maximize", "flag", "false", "with torch's meaning"),
@@ -219,6 +220,9 @@ TABLE: tuple[Key, ...] = (
             "taken as gradient_clipping, if that is not given otherwise (DeepSpeed refuses it)"),
         _refused("bias_correction", "flag", "true", "false",
             "Adam's moments are always corrected here"),
+        _refused("per_head_muon", "flag", "false", "true",
+            "Muon makes each q, k and v projection orthogonal as one matrix, as torch.optim.Muon, "
+            "not head by head"),
         _refused("amsgrad", "flag", "false", "true",
             "the built-in kernels do not keep the largest second moment",
             "remove the section and write initialize(optimizer=lambda groups: "

@@ -83,6 +83,13 @@ def format_count(count: int | float) -> str:
     return _format(count, 1000, ("", "K", "M", "B", "T"), num_digits=1, space="")
 
 
+def format_parameters(total: int, active: int | None = None) -> str:
+    """Return for example "30.5B parameters, 3.4B active a token"; the latter where they differ."""
+    if active is None or active == total:
+        return f"{format_count(total)} parameters"
+    return f"{format_count(total)} parameters, {format_count(active)} active a token"
+
+
 def _format(
     amount: float, base: int, units: tuple[str, ...], num_digits: int = 2, space: str = " "
 ) -> str:

@@ -13,13 +13,21 @@ import pytest
 from infinity.config.schema import load_config
 from infinity.cutting import cut_model, groups_of
 from infinity.errors import ConfigError, MachineError, explained
-from infinity.huggingface.meta import find_target
-from infinity.model.shapes import NAMED, named_target, read_model_config
+from infinity.huggingface.meta import find_target, published_target
+from infinity.model.named_models import PUBLISHED, SIZES
+from infinity.model.shapes import named_target, read_model_config
 from infinity.plan.machine import may_have_gpu
 
 # As the model card or the page on the Hub says.
-PUBLISHED = {"7b": 6_738_415_616, "8b": 8_030_261_248, "13b": 13_015_864_320,
-             "70b": 68_976_648_192}  # fmt: skip
+NUMEL = {"7b": 6_738_415_616, "8b": 8_030_261_248, "13b": 13_015_864_320,
+         "70b": 68_976_648_192}  # fmt: skip
+# Billions of parameters in all, and of those that a token uses, as cards and reports say; and which
+# of the two tables, of embeddings and of logits, they leave out of the latter.
+TOTALS: dict[str, tuple[float, float, tuple[str, ...]]] = {
+    "qwen3-8b": (8.19, 8.19, ()), "qwen3-32b": (32.8, 32.8, ()), "qwen3-30b-a3b": (30.5, 3.3, ()),
+    "gpt-oss-20b": (20.91, 3.61, ("lookups",)), "gpt-oss-120b": (116.83, 5.13, ("lookups",)),
+    "glm-4.5-air": (106.85, 12.2, ("lookups", "heads")), "deepseek-v3": (671.0, 37.0, ()),
+}  # fmt: skip
 
 
 def written(path: Path, config: Any) -> str:
@@ -27,11 +35,11 @@ def written(path: Path, config: Any) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", SIZES)
 def test_a_named_size_is_the_model_of_transformers(name: str, tmp_path: Path) -> None:
-    ours, theirs = named_target(name), find_target(written(tmp_path, NAMED[name]))
+    ours, theirs = named_target(name), find_target(written(tmp_path, SIZES[name]))
     numel = sum(p.numel() for p in ours.module.parameters())
-    assert numel == PUBLISHED.get(name, numel)
+    assert numel == NUMEL.get(name, numel)
     assert all(p.is_meta for p in theirs.module.parameters())
     for walk in ("named_parameters", "named_children"):
         names = [name for name, _ in getattr(theirs.module, walk)()]
@@ -43,6 +51,20 @@ def test_a_named_size_is_the_model_of_transformers(name: str, tmp_path: Path) ->
     assert cuts[0].dtype_names == cuts[1].dtype_names
     for fact in ("heads", "lookups", "shares", "family"):
         assert getattr(ours, fact) == getattr(theirs, fact), fact
+
+
+def test_published_models_have_the_parameters_that_their_cards_say() -> None:
+    """And use as many of them a token, by the share of tokens that an expert sees."""
+    assert TOTALS.keys() == PUBLISHED.keys()
+    for name, (total, active, without) in TOTALS.items():
+        target = published_target(name)
+        sizes = [p.numel() for p in target.module.parameters()]
+        assert sum(sizes) / 1e9 == pytest.approx(total, rel=2e-3), name
+        for part in without:
+            for index in getattr(target, part):
+                sizes[index] = 0
+        used = sum(size * target.shares.get(i, 1.0) for i, size in enumerate(sizes))
+        assert used / 1e9 == pytest.approx(active, rel=2e-2), name
 
 
 WHISPER = {"model_type": "whisper", "d_model": 16, "encoder_layers": 2, "decoder_layers": 2,
@@ -81,7 +103,7 @@ def test_what_is_no_config_is_said(tmp_path: Path, text: str, says: str) -> None
         ({"model_type": "gptj", "n_embd": 1e30}, "n_embd"),
         ({"model_type": "olmo", "rope_scaling": 5}, "rope_parameters"),
         ({"model_type": "nonesuch", "hidden_size": 8}, "nonesuch"),
-        ({**NAMED["7b"], "num_hidden_layers": 4097}, "num_hidden_layers=4097"),
+        ({**SIZES["7b"], "num_hidden_layers": 4097}, "num_hidden_layers=4097"),
         ({"model_type": "llava", "text_config": {"num_hidden_layers": 10**9}}, "a digit too many"),
         ({"model_type": "vit"}, "which class is meant?"),
     ],

@@ -19,9 +19,13 @@ from infinity.calibration import KnownRates
 from infinity.cli import plan_report
 from infinity.cli.main import app
 from infinity.cli.plan import Wishes, report_of
+from infinity.config.schema import load_config
+from infinity.cutting import cut_model, groups_of
 from infinity.errors import MachineError
 from infinity.huggingface.meta import find_target
-from infinity.model.shapes import NAMED, named_target
+from infinity.model.named_models import NAMED
+from infinity.model.shapes import named_target
+from infinity.plan.activations import passes
 from infinity.plan.cost import COMPUTE, COPIES, DEVICE_UPDATE, Rates, nominal
 
 ADAPTERS = plan_report._adapters
@@ -328,6 +332,18 @@ def test_fused_experts_are_a_block_and_see_their_share_of_the_tokens(tmp_path: P
     assert [names[i] for i in target.lookups] == ["model.embed_tokens.weight"]
     model = answer(str(tmp_path), *DESKTOP)["model"]
     assert (model["units"], model["largest_unit"]["name"]) == (3, "model.layers.0")
+    sizes = [p.numel() for p in target.module.parameters()]
+    experts = 2 * 8 * 3 * 256 * 512
+    assert (model["parameters"], model["active_parameters"]) == (
+        sum(sizes), sum(sizes) - experts // 2,
+    )  # fmt: skip
+    matrices = sum(p.numel() for p in target.module.parameters() if p.dim() > 1)
+    assert model["flop_per_token"] == 6 * (matrices - 1000 * 256 - experts / 2)
+    assert "7.2M parameters, 4.1M active a token" in run(str(tmp_path), *DESKTOP)[1]
+    settings = load_config({})
+    cut = cut_model(target.module, settings, groups_of(target.module, settings), None)
+    stacks = [s for unit in cut.layouts for s in unit.segments if s.parameter in target.shares]
+    assert [passes(stack, target.shares) for stack in stacks] == [4.0] * 4
 
 
 def test_a_tied_table_is_a_head_and_positions_are_looked_up() -> None:

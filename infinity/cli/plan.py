@@ -14,6 +14,7 @@ import typer
 
 from infinity.cli.terminal import AsJson, Drives, command, stdout_is_ours
 from infinity.errors import ConfigError, DoesNotFitError, MachineError
+from infinity.model.named_models import NAMED
 from infinity.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ _Target = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="1.3b, 7b, 8b, 13b, 70b; a Hugging Face config.json, a directory with one, or an id "
+        help=f"{', '.join(NAMED)}; a Hugging Face config.json, a directory with one, or an id "
         "on the Hub; or a configuration, ours or DeepSpeed's, together with --model; or that of a "
         "run, see init.",
         show_default=False,
@@ -522,17 +523,20 @@ def _with_flags(config: Config, wishes: Wishes) -> Config:
 
 def _model(text: str, wishes: Wishes) -> Target:
     """The model that `text` names, without values."""
-    from infinity.model.shapes import NAMED, named_target, names_a_model
+    from infinity.model.named_models import SIZES
+    from infinity.model.shapes import named_target, names_a_model
 
     _takes_no_class(wishes, text, text.lower() in NAMED)
-    if text.lower() in NAMED:
+    if text.lower() in SIZES:
         return named_target(text, wishes.lora)
     if not names_a_model(text):
         raise ConfigError(
             f"{text} is no model's config.json", remedy=f"--model {', '.join(NAMED)}, or a model's"
         )
-    from infinity.huggingface.meta import find_target  # it imports torch
+    from infinity.huggingface.meta import find_target, published_target  # it imports torch
 
+    if text.lower() in NAMED:
+        return published_target(text, wishes.lora)
     return find_target(text, wishes.model_class, wishes.lora)
 
 

@@ -8,7 +8,7 @@ from infinity.cli.terminal import Page
 from infinity.deepspeed.config import rows_as_text
 from infinity.plan.cost import BETWEEN_NODES
 from infinity.plan.plan import LINKS
-from infinity.sizes import format_count, format_duration, format_rate, format_size
+from infinity.sizes import format_duration, format_parameters, format_rate, format_size
 
 _BAR = 40  # characters
 # What a bar shows; every other purpose is a buffer.
@@ -67,6 +67,8 @@ def show_answer(
         page.say(f"{what}: DOES NOT FIT: {problem['what']}")
         if problem["because"]:
             page.entry("because", problem["because"])
+    if model["experts"]:
+        page.entry("experts", _parameters(model))
     took = f": {format_duration(report['step']['seconds'])}" if report["fits"] else ""
     asked = " (the default; another: --tokens)" if work["assumed_tokens"] else ""
     each = f"each of {report['ranks']['count']} ranks: " if report["ranks"] else ""
@@ -85,6 +87,10 @@ def show_answer(
             f"what is free at {report['machine']['assumed_disk']}; another: --path DIR, "
             "--disk SIZE",
         )
+
+
+def _parameters(model: dict[str, Any]) -> str:
+    return format_parameters(model["parameters"], model["active_parameters"])
 
 
 def _hardware(machine: dict[str, Any], no_disk: str) -> str:
@@ -136,7 +142,7 @@ def _say_details(page: Page, report: dict[str, Any]) -> None:
     largest = model["largest_unit"]
     page.entry(
         "model",
-        f"{model['name']} ({model['family']}): {format_count(model['parameters'])} parameters in "
+        f"{model['name']} ({model['family']}): {_parameters(model)} in "
         f"{model['units']} units; the largest, {largest['name']}, has "
         f"{format_size(largest['weight_bytes'])} of weights",
     )

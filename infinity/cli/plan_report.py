@@ -1,6 +1,7 @@
 """The answer of `infinity plan` as one JSON-able object. Sizes are bytes, times seconds.
 
-`model`       name, family, parameters, flop_per_token (forward and backward), units, largest_unit
+`model`       name, family, parameters, active_parameters (of experts those of one token; embeddings
+              are counted), flop_per_token (forward and backward), units, largest_unit
               {name, weight_bytes}, experts
 `machine`     name, unified, num_cpus, host_bytes, device_bytes, disk_bytes, rates, nominal (names
               of rates that nobody measured), rates_origin, gpus (ranks of a node), nodes,
@@ -55,7 +56,7 @@ from infinity.plan.batch_schedule import (
 )
 from infinity.plan.budget import budgeted_bytes
 from infinity.plan.case import Case, Priced, price
-from infinity.plan.cost import PhaseCost, disk_days, flop_per_token
+from infinity.plan.cost import PhaseCost, active_parameters, disk_days, flop_per_token
 from infinity.plan.layout import Kind, Tier, UnitLayout
 from infinity.plan.machine import threads_for
 from infinity.plan.plan import DIRECTIONS, Plan
@@ -196,6 +197,7 @@ def _model(case: Case, target: Target) -> dict[str, Any]:
         "name": target.name,
         "family": target.family,
         "parameters": sum(s.numel for u in case.units for s in u.segments),
+        "active_parameters": active_parameters(case.units, case.work),
         "flop_per_token": flop_per_token(case.units, case.work),
         "units": len(case.units),
         "largest_unit": {"name": largest.name, "weight_bytes": largest.rest_bytes},

@@ -21,6 +21,7 @@ from infinity.huggingface.models import (
     find_directory,
     read_config,
 )
+from infinity.model.named_models import PUBLISHED
 from infinity.model.shapes import Target, read_model_config, target_of
 
 # Far above every published model; more is a slip of the pen, and takes minutes to build.
@@ -83,6 +84,15 @@ def find_target(text: str, model_class: str | None = None, lora: int | None = No
     _check_counts(read_model_config(file))
     config = read_config(file, model_class)
     return target_of(text, meta_model(config, model_class), config.to_dict(), lora)
+
+
+def published_target(name: str, lora: int | None = None) -> Target:
+    """Return what to plan for of a model of `PUBLISHED`, as `find_target` does of its config."""
+    from transformers import AutoConfig
+
+    with explained(f"transformers has no config for {name}", "install a newer transformers"):
+        config = AutoConfig.for_model(**PUBLISHED[name.lower()])
+    return target_of(name, meta_model(config), config.to_dict(), lora)
 
 
 def _check_counts(raw: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity.errors import ConfigError, did_you_mean
+from infinity.model.named_models import NAMED, SIZES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -132,22 +133,6 @@ def is_list(module: nn.Module | Outline) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
-# Shapes people ask for by size; published configs (Llama 2, Llama 3 for 8b, GPT-3 for 1.3b).
-_LLAMA = {"model_type": "llama", "vocab_size": 32000}
-NAMED: dict[str, dict[str, Any]] = {
-    "1.3b": {"model_type": "gpt2", "n_embd": 2048, "n_layer": 24, "n_head": 16,
-             "n_positions": 2048, "vocab_size": 50257},
-    "7b": {**_LLAMA, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-           "num_attention_heads": 32},
-    "8b": {**_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-           "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
-    "13b": {**_LLAMA, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40,
-            "num_attention_heads": 40},
-    "70b": {**_LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-            "num_attention_heads": 64, "num_key_value_heads": 8},
-}  # fmt: skip
-
-
 # Which model is meant: a size people know, a config.json, a directory with one, an id on the Hub.
 
 
@@ -210,8 +195,8 @@ def _json_of(file: Path) -> Any:
 
 
 def named_target(name: str, lora: int | None = None) -> Target:
-    """The outline of one of `NAMED`; with adapters of rank `lora`, as `add_adapters` adds them."""
-    config = NAMED[name.lower()]
+    """The outline of one of `SIZES`; with adapters of rank `lora`, as `add_adapters` adds them."""
+    config = SIZES[name.lower()]
     make = _gpt2 if config["model_type"] == "gpt2" else _llama
     return target_of(name, make(config), config, lora)
 

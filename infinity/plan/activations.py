@@ -35,6 +35,7 @@ All of it is compared with storages that live, counted: tests/test_activation_pe
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -127,13 +128,13 @@ class ActivationModel:
             if matrix.parameter in heads:
                 self._heads.append(matrix.shape)
                 values = matrix.shape[1]
-            saved += shares.get(matrix.parameter, 1.0) * values * itemsize
+            saved += passes(matrix, shares) * values * itemsize
         modules: dict[str, list[Segment]] = {}
         for segment in segments:
             if len(segment.shape) < 2 or segment.parameter not in heads:
                 modules.setdefault(_parent(segment), []).append(segment)
         for module in modules.values():
-            share = max(shares.get(s.parameter, 1.0) for s in module)
+            share = max(passes(s, shares) for s in module)
             gate, widest = _gate_and_widest(module, width)
             saved += share * gate * itemsize + _of_norms(module, itemsize)
             carried = max(carried, share * (2 * gate or widest) * itemsize)
@@ -192,6 +193,16 @@ def _of_logits(head: tuple[int, ...], at_once: int | None, tokens: int, itemsize
 def _summed_bytes(unit: UnitLayout) -> int:
     """Bytes of a unit's gradients where slices are summed: the sums, and one as it is made."""
     return unit.num_trained * 4 + max((s.nbytes for s in unit.trained_segments), default=0)
+
+
+def passes(segment: Segment, shares: Mapping[int, float]) -> float:
+    """Return how many matrices of a parameter a token is multiplied with.
+
+    Fewer than one of an expert, by the share of the tokens that it sees; of a stack of experts, as
+    many as a token is sent to.
+    """
+    share = shares.get(segment.parameter)
+    return 1.0 if share is None else share * math.prod(segment.shape[:-2])
 
 
 def _parent(segment: Segment) -> str:

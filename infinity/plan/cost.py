@@ -49,7 +49,7 @@ from typing import Any
 
 from infinity.config.schema import Recompute
 from infinity.plan.access_order import guess_cycle
-from infinity.plan.activations import attending_width, recomputed
+from infinity.plan.activations import attending_width, passes, recomputed
 from infinity.plan.forecast import PhaseBytes, counted_phases, disk_of_pass, forecast_phases
 from infinity.plan.layout import Segment, Tier, UnitLayout
 from infinity.plan.plan import (
@@ -551,7 +551,7 @@ def _elements(units: Sequence[UnitLayout], work: Work, more: Iterable[Segment] =
             share = work.shares.get(segment.parameter, 1.0)
             matrices += segment.numel * share
             trained += segment.numel * share if segment.trained else 0.0
-            sides += sum(sorted(segment.shape)[-2:]) * share
+            sides += sum(sorted(segment.shape)[-2:]) * passes(segment, work.shares)
         if segment.parameter in work.heads:
             logits += segment.shape[0]
             sides -= segment.shape[0]
@@ -562,6 +562,12 @@ def _elements(units: Sequence[UnitLayout], work: Work, more: Iterable[Segment] =
 def _over(amount: float, rate: float | None) -> float:
     """Seconds; nothing where no rate is known."""
     return amount / rate if rate else 0.0
+
+
+def active_parameters(units: Sequence[UnitLayout], work: Work) -> int:
+    """Parameters that one token uses: of experts the share of all that it is sent to."""
+    shares = work.shares
+    return round(sum(s.numel * shares.get(s.parameter, 1.0) for u in units for s in u.segments))
 
 
 def flop_per_token(units: Sequence[UnitLayout], work: Work) -> float:

@@ -20,7 +20,7 @@ from infinity.errors import CheckpointError, ConfigError, MachineError, first_li
 from infinity.files import json_lines, read_small
 from infinity.offload.transfers import STALLS
 from infinity.report.page import Page, Spec, hover, mapping, quantitative, tooltip
-from infinity.sizes import format_count, format_duration, format_size
+from infinity.sizes import format_count, format_duration, format_parameters, format_size
 
 PAGE = "report.html"  # in the run's directory
 POINTS = 800  # of a curve; of longer runs a point is several steps
@@ -194,7 +194,7 @@ def _state(told: Told) -> Iterable[tuple[str, str]]:
         words.append(f"started {len(told.lives)} times: grey lines are where it went on")
     model = mapping(told.plan.get("model"))
     if "parameters" in model:
-        words.insert(0, f"{format_count(model['parameters'])} parameters")
+        words.insert(0, format_parameters(model["parameters"], model.get("active_parameters")))
     if line := mapping(told.plan.get("schedule")).get("line"):
         words.append(str(line))
     if words:

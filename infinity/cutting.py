@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from infinity.config.schema import Config
 from infinity.errors import ConfigError
-from infinity.formats import MomentFormat
+from infinity.formats import MXFP4_BLOCK, FrozenFormat, MomentFormat
 from infinity.model.cut import Cutter, UnitCut, UnitSpec
-from infinity.model.shapes import Outline, Target, is_linear, is_stack_of_experts, target_of
+from infinity.model.shapes import Outline, Target, is_matrix, is_stack_of_experts, target_of
 from infinity.plan.case import Case
 from infinity.plan.cost import USUAL_CONTEXT, Work
 from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
@@ -142,26 +142,40 @@ def cut_model(
 
 
 def _quantised(cutter: Cutter, facts: list[ParameterFacts], config: Config) -> list[ParameterFacts]:
-    """The same, with frozen matrices of linear layers in the format they shall rest in."""
-    keep, where = set(config.frozen.keep), dict[int, bool]()  # by id: used by linear layers alone
+    """The same, with frozen matrices and stacks of matrices in the format they shall rest in."""
+    form = FrozenFormat(config.frozen.rest)
+    keep, where = set(config.frozen.keep), dict[int, bool]()  # by id: is a matrix in all modules
     for name, module in cutter.root.named_modules():
-        for own in dict(module.named_parameters(recurse=False)).values():
-            linear = is_linear(module) and own.dim() == 2 and keep.isdisjoint(name.split("."))
-            where[id(own)] = where.get(id(own), True) and linear
-    matrices = {i for i, p in enumerate(cutter.parameters) if where[id(p)] and p.numel()}
+        for own_name, own in dict(module.named_parameters(recurse=False)).items():
+            kept = not keep.isdisjoint([*name.split("."), own_name])
+            where[id(own)] = where.get(id(own), True) and is_matrix(module, own) and not kept
+    takes = (3,) if form is FrozenFormat.MXFP4 else (2, 3)
+    matrices = {
+        i for i, p in enumerate(cutter.parameters)
+        if where[id(p)] and p.numel() and p.dim() in takes
+    }  # fmt: skip
     chosen = {i for i in matrices if not facts[i].trained and facts[i].dtype in _CASTABLE}
+    what = "stack of experts" if form is FrozenFormat.MXFP4 else "nn.Linear layer"
     if not chosen:
         raise ConfigError(
-            f"frozen.rest is {config.frozen.rest}, but nothing is frozen that could be quantised: "
-            f"all {len(matrices)} matrices of nn.Linear layers are trained"
+            f"frozen.rest is {form}, but nothing is frozen that could be quantised: "
+            f"all {len(matrices)} matrices of {what}s are trained"
             if matrices
-            else f"frozen.rest is {config.frozen.rest}, but no nn.Linear layer is left to quantise",
-            because="trained weights are never quantised: updates would be lost in the rounding",
+            else f"frozen.rest is {form}, but no {what} is left to quantise",
+            because="trained weights are never quantised: updates would be lost in the rounding"
+            if matrices
+            else "frozen.keep names them, or there are none",
             remedy="freeze the base, e.g. with peft.get_peft_model, before initialize(), or leave "
             "frozen.rest out",
         )
-    form = config.frozen.rest
-    return [replace(f, form=form) if i in chosen else f for i, f in enumerate(facts)]
+    if unfit := [facts[i] for i in sorted(chosen) if not form.fits(facts[i].shape)]:
+        raise ConfigError(
+            f"frozen.rest is {form}, and {unfit[0].name!r} of shape {unfit[0].shape} cannot be "
+            f"stored in it ({len(unfit)} such)",
+            because=f"blocks have {MXFP4_BLOCK} elements along the second dimension",
+            remedy="frozen.rest: nf4, which takes every shape; or name it in frozen.keep",
+        )
+    return [replace(f, form=form.value) if i in chosen else f for i, f in enumerate(facts)]
 
 
 def case_for(

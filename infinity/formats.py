@@ -1,6 +1,6 @@
 """How state is stored: names of number formats and their sizes; shared by plans and kernels.
 
-Frozen weights may rest quantised, in bitsandbytes' formats, and are dequantised where they compute.
+Frozen weights may rest quantised, in formats of others, and are dequantised where they compute.
 
 A moment format says how one fp32 moment per parameter rests in memory and on disk. Lossy formats
 are opt-in. Block formats keep one fp32 scale per `MOMENT_BLOCK` elements of a parameter, counted
@@ -50,35 +50,54 @@ class MomentFormat(Enum):
 
 NF4_BLOCK = 64  # elements that share a scale
 DOUBLE_BLOCK = 256  # scales that share a scale, where these are quantised too
+MXFP4_BLOCK = 32
+FP8_BLOCK = 128  # rows and columns of the squares that share a scale
 QUANTISED_PIECE = 1 << 22  # elements that are quantised, or dequantised, at a time; whole blocks
 
 
 class FrozenFormat(StrEnum):
-    """How a frozen matrix rests; all of them are lossy. The values are those of bitsandbytes.
+    """Number format of frozen matrices at rest; all of them are lossy.
 
-    nf4 is of Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023, sections 2, 3.
+    A stack of matrices (experts) is stored matrix by matrix: no block is shared, and the bytes of
+    `stack[a:b]` are a range of those of the stack.
+
+    nf4 is of Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023, sections 2, 3;
+    mxfp4 of the OCP Microscaling Formats Specification, 1.0.
     """
 
     NF4 = "nf4"  # 4 bits an element: the nearest of 16 levels, of its block's largest magnitude
     NF4_DOUBLE = "nf4_double"  # and the scales of blocks are 8-bit themselves
     INT8 = "int8"  # 127ths of the row's largest magnitude
+    MXFP4 = "mxfp4"  # e2m1 elements, e8m0 scales; of stacks whose matrices are stored transposed
+    FP8 = "fp8"  # e4m3 elements, an fp32 scale for each square of 128 rows and columns
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Return True for a shape that can be stored in this format."""
+        if self is FrozenFormat.MXFP4:
+            return len(shape) == 3 and shape[1] % MXFP4_BLOCK == 0
+        return len(shape) in (2, 3)
 
     def parts(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Bytes of the codes of a matrix, and of each thing by which they are scaled, in order.
+        """Return the bytes of the codes of one matrix, and of all that scales them, in order.
 
-        fp32 scales of blocks or rows; of nf4_double their codes, the fp32 scales of those, and the
-        fp32 mean that is added.
+        Scales of blocks, rows or squares; of nf4_double their codes, the fp32 scales of those, and
+        the fp32 mean that is added.
         """
-        numel = prod(shape)
+        rows, columns = shape
+        numel = rows * columns
         if self is FrozenFormat.INT8:
-            return numel, 4 * shape[0]
+            return numel, 4 * rows
+        if self is FrozenFormat.MXFP4:
+            return numel // 2, numel // MXFP4_BLOCK
+        if self is FrozenFormat.FP8:
+            return numel, 4 * -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
         blocks = -(-numel // NF4_BLOCK)
         if self is FrozenFormat.NF4:
             return -(-numel // 2), 4 * blocks
         return -(-numel // 2), blocks, 4 * -(-blocks // DOUBLE_BLOCK), 4
 
     def places(self, shape: Sequence[int]) -> list[slice]:
-        """Where a matrix's parts rest among its bytes: each from a multiple of 4 on."""
+        """Where the parts of one matrix rest among its bytes: each from a multiple of 4 on."""
         found, end = [], 0
         for part in self.parts(shape):
             start = -(-end // 4) * 4
@@ -87,11 +106,20 @@ class FrozenFormat(StrEnum):
         return found
 
     def nbytes(self, shape: Sequence[int]) -> int:
-        """Bytes at rest of a matrix, a multiple of 4."""
-        end: int = self.places(shape)[-1].stop
-        return -(-end // 4) * 4
+        """Return the bytes at rest of a matrix or a stack; of each matrix a multiple of 4."""
+        end: int = self.places(shape[-2:])[-1].stop
+        return prod(shape[:-2]) * (-(-end // 4) * 4)
 
     @staticmethod
     def work_bytes(numel: int) -> int:
         """Bytes that the device needs for a moment to dequantise a matrix: indices, fp32 values."""
         return 7 * min(numel, QUANTISED_PIECE)
+
+
+# Formats that models are published in: their bytes in a file are kept.
+NATIVE = (FrozenFormat.MXFP4, FrozenFormat.FP8)
+
+
+def can_rest(form: str, shape: Sequence[int], *, trained: bool) -> bool:
+    """Return True if a parameter may be stored in the `FrozenFormat` of this name."""
+    return not trained and form in {*FrozenFormat} and FrozenFormat(form).fits(shape)

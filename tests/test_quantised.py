@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,11 @@ from infinity.model.quantised import (
 from infinity.model.weight_files import WeightFiles
 
 WIDE = 256
-FORMS = list(FrozenFormat)
+FORMS = [form for form in FrozenFormat if form.fits((1, 1))]  # of matrices
 SHAPES = [(64, 64), (3, 5), (33, 65), (130, 100), (1, 192)]
 
 
-def matrix(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def matrix(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """With rows of zeros, and one large value."""
     found = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) * 0.02
     found[0] = 0
@@ -73,6 +73,44 @@ def test_values_are_those_of_the_formula_written_slowly(form: FrozenFormat) -> N
                 assert torch.equal(round_trip(value, form), expected), shape
 
 
+@pytest.mark.parametrize("form", FrozenFormat)
+def test_a_range_of_a_stack_is_a_range_of_its_bytes(form: FrozenFormat) -> None:
+    """Every matrix is encoded alone, in blocks that it does not share, whatever its size."""
+    shapes = [(5, 32, 3), (4, 96, 40)] if form is FrozenFormat.MXFP4 else [(5, 3, 7), (4, 33, 65)]
+    for shape in shapes:
+        stack = torch.stack([matrix(shape[1:]) * (1 + index) for index in range(shape[0])])
+        held = packed(stack, form)
+        size = form.nbytes((1, *shape[1:]))
+        assert len(held) == form.nbytes(shape) == shape[0] * size
+        assert torch.equal(held[size : 3 * size], packed(stack[1:3], form))
+        values = round_trip(stack, form)
+        assert torch.equal(_value(held[size : 3 * size], form, stack[1:3]), values[1:3])
+        if form in (FrozenFormat.MXFP4, FrozenFormat.NF4):  # which hold such values to the bit
+            assert torch.equal(round_trip(values, form), values)
+        if form in FORMS:
+            alone = torch.cat([packed(one, form) for one in stack])
+            assert torch.equal(alone, held)
+        torch.testing.assert_close(values, rounded(stack, form), rtol=1e-5, atol=1e-9)
+
+
+def test_values_of_native_formats_are_those_of_transformers() -> None:
+    """MXFP4 of gpt-oss in every code and scale but that of NaN; FP8 of DeepSeek-V3."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    draw = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 170, 3, 16), generator=draw, dtype=torch.uint8)
+    scales = torch.arange(3 * 170 * 3).remainder(255).to(torch.uint8).view(3, 170, 3)
+    held = from_parts(FrozenFormat.MXFP4, (3, 96, 170), [blocks, scales])
+    codes = torch.randn(256, 384, generator=draw).to(torch.float8_e4m3fn)
+    by = torch.rand(2, 3, generator=draw)
+    held8 = from_parts(FrozenFormat.FP8, (256, 384), [codes, by])
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        expected = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+        assert torch.equal(_value(held, FrozenFormat.MXFP4, expected), expected)
+        expected = fp8.Fp8Dequantize(None)._dequantize_one(codes, by, dtype)
+        assert torch.equal(_value(held8, FrozenFormat.FP8, expected), expected)
+
+
 @contextmanager
 def other_defaults() -> Iterator[None]:
     """Those of who builds a model in bf16, without memory."""
@@ -91,21 +129,27 @@ def test_torchs_defaults_do_not_show() -> None:
     for form in FORMS:
         held, back = packed(value, form), round_trip(value, form)
         parts = [part.clone() for part in held.split(list(form.parts(value.shape)))]
-        found, wide = torch.zeros_like(held), from_parts(form, value.shape, parts)
+        found = torch.zeros_like(held)
         with other_defaults():
             quantise(value, form, found)
             assert torch.equal(found, held)
             assert torch.equal(_value(found, form, value), back)
-            assert torch.equal(from_parts(form, value.shape, parts), wide)
+            assert torch.equal(from_parts(form, value.shape, parts), held)
 
 
 def test_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     value = matrix((130, 256))
     whole = {form: packed(value, form) for form in FORMS}
+    expected = {form: _value(whole[form], form, value) for form in FORMS}
+    stack = torch.randn(2, 64, 1300).bfloat16()
+    held = packed(stack, FrozenFormat.MXFP4)
+    stack_values = _value(held, FrozenFormat.MXFP4, stack)
     monkeypatch.setattr("infinity.model.quantised.QUANTISED_PIECE", 64 * 256)
+    assert torch.equal(packed(stack, FrozenFormat.MXFP4), held)
     for form in FORMS:
         assert torch.equal(packed(value, form), whole[form])
-        assert torch.equal(round_trip(value, form), _value(whole[form], form, value))
+        assert torch.equal(round_trip(value, form), expected[form])
+    assert torch.equal(_value(held, FrozenFormat.MXFP4, stack), stack_values)
 
 
 def _value(held: Tensor, form: FrozenFormat, like: Tensor) -> Tensor:
@@ -323,6 +367,33 @@ def test_what_cannot_be_quantised_is_told(tmp_path: Path) -> None:
                             "down"]}})  # fmt: skip
     with pytest.raises(ConfigError, match=r"frozen\.rest"):
         infinity.initialize(adapted(), {**config, "frozen": {"rest": "fp4"}})
+
+
+class Stack(nn.Module):
+    """Frozen experts of a size that MXFP4 has no blocks for, and a trained scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(2, 40, 8), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(8))
+
+
+def test_formats_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    config = settings(tmp_path, frozen={"rest": "mxfp4"})
+    with pytest.raises(ConfigError, match=r"'experts' of shape \(2, 40, 8\) cannot.*\n.*32"):
+        infinity.initialize(Stack(), config)
+    with pytest.raises(ConfigError, match=r"no stack of experts is left to quantise"):
+        infinity.initialize(adapted(), config)
+    with pytest.raises(ConfigError, match=r"no stack of experts is left to quantise"):
+        infinity.initialize(Stack(), {**config, "frozen": {"rest": "mxfp4", "keep": ["experts"]}})
+    codes = torch.zeros(64, 64).to(torch.float8_e4m3fn)
+    for other in ({"a_scale": torch.ones(64)}, {"a_scale_inv": torch.ones(2, 2)}):
+        save_file({"a": codes, **other}, tmp_path / "model.safetensors")
+        with pytest.raises(ConfigError, match=r"'a' is quantised in a way that is not known.*"):
+            WeightFiles(tmp_path / "model.safetensors")
+    save_file({"a_scale_inv": torch.ones(1, 1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"'a' is quantised in a way that is not known.*"):
+        WeightFiles(tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("form", ["nf4_double", "int8"])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from infinity.checkpoint.plain import DTYPES, dtype_name
 from infinity.errors import CheckpointError, ConfigError
-from infinity.formats import FrozenFormat, MomentFormat
+from infinity.formats import FrozenFormat, MomentFormat, can_rest
 from infinity.model.weight_directory import INDEX_NAME
 from infinity.model.weight_files import DTYPE_NAMES, encode_header
 from infinity.optim.moments import VALUE_DTYPES
@@ -164,7 +164,6 @@ MIN_BLOCK_BYTES = 4096
 MAX_MOMENTS = 6
 _RECORDS = ("parameters", "buffers", "files")  # of a manifest: tuples of objects
 _MOMENT_FORMATS = frozenset(member.value for member in MomentFormat)
-_FROZEN_FORMATS = frozenset(FrozenFormat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +304,7 @@ class Manifest:
             if not record.name or prod(n for n in record.shape if n) > LARGEST // 16:
                 yield f"{record.name!r:.200} has the shape {record.shape!r:.60}"
         for one in self.parameters:
-            if one.form and (one.form not in _FROZEN_FORMATS or one.trained or len(one.shape) != 2):
+            if one.form and not can_rest(one.form, one.shape, trained=one.trained):
                 yield f"{one.name!r:.200} has the format {one.form!r:.60}"
         yield from _file_problems(self.files)
 

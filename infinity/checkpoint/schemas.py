@@ -16,7 +16,7 @@ from torch import Tensor
 
 from infinity.checkpoint.plain import DTYPES
 from infinity.errors import CheckpointError
-from infinity.formats import FrozenFormat, MomentFormat
+from infinity.formats import FrozenFormat, MomentFormat, can_rest
 from infinity.plan.layout import PAGE, PRECISIONS, Tier
 from infinity.sealed import LARGEST
 
@@ -67,7 +67,7 @@ class _Segment(_Document):
     def _is_of_its_shape(self) -> Self:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r:.60} is unknown")
-        if self.form and (self.form not in {*FrozenFormat} or self.trained or len(self.shape) != 2):
+        if self.form and not can_rest(self.form, self.shape, trained=self.trained):
             raise ValueError(f"form {self.form!r:.60} does not fit")
         nbytes = self.numel * DTYPES[self.dtype].itemsize
         if self.form:

@@ -166,7 +166,9 @@ _Lora = Annotated[
 _Rest = Annotated[
     str | None,
     typer.Option(
-        "--rest", metavar="FORMAT", help="Format of frozen matrices: nf4, nf4_double or int8."
+        "--rest",
+        metavar="FORMAT",
+        help="Format of frozen matrices: nf4, nf4_double, int8, mxfp4 or fp8.",
     ),
 ]
 _Sequence = Annotated[

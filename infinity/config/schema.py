@@ -482,13 +482,14 @@ class FrozenConfig(Section):
     """How weights that are not trained rest: a base under adapters (LoRA) may be quantised."""
 
     rest: FrozenName = "as_is"
-    """The format in which matrices of frozen `nn.Linear` layers rest and travel, as bitsandbytes
-    has it; where they compute they are dequantised. All but as_is are lossy.
+    """The format in which matrices of frozen `nn.Linear` layers and stacks of experts rest and
+    travel; where they compute they are dequantised. All but as_is are lossy. nf4, nf4_double and
+    int8 are bitsandbytes'; mxfp4 (experts alone) and fp8 keep the bytes of files that have them.
     """
     keep: Annotated[tuple[str, ...], BeforeValidator(as_pair)] = (
         "lm_head", "embed_out", "head", "score", "classifier", "lora_A", "lora_B",
     )  # fmt: skip
-    """Parts of dotted names of modules whose weights stay as they are."""
+    """Parts of dotted names of modules and parameters that stay as they are."""
 
 
 class BudgetConfig(Section):

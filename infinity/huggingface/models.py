@@ -319,9 +319,8 @@ def load_model(
     kind, facts = _chosen(class_for(facts, model_class), facts)
     facts, options = _told(facts, dict(model_kwargs or {}))
     files = WeightFiles(directory)
-    if files.quantised and hasattr(facts, "quantization_config"):
-        facts = copy.deepcopy(facts)  # values are promised: nobody else shall unpack them
-        del facts.quantization_config
+    if files.quantised:
+        facts = without_quantisation(facts)  # values are promised: transformers must not unpack
     promised = {name: _promise(files, name) for name in files.facts}
     model = fill_model(kind, facts, promised, settings.precision, options, str(source))
     model.config.name_or_path = str(source)
@@ -367,6 +366,14 @@ def fill_model(
             remedy="model_class=... names another class",
         )
     return model
+
+
+def without_quantisation(config: Any) -> Any:
+    """Return a transformers config as of a model whose weights are not quantised."""
+    if hasattr(config, "quantization_config"):
+        config = copy.deepcopy(config)
+        del config.quantization_config
+    return config
 
 
 def take_generation_config(model: Any, directory: Path) -> None:

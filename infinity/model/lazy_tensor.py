@@ -28,6 +28,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from infinity.errors import ConfigError
+from infinity.formats import FrozenFormat
 from infinity.heap import return_freed_memory
 from infinity.model.parameters import swap_parameters
 from infinity.model.torch_private import (
@@ -125,6 +126,21 @@ class InPieces(Protocol):
         """What gives `count` elements from `first`, flat, one piece after the other; None where
         they come with all others only. Nothing is read yet.
         """
+
+
+@runtime_checkable
+class Packed(Protocol):
+    """A `Read` of elements of one quantised matrix."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and columns of the matrix."""
+
+    def __call__(self) -> Tensor:
+        """The values."""
+
+    def packed(self, form: FrozenFormat) -> Tensor | None:
+        """Return the bytes of the whole matrix if they are in this format, and all are meant."""
 
 
 def pieces_of(read: Read, shape: Sequence[int], first: int, count: int) -> list[Read] | None:
@@ -276,7 +292,7 @@ class _Result:
         dim %= len(self.shape)
         # The result is runs of one block of each tensor: all along its dimensions from `dim`.
         blocks = [math.prod(t.shape[dim:]) for t in tensors]
-        if sum(blocks) < _LEAST_BLOCK * len(blocks):
+        if sum(blocks) < _LEAST_BLOCK * len(blocks) and not _is_packed(tensors[0]):
             return None
         found: list[Read] = []
         end, run = first + count, first // sum(blocks)
@@ -317,6 +333,10 @@ def _as_of_now(leaf: Any) -> Any:
 def _pieces(leaf: Any, first: int, count: int) -> list[Read] | None:
     promised = isinstance(leaf, _AsOfNow)
     return pieces_of(leaf.read, leaf.shape, first, count) if promised else None
+
+
+def _is_packed(leaf: Any) -> bool:
+    return any(isinstance(read, Packed) for read in _pieces(leaf, 0, 1) or ())
 
 
 def _made(leaf: Any) -> Any:

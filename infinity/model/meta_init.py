@@ -13,6 +13,7 @@ takes its `Init` along, a forward without values is an error, and so is a copy.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,6 +33,7 @@ from infinity.errors import ConfigError, ResidencyError
 from infinity.model.lazy_tensor import (
     DEFER_FROM_BYTES,
     Deferral,
+    Packed,
     Read,
     keep_promises,
     pieces_of,
@@ -463,13 +465,18 @@ class Origins:
     def most_bytes(self, parameters: Iterable[Tensor], quantises: bool) -> int:
         """The largest value that is made at once, of those that are not there yet, in bytes.
 
-        With `quantises` frozen ones come whole.
+        With `quantises` matrices of frozen ones come whole, of which some are joined.
         """
 
         def nbytes(tensor: Tensor) -> int:
-            whole = quantises and not tensor.requires_grad
-            inside = None if whole else self.pieces(tensor, 0, tensor.numel())
-            return tensor.nbytes if inside is None else 4 * min(tensor.numel(), PIECE_ELEMENTS)
+            inside = self.pieces(tensor, 0, tensor.numel())
+            if inside is None:
+                return tensor.nbytes
+            is_whole = quantises and not tensor.requires_grad
+            if is_whole or any(isinstance(read, Packed) for read in inside[:1]):
+                whole = math.prod(tensor.shape[-2:]) * tensor.element_size()
+                return (1 + (tensor.dim() > 2)) * whole
+            return 4 * min(tensor.numel(), PIECE_ELEMENTS)
 
         return max((nbytes(tensor) for tensor in parameters if tensor.is_meta), default=0)
 

@@ -1,19 +1,30 @@
 """Frozen matrices in the formats of `FrozenFormat`: from values to bytes at rest, and back.
 
 Plain torch, element by element in fp32 and rounded once: the same bits on every device, and those
-that bitsandbytes makes of the same values. Both ways work through a matrix in pieces, so that what
-they need beside it is small (`FrozenFormat.work_bytes`).
+of bitsandbytes (nf4, int8) and transformers (mxfp4, fp8). Both ways work through a matrix in
+pieces, so that temporaries are small (`FrozenFormat.work_bytes`). `_CODECS` has the two functions
+of each format, on one matrix; of a stack each matrix is encoded alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from infinity.formats import DOUBLE_BLOCK, NF4_BLOCK, QUANTISED_PIECE, FrozenFormat
+from infinity.formats import (
+    DOUBLE_BLOCK,
+    FP8_BLOCK,
+    MXFP4_BLOCK,
+    NF4_BLOCK,
+    QUANTISED_PIECE,
+    FrozenFormat,
+)
 
 _TINY = 1e-38  # for the scale of what is all zeros
 _127TH = 7.874015718698502e-3  # as bitsandbytes has it
@@ -25,6 +36,8 @@ NF4_LEVELS = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes; the fourth bit is the sign
+_E4M3_MAX = 448.0
 
 
 def dynamic_levels() -> Tensor:
@@ -44,44 +57,30 @@ def dynamic_levels() -> Tensor:
 def quantise(
     value: Tensor, form: FrozenFormat, packed: Tensor, dtype: torch.dtype | None = None
 ) -> None:
-    """Fill `packed` (uint8, on the CPU) with what rests of a matrix (floats, in its shape), of
-    which the values in `dtype` count.
+    """Fill `packed` with the bytes at rest of a matrix, or of a stack of matrices.
+
+    Args:
+        value: Floats, on the CPU.
+        form: Format to store.
+        packed: uint8, on the CPU, of `form.nbytes(value.shape)` bytes.
+        dtype: Round the values to this dtype first; by default they are used unchanged.
     """
-    dtype = dtype or value.dtype
-    codes, *scales = _parts(packed, form, value.shape)
-    if form is FrozenFormat.INT8:
-        _quantise_rows(value, codes.view(torch.int8).view(value.shape), scales[0], dtype)
-        return
-    flat = value.reshape(-1)
-    largest = torch.cat([_largest(part.to(dtype), NF4_BLOCK) for part, _ in _pieces(flat, codes)])
-    bounds = _bounds(_fp32(NF4_LEVELS))
-    for number, (part, out) in enumerate(_pieces(flat, codes)):
-        first = number * (QUANTISED_PIECE // NF4_BLOCK)
-        level = _nearest(part.to(dtype).float(), largest[first:], NF4_BLOCK, bounds)
-        if level.numel() % 2:
-            level = torch.cat([level, level.new_full((1,), len(bounds) // 2)])
-        out.copy_((level[::2] << 4) | level[1::2])
-    if form is FrozenFormat.NF4:
-        scales[0].view(torch.float32).copy_(largest)
-        return
-    mean = largest.mean()
-    largest -= mean
-    of_blocks = _largest(largest, DOUBLE_BLOCK)
-    scales[0].copy_(_nearest(largest, of_blocks, DOUBLE_BLOCK, _bounds(dynamic_levels())))
-    scales[1].view(torch.float32).copy_(of_blocks)
-    scales[2].view(torch.float32).copy_(mean)
+    encode = _CODECS[form].encode
+    for matrix, own in _matrices(value, packed):
+        encode(matrix, _parts(own, form, matrix.shape), dtype or value.dtype)
 
 
 def quantise_exactly(value: Tensor, form: FrozenFormat, dtype: torch.dtype, packed: Tensor) -> None:
     """`quantise`, of the values in the dtype that they compute in; but of fp32 ones that the format
     holds to the bit, as those of a file that is quantised already, as they are.
     """
-    quantise(value, form, packed, None if _holds(value, form) else dtype)
+    for matrix, own in _matrices(value, packed):
+        quantise(matrix, form, own, None if _holds(matrix, form) else dtype)
 
 
 def _holds(value: Tensor, form: FrozenFormat) -> bool:
     """Whether nothing is lost of fp32 values; looked at in runs of rows, which are whole blocks."""
-    if value.dtype is not torch.float32 or form is FrozenFormat.NF4_DOUBLE:
+    if value.dtype is not torch.float32 or form not in (FrozenFormat.NF4, FrozenFormat.INT8):
         return False
     for rows in torch.split(value, NF4_BLOCK):
         packed = torch.zeros(form.nbytes(rows.shape), dtype=torch.uint8, device="cpu")
@@ -94,61 +93,210 @@ def _holds(value: Tensor, form: FrozenFormat) -> bool:
 
 
 def from_parts(form: FrozenFormat, shape: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
-    """The fp32 values of a matrix whose parts (`FrozenFormat.parts`) came one by one.
+    """Return the bytes at rest of a matrix or a stack, of parts that were stored apart.
 
-    Raises `ValueError` if they are not as long as they must be.
+    Args:
+        form: Format of the parts.
+        shape: Sizes of the matrix or stack.
+        parts: `FrozenFormat.parts`, each of all matrices in order.
+
+    Raises:
+        ValueError: A part has not the length that it must have.
     """
-    sizes = form.parts(shape)
     packed = torch.zeros(form.nbytes(shape), dtype=torch.uint8, device="cpu")
-    value = torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
-    for part, given in zip(_parts(packed, form, value.shape), parts, strict=True):
-        data = given.contiguous().view(-1).view(torch.uint8)
-        if data.numel() != part.numel():
-            raise ValueError(f"parts of {[p.nbytes for p in parts]} bytes, not {list(sizes)}")
-        part.copy_(data)
-    dequantise(packed, form, value)
-    return value
+    records = packed.view(prod(shape[:-2]), -1)
+    for place, part in zip(form.places(shape[-2:]), parts, strict=True):
+        data = part.contiguous().view(-1).view(torch.uint8)
+        if data.numel() != records[:, place].numel():
+            sizes = [len(records) * size for size in form.parts(shape[-2:])]
+            raise ValueError(f"parts of {[p.nbytes for p in parts]} bytes, not {sizes}")
+        records[:, place] = data.view(len(records), -1)
+    return packed
+
+
+def join_rows(form: FrozenFormat, columns: int, pieces: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """Return the bytes at rest of a matrix, of matrices that lie one below the other in it.
+
+    Args:
+        form: Format of all of them.
+        columns: Columns of all of them.
+        pieces: Rows and bytes at rest of each.
+
+    Raises:
+        ValueError: Blocks with one scale would have rows of two of them.
+    """
+    if len(pieces) == 1:
+        return pieces[0][1]
+    if form is not FrozenFormat.FP8 or any(rows % FP8_BLOCK for rows, _ in pieces[:-1]):
+        raise ValueError(f"matrices of {[rows for rows, _ in pieces]} rows share blocks")
+    each = [_parts(packed, form, (rows, columns)) for rows, packed in pieces]
+    shape = (sum(rows for rows, _ in pieces), columns)
+    return from_parts(form, shape, [torch.cat(parts) for parts in zip(*each, strict=True)])
 
 
 def dequantise(packed: Tensor, form: FrozenFormat, value: Tensor) -> None:
-    """Fill `value` (a matrix of floats) with what `packed` (uint8, on its device) stands for."""
-    codes, *scales = _parts(packed, form, value.shape)
-    if form is FrozenFormat.INT8:
-        rows = scales[0].view(torch.float32)
-        step = max(QUANTISED_PIECE // max(value.shape[1], 1), 1)
-        for first in range(0, value.shape[0], step):
-            part = codes.view(torch.int8).view(value.shape)[first : first + step].float()
-            part.mul_(rows[first : first + step, None]).mul_(_127TH)
-            value[first : first + step].copy_(part)
+    """Fill a matrix or a stack of floats with the values of its bytes at rest.
+
+    Args:
+        packed: uint8, as `quantise` fills it.
+        form: Format of `packed`.
+        value: Contiguous, on the same device.
+    """
+    decode = _CODECS[form].decode
+    for matrix, own in _matrices(value, packed):
+        decode(_parts(own, form, matrix.shape), matrix)
+
+
+def _matrices(value: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each matrix with its bytes at rest."""
+    if value.dim() == 2:
+        yield value, packed
+    else:
+        yield from zip(value, packed.view(len(value), -1), strict=True)
+
+
+def _parts(packed: Tensor, form: FrozenFormat, shape: Sequence[int]) -> list[Tensor]:
+    """The codes of one matrix, and what scales them."""
+    return [packed[place] for place in form.places(shape)]
+
+
+def _encode_nf4(value: Tensor, parts: list[Tensor], dtype: torch.dtype, *, double: bool) -> None:
+    codes, *scales = parts
+    flat = value.reshape(-1)
+    largest = torch.cat([_largest(part.to(dtype), NF4_BLOCK) for part, _ in _pieces(flat, codes)])
+    bounds = _bounds(_fp32(NF4_LEVELS))
+    for number, (part, out) in enumerate(_pieces(flat, codes)):
+        first = number * (QUANTISED_PIECE // NF4_BLOCK)
+        level = _nearest(part.to(dtype).float(), largest[first:], NF4_BLOCK, bounds)
+        if level.numel() % 2:
+            level = torch.cat([level, level.new_full((1,), len(bounds) // 2)])
+        out.copy_((level[::2] << 4) | level[1::2])
+    if not double:
+        scales[0].view(torch.float32).copy_(largest)
         return
-    pairs, levels = _on(packed.device)
+    mean = largest.mean()
+    largest -= mean
+    of_blocks = _largest(largest, DOUBLE_BLOCK)
+    scales[0].copy_(_nearest(largest, of_blocks, DOUBLE_BLOCK, _bounds(dynamic_levels())))
+    scales[1].view(torch.float32).copy_(of_blocks)
+    scales[2].view(torch.float32).copy_(mean)
+
+
+def _decode_nf4(parts: list[Tensor], value: Tensor, *, double: bool) -> None:
+    codes, *scales = parts
+    there = _on(value.device)
     blocks, first = QUANTISED_PIECE // NF4_BLOCK, 0
     for out, part in _pieces(value.view(-1), codes):
-        if form is FrozenFormat.NF4:
-            largest = scales[0].view(torch.float32)[first : first + blocks]
-        else:
-            largest = levels.index_select(0, scales[0][first : first + blocks].int())
+        if double:
+            largest = there.dynamic.index_select(0, scales[0][first : first + blocks].int())
             _scale(largest, scales[1].view(torch.float32)[first // DOUBLE_BLOCK :], DOUBLE_BLOCK)
             largest += scales[2].view(torch.float32)
-        found = pairs.index_select(0, part.int()).view(-1)[: out.numel()]
+        else:
+            largest = scales[0].view(torch.float32)[first : first + blocks]
+        found = there.nf4.index_select(0, part.int()).view(-1)[: out.numel()]
         _scale(found, largest, NF4_BLOCK)
         out.copy_(found)
         first += blocks
 
 
-def _quantise_rows(value: Tensor, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-    step = max(QUANTISED_PIECE // max(value.shape[1], 1), 1)
-    for first in range(0, value.shape[0], step):
-        part = value[first : first + step].to(dtype).float()
+def _encode_int8(value: Tensor, parts: list[Tensor], dtype: torch.dtype) -> None:
+    codes, scales = parts[0].view(torch.int8).view(value.shape), parts[1].view(torch.float32)
+    for rows in _runs(*value.shape):
+        part = value[rows].to(dtype).float()
         largest = part.abs().amax(1)
-        scales.view(torch.float32)[first : first + step].copy_(largest)
-        rounded = torch.round(part * (127.0 / largest.clamp(min=_TINY))[:, None])
-        codes[first : first + step].copy_(rounded)
+        scales[rows].copy_(largest)
+        codes[rows].copy_(torch.round(part * (127.0 / largest.clamp(min=_TINY))[:, None]))
 
 
-def _parts(packed: Tensor, form: FrozenFormat, shape: torch.Size) -> list[Tensor]:
-    """The codes, and what scales them."""
-    return [packed[place] for place in form.places(shape)]
+def _decode_int8(parts: list[Tensor], value: Tensor) -> None:
+    codes, scales = parts[0].view(torch.int8).view(value.shape), parts[1].view(torch.float32)
+    for rows in _runs(*value.shape):
+        part = codes[rows].float()
+        part.mul_(scales[rows, None]).mul_(_127TH)
+        value[rows].copy_(part)
+
+
+def _encode_mxfp4(value: Tensor, parts: list[Tensor], dtype: torch.dtype) -> None:
+    """The scale is the least power of two of which six are not below the block's largest."""
+    columns, num_rows = value.shape  # it is stored transposed
+    codes, scales = parts[0].view(num_rows, -1), parts[1].view(num_rows, -1)
+    # A number between two levels goes to the one whose last bit is 0.
+    bounds = _bounds(_fp32(_E2M1))
+    bounds[1::2] = torch.nextafter(bounds[1::2], _fp32([0.0]))
+    for rows in _runs(num_rows, columns):
+        blocks = value[:, rows].to(dtype).float().T.contiguous().view(-1, MXFP4_BLOCK)
+        mantissa, exponent = torch.frexp(blocks.abs().amax(1) / _E2M1[-1])
+        exponent = (exponent - (mantissa == 0.5).int()).clamp_(-127, 127)
+        scaled = blocks * _on(value.device).powers[127 - exponent, None]
+        code = torch.bucketize(scaled.abs(), bounds, out_int32=True).to(torch.uint8)
+        code |= torch.signbit(scaled).to(torch.uint8) << 3
+        codes[rows] = (code[:, ::2] | (code[:, 1::2] << 4)).view(-1, columns // 2)
+        scales[rows] = (exponent + 127).to(torch.uint8).view(-1, columns // MXFP4_BLOCK)
+
+
+def _decode_mxfp4(parts: list[Tensor], value: Tensor) -> None:
+    columns, num_rows = value.shape
+    codes, scales = parts[0].view(num_rows, -1), parts[1].view(num_rows, -1)
+    there = _on(value.device)
+    for rows in _runs(num_rows, columns):
+        found = there.e2m1.index_select(0, codes[rows].reshape(-1).int()).view(-1, MXFP4_BLOCK)
+        found.mul_(there.powers.index_select(0, scales[rows].reshape(-1).int())[:, None])
+        value[:, rows].copy_(found.view(-1, columns).T)
+
+
+def _encode_fp8(value: Tensor, parts: list[Tensor], dtype: torch.dtype) -> None:
+    codes, scales = _fp8_parts(parts, value.shape)
+    for band, first in enumerate(range(0, len(value), FP8_BLOCK)):
+        rows = slice(first, first + FP8_BLOCK)
+        part = value[rows].to(dtype).float()
+        blocks = pad(part, (0, -part.shape[1] % FP8_BLOCK)).view(len(part), -1, FP8_BLOCK)
+        scale = blocks.abs().amax((0, 2)) / _E4M3_MAX
+        scales[band] = torch.where(scale > 0, scale, 1.0)
+        part = (blocks / scales[band, :, None]).flatten(1)[:, : part.shape[1]]
+        codes[rows] = part.clamp_(-_E4M3_MAX, _E4M3_MAX).to(codes.dtype)
+
+
+def _decode_fp8(parts: list[Tensor], value: Tensor) -> None:
+    codes, scales = _fp8_parts(parts, value.shape)
+    whole = value.shape[1] // FP8_BLOCK
+    for rows in _runs(*value.shape):
+        part = codes[rows].float()
+        first = torch.arange(rows.start, rows.start + len(part), device=value.device)
+        by = scales.index_select(0, first // FP8_BLOCK)
+        part[:, : whole * FP8_BLOCK].view(len(part), -1, FP8_BLOCK).mul_(by[:, :whole, None])
+        part[:, whole * FP8_BLOCK :].mul_(by[:, whole:])
+        value[rows].copy_(part)
+
+
+def _fp8_parts(parts: list[Tensor], shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    codes, scales = parts[0].view(torch.float8_e4m3fn), parts[1].view(torch.float32)
+    return codes.view(tuple(shape)), scales.view(-(-shape[0] // FP8_BLOCK), -1)
+
+
+class _Codec(NamedTuple):
+    """From a matrix, and the dtype to round it to, to its parts; and back."""
+
+    encode: Callable[[Tensor, list[Tensor], torch.dtype], None]
+    decode: Callable[[list[Tensor], Tensor], None]
+
+
+_CODECS = {
+    FrozenFormat.NF4: _Codec(
+        partial(_encode_nf4, double=False), partial(_decode_nf4, double=False)
+    ),
+    FrozenFormat.NF4_DOUBLE: _Codec(
+        partial(_encode_nf4, double=True), partial(_decode_nf4, double=True)
+    ),
+    FrozenFormat.INT8: _Codec(_encode_int8, _decode_int8),
+    FrozenFormat.MXFP4: _Codec(_encode_mxfp4, _decode_mxfp4),
+    FrozenFormat.FP8: _Codec(_encode_fp8, _decode_fp8),
+}
+
+
+def _runs(rows: int, columns: int) -> Iterator[slice]:
+    """Runs of rows that are worked on at a time."""
+    step = max(QUANTISED_PIECE // max(columns, 1), 1)
+    return (slice(first, first + step) for first in range(0, rows, step))
 
 
 def _pieces(flat: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -195,9 +343,23 @@ def _scale(flat: Tensor, by: Tensor, block: int) -> None:
         flat[blocks * block :].mul_(by[blocks])
 
 
+class _Constants(NamedTuple):
+    """Look-up tables on a device, fp32."""
+
+    nf4: Tensor  # the two levels of every byte of codes; in this format the higher bits first
+    e2m1: Tensor  # the same, the lower bits first
+    dynamic: Tensor  # by 8-bit code
+    powers: Tensor  # by e8m0 scale
+
+
 @lru_cache(maxsize=16)
-def _on(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Constants there: the two levels of every byte of nf4 codes, and those of 8-bit codes."""
-    levels = _fp32(NF4_LEVELS)
-    pairs = torch.cartesian_prod(levels, levels)
-    return pairs.to(device), dynamic_levels().to(device)
+def _on(device: torch.device) -> _Constants:
+    nf4, e2m1 = _fp32(NF4_LEVELS), _fp32([*_E2M1, *(-level for level in _E2M1)])
+    powers = _fp32([2.0 ** (scale - 127) for scale in range(256)])
+    tables = (
+        torch.cartesian_prod(nf4, nf4),
+        torch.cartesian_prod(e2m1, e2m1).flip(1).contiguous(),
+        dynamic_levels(),
+        powers,
+    )
+    return _Constants(*(table.to(device) for table in tables))

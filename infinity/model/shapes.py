@@ -124,6 +124,18 @@ def is_linear(module: nn.Module | Outline) -> bool:
     return isinstance(module, nn.Linear)
 
 
+def is_matrix(module: nn.Module | Outline, parameter: nn.Parameter | Shape) -> bool:
+    """Return True for the matrix of a linear layer, and for a stack of matrices, as of experts."""
+    if parameter.dim() == 2:
+        return is_linear(module)
+    if isinstance(module, Outline):
+        return parameter.dim() == 3
+    from torch import nn
+
+    convolves = isinstance(module, nn.Conv1d | nn.ConvTranspose1d)
+    return parameter.dim() == 3 and min(parameter.shape) > 1 and not convolves
+
+
 def is_list(module: nn.Module | Outline) -> bool:
     """Whether a module is a list or a dict of others."""
     if isinstance(module, Outline):

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from infinity.errors import ConfigError, DoesNotFitError, MachineError, listed
 from infinity.files import FILE_MODE, open_new, write_new
-from infinity.formats import DOUBLE_BLOCK, NF4_BLOCK, FrozenFormat
-from infinity.model.quantised import from_parts
+from infinity.formats import DOUBLE_BLOCK, FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, FrozenFormat
+from infinity.model.quantised import dequantise, from_parts
 from infinity.model.weight_directory import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -312,12 +312,15 @@ _WRITE_BYTES = 4 << 20
 _COMPARE_ELEMENTS = 4 << 20
 
 
-_STATE = ".quant_state.bitsandbytes__nf4"
+_STATE = ".quant_state.bitsandbytes__nf4"  # of a matrix that bitsandbytes quantised
+_BLOCKS, _SCALES = "_blocks", "_scales"  # MXFP4, as gpt-oss has it
+_SCALE_INV = "_scale_inv"  # FP8 in squares, as DeepSeek-V3 has it
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """A matrix in several tensors: their names and places, in the order of the format's parts."""
+    """A matrix, or stack, in several tensors: their names and places, in the order of the parts."""
 
     form: FrozenFormat
     shape: tuple[int, ...]
@@ -339,16 +342,16 @@ class WeightFiles:
         """
         self.facts: dict[str, TensorFacts] = {}
         self._files: dict[Path, SafetensorsFile] = {}
-        # By name, of matrices that bitsandbytes wrote: how they rest, and what holds their parts.
+        # By name, of quantised tensors: their format, and what holds their parts.
         self._packed: dict[str, _Packed] = {}
+        self._last = ("", 0, torch.empty(0))  # see `matrix`
         files, expected = _files_of(Path(source).expanduser())
         try:
             for path in files:
                 self._open(path, expected)
             if expected is not None:
                 self._check_index(expected)
-            for name in [name for name in self.facts if name.endswith(_STATE)]:
-                self._join(name.removesuffix(_STATE))
+            self._join_all()
         except BaseException:
             self.close()
             raise
@@ -382,11 +385,23 @@ class WeightFiles:
 
     @property
     def quantised(self) -> bool:
-        """Whether some matrices are NF4 of bitsandbytes'; `read` gives their values, in fp32."""
+        """Whether some matrices are quantised; `read` gives their values, in fp32."""
         return bool(self._packed)
 
-    def _join(self, name: str) -> None:
-        """Make the tensors that hold one NF4 matrix one; raises `ConfigError`."""
+    def _join_all(self) -> None:
+        """Make the tensors that hold one quantised matrix one; raises `ConfigError`."""
+        for name, facts in list(self.facts.items()):
+            stem = name.removesuffix(_BLOCKS)
+            if name.endswith(_STATE):
+                self._join_nf4(name.removesuffix(_STATE))
+            elif name.endswith(_SCALE_INV):
+                self._join_native(FrozenFormat.FP8, name.removesuffix(_SCALE_INV), ("", _SCALE_INV))
+            elif stem != name and stem + _SCALES in self.facts and facts.dtype is torch.uint8:
+                self._join_native(FrozenFormat.MXFP4, stem, (_BLOCKS, _SCALES))
+            elif facts.dtype is torch.float8_e4m3fn and f"{name}_scale" in self.facts:
+                raise _unknown_format(name, f"it is scaled by {name}_scale")
+
+    def _join_nf4(self, name: str) -> None:
         held = {f".{key.removeprefix(name + '.')}": key for key in self.facts if key != name
                 and key.startswith(name + ".")}  # fmt: skip
         try:
@@ -405,18 +420,72 @@ class WeightFiles:
             if sizes != list(form.parts(shape))[: len(sizes)]:
                 raise ValueError(f"parts of {sizes} bytes do not make a matrix {shape}")
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"tensor {name!r} is quantised in a way that is not known: {error!r:.200}",
-                because="of files that are quantised only bitsandbytes' NF4 in blocks of 64 is "
-                "read",
-                remedy="give the original weights, and frozen.rest in the configuration",
-            ) from error
-        places = [self.facts[n] for n in names]
-        self._packed[name] = _Packed(form, shape, tuple(names), tuple(places), mean)
-        facts = self.facts[name]
-        for key in held.values():
+            raise _unknown_format(name, f"{error!r:.200}") from error
+        self._put(name, form, shape, names, held.values(), mean)
+
+    def _join_native(self, form: FrozenFormat, name: str, suffixes: tuple[str, str]) -> None:
+        names = [name + suffix for suffix in suffixes]
+        try:
+            codes, scales = (self.facts[n] for n in names)
+            if form is FrozenFormat.MXFP4:  # rows of blocks, of transposed matrices
+                *count, rows, blocks, _ = codes.shape
+                shape = (*count, blocks * MXFP4_BLOCK, rows)
+                grid: tuple[int, ...] = (*count, rows, blocks)
+                known = codes.shape == (*grid, MXFP4_BLOCK // 2) and scales.dtype is torch.uint8
+            else:
+                shape = codes.shape
+                grid = (*shape[:-2], *(-(-size // FP8_BLOCK) for size in shape[-2:]))
+                known = codes.dtype is torch.float8_e4m3fn and scales.dtype in _SCALE_DTYPES
+            if not known or not form.fits(shape) or scales.shape != grid:
+                raise ValueError(
+                    f"{codes.dtype} of shape {codes.shape}, and {scales.dtype} of {scales.shape}"
+                )
+        except (KeyError, ValueError) as error:
+            raise _unknown_format(name, f"{error!r:.200}") from error
+        self._put(name, form, shape, names, names, None)
+
+    def _put(
+        self,
+        name: str,
+        form: FrozenFormat,
+        shape: tuple[int, ...],
+        names: Sequence[str],
+        replaced: Iterable[str],
+        mean: Tensor | None,
+    ) -> None:
+        """List one tensor in place of those that hold it."""
+        places = tuple(self.facts[n] for n in names)
+        self._packed[name] = _Packed(form, shape, tuple(names), places, mean)
+        for key in replaced:
             del self.facts[key]
-        self.facts[name] = TensorFacts(shape, torch.float32, facts.file, facts.offset)
+        first = places[0]
+        self.facts[name] = TensorFacts(shape, torch.float32, first.file, first.offset)
+
+    def packed(self, name: str, form: FrozenFormat, index: int) -> Tensor | None:
+        """Return the bytes at rest of one matrix of a tensor; None if it is not in this format."""
+        packed = self._packed.get(name)
+        if packed is None or packed.form is not form:
+            return None
+        parts, count = [], prod(packed.shape[:-2])
+        for one, place in zip(packed.names, packed.places, strict=True):
+            each = place.numel // count
+            part = self._files[place.file].read(one, index * each, each)
+            scales_fp8 = form is FrozenFormat.FP8 and one != packed.names[0]
+            parts.append(part.float() if scales_fp8 else part)
+        parts += [] if packed.mean is None else [packed.mean]
+        return from_parts(form, packed.shape[-2:], parts)
+
+    def matrix(self, name: str, index: int) -> Tensor:
+        """Return the fp32 values of one matrix of a quantised tensor; the last one is kept."""
+        if self._last[:2] != (name, index):
+            self._last = ("", 0, torch.empty(0))
+            one = self._packed[name]
+            value = torch.empty(one.shape[-2:], dtype=torch.float32, device="cpu")
+            packed = self.packed(name, one.form, index)
+            assert packed is not None
+            dequantise(packed, one.form, value)
+            self._last = (name, index, value)
+        return self._last[2]
 
     def read(self, name: str) -> Tensor:
         """The tensor's values, in memory of their own.
@@ -426,14 +495,22 @@ class WeightFiles:
         packed = self._packed.get(name)
         if packed is None:
             return self._read(name)
-        each = zip(packed.names, packed.places, strict=True)
-        parts = [self._files[place.file].read(one) for one, place in each]
-        parts += [] if packed.mean is None else [packed.mean]
-        return from_parts(packed.form, packed.shape, parts)
+        value = torch.empty(packed.shape, dtype=torch.float32, device="cpu")
+        for index, matrix in enumerate(value.view(-1, *packed.shape[-2:])):
+            matrix.copy_(self.matrix(name, index))
+        return value
 
-    def pieces(self, name: str, first: int, count: int) -> list[Callable[[], Tensor]] | None:
+    def pieces(self, name: str, first: int, count: int) -> list[Callable[[], Tensor]]:
         """See `StoredTensor.pieces`; what it gives raises what `read` raises."""
-        return None if name in self._packed else [partial(self._read, name, first, count)]
+        if name not in self._packed:
+            return [partial(self._read, name, first, count)]
+        size, end = prod(self._packed[name].shape[-2:]), first + count
+        found: list[Callable[[], Tensor]] = []
+        while first < end:
+            index, skip = divmod(first, size)
+            found.append(PackedMatrix(self, name, index, skip, min(size - skip, end - first)))
+            first += size - skip
+        return found
 
     def _read(self, name: str, first: int = 0, count: int | None = None) -> Tensor:
         return self._files[self.facts[name].file].read(name, first, count)
@@ -483,8 +560,42 @@ class StoredTensor:
         return self.files.facts[self.name].shape
 
     def pieces(self, first: int, count: int) -> list[Callable[[], Tensor]] | None:
-        """See `lazy_tensor.InPieces`: one piece, but None of a matrix that is quantised."""
+        """See `lazy_tensor.InPieces`."""
         return self.files.pieces(self.name, first, count)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """Elements of one quantised matrix of `files`, to be read later; see `lazy_tensor.Packed`."""
+
+    files: WeightFiles
+    name: str
+    index: int
+    first: int
+    count: int
+
+    def __call__(self) -> Tensor:
+        """The fp32 values, flat."""
+        return self.files.matrix(self.name, self.index).view(-1)[self.first :][: self.count]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and columns of the matrix."""
+        return self.files.facts[self.name].shape[-2:]
+
+    def packed(self, form: FrozenFormat) -> Tensor | None:
+        """Return the bytes of the whole matrix if it is in this format."""
+        whole = self.first == 0 and self.count == prod(self.shape)
+        return self.files.packed(self.name, form, self.index) if whole else None
+
+
+def _unknown_format(name: str, found: str) -> ConfigError:
+    return ConfigError(
+        f"tensor {name!r} is quantised in a way that is not known: {found}",
+        because="of files that are quantised these are read: bitsandbytes' NF4 in blocks of 64, "
+        "MXFP4 of gpt-oss, and FP8 (e4m3) with a scale for each square of 128",
+        remedy="give the original weights, and frozen.rest in the configuration",
+    )
 
 
 def _files_of(source: Path) -> tuple[list[Path], dict[str, Path] | None]:

@@ -3,21 +3,24 @@
 Units are written one after the other, chunk by chunk, and each parameter's own memory is let go
 as soon as its unit is written. Values that are made (see `model/meta_init.py`) are asked for once,
 one whole parameter at a time; of those that lie in files (fused ones in several) what this rank
-keeps is read, and no more, but quantised matrices whole. The first write doubles as what file
-systems want before O_DIRECT: every extent written once.
+keeps is read, and no more, but of what is quantised whole matrices, one by one. The first write
+doubles as what file systems want before O_DIRECT: every extent written once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from infinity.formats import FrozenFormat
+from infinity.errors import ConfigError
+from infinity.formats import FP8_BLOCK, NATIVE, FrozenFormat
+from infinity.model.lazy_tensor import Packed, Read
 from infinity.model.meta_init import PIECE_ELEMENTS, Origins
 from infinity.model.parameters import ParameterBinding
-from infinity.model.quantised import quantise_exactly
+from infinity.model.quantised import join_rows, quantise_exactly
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Transfers
 from infinity.optim.cpu import CpuKernels
@@ -188,12 +191,43 @@ class InitialWrite:
         if not segment.form:
             self._values.fill(target.view(dtype), parameter, first // dtype.itemsize)
             return
-        whole = target.numel() == segment.nbytes
-        packed = target if whole else torch.zeros(segment.nbytes, dtype=torch.uint8, device="cpu")
-        value = self._values.flat(parameter).cpu().view(segment.shape)
-        quantise_exactly(value, FrozenFormat(segment.form), dtype, packed)
-        if not whole:
-            target.copy_(packed[first : first + target.numel()])
+        form, shape = FrozenFormat(segment.form), segment.shape[-2:]
+        size = form.nbytes(shape)
+        for index in range(first // size, -(-(first + target.numel()) // size)):
+            packed = self._pack(segment, index, form, parameter)
+            start = index * size - first
+            into = target[max(start, 0) : start + size]
+            into.copy_(packed[max(-start, 0) :][: into.numel()])
+
+    def _pack(
+        self, segment: Segment, index: int, form: FrozenFormat, parameter: nn.Parameter
+    ) -> Tensor:
+        """Return the bytes at rest of one matrix: of a file that has this format its own."""
+        shape = segment.shape[-2:]
+        numel = math.prod(shape)
+        pieces = self._values.pieces(parameter, index * numel, numel)
+        found = list[tuple[int, Tensor]]()
+        for piece in pieces or () if form in NATIVE else ():
+            if isinstance(piece, Packed) and (stored := piece.packed(form)) is not None:
+                found.append((piece.shape[0], stored))
+        if found and len(found) == len(pieces or ()):
+            try:
+                return join_rows(form, shape[1], found)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{segment.name!r} cannot rest in {form} as the file has it: {error}",
+                    because=f"its scales are for {FP8_BLOCK} rows each",
+                    remedy="frozen.rest: nf4 or int8, or as_is",
+                ) from error
+        if pieces is None:
+            value = self._values.flat(parameter)[index * numel : (index + 1) * numel]
+        else:
+            parts = [read().view(-1) for read in pieces]
+            value = parts[0] if len(parts) == 1 else torch.cat(parts)
+        packed = torch.zeros(form.nbytes(shape), dtype=torch.uint8, device="cpu")
+        dtype = getattr(torch, segment.dtype)
+        quantise_exactly(value.cpu().view(shape), form, dtype, packed)
+        return packed
 
 
 def _initial_write_bytes(plan: Plan, layout: UnitLayout) -> int:
@@ -230,6 +264,10 @@ class _Current:
                 into[done : done + part.numel()].copy_(part)
                 done += part.numel()
             first += into.numel()
+
+    def pieces(self, parameter: nn.Parameter, first: int, count: int) -> list[Read] | None:
+        """See `Origins.pieces`."""
+        return self._origins.pieces(parameter, first, count)
 
     def forget(self) -> None:
         """Keep no memory."""

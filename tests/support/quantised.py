@@ -14,9 +14,19 @@ from infinity.model.quantised import NF4_LEVELS, quantise
 
 
 def rounded(value: Tensor, form: str) -> Tensor:
-    """What a matrix computes with after it rested in a format of `FrozenFormat`."""
+    """What a matrix, or stack, computes with after it rested in a format of `FrozenFormat`."""
+    if value.dim() == 3:
+        return torch.stack([rounded(matrix, form) for matrix in value])
+    if form == "mxfp4":
+        blocks = value.T.float().reshape(-1, 32)
+        return torch.stack([_mxfp4(b) for b in blocks]).view(value.T.shape).T.to(value.dtype)
     if form == "int8":
         return torch.stack([_row(row) for row in value.float()]).to(value.dtype)
+    if form == "fp8":
+        bands = [
+            [_fp8(square) for square in band.split(128, 1)] for band in value.float().split(128)
+        ]
+        return torch.cat([torch.cat(squares, 1) for squares in bands]).to(value.dtype)
     flat, levels = value.float().reshape(-1), torch.tensor(NF4_LEVELS)
     blocks = flat.split(64)
     scales = torch.stack([block.abs().max() for block in blocks])
@@ -38,6 +48,20 @@ def _row(row: Tensor) -> Tensor:
     return torch.round(row * (127.0 / largest)) * largest * torch.tensor(1 / 127)
 
 
+def _mxfp4(block: Tensor) -> Tensor:
+    """Nearest, to even bits, of 0 to 6 times the least power of two that reaches the largest."""
+    scale = 2.0**-127
+    while 6 * scale < block.abs().max():
+        scale *= 2
+    step = torch.where(block.abs() / scale < 2, 0.5, torch.where(block.abs() / scale < 4, 1.0, 2.0))
+    return torch.round(block / scale / step) * step * scale
+
+
+def _fp8(square: Tensor) -> Tensor:
+    scale = square.abs().max() / 448
+    return (square / scale).to(torch.float8_e4m3fn).float() * scale if scale else square
+
+
 def _nearest(block: Tensor, levels: Tensor) -> Tensor:
     largest = block.abs().max()
     scaled = block * (1 / largest) if largest else block
@@ -56,11 +80,13 @@ def dynamic() -> Tensor:
 
 
 def round_frozen(model: nn.Module, form: str, dtype: torch.dtype) -> None:
-    """Frozen linear layers, but for heads and adapters, get the values of what rested so."""
+    """Frozen matrices, but for heads and adapters, get the values of what rested so."""
     for name, module in model.named_modules():
         kept = name.endswith("head") or "lora_" in name
         if isinstance(module, nn.Linear) and not kept and not module.weight.requires_grad:
             module.weight.data = rounded(module.weight.data.to(dtype), form).float()
+    for stack in (p for p in model.parameters() if p.dim() == 3 and not p.requires_grad):
+        stack.data = rounded(stack.data.to(dtype), form).float()
 
 
 def packed(value: Tensor, form: FrozenFormat) -> Tensor:

@@ -30,6 +30,7 @@ from infinity.offload.report import StepReport
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.plan import Plan
+from infinity.training.adapted_parameters import AdaptedParameters
 from infinity.training.batches import LossFn, micro_batches_of, train_one
 from infinity.training.checkpoints import Checkpoints, Wanted
 from infinity.training.parameter_access import MergeGuard, targets, write_state
@@ -120,6 +121,7 @@ class Engine:
         hooks = ModuleStateHooks(module, self._values, self._index_of)
         parts.installation.on_new = hooks.add
         parts.also(hooks.remove)
+        parts.also(AdaptedParameters(module).remove)
         parts.also(MergeGuard(module, self._values, self._index_of).remove)
         if not any(parts.cut.trained):
             parts.also(freeze(parameters))

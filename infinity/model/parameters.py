@@ -23,9 +23,10 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -334,10 +335,32 @@ class ParameterMap(dict[str, nn.Parameter | None]):
     def __init__(self, plain: dict[str, nn.Parameter | None], touch: Touch) -> None:
         super().__init__(plain)
         self._touch = touch
+        self._changes: dict[str, Callable[[], Tensor]] = {}
 
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
+        if name in self._changes:
+            return self._changes[name]()
         return None if parameter is None else self._touch(parameter)
+
+    @contextmanager
+    def changed(self, name: str, changes: Sequence[Callable[[Tensor], Tensor]]) -> Iterator[None]:
+        """Give, in place of a parameter, the result of functions of it; they are called once."""
+
+        @cache
+        def value() -> Tensor:
+            parameter = dict.__getitem__(self, name)
+            assert parameter is not None
+            found = self._touch(parameter)
+            for change in changes:
+                found = change(found)
+            return found
+
+        self._changes[name] = value
+        try:
+            yield
+        finally:
+            del self._changes[name]
 
     def get(self, name: str, default: Any = None) -> Any:
         """Like `[]`, with a default for what is not there."""

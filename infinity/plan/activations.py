@@ -14,6 +14,10 @@ its input, and one such block at a time keeps everything, of one slice of the ba
 slices. The first blocks are recomputed and the last ones keep: what is kept last goes first, and is
 gone when the first recomputed block runs again.
 
+*Adapted stacks.* peft adds the product of an adapter to a frozen stack of experts in each forward:
+the sums, as large as the stacks, are kept as what a block saves is, and the gradient of one is
+carried. No token counts there.
+
 *Logits* of a head exist three times in fp32 at the turn: as probabilities, which cross entropy
 keeps, and as two gradients, of the probabilities and of the logits. (bf16 ones are upcast before.)
 Where they are sliced, those of one chunk of tokens do, and the gradient of the head's weight is
@@ -89,6 +93,7 @@ class _BlockShape:
     carried: float
     gradients: int
     summed: int  # gradients in fp32, as slices are summed
+    stacks: tuple[int, ...]  # bytes of those that adapters are added to
 
 
 class ActivationModel:
@@ -145,6 +150,7 @@ class ActivationModel:
             carried=carried,
             gradients=max(unit.trained_bytes for unit in block),
             summed=max(_summed_bytes(unit) for unit in block),
+            stacks=tuple(numel * itemsize for numel in _adapted_stacks(matrices)),
         )
 
     def of(
@@ -167,12 +173,13 @@ class ActivationModel:
             is_again = recompute == "all" or (block.is_block and num_again > 0)
             num_again -= block.is_block
             if is_again:
-                again = max(again, int(block.saved * part))
+                again = max(again, int(block.saved * part) + sum(block.stacks))
                 boundaries += tokens * block.width
             else:
-                saved += int(block.saved * tokens)
+                saved += int(block.saved * tokens) + sum(block.stacks)
             sliced = slices > 1 and block.is_block
             inner = int((part if sliced else tokens) * block.carried)
+            inner += max(block.stacks, default=0)
             flow = max(flow, tokens * block.width + inner)
             gradients = max(gradients, block.summed if sliced else block.gradients)
         logits = sum(
@@ -203,6 +210,19 @@ def passes(segment: Segment, shares: Mapping[int, float]) -> float:
     """
     share = shares.get(segment.parameter)
     return 1.0 if share is None else share * math.prod(segment.shape[:-2])
+
+
+def _adapted_stacks(matrices: Sequence[Segment]) -> list[int]:
+    """Elements of frozen stacks that peft adapts: a layer of it for each is around their module."""
+    modules: dict[str, list[int]] = {}
+    for matrix in matrices:
+        if len(matrix.shape) == 3 and not matrix.trained:
+            modules.setdefault(matrix.name.rpartition(".")[0], []).append(matrix.numel)
+    return [
+        numel
+        for name, stacks in modules.items()
+        for numel in sorted(stacks, reverse=True)[: name.split(".").count("base_layer")]
+    ]
 
 
 def _parent(segment: Segment) -> str:

@@ -1,4 +1,4 @@
-"""Experts that are stacks of matrices, stored in 4 and 8 bits."""
+"""Experts that are stacks of matrices: stored in 4 and 8 bits, and adapted by peft."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
-from support.families import FAMILIES, Family, _moe
+from support.families import FAMILIES, SPARSE, VOCABULARY, Family, _moe
+from support.live_bytes import LiveBytes
 from support.quantised import packed, round_frozen
 from support.small import ON_DEVICE, ON_DISK, settings
 from torch import Tensor
 
 import infinity
+from infinity.config.schema import load_config
+from infinity.cutting import cut_model, groups_of
 from infinity.formats import FrozenFormat
 from infinity.model.quantised import from_parts
+from infinity.model.shapes import target_of
+from infinity.plan.activations import ActivationModel
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -196,3 +201,120 @@ def test_fp8_experts_that_do_not_fill_squares_are_refused(tmp_path: Path) -> Non
     config = settings(tmp_path, frozen={"rest": "fp8"})
     with pytest.raises(infinity.errors.ConfigError, match=r"gate_up_proj' cannot rest in fp8"):
         infinity.from_pretrained(tmp_path / "base", config, prepare=attention)
+
+
+# --- adapters of experts --------------------------------------------------------------------------
+
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def on_experts(model: Any) -> Any:
+    return attention(model, target_parameters=STACKS)
+
+
+def logits(model: Any, family: Family) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(input_ids=family.batches(1)[0]["input_ids"]).logits
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "rest"),
+    [("qwen3_moe", "as_is"), ("gpt_oss", "as_is"), ("mixtral", "nf4"), ("qwen3_moe", "fp8")],
+)
+def test_adapters_of_experts_are_trained_as_by_peft(family: str, rest: str, tmp_path: Path) -> None:
+    """With everything resident; however units rest, are recomputed and sliced, the same bits."""
+    one = FAMILIES[family]
+    plain = one.build().requires_grad_(False)
+    plain.save_pretrained(tmp_path / "base")
+    if rest != "as_is":
+        round_frozen(plain, rest, torch.float32)
+    plain = on_experts(plain).train()
+    trained = {n: p for n, p in plain.named_parameters() if p.requires_grad}
+    assert sum("experts" in name for name in trained) == 3 * 4
+    optimizer = torch.optim.AdamW(trained.values(), weight_decay=0.01, **OPTIMIZER)
+    expected = []
+    for batch in one.batches(STEPS):
+        loss = plain(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    found = []
+    for placement, more in (
+        (ON_DEVICE, {}),
+        (ON_DISK, {}),
+        (ON_DISK, {"activations": {"checkpoint": "units"}}),
+        (ON_DISK, {"activations": {"checkpoint": "units", "slices": 2}}),
+    ):
+        told = {"placement": placement, "frozen": {"rest": rest}, **more}
+        found.append(run(tmp_path / "base", tmp_path, one, on_experts, **told)[:2])
+        assert found[-1][0] == pytest.approx(expected, rel=1e-5)
+        state = found[-1][1]
+        if "slices" not in more.get("activations", {}):  # which sum gradients in another order
+            assert found[-1][0] == found[0][0]
+            assert [n for n in state if not torch.equal(state[n], found[0][1][n])] == []
+        for name, parameter in trained.items():
+            torch.testing.assert_close(state[name], parameter.data, rtol=2e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_the_estimate_counts_stacks_that_adapters_are_added_to(recompute: bool) -> None:
+    """Near the storages that live with peft alone; half of them are such stacks."""
+    sizes = {**SPARSE, "num_experts": 16, "moe_intermediate_size": 64, "hidden_size": 128}
+    one = _moe("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **sizes)
+    model = on_experts(one.build())
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    config = load_config({"precision": "fp32"})
+    units = cut_model(model, config, groups_of(model, config), None).layouts
+    target = target_of("", model, one.config().to_dict())
+    shape = ActivationModel(units, lookups=target.lookups, heads=target.heads, shares=target.shares)
+    given = torch.arange(256).remainder(VOCABULARY)[None]
+    batch = {"input_ids": given, "labels": given, "use_cache": False}
+    model(**batch).loss.backward()  # makes constants
+    model.zero_grad()
+    with LiveBytes([given, *model.parameters(), *model.buffers()]) as live:
+        model(**batch).loss.backward()
+    found = shape.of(given.numel(), recompute="all" if recompute else 0).total
+    assert 0.92 * live.peak < found < 1.2 * live.peak
+
+
+def test_adapters_of_experts_are_merged_and_saved_as_by_peft(tmp_path: Path) -> None:
+    one = FAMILIES["qwen3_moe"]
+    one.build().save_pretrained(tmp_path / "base")
+    config = settings(tmp_path, ON_DISK, optimizer=OPTIMIZER)
+    engine, *_ = infinity.from_pretrained(tmp_path / "base", config, prepare=on_experts)
+    for batch in one.batches(STEPS):
+        engine.backward(engine(**batch).loss)
+        engine.step()
+    module: Any = engine.eval().module
+    before = logits(engine, one)
+    infinity.save_pretrained(engine, tmp_path / "adapter")
+    with module.disable_adapter():
+        without = logits(engine, one)
+    assert not torch.equal(without, before)
+    for edit, expected in (("merge_adapter", before), ("unmerge_adapter", before)):
+        with pytest.raises(infinity.errors.ResidencyError, match="not materialized"):
+            getattr(module, edit)()
+        with engine.materialized(module):
+            getattr(module, edit)()
+        torch.testing.assert_close(logits(engine, one), expected, rtol=1e-4, atol=1e-5)
+    engine.close(restore=True)
+    layers = [m for m in module.modules() if hasattr(m, "merged_adapters")]
+    assert not any({"_activate_lora", "get_base_layer"} & set(vars(m)) for m in layers)
+    torch.testing.assert_close(logits(module, one), before, rtol=1e-4, atol=1e-5)
+
+    plain = hf.Qwen3MoeForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    again = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
+    torch.testing.assert_close(logits(again, one), before, rtol=1e-5, atol=1e-6)
+
+    def load(model: Any) -> Any:
+        return peft.PeftModel.from_pretrained(model, tmp_path / "adapter", is_trainable=True)
+
+    engine, *_ = infinity.from_pretrained(tmp_path / "base", config, prepare=load)
+    with engine:
+        assert torch.equal(logits(engine.eval(), one), before)
+    torch.testing.assert_close(logits(module.merge_and_unload(), one), before, rtol=1e-4, atol=1e-5)

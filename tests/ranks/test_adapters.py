@@ -31,12 +31,23 @@ def adapted(model: Any, copied: list[str]) -> Any:
     return peft.get_peft_model(model, wanted)
 
 
-def saved(count: int, folder: Path) -> dict[str, bytes]:
+def on_experts(model: Any) -> Any:
+    torch.manual_seed(11)
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    wanted = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=stacks)
+    return peft.get_peft_model(model, wanted)
+
+
+def saved(count: int, folder: Path, kind: str) -> dict[str, bytes]:
     """The files, after a step of two batches."""
     nvme = folder / "nvme"
     nvme.mkdir(parents=True)
-    models = [adapted(FAMILY.build(), ["lm_head"]) for _ in range(count)]
     config = make_config(("disk", "host", "disk"), gradient_accumulation_steps=2 // count)
+    if kind == "llama":
+        models = [adapted(FAMILY.build(), ["lm_head"]) for _ in range(count)]
+    else:
+        models = [on_experts(FAMILIES[kind].build()) for _ in range(count)]
+        config = {**config, "frozen": {"rest": "nf4"}}
 
     def work(ranks: Ranks) -> list[Path]:
         with make_engine(ranks, models[ranks.rank], config, nvme) as engine:
@@ -92,6 +103,8 @@ def test_each_byte_of_the_files_of_transformers_is_read_by_one_rank(
     assert sum(bytes_read) == in_files + 2 * ends  # which both ranks compare
 
 
-def test_adapters_of_ranks_are_the_files_of_one(tmp_path: Path) -> None:
-    alone, together = saved(1, tmp_path / "1"), saved(2, tmp_path / "2")
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+def test_adapters_of_ranks_are_the_files_of_one(kind: str, tmp_path: Path) -> None:
+    """Also of stacks of experts in 4 bits, of which each rank stores a part."""
+    alone, together = saved(1, tmp_path / "1", kind), saved(2, tmp_path / "2", kind)
     assert together == alone

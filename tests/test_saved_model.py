@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from support.families import FAMILIES
 from support.quantised import round_frozen
@@ -18,9 +19,16 @@ from typer.testing import CliRunner
 
 import infinity
 from infinity.cli.main import app
+from infinity.errors import ConfigError
+from infinity.huggingface.meta import meta_model
+from infinity.runs.adapters import adapted
+from infinity.runs.settings import AdapterSection
 from infinity.runs.texts import ByteTokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def run(*arguments: object) -> tuple[int, str, str]:
@@ -54,16 +62,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def adapter_run(folder: Path, kind: str, **more: Any) -> Path:
     """A run that trained adapters on conversations."""
-    base = FAMILIES["llama"].config()
+    base = FAMILIES["qwen3_moe" if kind == "experts" else "llama"].config()
     base.vocab_size, base.max_position_embeddings = 257, 64
     torch.manual_seed(1)
-    model = transformers.LlamaForCausalLM(base)
+    model: Any = transformers.AutoModelForCausalLM.from_config(base)
+    adapter: dict[str, Any] = {"type": kind, "r": 4, "targets": ["q_proj", "v_proj"]}
+    if kind == "experts":
+        adapter |= {"type": "qlora", "target_parameters": STACKS}
     model.generation_config.max_new_tokens = 7
     model.save_pretrained(folder / "base")
     raw = settings(
         folder,
         model={"path": str(folder / "base")},
-        adapter={"type": kind, "r": 4, "targets": ["q_proj", "v_proj"]},
+        adapter=adapter,
         data__sequence_length=64,
         engine__optimizer__lr=3e-2,
         **write_chat(folder),
@@ -123,7 +134,7 @@ def test_experts_are_exported_in_the_format_of_published_files(tmp_path: Path) -
     assert [n for n in expected if not torch.equal(expected[n], found[n])] == []
 
 
-@pytest.mark.parametrize("kind", ["lora", "qlora"])
+@pytest.mark.parametrize("kind", ["lora", "qlora", "experts"])
 def test_adapters_are_exported_alone_or_merged_as_peft_does(kind: str, tmp_path: Path) -> None:
     directory = adapter_run(tmp_path, kind)
     export(directory, tmp_path / "adapters")
@@ -134,7 +145,7 @@ def test_adapters_are_exported_alone_or_merged_as_peft_does(kind: str, tmp_path:
 
     export(directory, tmp_path / "merged", "--merge")
     plain: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    if kind == "qlora":
+    if kind != "lora":
         round_frozen(plain.requires_grad_(False), "nf4", torch.float32)
     both: Any = peft.PeftModel.from_pretrained(plain, tmp_path / "adapters")
     merged = both.merge_and_unload().state_dict()
@@ -175,6 +186,20 @@ def test_what_cannot_be_exported_is_refused_by_name(trained: Path, tmp_path: Pat
         "checkpoint", "export", tmp_path / "mine" / "saved", tmp_path / "b", "--merge"
     )
     assert (code, "--model RUN_DIR" in err) == (2, True)
+
+
+def test_parameters_that_are_not_there_are_named(tmp_path: Path) -> None:
+    for name, expected in {
+        "qwen3_moe": r"experts\.up: .*\n.*are mlp\.experts\.gate_up_proj, mlp\.experts\.down_proj",
+        "llama": r"no parameters of three dimensions",
+    }.items():
+        model = meta_model(FAMILIES[name].config())
+        section = AdapterSection(targets=(), target_parameters=("experts.up", "q_proj.weight"))
+        with pytest.raises(ConfigError, match=expected):
+            adapted(model, section)
+    for wrong in ({"targets": []}, {"target_parameters": ["a"], "dropout": 0.1}):
+        with pytest.raises(ValidationError, match=r"target_parameters"):
+            AdapterSection.model_validate(wrong)
 
 
 def test_adapters_over_tied_weights_are_not_merged(tmp_path: Path) -> None:

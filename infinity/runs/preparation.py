@@ -370,6 +370,8 @@ class Prepared:
         found |= {f"model.{name}": value for name, value in self.facts.identity().items()}
         if self.config.adapter is not None:
             found["adapter"] = self.config.adapter.model_dump(mode="json")
+            if not self.config.adapter.target_parameters:  # runs from before it do not have it
+                del found["adapter"]["target_parameters"]
         if isinstance(self.train, Packed):
             found["data.packing"] = self.config.data.packing
         return found | {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from infinity.huggingface.models import (
     read_config,
     save_adapters,
     take_generation_config,
+    without_quantisation,
     write_model,
 )
 from infinity.model.lazy_tensor import Promised
@@ -48,7 +49,7 @@ from infinity.runs.texts import TOKENIZER_FILES, Tokenizer, find_tokenizer
 CONFIGURATION = "config.yaml"  # of a run
 _ADAPTER_CONFIG = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
-_BASE_LAYER = ".base_layer."
+_BASE_LAYER = "base_layer"
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def describe(source: str | Path) -> SavedModel:
     if record is not None:
         run = load_run_config(path / CONFIGURATION)
         facts, tokenizer = model_of(run)
-        base: Any = meta_model(facts.config, CAUSAL)
+        base: Any = meta_model(without_quantisation(facts.config), CAUSAL)
         if (pretrained := source_of(run)) is not None:
             files = (CONFIG_NAME, GENERATION_CONFIG_NAME)
             take_generation_config(base, find_directory(pretrained, wanted=files))
@@ -115,7 +116,9 @@ def describe(source: str | Path) -> SavedModel:
             f"{CONFIGURATION} of a run",
             remedy="--model DIR names one that has",
         )
-    base = meta_model(read_config(directory))
+    base = meta_model(
+        without_quantisation(read_config(directory))
+    )  # state is not, whatever it is of
     take_generation_config(base, directory)
     return SavedModel(str(source), base, _tokenizer_in(directory))
 
@@ -323,28 +326,29 @@ def _base_tensors(
 ) -> list[Outgoing]:
     """Return the tensors of the base under its own names, with `merge` adapters added to them."""
     tied, layers = _tied_names(model.module), _adapted_layers(model)
+    adapted_by = {_adapted_name(path, layer): path for path, layer in layers.items()}
     found = []
     for tensor in reader.outgoing(dtype):
         names = tied.get(tensor.name, (tensor.name,))  # of a buffer its own
         there = [n for name in names if (n := _base_name(name, layers)) is not None]
         if not there:
             continue
-        read, paths = tensor.read, [n.removesuffix(".weight") for n in there]
-        changed = [path for path in paths if path in layers]
+        read, changed = tensor.read, [n for n in there if n in adapted_by]
         if merge and changed:
             if len(there) > 1:
                 raise ConfigError(
-                    f"the adapters of {changed[0]} cannot be merged",
+                    f"the adapters of {changed[0].removesuffix('.weight')} cannot be merged",
                     because=f"{' and '.join(there)} are one tensor, and all would change",
                     remedy="leave out --merge: adapters are written by themselves",
                 )
-            read = partial(_merged, layers[changed[0]], changed[0], tensor.dtype, reader)
+            path = adapted_by[changed[0]]
+            read = partial(_merged, layers[path], path, tensor.dtype, reader)
         found.append(replace(tensor, name=name_of_tied(model.base, tuple(there)), read=read))
     return found
 
 
 def _adapted_layers(model: SavedModel) -> dict[str, Any]:
-    """Return the layers of peft by the names of the layers they are around."""
+    """Return the layers of peft by their names; those of parameters are around one another."""
     if model.adapter is None:
         return {}
     kind = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
@@ -356,20 +360,33 @@ def _base_name(name: str, layers: Mapping[str, Any]) -> str | None:
     """Return the name of a tensor of peft's model in the base; None for those of adapters."""
     if not layers:
         return name
-    name = name.removeprefix(_PEFT_PREFIX)
-    if _BASE_LAYER in name:
-        return name.replace(_BASE_LAYER, ".")
-    parents = name.split(".")
-    within = (".".join(parents[:count]) for count in range(1, len(parents)))
-    return None if any(path in layers for path in within) else name
+    parts = name.removeprefix(_PEFT_PREFIX).split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        if ".".join(parts[:count]) in layers:  # the innermost layer of peft that it is in
+            return _without_layers(parts) if parts[count] == _BASE_LAYER else None
+    return ".".join(parts)
+
+
+def _without_layers(parts: Sequence[str]) -> str:
+    """Return a name as it is without layers of peft."""
+    return ".".join(part for part in parts if part != _BASE_LAYER)
+
+
+def _adapted_name(path: str, layer: Any) -> str:
+    """Return the name in the base of the parameter that a layer of peft adapts."""
+    return f"{_without_layers(path.split('.'))}.{getattr(layer, 'parameter_name', 'weight')}"
 
 
 def _merged(layer: Any, path: str, dtype: torch.dtype, reader: StateReader) -> Tensor:
     """Return the weight of a layer with its adapters, added in fp32 by peft's own rules."""
     real = copy.deepcopy(layer).to_empty(device="cpu").float()
+    adapted = getattr(real, "parameter_name", "weight")
     with torch.no_grad():
         for name, parameter in real.named_parameters():
-            parameter.copy_(reader.master(f"{_PEFT_PREFIX}{path}.{name}"))
+            *parents, last = name.split(".")
+            own = _BASE_LAYER not in parents
+            if own or (last == adapted and {*parents} == {_BASE_LAYER}):
+                parameter.copy_(reader.master(f"{_PEFT_PREFIX}{path}.{name}"))
         real.merge()
-    weight: Tensor = real.get_base_layer().weight.detach().to(dtype)
+    weight: Tensor = getattr(real.get_base_layer(), adapted).detach().to(dtype)
     return weight

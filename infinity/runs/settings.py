@@ -178,11 +178,26 @@ class AdapterSection(Section):
     """Their product counts alpha / r times; 2 r by default."""
     dropout: Number = Field(default=0.0, ge=0, lt=1)
     targets: Annotated[
-        tuple[Text, ...],
-        BeforeValidator(_names, json_schema_input_type=str | tuple[str, ...]),
-        Field(min_length=1),
+        tuple[Text, ...], BeforeValidator(_names, json_schema_input_type=str | tuple[str, ...])
     ] = (ALL_LINEAR,)
     """Ends of names of the layers that get one; all-linear: all linear ones but the head."""
+    target_parameters: Annotated[
+        tuple[Text, ...],
+        BeforeValidator(_names, json_schema_input_type=str | tuple[str, ...]),
+        Field(validate_default=True),
+    ] = ()
+    """Ends of names of parameters that get one, such as stacks of experts:
+    mlp.experts.gate_up_proj, mlp.experts.down_proj. `targets: []` adapts these alone.
+    """
+
+    @field_validator("target_parameters")
+    @classmethod
+    def _adapts_something(cls, value: tuple[str, ...], info: Any) -> tuple[str, ...]:
+        if value and info.data.get("dropout"):
+            raise ValueError("peft has no dropout for them; set adapter.dropout: 0")
+        if not value and info.data.get("targets") == ():
+            raise ValueError("are empty, and adapter.targets too: nothing would be adapted")
+        return value
 
 
 class RunConfig(Section):

@@ -26,6 +26,7 @@ from infinity.formats import FrozenFormat
 from infinity.model.quantised import from_parts
 from infinity.model.shapes import target_of
 from infinity.plan.activations import ActivationModel
+from infinity.runs.saved_model import describe
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -158,6 +159,7 @@ def test_experts_rest_as_the_file_has_them(
 ) -> None:
     """Byte for byte; values and losses are those of the base that transformers dequantises."""
     held = save(tmp_path / "native")
+    assert not hasattr(describe(tmp_path / "native").base.config, "quantization_config")
     section = {"mxfp4": hf.Mxfp4Config, "fp8": hf.FineGrainedFP8Config}[form](dequantize=True)
     kind = getattr(hf, family.model)
     plain = kind.from_pretrained(

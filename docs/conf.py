@@ -1,6 +1,7 @@
 """Sphinx configuration: `make docs` builds the pages, the API and the configuration reference."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,14 @@ napoleon_numpy_docstring = False
 # Generated, and not in the repository.
 REFERENCE = Path(__file__).with_name("config-reference.md")
 DEEPSPEED_KEYS = Path(__file__).with_name("deepspeed-keys.md")
+NOTES = Path(__file__).with_name("notes.md")
 
 
 def setup(app: Any) -> None:
     """Write the generated pages before Sphinx reads the sources."""
     write_reference()
     write_deepspeed_keys()
+    write_notes()
 
 
 def write_reference() -> None:
@@ -120,3 +123,23 @@ def values_of(facts: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     if "enum" in facts or "const" in facts:
         return ", ".join(f"`{json.dumps(v)}`" for v in facts.get("enum", [facts.get("const")]))
     return str(facts.get("type", "any"))
+
+
+def write_notes() -> None:
+    """Write an index of the Notes in the sources: file and titles."""
+    text = [
+        "# Design notes",
+        "",
+        "Invariants are documented once, next to the code, as `[Note: title]`. This is the index.",
+        "",
+        "| file | notes |",
+        "| --- | --- |",
+    ]
+    root = Path(__file__).resolve().parent.parent
+    for file in sorted(path for top in ("infinity", "csrc") for path in (root / top).rglob("*")):
+        if file.suffix in (".py", ".h", ".inl", ".cpp"):
+            source = file.read_text(encoding="utf-8")
+            titles = re.findall(r"^[/# ]*\[Note: ([^\]]+)\](?:$| [A-Z])", source, re.MULTILINE)
+            if titles:
+                text.append(table_row(f"`{file.relative_to(root)}`", "; ".join(titles)))
+    NOTES.write_text("\n".join(text) + "\n", encoding="utf-8")

@@ -156,9 +156,9 @@ def check_linked(descriptor: int, path: str | Path) -> None:
     if os.fstat(descriptor).st_nlink == 0:
         raise RemovedError(
             f"{path} was removed while it was in use",
-            because="somebody, or a cleanup job, removed it or its directory; what is written to "
-            "it from then on is lost",
-            remedy="find out who did; then go on from the last checkpoint that is left",
+            because="a program, or a cleanup job, removed it or its directory; bytes written to it "
+            "since then are lost",
+            remedy="find that program; then resume from the last checkpoint that is left",
         )
 
 

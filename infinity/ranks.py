@@ -1,6 +1,6 @@
 """The processes that train one model together: who they are, and what they say to each other.
 
-[Note: meetings]
+[Note: collective calls]
 Ranks run the same program, each on its own data, and meet in the same order: where a unit is used,
 where a backward ends, in a step. At each meeting every rank says what it is about to do. Only then
 bytes move. So ranks that went another way, or failed, end in words on all of them, and not in a
@@ -218,7 +218,7 @@ class Ranks(ABC):
                 raise _TogetherError(
                     f"ranks 0 and {number} differ ({doing}): {what}",
                     because="each rank must do the same calls, and set the same values; it may be "
-                    "that one rank caught an error and went on, or set a learning rate by itself",
+                    "that one rank caught an error and continued, or alone set a learning rate",
                     remedy=remedy or "end all ranks, and go on from the last checkpoint or commit",
                 )
         return found
@@ -309,8 +309,9 @@ def _apart(rank: int, told: Sequence[Sequence[str]]) -> TrainingError:
     return _TogetherError(
         f"ranks do different things: {said}",
         because="they must call the engine, and use the model's units, in one order",
-        remedy=f"look what rank {rank} did before: as many batches on each rank, no unit that only "
-        "some data needs, no call of the engine (a save, state_dict, evaluation) on one rank alone",
+        remedy=f"look at the calls of rank {rank} before: ranks need the same number of batches, "
+        "no unit that only some data needs, no call of the engine (a save, state_dict, evaluation) "
+        "on one rank alone",
     )
 
 
@@ -506,7 +507,7 @@ class TorchRanks(Ranks):
         if device.type != "cpu" and self._gloo:
             raise ConfigError(
                 f"the process group is of gloo, and the engine computes on {device}",
-                because="gloo sends what is in RAM; weights and gradients are gathered on the GPU",
+                because="gloo sends RAM only; weights and gradients are gathered on the GPU",
                 remedy='torch.distributed.init_process_group("nccl"), or leave it to initialize()',
             )
 

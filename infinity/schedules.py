@@ -261,7 +261,7 @@ def make_schedule(name: str, params: Params, optimizer: Optimizer) -> lr_schedul
     except Exception as error:  # of whatever kind torch's arithmetic comes to
         raise ConfigError(
             f"scheduler.params: {name} refuses {dict(params)}: {first_lines(error)}",
-            remedy="see torch.optim.lr_scheduler, or infinity.schedules, for arguments",
+            remedy="its arguments: see torch.optim.lr_scheduler, or infinity.schedules",
         ) from error
 
 

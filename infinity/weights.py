@@ -142,7 +142,7 @@ def _write(
             raise MachineError(
                 f"{error.what}; {done} of {len(found)} tensors were loaded before",
                 because=error.because,
-                remedy="what was loaded stays: load again before you train or save",
+                remedy="loaded values stay: load again before you train or save",
             ) from error
         place.write(value)
     return later

@@ -155,7 +155,7 @@ def test_any_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
         assert f"{stream} of 'extra." in out
         code, _, err = run("export", path, tmp_path / "out", "--dtype", "fp32", "--force")
         assert code == (5 if stream in ("model", "residual") else 0)
-        assert (f"in {directory} is not what was written" in err) == (code == 5)
+        assert (f"in {directory} is damaged: a checksum is wrong" in err) == (code == 5)
         flip(state, at)
     other = next(at for at in range(state.stat().st_size) if at not in committed)
     flip(state, other)

@@ -228,6 +228,6 @@ def test_rot_is_named(tmp_path: Path) -> None:
         _, extent, piece = reader._where["model", "extra.bias"][0]
     state[extent.offset + piece.start] ^= 4
     (directory / "state.bin").write_bytes(state)
-    rotten = r"unit 'extra', chunk 0 in .* is not what was written"
+    rotten = r"unit 'extra', chunk 0 in .* is damaged: a checksum"
     with DurableReader(directory) as reader, pytest.raises(CheckpointError, match=rotten):
         reader.read("model", "extra.bias")

@@ -223,7 +223,7 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a.json", '{"a": ' * 500 + "1" + "}" * 500, "nested deeper than 100 levels"),
         ("a.json", '{"a": ' + "[" * 99999, "not valid JSON"),
         ("a.yaml", LAUGHS, "more than 100,000 values"),
-        ("a.yaml", "a: &a {b: [*a]}", "*a stands inside of what it stands for"),
+        ("a.yaml", "a: &a {b: [*a]}", "*a refers to itself"),
         ("a.yaml", "a: !!int ''", "a value does not fit its !!tag"),
         ("a.yaml", "a: !!bool maybe", "a value does not fit its !!tag: 'maybe'"),
         ("a.yaml", "a: !!timestamp now", "a value does not fit its !!tag"),

@@ -186,7 +186,7 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
     assert "holds no run" in err
     assert "Traceback" not in err
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\x00 no lines\n[1]\n{}\n")
-    with pytest.raises(ConfigError, match="tells of no step"):
+    with pytest.raises(ConfigError, match="has no step"):
         read_run(tmp_path)
     assert call("report", str(tmp_path / "metrics.jsonl"))[0] != 1
     assert call("report", str(tmp_path / "nowhere"))[0] == 2

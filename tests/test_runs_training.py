@@ -372,7 +372,7 @@ def test_a_state_that_a_copy_of_the_run_went_on_with_is_refused(tmp_path: Path) 
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     copy = raw | {"run_dir": str(tmp_path / "copy")}
     train(raw, "auto", stop_after=1)
-    with pytest.raises(CheckpointError, match=r"another copy of .*/copy has gone on with"):
+    with pytest.raises(CheckpointError, match=r"another copy of .*/copy has continued"):
         train(copy, "auto")
     _, watcher = train(raw, "auto", stop_after=1)
     assert watcher.done == 2

@@ -454,7 +454,7 @@ def test_what_no_checkpoint_can_hold_is_told_before(
         engine.save_checkpoint(saved, "one")  # without the odd one
         engine.register_state("much", SimpleNamespace(state_dict=lambda: "x" * 9000))
         monkeypatch.setattr(writer, "MAX_MANIFEST_BYTES", 9000)
-        with pytest.raises(ConfigError, match="what is to be saved beside tensors comes to"):
+        with pytest.raises(ConfigError, match="data other than tensors comes to"):
             engine.save_checkpoint(saved, "two", wait=True)
         model._non_persistent_buffers_set.discard("odd")
         with pytest.raises(

@@ -7,20 +7,25 @@ falls: lower `MOST` with it. Help texts, the public interface and pages have non
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from pathlib import Path
 
 from typer.testing import CliRunner
 
+from infinity import Config
 from infinity.cli.checkpoint import checkpoint
 from infinity.cli.main import VERBS, app
+from infinity.config.deepspeed_table import TABLE
+from infinity.runs.settings import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 from docstring_coverage import MARKERS, public_callables  # noqa: E402
 
+GENERATED = ("config-reference", "deepspeed-keys", "notes")  # by `make docs`, from the sources
 MOST = 612  # docstrings whose first paragraph has one
 
 
@@ -55,11 +60,45 @@ def test_help_texts_have_no_markers() -> None:
         assert MARKERS.findall(text) == [], arguments
 
 
-def test_the_readme_has_no_markers_and_short_sentences() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    prose = re.sub(r"\]\([^)]*\)|<[^>]*>|`[^`]*`", " ", prose)
-    assert MARKERS.findall(prose) == []
+def prose_of(page: Path) -> str:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return re.sub(r"\]\([^)]*\)|<[^>]*>|`[^`]*`", " ", text)
+
+
+def test_pages_have_no_markers() -> None:
+    tops = (".", "docs", "examples", "tests")
+    pages = [page for top in tops for page in (ROOT / top).glob("*.md")]
+    pages = [page for page in pages if page.stem not in GENERATED]
+    assert len(pages) > 30
+    found = {str(page.relative_to(ROOT)): MARKERS.findall(prose_of(page)) for page in pages}
+    assert {page: words for page, words in found.items() if words} == {}
+
+
+def test_generated_pages_have_no_markers() -> None:
+    keys = " ".join(f"{key.note} {key.remedy}" for key in TABLE)
+    schemas = [json.dumps(kind.model_json_schema()) for kind in (Config, RunConfig)]
+    fields = [re.findall(r'"description": "((?:[^"\\]|\\.)*)"', text) for text in schemas]
+    assert len(fields[1]) > len(fields[0]) > 40
+    assert MARKERS.findall(keys) == []
+    assert [text for texts in fields for text in texts if MARKERS.search(text)] == []
+
+
+def test_messages_of_errors_have_no_markers() -> None:
+    found = {
+        f"{file.relative_to(ROOT)}:{part.lineno}: {part.value}"
+        for file in sorted((ROOT / "infinity").rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Raise)
+        or (isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("Error", "warn")))
+        for part in ast.walk(node)
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+        and MARKERS.search(part.value)
+    }  # fmt: skip
+    assert found == set()
+
+
+def test_the_readme_has_short_sentences() -> None:
+    prose = prose_of(ROOT / "README.md")
     lines = [line for line in prose.splitlines() if not line.startswith(("|", "#"))]
     paragraphs = re.split(r"\n\s*\n|\n- ", "\n".join(lines))
     for sentence in (s for p in paragraphs for s in re.split(r"[.:?!](?:\s|$)", p)):
@@ -76,8 +115,7 @@ def test_links_between_pages_lead_somewhere_and_reach_every_page() -> None:
                 file = (page.parent / target).resolve()
                 assert file.exists(), f"{page.relative_to(ROOT)}: {target}"
                 linked.add(file)
-    names = ("index", "api", "config-reference", "deepspeed-keys")  # of `make docs` alone
-    site = {ROOT / "docs" / f"{name}.md" for name in names}
+    site = {ROOT / "docs" / f"{name}.md" for name in ("index", "api", *GENERATED)}
     left = [page for page in pages if page.resolve() not in linked | site]
     assert [str(page.relative_to(ROOT)) for page in left] == []
 

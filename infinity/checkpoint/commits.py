@@ -320,7 +320,7 @@ def whole_records(
         raise CheckpointError(
             f"the durable run in {directory} has no whole commit record",
             because="; ".join(f"{path.name} {why}" for path, why in found.items()),
-            remedy="bring one of them back from a copy; the state cannot be told without",
+            remedy="restore one of them from a backup; the state cannot be read without it",
         )
     return {record.key: record for record in records}
 

@@ -240,9 +240,7 @@ class _Part:
             part = extent.part(first, min(_READ_BYTES, round_up(end, PAGE) - first))
             data = self._read_pages(part)
             if self.verified and self._wrong_pages(part, data):
-                raise damaged(
-                    f"{part.owner} in {self.directory} is not what was written: a checksum is wrong"
-                )
+                raise damaged(f"{part.owner} in {self.directory} is damaged: a checksum is wrong")
             low, high = max(start, first), min(end, first + part.nbytes)
             target[low - start : high - start].copy_(data[low - first : high - first])
 

@@ -274,7 +274,7 @@ def read_parts(directory: Path, roots: Iterable[Path] = ()) -> list[StoredRun]:
         raise CheckpointError(
             f"the durable run in {run.directory} is of {count} ranks; the parts of "
             f"{named_ranks(missing)} are missing",
-            because=f"below {', '.join(map(str, bases))} there is no directory of theirs",
+            because=f"below {', '.join(map(str, bases))} they have no directory",
             remedy="mount that drive, or copy them from the other node",
         )
     return [found[rank] for rank in range(count)]
@@ -468,10 +468,10 @@ def _chosen(
     if signs := [sign for one in every for sign in one.signs]:
         raise ConfigError(
             "resume: auto finds signs of a run that it cannot go on with: " + "; ".join(signs),
-            because="starting over, or from another one, could lose what was done",
-            remedy="bring back what is missing, or end that process; or name the run to go on "
-            "with (resume: DIRECTORY); or start a new one beside it (resume: never); or remove "
-            "those directories, when all that is needed was loaded from there",
+            because="starting over, or from another one, could lose steps",
+            remedy="restore the missing files, or end that process; or name the run to resume "
+            "(resume: DIRECTORY); or start a new one next to it (resume: never); or remove those "
+            "directories if nothing in them is needed any more",
         )
     if len(began) > 1:
         parts = [next(one.fitting[g][0] for one in every if g in one.fitting) for g in began]
@@ -483,7 +483,7 @@ def _chosen(
     if not began and (steps := max(one.steps for one in every)):
         raise ConfigError(
             f"resume: auto finds no durable run below {', '.join(map(str, roots))}, but the "
-            f"journal {journal} tells of {steps} durable steps",
+            f"journal {journal} has {steps} durable steps",
             because="a drive is not mounted, or the run was moved or removed",
             remedy="mount it; or start a new run: resume: never",
         )

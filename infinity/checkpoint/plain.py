@@ -90,7 +90,7 @@ def _encode(value: Any, what: str, depth: int) -> Any:
     raise ConfigError(
         f"{what} is {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold",
         because="it holds plain data only, so that loading it runs no code",
-        remedy="save what it is made of: numbers, texts, lists, tuples, dicts, sets, bytes, CPU "
+        remedy="save its parts: numbers, texts, lists, tuples, dicts, sets, bytes, CPU "
         "tensors, numpy arrays",
     )
 
@@ -100,7 +100,7 @@ def _encode_tensor(value: Tensor, what: str) -> dict[str, Any]:
         raise ConfigError(
             f"{what} is a tensor on {value.device}, {value.layout}, "
             f"requires_grad={value.requires_grad}",
-            because="beside the model only dense CPU tensors without grad are saved",
+            because="in addition to the model, only dense CPU tensors without grad are saved",
             remedy=f"{what}.detach().cpu()",
         )
     if value.is_quantized:

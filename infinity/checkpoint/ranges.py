@@ -67,7 +67,7 @@ class RangeWriter:
             self.abort()
             raise MachineError(
                 f"{self.directory}, which the first rank has made, is not there on this one",
-                because="it is a directory of each node's own, or was removed meanwhile",
+                because="each node has a separate directory of this name, or it was removed",
                 remedy="a directory on a file system that all nodes share",
             ) from error
         except OSError as error:

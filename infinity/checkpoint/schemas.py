@@ -126,7 +126,7 @@ class _PlanFile(_Document):
         if len(self.placement) != len(self.units) or len(set(names)) != len(names):
             raise ValueError("units, their placements and parameters do not fit")
         if len(self.used) != count or not {len(self.speeds), len(self.room)} <= {0, count}:
-            raise ValueError("its directories are not as many as their sizes")
+            raise ValueError("the numbers of its directories and of their sizes differ")
         sizes = (max(unit.numel // self.ranks, unit.frozen_bytes) for unit in self.units)
         if max(chain([0], sizes)) > self.ranks * sum(self.used):
             raise ValueError("its units are larger than its files")

@@ -150,7 +150,7 @@ def _share_file(old: Path, new: Path, wanted: Identity) -> None:
             os.link(old, new, follow_symlinks=False)
             facts = os.lstat(new)
         if not stat.S_ISREG(facts.st_mode) or identity(facts) != wanted:
-            raise OSError(f"{old} was exchanged, or written to, meanwhile")
+            raise OSError(f"{old} was replaced or written by another program")
     finally:
         os.close(descriptor)
 
@@ -371,7 +371,7 @@ class CheckpointWriter:
             data = replace(manifest, files=tuple(records)).to_bytes()
             if len(data) > MAX_MANIFEST_BYTES:
                 raise ConfigError(
-                    f"what is to be saved beside tensors comes to {format_size(len(data))}, more "
+                    f"data other than tensors comes to {format_size(len(data))}, more "
                     f"than {format_size(MAX_MANIFEST_BYTES)}",
                     because="client_state and registered states become text in the manifest",
                     remedy="register large tensors as buffers, or save them in a file of their own",
@@ -431,7 +431,7 @@ class CheckpointWriter:
         if (facts.st_dev, facts.st_ino) != self._identity or os.path.lexists(self.path):
             raise CheckpointError(
                 f"the checkpoint {self.path} cannot be published",
-                because="another program made or replaced a directory meanwhile",
+                because="another program made or replaced a directory during the save",
             )
         new_latest = self.root / new_latest_name(self.tag)
         if save_latest:  # written before, so that a full disk is known before

@@ -108,7 +108,7 @@ def _load(
     source = model or find_description(directory, state)
     if source is None:
         raise ConfigError(
-            f"nothing says of which model {state} is",
+            f"the model of {state} is unknown",
             remedy="--model DIR names the directory with its config.json and tokenizer",
         )
     saved = describe(source)

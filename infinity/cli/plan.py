@@ -403,7 +403,7 @@ def _check_pieces(wish: BatchSchedule, samples: int) -> None:
         raise ConfigError(
             f"{count} micro-batches in {slices} slices cannot be made of the {samples:,} samples "
             "of a rank's step",
-            because="every piece has as many, and at least one",
+            because="all pieces have the same number, at least one",
             remedy="other --micro-batches and --slices, more --tokens, or shorter samples "
             "(--sequence)",
         )

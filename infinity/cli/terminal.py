@@ -175,7 +175,7 @@ def in_words(error: Exception) -> InfinityError | None:
     if isinstance(error, UnicodeError):
         return ConfigError(f"a name or a text is not UTF-8: {text}")
     if "home directory" in text:  # of `Path.expanduser`
-        return ConfigError("a path begins with ~ and the name of a user who does not exist")
+        return ConfigError("a path begins with ~ and the name of an unknown user")
     return None
 
 

@@ -166,7 +166,7 @@ TABLE: tuple[Key, ...] = (
         _done("bf16_optimizer_states", "flag", "false",
             "true: moments are stored in bf16 (optimizer.moments), with the built-in rules: lossy"),
         _accepted("immediate_grad_update", "flag", "false",
-            "gradients are moved as soon as they are computed"),
+            "gradients are moved to their tier during backward"),
         _done("auto_cast", "flag", "false", "cast_inputs, where this section is enabled"),
         _accepted("loss_scale", "number", "-", _UNSCALED),
         _accepted("initial_scale_power", "whole", "-", _UNSCALED),
@@ -379,8 +379,8 @@ TABLE: tuple[Key, ...] = (
         _done("block_size", "count", "1048576", "io.block_size, a multiple of 4096"),
         _done("queue_depth", "count", "8", "io.queue_depth", ours="io.queue_depth"),
         _done("intra_op_parallelism", "count", "1",
-            "io.num_threads, not below our default: a thread of DeepSpeed queues requests, one "
-            "of ours runs one", old=("thread_count",)),
+            "io.num_threads, not below our default: DeepSpeed's threads queue requests, "
+            "ours run one each", old=("thread_count",)),
         _accepted("single_submit", "flag", "false", "requests are queued and awaited in any order"),
         _accepted("overlap_events", "flag", "true", "requests are queued and awaited in any order"),
         _refused("use_gds", "flag", "false", "true", "GPUDirect storage is not built",

@@ -218,7 +218,7 @@ else:
         __module__=__name__,
         __doc__="""The update rule; each takes some of the keys, with torch's names and defaults.
 
-    "AdamW" decays weights directly, "Adam" adds the decay to the gradient. `moments` says how
+    "AdamW" decays weights directly, "Adam" adds the decay to the gradient. `moments` is how
     moments are stored: all but fp32 are lossy.
     """,
         **{name: _field_of(name) for name in _ENTRIES},
@@ -393,7 +393,7 @@ class ActivationsConfig(Section):
     min_bytes: Size = 1 << 20
     """Smaller tensors stay where they are."""
     slices: int = Field(default=1, ge=1)
-    """A block runs its batch in so many slices, so that its weights are fetched once for all."""
+    """Number of slices of a batch in a block, whose weights are fetched once for all slices."""
     logits: Literal["auto", "whole", "sliced"] = "auto"
     """sliced: cross entropy makes the head's logits a chunk of tokens at a time. auto is sliced for
     causal language models in `infinity train`, `InfinityTrainer` and `from_pretrained`, else whole.
@@ -489,7 +489,7 @@ class FrozenConfig(Section):
     keep: Annotated[tuple[str, ...], BeforeValidator(as_pair)] = (
         "lm_head", "embed_out", "head", "score", "classifier", "lora_A", "lora_B",
     )  # fmt: skip
-    """Parts of dotted names of modules and parameters that stay as they are."""
+    """Parts of dotted names of modules and parameters that are not quantized."""
 
 
 class BudgetConfig(Section):
@@ -515,9 +515,9 @@ class HintsConfig(Section):
     """
 
     live_parameters: Whole | None = Field(default=None, ge=0)
-    """At most so many in slots on the device."""
+    """Most parameters in slots on the device."""
     weights_in_ram: Whole | None = Field(default=None, ge=0)
-    """Of weights that rest on disk, at most so many are kept in RAM instead, within budget.host."""
+    """Most weights of the disk tier that are kept in RAM instead, within budget.host."""
 
 
 class IoConfig(Section):
@@ -533,7 +533,7 @@ class IoConfig(Section):
     """Relative speeds of the paths in nvme_path, in their order; left out: measured at start."""
     verify: bool | Literal["auto"] = "auto"
     """Keep a CRC32C of every page on disk in RAM (0.1 % of it), and check it on every read; "auto"
-    is where steps are durable, so that what a run goes on from is known to be what was written.
+    is on for durable runs, so that a run resumes only from the bytes that were written.
     """
     stuck_after_s: Number = Field(default=120.0, ge=0)
     """Seconds a request may be in the kernel before waiting for it is an error. 0 = for ever."""
@@ -543,7 +543,7 @@ class CpuConfig(Section):
     """How the optimizer uses the CPU."""
 
     num_threads: int = Field(default=0, ge=0, le=1024)
-    """0 = as many as this process may use, but for three that launch the work of a GPU."""
+    """0 = all that this process may use; with a GPU all but three, which launch its work."""
     isa: Literal["auto", "baseline", "avx2", "avx512", "neon"] = "auto"
 
 
@@ -564,8 +564,8 @@ class Config(Section):
     placement: PlacementConfig = PlacementConfig()
     frozen: FrozenConfig = FrozenConfig()
     update: Literal["auto", "cpu", "device"] = "auto"
-    """Who updates state that does not rest on the device: the CPU, or the device, through which it
-    is streamed; "auto" is whatever makes the shorter step, or both. The bits are the same.
+    """Processor of updates of state off the device: the CPU, or the device, which the state is
+    streamed through; "auto" is the one, or both, with the shorter predicted step. Same bits.
     """
     budget: BudgetConfig = BudgetConfig()
     hints: HintsConfig = HintsConfig()

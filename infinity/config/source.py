@@ -164,7 +164,7 @@ class _Loader(yaml.SafeLoader):
         elif id(node) in self._counts:
             self._count += self._counts[id(node)]
         else:
-            raise self._refusal(f"*{event.anchor} stands inside of what it stands for", event)
+            raise self._refusal(f"*{event.anchor} refers to itself", event)
         if self._count > MAX_VALUES:
             raise self._refusal(f"more than {MAX_VALUES:,} values", event)
         return node

@@ -280,7 +280,7 @@ def configure(
     if mpu_ is not None:
         raise ConfigError(
             "checkpointing.configure(mpu_=...) is not supported",
-            because="it says which processes share a model; here all share all of it",
+            because="it selects processes that share a model; here all processes share it",
             remedy="pass None",
         )
     if checkpoint_in_cpu:

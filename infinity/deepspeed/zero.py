@@ -1,6 +1,6 @@
 """DeepSpeed's `zero`: building models without memory, and full values of parameters.
 
-[Note: marks]
+[Note: DeepSpeed attributes]
 Scripts ask a parameter whether its values are away: `hasattr(p, "ds_id")`, `p.ds_status`. So those
 of a `DeepSpeedEngine` have `ds_id`, `ds_numel`, `ds_shape`, and a status that is `NOT_AVAILABLE`
 but in a block of `GatheredParameters`: elsewhere values come where a module uses them.

@@ -5,7 +5,7 @@ A Trainer says by `accelerator.sync_gradients` whether the micro-batch that begi
 its window, which may be shorter at the end of an epoch. The engine is told at the forward; a
 micro-batch that is not the last ends when the next forward comes.
 
-[Note: models beside]
+[Note: reference models]
 A reference model (DPO, KTO, GRPO) or a reward model that is a network gets an engine for inference:
 weights only. It is made before the trained model's, within the same budgets: of what is free it
 gets at most the share that its weights are of all that will rest, and where that is too little, as
@@ -195,7 +195,7 @@ _TRAINED_BYTES = 14  # a parameter with AdamW and one micro-batch
 def offload_beside(
     model: nn.Module, trained: nn.Module | None, config: Config, device: torch.device
 ) -> Engine:
-    """An engine for a model without gradients; see [Note: models beside].
+    """An engine for a model without gradients; see [Note: reference models].
 
     `trained` is a model that has no engine yet. Raises `DoesNotFitError` where not even the
     slots for its units fit.

@@ -112,7 +112,7 @@ def find_settings(
         raise ConfigError(
             f"TrainingArguments(deepspeed={str(theirs)[:60]!r}) is no DeepSpeed configuration",
             because="none of its keys is DeepSpeed's alone, or it cannot be read",
-            remedy="InfinityTrainer(infinity_config=...) takes one of ours",
+            remedy="InfinityTrainer(infinity_config=...) takes a configuration of infinity",
         )
     else:
         settings = _ours(source, args, wanted)
@@ -121,7 +121,7 @@ def find_settings(
         raise ConfigError(
             f"resume: {settings.config.resume} is not for InfinityTrainer",
             because="the engine would go on from its last commit, and the Trainer begin at step 0, "
-            "since only its checkpoint-N tell it how far its data and its steps are",
+            "because only its checkpoint-N have the position of data and steps",
             remedy="leave resume out, and trainer.train(resume_from_checkpoint=True)",
         )
     return settings

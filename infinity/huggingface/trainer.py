@@ -55,7 +55,7 @@ from infinity.weights import load_weights
 
 # Random draws of collators and datasets, the same after a resume.
 #
-# [Note: look-ahead]
+# [Note: random state of a resumed loader]
 # accelerate's loader reads one batch ahead: when a checkpoint is saved, the first batch of the
 # next window has been drawn, with the random generators as they were before the window that was
 # trained. A Trainer that resumes reads that batch again, and puts the generators back afterwards,

@@ -1,6 +1,6 @@
 """A module's buffers by name: taken as copies, and put back; and left alone by a second run.
 
-[Note: run again]
+[Note: buffers of recomputation]
 Running statistics, counters and the like belong to the call, not to its recomputation: that one
 computes on copies, which are then dropped. It begins with the values that the call began with,
 because results may depend on them (spectral norms); those are kept only of buffers that the call

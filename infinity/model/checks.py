@@ -103,7 +103,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
         if begin < reach and (trained or also):
             raise ConfigError(
                 f"{before!r} and {name!r} share memory and are not one parameter",
-                because="the engine moves each by itself: one would not follow the other",
+                because="the engine moves each separately: one would not follow the other",
                 remedy="tie them: head.weight = embedding.weight; or give one a .clone()",
             )
         if end > reach:

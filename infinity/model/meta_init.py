@@ -4,7 +4,7 @@
 bit, `remember_values` says where a model's values are to be read from, and `Origins` is what
 `initialize` asks, one tensor at a time.
 
-[Note: how a model remembers]
+[Note: origin of values]
 The model carries what it needs itself: a forward pre-hook on the modules concerned, put there by
 torch's public call and taken off by `initialize`. So nothing is global, a model that is dropped
 takes its `Init` along, a forward without values is an error, and so is a copy.
@@ -52,7 +52,7 @@ from infinity.model.lazy_tensor import (
 # will live. They are drawn from the same distributions as in an ordinary build, but they are not
 # the same numbers: there, all modules share one stream.
 #
-# [Note: filled]
+# [Note: module initializers]
 # Whether an initialiser did its work shows in the tensor: it is filled with NaN before, and may
 # hold none afterwards. One of a type without NaN must have been written to.
 
@@ -133,7 +133,7 @@ class Initialisers:
                 method(*modules)
         except Exception as error:
             self._problem = self._problem or ConfigError(
-                f"module {name or 'model'!r} cannot be initialised by itself: "
+                f"module {name or 'model'!r} cannot be initialised alone: "
                 f"{type(error).__name__}: {error}",
                 because="the model was built on the meta device, and is initialised module by "
                 "module",
@@ -180,7 +180,7 @@ class Initialisers:
 
 
 def _stand_in(tensor: Tensor, device: str) -> Tensor:
-    """Another tensor like it, filled as [Note: filled] says."""
+    """Another tensor like it, filled as [Note: module initializers] says."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if device == "cpu" and _has_nan(tensor.dtype):
         made.fill_(float("nan"))

@@ -146,8 +146,7 @@ class OffloadedParameter:
         if any(isinstance(value, OffloadedParameter) for value in values.values()):  # evicted again
             raise ResidencyError(
                 f"{name}() of {len(found)} parameters at once: the slots do not hold all of them",
-                because="they are of different units, of which as many are resident as there are "
-                "slots",
+                because="they are in different units, and a resident unit needs a slot",
                 remedy="raise prefetch_units; or read them one by one, under torch.no_grad()",
             )
         return func(*_replaced(args, values), **_replaced(kwargs, values))
@@ -238,8 +237,8 @@ def offload_class(kind: type[nn.Parameter]) -> type:
 def gone() -> EngineClosedError:
     """Return the error for the parameters of a module whose engine is gone."""
     return EngineClosedError(
-        "the engine of this module is gone without close(restore=True), and the values of the "
-        "parameters with it",
+        "the engine of this module was released without close(restore=True), and the values of "
+        "the parameters with it",
         because="weights rested in its memory and files; it was closed, or had failed",
         remedy="use the module, and save it, while the engine is there; call "
         "engine.close(restore=True) for a plain module; or build the module anew",

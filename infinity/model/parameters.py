@@ -7,7 +7,7 @@ placeholder is NaN (or the largest value of a type without NaN), for code that d
 class. Offloading bumps the parameter's version, so that anything autograd saved raises instead of
 reading another unit's bytes.
 
-[Note: edits behind our back]
+[Note: edits of bound parameters]
 A parameter is resident only while a call runs, and after its module was asked for it outside of
 one, until a call needs its slot or steps. An edit of an offloaded parameter raises at once. Edits
 of resident ones are found when the parameter is next bound, released or compared:

@@ -1,6 +1,6 @@
 """A directory of weights, and how a save into it is seen: as a whole, or not at all.
 
-[Note: one moment]
+[Note: atomic save]
 A save writes into a folder of its own in the directory, and then renames its files into theirs.
 Shards have names of this save alone, so that none is replaced under a reader of the older index.
 Readers, transformers as well as `WeightFiles`, take model.safetensors before an index. So new
@@ -62,7 +62,7 @@ def without_index(directory: Path) -> tuple[list[Path], list[Path]]:
 def saving(directory: Path, nbytes: int = 0) -> Iterator[Path]:
     """A private folder; what is in it gets its place in `directory` when the block ends.
 
-    See [Note: one moment]; files beside the weights get theirs just before. If the block raises,
+    See [Note: atomic save]; files beside the weights get theirs just before. If the block raises,
     `directory` is as it was. It is made if it is missing. Raises `DoesNotFitError` if the disk is
     full or lacks `nbytes`, `MachineError` if the system refuses, or somebody saves there already.
     """
@@ -93,7 +93,7 @@ def _locked(directory: Path) -> Iterator[None]:
     except BlockingIOError:
         raise MachineError(
             f"{directory}: weights are being saved there already",
-            because=f"whoever does so holds the lock {path.name}",
+            because=f"another save holds the lock {path.name}",
             remedy="wait until that is done, or save into another directory",
         ) from None
     except OSError as error:

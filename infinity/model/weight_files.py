@@ -643,7 +643,7 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
             raise ConfigError(
                 f"{index} puts tensor {name!r} into {file!r}",
-                because="a shard lies beside its index, under a plain file name",
+                because="a shard is in the directory of its index, under a plain file name",
             )
         expected[name] = index.parent / file
     missing = sorted({p.name for p in expected.values() if not p.exists()})

@@ -1,6 +1,6 @@
 """Saved tensors that wait for backward away from the device: in a pinned pool, or on disk.
 
-[Note: what a graph holds]
+[Note: memory of a graph]
 Autograd is handed an `Away`, which is no more than a number: it keeps nothing of the engine's
 memory alive. A graph may be dropped anywhere, by any thread; that its numbers are dead is seen,
 and their places are taken back, when the next tensor is saved or restored.

@@ -1,6 +1,6 @@
 """How blocks run: recomputed in backward, in slices of their batch, or compiled.
 
-[Note: what stands around a block]
+[Note: wrappers of a block]
 From outside in: the module's hooks (ours fetch the weights), slices, the checkpoint, the compiled
 forward. All stand in the block's own `forward`, so users' hooks run once a call, and a block that
 is called through its module, whoever calls it, is run like this. A recomputation does not pass
@@ -84,7 +84,7 @@ class CompiledForward:
             raise TrainingError(
                 f"block {self._name!r} cannot be compiled: {first_lines(error)}",
                 because="the whole forward of a block must be one graph",
-                remedy="leave compile out, or change the block as the error above says",
+                remedy="leave compile out, or change the block as advised by the error above",
             ) from error
         finally:
             for part, owned, plain in self._owned:
@@ -176,15 +176,15 @@ def _run_once(
         raise TrainingError(
             f"block {name!r} changes a list or dict that it was given",
             because="a block that is recomputed, or runs in slices, would do it several times",
-            remedy="return what it adds, or leave activations.checkpoint and activations.slices "
-            "out",
+            remedy="return the added values, or leave out activations.checkpoint and "
+            "activations.slices",
         )
     return result
 
 
 # A block that runs its batch slice by slice, on weights that are fetched once for all.
 #
-# [Note: what slices change]
+# [Note: effects of slices]
 # The batch is split along the first dimension, each slice runs alone, and results are put behind
 # one another. Where no sample sees another, the numbers are those of plain torch run with the same
 # slices, bit for bit. They are not those of the whole batch at once: matrix products of other
@@ -275,7 +275,7 @@ class Slicer:
             if tensor.grad_fn is not None and not had:
                 raise self._refusal(
                     f"it leaves a tensor in its attribute {place[1]!r}",
-                    "what is left there is of one slice only",
+                    "the tensor there belongs to one slice only",
                     "let it return the tensor, or set activations.slices=1",
                 )
 
@@ -350,7 +350,7 @@ class Slicer:
             )  # fmt: skip
             if not same and not random:  # of a function that draws, whatever it is told
                 raise self._refusal(
-                    f"{size} samples give other results when more are beside them",
+                    f"{size} samples give other results in a larger batch",
                     "its samples see one another, or its first dimension is not the batch",
                 )
 

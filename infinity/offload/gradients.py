@@ -7,7 +7,12 @@ while they are in cache, one per parameter, over one fixed tree.
 
 On a device of its own memory a first gradient that needs no conversion goes straight to its place
 in RAM (`GradientCopies`); others land in a staging buffer, and a thread adds them
-(`gradient_buffers.py` says what the training thread waits for, [Note: who sums] whose is what).
+(`gradient_buffers.py` says what the training thread waits for, [Note: sums] whose is what).
+
+[Note: one copy per gradient]
+Each gradient is copied separately, also within a unit. Packing them costs a launch on the device
+for each, as much as the copy it would save, twice the largest unit in device memory (2 GB of Llama
+8B's 24), and the overlap inside a unit. Of a Llama block's nine copies two are small.
 
 Of several ranks each keeps a shard of every unit: what arrives goes through `exchange.py` first,
 and everything here is of parts that this rank keeps.
@@ -182,7 +187,7 @@ class SquaresOnDevice:
 
 # Gradients in RAM are added into where their unit's range is, and their square sums taken.
 #
-# [Note: who sums]
+# [Note: sums]
 # On a CPU the training thread does, as gradients arrive. On a device of its own memory a thread
 # does (`GradientWorker`), and everything here, with the windows, is that thread's: the
 # training thread looks only when nothing is queued. What was decided when a gradient arrived (is

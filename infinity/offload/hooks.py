@@ -1,6 +1,6 @@
 """Where the engine meets modules and autograd.
 
-[Note: calls and what lies outside]
+[Note: calls]
 While a call runs, what it reaches for is bound, and released when it is over; see `owner.py` and
 [Note: released] in `prefetch.py`. A call is the engine's, or the outermost one of the model or of a
 unit's module, or a backward, whoever started that. What is reached for outside of any stays bound,

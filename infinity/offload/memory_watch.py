@@ -1,6 +1,6 @@
 """Watches what nobody reserved: activations, autograd's gradients, and whatever else grows.
 
-[Note: what is measured]
+[Note: measured memory]
 Resident memory is read at unit boundaries, at most every 50 ms, and compared with the kernel's
 high-water mark, which sees what lies between. What a step needs beside all that rests is the peak
 less what is there when it is over, freed heap given back. In the first step ranges of gradients
@@ -8,7 +8,7 @@ are touched for the first time, so that a peak in its forward can hide behind th
 number is a lower bound, from the second step on it is exact. On a GPU torch's allocator counts,
 exactly and from the first step.
 
-[Note: before the kernel does]
+[Note: stop before the kernel does]
 Where memory comes near a limit, freed heap is given back first; and where peaks fill nine tenths of
 a budget, before each backward and after each step, so that it is in no peak (142 MiB of 3 GiB, for
 gpt-350m). What still is too much is told once as a warning, and where it passes the limit as an

@@ -187,7 +187,7 @@ class Owner:
         if self._shut:
             raise ResidencyError(
                 "the engine, or its model, was used from inside a step",
-                because="a schedule, or what is saved with a step, is asked while weights change",
+                because="schedules and states saved with a step are called while weights change",
                 remedy="use them between calls of the engine",
             )
         call = self.elsewhere()

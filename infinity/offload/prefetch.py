@@ -1,11 +1,11 @@
 """Brings units to the device before they are used, and takes them away after.
 
-[Note: who may do what]
+[Note: threads and slots]
 The training thread fetches, binds, unbinds and evicts, only at uses and as gradients arrive (so
 that nothing is pulled from under a running operation). The optimizer thread takes free slots for
 units it owes an update, and fills them. Both hold `SlotLedger.changed` for every transition.
 
-[Note: nothing waits for a slot that only its own progress could free]
+[Note: no deadlock on slots]
 The optimizer pass waits for a slot only while the training thread computes. When the training
 thread waits for a unit it first frees a slot for it, and its demand lifts the pacing: the optimizer
 pass updates that unit next, and units it cannot publish are written back instead.
@@ -612,7 +612,7 @@ class Prefetcher:
         """The unit was bound for somebody who may edit it: outside a call if `reached`.
 
         Inside one only the first forward with gradients, and the first without, is looked at; see
-        [Note: edits behind our back] in `model/parameters.py`.
+        [Note: edits of bound parameters] in `model/parameters.py`.
         """
         entry = self.entries[unit]
         if reached:

@@ -111,7 +111,7 @@ class AccumulationWindow:
         if self.no_sync:
             raise TrainingError(
                 "step() inside engine.no_sync()",
-                because="the block says that the window goes on",
+                because="in the block the window stays open",
                 remedy="leave the block before the last micro-batch",
             )
         if self.backwards == 0:

@@ -11,7 +11,7 @@ torch's vector loops end in scalar ones, whose rounding may differ. Tiles are cu
 128 elements of a parameter and are small enough for torch to use one thread, so every element is
 computed by the loop that would compute it if the parameter were stepped whole by one thread.
 
-[Note: whose entry]
+[Note: group entries]
 An adapted optimizer may write to its group (a count, a learning rate of its own). What it writes is
 kept here, never in the user's group: updates run behind the user's back. It holds until the user,
 or a scheduler, changes the entry: until the group's value differs from the one the adapted
@@ -195,8 +195,8 @@ class AdapterRule:
         names = " and ".join(edits) or "the group"
         return ConfigError(
             f"{self.name} cannot step with {' and '.join(edits.values()) or 'its groups'}",
-            because=f"tried on a small parameter: {what}; what is kept of parameters was "
-            "planned from the groups that initialize() got",
+            because=f"tried on a small parameter: {what}; the stored state was planned "
+            "from the groups that initialize() got",
             remedy=f"set {names} back and call step() again; to use it later, let initialize() "
             f"get it switched on ({names} > 0, say): a schedule may change it then",
         )
@@ -240,7 +240,7 @@ class AdaptedOptimizer:
         self._gradient = torch.empty(tile_elements, **_HOST_FP32)
 
     def begin(self, hypers: Mapping[int, Any], steps: Mapping[int, int]) -> None:
-        """Take the step with a stand-in for each group; see [Note: whose entry]."""
+        """Take the step with a stand-in for each group; see [Note: group entries]."""
         members: dict[int, list[int]] = {}
         for index, hyper in hypers.items():
             members.setdefault(id(hyper), []).append(index)

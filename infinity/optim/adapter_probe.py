@@ -333,7 +333,7 @@ def _try_out(facts: AdapterFacts) -> AdapterFacts:
         f"{problem}",
         because="it mixes parameters (D-Adaptation and Prodigy estimate one step size for all), "
         "draws random numbers, or keeps state outside of state[p] and its group",
-        remedy="use an optimizer that treats every parameter by itself, such as torch.optim.AdamW",
+        remedy="use an optimizer that treats every parameter separately, such as torch.optim.AdamW",
     )
 
 
@@ -370,7 +370,7 @@ def _require_change(facts: AdapterFacts, trial: _Trial, plain: _Outcome) -> None
             raise ConfigError(
                 f"{facts.name} changed nothing in {len(trial.gradients)} steps",
                 because="its step() does not go by param_groups, or a learning rate is 0",
-                remedy="pass an optimizer that updates what is in param_groups",
+                remedy="pass an optimizer that updates the parameters of param_groups",
             )
 
 

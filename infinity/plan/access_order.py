@@ -3,6 +3,11 @@
 A cycle is what lies between the first forward after a backward and the end of the next backward
 (one micro-batch); without gradients it is one call of the engine. The order starts from a guess
 (module order forward, then reversed) and is replaced by what the last whole cycle really did.
+
+[Note: one rule, two runs]
+The functions below decide which unit leaves a slot (the one used farthest in the future) and which
+is prefetched. The prefetcher calls them with real slots, `plan/forecast.py` with counted ones, so
+predicted bytes are exact.
 """
 
 from __future__ import annotations

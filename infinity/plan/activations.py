@@ -331,7 +331,7 @@ def _width(matrices: Sequence[Segment]) -> int:
 
 # Where inputs of recomputed blocks wait for backward: sizes, the rule, and the bytes it moves.
 #
-# [Note: where a saved tensor waits]
+# [Note: tier of a saved tensor]
 # In forward order: the first ones on disk, the next in the pinned pool, and what finds no room,
 # last, stays on the device. Backward needs them the other way round, so what comes from disk is
 # needed last. Every tensor passes through the pool, so that where the disk is used some of the
@@ -455,7 +455,7 @@ def _expected_sizes(
 
 @lru_cache(maxsize=64)
 def tiers_of(sizes: tuple[int, ...], saved: SavedPlan) -> tuple[Tier, ...]:
-    """Where each of a micro-batch's saved tensors waits. See [Note: where a saved tensor waits]."""
+    """Where each of a micro-batch's saved tensors waits. See [Note: tier of a saved tensor]."""
     tiers = [Tier.DEVICE] * len(sizes)
     if saved.offload is None:
         return tuple(tiers)

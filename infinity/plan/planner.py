@@ -287,7 +287,7 @@ def make_plan(
     if units and units[0].shards > 1 and config.placement.shared and not may_share:
         raise ConfigError(
             "placement.shared: the ranks cannot share RAM",
-            because="they may not open each other's memory, or nodes have not as many ranks each",
+            because="they may not open each other's memory, or nodes have other numbers of ranks",
             remedy="leave it out, and weights are gathered",
         )
     rates, rule = rates or nominal(unified), rule or RuleFacts()

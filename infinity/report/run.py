@@ -104,7 +104,7 @@ def read_run(path: Path) -> Told:
         if not (told.steps or told.evaluations or lives):
             raise ConfigError(
                 f"{path} holds no run: {metrics.name} "
-                + ("tells of no step" if metrics.exists() else "is not there"),
+                + ("has no step" if metrics.exists() else "is not there"),
                 remedy="infinity report RUN_DIR: what run_dir: of `infinity train` names",
             )
     except OSError as error:

@@ -127,8 +127,8 @@ class Conversations:
     def __post_init__(self) -> None:
         if self.tokenizer.fast is None:
             raise ConfigError(
-                f"the tokenizer {self.tokenizer.name} does not tell where in a text a token is",
-                because="it has no tokenizer.json, so it cannot say what an assistant said",
+                f"the tokenizer {self.tokenizer.name} gives no positions of tokens in a text",
+                because="it has no tokenizer.json, so the assistant's tokens cannot be found",
                 remedy="tokenizer: DIR with a tokenizer.json",
             )
 
@@ -290,8 +290,8 @@ def _messages(where: str, field: str, row: dict[str, Any]) -> Messages:
                 raise ConfigError(
                     f"{where}: message {number} of {field!r} has no content: it has "
                     f"{', '.join(map(repr, given[number - 1]))}",
-                    because="a message says something in 'content', or has 'tool_calls'",
-                    remedy='rename its field so; "" is an answer that says nothing',
+                    because="a message has 'content' or 'tool_calls'",
+                    remedy='rename its field so; "" is an empty answer',
                 )
         return found
     raise ConfigError(
@@ -314,7 +314,7 @@ def _refuse_turn(where: str, turn: int) -> NoReturn:
         because="it writes the messages before it, or itself, in another way where others follow "
         "(it leaves out earlier reasoning, say), or nothing comes before it",
         remedy="data.chat_template: FILE, with {% generation %} and {% endgeneration %} around "
-        "what an assistant says; or data.loss_on: all",
+        "the assistant's turns; or data.loss_on: all",
     )
 
 

@@ -242,8 +242,8 @@ def _adopt(source: Source, recipe: Recipe, update: Callable[[Any], None], advanc
     numpys = source.path.lower().endswith(".npy")
     if not numpys and recipe.token_dtype is None:
         raise ConfigError(
-            f"{source.path} does not say of which integers it is made",
-            remedy="data.token_dtype: uint16, or uint32; an .npy file says it itself",
+            f"{source.path} has an unknown type of integers",
+            remedy="data.token_dtype: uint16, or uint32; an .npy file has it in its header",
         )
     try:
         if numpys:

@@ -209,8 +209,8 @@ class RunDirectory:
                 raise ValueError("what decides its numbers is no object")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{path} is damaged, which says what run this is: {error}",
-                remedy="bring it back; or --resume one of its checkpoints/ in another run_dir=...",
+                f"{path} is damaged, which identifies the run: {error}",
+                remedy="restore it; or --resume one of its checkpoints/ in another run_dir=...",
             ) from error
         return record
 

@@ -1,6 +1,6 @@
 """The training loop: steps, evaluations, checkpoints, and a way to stop between steps.
 
-[Note: what a run survives]
+[Note: failures that a run survives]
 A checkpoint that cannot be saved costs nothing but itself: those before it stay, training goes on,
 and it is tried again, once soon and then whenever one is due. So is a line of metrics. What does
 end a run is a drive that loses its state, also where a save is the first to find out.

@@ -546,7 +546,7 @@ def _length(config: RunConfig, facts: ModelFacts) -> int:
     if facts.context is not None and length > facts.context:
         raise ConfigError(
             f"data.sequence_length is {length}, and {facts.name} sees {facts.context} tokens",
-            because="its config has max_position_embeddings, or what it calls that",
+            because="its config has max_position_embeddings, or an entry like it",
             remedy=f"data.sequence_length={facts.context}",
         )
     return length

@@ -442,7 +442,7 @@ class Run:
             known = self.directory.record.get("sessions", [])
             if session.last and session.last not in known:
                 raise CheckpointError(
-                    f"another copy of {self.directory.path} has gone on with the state of this run "
+                    f"another copy of {self.directory.path} has continued the state of this run "
                     f"(session {session.last}, which is not in its {RUN_RECORD})",
                     because="the run directory was copied, or was set back to an older copy; all "
                     f"copies share one state below engine.nvme_path, {self.state_name}",

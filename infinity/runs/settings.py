@@ -71,7 +71,7 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """What is trained on, and how it becomes windows of tokens."""
+    """Training data, and how it is cut into windows of tokens."""
 
     train: Patterns
     """Files, directories, patterns, hub:NAME[:CONFIG[:SPLIT]]."""
@@ -129,7 +129,7 @@ class DataSection(Section):
 
 
 class TrainingSection(Section):
-    """How long, in which steps, and what is kept."""
+    """Length of the run, its steps, evaluations and checkpoints."""
 
     steps: int | None = Field(default=None, ge=1)
     epochs: Number | None = Field(default=None, gt=0)
@@ -143,11 +143,11 @@ class TrainingSection(Section):
     evaluate_every: int = Field(default=100, ge=0)
     """Steps; 0 = at the end only."""
     evaluate_windows: int = Field(default=64, ge=1)
-    """At most so many of the held-out windows."""
+    """Most held-out windows of an evaluation."""
     keep_best: bool | None = None
     """The weights with the smallest held-out loss stay in best/; by default if `early_stop` is."""
     early_stop: int | None = Field(default=None, ge=1)
-    """The run ends when so many evaluations in a row have found nothing better."""
+    """End the run after this number of evaluations in a row without a better loss."""
     checkpoint_every: int = Field(default=500, ge=0)
     """Steps; 0 = at the end only."""
     keep_last: int = Field(default=2, ge=1)
@@ -155,7 +155,7 @@ class TrainingSection(Section):
     sample: Text | None = None
     """A text that the model continues at the end, for report.html: 100 tokens, a forward each."""
     report_to: Annotated[tuple[Tracker, ...], BeforeValidator(_names)] = ()
-    """tensorboard, wandb, mlflow, ...; whom accelerate knows."""
+    """Trackers of accelerate: tensorboard, wandb, mlflow, ..."""
     export: Literal["auto", "bf16", "fp16", "fp32", "none"] = "auto"
     """Of the model that is written at the end: "auto" is the precision that was trained in."""
 
@@ -171,7 +171,7 @@ class AdapterSection(Section):
     """Adapters of peft that are trained in the place of the model's own weights."""
 
     type: Literal["lora", "qlora"] = "lora"
-    """qlora: the base rests quantised, as `engine.frozen` says; nf4 unless that says otherwise."""
+    """qlora: the base is stored in the format of `engine.frozen`, nf4 by default."""
     r: int = Field(default=16, ge=1)
     """The rank of the matrices."""
     alpha: Annotated[Number, Field(gt=0)] | None = None
@@ -201,7 +201,7 @@ class AdapterSection(Section):
 
 
 class RunConfig(Section):
-    """Everything `infinity train` can be told. Read it with `load_run_config`."""
+    """Configuration of `infinity train`; read it with `load_run_config`."""
 
     run_dir: OnePath
     model: ModelSection
@@ -341,7 +341,7 @@ def load_run_config(
             f"{where} is a configuration of DeepSpeed, not of a run",
             because="it has no model and no data",
             remedy="`infinity run SCRIPT ...` runs the script that uses it; `infinity plan "
-            f"{where} --model MODEL` says what it takes here",
+            f"{where} --model MODEL` predicts memory and speed",
         )
     try:
         return RunConfig.model_validate(merged)

@@ -103,7 +103,7 @@ class Trackers:
             except Exception as error:
                 del self._open[name]
                 warnings.warn(
-                    f"training.report_to: {name} failed ({first_lines(error)}), and is told no "
-                    "more; metrics.jsonl goes on",
+                    f"training.report_to: {name} failed ({first_lines(error)}), and is not "
+                    "used any more; metrics.jsonl continues",
                     InfinityWarning,
                 )

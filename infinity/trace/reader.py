@@ -102,7 +102,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
     if facts is None:
         raise TraceError(
             f"{where} is no trace of infinity",
-            because="no event in it says where the trace begins",
+            because="it has no event that marks the beginning of the trace",
             remedy="train with trace: path.json in the config, and give that path",
         )
     ordered = {

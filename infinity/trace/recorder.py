@@ -1,16 +1,16 @@
 """Records a timeline into a Chrome trace-event file, from a thread of its own.
 
-[Note: what is bounded]
+[Note: bounded queue]
 Whoever records appends one tuple to a bounded queue, and never waits: where the queue is full the
 event is dropped and counted, and the file says how many were. A thread takes the queue every
 `FLUSH_S` and writes it out, so a killed process loses that much. Which steps are recorded at all
 is for `offload/report.py` (`trace_steps`).
 
-[Note: a file that is always whole]
+[Note: always valid JSON]
 The closing bracket is written with every flush and overwritten by the next one, in one call each.
 So the file is JSON at any moment, also after `kill -9`; the reader takes a torn one as well.
 
-[Note: times that are known later]
+[Note: deferred times]
 Where compute or copies end later than the call returns, an event is recorded with what will know
 its times (`Stamp`); the thread asks until they are known. Nobody is made to wait.
 """

@@ -64,7 +64,7 @@ def _rows_of(batch: Any, count: int) -> int:
             f"a batch of {rows} samples cannot be cut into {count} micro-batches of equal size "
             f"(gradient_accumulation_steps is {count})",
             remedy=(f"{below} or " if below else "") + f"{below + count} samples; a DataLoader "
-            "leaves out what is too short at its end with drop_last=True",
+            "leaves out a short last batch with drop_last=True",
         )
     return rows
 
@@ -109,7 +109,7 @@ def _loss_of(engine: Any, batch: Any, loss_fn: LossFn | None) -> Tensor:
             if len(batch) < 2:
                 raise TrainingError(
                     f"a micro-batch of {len(batch)} elements, and a loss_fn",
-                    because="the last is the target, the others are what the model is given",
+                    because="the last is the target, the others are the model's inputs",
                     remedy="(inputs, target); or leave loss_fn out where the model makes the loss",
                 )
             *inputs, target = batch
@@ -147,8 +147,8 @@ def _loss_in(output: Any) -> Tensor:
         what += f"{where} of shape {tuple(found.shape)}"
     raise TrainingError(
         f"the model returned no loss, but {what}",
-        because="without loss_fn a loss is what it returns: a scalar, a tuple or list that begins "
-        "with one, or what has one as .loss or ['loss']",
+        because="without loss_fn its output is the loss: a scalar, a tuple or list that begins "
+        "with one, or an object that has one as .loss or ['loss']",
         remedy="train_batch(data, loss_fn), which is called with output and target; or pass the "
         "labels to the model, if it makes a loss of them",
     )

@@ -122,7 +122,7 @@ def write_state(
     if name not in names:
         raise ConfigError(
             f"{segment.name!r} has no optimizer state {name!r} that can be written",
-            because="optimizers of torch's keep their state to themselves"
+            because="the state of adapted torch optimizers is not accessible"
             if not _is_ours(updater)
             else None,
             remedy=f"one of {', '.join(names)}" if names else None,

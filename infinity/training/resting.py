@@ -107,9 +107,9 @@ class Resting:
             raise DoesNotFitError(
                 f"the module's weights take {format_size(most)} more RAM, and "
                 f"{format_size(available)} are available",
-                because="its engine is gone and left them where they rested; they are there still",
+                because="its engine was released, and left them in their tiers",
                 remedy="free RAM and use the module again; or train, evaluate and save with one "
-                "engine: engine.save_weights() before it is gone",
+                "engine: engine.save_weights() before it is released",
             )
 
 

@@ -53,7 +53,7 @@ def restore_rng(state: dict[str, Any]) -> None:
                 torch.cuda.set_rng_state(value, index)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
-            f"the saved states of random generators cannot be put back: {error}",
+            f"the saved states of random generators cannot be restored: {error}",
             because="they were saved by another version of torch, NumPy or Python",
         ) from error
 
@@ -344,8 +344,8 @@ class RunState:
             self._restore(state, optimizer=optimizer, scheduler=scheduler)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise CheckpointError(
-                f"the checkpoint's run state cannot be put back: {error!r}",
-                because="it was made by something else, or what was registered has changed",
+                f"the checkpoint's run state cannot be restored: {error!r}",
+                because="it was made by another program, or the registered states have changed",
             ) from error
 
     def _restore(self, state: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> None:

@@ -172,8 +172,7 @@ class StateDict(Mapping[str, Tensor]):
                 "weights cannot be loaded or saved as a whole while some are lent out",
                 because="a block of engine.materialized is open, or load_state_dict of the module "
                 "ended in an error",
-                remedy="leave the block first; after an error run a forward, which takes back what "
-                "is lent",
+                remedy="leave the block first; after an error run a forward, which ends the block",
             )
 
     def _shape(self, name: str) -> tuple[int, ...]:

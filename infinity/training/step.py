@@ -4,6 +4,15 @@
 Units become pending, counters advance, and a job for the optimizer pass holds all that the update
 depends on. `Progress` is one frozen object, replaced as a whole: another one in its place means
 that the step has happened, whatever failed after it.
+
+[Note: exceptions]
+After an exception in a forward nothing is bound and nothing else is lost. After one in a backward
+the accumulation window starts over. A `step()` that raised has happened, or the window starts over.
+
+[Note: loss scale]
+Backward starts from the scaled loss; gradients are stored scaled, and the update multiplies by clip
+factor / scale, so unscaling costs nothing. Non-finite gradients show in the square sums. The state
+of the scale is part of `Progress`: it changes with the step or not at all.
 """
 
 from __future__ import annotations
@@ -171,7 +180,7 @@ def scale_exhausted(state: ScaleState, culprits: Sequence[str]) -> TrainingError
     return TrainingError(
         f"gradients are not finite at the smallest loss scale, {state.scale:g}: {where}",
         because=f"the scale went {story(state)}; values above 65504 are infinite in fp16, and "
-        "backward carries what is not finite from later layers to earlier ones",
+        "backward carries infinities from later layers to earlier ones",
         remedy='write precision: bf16 (DeepSpeed: "bf16": {"enabled": true}), above all for models '
         "that were trained in bf16; or lower the learning rate, look at the loss and the data, or "
         "set loss_scale.min below 1",
@@ -377,7 +386,7 @@ class Stepper:
             self._warn(
                 f"{count} backwards before one engine.step(), which ended micro-batch "
                 f"{self._window.micro_step + 1} of {count}: call step() after each backward; "
-                f"gradient_accumulation_steps: {count} says which of them update"
+                f"gradient_accumulation_steps: {count} decides which of them update"
             )
         self._window.end_micro_batch()
         self.progress = replace(self.progress, micro_batches=self.progress.micro_batches + 1)
@@ -498,7 +507,7 @@ class Stepper:
                 parameter.grad = None
                 raise TrainingError(
                     f"{name!r} has a .grad that did not come to the engine; it is dropped",
-                    because="gradients leave as they are made: one was put there by hand, or "
+                    because="gradients move during backward: one was put there by hand, or "
                     "parameters were swapped (torch.__future__.set_swap_module_params_on_"
                     "conversion), and the engine's hooks with them",
                     remedy="engine.set_gradient(parameter, value) after a backward",
@@ -508,7 +517,7 @@ class Stepper:
                 raise TrainingError(
                     f"{cut.names[index]!r} has a gradient, and is in no group of the optimizer "
                     "any more",
-                    because="groups, or what is in them, were taken away",
+                    because="groups, or parameters in them, were removed",
                     remedy="requires_grad_(False) freezes it; or a group with lr 0",
                 )
 

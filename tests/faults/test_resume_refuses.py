@@ -162,7 +162,7 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], Sabotage, str]] = {
     "run.json of the run": (
         durable_settings,
         lambda f: flipped(f / "run" / "run.json"),
-        "run.json is damaged, which says what run this is",
+        "run.json is damaged, which identifies the run",
     ),
     "latest gone": (
         settings,
@@ -354,7 +354,7 @@ def test_a_journal_tells_of_a_run_that_is_gone(tmp_path: Path, journal: dict[str
     (directory,) = run_records(tmp_path / "nvme")
     shutil.move(directory, tmp_path / directory.name)
     auto = durable_engine(tmp_path / "nvme", gated(), **journal, resume="auto")
-    with pytest.raises(ConfigError, match=r"journal.jsonl tells of 2 durable steps"), auto:
+    with pytest.raises(ConfigError, match=r"journal.jsonl has 2 durable steps"), auto:
         pass
     assert not list((tmp_path / "nvme").iterdir())
     with durable_engine(tmp_path / "nvme", gated(), **journal, resume="never"):

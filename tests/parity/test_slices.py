@@ -426,14 +426,14 @@ def sequence_first() -> nn.Module:
     ("kind", "more", "said"),
     [
         (Normed, {}, "BatchNorm1d in training"),
-        (Centred, {}, "other results when more are beside"),
-        (Causal, {}, "other results when more are beside"),
-        (Dropping, {}, "other results when more are beside"),
+        (Centred, {}, "other results in a larger batch"),
+        (Causal, {}, "other results in a larger batch"),
+        (Dropping, {}, "other results in a larger batch"),
         (Leaving, {}, "leaves a tensor in its attribute 'aux'"),
         (LeavingAgain, {}, "leaves a tensor in its attribute 'aux'"),
         (LeavingInBuffer, {}, "leaves a tensor in its attribute 'aux'"),
         (LeavingInList, {}, r"leaves a tensor in its attribute 'found\[0\]'"),
-        (NormedInTraining, {}, "other results when more are beside"),
+        (NormedInTraining, {}, "other results in a larger batch"),
         (Appending, {"found": []}, "changes a list or dict that it was given"),
         (Giving, {}, "returns an object that holds tensors"),
         (Given, {"pair": Pair(torch.ones(1), torch.ones(1))}, "given a Pair that holds tensors"),
@@ -469,7 +469,7 @@ class Turning(Centred):
 def test_every_block_is_tried_out_by_itself() -> None:
     config = make_config(activations={"slices": 3})
     with (
-        pytest.raises(TrainingError, match=r"'blocks.1'[\s\S]*other results when more are beside"),
+        pytest.raises(TrainingError, match=r"'blocks.1'[\s\S]*other results in a larger batch"),
         Run(Base(Turning), config, device="cpu") as run,
     ):
         run.engine(torch.randn(ROWS, LENGTH, WIDTH))
@@ -488,7 +488,7 @@ def test_what_is_cut_otherwise_is_tried_out_again() -> None:
     with Run(Base(ByHeads), config, device="cpu") as run:
         scale = torch.tensor([[1.0], [2.0]])
         run.engine(torch.randn(ROWS, LENGTH, WIDTH), scale=scale)
-        with pytest.raises(TrainingError, match="other results when more are beside"):
+        with pytest.raises(TrainingError, match="other results in a larger batch"):
             run.engine(torch.randn(2, LENGTH, WIDTH), scale=scale)
 
 

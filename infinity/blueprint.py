@@ -218,6 +218,7 @@ def plan_for(
         limits = _leaving_room(limits, config, device, model, cut)
     limits = _agreed(limits, ranks)
     facts = facts_of(rule, cut.layouts)
+    facts = replace(facts, notes=(*facts.notes, *cut.notes))
     run = None
     if config.durable:
         here = model_facts(

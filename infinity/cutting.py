@@ -6,18 +6,26 @@ A model is a module, or an outline of one: `infinity plan` cuts what was never b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from infinity.config.schema import Config
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, listed
 from infinity.formats import MXFP4_BLOCK, FrozenFormat, MomentFormat
-from infinity.model.cut import Cutter, UnitCut, UnitSpec
+from infinity.model.cut import Cutter, Rows, Stacks, UnitCut, UnitSpec
 from infinity.model.shapes import Outline, Target, is_matrix, is_stack_of_experts, target_of
 from infinity.plan.case import Case
 from infinity.plan.cost import USUAL_CONTEXT, Work
-from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
+from infinity.plan.layout import (
+    PRECISIONS,
+    SQUARE_BLOCK,
+    ParameterFacts,
+    Precision,
+    StackRange,
+    UnitLayout,
+    lay_out,
+)
 from infinity.plan.machine import PlanMachine
 from infinity.plan.plan import RuleFacts
 from infinity.rules import RULES, lossy_notes, matrix_steps, reserved_moments
@@ -31,13 +39,16 @@ Groups: TypeAlias = list[dict[str, Any]]  # an optimizer's `param_groups`
 PROCESS_BASE_BYTES = 320 << 20  # torch imported and one matmul done
 AUTO_DEVICE_BUDGET = 0.9  # of the device memory that is free at start
 _CASTABLE = ("float32", "float16", "bfloat16", "float64")
+EXPERTS_BYTES = 512 << 20  # of weights in a slot that experts_per_unit: auto does not exceed
 
 
 @dataclass
 class Cut:
     """The module's parameters, and the units they were cut into.
 
-    `dtype_names` are torch's names of what parameters are while they compute.
+    `dtype_names` are torch's names of what parameters are while they compute. Rows of stacks of
+    experts (`rows`) are parameters behind the model's own `num_own`; of a stack that is cut,
+    `pieces` has the indices of its rows. `notes` say which experts could not be cut.
     """
 
     names: list[str]
@@ -46,6 +57,18 @@ class Cut:
     dtype_names: list[str]
     units: list[UnitCut]
     layouts: tuple[UnitLayout, ...]
+    num_own: int = 0
+    rows: list[Rows] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def pieces(self) -> dict[int, tuple[int, ...]]:
+        """Index of a stack that is cut -> indices of its rows, in order."""
+        found: dict[int, tuple[int, ...]] = {}
+        for rows in self.rows:
+            for name, origin in rows.stacks.members:
+                found[origin] = (*found.get(origin, ()), rows.parameters[name])
+        return found
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -124,7 +147,12 @@ def cut_model(
         )  # fmt: skip
     if config.frozen.rest != "as_is":
         facts = _quantised(cutter, facts, config)
-    cuts = cutter.cut(units)
+    stacks, notes = _stacks(cutter, facts, config, whole=whole)
+    cuts, rows = cutter.cut_stacks(cutter.cut(units), _sizes(stacks, facts, config, precision))
+    for one in rows:
+        for name, origin in one.stacks.members:
+            count = one.end - one.first
+            facts.append(facts[origin].rows(one.parameters[name], one.first, count))
     layouts = tuple(
         lay_out(
             index,
@@ -137,8 +165,82 @@ def cut_model(
         )
         for index, cut in enumerate(cuts)
     )
-    trained, names = [fact.trained for fact in facts], [fact.dtype for fact in facts]
-    return Cut(cutter.names, cutter.parameters, trained, names, cuts, layouts)
+    trained = [fact.trained for fact in facts]
+    dtypes = [fact.dtype for fact in facts]
+    return Cut(
+        cutter.names, cutter.parameters, trained, dtypes, cuts, layouts, cutter.num_own, rows, notes
+    )
+
+
+def _stacks(
+    cutter: Cutter, facts: list[ParameterFacts], config: Config, *, whole: bool
+) -> tuple[list[Stacks], tuple[str, ...]]:
+    """Return the stacks that may be cut, marked in `facts`, and notes on those that may not."""
+    found: list[Stacks] = []
+    refused: dict[str, list[str]] = {}
+    declared: set[int] = set()
+    for stacks in cutter.stacks():
+        declared.update(index for _, index in stacks.members)
+        because = None
+        for _, index in stacks.members:
+            fact, parameter = facts[index], cutter.parameters[index]
+            each = fact.numel // fact.shape[0]
+            if fact.trained and (whole or fact.whole):
+                because = "the optimizer needs whole parameters"
+            elif fact.dtype not in _CASTABLE and not fact.form:
+                because = f"{fact.dtype} is no dtype that computes"
+            elif each % SQUARE_BLOCK:
+                because = f"an expert has {each} elements, no multiple of {SQUARE_BLOCK}"
+            elif getattr(parameter, "_backward_hooks", None):
+                because = "a hook waits for the gradient of all experts"
+        if because:
+            refused.setdefault(because, []).append(stacks.path)
+            continue
+        found.append(stacks)
+        for _, index in stacks.members:
+            stack = StackRange(index, 0, stacks.count)
+            facts[index] = replace(facts[index], stack=stack)
+    unknown = [f.name for f in facts if f.parameter not in declared and _looks_like_experts(f)]
+    if unknown:
+        refused["the module does not name its stacks (infinity_stacks)"] = unknown
+    if not found and not refused and config.experts_per_unit != "auto":
+        refused["the model has no stacks of experts"] = ["experts_per_unit has no effect"]
+    notes = [
+        f"experts travel with their layer, uncut: {listed(names, 2)}: {because}"
+        for because, names in refused.items()
+    ]
+    return found, tuple(notes)
+
+
+def _looks_like_experts(fact: ParameterFacts) -> bool:
+    return len(fact.shape) == 3 and ".experts." in f".{fact.name}"
+
+
+def _sizes(
+    stacks: Sequence[Stacks],
+    facts: Sequence[ParameterFacts],
+    config: Config,
+    precision: Precision,
+) -> list[tuple[Stacks, int]]:
+    """How many experts of each module travel together; modules that stay whole are left out.
+
+    "auto" depends on the model alone, so that a durable run finds its units again.
+    """
+    chosen = config.experts_per_unit
+    if chosen != "auto":
+        return [(one, min(chosen, one.count)) for one in stacks]
+    found = []
+    for one in stacks:
+        each = sum(
+            facts[i].numel // one.count * (precision.weight if facts[i].trained or facts[i].form
+                                           else facts[i].itemsize)
+            for _, i in one.members
+        )  # fmt: skip
+        most = max(EXPERTS_BYTES // max(each, 1), 1)
+        if most < one.count:
+            num_ranges = -(-one.count // most)
+            found.append((one, -(-one.count // num_ranges)))
+    return found
 
 
 def _quantised(cutter: Cutter, facts: list[ParameterFacts], config: Config) -> list[ParameterFacts]:
@@ -201,7 +303,7 @@ def case_for(
         name=name,
         moments=reserved_moments(name, groups, form),
         matrix_steps=matrix_steps(name, groups),
-        notes=lossy_notes(form),
+        notes=(*lossy_notes(form), *cut.notes),
     )
     return Case(
         units=cut.layouts,

@@ -586,8 +586,10 @@ class Engine:
             index = self._index_for(parameter, value)
         state = self._stepper.progress.loss_scale
         scaled = value.float() * (1.0 if state is None else state.scale)
-        self._parts.prefetcher.await_consumed(self._parts.hooks.unit_of(index))
-        self._parts.gradients.replace(index, scaled.reshape(-1))
+        for unit in self._values.units_of(index):
+            self._parts.prefetcher.await_consumed(unit)
+        for piece, rows in self._values.rows(index):
+            self._parts.gradients.replace(piece, scaled[rows].reshape(-1))
 
     @exclusive
     def set_optimizer_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
@@ -607,11 +609,14 @@ class Engine:
         index = self._index_for(parameter, value)
         self._values.take_back_all()
         self._values.settle()
-        layout, segment = self._values.place_of(index)
-        hyper = self.optimizer.hypers(self._index_of).get(index)
-        self._values.before_change(layout.index)
-        parts, place = self._parts, (layout, segment)
-        write_state(parts.store, parts.updater, parts.kernels, place, hyper, name, value)
+        hypers, parts = self.optimizer.hypers(self._index_of), self._parts
+        for piece, rows in self._values.rows(index):
+            place = self._values.place_of(piece)
+            self._values.before_change(place[0].index)
+            write_state(
+                parts.store, parts.updater, parts.kernels, place, hypers.get(piece), name,
+                value[rows],
+            )  # fmt: skip
 
     def _index_for(self, parameter: nn.Parameter, value: Tensor) -> int:
         self._check_usable()
@@ -619,9 +624,9 @@ class Engine:
         _, segment = self._values.place_of(index)
         if not segment.trained:
             raise ConfigError(f"{segment.name!r} is frozen and has no optimizer state")
-        if tuple(value.shape) != segment.shape:
+        if tuple(value.shape) != segment.full_shape:
             got = tuple(value.shape)
-            raise ConfigError(f"{segment.name!r} has shape {segment.shape}, got {got}")
+            raise ConfigError(f"{segment.name!r} has shape {segment.full_shape}, got {got}")
         return index
 
     @exclusive
@@ -873,7 +878,7 @@ class Engine:
                     return
                 if restore:
                     self._values.take_back_all()
-                    count = len(self._parts.cut.parameters)
+                    count = self._parts.cut.num_own
                     values = {i: self._values.read(i) for i in range(count)}
             except BaseException as error:
                 failure = failure or error

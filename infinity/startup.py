@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -180,7 +182,9 @@ def _make(
     settings = told.config
     offloaded = make_optimizer(model, settings, choice.groups, choice.optimizer, trains=told.trains)
     rule, trained = offloaded.rule, offloaded.param_groups
+    computes_as_before = undo.callback(_declare_experts(model))
     cut = cut_model(model, settings, trained, given.units, ranks.count, whole=rule.whole)
+    offloaded.cut(cut.pieces)
     if ranks.count > 1:
         check_alike(ranks, "the model", _facts_of(cut, origins))
         check_alike(ranks, "the optimizer", _facts_of_optimizer(offloaded))
@@ -202,6 +206,7 @@ def _make(
     parts = Parts(model, cut, plan, own, target, offloaded, origins, given.progress, ranks)
     undo.callback(parts.close)
     parts.also(partial(_leave, settings, own, ranks), last=True)
+    parts.also(computes_as_before)
     engine = given.engine_class(
         model,
         parts,
@@ -220,6 +225,17 @@ def _make(
         left_open = _left_open(told.config, groups, client) if asks else ""
         _announce(engine, told.config, origin, left_open, journal)
     return engine, offloaded, loader, scheduler
+
+
+def _declare_experts(model: nn.Module) -> Callable[[], None]:
+    """Let modules of transformers compute their experts in ranges; returns what undoes that."""
+    if "transformers.integrations.moe" not in sys.modules:
+        return lambda: None
+    undo: Callable[[], None] = import_module(_EXPERTS).compute_in_ranges(model)
+    return undo
+
+
+_EXPERTS = "infinity.huggingface.experts"  # imported where transformers is
 
 
 def _check_alike(told: Settings, ranks: Ranks) -> None:
@@ -275,7 +291,7 @@ def _facts_of(cut: Cut, origins: Origins) -> dict[str, Any]:
                 f"trained in group {s.group}" if s.trained else "frozen"
             )
     made: dict[int, tuple[bool, int]] = {}
-    for index, parameter in enumerate(cut.parameters):
+    for index, parameter in enumerate(cut.parameters[: cut.num_own]):
         size, name = parameter.numel(), cut.names[index]
         count = min(size, _COMPARED)
         first = origins.pieces(parameter, 0, count)

@@ -319,7 +319,7 @@ def _manifest(
 ) -> Manifest:
     """A commit as a checkpoint would tell it."""
     steps, progress = document.run.get("steps", {}), document.run.get("progress", {})
-    segments = [segment for layout in plan.units for segment in layout.segments]
+    segments = [s for layout in plan.units for s in layout.segments if s.begins]
     return Manifest(
         engine_version=facts["engine_version"],
         # A skipped step changes nothing: it is committed with the next.
@@ -328,7 +328,9 @@ def _manifest(
         rule=facts["rule"],
         moments=tuple(form.value for form in plan.precision.moments),
         parameters=tuple(
-            ParameterRecord(s.name, (), s.shape, s.dtype, s.trained, steps.get(s.name, 0), s.form)
+            ParameterRecord(
+                s.name, (), s.full_shape, s.dtype, s.trained, steps.get(s.name, 0), s.form
+            )
             for s in segments
         ),
         buffers=tuple(

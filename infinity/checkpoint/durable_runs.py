@@ -21,7 +21,7 @@ from infinity.checkpoint.schemas import check_plan
 from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.files import json_lines, read_small, refused
 from infinity.formats import MomentFormat
-from infinity.plan.layout import PAGE, PRECISIONS, Segment, Tier, UnitLayout
+from infinity.plan.layout import PAGE, PRECISIONS, Segment, StackRange, Tier, UnitLayout
 from infinity.plan.plan import Plan, RuleFacts, UnitPlacement
 from infinity.plan.planner import Stored
 from infinity.ranks import ALONE, Ranks, named_ranks
@@ -117,6 +117,8 @@ def model_facts(
 def _segment_facts(segment: Segment) -> dict[str, Any]:
     names = ("name", "dtype", "numel", "nbytes", "offset", "trained")
     of_some = {n: value for n in ("form", "whole") if (value := getattr(segment, n))}
+    if segment.is_rows and segment.stack is not None:
+        of_some["rows"] = [segment.stack.first, segment.stack.total]
     return {"shape": list(segment.shape), **{n: getattr(segment, n) for n in names}, **of_some}
 
 
@@ -140,15 +142,33 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
         found.append(f"{name!r} is {where}")
     for name in (n for n in names[0] if n in names[1]):
         for key in ("shape", "dtype", "trained", "form"):
-            old, new = (one[name].get(key, "as_is") for one in names)  # only forms may be missing
+            # Only forms may be missing.
+            old, new = (
+                _full_shape(one[name]) if key == "shape" else one[name].get(key, "as_is")
+                for one in names
+            )
             if old != new:
                 found.append(f"{key} of {name!r} is {old} there, {new} here")
     if not found and _without_names(there["units"]) != _without_names(here["units"]):
-        found.append("the model was cut into other units")
+        found.append("the model was cut into other units (units, experts_per_unit)")
     if not found and there["gradient_itemsize"] != here["gradient_itemsize"]:
         found.append("gradients were of another dtype (gradient_accumulation_steps 1, or more)")
     more = [f"and {len(found) - MAX_TOLD} more"] if len(found) > MAX_TOLD else []
     return found[:MAX_TOLD] + more
+
+
+def _segment_of(facts: Mapping[str, Any]) -> Segment:
+    """What `_segment_facts` was made of, without indices."""
+    rows = facts.get("rows")
+    own = {key: value for key, value in facts.items() if key != "rows"}
+    stack = StackRange(-2, *rows) if rows else None
+    return Segment(**{**own, "shape": tuple(facts["shape"])}, parameter=-1, group=-1, stack=stack)
+
+
+def _full_shape(facts: Mapping[str, Any]) -> list[int]:
+    """The shape of the model's parameter that a segment is, or holds rows of."""
+    rows = facts.get("rows")
+    return [rows[1], *facts["shape"][1:]] if rows else list(facts["shape"])
 
 
 def _without_names(units: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -187,10 +207,7 @@ def plan_of(facts: Mapping[str, Any], placements: Sequence[Any]) -> Plan:
     precision = replace(PRECISIONS[facts["precision"]], moments=moments)
     units = []
     for index, unit in enumerate(facts["units"]):
-        segments = tuple(
-            Segment(**{**segment, "shape": tuple(segment["shape"])}, parameter=-1, group=-1)
-            for segment in unit["segments"]
-        )
+        segments = tuple(_segment_of(segment) for segment in unit["segments"])
         layout = UnitLayout(
             index, unit["name"], segments, unit["numel"], unit["frozen_bytes"], precision.weight,
             shards=facts.get("ranks", 1), paired=unit.get("paired"),
@@ -592,7 +609,7 @@ def _may_be_durable(directory: Path) -> bool:
 
 def _shapes(facts: Mapping[str, Any]) -> dict[str, list[int]]:
     """What a model is, whatever it is trained with."""
-    return {s["name"]: s["shape"] for unit in facts["units"] for s in unit["segments"]}
+    return {s["name"]: _full_shape(s) for unit in facts["units"] for s in unit["segments"]}
 
 
 def remarks(roots: Sequence[Path], resume: str | Path, here: Mapping[str, Any]) -> list[str]:

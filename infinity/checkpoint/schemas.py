@@ -62,9 +62,12 @@ class _Segment(_Document):
     trained: bool
     form: str = ""
     whole: bool = False
+    rows: Annotated[list[_Count], Field(min_length=2, max_length=2)] | None = None
 
     @model_validator(mode="after")
     def _is_of_its_shape(self) -> Self:
+        if self.rows and not (self.shape and self.rows[0] + self.shape[0] <= self.rows[1]):
+            raise ValueError(f"rows {self.rows} do not fit the shape")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r:.60} is unknown")
         if self.form and not can_rest(self.form, self.shape, trained=self.trained):
@@ -118,7 +121,8 @@ class _PlanFile(_Document):
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        count, names = len(self.directories), [s.name for unit in self.units for s in unit.segments]
+        count, segments = len(self.directories), [s for unit in self.units for s in unit.segments]
+        names = [(s.name, s.rows[0] if s.rows else 0) for s in segments]
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision {self.precision!r:.60} is unknown")
         if self.rank >= self.ranks or any(unit.numel % self.ranks for unit in self.units):

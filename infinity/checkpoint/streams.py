@@ -6,14 +6,15 @@ Saving, loading and reading a durable run all follow from `pieces`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import NamedTuple
 
 import torch
 
 from infinity.checkpoint.manifest import FROZEN, MODEL, TensorSpec
-from infinity.formats import MOMENT_BLOCK, MomentFormat
+from infinity.formats import MOMENT_BLOCK, FrozenFormat, MomentFormat
 from infinity.optim.moments import COMPUTE_DTYPES, KIND_DTYPES, VALUE_DTYPES
-from infinity.plan.layout import Kind, UnitLayout
+from infinity.plan.layout import Kind, Segment, UnitLayout
 from infinity.plan.plan import Plan
 
 _SCALE_BYTES = torch.float32.itemsize
@@ -38,15 +39,15 @@ def state_streams(plan: Plan) -> dict[str, list[TensorSpec]]:
     """Stream -> its tensors, of everything at rest; in the order of units."""
     streams: dict[str, list[TensorSpec]] = {MODEL: [], FROZEN: []}
     for layout in plan.units:
-        for segment in layout.segments:
-            name, shape = segment.name, segment.shape
+        for segment in filter(lambda s: s.begins, layout.segments):
+            name, shape = segment.name, segment.full_shape
             spec = TensorSpec(name, shape, getattr(torch, segment.dtype))
             streams[MODEL if segment.trained else FROZEN].append(spec.quantised(segment.form))
             for kind in filter(segment.keeps, plan.precision.kinds[1:]):
                 kept = _dtype_of(plan, kind)
                 streams.setdefault(kind.value, []).append(TensorSpec(name, shape, kept))
                 if form := _scaled(plan, kind):
-                    scales = TensorSpec(name, (form.num_scales(segment.numel),), torch.float32)
+                    scales = TensorSpec(name, (form.num_scales(prod(shape)),), torch.float32)
                     streams.setdefault(_scales_of(kind), []).append(scales)
     return {stream: tensors for stream, tensors in streams.items() if tensors}
 
@@ -60,7 +61,7 @@ def pieces(plan: Plan, layout: UnitLayout, chunk: int, kind: Kind) -> Iterator[P
         first, last = segment.within(start, count)
         if first >= last or not segment.keeps(kind):
             continue
-        element = start + first - segment.offset
+        element = start + first - segment.offset + segment.first_element
         yield Piece(stream, segment.name, element * size, first * size, (last - first) * size)
         if form:
             assert first % MOMENT_BLOCK == element % MOMENT_BLOCK == 0, segment
@@ -80,11 +81,29 @@ def frozen_pieces(layout: UnitLayout, rank: int | None = None) -> Iterator[Piece
     if rank is not None:
         nbytes //= layout.shards
         start = rank * nbytes
-    for segment in layout.segments:
-        first = max(segment.offset, start)
-        last = min(segment.offset + segment.nbytes, start + nbytes)
-        if not segment.trained and first < last:
-            yield Piece(FROZEN, segment.name, first - segment.offset, first - start, last - first)
+    for segment in (s for s in layout.segments if not s.trained):
+        for at, begin, count in frozen_runs(segment):
+            place = segment.offset + begin
+            first, last = max(place, start), min(place + count, start + nbytes)
+            if first < last:
+                yield Piece(FROZEN, segment.name, at + first - place, first - start, last - first)
+
+
+def frozen_runs(segment: Segment) -> Iterator[tuple[int, int, int]]:
+    """Yield where runs of bytes lie: in the model's parameter, in this segment, and how many.
+
+    Of rows of a stack that rests quantised the codes are one run, and what scales them others.
+    """
+    if not segment.is_rows or not segment.form:
+        first = segment.first_element * segment.nbytes // max(segment.numel, 1)
+        yield first, 0, segment.nbytes
+        return
+    assert segment.stack is not None
+    form = FrozenFormat(segment.form)
+    places = zip(form.places(segment.full_shape), form.places(segment.shape), strict=True)
+    for whole, part in places:
+        count = part.stop - part.start
+        yield whole.start + count // segment.shape[0] * segment.stack.first, part.start, count
 
 
 def _dtype_of(plan: Plan, kind: Kind) -> torch.dtype:

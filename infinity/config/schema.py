@@ -576,6 +576,10 @@ class Config(Section):
     """
     prefetch_units: int = Field(default=2, ge=0)
     """Units fetched before they are needed."""
+    experts_per_unit: int | Literal["auto"] = "auto"
+    """Experts of a layer that travel together, where a module has them stacked; "auto" keeps a
+    unit below 512 MiB. The bits are the same.
+    """
     seed: int | None = None
     cpu: CpuConfig = CpuConfig()
     activations: ActivationsConfig = ActivationsConfig()
@@ -625,6 +629,13 @@ class Config(Section):
         default = cls.model_fields[info.field_name or ""].default
         if value != default and info.data.get("durable") is False:
             raise ValueError(f"{value} needs durable: true")
+        return value
+
+    @field_validator("experts_per_unit", mode="before")
+    @classmethod
+    def _some_experts(cls, value: Any) -> Any:
+        if value != "auto" and not (type(value) is int and value > 0):
+            raise ValueError(f'should be "auto" or a number of experts, 1 or more, got {value!r}')
         return value
 
     @field_validator("chunk_size", mode="before")

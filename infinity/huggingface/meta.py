@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from infinity.errors import ConfigError, explained
+from infinity.huggingface.experts import declare_experts
 from infinity.huggingface.models import (
     CONFIG_NAME,
     build_model,
@@ -65,6 +66,7 @@ def meta_model(config: Any, model_class: Any = None) -> nn.Module:
         except RuntimeError:  # it looks at values while it is built
             made = build_model(config, model_class=kind)
     assert isinstance(made, nn.Module)
+    declare_experts(made)
     if next(made.parameters(), None) is None:
         raise ConfigError(f"{kind.__name__} is a model without parameters: nothing is trained")
     return made

@@ -11,12 +11,14 @@ everywhere. A parameter belongs to the first unit that reaches it, so tied weigh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from infinity.errors import ConfigError
-from infinity.model.shapes import Outline, is_list
+from infinity.model.shapes import Outline, Shape, is_list
+from infinity.model.stacks import stacks_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,6 +38,27 @@ class UnitCut:
     is_block: bool = False  # its modules compute by themselves, with all that is below them
 
 
+@dataclass(frozen=True)
+class Stacks:
+    """The stacks of one module of experts: its name, and of each stack name and index."""
+
+    path: str
+    module: nn.Module
+    members: tuple[tuple[str, int], ...]
+    count: int  # of experts
+
+
+@dataclass
+class Rows:
+    """Experts `first` to before `end` of a module: a unit, and its parameters by their names."""
+
+    stacks: Stacks
+    first: int
+    end: int
+    unit: UnitCut
+    parameters: dict[str, int] = field(default_factory=dict)
+
+
 UnitSpec: TypeAlias = "str | nn.Module | Sequence[str | nn.Module]"
 
 
@@ -51,8 +74,55 @@ class Cutter:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
+        self.num_own = len(self.parameters)  # what comes behind are rows of stacks
         self._taken: set[int] = set()
         self._total = sum(p.numel() for p in self.parameters)
+
+    def stacks(self) -> list[Stacks]:
+        """Return the modules that name stacks of experts, except those that share them."""
+        owners = Counter(
+            self._index[id(p)] for m in self.root.modules() for p in m.parameters(recurse=False)
+        )
+        found = []
+        for path, module in self.root.named_modules():
+            own = dict(module.named_parameters(recurse=False))
+            members = tuple((name, self._index[id(own[name])]) for name in stacks_of(module))
+            if members and all(owners[index] == 1 for _, index in members):
+                count = self.parameters[members[0][1]].shape[0]
+                found.append(Stacks(path, module, members, count))
+        return found
+
+    def cut_stacks(
+        self, cuts: list[UnitCut], sizes: Sequence[tuple[Stacks, int]]
+    ) -> tuple[list[UnitCut], list[Rows]]:
+        """Move stacks out of their units, into units of a few experts.
+
+        Rows become parameters of their own, behind those of the model.
+        """
+        found: list[Rows] = []
+        for stacks, size in sizes:
+            origins = {index for _, index in stacks.members}
+            for cut in cuts:
+                cut.parameters = [i for i in cut.parameters if i not in origins]
+            for first in range(0, stacks.count, size):
+                end = min(first + size, stacks.count)
+                rows = Rows(stacks, first, end, UnitCut(f"{stacks.path}[{first}:{end}]", []))
+                for name, origin in stacks.members:
+                    rows.parameters[name] = len(self.parameters)
+                    self.names.append(self.names[origin])
+                    self.parameters.append(_rows_like(self.parameters[origin], end - first))
+                rows.unit.parameters.extend(rows.parameters.values())
+                found.append(rows)
+        origin_of = {
+            index: (origin, rows.first)
+            for rows in found
+            for (_, origin), index in zip(
+                rows.stacks.members, rows.parameters.values(), strict=True
+            )
+        }
+        cuts = [c for c in (*cuts, *(rows.unit for rows in found)) if c.parameters]
+        cuts.sort(key=lambda c: origin_of.get(c.parameters[0], (c.parameters[0], 0)))
+        return cuts, found
 
     def cut(self, units: Sequence[UnitSpec] | None = None) -> list[UnitCut]:
         """The units, in module order; an explicit list overrides what it names."""
@@ -136,6 +206,17 @@ class Cutter:
             rest.parameters.extend(own)
             size += numel
         yield rest
+
+
+def _rows_like(stack: nn.Parameter, count: int) -> nn.Parameter:
+    """Return a parameter without memory that stands for `count` rows of a stack."""
+    shape, outline = (count, *stack.shape[1:]), cast("object", stack)
+    if isinstance(outline, Shape):
+        return cast("nn.Parameter", Shape(shape, outline.requires_grad))
+    import torch  # imported already where there are parameters
+
+    made = torch.zeros((), dtype=stack.dtype).expand(shape)
+    return torch.nn.Parameter(made, stack.requires_grad)
 
 
 _Signature: TypeAlias = frozenset[tuple[str, tuple[int, ...], object]]

@@ -148,10 +148,11 @@ class ParameterBinding:
         parameters: Sequence[nn.Parameter],
         dtypes: Sequence[torch.dtype],
         device: torch.device,
+        names: Sequence[str],
     ) -> None:
         self.parameters = parameters
         self.dtypes = dtypes
-        self._names = {s.parameter: s.name for layout in layouts for s in layout.segments}
+        self._names = names
         self._classes = [type(parameter) for parameter in parameters]
         self._offloaded = [offload_class(kind) for kind in self._classes]
         self._placeholders = [

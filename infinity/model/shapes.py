@@ -62,6 +62,7 @@ class Outline:
     """
 
     is_table = False  # as `torch.nn.Embedding`
+    infinity_stacks: tuple[str, ...] = ()  # see `model/stacks.py`
 
     def __init__(self) -> None:
         self.own: dict[str, Shape] = {}

@@ -228,14 +228,16 @@ class NormTree:
         self._moved = moved
         self._kernels = kernels
         self._told = {p: told for unit in plan.units for p, told in unit.told_squares.items()}
+        self._sums = {s.parameter: s.num_sums for u in plan.units for s in u.trained_segments}
 
     def fold(
         self, own: Mapping[int, Tensor], parameters: Sequence[int], alike: Mapping[str, int]
-    ) -> dict[int, float]:
-        """Parameter -> its sum of squares; raises `TrainingError` unless ranks have `alike` alike.
+    ) -> dict[int, list[float]]:
+        """Parameter -> its sums of squares, of a stack one an expert; raises `TrainingError` unless
+        ranks have `alike` alike.
 
         `own` has the sums (fp64) of this rank's blocks of each of the `parameters`; the same
-        parameters on all ranks. Of one that lies in one shard only the sum itself is told.
+        parameters on all ranks. Of one that lies in one shard only the sums themselves are told.
         """
         sizes = {p: self._told[p] for p in parameters}
         length = max(sum(told[r] for told in sizes.values()) for r in range(self._ranks.count))
@@ -246,7 +248,11 @@ class NormTree:
             if count:
                 blocks = own[parameter]
                 whole = count < blocks.numel()
-                told[at : at + count] = self._kernels.fold_squares(blocks) if whole else blocks
+                if whole:
+                    blocks = torch.tensor(
+                        self._fold(parameter, blocks), dtype=torch.float64, device="cpu"
+                    )
+                told[at : at + count] = blocks
                 at += count
         self._ranks.meet_alike("ends a step", alike=alike)
         table = self._ranks.gather(told)
@@ -256,5 +262,11 @@ class NormTree:
             for rank, count in enumerate(sizes[parameter]):
                 parts.append(table[rank, starts[rank] : starts[rank] + count])
                 starts[rank] += count
-            found[parameter] = self._kernels.fold_squares(torch.cat(parts))
+            found[parameter] = self._fold(parameter, torch.cat(parts))
         return found
+
+    def _fold(self, parameter: int, blocks: Tensor) -> list[float]:
+        """The sums of a parameter's blocks; blocks of a stack end where experts do."""
+        count = self._sums[parameter]
+        each = (blocks,) if count == 1 else blocks.view(count, -1).unbind()
+        return [self._kernels.fold_squares(part) for part in each]

@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -140,12 +141,14 @@ class SquaresOnDevice:
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
         self._unit = -1  # that gradients are waiting of
-        self._waiting: dict[int, Tensor] = {}  # by parameter
-        self._begun: list[tuple[list[int], SquareSums]] = []
+        self._waiting: dict[int, Sequence[Tensor]] = {}  # by parameter
+        self._begun: list[tuple[dict[int, int], SquareSums]] = []  # parameter -> how many sums
         self._newest: dict[int, int] = {}  # parameter -> which of `_begun` counts
 
-    def add(self, unit: int, parameter: int, gradient: Tensor, *, complete: int) -> None:
-        """Take one gradient; with the unit's `complete`-th, or another unit's, sums are begun."""
+    def add(self, unit: int, parameter: int, gradient: Sequence[Tensor], *, complete: int) -> None:
+        """Take one gradient, in the parts of `apart`; with the unit's `complete`-th, or another
+        unit's, sums are begun.
+        """
         if unit != self._unit:  # not all parameters of a unit need have a gradient
             self.flush()
             self._unit = unit
@@ -157,24 +160,27 @@ class SquaresOnDevice:
         """Begin what is waiting."""
         if self._waiting:
             waiting, self._waiting = self._waiting, {}
-            sums = self._transfers.device.begin_square_sums(list(waiting.values()))
+            flat = [part for parts in waiting.values() for part in parts]
+            sums = self._transfers.device.begin_square_sums(flat)
             self._newest.update(dict.fromkeys(waiting, len(self._begun)))
-            self._begun.append((list(waiting), sums))
+            self._begun.append(({p: len(parts) for p, parts in waiting.items()}, sums))
 
     def drop(self, parameter: int) -> None:
         """What was taken of this parameter is not its gradient any more."""
         self._waiting.pop(parameter, None)
         self._newest.pop(parameter, None)
 
-    def results(self) -> dict[int, float]:
-        """Parameter -> sum of squares of all that was added; waits once, for the last of them."""
+    def results(self) -> dict[int, list[float]]:
+        """Parameter -> sums of squares of all that was added; waits once, for the last of them."""
         self.flush()
-        found: dict[int, float] = {}
+        found: dict[int, list[float]] = {}
         for number in reversed(range(len(self._begun))):  # when the last is there, all are
-            parameters, sums = self._begun[number]
-            for parameter, total in zip(parameters, sums.result(), strict=True):
+            counts, sums = self._begun[number]
+            totals = iter(sums.result())
+            for parameter, count in counts.items():
+                here = list(islice(totals, count))
                 if self._newest.get(parameter) == number:
-                    found[parameter] = total
+                    found[parameter] = here
         self.reset()
         return found
 
@@ -201,6 +207,11 @@ def part(flat: Tensor, segment: Segment) -> Tensor:
     return flat[first:end]
 
 
+def apart(flat: Tensor, segment: Segment) -> Sequence[Tensor]:
+    """Return the parts of a whole gradient that the norm sums apart: of a stack each expert."""
+    return (flat,) if segment.stack is None else flat.view(segment.shape[0], -1).unbind()
+
+
 def part_size(parameter: int, shard: UnitLayout) -> int:
     """Elements of a parameter that lie in a shard."""
     found = [s.within(0, shard.numel) for s in shard.segments if s.parameter == parameter]
@@ -218,7 +229,7 @@ class GradientSums:
     def __init__(
         self,
         kernels: CpuKernels,
-        square: Callable[[Tensor], Any],
+        square: Callable[[Tensor, Segment], Any],
         ram: Mapping[int, Tensor],
         windows: GradientWindows,
         transfers: Transfers | None,
@@ -247,14 +258,14 @@ class GradientSums:
         else:
             self._kernels.accumulate(target, gradient)
         if complete:
-            self.squares[segment.parameter] = self._square(target)
+            self.squares[segment.parameter] = self._square(target, segment)
         laps.lap("sums", "gradient", target.numel() * target.element_size())
         if at_rest is None:
             self._windows.count(unit)
 
     def square(self, unit: int, segment: Segment) -> None:
         """Sum the squares of what lies in RAM already."""
-        self.squares[segment.parameter] = self._square(part(self._ram[unit], segment))
+        self.squares[segment.parameter] = self._square(part(self._ram[unit], segment), segment)
 
 
 class GradientStore:
@@ -291,6 +302,12 @@ class GradientStore:
             elif cpu is None:
                 away[unit] = place
         self._segments = {s.parameter: (u.index, s) for u in plan.units for s in u.trained_segments}
+        rows = sorted(
+            (s for _, s in self._segments.values() if s.is_rows), key=lambda s: s.first_element
+        )
+        self._stacks: dict[int, list[int]] = {}  # those that are cut -> their rows, in order
+        for segment in rows:
+            self._stacks.setdefault(segment.origin, []).append(segment.parameter)
         # Of what this rank keeps.
         self._places = {s.parameter: (u.index, s) for u in plan.own for s in u.trained_segments}
         self._targets = {  # where copies go, as bytes
@@ -299,7 +316,8 @@ class GradientStore:
             if unit in self.ram and segment.numel
         }
         self._has: set[int] = set()  # parameters that have arrived
-        self._squares: dict[int, float] = {}  # beside those of `_sums` and `_device_squares`
+        # In the parts of `apart`; beside those of `_sums` and `_device_squares`.
+        self._squares: dict[int, list[float]] = {}
         self.exchange: GradientExchange | None = None
         self._tree: NormTree | None = None
         if ranks.count > 1:
@@ -311,7 +329,7 @@ class GradientStore:
         stall = transfers.stall if self._worker is None else untimed
         self._windows = GradientWindows(plan, transfers, self.dtype, away, stall)
         beside = None if self._worker is None else transfers
-        square = kernels.square_sum if ranks.count == 1 else kernels.square_blocks
+        square = self._square_sums if ranks.count == 1 else self._square_blocks
         self._sums = GradientSums(kernels, square, self.ram, self._windows, beside)
 
     def _reserve_staging(self) -> Tensor:
@@ -424,7 +442,7 @@ class GradientStore:
         event = self._copies.send(unit, parameter, target, source)
         if complete and self.plan.device_kernels and self._tree is None:
             count = len(self.plan.units[unit].trained_segments)
-            self._device_squares.add(unit, parameter, gradient, complete=count)
+            self._device_squares.add(unit, parameter, apart(gradient, segment), complete=count)
         elif complete:
             worker.put(partial(self._sums.square, unit, segment), [event])
         return event
@@ -483,6 +501,19 @@ class GradientStore:
             self.take(unit, segment, flat.to(self.transfers.device.torch_device))
         self._has.add(parameter)
 
+    def complete(self) -> None:
+        """Give zeros to ranges of experts that nothing was sent to, where others of the stack have
+        gradients: at the end of a window, on all ranks, after `finish`.
+        """
+        for pieces in self._stacks.values():
+            missing = [p for p in pieces if p not in self._has]
+            if not missing or len(missing) == len(pieces):
+                continue
+            for parameter in missing:
+                numel = self._segments[parameter][1].numel
+                self.put(parameter, torch.zeros(numel, dtype=self.dtype, device="cpu"))
+            self._save_windows()
+
     # --- the end of a backward, and of a window ----------------------------------------------
 
     def finish(self) -> None:
@@ -495,6 +526,9 @@ class GradientStore:
             self.exchange.finish()
         self._copies.let_go()
         self._device_squares.flush()
+        self._save_windows()
+
+    def _save_windows(self) -> None:
         if self._worker is None:
             self._windows.save()
         elif self._windows.places:
@@ -533,11 +567,25 @@ class GradientStore:
         if self._tree is None:
             self._squares |= {**self._device_squares.results(), **self._sums.squares}
         total = 0.0
-        for parameter in sorted(self._has):
+        for parameter in self._in_order():
             if parameter not in self._squares:
-                self._squares[parameter] = self.kernels.square_sum(self.read(parameter))
-            total += self._squares[parameter]
+                segment = self._segments[parameter][1]
+                self._squares[parameter] = self._square_sums(self._read(parameter), segment)
+            for square in self._squares[parameter]:
+                total += square
         return total
+
+    def _in_order(self) -> list[int]:
+        """What has arrived, in the order of the model's parameters, whatever units are."""
+        segments = (self._segments[parameter][1] for parameter in self._has)
+        ordered = sorted(segments, key=lambda s: (s.origin, s.first_element))
+        return [segment.parameter for segment in ordered]
+
+    def _square_sums(self, flat: Tensor, segment: Segment) -> list[float]:
+        return [self.kernels.square_sum(one) for one in apart(flat, segment)]
+
+    def _square_blocks(self, flat: Tensor, segment: Segment) -> Tensor:
+        return self.kernels.square_blocks(flat)
 
     def _blocks_of(self, parameter: int) -> Tensor:
         """Square sums (fp64) of the blocks of what this rank keeps of a parameter's gradient."""
@@ -549,24 +597,33 @@ class GradientStore:
         if not self.plan.device_kernels or self._tree is not None:
             return
         parts = {
-            parameter: part(self.on_device[unit], segment)
+            parameter: apart(part(self.on_device[unit], segment), segment)
             for parameter, (unit, segment) in self._places.items()
             if parameter in self._has and parameter not in self._squares and unit in self.on_device
         }
         if parts:
-            sums = self.transfers.device.begin_square_sums(list(parts.values())).result()
-            self._squares.update(zip(parts, sums, strict=True))
+            flat = [one for found in parts.values() for one in found]
+            sums = iter(self.transfers.device.begin_square_sums(flat).result())
+            self._squares |= {p: list(islice(sums, len(found))) for p, found in parts.items()}
 
     def non_finite(self) -> list[str]:
         """Names of the parameters whose gradients are not finite, in order; after `square_sum`."""
-        return [
+        names = (
             self._segments[parameter][1].name
-            for parameter in sorted(self._has)
-            if not math.isfinite(self._squares[parameter])
-        ]
+            for parameter in self._in_order()
+            if not math.isfinite(sum(self._squares[parameter]))
+        )
+        return list(dict.fromkeys(names))
 
     def read(self, parameter: int) -> Tensor:
         """A flat copy of one accumulated gradient; raises `TrainingError` if there is none."""
+        if pieces := self._stacks.get(parameter):
+            self.finish()
+            if self._has.isdisjoint(pieces):
+                parameter = pieces[0]
+            else:
+                self.complete()
+                return torch.cat([self.read(piece) for piece in pieces])
         unit, segment = self._segments[parameter]
         self.finish()
         self.drain()

@@ -94,8 +94,10 @@ class Hooks:
         self._task = -1  # the backward that was last seen to be a call of this thread's
         self._cuts = cuts
         self._parameters = parameters
-        self._index_of = {id(p): i for i, p in enumerate(parameters)}
         self._unit_of = {i: u for u, cut in enumerate(cuts) for i in cut.parameters}
+        # Without stacks that are cut: their rows have units.
+        self._index_of = {id(p): i for i, p in enumerate(parameters) if i in self._unit_of}
+        self._stacks = {id(p): i for i, p in enumerate(parameters) if i not in self._unit_of}
         self._handles: list[RemovableHandle] = []
         self._inside: list[_Entered] = []
         for unit, cut in enumerate(cuts):
@@ -106,7 +108,7 @@ class Hooks:
                     module.register_forward_hook(self._after(unit), always_call=True)
                 )
         for index, parameter in enumerate(parameters):
-            if trained[index]:
+            if trained[index] and index in self._unit_of:
                 parameter.grad = None  # of a backward before there was an engine
                 requires = parameter.requires_grad
                 parameter.requires_grad_(True)  # the hook needs an accumulator
@@ -125,6 +127,8 @@ class Hooks:
 
     def touch(self, parameter: nn.Parameter) -> Tensor:
         """A parameter is being reached for through its module; what is given to whoever does."""
+        if id(parameter) in self._stacks:
+            return self._stack(parameter)
         index = self._index_of[id(parameter)]
         unit = self._unit_of[index]
         if self._computes(unit):
@@ -136,6 +140,20 @@ class Hooks:
         self._is_lent(unit)  # raises where a sibling is
         self._use(unit)
         return self.sums.read(index, parameter)
+
+    def _stack(self, parameter: nn.Parameter) -> Tensor:
+        """Return a stack of experts that is cut: to be read between calls, or materialized."""
+        self._refuse_strangers()
+        if self.owner.busy and self._stacks[id(parameter)] not in self.lent:
+            raise ResidencyError(
+                f"a stack of experts of shape {tuple(parameter.shape)} was read whole during a "
+                "call, and its experts travel in ranges",
+                because="the module computes with another implementation of its experts than it "
+                "did at initialize(), or something else computes with its weights",
+                remedy="read ranges of it: infinity.model.stacks.stack_ranges; or in "
+                "engine.materialized(module)",
+            )
+        return parameter
 
     def _computes(self, unit: int) -> bool:
         """Whether this thread is inside the unit's own forward, which has all that it needs."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._engine_step: weakref.WeakMethod[Callable[[], None]] | None = None
         self._drop: weakref.WeakMethod[Callable[[], None]] | None = None
         self._read_state: Callable[[nn.Parameter], dict[str, Any]] | None = None
+        self._pieces: Mapping[int, Sequence[int]] = {}
         rule.reserve(self.param_groups)
 
     def connect(self, engine_step: Callable[[], None], drop: Callable[[], None]) -> None:
@@ -160,8 +161,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             hyper = self.rule.capture(group)
             for parameter in group["params"]:
-                found[index_of[id(parameter)]] = hyper
+                index = index_of[id(parameter)]
+                found |= dict.fromkeys((index, *self._pieces.get(index, ())), hyper)
         return found
+
+    def cut(self, pieces: Mapping[int, Sequence[int]]) -> None:
+        """Set the parameters, by index, that are rows of a parameter of the groups."""
+        self._pieces = dict(pieces)
 
     def group_values(self) -> list[dict[str, Any]]:
         """What groups hold but parameters."""

@@ -124,22 +124,24 @@ class ActivationModel:
         shares: Mapping[int, float],
     ) -> _BlockShape:
         itemsize = self._itemsize
-        segments = [s for unit in block for s in unit.segments if s.parameter not in lookups]
+        segments = [s for unit in block for s in unit.segments if s.origin not in lookups]
         matrices = [s for s in segments if len(s.shape) > 1]
         width = _width(matrices)
         saved = carried = 0.0
         for matrix in matrices:
             values = sum(_sides(matrix))
-            if matrix.parameter in heads:
+            if matrix.origin in heads:
                 self._heads.append(matrix.shape)
                 values = matrix.shape[1]
             saved += passes(matrix, shares) * values * itemsize
         modules: dict[str, list[Segment]] = {}
         for segment in segments:
-            if len(segment.shape) < 2 or segment.parameter not in heads:
+            if segment.stack is not None and segment.stack.first:
+                continue  # its module has been seen
+            if len(segment.shape) < 2 or segment.origin not in heads:
                 modules.setdefault(_parent(segment), []).append(segment)
         for module in modules.values():
-            share = max(passes(s, shares) for s in module)
+            share = max(passes(s, shares, s.full_shape) for s in module)
             gate, widest = _gate_and_widest(module, width)
             saved += share * gate * itemsize + _of_norms(module, itemsize)
             carried = max(carried, share * (2 * gate or widest) * itemsize)
@@ -202,14 +204,16 @@ def _summed_bytes(unit: UnitLayout) -> int:
     return unit.num_trained * 4 + max((s.nbytes for s in unit.trained_segments), default=0)
 
 
-def passes(segment: Segment, shares: Mapping[int, float]) -> float:
+def passes(
+    segment: Segment, shares: Mapping[int, float], shape: Sequence[int] | None = None
+) -> float:
     """Return how many matrices of a parameter a token is multiplied with.
 
-    Fewer than one of an expert, by the share of the tokens that it sees; of a stack of experts, as
-    many as a token is sent to.
+    Fewer than one of an expert, by the share of the tokens that it sees; of a stack of experts, the
+    number of its experts that a token is sent to. `shape` stands for that of the segment.
     """
-    share = shares.get(segment.parameter)
-    return 1.0 if share is None else share * math.prod(segment.shape[:-2])
+    share = shares.get(segment.origin)
+    return 1.0 if share is None else share * math.prod((shape or segment.shape)[:-2])
 
 
 def _adapted_stacks(matrices: Sequence[Segment]) -> list[int]:

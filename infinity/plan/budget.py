@@ -152,8 +152,9 @@ def fits_as(changed: Plan, before: Plan, limits: Limits, *, auto: bool) -> bool:
 def _slot_classes(plan: Plan) -> tuple[SlotClass, ...]:
     """Group units whose sizes lie within a factor of two; a class has slots of its largest.
 
-    A unit that computes with its weights where they rest has none. Those that stay `whole` have a
-    slot each, of their own size.
+    Ranges of experts have classes of their own: while they compute, so does the unit of their
+    layer. A unit that computes with its weights where they rest has none. Those that stay `whole`
+    have a slot each, of their own size.
     """
     there = plan.at_device - plan.facts.dequantised if plan.ranks == 1 else frozenset()
     key = (there | plan.whole, plan.whole, plan.prefetch_units)
@@ -167,8 +168,9 @@ def _classes_without(plan: Plan, resting: frozenset[int]) -> tuple[SlotClass, ..
     """Return the slot classes of a plan of which these units do not move."""
     moving = [unit for unit in plan.units if unit.index not in resting]
     groups: list[list[UnitLayout]] = []
-    for unit in sorted(moving, key=lambda u: (-u.slot_bytes, u.index)):
-        if groups and unit.slot_bytes * 2 > groups[-1][0].slot_bytes:
+    for unit in sorted(moving, key=lambda u: (u.is_range, -u.slot_bytes, u.index)):
+        like = bool(groups) and unit.is_range == groups[-1][0].is_range
+        if like and unit.slot_bytes * 2 > groups[-1][0].slot_bytes:
             groups[-1].append(unit)
         else:
             groups.append([unit])

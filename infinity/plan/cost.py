@@ -455,7 +455,7 @@ class _Pricing:
         lead = max(seconds * shares.get(name, share) for name, seconds in others.items())
         # Heads that are elsewhere, tied or frozen, are computed last all the same.
         heads = [s for unit in plan.units if unit is not last for s in unit.segments
-                 if s.parameter in self.work.heads]  # fmt: skip
+                 if s.origin in self.work.heads]  # fmt: skip
         tail = self._compute_s(phase, _elements([last], self.work, heads), _NONE)
         return max(slowest, resources[named] + lead, max(others.values()) + tail)
 
@@ -543,16 +543,16 @@ def _elements(units: Sequence[UnitLayout], work: Work, more: Iterable[Segment] =
     """Of these units, and of `more` parameters. Logits are no sides: they have their rate."""
     matrices, trained, quantised, all_elements, sides, logits = 0.0, 0.0, 0, 0, 0.0, 0
     for segment in (*(segment for unit in units for segment in unit.segments), *more):
-        if segment.parameter in work.lookups:
+        if segment.origin in work.lookups:
             continue
         all_elements += segment.numel
         quantised += segment.numel if segment.form else 0
         if len(segment.shape) > 1:
-            share = work.shares.get(segment.parameter, 1.0)
+            share = work.shares.get(segment.origin, 1.0)
             matrices += segment.numel * share
             trained += segment.numel * share if segment.trained else 0.0
             sides += sum(sorted(segment.shape)[-2:]) * passes(segment, work.shares)
-        if segment.parameter in work.heads:
+        if segment.origin in work.heads:
             logits += segment.shape[0]
             sides -= segment.shape[0]
     attended = attending_width(units)
@@ -567,7 +567,7 @@ def _over(amount: float, rate: float | None) -> float:
 def active_parameters(units: Sequence[UnitLayout], work: Work) -> int:
     """Parameters that one token uses: of experts the share of all that it is sent to."""
     shares = work.shares
-    return round(sum(s.numel * shares.get(s.parameter, 1.0) for u in units for s in u.segments))
+    return round(sum(s.numel * shares.get(s.origin, 1.0) for u in units for s in u.segments))
 
 
 def flop_per_token(units: Sequence[UnitLayout], work: Work) -> float:

@@ -155,13 +155,26 @@ PRECISIONS = {precision.name: precision for precision in (BF16, FP16, FP32)}
 
 
 @dataclass(frozen=True, slots=True)
+class StackRange:
+    """Rows of a parameter that is a stack of experts along its first dimension.
+
+    `origin` is the parameter's index, `first` the first row and `total` the number of rows of all.
+    """
+
+    origin: int
+    first: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """One parameter's place in its unit.
 
     `offset` counts elements of the trained range when `trained`, else bytes of the frozen range.
     `dtype` is the torch dtype's name, for instance "bfloat16"; `group` the optimizer group. `form`
     is the `FrozenFormat` in which it rests, of which `nbytes` are then, or "" for `dtype`. `whole`
-    says that the update rule needs it whole, and keeps one moment of it.
+    says that the update rule needs it whole, and keeps one moment of it. `stack` is there for a
+    stack of experts: all of it, or rows, which have an index of their own and the stack's name.
     """
 
     name: str
@@ -175,6 +188,42 @@ class Segment:
     group: int
     form: str = ""
     whole: bool = False
+    stack: StackRange | None = None
+
+    @property
+    def origin(self) -> int:
+        """The index of the model's parameter that this is, or is rows of."""
+        return self.parameter if self.stack is None else self.stack.origin
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether the parameter is cut: this is one of several ranges, or may be."""
+        return self.stack is not None and self.stack.origin != self.parameter
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the model's parameter."""
+        return self.shape if self.stack is None else (self.stack.total, *self.shape[1:])
+
+    @property
+    def first_element(self) -> int:
+        """Elements of the model's parameter that come before."""
+        return 0 if self.stack is None else self.stack.first * (self.numel // self.shape[0])
+
+    @property
+    def begins(self) -> bool:
+        """Whether it is a parameter of the model, or the first rows of one."""
+        return self.first_element == 0
+
+    @property
+    def ends_stack(self) -> bool:
+        """Whether the last rows of a stack are among these."""
+        return self.stack is not None and self.stack.first + self.shape[0] == self.stack.total
+
+    @property
+    def num_sums(self) -> int:
+        """Square sums that are taken of it for the norm: of a stack one an expert."""
+        return 1 if self.stack is None else self.shape[0]
 
     def keeps(self, kind: Kind) -> bool:
         """Whether there is state of this kind of it."""
@@ -238,6 +287,11 @@ class UnitLayout:
         sizes = (s.numel * self.weight_itemsize for s in self.segments if s.form)
         return round_up(sum(round_up(size, SEGMENT_ALIGN_BYTES) for size in sizes), PAGE)
 
+    @cached_property
+    def is_range(self) -> bool:
+        """Whether this is a range of a layer's experts."""
+        return any(segment.is_rows for segment in self.segments)
+
     @property
     def shard_numel(self) -> int:
         """Trained elements that one rank keeps, with padding."""
@@ -260,16 +314,18 @@ class UnitLayout:
     def told_squares(self) -> dict[int, tuple[int, ...]]:
         """Parameter -> how many square sums each rank tells the others of it, for the norm.
 
-        Those of all its blocks there; of a parameter that lies in one shard only their sum.
+        Those of all its blocks there; of a parameter that lies in one shard only their sum, of a
+        stack their sum for each expert.
         """
         blocks = {s.parameter: [0] * self.shards for s in self.trained_segments}
+        sums = {s.parameter: s.num_sums for s in self.trained_segments}
         for rank in range(self.shards):
             shard = self.of_shard(rank)
             for segment in shard.trained_segments:
                 first, end = segment.within(0, shard.numel)
                 blocks[segment.parameter][rank] = -(-(end - first) // SQUARE_BLOCK)
         return {
-            p: tuple(counts if sum(map(bool, counts)) > 1 else (min(n, 1) for n in counts))
+            p: tuple(counts if sum(map(bool, counts)) > 1 else (min(n, sums[p]) for n in counts))
             for p, counts in blocks.items()
         }
 
@@ -333,6 +389,18 @@ class ParameterFacts:
     group: int
     form: str = ""  # of a frozen one that rests quantised: a `FrozenFormat`
     whole: bool = False  # as in `Segment`
+    stack: StackRange | None = None  # as in `Segment`
+
+    def rows(self, parameter: int, first: int, count: int) -> ParameterFacts:
+        """Rows of a stack, as a parameter of another index."""
+        assert self.stack is not None
+        return replace(
+            self,
+            parameter=parameter,
+            shape=(count, *self.shape[1:]),
+            numel=self.numel // self.shape[0] * count,
+            stack=replace(self.stack, first=first),
+        )
 
 
 def lay_out(
@@ -366,7 +434,7 @@ def lay_out(
             nbytes = fact.numel * precision.weight
             segments.append(
                 Segment(fact.name, fact.parameter, fact.shape, fact.dtype, fact.numel, nbytes,
-                        element, True, fact.group, whole=fact.whole)
+                        element, True, fact.group, whole=fact.whole, stack=fact.stack)
             )  # fmt: skip
             element = round_up(element + fact.numel, align)
     element = len(runs) * longest
@@ -377,7 +445,7 @@ def lay_out(
             nbytes = FrozenFormat(fact.form).nbytes(fact.shape)
         segments.append(
             Segment(fact.name, fact.parameter, fact.shape, fact.dtype, fact.numel, nbytes,
-                    offset, False, fact.group, fact.form)
+                    offset, False, fact.group, fact.form, stack=fact.stack)
         )  # fmt: skip
         offset = round_up(offset + nbytes, SEGMENT_ALIGN_BYTES)
     return UnitLayout(
@@ -406,7 +474,8 @@ def lay_out_again(
     for unit in units:
         facts = [
             ParameterFacts(s.name, s.parameter, s.shape, s.dtype, s.numel,
-                           s.nbytes // max(s.numel, 1), s.trained, s.group, s.form, s.whole)
+                           s.nbytes // max(s.numel, 1), s.trained, s.group, s.form, s.whole,
+                           s.stack)
             for s in unit.segments
         ]  # fmt: skip
         if cast:

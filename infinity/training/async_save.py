@@ -187,7 +187,7 @@ class Saver:
     @property
     def busy(self) -> bool:
         """Whether a save is under way; of several ranks until `poll` has ended it."""
-        if self._store.ranks.count > 1:
+        if self._together is not None or self._store.ranks.count > 1:
             return self._together is not None
         return self._thread is not None and self._thread.is_alive()
 

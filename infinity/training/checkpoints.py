@@ -32,7 +32,13 @@ from infinity.checkpoint.plain import MAX_ARRAY_BYTES, decode, encode
 from infinity.checkpoint.ranges import RangeWriter
 from infinity.checkpoint.reader import CheckpointReader, StateReader
 from infinity.checkpoint.schemas import check_run_state
-from infinity.checkpoint.streams import Piece, frozen_pieces, pieces, state_streams
+from infinity.checkpoint.streams import (
+    Piece,
+    frozen_pieces,
+    frozen_runs,
+    pieces,
+    state_streams,
+)
 from infinity.checkpoint.writer import CheckpointWriter, files_of, temporary_of
 from infinity.config.schema import Config
 from infinity.crc32c import crc32c_of
@@ -164,7 +170,10 @@ class Checkpoints:
         self._index_of = index_of
         self._rule = rule
         self._config = {name: entry["value"] for name, entry in config.resolved().items()}
-        self._segments = {s.parameter: s for u in rooms.plan.units for s in u.segments}
+        # By the model's parameters: of a stack of experts that is cut the first rows.
+        self._segments = {s.origin: s for u in rooms.plan.units for s in u.segments if s.begins}
+        self._origins = {s.parameter: s.origin for u in rooms.plan.units for s in u.segments}
+        self._in_ranges = any(unit.is_range for unit in rooms.plan.units)
 
     # --- saving ------------------------------------------------------------------------------
 
@@ -186,13 +195,13 @@ class Checkpoints:
         with rooms.ranks.telling("saves a checkpoint"):
             self._refuse_loans("saved")
             self._settle()
-        gradients = sorted(rooms.gradients.arrived())
+        gradients = sorted({self._origins[i] for i in rooms.gradients.arrived()})
         buffers = self._saved_buffers()
         streams = state_streams(rooms.plan)
         if gradients:
             dtype = rooms.gradients.dtype
             streams[GRADIENT] = [
-                TensorSpec(self._segments[i].name, self._segments[i].shape, dtype)
+                TensorSpec(self._segments[i].name, self._segments[i].full_shape, dtype)
                 for i in gradients
             ]
         with rooms.ranks.telling("saves a checkpoint"):
@@ -200,19 +209,20 @@ class Checkpoints:
         if buffers:
             streams[BUFFERS] = [record.spec for record in manifest.buffers]
         writer, ranges, ranks = None, None, rooms.ranks
+        by_ranges = ranks.count > 1 or self._in_ranges  # bytes come in another order than files'
         files = {n: f for n, f in files_of(streams).items() if n not in (BUFFERS, GRADIENT)}
         try:
             before = rooms.saver.frozen.begin()
             with ranks.settle("saves a checkpoint"):
                 if ranks.rank == 0:
                     writer = CheckpointWriter(root, tag, streams, before=before, same=(FROZEN,))
-                    if ranks.count > 1:
+                    if by_ranges:
                         writer.make_files(name for name in files if not writer.shares(name))
                 for buffer in buffers:
                     _write(writer, BUFFERS, buffer.value)
                 for index in gradients:
                     _write(writer, GRADIENT, rooms.gradients.read(index))
-            if ranks.count > 1:
+            if by_ranges:
                 shared = writer is not None and writer.shares(FROZEN)
                 if ranks.meet("shares frozen files", shared)[0][0]:
                     del files[FROZEN]
@@ -237,8 +247,8 @@ class Checkpoints:
         parameters = [
             ParameterRecord(
                 s.name,
-                aliases[s.parameter],
-                s.shape,
+                aliases[s.origin],
+                s.full_shape,
                 s.dtype,
                 s.trained,
                 steps[s.parameter],
@@ -246,6 +256,7 @@ class Checkpoints:
             )
             for unit in plan.units
             for s in unit.segments
+            if s.begins
         ]
         return Manifest(
             engine_version=version("torch-infinity"),
@@ -273,7 +284,7 @@ class Checkpoints:
         Of buffers, too: the first rank's are those of the checkpoint.
         """
         rooms, ranks = self._rooms, self._rooms.ranks
-        share_kept(rooms.store, rooms.updater, self._segments.keys())
+        share_kept(rooms.store, rooms.updater, self._origins.keys())
         state = self.run_state.capture()
         if ranks.count > 1:
             own = {name: state[name] for name in OF_EACH_RANK}
@@ -450,9 +461,9 @@ class Checkpoints:
             record = there.pop(segment.name, None)
             if record is None:
                 problems += [f"{segment.name!r} is missing"] if strict else []
-            elif tuple(record.shape) != segment.shape:
+            elif tuple(record.shape) != segment.full_shape:
                 problems.append(
-                    f"{segment.name!r} has shape {tuple(record.shape)}, not {segment.shape}"
+                    f"{segment.name!r} has shape {tuple(record.shape)}, not {segment.full_shape}"
                 )
         problems += [f"{name!r} is not in the model" for name in there] if strict else []
         if problems:
@@ -476,16 +487,27 @@ class Checkpoints:
         for index in sorted(self._segments, key=self._values.place):
             name, form = self._segments[index].name, self._segments[index].form
             if form and name in reader.quantised and reader.quantised[name].form == form:
-                self._values.write_packed(index, reader.read(FROZEN, name))  # rounded once only
+                for piece, _ in self._values.rows(index):  # rounded once only
+                    self._values.write_packed(piece, self._packed(reader, piece))
             elif name in there:
                 self._values.write(index, reader.master(name))
         self._values.flush()
+
+    def _packed(self, reader: StateReader, parameter: int) -> Tensor:
+        """The bytes of a quantised parameter, as they rest."""
+        segment = self._values.place_of(parameter)[1]
+        packed = torch.zeros(segment.nbytes, dtype=torch.uint8, device="cpu")
+        for first, start, nbytes in frozen_runs(segment):
+            reader.read_into(FROZEN, segment.name, first, packed[start : start + nbytes])
+        return packed
 
     def _load_gradients(self, reader: StateReader) -> None:
         rooms = self._rooms
         index_of = {s.name: i for i, s in self._segments.items()}
         for name in reader.names(GRADIENT):
-            rooms.gradients.put(index_of[name], reader.read(GRADIENT, name))
+            value = reader.read(GRADIENT, name)
+            for piece, rows in self._values.rows(index_of[name]):
+                rooms.gradients.put(piece, value[rows])
         rooms.gradients.finish()
 
     # --- durable steps -----------------------------------------------------------------------

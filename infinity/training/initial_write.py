@@ -75,6 +75,9 @@ class InitialWrite:
             self._write_frozen(layout, parameters)
             self._values.forget()
             binding.forget(layout.index)
+            for segment in layout.segments:
+                if segment.is_rows and segment.ends_stack:
+                    binding.unlend(segment.origin)
             done += sizes[layout.index]
             if progress is not None:
                 progress(done, sum(sizes), f"writing the initial state: {layout.name}")
@@ -119,8 +122,8 @@ class InitialWrite:
         for segment in layout.trained_segments:
             first, last = segment.within(start, count)
             if first < last:
-                skipped = start - segment.offset
-                parameter = parameters[segment.parameter]
+                skipped = start - segment.offset + segment.first_element
+                parameter = parameters[segment.origin]
                 self._values.fill(master[first:last], parameter, first + skipped)
 
     def _fill_views(self, views: dict[Kind, Tensor], master: Tensor) -> None:
@@ -175,7 +178,7 @@ class InitialWrite:
             end = min(start + share - segment.offset, segment.nbytes)
             if first < end:
                 target = own[segment.offset + first - start : segment.offset + end - start]
-                self._fill_frozen(segment, first, target, parameters[segment.parameter])
+                self._fill_frozen(segment, first, target, parameters[segment.origin])
         state = self.store.units[layout.index]
         pieces: list[tuple[Range, Tensor]] = [(extent, own) for extent in state.frozen_copies[:1]]
         if Kind.WEIGHT in state.memory:
@@ -189,7 +192,8 @@ class InitialWrite:
         """The bytes of a frozen segment from `first`, as many as `target` has."""
         dtype = getattr(torch, segment.dtype)
         if not segment.form:
-            self._values.fill(target.view(dtype), parameter, first // dtype.itemsize)
+            start = segment.first_element + first // dtype.itemsize
+            self._values.fill(target.view(dtype), parameter, start)
             return
         form, shape = FrozenFormat(segment.form), segment.shape[-2:]
         size = form.nbytes(shape)
@@ -205,6 +209,7 @@ class InitialWrite:
         """Return the bytes at rest of one matrix: of a file that has this format its own."""
         shape = segment.shape[-2:]
         numel = math.prod(shape)
+        index += segment.first_element // numel
         pieces = self._values.pieces(parameter, index * numel, numel)
         found = list[tuple[int, Tensor]]()
         for piece in pieces or () if form in NATIVE else ():

@@ -93,7 +93,7 @@ def tiles_of(
             Tile(
                 parameter=segment.parameter,
                 shape=segment.shape,
-                first=start + first - segment.offset,
+                first=start + first - segment.offset + segment.first_element,
                 weight=weights[first:last],
                 rest=None if rests is None else rests[first:last],
                 moments=tuple(m.part(first, last) for k, m in moments.items() if segment.keeps(k)),

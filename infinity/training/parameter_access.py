@@ -46,14 +46,24 @@ def read_state(
     No update may be owed; all ranks call. `steps` counts updates by parameter index. Raises
     `ConfigError` if the parameter has no state.
     """
+    states: list[dict[str, Any]] = []
     for layout in store.plan.units:
         for segment in layout.segments:
-            if segment.parameter == parameter and segment.trained:
+            if parameter in (segment.parameter, segment.origin) and segment.trained:
                 kinds = filter(segment.keeps, store.plan.precision.moment_kinds)
                 moments = [_moment(store, layout, segment, kind) for kind in kinds]
-                shape, step = segment.shape, steps[parameter]
-                share_kept(store, updater, {parameter})
-                return updater.state_of(parameter, hyper, moments, shape, step)
+                index, shape = segment.parameter, segment.shape
+                share_kept(store, updater, {index})
+                states.append(updater.state_of(index, hyper, moments, shape, steps[index]))
+    if len(states) > 1:  # of rows of a stack
+        return {
+            name: torch.cat([state[name] for state in states])
+            if isinstance(value, Tensor) and value.dim()
+            else value
+            for name, value in states[0].items()
+        }
+    if states:
+        return states[0]
     raise ConfigError("this parameter is frozen and has no optimizer state")
 
 
@@ -167,7 +177,11 @@ class _CachedUnit:
 
 
 class Values:
-    """Reads and writes parameters by index; `settle` must lift the pacing and wait for updates."""
+    """Reads and writes parameters by index; `settle` must lift the pacing and wait for updates.
+
+    `pieces` has the parameters that are rows of a stack of experts, by the stack's index, which
+    names it here as well.
+    """
 
     def __init__(
         self,
@@ -177,7 +191,9 @@ class Values:
         settle: Callable[[], None],
         owner: Owner,
         before_change: Callable[[int], None],
+        pieces: Mapping[int, Sequence[int]],
     ) -> None:
+        self.pieces = pieces
         self.store = store
         self.prefetcher = prefetcher
         self.kernels = kernels
@@ -186,6 +202,7 @@ class Values:
         self.before_change = before_change  # told of a unit
         self._places = {s.parameter: (u, s) for u in store.plan.units for s in u.segments}
         self._cached: _CachedUnit | None = None
+        self._taken: dict[int, Tensor] = {}  # stacks of which some rows were taken
         self._owner = owner
 
     # --- single values -----------------------------------------------------------------------
@@ -193,6 +210,8 @@ class Values:
     @exclusive
     def read(self, parameter: int, *, master: bool = False) -> Tensor:
         """A fresh CPU tensor: the compute-dtype value, or the fp32 master of a trained one."""
+        if parameter in self.pieces:
+            return self._read_stack(parameter, master=master)
         layout, segment = self._places[parameter]
         weight, rest = self._parts(self._load(layout), segment, with_rest=master)
         if rest is None:
@@ -201,21 +220,53 @@ class Values:
         self.kernels.join(weight, rest, joined)
         return joined.view(segment.shape)
 
+    def _read_stack(self, parameter: int, *, master: bool) -> Tensor:
+        whole: Tensor | None = None
+        for piece, rows in self.rows(parameter):
+            value = self.read(piece, master=master)
+            if whole is None:
+                whole = torch.empty(self.shape(parameter), dtype=value.dtype, device="cpu")
+            whole[rows] = value
+        assert whole is not None
+        return whole
+
+    def rows(self, parameter: int) -> Iterator[tuple[int, slice]]:
+        """Yield the parameters that hold rows of one, and which; of any other one itself."""
+        if parameter not in self.pieces:
+            yield parameter, slice(None)
+            return
+        for piece in self.pieces[parameter]:
+            segment = self._places[piece][1]
+            assert segment.stack is not None
+            yield piece, slice(segment.stack.first, segment.stack.first + segment.shape[0])
+
     def _value(self, segment: Segment, weight: Tensor) -> Tensor:
         if segment.form:
             return self._dequantised(segment, weight)
         return weight.view(segment.shape).clone()
 
     def take(self, layout: UnitLayout) -> dict[int, Tensor]:
-        """Return all values of a unit, by parameter, which rest nowhere else from then on.
+        """Return all values of a unit, by parameter, which rest nowhere else from then on; of a
+        stack of experts with its first rows, all.
 
-        Where the optimizer pass is over, and nothing is resident any more.
+        Where the optimizer pass is over, nothing is resident any more, and units are taken from the
+        last to the first.
         """
         unit = _CachedUnit(layout, self.store.take_weights(layout.index))
-        return {
-            s.parameter: self._value(s, self._parts(unit, s, with_rest=False)[0])
-            for s in layout.segments
-        }
+        found: dict[int, Tensor] = {}
+        for segment in layout.segments:
+            value = self._value(segment, self._parts(unit, segment, with_rest=False)[0])
+            if not segment.is_rows:
+                found[segment.parameter] = value
+                continue
+            assert segment.stack is not None
+            origin, first = segment.origin, segment.stack.first
+            if origin not in self._taken:
+                self._taken[origin] = torch.empty(segment.full_shape, dtype=value.dtype)
+            self._taken[origin][first : first + segment.shape[0]] = value
+            if first == 0:
+                found[origin] = self._taken.pop(origin)
+        return found
 
     @exclusive
     def write(self, parameter: int, value: Tensor) -> None:
@@ -223,11 +274,14 @@ class Values:
         values in the compute dtype keep the master where their bits did not change. What rests
         quantised is quantised anew, unless the value is what it stands for.
         """
+        if tuple(value.shape) != self.shape(parameter):
+            name, shape = self.name(parameter), self.shape(parameter)
+            raise ConfigError(f"parameter {name!r} has shape {shape}, got {tuple(value.shape)}")
+        if parameter in self.pieces:
+            for piece, rows in self.rows(parameter):
+                self.write(piece, value[rows])
+            return
         layout, segment = self._places[parameter]
-        if tuple(value.shape) != segment.shape:
-            raise ConfigError(
-                f"parameter {segment.name!r} has shape {segment.shape}, got {tuple(value.shape)}"
-            )
         cached = self._load(layout)
         flat = value.detach().cpu().contiguous().view(-1)
         weight, rest = self._parts(cached, segment, with_rest=True)
@@ -271,19 +325,31 @@ class Values:
 
     def shape(self, parameter: int) -> tuple[int, ...]:
         """The parameter's real shape."""
-        return self._places[parameter][1].shape
+        return (
+            self.place_of(parameter)[1].full_shape
+            if parameter in self.pieces
+            else (self._places[parameter][1].shape)
+        )
+
+    def name(self, parameter: int) -> str:
+        """The parameter's name in the model."""
+        return self.place_of(parameter)[1].name
 
     def dtype(self, parameter: int) -> torch.dtype:
         """The dtype the parameter computes in."""
         return self.prefetcher.binding.dtypes[parameter]
 
     def place_of(self, parameter: int) -> tuple[UnitLayout, Segment]:
-        """Its unit, and where it lies in that."""
-        return self._places[parameter]
+        """Its unit, and where it lies in that; of a stack that is cut, of its first rows."""
+        return self._places[self.pieces.get(parameter, (parameter,))[0]]
+
+    def units_of(self, parameter: int) -> list[int]:
+        """The units that hold it: one, or those of its rows."""
+        return [self._places[piece][0].index for piece, _ in self.rows(parameter)]
 
     def place(self, parameter: int) -> tuple[int, bool, int]:
         """Sorts parameters by unit, then by where they lie in it."""
-        layout, segment = self._places[parameter]
+        layout, segment = self.place_of(parameter)
         return layout.index, not segment.trained, segment.offset
 
     def flush(self) -> None:
@@ -359,7 +425,7 @@ class Values:
         indices = sorted(set(parameters))
         taken = [i for i in indices if i in self.lent]
         if taken:
-            name = self._places[taken[0]][1].name
+            name = self.name(taken[0])
             raise ResidencyError(f"parameter {name!r} is materialized already")
         try:
             self._lend_all(indices, master=master)
@@ -400,9 +466,9 @@ class Values:
 
     def lend(self, index: int, *, master: bool) -> None:
         """Bind a parameter to a full value of its own."""
-        layout, _ = self._places[index]
         value = self.read(index, master=master)
-        self.prefetcher.drop(layout.index)
+        for unit in self.units_of(index):
+            self.prefetcher.drop(unit)
         self.lent[index] = value.dtype
         self.prefetcher.binding.lend(index, value.to(self.prefetcher.transfers.device.torch_device))
 
@@ -450,12 +516,14 @@ class ParameterAccess:
 
     def version(self, parameter: nn.Parameter) -> int:
         """Return a number that changes with each update, from `step()` on, and each edit."""
-        layout, segment = self._values.place_of(self._index_of[id(parameter)])
-        prefetcher = self._values.prefetcher
-        entry = prefetcher.entries[layout.index]
-        if not segment.trained:
-            return entry.edits
-        return entry.updates + prefetcher.is_pending(layout.index)
+        index, prefetcher = self._index_of[id(parameter)], self._values.prefetcher
+        _, segment = self._values.place_of(index)
+        version = 0
+        for unit in self._values.units_of(index):
+            entry = prefetcher.entries[unit]
+            updates = entry.updates + prefetcher.is_pending(unit)
+            version += updates if segment.trained else entry.edits
+        return version
 
     def note_missing_gradient(self) -> None:
         """Warn once if there are gradients that a loop looks for in `p.grad`."""

@@ -24,6 +24,7 @@ from infinity.model.torch_private import forget_flat_weights
 from infinity.offload.activations import ActivationStore
 from infinity.offload.block_forward import UnitForwards
 from infinity.offload.cycles import Cycles
+from infinity.offload.expert_ranges import ExpertRanges
 from infinity.offload.gradients import GradientStore
 from infinity.offload.hooks import Hooks
 from infinity.offload.memory_watch import MemoryWatch
@@ -124,7 +125,7 @@ class Parts:
             uses.append(self.durability.close)
             self.resumed = self.durability.document if stored is not None else None
         self.binding = ParameterBinding(
-            plan.units, cut.parameters, cut.dtypes, self.device.torch_device
+            plan.units, cut.parameters, cut.dtypes, self.device.torch_device, cut.names
         )
         self.prefetcher = Prefetcher(plan, self.transfers, self.store, self.binding)
         self.prefetcher.exchange = self.gradients.exchange
@@ -201,7 +202,7 @@ class Parts:
         self.owner = Owner(backward_threads=not plan.unified)
         self.values = Values(
             self.store, self.prefetcher, self.kernels, self.optimizer_pass.finish, self.owner,
-            before_change=self.saver.await_copied,
+            before_change=self.saver.await_copied, pieces=cut.pieces,
         )  # fmt: skip
         at_once = logits_at_once(config.activations)
         host = None if config.budget.host is None else config.budget.host // self.ranks.local_count
@@ -227,6 +228,7 @@ class Parts:
             )
         self.installation = Installation(model, self.hooks.touch)
         uses.append(self.installation.remove)
+        uses.append(ExpertRanges(self.hooks, cut.rows, cut.parameters, self.ranks).remove)
         if config.compile:
             self.forwards.compile_units()
 

@@ -449,5 +449,5 @@ class RunState:
         return {self._names[index]: kept for index, kept in self._updater.kept().items()}
 
     def _keep(self, kept: Mapping[str, Any]) -> None:
-        index_of = {name: index for index, name in enumerate(self._names)}
-        self._updater.keep({index_of[name]: value for name, value in kept.items()})
+        # Rows of a stack of experts have its name, and the same is kept of all.
+        self._updater.keep({i: kept[name] for i, name in enumerate(self._names) if name in kept})

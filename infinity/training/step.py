@@ -446,6 +446,7 @@ class Stepper:
         happened.
         """
         self._gradients.finish()  # a backward the engine did not see may have left some open
+        self._gradients.complete()
         # What may fail on one rank alone comes before ranks meet for the norm: then all commit.
         self._gradients.settle()
         self._parts.store.settle_copies()

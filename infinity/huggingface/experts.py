@@ -1,0 +1,121 @@
+"""Experts of transformers models, computed range by range.
+
+transformers 5 keeps a layer's experts as stacks (`gate_up_proj`, `down_proj`), and looks up how
+they are computed in a registry. Here is an entry of it, with the products of its `grouped_mm`, and
+its bits: a product of an expert's tokens does not depend on the other experts. Only
+`grouped_mm`, the default, is replaced. Biases, a row an expert, stay with their layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infinity.model.stacks import ATTRIBUTE, StackRange, stack_ranges
+
+NAME = "infinity_ranges"  # in transformers' registry
+REPLACED = "grouped_mm"
+
+
+def declare_experts(model: nn.Module) -> None:
+    """Name the stacks of each module of `model` that this registry's entry can compute."""
+    for module in _experts_of(model):
+        first = "gate_up_proj" if module.has_gate else "up_proj"
+        setattr(module, ATTRIBUTE, (first, "down_proj"))
+
+
+def compute_in_ranges(model: nn.Module) -> Callable[[], None]:
+    """Declare experts, and have them computed by `ranged_experts_forward`.
+
+    Returns:
+        A function that restores the implementation that was chosen.
+    """
+    declare_experts(model)
+    configs = {id(module.config): module.config for module in _experts_of(model)}
+    if configs:
+        _register()
+    for config in configs.values():
+        config._experts_implementation = NAME
+    return partial(_restore, list(configs.values()))
+
+
+def _restore(configs: list[Any]) -> None:
+    for config in configs:
+        config._experts_implementation = REPLACED
+    configs.clear()
+
+
+@cache
+def _register() -> None:
+    moe = import_module("transformers.integrations.moe")
+    moe.ALL_EXPERTS_FUNCTIONS.register(NAME, ranged_experts_forward)
+
+
+def _experts_of(model: nn.Module) -> Iterator[Any]:
+    """Yield the modules that look up their implementation, and would find `grouped_mm`."""
+    for module in model.modules():
+        made: Any = module
+        own = {name for name, _ in made.named_parameters(recurse=False)}
+        first = "gate_up_proj" if getattr(made, "has_gate", True) else "up_proj"
+        if (
+            hasattr(made, "is_transposed")
+            and hasattr(made, "has_bias")
+            and {first, "down_proj"} <= own
+            and not made._is_expert_parallel
+            and getattr(made.config, "_experts_implementation", None) in (REPLACED, NAME)
+        ):
+            yield made
+
+
+def ranged_experts_forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Compute as transformers' `grouped_mm_experts_forward` does, in ranges of experts."""
+    num_top_k, num_tokens = top_k_index.size(-1), hidden_states.size(0)
+    expert, order = torch.sort(top_k_index.reshape(-1))
+    tokens = torch.bincount(expert, minlength=self.num_experts)
+    counts = tokens.tolist()
+    sent = hidden_states[order // num_top_k]
+    biases: list[Tensor | None] = [None, None]
+    if self.has_bias:
+        first = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
+        biases = [first[expert], self.down_proj_bias[expert]]
+    ranges = list(stack_ranges(self, counts))
+    sizes = [sum(counts[one.first : one.end]) for one in ranges]
+    # Gradients of what is split are put together once, and not added up range by range.
+    rows = torch.split(sent, sizes)
+    added = [[None] * len(sizes) if b is None else torch.split(b, sizes) for b in biases]
+    parts = [
+        _compute(self, one, rows[number], tokens, added[0][number], added[1][number])
+        for number, one in enumerate(ranges)
+    ]
+    out = torch.cat(parts)
+    if self.has_post_expert_norm:
+        out = self.post_expert_norm(out)
+    weighted = out * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    summed: Tensor = weighted[inverse].view(num_tokens, num_top_k, -1).sum(dim=1)
+    return summed.to(hidden_states.dtype)
+
+
+def _compute(
+    self: Any,
+    experts: StackRange,
+    rows: Tensor,
+    tokens: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> Tensor:
+    linear: Callable[..., Tensor] = import_module("transformers.integrations.moe")._grouped_linear
+    ends = torch.cumsum(tokens[experts.first : experts.end], 0, dtype=torch.int32)
+    how = {"offs": ends, "is_transposed": self.is_transposed}
+    first = experts["gate_up_proj" if self.has_gate else "up_proj"]
+    inner = linear(rows, first, bias=up_bias, **how)
+    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+    return linear(inner, experts["down_proj"], bias=down_bias, **how)

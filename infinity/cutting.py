@@ -39,7 +39,10 @@ Groups: TypeAlias = list[dict[str, Any]]  # an optimizer's `param_groups`
 PROCESS_BASE_BYTES = 320 << 20  # torch imported and one matmul done
 AUTO_DEVICE_BUDGET = 0.9  # of the device memory that is free at start
 _CASTABLE = ("float32", "float16", "bfloat16", "float64")
-EXPERTS_BYTES = 512 << 20  # of weights in a slot that experts_per_unit: auto does not exceed
+# Bytes of weights in a slot that experts_per_unit: auto does not exceed: the least and the most of
+# it, between which a model has no more than so many ranges.
+EXPERTS_BYTES = 512 << 20, 1 << 30
+MANY_RANGES = 256
 
 
 @dataclass
@@ -181,25 +184,25 @@ def _stacks(
     declared: set[int] = set()
     for stacks in cutter.stacks():
         declared.update(index for _, index in stacks.members)
-        because = None
+        adapted = "base_layer" in stacks.path.split(".")
+        because = "peft adapts a stack as a whole" if adapted else None
         for _, index in stacks.members:
             fact, parameter = facts[index], cutter.parameters[index]
             each = fact.numel // fact.shape[0]
+            if each % SQUARE_BLOCK:
+                because = f"an expert has {each} elements, no multiple of {SQUARE_BLOCK}"
+                continue
+            facts[index] = replace(fact, stack=StackRange(index, 0, stacks.count))
             if fact.trained and (whole or fact.whole):
                 because = "the optimizer needs whole parameters"
             elif fact.dtype not in _CASTABLE and not fact.form:
                 because = f"{fact.dtype} is no dtype that computes"
-            elif each % SQUARE_BLOCK:
-                because = f"an expert has {each} elements, no multiple of {SQUARE_BLOCK}"
             elif getattr(parameter, "_backward_hooks", None):
                 because = "a hook waits for the gradient of all experts"
-        if because:
+        if because is None:
+            found.append(stacks)
+        else:
             refused.setdefault(because, []).append(stacks.path)
-            continue
-        found.append(stacks)
-        for _, index in stacks.members:
-            stack = StackRange(index, 0, stacks.count)
-            facts[index] = replace(facts[index], stack=stack)
     unknown = [f.name for f in facts if f.parameter not in declared and _looks_like_experts(f)]
     if unknown:
         refused["the module does not name its stacks (infinity_stacks)"] = unknown
@@ -229,16 +232,24 @@ def _sizes(
     chosen = config.experts_per_unit
     if chosen != "auto":
         return [(one, min(chosen, one.count)) for one in stacks]
+
+    def nbytes(one: Stacks) -> int:
+        """Bytes of an expert."""
+        facts_of = [facts[index] for _, index in one.members]
+        computes = [f.trained or bool(f.form) for f in facts_of]
+        sizes = [
+            precision.weight if c else f.itemsize for f, c in zip(facts_of, computes, strict=True)
+        ]
+        return sum(f.numel // one.count * n for f, n in zip(facts_of, sizes, strict=True))
+
+    total = sum(nbytes(one) * one.count for one in stacks)
+    least, most = EXPERTS_BYTES
+    limit = min(max(least, total // MANY_RANGES), most)
     found = []
     for one in stacks:
-        each = sum(
-            facts[i].numel // one.count * (precision.weight if facts[i].trained or facts[i].form
-                                           else facts[i].itemsize)
-            for _, i in one.members
-        )  # fmt: skip
-        most = max(EXPERTS_BYTES // max(each, 1), 1)
-        if most < one.count:
-            num_ranges = -(-one.count // most)
+        fitting = max(limit // max(nbytes(one), 1), 1)
+        if fitting < one.count:
+            num_ranges = -(-one.count // fitting)
             found.append((one, -(-one.count // num_ranges)))
     return found
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from infinity.checkpoint.manifest import FROZEN, MODEL, TensorSpec
-from infinity.formats import MOMENT_BLOCK, FrozenFormat, MomentFormat
+from infinity.formats import MOMENT_BLOCK, MomentFormat
 from infinity.optim.moments import COMPUTE_DTYPES, KIND_DTYPES, VALUE_DTYPES
 from infinity.plan.layout import Kind, Segment, UnitLayout
 from infinity.plan.plan import Plan
@@ -82,28 +82,19 @@ def frozen_pieces(layout: UnitLayout, rank: int | None = None) -> Iterator[Piece
         nbytes //= layout.shards
         start = rank * nbytes
     for segment in (s for s in layout.segments if not s.trained):
-        for at, begin, count in frozen_runs(segment):
-            place = segment.offset + begin
-            first, last = max(place, start), min(place + count, start + nbytes)
-            if first < last:
-                yield Piece(FROZEN, segment.name, at + first - place, first - start, last - first)
+        first = max(segment.offset, start)
+        last = min(segment.offset + segment.nbytes, start + nbytes)
+        if first < last:
+            byte = first_frozen_byte(segment) + first - segment.offset
+            yield Piece(FROZEN, segment.name, byte, first - start, last - first)
 
 
-def frozen_runs(segment: Segment) -> Iterator[tuple[int, int, int]]:
-    """Yield where runs of bytes lie: in the model's parameter, in this segment, and how many.
+def first_frozen_byte(segment: Segment) -> int:
+    """Return where a frozen segment begins in the bytes of the model's parameter.
 
-    Of rows of a stack that rests quantised the codes are one run, and what scales them others.
+    Not 0 for rows of a stack, of which each expert has the same number of bytes in every format.
     """
-    if not segment.is_rows or not segment.form:
-        first = segment.first_element * segment.nbytes // max(segment.numel, 1)
-        yield first, 0, segment.nbytes
-        return
-    assert segment.stack is not None
-    form = FrozenFormat(segment.form)
-    places = zip(form.places(segment.full_shape), form.places(segment.shape), strict=True)
-    for whole, part in places:
-        count = part.stop - part.start
-        yield whole.start + count // segment.shape[0] * segment.stack.first, part.start, count
+    return segment.first_element * segment.nbytes // max(segment.numel, 1)
 
 
 def _dtype_of(plan: Plan, kind: Kind) -> torch.dtype:

@@ -578,7 +578,7 @@ class Config(Section):
     """Units fetched before they are needed."""
     experts_per_unit: int | Literal["auto"] = "auto"
     """Experts of a layer that travel together, where a module has them stacked; "auto" keeps a
-    unit below 512 MiB. The bits are the same.
+    unit below 512 MiB, of models with very many experts below 1 GiB. The bits are the same.
     """
     seed: int | None = None
     cpu: CpuConfig = CpuConfig()

@@ -25,6 +25,10 @@ from infinity.offload.hooks import Hooks
 from infinity.ranks import Ranks
 
 
+def _nothing() -> None:
+    """Begin or end a call of a module of experts."""
+
+
 class ExpertRanges:
     """Answers `stack_ranges` for the modules of one engine."""
 
@@ -40,6 +44,8 @@ class ExpertRanges:
         self._modules = [found[0].stacks.module for found in by_module.values()]
         for module, found in zip(self._modules, by_module.values(), strict=True):
             lend_ranges(module, partial(self._lend, found))
+            # A checkpoint inside the layer would keep all ranges that it computes again.
+            hooks.watch_root(module, _nothing, _nothing)
 
     def remove(self) -> None:
         """Leave the modules as they were."""

@@ -269,7 +269,7 @@ class Hooks:
     def watch_root(
         self, root: nn.Module, begin: Callable[[], None], end: Callable[[], None]
     ) -> None:
-        """Calls of the model are calls, with `begin` and `end` around them."""
+        """Calls of the model, or a part of it, are calls, with `begin` and `end` around them."""
 
         def before(module: nn.Module, args: Any) -> None:
             self._begin()

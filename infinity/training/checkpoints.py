@@ -34,8 +34,8 @@ from infinity.checkpoint.reader import CheckpointReader, StateReader
 from infinity.checkpoint.schemas import check_run_state
 from infinity.checkpoint.streams import (
     Piece,
+    first_frozen_byte,
     frozen_pieces,
-    frozen_runs,
     pieces,
     state_streams,
 )
@@ -497,8 +497,7 @@ class Checkpoints:
         """The bytes of a quantised parameter, as they rest."""
         segment = self._values.place_of(parameter)[1]
         packed = torch.zeros(segment.nbytes, dtype=torch.uint8, device="cpu")
-        for first, start, nbytes in frozen_runs(segment):
-            reader.read_into(FROZEN, segment.name, first, packed[start : start + nbytes])
+        reader.read_into(FROZEN, segment.name, first_frozen_byte(segment), packed)
         return packed
 
     def _load_gradients(self, reader: StateReader) -> None:

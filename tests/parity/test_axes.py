@@ -89,6 +89,7 @@ AXES: dict[str, list[Any]] = {
     "moments": TIERS,
     "gradients": TIERS,
     "prefetch_units": [1, 0, 3],
+    "experts": ["auto", 1, 3, 7],  # that travel together, of 7; "auto": with their layer
     "chunk_size": [2048, 4096, "auto", "several"],  # 2048, and more than one at once
     "backend": backends(),
     "isa": _adam.isas(),
@@ -136,6 +137,13 @@ IMPOSSIBLE += [
 
 
 IMPOSSIBLE += [{"ranks": ranks, "nodes": 2} for ranks in (1, 3)]
+# The others have no stacks.
+IMPOSSIBLE += [
+    {"model": name, "experts": count}
+    for name in CASES
+    for count in AXES["experts"][1:]
+    if name != "stacked"
+]
 # What torch's operations run keeps fp32.
 IMPOSSIBLE += [
     {"optimizer": name, "format": form}
@@ -165,6 +173,7 @@ def config_of(choice: Choice) -> dict[str, Any]:
         activations=activations,
         update=choice["update"].replace("both", "device"),
         prefetch_units=choice["prefetch_units"],
+        experts_per_unit=choice["experts"],
         chunk_size="auto" if choice["chunk_size"] == "several" else choice["chunk_size"],
         io={"backend": choice["backend"], "verify": choice["verify"]},
         cpu={"isa": choice["isa"], "num_threads": choice["adam_threads"]},
@@ -231,6 +240,9 @@ class Trained:
         cut = ranks * (len(batches) // ranks // 2 + (self.choice["micro_batches"] > 1))
         after = dict(zip(TIERS, (*TIERS[1:], TIERS[0]), strict=True))
         other = {kind: after[self.choice[kind]] for kind in ("weights", "moments", "gradients")}
+        if self.choice["model"] == "stacked":
+            sizes = AXES["experts"]
+            other["experts"] = sizes[sizes.index(self.choice["experts"]) - 1]
         with tempfile.TemporaryDirectory() as folder:
             self._part(self.choice, batches[:cut], save=Path(folder))
             return self._part(self.choice | other, batches[cut:], load=Path(folder))

@@ -23,7 +23,7 @@ from support.trainer import (
     cast_frozen,
     fresh_moments,
     hypers_by_parameter,
-    square_sum,
+    square_sums,
     torch_groups,
 )
 from torch import Tensor, nn
@@ -132,7 +132,8 @@ def train_half(
         total = 0.0
         for half in active:  # not `sum`, which rounds otherwise from Python 3.12 on
             assert half.gradient is not None
-            total += square_sum(half.gradient)
+            for squares in square_sums(half.gradient, half.parameter):
+                total += squares
         norm = math.sqrt(total) / scale
         result.norms.append(norm)
         result.scales.append(scale)

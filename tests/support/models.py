@@ -19,6 +19,8 @@ from support.slices import in_slices
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from infinity.model.stacks import StackRange, stack_ranges
+
 VOCAB = 32
 WIDTH = 16
 LENGTH = 8
@@ -256,6 +258,63 @@ class RoutedBlock(Block):
         return out
 
 
+class Stacks(nn.Module):
+    """Experts as stacks, of which an engine may lend ranges; the last ones see few tokens."""
+
+    NUM_EXPERTS = 7
+    INNER = 256  # an expert's matrices have 4096 elements: whole blocks of the norm's tree
+    infinity_stacks = ("up", "down")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(self.NUM_EXPERTS, self.INNER, WIDTH) / 8)
+        self.down = nn.Parameter(torch.randn(self.NUM_EXPERTS, WIDTH, self.INNER) / 4)
+
+    def forward(self, x: Tensor, expert: Tensor) -> Tensor:
+        expert, order = torch.sort(expert, stable=True)
+        counts = torch.bincount(expert, minlength=self.NUM_EXPERTS).tolist()
+        ranges = list(stack_ranges(self, counts))
+        rows = x[order].split([sum(counts[one.first : one.end]) for one in ranges])
+        found = torch.cat([self.compute(*each, counts) for each in zip(ranges, rows, strict=True)])
+        return torch.zeros_like(x).index_copy(0, order, found)
+
+    def compute(self, one: StackRange, rows: Tensor, counts: list[int]) -> Tensor:
+        parts = rows.split(counts[one.first : one.end])
+        matrices = zip(parts, one["up"].unbind(), one["down"].unbind(), strict=True)
+        return torch.cat([F.linear(F.gelu(F.linear(x, up)), down) for x, up, down in matrices])
+
+
+class StackedBlock(Block):
+    """A block that sends each token to one of its experts, which are stacks."""
+
+    def __init__(self, checkpointing: Checkpointing) -> None:
+        super().__init__(checkpointing)
+        self.gate = nn.Linear(WIDTH, Stacks.NUM_EXPERTS)
+        self.experts = Stacks()
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        self.num_inner_calls += 1
+        flat = self.norm2(x).flatten(0, -2)
+        weight, expert = self.gate(flat).softmax(dim=-1).max(dim=-1)
+        return (weight.unsqueeze(-1) * self.experts(flat, expert)).view_as(x)
+
+
+class Stacked(nn.Module):
+    """Mixture of experts in stacks."""
+
+    def __init__(self, checkpointing: Checkpointing = CHECKPOINTINGS[0]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(StackedBlock(checkpointing) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block.run(x)
+        return cross_entropy(self.head(x), ids.flip(1))
+
+
 class Routed(nn.Module):
     """Mixture of experts; a batch uses only the experts its tokens name. Returns a tuple."""
 
@@ -395,6 +454,7 @@ CASES = {
         Case("reused", Reused, _plain_batch),
         Case("frozen", Frozen, _plain_batch),
         Case("routed", Routed, _routed_batch, regular=False),
+        Case("stacked", Stacked, _plain_batch, regular=False),
         Case("buffered", Buffered, _dict_batch, decay_matrices_only),
     )
 }

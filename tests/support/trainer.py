@@ -337,6 +337,12 @@ def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
+def square_sums(gradient: Tensor, parameter: nn.Parameter) -> list[float]:
+    """What the norm adds of a gradient: its sum of squares; of a stack each expert's."""
+    experts = gradient.view(parameter.shape).unbind() if parameter.dim() == 3 else [gradient]
+    return [square_sum(one) for one in experts]
+
+
 def square_sum(tensor: Tensor) -> float:
     """`reference_square_sum` without its loop over rows, which takes most of a tiny run."""
     values = tensor.reshape(-1).double().numpy()
@@ -428,8 +434,8 @@ def train_exactly(
     """Plain forward and backward, the update rule written out; nothing of the engine's.
 
     Gradients of one micro-batch stay in the compute dtype; several are summed in fp32, and so are
-    those of slices, each arrival by itself. The norm is summed per parameter in fp64, in the
-    model's order.
+    those of slices, each arrival by itself. The norm is summed per parameter in fp64, of stacks of
+    experts per expert, in the model's order.
     """
     settings = _settings(config)
     split = settings.precision == "bf16"
@@ -456,7 +462,8 @@ def train_exactly(
         total = 0.0
         for master in active:
             assert master.gradient is not None
-            total += square_sum(master.gradient)
+            for squares in square_sums(master.gradient, master.parameter):
+                total += squares
         norm = math.sqrt(total)
         norms.append(norm)
         clipping = settings.gradient_clipping

@@ -1,0 +1,214 @@
+"""Experts of transformers models travel in ranges; the numbers are those of plain transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
+
+import infinity
+from infinity.errors import ConfigError, ResidencyError
+from infinity.huggingface import experts
+
+EXPERTS = 8
+# An expert's matrices have whole blocks of 4096 elements.
+COMMON: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
+}
+SMALL = {"moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_routed_experts": EXPERTS}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+          "v_head_dim": 16}  # fmt: skip
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **COMMON, moe_intermediate_size=64, num_experts=EXPERTS, head_dim=16
+    ),
+    "mixtral": lambda: MixtralConfig(**COMMON, num_local_experts=EXPERTS),
+    "gpt-oss": lambda: GptOssConfig(**COMMON, num_local_experts=EXPERTS, head_dim=16),
+    "glm-4-moe": lambda: Glm4MoeConfig(**COMMON, **SMALL, head_dim=16),
+    "deepseek-v3": lambda: DeepseekV3Config(**COMMON, **SMALL, **LATENT, n_group=4, topk_group=2),
+}
+STEPS = 10
+
+
+def build(family: str) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(FAMILIES[family]()).train()
+
+
+def tokens(step: int) -> Tensor:
+    return torch.randint(0, 97, (2, 8), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: Any, step: int) -> Tensor:
+    found: Tensor = model(input_ids=tokens(step), labels=tokens(step)).loss
+    return found
+
+
+def config_of(path: Path, tier: str = "disk", **more: Any) -> dict[str, Any]:
+    everything = dict.fromkeys(("weights", "moments", "gradients"), tier)
+    common = {"precision": "fp32", "gradient_clipping": 0.0, "placement": everything}
+    return {"nvme_path": path, **common, **more}
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def gradients_of(model: nn.Module, gradient: Callable[[Any], Tensor | None]) -> dict[str, Tensor]:
+    found = {name: gradient(p) for name, p in model.named_parameters()}
+    return {name: value.clone() for name, value in found.items() if value is not None}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranges_have_the_bits_of_plain_transformers(family: str, tmp_path: Path) -> None:
+    plain = build(family)
+    assert plain.config._experts_implementation == experts.REPLACED
+    optimizer, losses = sgd(plain.parameters()), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(plain, step)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    gradients = gradients_of(plain, lambda p: p.grad)
+    norms = set()
+    for count in (1, 3, EXPERTS, "auto"):
+        model = build(family)
+        tier = "disk" if count == 3 else "host"
+        engine, *_ = infinity.initialize(
+            model, config_of(tmp_path, tier, experts_per_unit=count), optimizer=sgd, device="cpu"
+        )
+        ranges = [unit.name for unit in engine.plan.units if unit.is_range]
+        layers = len([m for m in model.modules() if hasattr(m, "infinity_stacks")])
+        assert len(ranges) == (0 if count == "auto" else layers * -(-EXPERTS // int(count)))
+        found, last = [], {}
+        for step in range(STEPS):
+            loss = loss_of(engine, step)
+            engine.backward(loss)
+            found.append(loss.item())
+            if step + 1 == STEPS:
+                last = gradients_of(model, engine.gradient)
+            engine.step()
+        assert found == losses
+        assert_equal(last, gradients)
+        assert_equal(dict(engine.state_dict()), expected)
+        norms.add(engine.grad_norm)
+        engine.close(restore=True)
+        assert_equal(dict(model.state_dict()), expected)
+        assert model.config._experts_implementation == experts.REPLACED
+    assert len(norms) == 1
+
+
+def test_a_range_without_tokens_is_not_fetched_and_is_updated(tmp_path: Path) -> None:
+    """With weight decay its weights move, as in plain torch, of which the gradient is zeros."""
+
+    def decayed(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5, foreach=False)
+
+    def few(model: Any) -> Tensor:
+        found: Tensor = model(input_ids=tokens(0)[:1, :1], labels=tokens(0)[:1, :1]).logits.sum()
+        return found
+
+    model = build("qwen3-moe")
+    engine, *_ = infinity.initialize(
+        model, config_of(tmp_path, experts_per_unit=1), optimizer=decayed, device="cpu"
+    )
+    before = engine.state_dict()["model.layers.0.mlp.experts.down_proj"]
+    used: list[int] = []
+    prefetcher = engine._parts.prefetcher
+    use = prefetcher.use
+    prefetcher.use = lambda unit, **how: (used.append(unit), use(unit, **how))[1]
+    engine.backward(few(engine))
+    reached = {engine.plan.units[unit].name for unit in used if engine.plan.units[unit].is_range}
+    assert 0 < len([name for name in reached if "layers.0" in name]) <= 2
+    stack = model.model.layers[0].mlp.experts.down_proj
+    assert [bool(g.any()) for g in engine.gradient(stack)].count(True) <= 2
+    engine.step()
+    after = engine.state_dict()["model.layers.0.mlp.experts.down_proj"]
+    state = engine.optimizer.read_state(stack)
+    assert state["step"].item() == 1
+    still = [e for e in range(EXPERTS) if f"model.layers.0.mlp.experts[{e}:{e + 1}]" not in reached]
+    assert len(still) >= EXPERTS - 2
+    for expert in still:
+        torch.testing.assert_close(after[expert], before[expert] * (1 - 0.1 * 0.5))
+    engine.close()
+
+
+def test_stacks_are_read_edited_and_refused_by_their_own_names(tmp_path: Path) -> None:
+    model = build("gpt-oss")
+    engine, *_ = infinity.initialize(
+        model, config_of(tmp_path, experts_per_unit=3, precision="bf16"), device="cpu"
+    )
+    module = model.model.layers[1].mlp.experts
+    with engine.materialized(module):
+        module.gate_up_proj.data[5] += 1.0
+        expected = module.gate_up_proj.detach().clone()
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    assert torch.equal(engine.state_dict()[name], expected)
+    assert torch.equal(model.state_dict()[name], expected)
+    assert torch.equal(module.gate_up_proj.detach(), expected)
+    engine.load_state_dict({name: expected + 1}, strict=False)
+    assert torch.equal(module.gate_up_proj.detach(), expected + 1)
+    value = torch.rand(expected.shape)
+    engine.set_optimizer_state(module.gate_up_proj, "exp_avg_sq", value)
+    assert torch.equal(engine.optimizer.read_state(module.gate_up_proj)["exp_avg_sq"], value)
+    engine.backward(loss_of(engine, 0))
+    engine.set_gradient(module.gate_up_proj, torch.ones_like(value))
+    assert engine.gradient(module.gate_up_proj).eq(1).all()
+    engine.step()
+    model.config._experts_implementation = "batched_mm"
+    with pytest.raises(ResidencyError, match="was read whole during a call"):
+        loss_of(engine, 0)
+    engine.close()
+
+
+def test_a_published_model_is_read_and_written_in_ranges(tmp_path: Path) -> None:
+    model = build("mixtral")
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "published")
+    engine, *_ = infinity.from_pretrained(
+        tmp_path / "published", config_of(tmp_path, experts_per_unit=3), device="cpu"
+    )
+    assert_equal(dict(engine.state_dict()), expected)
+    infinity.save_pretrained(engine, tmp_path / "again")
+    engine.close()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert_equal(dict(again.state_dict()), expected)
+
+
+def test_another_implementation_keeps_experts_with_their_layer(tmp_path: Path) -> None:
+    model = build("qwen3-moe")
+    model.set_experts_implementation("eager")
+    engine, *_ = infinity.initialize(model, config_of(tmp_path, experts_per_unit=2), device="cpu")
+    assert not any(unit.is_range for unit in engine.plan.units)
+    assert any("experts travel with their layer, uncut" in note for note in engine.plan.notes)
+    engine.backward(loss_of(engine, 0))
+    engine.step()
+    engine.close()
+    for wrong in (0, -1, True, 1.5, "all"):
+        with pytest.raises(ConfigError, match="experts_per_unit: should be"):
+            infinity.initialize(model, config_of(tmp_path, experts_per_unit=wrong), device="cpu")

@@ -1,0 +1,139 @@
+"""Stacks of experts in ranges: what is cut, what stays, and what rests of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import CASES, Stacked, Stacks
+from torch import nn
+
+import infinity
+from infinity.checkpoint.streams import frozen_runs
+from infinity.config.schema import load_config
+from infinity.cutting import cut_model, groups_of
+from infinity.errors import ConfigError
+from infinity.formats import FrozenFormat
+from infinity.model.quantised import quantise
+from infinity.model.shapes import Outline, Shape
+from infinity.plan.layout import Segment, StackRange
+
+
+def cut(model: Any, experts: Any, **more: Any) -> Any:
+    config = load_config({"experts_per_unit": experts, "precision": "bf16", **more})
+    return cut_model(model, config, groups_of(model, config), None)
+
+
+def test_ranges_cover_each_expert_once_in_the_order_of_layers() -> None:
+    found = cut(Stacked(), 3)
+    names = [unit.name for unit in found.units]
+    ranges = [f"blocks.{b}.experts[{r}]" for b in (0, 1) for r in ("0:3", "3:6", "6:7")]
+    assert [name for name in names if "[" in name] == ranges
+    assert names.index("blocks.0") < names.index(ranges[0]) < names.index("blocks.1")
+    segments = [s for unit in found.layouts for s in unit.segments]
+    own = dict(Stacked().named_parameters())
+    assert sum(s.numel for s in segments) == sum(p.numel() for p in own.values())
+    assert all(s.full_shape == tuple(own[s.name].shape) for s in segments)
+
+
+def test_auto_keeps_small_experts_with_their_layer_and_cuts_large_ones() -> None:
+    assert not any(unit.is_range for unit in cut(Stacked(), "auto").layouts)
+    large = Outline()
+    for index in range(4):
+        layer = large.at(f"layers.{index}")
+        layer.at("norm").own["weight"] = Shape((7168, 64))
+        experts = layer.at("mlp.experts")
+        experts.infinity_stacks = ("gate_up_proj", "down_proj")
+        experts.own |= {
+            "gate_up_proj": Shape((256, 4096, 7168)),
+            "down_proj": Shape((256, 7168, 2048)),
+        }
+    layouts = cut(large, "auto").layouts
+    ranges = [unit for unit in layouts if unit.is_range]
+    assert len(ranges) == 4 * 43  # 6 experts of 84 MiB
+    assert max(unit.slot_bytes for unit in ranges) <= 512 << 20
+
+
+class Odd(nn.Module):
+    """Experts that are no whole blocks of the norm's tree."""
+
+    infinity_stacks = ("up",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(4, 3, 5))
+
+
+def test_experts_that_cannot_be_cut_are_named_with_the_reason() -> None:
+    model = nn.Sequential(Odd(), nn.Linear(4, 4))
+    assert cut(model, 1).notes == (
+        "experts travel with their layer, uncut: 0: an expert has 15 elements, no multiple of 4096",
+    )
+    whole = cut_model(Stacked(), load_config({"experts_per_unit": 1}), [{"params": []}], None)
+    assert any(unit.is_range for unit in whole.layouts)  # frozen ones have no optimizer
+    unnamed = nn.ModuleDict({"experts": nn.Module()})
+    unnamed["experts"].register_parameter("w", nn.Parameter(torch.zeros(2, 4, 4)))
+    assert "does not name its stacks" in cut(nn.ModuleDict({"mlp": unnamed}), "auto").notes[0]
+    assert "no stacks of experts" in cut(nn.Linear(4, 4), 2).notes[0]
+
+
+def test_stacks_that_are_none_are_refused_by_name() -> None:
+    model = Stacks()
+    model.infinity_stacks = ("up", "sideways")
+    with pytest.raises(ConfigError, match="'sideways' is none of its parameters"):
+        cut(model, 1)
+    model = Stacks()
+    model.up = nn.Parameter(torch.zeros(3, 256, 16))
+    with pytest.raises(ConfigError, match="3 in up, 7 in down"):
+        cut(model, 1)
+
+
+def test_a_durable_run_goes_on_in_ranges_and_is_read_in_others(tmp_path: Path) -> None:
+    case, everything = CASES["stacked"], {"weights": "disk", "moments": "disk", "gradients": "disk"}
+    config = {"nvme_path": tmp_path, "precision": "bf16", "placement": everything, "seed": 1,
+              "optimizer": {"type": "AdamW", "lr": 1e-2}, "gradient_clipping": 0.5}  # fmt: skip
+    durable = {"durable": True, "resume": "auto"}
+
+    def train(first: int, end: int, load: Path | None = None, **more: Any) -> dict[str, Any]:
+        engine, *_ = infinity.initialize(case.build(), {**config, **more}, device="cpu")
+        if load is not None:
+            engine.load_checkpoint(load)
+        for batch in case.batches(end)[first:]:
+            engine.backward(batch.call(engine))
+            engine.step()
+        found = dict(engine.state_dict(master=True))
+        engine.close()
+        return found
+
+    expected = train(0, 4, experts_per_unit=7)
+    train(0, 2, experts_per_unit=3, **durable)
+    with pytest.raises(ConfigError, match="experts_per_unit"):
+        train(2, 4, experts_per_unit=2, **durable)
+    (run,) = tmp_path.iterdir()
+    for found in (
+        train(2, 4, load=run, experts_per_unit=2),
+        train(2, 4, experts_per_unit=3, **durable),
+    ):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_rows_of_a_quantised_stack_are_runs_of_its_bytes() -> None:
+    """Codes of some experts, and their scales, lie apart among the bytes of all."""
+    form, shape = FrozenFormat.NF4, (6, 64, 64)
+    value = torch.randn(shape)
+    whole = torch.zeros(form.nbytes(shape), dtype=torch.uint8)
+    quantise(value, form, whole)
+    for first, count in ((0, 2), (2, 3), (5, 1)):
+        part = (count, *shape[1:])
+        rows = torch.zeros(form.nbytes(part), dtype=torch.uint8)
+        quantise(value[first : first + count], form, rows)
+        segment = Segment(
+            "w", 9, part, "bfloat16", count * 4096, rows.numel(), 0, False, -1, form,
+            stack=StackRange(1, first, shape[0]),
+        )  # fmt: skip
+        found = torch.zeros_like(rows)
+        for at, start, nbytes in frozen_runs(segment):
+            found[start : start + nbytes] = whole[at : at + nbytes]
+        assert torch.equal(found, rows)

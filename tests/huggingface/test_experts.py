@@ -281,7 +281,7 @@ def test_the_estimate_counts_stacks_that_adapters_are_added_to(recompute: bool) 
     with LiveBytes([given, *model.parameters(), *model.buffers()]) as live:
         model(**batch).loss.backward()
     found = shape.of(given.numel(), recompute="all" if recompute else 0).total
-    assert 0.92 * live.peak < found < 1.2 * live.peak
+    assert 0.92 * live.peak < found < 1.25 * live.peak
 
 
 def test_adapters_of_experts_are_merged_and_saved_as_by_peft(tmp_path: Path) -> None:

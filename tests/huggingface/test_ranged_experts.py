@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -212,3 +213,53 @@ def test_another_implementation_keeps_experts_with_their_layer(tmp_path: Path) -
     for wrong in (0, -1, True, 1.5, "all"):
         with pytest.raises(ConfigError, match="experts_per_unit: should be"):
             infinity.initialize(model, config_of(tmp_path, experts_per_unit=wrong), device="cpu")
+
+
+def adapted(**wanted: Any) -> Any:
+    model = build("qwen3-moe")
+    torch.manual_seed(11)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="CAUSAL_LM", **wanted))
+
+
+def train_adapters(
+    model: Any, config: dict[str, Any]
+) -> tuple[list[float], dict[str, Tensor], Any]:
+    engine, *_ = infinity.initialize(model, config, device="cpu")
+    with engine:
+        losses = []
+        for step in range(3):
+            loss = loss_of(engine, step)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses, dict(engine.state_dict(master=True)), engine.plan
+
+
+@pytest.mark.parametrize("form", ["as_is", "nf4", "int8", "mxfp4"])
+def test_frozen_experts_of_every_format_travel_in_ranges(form: str, tmp_path: Path) -> None:
+    runs = []
+    for count in (EXPERTS, 1, 3):
+        config = config_of(tmp_path, frozen={"rest": form}, experts_per_unit=count)
+        losses, state, plan = train_adapters(adapted(target_modules=["q_proj"]), config)
+        assert sum(unit.is_range for unit in plan.units) == 2 * -(-EXPERTS // count)
+        runs.append((losses, state))
+    for losses, state in runs[1:]:
+        assert losses == runs[0][0]
+        assert_equal(state, runs[0][1])
+
+
+def test_stacks_that_peft_adapts_stay_with_their_layer(tmp_path: Path) -> None:
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    wanted = {"target_modules": ["q_proj"], "target_parameters": stacks}
+    config = config_of(tmp_path, experts_per_unit=1)
+    losses, _, plan = train_adapters(adapted(**wanted), config)
+    assert not any(unit.is_range for unit in plan.units)
+    assert any("peft adapts a stack as a whole" in note for note in plan.notes)
+    plain = adapted(**wanted)
+    optimizer = torch.optim.AdamW(plain.parameters(), weight_decay=0.01)
+    for step in range(3):
+        loss = loss_of(plain, step)
+        assert loss.item() == pytest.approx(losses[step], rel=1e-5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()

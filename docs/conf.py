@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import infinity
-from infinity.config.deepspeed_table import OLD_SECTIONS, TABLE
-from infinity.runs.settings import RunConfig
+from infinity.integrations.deepspeed.key_table import OLD_SECTIONS, TABLE
+from infinity.train.settings import RunConfig
 
 project = "torch-infinity"
 author = "The torch-infinity maintainers"

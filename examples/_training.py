@@ -23,9 +23,9 @@ from _process import Phase, Signals, peak_rss_bytes
 from _ui import Screen, StepLine, answer, comparison, next_steps, seconds
 
 import infinity
+from infinity.common.sizes import format_duration
 from infinity.config.schema import Config, load_config
 from infinity.errors import ConfigError, MachineError, TrainingError
-from infinity.sizes import format_duration
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEFAULT_FOLDER = Path("scratch")  # of the repository; made, and removed when empty

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.cli.terminal import Page, ProgressLine
-from infinity.sizes import format_duration, format_size
+from infinity.common.sizes import format_duration, format_size
 
 INTERVAL_S = 2.0
 _STALL_NAMES = {"disk_read": "read", "slot": "slots", "gradient": "gradients"}

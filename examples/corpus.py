@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from infinity.common.sizes import format_size
 from infinity.errors import ConfigError
-from infinity.sizes import format_size
 
 MAX_BYTES = 8 * 2**20
 _SKIPPED_FOLDERS = frozenset(["site-packages", "test", "tests", "idle_test", "__pycache__"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from importlib import import_module as _import_module
 
+from infinity import integrations as integrations  # importing it makes the aliases
 from infinity._version import __version__
 
 # Where the public names live; `__init__.pyi` says so to type checkers. They are imported when first
@@ -33,23 +34,23 @@ _WHERE = {
     "TrainingError": "infinity.errors",
     "TransferError": "infinity.errors",
     "Init": "infinity.model.meta_init",
-    "initialize": "infinity.deepspeed.arguments",
+    "initialize": "infinity.integrations.deepspeed.arguments",
     "CPUAdam": "infinity.optim.standalone",
     "FusedAdam": "infinity.optim.standalone",
-    "StepReport": "infinity.offload.report",
-    "load_weights": "infinity.weights",
-    "from_config": "infinity.huggingface.models",
-    "from_pretrained": "infinity.huggingface.models",
-    "save_pretrained": "infinity.huggingface.models",
-    "InfinityTrainer": "infinity.huggingface.trainer",
-    "TrainingArguments": "infinity.huggingface.settings",
-    "as_deepspeed": "infinity.deepspeed.door",
+    "StepReport": "infinity.profiling.step_report",
+    "load_weights": "infinity.training.load_weights",
+    "from_config": "infinity.integrations.huggingface.models",
+    "from_pretrained": "infinity.integrations.huggingface.models",
+    "save_pretrained": "infinity.integrations.huggingface.models",
+    "InfinityTrainer": "infinity.integrations.huggingface.trainer",
+    "TrainingArguments": "infinity.integrations.huggingface.settings",
+    "as_deepspeed": "infinity.integrations.deepspeed.door",
     # Only scripts for DeepSpeed need these; they live in infinity.deepspeed.
-    "DeepSpeedEngine": "infinity.deepspeed",
-    "OnDevice": "infinity.deepspeed",
-    "add_config_arguments": "infinity.deepspeed",
-    "init_distributed": "infinity.deepspeed",
-    "translate_deepspeed": "infinity.deepspeed",
+    "DeepSpeedEngine": "infinity.integrations.deepspeed",
+    "OnDevice": "infinity.integrations.deepspeed",
+    "add_config_arguments": "infinity.integrations.deepspeed",
+    "init_distributed": "infinity.integrations.deepspeed",
+    "translate_deepspeed": "infinity.integrations.deepspeed",
 }
 
 
@@ -59,7 +60,7 @@ _MODULES = ("checkpointing", "comm", "ops", "runtime", "utils", "zero")
 
 def __getattr__(name: str) -> object:
     if name in ("deepspeed", *_MODULES):
-        wing = _import_module("infinity.deepspeed")
+        wing = _import_module("infinity.integrations.deepspeed")
         return wing if name == "deepspeed" else getattr(wing, name)
     if name not in _WHERE:
         raise AttributeError(f"module 'infinity' has no attribute {name!r}")

@@ -22,14 +22,14 @@ from infinity.errors import (
     EngineClosedError,
     TrainingError,
 )
-from infinity.journal import Journal
 from infinity.model.offloaded_parameter import name_engine, unname_engine
 from infinity.model.parameters import freeze, move_buffers, zero_grad_of
 from infinity.offload.owner import exclusive
-from infinity.offload.report import StepReport
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.plan import Plan
+from infinity.profiling.step_log import Journal
+from infinity.profiling.step_report import StepReport
 from infinity.training.adapted_parameters import AdaptedParameters
 from infinity.training.batches import LossFn, micro_batches_of, train_one
 from infinity.training.checkpoints import Checkpoints, Wanted

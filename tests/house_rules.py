@@ -18,31 +18,33 @@ Rule = Callable[[Sources], list[str]]
 # Rooms, the lowest first: one imports only from layers below its own, and from itself. What stands
 # under `if TYPE_CHECKING:` counts too, and nobody imports the package root but the top.
 LAYERS: tuple[set[str], ...] = (
-    {"errors", "formats", "heap", "_version", "_aio", "_adam"},
-    {"sizes", "crc32c", "journal", "losses", "rules"},
-    {"files", "ranks"},
-    {"config", "trace", "sealed"},
-    {"plan", "schedules"},
+    {"errors", "types", "_version", "_aio", "_adam"},
+    {"common.crc32c", "losses", "optim.rules"},
+    {"common"},
+    {"distributed", "profiling"},
+    {"config"},
+    {"plan"},
     {"model"},
-    {"cutting"},
     {"optim"},
     {"storage"},
-    {"offload", "calibration"},
+    {"distributed.shared_memory", "profiling.memory_watch", "offload.transfers"},
+    {"profiling.step_report"},
+    {"offload", "profiling.calibration"},
     {"checkpoint"},
     {"training"},
-    {"blueprint"},
     {"engine"},
-    {"weights", "startup"},
-    {"deepspeed"},
-    {"huggingface", "lightning"},
-    {"runs"},
-    {"report", "swap_benchmark"},
+    {"_initialize", "training.load_weights"},
+    # The line: rows above are the core, those below integrations and applications.
+    {"integrations"},
+    {"integrations.deepspeed"},
+    {"integrations.huggingface", "integrations.lightning"},
+    {"train", "swap_benchmark"},
     {"cli"},
     {"__init__", "__main__"},
 )
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 NATIVE = {
-    "_aio": {"crc32c", "storage", "checkpoint", "swap_benchmark", "cli"},
+    "_aio": {"common.crc32c", "storage", "checkpoint", "swap_benchmark", "cli"},
     "_adam": {"optim", "cli"},
 }
 DATA_ASSIGNER = "infinity/model/parameters.py"

@@ -14,10 +14,10 @@ from infinity.plan.activations import away_bytes, block_widths
 from infinity.plan.budget import Limits
 from infinity.plan.case import Case, price
 from infinity.plan.cost import Work, nominal
-from infinity.plan.layout import Tier
 from infinity.plan.machine import PlanMachine
 from infinity.plan.plan import RuleFacts
 from infinity.plan.planner import make_plan
+from infinity.types import Tier
 
 H, TOKENS, BLOCKS = 64, 1000, 6
 SHAPES = [(3 * H, H), (H, H), (4 * H, H), (H, 4 * H), (H,)]

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from infinity import losses
 from infinity.config.schema import load_config
-from infinity.cutting import cut_model
 from infinity.losses import chunked_cross_entropy
+from infinity.model.partition import cut_model
 from infinity.model.shapes import target_of
 from infinity.plan.activations import CHUNK_TOKENS, LOGIT_BYTES, ActivationModel, Activations
 from infinity.plan.layout import (

@@ -12,7 +12,6 @@ import pytest
 from infinity.cli.remedies import NAMES, for_plan, size_text
 from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError
-from infinity.formats import MomentFormat
 from infinity.plan.advice import (
     LEAST_CHANGE,
     LEAST_GAIN,
@@ -28,6 +27,7 @@ from infinity.plan.cost import Work, nominal
 from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
 from infinity.plan.machine import PlanMachine
 from infinity.plan.plan import RuleFacts
+from infinity.types import MomentFormat
 
 MIB, GIB = 1 << 20, 1 << 30
 SIDE = 512
@@ -316,7 +316,7 @@ def test_a_priced_case_adds_up() -> None:
 def test_sizes_that_people_would_say(nbytes: int) -> None:
     assert round_down(nbytes) <= nbytes <= round_size(nbytes)
     assert round_size(nbytes) - round_down(nbytes) <= max(MIB, nbytes / 8)
-    from infinity.sizes import parse_size
+    from infinity.common.sizes import parse_size
 
     assert parse_size(size_text(nbytes)) == nbytes
     assert parse_size(size_text(round_size(nbytes))) == round_size(nbytes)

@@ -18,8 +18,8 @@ from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.plan.budget import budgeted_bytes
 from infinity.plan.case import MARGIN, Case, Priced, price
 from infinity.plan.cost import Work, nominal
-from infinity.plan.layout import Tier
 from infinity.plan.plan import RuleFacts
+from infinity.types import Tier
 
 GIB = 1 << 30
 SEQUENCES, LENGTH, BLOCKS = 8, 256, 6

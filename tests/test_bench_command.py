@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from infinity import calibration
 from infinity.cli import doctor
 from infinity.cli.bench import step_seconds, verdict
 from infinity.cli.main import app
 from infinity.plan.load import ProcessorTimes
+from infinity.profiling import calibration
 from infinity.storage.device import CpuDevice
 from infinity.storage.striping import Drive, look_at
 from infinity.swap_benchmark import comparison

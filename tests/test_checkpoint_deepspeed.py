@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 from infinity.checkpoint.reader import CheckpointReader, join
 from infinity.cli.main import app
-from infinity.deepspeed.import_checkpoint import import_deepspeed
 from infinity.errors import CheckpointError, ConfigError
+from infinity.integrations.deepspeed.import_checkpoint import import_deepspeed
 
 DATA = Path(__file__).parent / "data/deepspeed"
 SHAPES = OrderedDict(

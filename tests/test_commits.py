@@ -25,7 +25,7 @@ from infinity.checkpoint.durable_reader import DurableReader
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, MachineError
 from infinity.optim.moments import moment_in
-from infinity.plan.layout import Kind
+from infinity.types import Kind
 
 # --- records -------------------------------------------------------------------------------------
 

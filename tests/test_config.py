@@ -13,7 +13,7 @@ import pytest
 from infinity.config.schema import Config, load_config
 from infinity.config.source import apply_overrides
 from infinity.errors import ConfigError
-from infinity.rules import RULES
+from infinity.optim.rules import RULES
 
 RULE_NAMES = " or ".join(", ".join(map(repr, RULES)).rsplit(", ", 1))
 FULL = {

@@ -19,16 +19,16 @@ from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from infinity.errors import ConfigError, DoesNotFitError
-from infinity.runs import loop as runs_loop
-from infinity.runs import run as runs_run
-from infinity.runs.conversations import FIRST, TOKEN, TRAINED, Conversations, holds_conversations
-from infinity.runs.data import Corpus
-from infinity.runs.loop import Loop
-from infinity.runs.preparation import check_packing, loss_of, read_facts
-from infinity.runs.run import Run
-from infinity.runs.settings import load_run_config
-from infinity.runs.texts import Tokenizer, find_sources
-from infinity.runs.windows import Packed, pack, split
+from infinity.train import loop as runs_loop
+from infinity.train import run as runs_run
+from infinity.train.conversations import FIRST, TOKEN, TRAINED, Conversations, holds_conversations
+from infinity.train.data import Corpus
+from infinity.train.loop import Loop
+from infinity.train.preparation import check_packing, loss_of, read_facts
+from infinity.train.run import Run
+from infinity.train.settings import load_run_config
+from infinity.train.texts import Tokenizer, find_sources
+from infinity.train.windows import Packed, pack, split
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -268,10 +268,10 @@ def test_long_conversations_are_tokenised_few_at_a_time(
             return self.fast.encode_batch(texts, **more)
 
     maker.tokenizer.fast = Counts(maker.tokenizer.fast)
-    monkeypatch.setattr("infinity.runs.conversations._CHARACTERS", 33)
+    monkeypatch.setattr("infinity.train.conversations._CHARACTERS", 33)
     assert [found.tolist() for found in maker.encode(rows)] == expected
     assert calls == [2, 2, 2]
-    monkeypatch.setattr("infinity.runs.conversations._LONGEST", 70)
+    monkeypatch.setattr("infinity.train.conversations._LONGEST", 70)
     with pytest.raises(ConfigError, match=r"line 70 is one conversation of 71 characters"):
         list(maker.encode(rows))
 
@@ -464,7 +464,7 @@ def test_counts_do_not_depend_on_where_a_chunk_ends(
         run.prepare()
     found = []
     for chunk in (1 << 20, 1, 7):
-        monkeypatch.setattr("infinity.runs.windows._CHUNK", chunk)
+        monkeypatch.setattr("infinity.train.windows._CHUNK", chunk)
         windows, held = split(corpus_of(tmp_path), 20, 0.1)
         assert isinstance(windows, Packed)
         assert len(windows.documents.starts) == 36

@@ -10,7 +10,6 @@ import pytest
 from test_planner import plan_of
 
 from infinity.config.schema import load_config
-from infinity.formats import MomentFormat
 from infinity.plan import cost
 from infinity.plan.budget import Limits
 from infinity.plan.cost import (
@@ -24,9 +23,10 @@ from infinity.plan.cost import (
     update_s,
 )
 from infinity.plan.forecast import forecast_bytes, forecast_phases
-from infinity.plan.layout import BF16, ParameterFacts, Tier, lay_out
+from infinity.plan.layout import BF16, ParameterFacts, lay_out
 from infinity.plan.plan import DIRECTIONS, RuleFacts
 from infinity.plan.planner import make_plan
+from infinity.types import MomentFormat, Tier
 
 ON_DISK = dict.fromkeys(("weights", "moments", "gradients"), "disk")
 GB = 1e9

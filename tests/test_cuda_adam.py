@@ -17,11 +17,11 @@ from support.cuda_pieces import BF16, FLOATS, FP16, FP32, HYPERS, Combination, R
 from support.reference import reference_update
 
 from infinity.errors import ConfigError, InfinityError, ResidencyError
-from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.cuda import SQUARE_TILE, TILE, CudaKernels
 from infinity.optim.moments import Moment
-from infinity.rules import AdamW
+from infinity.optim.rules import AdamW
+from infinity.types import MomentFormat
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler to emulate with")
 SIZES = (1, 3, 127, 128, 129, TILE - 1, TILE, TILE + 1, 2 * TILE + 777)

@@ -20,13 +20,13 @@ from support.small import ON_DISK, assert_nothing_left, batch, masters, same, sm
 from torch.utils.data import TensorDataset
 
 import infinity
-from infinity.config.deepspeed_keys import KEYS, OLD_NAMES, SECTIONS, names_in
-from infinity.config.deepspeed_table import TABLE, Key, Verdict
 from infinity.config.schema import DEEPSPEED_NAMES, Config, LossScaleConfig, load_config
-from infinity.deepspeed.config import Translation, translate_deepspeed
-from infinity.deepspeed.settings import read_settings
-from infinity.deepspeed.source import find_source, is_deepspeed
 from infinity.errors import ConfigError
+from infinity.integrations.deepspeed.config import Translation, translate_deepspeed
+from infinity.integrations.deepspeed.key_table import TABLE, Key, Verdict
+from infinity.integrations.deepspeed.keys import KEYS, OLD_NAMES, SECTIONS, names_in
+from infinity.integrations.deepspeed.settings import read_settings
+from infinity.integrations.deepspeed.source import find_source, is_deepspeed
 
 LEAST = {"train_batch_size": 8, "optimizer.type": "AdamW"}
 ZERO = "zero_optimization"

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from infinity.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from support.small import (
     MIXED,
     ON_DEVICE,
@@ -25,8 +24,10 @@ from support.small import (
 from torch import Tensor, nn, optim
 
 import infinity
-from infinity import deepspeed
-from infinity.deepspeed.utils import (
+from infinity.errors import CheckpointError, ConfigError, ResidencyError
+from infinity.integrations import deepspeed
+from infinity.integrations.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from infinity.integrations.deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -36,12 +37,11 @@ from infinity.deepspeed.utils import (
     safe_set_full_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from infinity.deepspeed.utils.zero_to_fp32 import (
+from infinity.integrations.deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from infinity.errors import CheckpointError, ConfigError, ResidencyError
 
 PLACEMENTS = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
 THEIRS = Path(__file__).parent / "data" / "deepspeed"
@@ -523,7 +523,7 @@ def test_fp32_weights_of_our_checkpoints(tmp_path: Path, precision: str) -> None
 @pytest.mark.parametrize("name", sorted(p.name for p in THEIRS.iterdir() if p.is_dir()))
 def test_fp32_weights_of_deepspeeds_checkpoints(tmp_path: Path, name: str) -> None:
     """What is read is what an import and our own reader give."""
-    from infinity.deepspeed.import_checkpoint import import_deepspeed
+    from infinity.integrations.deepspeed.import_checkpoint import import_deepspeed
 
     made = import_deepspeed(THEIRS / name, tmp_path, "0", None)
     expected = get_fp32_state_dict_from_zero_checkpoint(tmp_path, made.path.name)

@@ -6,11 +6,11 @@ import inspect
 from typing import Any
 
 import pytest
-from infinity.deepspeed.accelerator import get_accelerator
 
-from infinity import deepspeed
-from infinity.deepspeed.names import all_modules, look_up, table
 from infinity.errors import ConfigError
+from infinity.integrations import deepspeed
+from infinity.integrations.deepspeed.accelerator import get_accelerator
+from infinity.integrations.deepspeed.names import all_modules, look_up, table
 
 Engine = deepspeed.DeepSpeedEngine
 # Made by `initialize`, or by engines: scripts only compare with them.

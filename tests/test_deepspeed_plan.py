@@ -43,7 +43,7 @@ def _nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*arguments: Any, **more: Any) -> None:
         raise AssertionError("this machine was measured")
 
-    monkeypatch.setattr("infinity.calibration.cached_rates", never)
+    monkeypatch.setattr("infinity.profiling.calibration.cached_rates", never)
 
 
 @pytest.fixture

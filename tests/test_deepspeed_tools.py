@@ -10,17 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from infinity.deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
 from support.small import ON_DISK, batch, small_engine, small_model, train
 from torch import nn
 
 import infinity
-from infinity import deepspeed
-from infinity.deepspeed.monitors import MonitorMaster, get_monitor_config
-from infinity.deepspeed.utils import clone_tensors_for_torch_save, see_memory_usage
-from infinity.deepspeed.zero import ZeroParamStatus
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityWarning, ResidencyError, TrainingError
+from infinity.integrations import deepspeed
+from infinity.integrations.deepspeed.monitors import MonitorMaster, get_monitor_config
+from infinity.integrations.deepspeed.profiling.flops_profiler import (
+    FlopsProfiler,
+    get_model_profile,
+)
+from infinity.integrations.deepspeed.utils import clone_tensors_for_torch_save, see_memory_usage
+from infinity.integrations.deepspeed.zero import ZeroParamStatus
 
 
 def test_operations_of_a_forward_and_a_backward_are_counted(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ import pytest
 from typer.testing import CliRunner
 
 import infinity
-from infinity import _aio, calibration
+from infinity import _aio
 from infinity.cli import doctor as doctor_module
 from infinity.cli.doctor import text_of
 from infinity.cli.main import app
 from infinity.plan.machine import read_machine_file
+from infinity.profiling import calibration
 
 
 def doctor(*arguments: str) -> tuple[int, str]:

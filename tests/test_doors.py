@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 import infinity
-from infinity.deepspeed.door import announce_alone
 from infinity.errors import ConfigError
+from infinity.integrations.deepspeed.door import announce_alone
 
 ROOT = Path(__file__).parents[1]
 DOORS = ROOT / "tests" / "doors"

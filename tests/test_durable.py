@@ -43,10 +43,10 @@ from infinity.errors import (
     MachineError,
     TransferError,
 )
-from infinity.plan.layout import Kind
 from infinity.storage.disk import STATE_NAME as STATE
 from infinity.storage.disk import Disk
 from infinity.storage.run_dir import remove_dead_runs
+from infinity.types import Kind
 
 STEPS = 5
 TWO_DRIVES = {"weights": [2, 1], "block_size": 4096}

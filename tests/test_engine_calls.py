@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from infinity.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from support import rough, small
 from support.fake_accelerator import FakeAccelerator
 from support.small import (
@@ -33,8 +32,7 @@ from support.small import (
 from torch import Tensor, nn
 
 import infinity
-from infinity import deepspeed, startup
-from infinity.deepspeed.engine import DeepSpeedEngine
+from infinity import _initialize
 from infinity.engine import Engine
 from infinity.errors import (
     ConfigError,
@@ -43,6 +41,12 @@ from infinity.errors import (
     InfinityWarning,
     ResidencyError,
     TrainingError,
+)
+from infinity.integrations import deepspeed
+from infinity.integrations.deepspeed.engine import DeepSpeedEngine
+from infinity.integrations.deepspeed.runtime.zero.offload_config import (
+    OffloadDeviceEnum,
+    OffloadStateTypeEnum,
 )
 from infinity.plan.machine import read_machine
 from infinity.training import resting
@@ -202,11 +206,11 @@ def test_initialize_takes_deepspeed_arguments_by_name_and_by_place() -> None:
 
 
 def test_the_core_initialize_has_no_arguments_of_deepspeed() -> None:
-    core, public = inspect.signature(startup.initialize), inspect.signature(infinity.initialize)
+    core, public = inspect.signature(_initialize.initialize), inspect.signature(infinity.initialize)
     assert public == core
     assert not core.parameters.keys() & {"args", "config_params", "mpu", "mesh_param"}
     with pytest.raises(ConfigError, match="zero_optimization is from a DeepSpeed configuration"):
-        startup.initialize(small_model(), {"zero_optimization": {"stage": 3}})
+        _initialize.initialize(small_model(), {"zero_optimization": {"stage": 3}})
 
 
 def test_what_became_of_each_key_is_logged_once_and_printed_nowhere(

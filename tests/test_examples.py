@@ -28,11 +28,11 @@ from support.small import assert_nothing_left
 from test_planner import plan_of
 
 import infinity
-from infinity.calibration import KnownRates
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.plan.cost import Rates, nominal, step_cost
-from infinity.trace.reader import Shares, read_timeline
+from infinity.profiling.calibration import KnownRates
+from infinity.profiling.trace_reader import Shares, read_timeline
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))

@@ -13,12 +13,12 @@ from torch import nn
 import infinity
 from infinity.checkpoint.streams import first_frozen_byte
 from infinity.config.schema import load_config
-from infinity.cutting import cut_model, groups_of
 from infinity.errors import ConfigError
-from infinity.formats import FrozenFormat
+from infinity.model.partition import cut_model, groups_of
 from infinity.model.quantised import quantise
 from infinity.model.shapes import Outline, Shape
 from infinity.plan.layout import Segment, StackRange
+from infinity.types import FrozenFormat
 
 
 def cut(model: Any, experts: Any, **more: Any) -> Any:

@@ -22,14 +22,14 @@ import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
 
+from infinity.common.sizes import parse_size
 from infinity.plan.batch_schedule import BatchSchedule
 from infinity.plan.budget import budgeted_bytes
 from infinity.plan.case import Case, leaving_activations
 from infinity.plan.cost import NOMINAL, Rates, step_cost
-from infinity.plan.layout import Tier
-from infinity.sizes import parse_size
+from infinity.profiling.trace_reader import Shares, Slice, Timeline
 from infinity.storage.cuda import CudaDevice
-from infinity.trace.reader import Shares, Slice, Timeline
+from infinity.types import Tier
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))

@@ -14,9 +14,9 @@ from test_activations import one_unit
 import infinity
 from infinity.config.schema import load_config
 from infinity.plan.budget import Limits
-from infinity.plan.layout import Tier
 from infinity.plan.plan import Plan
 from infinity.plan.planner import live_parameters, make_plan
+from infinity.types import Tier
 
 UNITS = tuple(
     replace(one_unit(f"blocks.{i}", (2048, 64), first=i), index=i) for i in range(8)

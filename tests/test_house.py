@@ -52,8 +52,8 @@ UNFINISHED = "TO" + "DO"
 RULES: dict[Rule, tuple[list[dict[str, str]], dict[str, str]]] = {
     layering: (
         [
-            {"infinity/errors.py": "from infinity.sizes import parse_size"},
-            {"infinity/sizes.py": "import infinity.config.schema"},
+            {"infinity/errors.py": "from infinity.common.sizes import parse_size"},
+            {"infinity/common/sizes.py": "import infinity.config.schema"},
             {"infinity/plan/a.py": "from infinity.storage import disk"},
             {"infinity/plan/a.py": "from ..storage.disk import Disk"},
             {"infinity/plan/__init__.py": "from ..model import units"},
@@ -67,14 +67,14 @@ RULES: dict[Rule, tuple[list[dict[str, str]], dict[str, str]]] = {
             {"infinity/cli/main.py": "from infinity import __version__"},
             {"infinity/attic.py": ""},
             {"infinity/engine.py": "from infinity.deepspeed.config import translate_deepspeed"},
-            {"infinity/training/step.py": "from infinity.runs.metrics import Metrics"},
+            {"infinity/training/step.py": "from infinity.train.metrics import Metrics"},
         ],
         {
             "infinity/errors.py": "import os, torch.infinity",
             "infinity/plan/a.py": "from infinity.plan.b import c\nfrom . import b",
             "infinity/storage/a.py": "import infinity._aio as _aio\nfrom ..plan.a import b",
             "infinity/optim/a.py": "import infinity._adam as _adam",
-            "infinity/cli/main.py": "from infinity.startup import initialize",
+            "infinity/cli/main.py": "from infinity._initialize import initialize",
         },
     ),
     no_circles: (

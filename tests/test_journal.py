@@ -14,7 +14,7 @@ from support.forked import HANG_S
 from support.patience import wait_until
 
 from infinity.errors import MachineError
-from infinity.journal import Journal
+from infinity.profiling.step_log import Journal
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

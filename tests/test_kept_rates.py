@@ -9,9 +9,9 @@ from support.small import settings, small_model
 from test_rates import Measurements, cached, folder, measurements  # noqa: F401  (fixtures)
 
 import infinity
-from infinity.calibration import kept_rates
 from infinity.plan.cost import nominal
 from infinity.plan.plan import Plan
+from infinity.profiling.calibration import kept_rates
 from infinity.storage.device import CpuDevice
 
 AUTO = {"weights": "auto", "moments": "auto", "gradients": "auto"}

@@ -8,24 +8,21 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.formats import MOMENT_BLOCK, MomentFormat
 from infinity.plan.layout import (
     BF16,
     ELEMENT_ALIGN,
     FP16,
     FP32,
     MOMENTS,
-    PAGE,
     RECORD_ORDER,
     SEGMENT_ALIGN_BYTES,
-    Kind,
     ParameterFacts,
     Precision,
     Record,
     UnitLayout,
     lay_out,
-    round_up,
 )
+from infinity.types import MOMENT_BLOCK, PAGE, Kind, MomentFormat, round_up
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int8": 1, "bool": 1}
 moments = st.lists(st.sampled_from(MomentFormat), max_size=len(MOMENTS)).map(tuple)

@@ -22,7 +22,7 @@ import lightning_module as example
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from infinity.errors import CheckpointError, ConfigError, InfinityWarning
-from infinity.lightning import InfinityStrategy
+from infinity.integrations.lightning import InfinityStrategy
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

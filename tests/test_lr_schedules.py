@@ -16,7 +16,7 @@ from support.small import small_engine, train
 
 from infinity.config.schema import load_config
 from infinity.errors import ConfigError, InfinityWarning
-from infinity.schedules import OURS, known_schedules, make_schedule
+from infinity.optim.lr_schedules import OURS, known_schedules, make_schedule
 
 BASE = (3e-4, 7e-3)  # the groups' own rates
 BY_NAME = {schedule.__name__: schedule for schedule in OURS}

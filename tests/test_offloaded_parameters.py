@@ -30,10 +30,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity.distributed.context import Ranks
 from infinity.engine import Engine
 from infinity.errors import EngineClosedError, InfinityWarning, ResidencyError, TrainingError
 from infinity.optim.offloaded import OffloadedOptimizer
-from infinity.ranks import Ranks
 
 PLACES: dict[str, tuple[dict[str, str], bool]] = {
     "disk": (ON_DISK, False),

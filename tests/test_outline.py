@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from infinity.config.schema import load_config
-from infinity.cutting import cut_model, groups_of
 from infinity.errors import ConfigError, MachineError, explained
-from infinity.huggingface.meta import find_target, published_target
+from infinity.integrations.huggingface.meta import find_target, published_target
 from infinity.model.named_models import PUBLISHED, SIZES
+from infinity.model.partition import cut_model, groups_of
 from infinity.model.shapes import named_target, read_model_config
 from infinity.plan.machine import may_have_gpu
 

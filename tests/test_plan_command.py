@@ -15,18 +15,18 @@ import pytest
 from support.live_bytes import LiveBytes
 from typer.testing import CliRunner
 
-from infinity.calibration import KnownRates
 from infinity.cli import plan_report
 from infinity.cli.main import app
 from infinity.cli.plan import Wishes, report_of
 from infinity.config.schema import load_config
-from infinity.cutting import cut_model, groups_of
 from infinity.errors import MachineError
-from infinity.huggingface.meta import find_target
+from infinity.integrations.huggingface.meta import find_target
 from infinity.model.named_models import NAMED
+from infinity.model.partition import cut_model, groups_of
 from infinity.model.shapes import named_target
 from infinity.plan.activations import passes
 from infinity.plan.cost import COMPUTE, COPIES, DEVICE_UPDATE, Rates, nominal
+from infinity.profiling.calibration import KnownRates
 
 ADAPTERS = plan_report._adapters
 GIB = 1 << 30
@@ -47,7 +47,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
         numbers = nominal(device.unified).numbers() | {"update.fp32": 1e9, "disk_read": 2e9}
         return KnownRates(Rates.of(numbers), "2026-01-02")
 
-    monkeypatch.setattr("infinity.calibration.cached_rates", known)
+    monkeypatch.setattr("infinity.profiling.calibration.cached_rates", known)
     monkeypatch.setattr(plan_report, "_adapters", lambda *_: [])  # two more searches
     # The same question is planned once: a page and its JSON are of one report.
     monkeypatch.setattr("infinity.cli.plan.report_of", cache(report_of))

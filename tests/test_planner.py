@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from infinity.config.schema import load_config
 from infinity.errors import ConfigError, DoesNotFitError
-from infinity.formats import MomentFormat
 from infinity.plan.budget import Limits
 from infinity.plan.forecast import forecast_bytes
-from infinity.plan.layout import PRECISIONS, Kind, ParameterFacts, Tier, UnitLayout, lay_out
+from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
 from infinity.plan.plan import DIRECTIONS, Plan, RuleFacts
 from infinity.plan.planner import make_plan
+from infinity.types import Kind, MomentFormat, Tier
 
 TIERS = ("device", "host", "disk")
 MIB = 1 << 20

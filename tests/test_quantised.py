@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import infinity
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import CheckpointError, ConfigError
-from infinity.formats import FrozenFormat
 from infinity.model.quantised import (
     NF4_LEVELS,
     _on,
@@ -28,6 +27,7 @@ from infinity.model.quantised import (
     quantise,
 )
 from infinity.model.weight_files import WeightFiles
+from infinity.types import FrozenFormat
 
 WIDE = 256
 FORMS = [form for form in FrozenFormat if form.fits((1, 1))]  # of matrices

@@ -18,8 +18,6 @@ from support.forked import HANG_S
 from support.rough import rough_io
 from test_machine import GIB, computer
 
-from infinity import calibration
-from infinity.calibration import KnownRates, cached_rates
 from infinity.config.schema import IoConfig
 from infinity.errors import DoesNotFitError, InfinityWarning, MachineError, TransferError
 from infinity.plan.cost import (
@@ -34,6 +32,8 @@ from infinity.plan.cost import (
 )
 from infinity.plan.load import ProcessorTimes, load_between
 from infinity.plan.machine import Machine, read_machine
+from infinity.profiling import calibration
+from infinity.profiling.calibration import KnownRates, cached_rates
 from infinity.storage import disk_rates
 from infinity.storage.device import CpuDevice, Device
 from infinity.storage.disk import Disk

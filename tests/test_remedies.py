@@ -13,7 +13,7 @@ from infinity.cli.main import load
 from infinity.cli.remedies import NAMES, for_plan, for_train
 from infinity.config.schema import load_config
 from infinity.plan.advice import Change
-from infinity.runs.settings import RunConfig, load_run_config
+from infinity.train.settings import RunConfig, load_run_config
 
 GIB = 1 << 30
 VALUES: dict[str, tuple[Any, ...]] = {

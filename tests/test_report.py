@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from infinity.cli.main import app
 from infinity.errors import ConfigError, MachineError
-from infinity.report.run import POINTS, model_flop_share, read_run, run_page, write_run_page
+from infinity.train.report.run import POINTS, model_flop_share, read_run, run_page, write_run_page
 
 PLAN = {
     "model": {"name": "tiny", "parameters": 1000, "flop_per_token": 5e6},
@@ -196,7 +196,7 @@ def test_what_an_error_says_is_text_in_the_page_whatever_it_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Names of files may be any bytes, which Python has as halves of surrogate pairs."""
-    monkeypatch.setattr("infinity.report.page._library", str)
+    monkeypatch.setattr("infinity.train.report.page._library", str)
     why = "/data/\udcff</script><b>$body is gone"
     began, ended = {"event": "began", "step": 0}, {"event": "ended", "step": 0, "why": why}
     folder = written(tmp_path / "a<b>$title", began, ended)
@@ -209,7 +209,7 @@ def test_what_an_error_says_is_text_in_the_page_whatever_it_holds(
 def test_without_the_package_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from infinity.report import page
+    from infinity.train.report import page
 
     page._library.cache_clear()
     monkeypatch.setitem(sys.modules, "vl_convert", None)

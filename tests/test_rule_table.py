@@ -11,13 +11,13 @@ from torch import nn
 
 import infinity._adam as _adam
 from infinity.config.schema import load_config
-from infinity.deepspeed.config import translate_deepspeed
-from infinity.formats import MomentFormat
+from infinity.integrations.deepspeed.config import translate_deepspeed
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import Moment
 from infinity.optim.of_torch import choose_class
+from infinity.optim.rules import RULES, twin_of
 from infinity.optim.update import BuiltInRule
-from infinity.rules import RULES, twin_of
+from infinity.types import MomentFormat
 
 KERNELS = {hyper.kernel for rule in BY_KERNEL.values() for hyper in hypers_of(rule)}
 

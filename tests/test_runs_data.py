@@ -16,15 +16,15 @@ import pytest
 import transformers
 from support.runs import settings
 
+from infinity.common.files import LockFile
 from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError
-from infinity.files import LockFile
-from infinity.huggingface.models import hub
-from infinity.runs import data, texts
-from infinity.runs.data import Recipe, prepare
-from infinity.runs.preparation import BYTES_END, BYTES_SIZE, prepare_run, read_facts
-from infinity.runs.settings import load_run_config
-from infinity.runs.texts import ByteTokenizer, Tokenizer, find_sources, find_tokenizer
-from infinity.runs.windows import Reel, Windows, split
+from infinity.integrations.huggingface.models import hub
+from infinity.train import data, texts
+from infinity.train.data import Recipe, prepare
+from infinity.train.preparation import BYTES_END, BYTES_SIZE, prepare_run, read_facts
+from infinity.train.settings import load_run_config
+from infinity.train.texts import ByteTokenizer, Tokenizer, find_sources, find_tokenizer
+from infinity.train.windows import Reel, Windows, split
 
 END = BYTES_END
 

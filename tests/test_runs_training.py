@@ -29,14 +29,14 @@ from infinity.errors import (
     MachineError,
     TrainingError,
 )
+from infinity.optim.lr_schedules import WarmupCosineLR
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
-from infinity.runs.data import Corpus
-from infinity.runs.preparation import scheduled
-from infinity.runs.run import Run
-from infinity.runs.settings import load_run_config
-from infinity.runs.windows import Reel, split
-from infinity.schedules import WarmupCosineLR
 from infinity.storage.device import CpuDevice
+from infinity.train.data import Corpus
+from infinity.train.preparation import scheduled
+from infinity.train.run import Run
+from infinity.train.settings import load_run_config
+from infinity.train.windows import Reel, split
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_slices_that_were_chosen_have_the_losses_of_micro_batches(
     for name, wish in asked.items():
         (tmp_path / name).mkdir()
         chosen = partial(_chosen, wish)
-        monkeypatch.setattr("infinity.runs.preparation.choose_schedule", chosen)
+        monkeypatch.setattr("infinity.train.preparation.choose_schedule", chosen)
         train(left_to_the_plan(tmp_path / name))
         losses.append([line["loss"] for line in metrics_of(tmp_path / name) if "loss" in line])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 import infinity
 from infinity.cli.main import app
 from infinity.errors import ConfigError
-from infinity.huggingface.meta import meta_model
-from infinity.runs.adapters import adapted
-from infinity.runs.settings import AdapterSection
-from infinity.runs.texts import ByteTokenizer
+from infinity.integrations.huggingface.meta import meta_model
+from infinity.train.adapters import adapted
+from infinity.train.settings import AdapterSection
+from infinity.train.texts import ByteTokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -31,7 +31,6 @@ import infinity
 from infinity.checkpoint import writer
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.writer import CheckpointWriter
-from infinity.deepspeed.import_checkpoint import import_deepspeed
 from infinity.engine import Engine
 from infinity.errors import (
     CheckpointError,
@@ -42,8 +41,9 @@ from infinity.errors import (
     MachineError,
     ResidencyError,
 )
-from infinity.plan.layout import Kind
+from infinity.integrations.deepspeed.import_checkpoint import import_deepspeed
 from infinity.training import checkpoints
+from infinity.types import Kind
 
 PLACEMENTS = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
 every_placement = pytest.mark.parametrize(

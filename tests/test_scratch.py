@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from support.leaks import descriptors
 
-from infinity.sealed import read_sealed, write_sealed
+from infinity.common.checksummed_json import read_sealed, write_sealed
 from infinity.storage import run_dir as module
 from infinity.storage.run_dir import Scratch, remove_dead_runs
 

@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinity.common.sizes import (
+    format_count,
+    format_duration,
+    format_rate,
+    format_size,
+    parse_size,
+)
 from infinity.errors import ConfigError
-from infinity.sizes import format_count, format_duration, format_rate, format_size, parse_size
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import infinity
 from infinity.errors import ConfigError, EngineClosedError, InfinityError
 from infinity.optim.moments import Moment
-from infinity.rules import AdamW
+from infinity.optim.rules import AdamW
 
 SHAPES = ((17, 9), (33,), (), (2, 3, 4, 5), (0, 4), (700, 11))
 CLASSES = (infinity.CPUAdam, infinity.FusedAdam)

@@ -23,8 +23,8 @@ from torch import nn, optim
 from torch.utils.data import TensorDataset
 
 import infinity
-from infinity import blueprint, startup
-from infinity.blueprint import limits_for
+from infinity import _initialize
+from infinity._initialize import make_current
 from infinity.config.schema import load_config
 from infinity.errors import (
     ConfigError,
@@ -34,9 +34,10 @@ from infinity.errors import (
     MachineError,
 )
 from infinity.model.parameters import GoneParameters
-from infinity.plan.layout import Tier
-from infinity.startup import make_current
 from infinity.storage.device import PROCESS, CpuDevice, Device
+from infinity.training import run_plan
+from infinity.training.run_plan import limits_for
+from infinity.types import Tier
 
 PLACEMENTS = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
 
@@ -111,7 +112,7 @@ def test_a_device_that_initialize_found_is_closed(
         found.append(OwnCpu())
         return found[-1]
 
-    monkeypatch.setattr(startup, "find_device", find)
+    monkeypatch.setattr(_initialize, "find_device", find)
     fail(name, tmp_path, "cpu", MIXED)
     assert found[0].num_closed >= 1
 
@@ -205,7 +206,7 @@ def test_memory_of_parameters_on_a_gpu_is_not_taken_off_ram(
     model = nn.Linear(4, 4)
     before = limits_for(load_config({}), CpuDevice(), model).base
     monkeypatch.setattr(nn.Parameter, "device", torch.device("cuda", 0), raising=False)
-    monkeypatch.setattr(blueprint, "storage_address", lambda tensor: pytest.fail("looked at"))
+    monkeypatch.setattr(run_plan, "storage_address", lambda tensor: pytest.fail("looked at"))
     assert limits_for(load_config({}), CpuDevice(), model).base == pytest.approx(before, rel=0.1)
 
 

@@ -30,7 +30,7 @@ from support.trainer import cpu_beside
 from test_saving import SlowWriter, saved_masters
 
 import infinity
-from infinity.trace.reader import read_timeline
+from infinity.profiling.trace_reader import read_timeline
 
 IN_RAM = dict.fromkeys(("weights", "moments", "gradients"), "host")
 PLACES = {"ram": IN_RAM, "mixed": MIXED, "disk": ON_DISK, "ram, the CPU beside": IN_RAM}

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from infinity import Config
 from infinity.cli.checkpoint import checkpoint
 from infinity.cli.main import VERBS, app
-from infinity.config.deepspeed_table import TABLE
-from infinity.runs.settings import RunConfig
+from infinity.integrations.deepspeed.key_table import TABLE
+from infinity.train.settings import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))

@@ -28,8 +28,16 @@ from infinity.config.schema import load_config
 from infinity.errors import ConfigError, MachineError
 from infinity.model.cut import OUTSIDE
 from infinity.offload.transfers import STALLS
+from infinity.profiling.trace_reader import (
+    Shares,
+    Slice,
+    Timeline,
+    overlap,
+    read_timeline,
+    union,
+    verdict,
+)
 from infinity.storage.device import Event
-from infinity.trace.reader import Shares, Slice, Timeline, overlap, read_timeline, union, verdict
 
 TRACKS = ("disk_read", "disk_write", "to_device", "from_device")
 IN_RAM = dict.fromkeys(("weights", "moments", "gradients"), "host")

@@ -18,9 +18,9 @@ from support.forked import HANG_S
 from support.patience import wait_until
 
 from infinity.errors import MachineError
-from infinity.trace import recorder
-from infinity.trace.reader import TraceError, parse_events, read_timeline
-from infinity.trace.recorder import NO_UNIT, SPREAD, Trace
+from infinity.profiling import trace_recorder
+from infinity.profiling.trace_reader import TraceError, parse_events, read_timeline
+from infinity.profiling.trace_recorder import NO_UNIT, SPREAD, Trace
 
 
 class Later:
@@ -114,7 +114,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_queue_drops_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "FLUSH_S", 60.0)
+    monkeypatch.setattr(trace_recorder, "FLUSH_S", 60.0)
     trace = Trace(tmp_path / "t.json", capacity=100)
     for i in range(1000):
         trace.add("stall", "norm", NO_UNIT, i, i + 1)
@@ -171,7 +171,7 @@ def test_what_is_known_later_is_written_in_the_order_of_its_track(tmp_path: Path
     trace.add("compute", "forward", 0, one, other)
     trace.add("compute", "backward", 0, at + 1, at + 2)
     other.at, end_of_other.at = at + 500, at + 600
-    time.sleep(3 * recorder.FLUSH_S)
+    time.sleep(3 * trace_recorder.FLUSH_S)
     assert not read_timeline(trace.path).of("to_device", "compute")
     one.at, end_of_one.at = at + 100, at + 300
     assert wait_until(lambda: len(read_timeline(trace.path).of("to_device", "compute")) == 4)
@@ -247,7 +247,7 @@ def test_a_disk_that_refuses_is_no_error(tmp_path: Path, monkeypatch: pytest.Mon
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(recorder, "write_at", full)
+    monkeypatch.setattr(trace_recorder, "write_at", full)
     trace = filled(tmp_path / "t.json")
     trace.close()
     assert trace.failure is not None

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from infinity.cli.main import app
-from infinity.trace.reader import (
+from infinity.profiling.trace_reader import (
     CAUSES,
     SHOWN,
     Interval,
@@ -30,7 +30,7 @@ from infinity.trace.reader import (
     verdict,
     without,
 )
-from infinity.trace.recorder import NO_UNIT, TRACKS, Trace
+from infinity.profiling.trace_recorder import NO_UNIT, TRACKS, Trace
 
 TICK_S = 0.001
 SPAN = 4000  # ticks
@@ -289,7 +289,7 @@ def test_the_command_as_data(tmp_path: Path) -> None:
 def test_the_page_of_a_trace_holds_its_slices_and_no_empty_track(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from infinity.report import page as html
+    from infinity.train.report import page as html
 
     monkeypatch.setattr(html, "_library", lambda: "draws()")
     written(tmp_path / "t.json", BY_HAND["the update"][0], [(0, 600), (600, 1000)])

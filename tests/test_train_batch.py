@@ -13,9 +13,9 @@ from support.small import ON_DEVICE, ON_DISK, SmallModel, batch, masters, same, 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from infinity.deepspeed import DeepSpeedEngine
 from infinity.engine import Engine
 from infinity.errors import TrainingError
+from infinity.integrations.deepspeed import DeepSpeedEngine
 from infinity.training.batches import micro_batches_of, train_one
 
 STEPS = 3

@@ -17,13 +17,13 @@ from rich.console import Console
 from support.runs import LENGTH, TINY, settings
 from typer.testing import CliRunner
 
-from infinity.calibration import KnownRates
 from infinity.cli.init import PRESETS
 from infinity.cli.main import app
 from infinity.cli.train import TrainPage, format_stalls, format_step
 from infinity.errors import ConfigError
 from infinity.plan.cost import Rates, nominal
-from infinity.runs.settings import load_run_config
+from infinity.profiling.calibration import KnownRates
+from infinity.train.settings import load_run_config
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def known(paths: Any, device: Any, **more: Any) -> KnownRates:
         return KnownRates(Rates.of(nominal(device.unified).numbers()), "2026-01-02")
 
-    monkeypatch.setattr("infinity.calibration.cached_rates", known)
+    monkeypatch.setattr("infinity.profiling.calibration.cached_rates", known)
     transformers.logging.set_verbosity_error()  # its handler keeps the first stderr it saw
 
 

@@ -13,9 +13,9 @@ from infinity.errors import DoesNotFitError
 from infinity.plan.budget import AUTO_SHARE, Limits, with_memory
 from infinity.plan.cost import CALL_S, NOMINAL, Rates, calls_s, step_cost, stream_s, update_s
 from infinity.plan.forecast import forecast_phases
-from infinity.plan.layout import Tier
 from infinity.plan.plan import Plan, RuleFacts, UnitPlacement, UpdatePlace, update_place
 from infinity.plan.planner import make_plan
+from infinity.types import Tier
 
 IN_RAM = dict.fromkeys(("weights", "moments", "gradients"), "host")
 ON_DISK = dict.fromkeys(("weights", "moments", "gradients"), "disk")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import DoesNotFitError, InfinityWarning
-from infinity.offload import memory_watch
+from infinity.profiling import memory_watch
 
 MIB = 1 << 20
 

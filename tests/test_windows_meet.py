@@ -10,7 +10,7 @@ import torch
 from support.fake_accelerator import FakeAccelerator
 from torch import Tensor, nn
 
-import infinity.deepspeed
+import infinity.integrations.deepspeed
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, TrainingError
 
@@ -26,7 +26,7 @@ def make(precision: str = "fp32", windows: int = 1, **options: Any) -> Engine:
         "optimizer": {"type": "SGD", "lr": 0.1},
         "placement": IN_RAM,
     }
-    return infinity.deepspeed.initialize(
+    return infinity.integrations.deepspeed.initialize(
         model, config, **{"device": torch.device("cpu"), **options}
     )[0]
 

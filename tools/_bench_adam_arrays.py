@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import torch
 
-from infinity.formats import MOMENT_BLOCK, MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import VALUE_DTYPES, Moment
-from infinity.rules import AdamW
+from infinity.optim.rules import AdamW
+from infinity.types import MOMENT_BLOCK, MomentFormat
 
 HYPER = AdamW(lr=1e-4, weight_decay=0.01)
 STEP = 100

@@ -13,8 +13,8 @@ from infinity.config.schema import IoConfig
 from infinity.plan.cost import DISK_PER_CPU_S, Rates, computing, step_cost
 from infinity.plan.layout import MOMENTS, REST_DTYPES
 from infinity.plan.plan import Plan
+from infinity.profiling.trace_reader import Shares, length, union, without
 from infinity.storage.disk_rates import measure_disk
-from infinity.trace.reader import Shares, length, union, without
 
 MEASURE_S = 2.0
 # Kinds that only an update copies: what is beside the weight for its master, and moments.

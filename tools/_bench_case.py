@@ -9,15 +9,15 @@ from _bench_config import engine_config
 from _bench_model import outline
 
 from infinity.config.schema import load_config
-from infinity.cutting import PROCESS_BASE_BYTES, case_for, cut_model, groups_of
 from infinity.errors import DoesNotFitError
+from infinity.model.partition import PROCESS_BASE_BYTES, case_for, cut_model, groups_of
 from infinity.model.shapes import target_of
 from infinity.plan.activations import num_blocks
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.plan.budget import budgeted_bytes
 from infinity.plan.case import Case, Priced, price
-from infinity.plan.layout import Tier
 from infinity.plan.machine import PlanMachine
+from infinity.types import Tier
 
 
 def told_to_plan(job: dict[str, Any]) -> dict[str, Any]:

@@ -39,14 +39,14 @@ from _plain import DTYPES, PlainTorch
 from _process import peak_rss_bytes
 
 import infinity
-from infinity.calibration import KnownRates, cached_rates
+from infinity.common.sizes import parse_size
 from infinity.config.schema import Config, load_config
-from infinity.cutting import PROCESS_BASE_BYTES
 from infinity.model.meta_init import remember_values
+from infinity.model.partition import PROCESS_BASE_BYTES
 from infinity.plan.machine import PlanMachine, read_machine
-from infinity.sizes import parse_size
+from infinity.profiling.calibration import KnownRates, cached_rates
+from infinity.profiling.trace_reader import Shares, read_timeline, step_data
 from infinity.storage.cuda import find_device
-from infinity.trace.reader import Shares, read_timeline, step_data
 
 STUCK_S = 75.0
 PR_SET_PDEATHSIG = 1  # prctl(2)

@@ -19,7 +19,7 @@ from _bench_contender import DeepSpeed as Peer
 from _bench_contender import main as serve
 from torch import Tensor, nn
 
-from infinity.calibration import measure_links
+from infinity.profiling.calibration import measure_links
 from infinity.storage.cuda import find_device
 
 STAGES = (0, 1, 2, 3)

@@ -20,7 +20,7 @@ from _bench_targets import judged
 from rich.console import Console
 from rich.table import Table
 
-from infinity.sizes import format_count, format_rate, format_size, parse_size
+from infinity.common.sizes import format_count, format_rate, format_size, parse_size
 
 # Ratio of step times -> whose, to whose.
 COMPARED = {

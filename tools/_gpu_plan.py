@@ -17,11 +17,11 @@ from _bench_case import case_of, device_bytes, priced_of, schedule_line
 from _bench_targets import SPEED, share_for
 from _gpu_stages import Check
 
+from infinity.common.sizes import format_size
 from infinity.plan.budget import budgeted_bytes
 from infinity.plan.case import Case, price
 from infinity.plan.cost import Rates
 from infinity.plan.machine import PlanMachine
-from infinity.sizes import format_size
 
 GIB = 1 << 30
 DEVICE_BYTES, RAM_BYTES, DISK_BYTES = 139 * GIB, 126 * GIB, 50 * GIB

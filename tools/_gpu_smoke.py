@@ -85,10 +85,10 @@ def kernels(make: Make, say: Say, left_s: float) -> dict[str, Any]:
     """Our kernels on the device, beside the CPU's on the same chunks: every bit of them."""
     import torch
 
-    from infinity.calibration import pieces_bytes, pieces_in
-    from infinity.formats import MomentFormat
     from infinity.optim.cpu import CpuKernels
+    from infinity.profiling.calibration import pieces_bytes, pieces_in
     from infinity.storage.device import HostArena
+    from infinity.types import MomentFormat
 
     device, found = make(), {}
     if (reason := device.why_no_kernels()) is not None:
@@ -117,7 +117,7 @@ def _written(piece: Piece) -> list[Tensor]:
 
 def links(make: Make, say: Say, left_s: float) -> dict[str, Any]:
     """GB/s of copies one way, the other, and both at once."""
-    from infinity.calibration import measure_copies
+    from infinity.profiling.calibration import measure_copies
 
     found = measure_copies(make(), 1.5)
     for name, rate in found.items():

@@ -18,7 +18,7 @@ from typing import Any
 import aiofiles
 import torch
 
-from infinity.sizes import format_size
+from infinity.common.sizes import format_size
 from infinity.swap_benchmark.contenders import Sample, UnavailableError, checked, timed
 from infinity.swap_benchmark.load import NUM_SLOTS, Load, Piece, Span, Testbed, open_file
 

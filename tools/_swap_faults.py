@@ -21,7 +21,7 @@ from typing import Any
 
 from infinity import _aio
 from infinity.cli.terminal import say
-from infinity.files import refused
+from infinity.common.files import refused
 from infinity.storage.run_dir import Scratch
 from infinity.storage.striping import look_at
 from infinity.swap_benchmark.rounds import usable_backends

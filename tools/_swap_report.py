@@ -12,7 +12,7 @@ from _swap_rounds import CACHED, Calibration, Tuned, choose
 
 from infinity.cli.doctor import STATE_BYTES
 from infinity.cli.terminal import Page
-from infinity.sizes import format_count, format_duration, format_size
+from infinity.common.sizes import format_count, format_duration, format_size
 from infinity.swap_benchmark.load import MODES, Mode
 from infinity.swap_benchmark.rounds import Samples, median_cpu, median_rate
 

@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from infinity.formats import MomentFormat
 from infinity.optim import cuda
 from infinity.optim.cpu import Piece
 from infinity.optim.cuda import CudaKernels
 from infinity.optim.moments import Moment
-from infinity.rules import AdamW
+from infinity.optim.rules import AdamW
+from infinity.types import MomentFormat
 
 HYPER = AdamW(lr=1e-4, weight_decay=0.01)
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -247,7 +247,7 @@ def show(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from infinity.sizes import format_count, format_rate, format_size
+    from infinity.common.sizes import format_count, format_rate, format_size
 
     console = Console(stderr=True, highlight=False)
     count = report["ranks"]

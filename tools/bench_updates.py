@@ -25,8 +25,8 @@ from bench_host_time import IN_RAM, NullDevice
 from torch import Tensor
 
 import infinity
-from infinity.calibration import cached_rates
 from infinity.optim.cpu import Piece
+from infinity.profiling.calibration import cached_rates
 from infinity.storage.device import HAPPENED, Event
 
 WIDTH, NUM_UNITS = 8192, 3

@@ -1,7 +1,7 @@
-"""Write `infinity/deepspeed/names.txt`: public names of DeepSpeed, and of parameters.
+"""Write `infinity/integrations/deepspeed/names.txt`: public names of DeepSpeed, and of parameters.
 
     pip download deepspeed==0.19.8 --no-deps --no-binary :all: && tar xf deepspeed-*.tar.gz
-    python tools/deepspeed_names.py deepspeed-0.19.8 > infinity/deepspeed/names.txt
+    python tools/deepspeed_names.py deepspeed-0.19.8 > infinity/integrations/deepspeed/names.txt
 
 Nothing is imported, and names are all that is taken. A line is a module, ending in a colon, or a
 name in it: `function(parameters)`, `class Name(parameters)`, `value`, or, indented further, a

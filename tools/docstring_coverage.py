@@ -21,22 +21,22 @@ ROOT = Path(__file__).resolve().parent.parent
 # `infinity._WHERE` that no group has are the group "infinity".
 GROUPS = {
     "Engine": ("infinity.engine:Engine",),
-    "DeepSpeedEngine": ("infinity.deepspeed.engine:DeepSpeedEngine",),
-    "infinity.deepspeed": (
-        "infinity.deepspeed.zero:Init GatheredParameters is_zero_param "
+    "DeepSpeedEngine": ("infinity.integrations.deepspeed.engine:DeepSpeedEngine",),
+    "infinity.integrations.deepspeed": (
+        "infinity.integrations.deepspeed.zero:Init GatheredParameters is_zero_param "
         "register_external_parameter unwrap_model_for_generation",
-        "infinity.deepspeed.utils:OnDevice",
-        "infinity.deepspeed.processes:add_config_arguments init_distributed",
-        "infinity.deepspeed.config:translate_deepspeed Translation",
-        "infinity.deepspeed.door:as_deepspeed",
+        "infinity.integrations.deepspeed.utils:OnDevice",
+        "infinity.integrations.deepspeed.processes:add_config_arguments init_distributed",
+        "infinity.integrations.deepspeed.config:translate_deepspeed Translation",
+        "infinity.integrations.deepspeed.door:as_deepspeed",
     ),
     "infinity.losses": ("infinity.losses",),
     "Hugging Face": (
-        "infinity.huggingface.trainer:InfinityTrainer",
-        "infinity.huggingface.settings:TrainingArguments",
-        "infinity.huggingface.models:from_config from_pretrained save_pretrained",
+        "infinity.integrations.huggingface.trainer:InfinityTrainer",
+        "infinity.integrations.huggingface.settings:TrainingArguments",
+        "infinity.integrations.huggingface.models:from_config from_pretrained save_pretrained",
     ),
-    "Lightning": ("infinity.lightning:InfinityStrategy",),
+    "Lightning": ("infinity.integrations.lightning:InfinityStrategy",),
     "Device": ("infinity.storage.device:Device",),
     "configuration": ("infinity.config.schema:Config load_config",),
 }

@@ -19,17 +19,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from infinity.common.sizes import format_count, format_parameters
 from infinity.config.schema import load_config
-from infinity.cutting import adapter_case, case_for, cut_model, groups_of
 from infinity.errors import DoesNotFitError
-from infinity.huggingface.meta import published_target
+from infinity.integrations.huggingface.meta import published_target
 from infinity.model.named_models import PUBLISHED, SIZES
+from infinity.model.partition import adapter_case, case_for, cut_model, groups_of
 from infinity.model.shapes import Target, named_target
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.plan.case import Case, price
 from infinity.plan.cost import NOMINAL
 from infinity.plan.machine import PlanMachine
-from infinity.sizes import format_count, format_parameters
 
 GIB = 1 << 30
 DEVICE, DISK, SPACE = 24 * GIB, ("disk_read", "disk_write", "disk_mixed"), 4096 * GIB

@@ -34,7 +34,7 @@ struct UpdateArguments {
   void* moment[2];
   float* scales[2];  // 8 bits only
   const void* gradient;
-  float scalars[kMaxScalars];  // see infinity/rules.py
+  float scalars[kMaxScalars];  // see infinity/optim/rules.py
 };
 
 struct PairArguments {

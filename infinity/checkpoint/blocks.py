@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import infinity._aio as _aio
-from infinity.files import open_new
+from infinity.common.files import open_new
 
 RING_BLOCKS = 4  # of a reader: in flight or in hand at once
 # In flight at once by a writer. A drive is faster with more, and whoever fills the blocks may be

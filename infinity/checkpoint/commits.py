@@ -41,9 +41,9 @@ from torch import Tensor
 
 from infinity.checkpoint.plain import decode, encode
 from infinity.checkpoint.schemas import check_run_state
+from infinity.common.checksummed_json import first_sealed, made, seal, shallow, unseal
+from infinity.common.files import check_linked, read_small, refused, sync_directory, write_at
 from infinity.errors import CheckpointError, MachineError
-from infinity.files import check_linked, read_small, refused, sync_directory, write_at
-from infinity.sealed import first_sealed, made, seal, shallow, unseal
 
 COMMIT_NAMES = ("commit-a.bin", "commit-b.bin")
 OF_EACH_RANK = ("rng", "registered")  # of a run's state; all else is the same on all ranks

@@ -17,13 +17,13 @@ from infinity.checkpoint.manifest import (
     check_tag,
     is_our_file,
 )
+from infinity.common.files import LockFile, read_small, refused
+from infinity.common.sizes import format_size
 from infinity.errors import (
     CheckpointError,
     ConfigError,
     InfinityError,
 )
-from infinity.files import LockFile, read_small, refused
-from infinity.sizes import format_size
 
 
 def refusal(doing: str, path: Path, error: OSError, nbytes: int | None = None) -> InfinityError:

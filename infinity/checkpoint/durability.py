@@ -39,19 +39,19 @@ from infinity.checkpoint.durable_runs import (
     state_tag,
     write_plan,
 )
-from infinity.crc32c import crc32c
+from infinity.common.crc32c import crc32c
+from infinity.distributed.context import Ranks
 from infinity.errors import CheckpointError
 from infinity.offload.state import ExtentCopies, StateStore, UnitState
 from infinity.offload.transfers import Label, Transfers
 from infinity.plan.budget import FROZEN_PIECE, NUM_COMMIT_BUFFERS, commit_buffer_bytes
-from infinity.plan.layout import PAGE, Kind
 from infinity.plan.plan import Plan
-from infinity.ranks import Ranks
+from infinity.profiling.trace_recorder import NO_UNIT, Laps
 from infinity.storage.device import Event
 from infinity.storage.disk import CHECKSUM_BYTES, STATE_NAME, Extent, stored_checksums
 from infinity.storage.staging import BufferPool, host_buffer
 from infinity.storage.store import Range
-from infinity.trace.recorder import NO_UNIT, Laps
+from infinity.types import PAGE, Kind
 
 _IN_FLIGHT = 8  # writes of a commit at a time
 _LABEL: Label = (NO_UNIT, "commit")

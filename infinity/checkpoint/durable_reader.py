@@ -37,15 +37,15 @@ from infinity.checkpoint.manifest import (
 from infinity.checkpoint.plain import encode
 from infinity.checkpoint.reader import StateReader, damaged
 from infinity.checkpoint.streams import Piece, frozen_pieces, pieces, state_streams
-from infinity.crc32c import crc32c
+from infinity.common.crc32c import crc32c
+from infinity.common.files import LockFile
 from infinity.errors import CheckpointError, MachineError, listed
-from infinity.files import LockFile
 from infinity.offload.state import Promising, UnitState, promise_extents
-from infinity.plan.layout import PAGE, Tier, round_up
 from infinity.plan.plan import Plan
 from infinity.storage.disk import STATE_NAME, Extent, stored_checksums, wrong_pages
 from infinity.storage.run_dir import lock_durable
 from infinity.storage.striping import Stripes
+from infinity.types import PAGE, Tier, round_up
 
 _READ_BYTES = 1 << 20  # at once, whole pages
 

@@ -18,14 +18,13 @@ from typing import Any
 from infinity._version import __version__
 from infinity.checkpoint.commits import COMMIT_NAMES, CommitRecord, read_commits, whole_records
 from infinity.checkpoint.schemas import check_plan
+from infinity.common.checksummed_json import read_sealed, write_sealed
+from infinity.common.files import json_lines, read_small, refused
+from infinity.distributed.context import ALONE, Ranks, named_ranks
 from infinity.errors import CheckpointError, ConfigError, InfinityError
-from infinity.files import json_lines, read_small, refused
-from infinity.formats import MomentFormat
-from infinity.plan.layout import PAGE, PRECISIONS, Segment, StackRange, Tier, UnitLayout
+from infinity.plan.layout import PRECISIONS, Segment, StackRange, UnitLayout
 from infinity.plan.plan import Plan, RuleFacts, UnitPlacement
 from infinity.plan.planner import Stored
-from infinity.ranks import ALONE, Ranks, named_ranks
-from infinity.sealed import read_sealed, write_sealed
 from infinity.storage.disk import STATE_NAME
 from infinity.storage.run_dir import (
     RECORD_NAME,
@@ -41,6 +40,7 @@ from infinity.storage.run_dir import (
     run_records,
 )
 from infinity.storage.striping import Striping
+from infinity.types import PAGE, MomentFormat, Tier
 
 PLAN_NAME = "plan.json"
 SUMS_NAME = "checksums.bin"

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from infinity.checkpoint.plain import DTYPES, dtype_name
+from infinity.common.checksummed_json import LARGEST, made, seal, shallow, unseal
 from infinity.errors import CheckpointError, ConfigError
-from infinity.formats import FrozenFormat, MomentFormat, can_rest
 from infinity.model.weight_directory import INDEX_NAME
 from infinity.model.weight_files import DTYPE_NAMES, encode_header
 from infinity.optim.moments import VALUE_DTYPES
-from infinity.sealed import LARGEST, made, seal, shallow, unseal
+from infinity.types import FrozenFormat, MomentFormat, can_rest
 
 # Which bytes of a checkpoint lie in which file: streams, shards, names and headers.
 #

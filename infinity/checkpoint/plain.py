@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infinity.common.sizes import format_size
 from infinity.errors import CheckpointError, ConfigError
 from infinity.model.weight_files import DTYPE_NAMES
-from infinity.sizes import format_size
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -19,8 +19,8 @@ from torch import Tensor
 import infinity._aio as _aio
 from infinity.checkpoint.directory import refusal
 from infinity.checkpoint.manifest import BLOCK_BYTES, FileRecord, Shard
+from infinity.common.files import write_at
 from infinity.errors import CheckpointError, MachineError
-from infinity.files import write_at
 
 _FLAGS = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 Streams = Mapping[str, Sequence[Shard]]

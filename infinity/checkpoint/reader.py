@@ -41,13 +41,13 @@ from infinity.checkpoint.manifest import (
 )
 from infinity.checkpoint.manifest import problems as disagreements
 from infinity.checkpoint.plain import DTYPES
-from infinity.crc32c import crc32c
+from infinity.common.crc32c import crc32c
+from infinity.common.files import read_small
+from infinity.common.sizes import format_size
 from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError, listed
-from infinity.files import read_small
-from infinity.formats import FrozenFormat
 from infinity.model.quantised import dequantise
 from infinity.model.weight_files import Outgoing, SafetensorsFile, TensorFacts
-from infinity.sizes import format_size
+from infinity.types import FrozenFormat
 
 
 class StateReader:

@@ -15,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from torch import Tensor
 
 from infinity.checkpoint.plain import DTYPES
+from infinity.common.checksummed_json import LARGEST
 from infinity.errors import CheckpointError
-from infinity.formats import FrozenFormat, MomentFormat, can_rest
-from infinity.plan.layout import PAGE, PRECISIONS, Tier
-from infinity.sealed import LARGEST
+from infinity.plan.layout import PRECISIONS
+from infinity.types import PAGE, FrozenFormat, MomentFormat, Tier, can_rest
 
 _MAX_RANKS = 1 << 16
 _Count = Annotated[int, Field(ge=0, le=LARGEST)]

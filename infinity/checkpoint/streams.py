@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 
 from infinity.checkpoint.manifest import FROZEN, MODEL, TensorSpec
-from infinity.formats import MOMENT_BLOCK, MomentFormat
 from infinity.optim.moments import COMPUTE_DTYPES, KIND_DTYPES, VALUE_DTYPES
-from infinity.plan.layout import Kind, Segment, UnitLayout
+from infinity.plan.layout import Segment, UnitLayout
 from infinity.plan.plan import Plan
+from infinity.types import MOMENT_BLOCK, Kind, MomentFormat
 
 _SCALE_BYTES = torch.float32.itemsize
 

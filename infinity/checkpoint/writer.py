@@ -47,15 +47,7 @@ from infinity.checkpoint.manifest import (
     cut,
 )
 from infinity.checkpoint.manifest import problems as disagreements
-from infinity.errors import (
-    CheckpointError,
-    ConfigError,
-    DoesNotFitError,
-    InfinityError,
-    MachineError,
-    listed,
-)
-from infinity.files import (
+from infinity.common.files import (
     FILE_MODE,
     FOLDER_MODE,
     SHARED_FOLDER_MODE,
@@ -64,8 +56,16 @@ from infinity.files import (
     sync_directory,
     write_new,
 )
+from infinity.common.sizes import format_size
+from infinity.errors import (
+    CheckpointError,
+    ConfigError,
+    DoesNotFitError,
+    InfinityError,
+    MachineError,
+    listed,
+)
 from infinity.model.weight_directory import INDEX_NAME
-from infinity.sizes import format_size
 
 # Files of a checkpoint that are those of the one before: shared rather than written again.
 #

@@ -20,7 +20,7 @@ from infinity.cli.terminal import (
     command,
     stdout_is_ours,
 )
-from infinity.sizes import format_duration, format_rate, format_size
+from infinity.common.sizes import format_duration, format_rate, format_size
 from infinity.storage.striping import Drive, look_at
 from infinity.swap_benchmark.comparison import CHUNK_BYTES, Comparison, Pairs, compare
 from infinity.swap_benchmark.contenders import Sample

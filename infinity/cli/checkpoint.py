@@ -29,12 +29,12 @@ from infinity.cli.saved_state import (
     find_state,
 )
 from infinity.cli.terminal import Page, ProgressLine, command, say
-from infinity.deepspeed.import_checkpoint import import_deepspeed as import_zero
+from infinity.common.sizes import format_count, format_size, parse_size
 from infinity.errors import CheckpointError, ConfigError, listed
+from infinity.integrations.deepspeed.import_checkpoint import import_deepspeed as import_zero
 from infinity.model.weight_directory import holds_weights
 from infinity.model.weight_files import SafetensorsFile, write_shards
 from infinity.optim.moments import COMPUTE_DTYPES
-from infinity.sizes import format_count, format_size, parse_size
 from infinity.storage.run_dir import RECORD_NAME
 
 _MAX_TAGS = 20
@@ -326,7 +326,7 @@ def export(
             if source is None:
                 files = write_shards(out, reader.outgoing(wanted), parse_size(max_shard))
             else:
-                from infinity.runs.saved_model import describe, export_model
+                from infinity.train.saved_model import describe, export_model
 
                 described = describe(source)
                 files = export_model(
@@ -354,7 +354,7 @@ def _description_of(directory: Path, state: Path, model: str | None, merge: bool
         return model
     found = None
     if model is None:
-        from infinity.runs.saved_model import find_description
+        from infinity.train.saved_model import find_description
 
         found = find_description(directory, state)
     if found is None and merge:

@@ -18,8 +18,9 @@ import typer
 
 from infinity._version import __version__
 from infinity.cli.terminal import AsJson, Drives, command, stdout_is_ours
+from infinity.common.files import atomic_write
+from infinity.common.sizes import format_count, format_rate, format_size
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
-from infinity.files import atomic_write
 from infinity.plan.cost import BETWEEN_NODES, COPIES, DISK, Rates
 from infinity.plan.machine import (
     Machine,
@@ -32,7 +33,6 @@ from infinity.plan.machine import (
     read_meminfo,
 )
 from infinity.plan.plan import BETWEEN_HOSTS, LINKS
-from infinity.sizes import format_count, format_rate, format_size
 
 # What `infinity doctor` finds out: facts about this machine, and what keeps a run from starting.
 #
@@ -100,12 +100,12 @@ def measured_links(refresh: bool = False) -> dict[str, Any] | None:
     All of them measure together, and each node keeps what was found: `rank` (of this process),
     `gpus` (ranks of a node), `nodes`, `rates`, `measured` (the day).
     """
-    from infinity.ranks import find_ranks, num_launched
+    from infinity.distributed.context import find_ranks, num_launched
 
     if num_launched() == 1:
         return None
-    from infinity.calibration import cached_links
-    from infinity.startup import device_for
+    from infinity._initialize import device_for
+    from infinity.profiling.calibration import cached_links
     from infinity.storage.cuda import find_device
 
     with closing(find_ranks()) as ranks:
@@ -127,7 +127,7 @@ def describe(
     Raises `InfinityError` where it cannot be measured.
     """
     # Here, so that a machine without a working torch can still be examined.
-    from infinity.calibration import cached_rates, device_name
+    from infinity.profiling.calibration import cached_rates, device_name
     from infinity.storage.cuda import find_device
 
     with closing(find_device(None)) as device:

@@ -16,7 +16,7 @@ from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
     from infinity.engine import Engine
-    from infinity.runs.saved_model import SavedModel
+    from infinity.train.saved_model import SavedModel
 
 _STDIN = "-"
 
@@ -88,7 +88,8 @@ def _load(
     directory: Path, tag: str | None, model: str | None, nvme_path: Path | None, line: ProgressLine
 ) -> tuple[Engine, SavedModel]:
     """Return an engine that holds the weights, and the description of the model."""
-    from infinity.runs.saved_model import (
+    from infinity._initialize import initialize
+    from infinity.train.saved_model import (
         describe,
         engine_config,
         find_description,
@@ -96,7 +97,6 @@ def _load(
         load_directory,
         load_values,
     )
-    from infinity.startup import initialize
 
     changes: dict[str, Any] = {} if nvme_path is None else {"nvme_path": nvme_path}
     if holds_model(directory):
@@ -138,7 +138,7 @@ def _continue(
     """Print what the model writes, token by token."""
     import torch
 
-    from infinity.huggingface.models import transformers
+    from infinity.integrations.huggingface.models import transformers
 
     assert saved.tokenizer is not None
     wrapped = saved.tokenizer.wrapped

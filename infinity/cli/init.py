@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from infinity.cli.terminal import command, say
+from infinity.common.files import atomic_write, open_new
 from infinity.errors import ConfigError, MachineError, did_you_mean
-from infinity.files import atomic_write, open_new
 
 PRESETS = {
     "tiny-cpu": "0.8M parameters from scratch, any computer, under a minute",

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from infinity.cli.terminal import AsJson, Drives, command, stdout_is_ours
+from infinity.common.sizes import format_size, parse_size
 from infinity.errors import ConfigError, DoesNotFitError, MachineError
 from infinity.model.named_models import NAMED
-from infinity.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from infinity.config.schema import Config, Offload, Recompute
-    from infinity.deepspeed.config import Translation
+    from infinity.integrations.deepspeed.config import Translation
     from infinity.model.shapes import Target
     from infinity.plan.batch_schedule import BatchSchedule
     from infinity.plan.machine import PlanMachine
-    from infinity.runs.settings import RunConfig
+    from infinity.train.settings import RunConfig
 
 DEFAULT_STEP = 65_536  # tokens, of all ranks; as in the presets of `infinity init`
 DEFAULT_SAMPLE = 2048  # tokens
@@ -329,7 +329,7 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
     """The answer, JSON-able; its keys are those of `infinity.cli.plan_report`."""
     from infinity.cli.plan_report import report
     from infinity.cli.remedies import for_plan
-    from infinity.cutting import case_for, cut_model, finer_units, groups_of
+    from infinity.model.partition import case_for, cut_model, finer_units, groups_of
     from infinity.plan.batch_schedule import choose_schedule
 
     source, target, translation = _find(wishes)
@@ -338,7 +338,7 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
         now = max(len(wishes.paths or source.nvme_path), 1)
         machine = machine.with_drives(wishes.drives / now)
     if (run := wishes.run) is not None:  # a step is the same on any number of ranks
-        from infinity.runs.preparation import context_of
+        from infinity.train.preparation import context_of
 
         theirs = getattr(target.module, "config", None)  # of transformers' models
         length = run.length_for(context_of(theirs) if theirs is not None else None)
@@ -417,7 +417,7 @@ def _as_trained(config: Config, wishes: Wishes, target: Target) -> Config:
         return config
     if isinstance(target.module, Outline):
         return config.with_sliced_logits()
-    from infinity.huggingface.models import told_for
+    from infinity.integrations.huggingface.models import told_for
 
     return told_for(target.module, config)
 
@@ -456,7 +456,7 @@ def _find_run(text: str, overrides: list[str]) -> RunConfig | None:
     if path.suffix.lower() not in (".yaml", ".yml", ".json") or not path.is_file():
         return None
     from infinity.config.source import read_config_file
-    from infinity.runs.settings import is_run_config, load_run_config
+    from infinity.train.settings import is_run_config, load_run_config
 
     try:
         raw = read_config_file(path)
@@ -468,8 +468,8 @@ def _find_run(text: str, overrides: list[str]) -> RunConfig | None:
 def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:
     """The configuration that was asked for, and the model; what a DeepSpeed one came to."""
     from infinity.config.schema import load_config
-    from infinity.deepspeed.config import find_translation
-    from infinity.deepspeed.source import find_source
+    from infinity.integrations.deepspeed.config import find_translation
+    from infinity.integrations.deepspeed.source import find_source
     from infinity.model.shapes import names_a_model
 
     run = wishes.run
@@ -535,7 +535,10 @@ def _model(text: str, wishes: Wishes) -> Target:
         raise ConfigError(
             f"{text} is no model's config.json", remedy=f"--model {', '.join(NAMED)}, or a model's"
         )
-    from infinity.huggingface.meta import find_target, published_target  # it imports torch
+    from infinity.integrations.huggingface.meta import (  # it imports torch
+        find_target,
+        published_target,
+    )
 
     if text.lower() in NAMED:
         return published_target(text, wishes.lora)
@@ -553,7 +556,7 @@ def _takes_no_class(wishes: Wishes, name: str, is_settled: bool) -> None:
 
 def _model_of(run: RunConfig) -> Target:
     """The model that a run's configuration names, on meta."""
-    from infinity.runs.preparation import target_on_meta
+    from infinity.train.preparation import target_on_meta
 
     try:
         return target_on_meta(run)
@@ -587,7 +590,7 @@ def _machine(wishes: Wishes, config: Config) -> PlanMachine:
         if unmeasured and device.unified:
             machine = PlanMachine.here(assumed, None, name=_COMMON)
         else:
-            from infinity.calibration import cached_rates, kept_links, kept_rates
+            from infinity.profiling.calibration import cached_rates, kept_links, kept_rates
 
             found = cached_rates(paths, device, io=config.io, refresh=wishes.refresh)
             gpus, nodes = wishes.gpus or 1, wishes.nodes or 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from infinity.cli.terminal import Page
-from infinity.deepspeed.config import rows_as_text
+from infinity.common.sizes import format_duration, format_parameters, format_rate, format_size
+from infinity.integrations.deepspeed.config import rows_as_text
 from infinity.plan.cost import BETWEEN_NODES
 from infinity.plan.plan import LINKS
-from infinity.sizes import format_duration, format_parameters, format_rate, format_size
 
 _BAR = 40  # characters
 # What a bar shows; every other purpose is a buffer.

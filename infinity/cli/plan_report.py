@@ -43,8 +43,8 @@ from typing import Any
 
 from infinity._version import __version__
 from infinity.cli.remedies import Typed
-from infinity.cutting import Cut, adapter_case, cut_model, finer_units, groups_of
 from infinity.errors import DoesNotFitError, InfinityError
+from infinity.model.partition import Cut, adapter_case, cut_model, finer_units, groups_of
 from infinity.model.shapes import Target
 from infinity.plan.activations import num_blocks
 from infinity.plan.advice import LEAST_GAIN, Change, Way, faster, ways_to_fit
@@ -57,9 +57,10 @@ from infinity.plan.batch_schedule import (
 from infinity.plan.budget import budgeted_bytes
 from infinity.plan.case import Case, Priced, price
 from infinity.plan.cost import PhaseCost, active_parameters, disk_days, flop_per_token
-from infinity.plan.layout import Kind, Tier, UnitLayout
+from infinity.plan.layout import UnitLayout
 from infinity.plan.machine import threads_for
 from infinity.plan.plan import DIRECTIONS, Plan
+from infinity.types import Kind, Tier
 
 _KINDS = {"weights": Kind.WEIGHT, "moments and residual": Kind.RESIDUAL, "gradients": Kind.GRADIENT}
 

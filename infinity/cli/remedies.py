@@ -11,7 +11,7 @@ from typing import Any
 
 from infinity.config.schema import checkpoint_of
 from infinity.plan.advice import Change
-from infinity.runs.settings import RunConfig
+from infinity.train.settings import RunConfig
 
 Typed = Callable[[Sequence[Change]], "str | None"]  # what to type for all changes of a way
 

@@ -27,6 +27,6 @@ def report(
     `report` (pip install 'torch-infinity[report]').
     """
     with command():
-        from infinity.report.run import write_run_page
+        from infinity.train.report.run import write_run_page
 
         print(write_run_page(run_dir, out), flush=True)

@@ -38,7 +38,7 @@ def run(
     --deepspeed ds_config.json; infinity run accelerate launch --use_deepspeed train.py
     """
     with command():
-        from infinity.deepspeed.door import WORDS, environment_of_children
+        from infinity.integrations.deepspeed.door import WORDS, environment_of_children
 
         found = _python_arguments(target, module)
         if gpus > 1 and found is None:

@@ -15,8 +15,8 @@ from infinity.checkpoint.durable_reader import DurableReader
 from infinity.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME
 from infinity.checkpoint.reader import CheckpointReader, StateReader
 from infinity.errors import CheckpointError, ConfigError, listed
-from infinity.runs.directory import CHECKPOINTS, run_record, state_directories
 from infinity.storage.run_dir import RECORD_NAME, durable_records, ranks_below
+from infinity.train.directory import CHECKPOINTS, run_record, state_directories
 
 Opener = Callable[[], StateReader]
 

@@ -27,6 +27,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from infinity.common.sizes import format_size
 from infinity.errors import (
     ConfigError,
     InfinityError,
@@ -34,7 +35,6 @@ from infinity.errors import (
     MachineError,
     first_lines,
 )
-from infinity.sizes import format_size
 
 # How a command ends: errors as text with an exit code, signals after cleaning up.
 

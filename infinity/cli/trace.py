@@ -12,7 +12,7 @@ from infinity.cli.terminal import AsJson, command
 from infinity.errors import InfinityError
 
 if TYPE_CHECKING:
-    from infinity.trace.reader import Shares, StepShares
+    from infinity.profiling.trace_reader import Shares, StepShares
 
 
 def trace(
@@ -36,12 +36,12 @@ def trace(
     tracks of that file, too. A page needs the extra `report`.
     """
     with command():
-        from infinity.trace.reader import Shares, read_timeline, report_data, report_lines
+        from infinity.profiling.trace_reader import Shares, read_timeline, report_data, report_lines
 
         shares = Shares(read_timeline(file))
         only = None if step is None else _find(shares, step)
         if page is not None:
-            from infinity.report.trace import trace_page
+            from infinity.train.report.trace import trace_page
 
             trace_page(shares, only).write(page)
         data = report_data(shares, stalls, only)

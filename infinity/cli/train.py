@@ -28,15 +28,15 @@ from infinity.cli.terminal import (
     warnings_as_lines,
     without_bars,
 )
+from infinity.common.sizes import format_count, format_duration
 from infinity.errors import DoesNotFitError, EngineFailedError, InfinityError, MachineError
-from infinity.sizes import format_count, format_duration
 
 if TYPE_CHECKING:
-    from infinity.ranks import Ranks
-    from infinity.runs.metrics import Result
-    from infinity.runs.preparation import Prepared
-    from infinity.runs.run import Run
-    from infinity.runs.settings import RunConfig
+    from infinity.distributed.context import Ranks
+    from infinity.train.metrics import Result
+    from infinity.train.preparation import Prepared
+    from infinity.train.run import Run
+    from infinity.train.settings import RunConfig
 
 _LETS_SPEAK_S = 5.0
 _STALLS = {"disk_read": "read", "slot": "slots", "gradient": "gradients"}
@@ -109,11 +109,11 @@ def train(
 
 
 def _train(config: Path, overrides: list[str], resume: str) -> Result:
-    from infinity.runs.settings import load_run_config
+    from infinity.train.settings import load_run_config
 
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return _train_on(None, load_run_config(config, overrides), config, overrides, resume)
-    from infinity.ranks import find_ranks, is_told
+    from infinity.distributed.context import find_ranks, is_told
 
     ranks = find_ranks()
     try:
@@ -134,7 +134,7 @@ def _train(config: Path, overrides: list[str], resume: str) -> Result:
 def _train_on(
     ranks: Ranks | None, settings: RunConfig, config: Path, overrides: list[str], resume: str
 ) -> Result:
-    from infinity.runs.run import Run  # imports torch: after the configuration was read
+    from infinity.train.run import Run  # imports torch: after the configuration was read
 
     if ranks is not None and ranks.rank:
         # What transformers says here it says on the first rank, too.
@@ -160,7 +160,7 @@ def _train_on(
                 stopped.text += f"; {run.kept}; go on with: {again}"
             raise
         except (MachineError, EngineFailedError) as error:
-            from infinity.runs.run import elsewhere
+            from infinity.train.run import elsewhere
 
             raise elsewhere(error, run, typed) if run.directory.has_run else error from None
         finally:
@@ -179,14 +179,14 @@ def _train_on(
 
 def _show_plan(run: Run, page: TrainPage) -> None:
     """Plan for what is there now, keep it and show it; ends the command where it does not fit."""
+    from infinity._initialize import device_for
     from infinity.cli.plan import DEFAULT_ENDURANCE
     from infinity.cli.plan_page import show_answer, show_plan, show_ways
     from infinity.cli.plan_report import report
     from infinity.cli.remedies import for_train
-    from infinity.runs.preparation import case_of
-    from infinity.sizes import parse_size
-    from infinity.startup import device_for
+    from infinity.common.sizes import parse_size
     from infinity.storage.cuda import find_device
+    from infinity.train.preparation import case_of
 
     assert run.prepared is not None
     ranks, fits = run.ranks, True
@@ -242,7 +242,7 @@ class _Stop:
 
 
 class TrainPage(ProgressLine):
-    """Follows one run; implements `infinity.runs.metrics.Watcher`.
+    """Follows one run; implements `infinity.train.metrics.Watcher`.
 
     `begun` says that steps are being made, `signum` is the signal that asked to stop, or 0.
     """
@@ -301,7 +301,7 @@ class TrainPage(ProgressLine):
 
     def report(self, directory: Path) -> None:
         """Write the page of the run; where it cannot be, a line says why."""
-        from infinity.report.run import write_run_page
+        from infinity.train.report.run import write_run_page
 
         self.pause()
         try:

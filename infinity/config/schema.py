@@ -24,11 +24,11 @@ from pydantic import (
     model_validator,
 )
 
+from infinity.common.sizes import parse_size
 from infinity.config.source import apply_overrides, explain, read_source
 from infinity.errors import ConfigError, did_you_mean
-from infinity.formats import FrozenFormat, MomentFormat
-from infinity.rules import RULES
-from infinity.sizes import parse_size
+from infinity.optim.rules import RULES
+from infinity.types import FrozenFormat, MomentFormat
 
 # Values and sections that a configuration is made of, and what each may look like.
 
@@ -258,7 +258,7 @@ class LossScaleConfig(Section):
 
 
 NEEDED = inspect.Parameter.empty
-# What DeepSpeed's schedules take, and their defaults; `infinity.schedules` makes them.
+# What DeepSpeed's schedules take, and their defaults; `infinity.optim.lr_schedules` makes them.
 SCHEDULES: dict[str, dict[str, Any]] = {
     "LRRangeTest": {
         "lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000,
@@ -314,7 +314,7 @@ def _parameters_of(name: str) -> dict[str, Any] | None:
 
 
 class SchedulerConfig(Section):
-    """A class of `torch.optim.lr_scheduler` or `infinity.schedules`, and its arguments."""
+    """A class of `torch.optim.lr_scheduler` or `infinity.optim.lr_schedules`, and its arguments."""
 
     type: str
     params: dict[str, Any] = Field(default_factory=dict)
@@ -325,7 +325,7 @@ class SchedulerConfig(Section):
         if _parameters_of(name) is None:
             known = sorted({*torch_schedules(), *SCHEDULES})
             hint = did_you_mean(name, known)
-            where = "torch.optim.lr_scheduler or infinity.schedules"
+            where = "torch.optim.lr_scheduler or infinity.optim.lr_schedules"
             raise ValueError(f"is not in {where}; {hint}known: {', '.join(known)}")
         return name
 

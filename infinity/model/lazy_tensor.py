@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from infinity.common.malloc import return_freed_memory
 from infinity.errors import ConfigError
-from infinity.formats import FrozenFormat
-from infinity.heap import return_freed_memory
 from infinity.model.parameters import swap_parameters
 from infinity.model.torch_private import (
     DispatchMode,
@@ -41,6 +40,7 @@ from infinity.model.torch_private import (
     tree_map,
     weight_norm_anywhere,
 )
+from infinity.types import FrozenFormat
 
 # Questions about one operation of torch, as a `DispatchMode` sees it.
 

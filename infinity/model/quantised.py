@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from infinity.formats import (
+from infinity.types import (
     DOUBLE_BLOCK,
     FP8_BLOCK,
     MXFP4_BLOCK,

@@ -2,7 +2,7 @@
 
 Sizes that people name are outlines, made by hand, so that no package is needed, torch included; all
 other models are modules on the meta device, as transformers makes them
-(`huggingface/meta.py`). Both are cut and laid out as the real model is: names and
+(`integrations/huggingface/meta.py`). Both are cut and laid out as the real model is: names and
 shapes are those of transformers.
 """
 

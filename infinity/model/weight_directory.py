@@ -21,9 +21,9 @@ from contextlib import contextmanager, suppress
 from errno import ENOLCK, ENOSPC, ENOSYS, EOPNOTSUPP
 from pathlib import Path
 
+from infinity.common.files import FOLDER_MODE, LockFile, make_directories, refused, sync_directory
+from infinity.common.sizes import format_size
 from infinity.errors import MachineError
-from infinity.files import FOLDER_MODE, LockFile, make_directories, refused, sync_directory
-from infinity.sizes import format_size
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"

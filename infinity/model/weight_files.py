@@ -22,9 +22,9 @@ from typing import Any, BinaryIO, NoReturn, Self
 import torch
 from torch import Tensor
 
+from infinity.common.files import FILE_MODE, open_new, write_new
+from infinity.common.sizes import format_size
 from infinity.errors import ConfigError, DoesNotFitError, MachineError, listed
-from infinity.files import FILE_MODE, open_new, write_new
-from infinity.formats import DOUBLE_BLOCK, FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, FrozenFormat
 from infinity.model.quantised import dequantise, from_parts
 from infinity.model.weight_directory import (
     INDEX_NAME,
@@ -33,7 +33,7 @@ from infinity.model.weight_directory import (
     shard_names,
     without_index,
 )
-from infinity.sizes import format_size
+from infinity.types import DOUBLE_BLOCK, FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, FrozenFormat
 
 # One safetensors file: its header held to the format, its tensors read when asked for.
 #

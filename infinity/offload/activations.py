@@ -20,11 +20,11 @@ from infinity.errors import EngineClosedError, TransferError
 from infinity.model.torch_private import TensorIdentity
 from infinity.offload.transfers import Transfers
 from infinity.plan.activations import TRANSIT, Ranges, SavedPlan, tiers_of
-from infinity.plan.layout import PAGE, Tier, round_up
+from infinity.profiling.trace_recorder import NO_UNIT
 from infinity.storage.device import HAPPENED, Event, HostArena, after_all
 from infinity.storage.disk import Extent
 from infinity.storage.store import Priority
-from infinity.trace.recorder import NO_UNIT
+from infinity.types import PAGE, Tier, round_up
 
 # Where saved tensors wait: records, spans of the pool, parts of the extent on disk.
 

@@ -28,6 +28,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from infinity.distributed.context import Ranks
 from infinity.errors import MachineError
 from infinity.offload.transfers import Transfers
 from infinity.offload.window import AccumulationWindow
@@ -35,7 +36,6 @@ from infinity.optim.cpu import CpuKernels
 from infinity.plan.budget import exchange_bytes, num_exchanges
 from infinity.plan.layout import Segment
 from infinity.plan.plan import Plan
-from infinity.ranks import Ranks
 from infinity.storage.device import HAPPENED, Event, after_all
 
 Moved = Callable[[str, int], None]  # so many bytes in a direction

@@ -18,11 +18,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from infinity.distributed.context import Ranks
 from infinity.errors import ResidencyError
 from infinity.model.cut import Rows
 from infinity.model.stacks import StackRange, lend_ranges
 from infinity.offload.hooks import Hooks
-from infinity.ranks import Ranks
 
 
 def _nothing() -> None:

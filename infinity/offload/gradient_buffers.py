@@ -23,10 +23,10 @@ from torch import Tensor
 from infinity.errors import EngineFailedError, TransferError
 from infinity.offload.transfers import Transfers
 from infinity.plan.budget import largest_window, num_windows
-from infinity.plan.layout import round_up
 from infinity.plan.plan import Plan
 from infinity.storage.device import Event, arena_for
 from infinity.storage.store import Range
+from infinity.types import round_up
 
 # Gradients that rest where nobody computes are summed in windows: RAM buffers of a unit's size.
 #

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infinity.distributed.context import ALONE, Ranks
 from infinity.errors import TrainingError
 from infinity.offload.exchange import GradientExchange, NormTree
 from infinity.offload.gradient_buffers import GradientWindows, GradientWorker, untimed
@@ -38,13 +39,13 @@ from infinity.offload.transfers import Transfers
 from infinity.offload.window import AccumulationWindow
 from infinity.optim.cpu import CpuKernels
 from infinity.plan.budget import NUM_GRADIENT_BUFFERS, largest_trained
-from infinity.plan.layout import PAGE, Segment, UnitLayout, round_up
+from infinity.plan.layout import Segment, UnitLayout
 from infinity.plan.plan import Plan
-from infinity.ranks import ALONE, Ranks
+from infinity.profiling.trace_recorder import Laps
 from infinity.storage.device import HAPPENED, Event, HostArena, SquareSums
 from infinity.storage.staging import host_buffer
 from infinity.storage.store import Range
-from infinity.trace.recorder import Laps
+from infinity.types import PAGE, round_up
 
 # Gradients that go straight from a device to where they rest in RAM, and their square sums.
 #

@@ -33,12 +33,12 @@ from infinity.model.torch_private import (
 )
 from infinity.offload.activations import ActivationStore
 from infinity.offload.gradients import GradientStore
-from infinity.offload.memory_watch import MemoryWatch
 from infinity.offload.owner import Call, Owner
 from infinity.offload.prefetch import Prefetcher
 from infinity.offload.saved_tensors import SavedTensors
 from infinity.offload.slice_sums import SliceSums
 from infinity.offload.window import AccumulationWindow
+from infinity.profiling.memory_watch import MemoryWatch
 
 
 @dataclass(frozen=True, slots=True)

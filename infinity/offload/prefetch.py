@@ -35,6 +35,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from infinity.distributed.context import NOTES
 from infinity.errors import EngineFailedError, MachineError, ResidencyError, TransferError
 from infinity.model.parameters import Edit, ParameterBinding
 from infinity.offload.exchange import GradientExchange
@@ -44,13 +45,12 @@ from infinity.offload.transfers import Transfers
 from infinity.plan import access_order
 from infinity.plan.access_order import NEVER, AccessOrder
 from infinity.plan.budget import fetch_bytes, num_fetch_buffers
-from infinity.plan.layout import Kind
 from infinity.plan.plan import Plan, UpdatePlace, publishes, update_place
-from infinity.ranks import NOTES
 from infinity.storage.device import HAPPENED, Event, after_all
 from infinity.storage.disk import checksum
 from infinity.storage.staging import BufferPool
 from infinity.storage.store import Priority, together
+from infinity.types import Kind
 
 
 class Prefetcher:

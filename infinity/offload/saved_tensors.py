@@ -35,7 +35,7 @@ from infinity.offload.activations import (
     modified_in_place,
 )
 from infinity.offload.prefetch import Prefetcher
-from infinity.offload.report import Timeline
+from infinity.profiling.step_report import Timeline
 
 # Packing is paid for every tensor that autograd saves, some forty a block: so these are tuples, and
 # a tensor that is kept as it is only (the tensor, its version).

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from infinity.errors import ResidencyError
-from infinity.formats import FrozenFormat
 from infinity.model.quantised import dequantise
 from infinity.model.torch_private import storage_use_count
 from infinity.plan.plan import Plan
 from infinity.storage.device import HAPPENED, Device, DeviceArena, Event, after_all
+from infinity.types import FrozenFormat
 
 
 class Where(Enum):

@@ -40,17 +40,18 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from infinity.heap import free_pages
+from infinity.common.malloc import free_pages
+from infinity.distributed.context import ALONE, Ranks
+from infinity.distributed.shared_memory import SharedWeights
 from infinity.model.torch_private import storage_use_count
 from infinity.offload.transfers import Transfers
-from infinity.plan.layout import PAGE, Kind, Record, Tier, UnitLayout, round_up
+from infinity.plan.layout import Record, UnitLayout
 from infinity.plan.plan import Plan
-from infinity.ranks import ALONE, Ranks
 from infinity.storage.device import HAPPENED, Event, after_all
 from infinity.storage.disk import Extent
-from infinity.storage.shared import SharedWeights
 from infinity.storage.staging import host_buffer
 from infinity.storage.store import MemoryRange, Range, Store, together
+from infinity.types import PAGE, Kind, Tier, round_up
 
 
 class Promising(Protocol):

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from infinity.errors import TransferError
 from infinity.optim.cpu import Piece
-from infinity.plan.layout import Tier
 from infinity.plan.plan import DIRECTIONS
+from infinity.profiling.trace_recorder import NO_UNIT, Trace
 from infinity.storage.device import HAPPENED, Device, Event
 from infinity.storage.disk import Disk, DiskTicket
 from infinity.storage.store import DeviceStore, HostStore, Pieces, Priority, Store, together
-from infinity.trace.recorder import NO_UNIT, Trace
+from infinity.types import Tier
 
 # What is moved: the unit's index, and a word for the kind.
 Label = tuple[int, str]

@@ -45,10 +45,10 @@ import torch
 from torch import Tensor, nn
 
 from infinity.errors import ConfigError, InfinityError, TrainingError
-from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import Moment
 from infinity.optim.update import Tile
+from infinity.types import MomentFormat
 
 _HOST_FP32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
 # Below torch's grain of 32768, from which on it cuts loops between threads.

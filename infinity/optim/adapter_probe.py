@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from infinity.errors import ConfigError, ResidencyError
-from infinity.formats import MomentFormat
 from infinity.optim.adapter import (
     SMALL_ELEMENTS,
     AdaptedOptimizer,
@@ -34,6 +33,7 @@ from infinity.optim.adapter import (
 )
 from infinity.optim.moments import Moment
 from infinity.optim.update import Tile
+from infinity.types import MomentFormat
 
 OptimizerMaker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 

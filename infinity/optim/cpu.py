@@ -15,11 +15,11 @@ import torch
 
 import infinity._adam as _adam
 from infinity.errors import ConfigError, EngineClosedError, InfinityError, ResidencyError
-from infinity.formats import MOMENT_BLOCK, MomentFormat
 from infinity.optim.moments import BESIDE, VALUE_DTYPES, Moment
 from infinity.optim.muon import step_stack
+from infinity.optim.rules import Hyper, Muon
 from infinity.plan.layout import SQUARE_BLOCK
-from infinity.rules import Hyper, Muon
+from infinity.types import MOMENT_BLOCK, MomentFormat
 
 FLOATS = tuple(BESIDE)  # of weights and gradients
 _HOST = torch.device("cpu")

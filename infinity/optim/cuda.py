@@ -21,10 +21,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from infinity.errors import MachineError, first_lines
-from infinity.formats import MomentFormat
 from infinity.optim import nvrtc
 from infinity.optim.cpu import FLOATS, Piece, by_kind, check_pieces, check_tensor, step_matrices
-from infinity.rules import SGD
+from infinity.optim.rules import SGD
+from infinity.types import MomentFormat
 
 # From checked tensors to launches: the tables that csrc/adam/segments.cuh reads, as ctypes.
 #

@@ -1,7 +1,7 @@
 """State as torch tensors: the dtypes it rests in, `Moment`, and both as views of a chunk's bytes.
 
 The one place that knows which dtype stands for what: `plan/layout.py` has the names of precisions
-and `formats.py` those of moments, both without torch.
+and `types.py` those of moments, both without torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from infinity.errors import ConfigError
-from infinity.formats import MOMENT_BLOCK, MomentFormat
-from infinity.plan.layout import PRECISIONS, REST_DTYPES, Kind, Precision
+from infinity.plan.layout import PRECISIONS, REST_DTYPES, Precision
+from infinity.types import MOMENT_BLOCK, Kind, MomentFormat
 
 # What weights are, by the name of the precision.
 COMPUTE_DTYPES: dict[str, torch.dtype] = {

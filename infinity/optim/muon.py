@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from infinity.optim.moments import Moment
-from infinity.rules import Muon
+from infinity.optim.rules import Muon
 
 _NAN = 0x7FC00000
 

@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from infinity.common.files import atomic_write
 from infinity.errors import MachineError, first_lines
-from infinity.files import atomic_write
 
 # Compiled GPU kernels on disk, so that a second process need not compile them again.
 #

@@ -15,7 +15,7 @@ import torch
 from infinity.config.schema import Config, load_config
 from infinity.errors import ConfigError
 from infinity.optim.offloaded import mark_stepped, refuse_hooks
-from infinity.rules import RULES, twin_of
+from infinity.optim.rules import RULES, twin_of
 
 Groups = list[dict[str, Any]]
 

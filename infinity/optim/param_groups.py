@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from infinity.config.schema import Config
-from infinity.cutting import complete_groups
 from infinity.errors import ConfigError
-from infinity.formats import MomentFormat
+from infinity.model.partition import complete_groups
 from infinity.optim.adapter import AdapterRule
 from infinity.optim.adapter_probe import OptimizerMaker, open_adapter
 from infinity.optim.offloaded import OffloadedOptimizer, refuse_hooks
+from infinity.optim.rules import RULES, SGD
 from infinity.optim.standalone import built_in_of
 from infinity.optim.update import BuiltInRule
-from infinity.rules import RULES, SGD
+from infinity.types import MomentFormat
 
 _TRAINABLE = (torch.float32, torch.float16, torch.bfloat16)
 

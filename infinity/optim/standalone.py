@@ -26,14 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from infinity.errors import ConfigError, EngineClosedError, ResidencyError
-from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.cuda import CudaKernels
 from infinity.optim.moments import BESIDE, Moment
 from infinity.optim.offloaded import OffloadedOptimizer, optimizer_method
+from infinity.optim.rules import RULES, AdamW, Hyper, twin_of
 from infinity.optim.update import BuiltInRule, step_count
 from infinity.plan.machine import read_machine
-from infinity.rules import RULES, AdamW, Hyper, twin_of
+from infinity.types import MomentFormat
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _NO_CORRECTION = 1 << 62  # a step so late that beta ** step is 0

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from infinity.errors import ConfigError
-from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import Moment
-from infinity.rules import RULES, Hyper, lossy_notes, matrix_steps, reserved_moments
+from infinity.optim.rules import RULES, Hyper, lossy_notes, matrix_steps, reserved_moments
+from infinity.types import MomentFormat
 
 # Tiles: parts of parameters with all their state beside them in one memory, and who updates them.
 #
@@ -79,7 +79,7 @@ class Rule(Protocol):
     """An update rule as the engine sees it: what it keeps, and who does it.
 
     `moments` has a format for each moment that `reserve` found necessary. A `whole` rule needs
-    whole parameters as tiles; `matrix_steps` see `infinity.rules.matrix_steps`.
+    whole parameters as tiles; `matrix_steps` see `infinity.optim.rules.matrix_steps`.
     """
 
     name: str
@@ -111,7 +111,7 @@ class BuiltInRule:
 
     def __init__(self, name: str, moments: MomentFormat = MomentFormat.FP32) -> None:
         self.name = name
-        self.whole = False  # of all parameters: see `infinity.rules.Muon` for some
+        self.whole = False  # of all parameters: see `infinity.optim.rules.Muon` for some
         self.moments: tuple[MomentFormat, ...] = ()
         self.notes = lossy_notes(moments)
         self.matrix_steps = 0

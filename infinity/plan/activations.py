@@ -46,10 +46,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from infinity.common.sizes import format_size
 from infinity.config.schema import ActivationsConfig, Recompute
 from infinity.errors import ConfigError
-from infinity.plan.layout import PAGE, Segment, Tier, UnitLayout, round_up
-from infinity.sizes import format_size
+from infinity.plan.layout import Segment, UnitLayout
+from infinity.types import PAGE, Tier, round_up
 
 _ATTENTION = ("attn", "attention", "qkv", "q_proj", "query")
 CHUNK_TOKENS = 1024  # as `losses.CHUNK_TOKENS`, which needs torch

@@ -13,16 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from infinity.common.sizes import format_size
 from infinity.config.schema import BudgetConfig, PlacementConfig
 from infinity.errors import DoesNotFitError
-from infinity.formats import MomentFormat
 from infinity.plan.batch_schedule import MOST_MICRO_BATCHES, BatchSchedule, Chosen, choose_schedule
 from infinity.plan.budget import AUTO_SHARE
 from infinity.plan.case import Case, Priced, price
-from infinity.plan.layout import Tier, UnitLayout
+from infinity.plan.layout import UnitLayout
 from infinity.plan.machine import HOST_BUDGET_SHARE
 from infinity.plan.plan import Plan
-from infinity.sizes import format_size
+from infinity.types import MomentFormat, Tier
 
 SOME_DISK = (Path("/a/fast/drive"),)  # where a case has a disk that has no path yet
 TIERS = (Tier.DISK, Tier.HOST, Tier.DEVICE)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from infinity.formats import FrozenFormat
-from infinity.plan.layout import OFF_DEVICE, PAGE, TIERS, Tier, UnitLayout
+from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Alike, Plan, SlotClass, UpdatePlace, update_place
+from infinity.types import OFF_DEVICE, PAGE, TIERS, FrozenFormat, Tier
 
 NUM_WINDOWS = 3  # gradient ranges in RAM when gradients rest on disk
 NUM_GRADIENT_BUFFERS = 2  # device -> host gradient buffers

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from infinity.common.sizes import format_size
 from infinity.config.schema import (
     ActivationsConfig,
     Config,
@@ -15,7 +16,6 @@ from infinity.config.schema import (
     checkpoint_of,
 )
 from infinity.errors import DoesNotFitError
-from infinity.formats import MomentFormat
 from infinity.plan.activations import (
     CHUNK_TOKENS,
     ActivationModel,
@@ -25,11 +25,11 @@ from infinity.plan.activations import (
 )
 from infinity.plan.budget import AUTO_SHARE, Limits, budgeted_bytes
 from infinity.plan.cost import StepCost, Work, step_cost
-from infinity.plan.layout import PRECISIONS, Tier, UnitLayout, lay_out_again
+from infinity.plan.layout import PRECISIONS, UnitLayout, lay_out_again
 from infinity.plan.machine import PlanMachine
 from infinity.plan.plan import Plan, RuleFacts, UnitFacts
 from infinity.plan.planner import make_plan
-from infinity.sizes import format_size
+from infinity.types import MomentFormat, Tier
 
 # Of what activations are estimated at, what placement by the plan leaves free: estimates are within
 # a tenth (tests/test_activation_peak.py), and allocators do not fill their memory to the last byte.

@@ -51,7 +51,7 @@ from infinity.config.schema import Recompute
 from infinity.plan.access_order import guess_cycle
 from infinity.plan.activations import attending_width, passes, recomputed
 from infinity.plan.forecast import PhaseBytes, counted_phases, disk_of_pass, forecast_phases
-from infinity.plan.layout import Segment, Tier, UnitLayout
+from infinity.plan.layout import Segment, UnitLayout
 from infinity.plan.plan import (
     BETWEEN_HOSTS,
     LINKS,
@@ -61,6 +61,7 @@ from infinity.plan.plan import (
     streamed_calls,
     update_place,
 )
+from infinity.types import Tier
 
 # How fast the resources of a machine are: the numbers a plan's times are computed from.
 #

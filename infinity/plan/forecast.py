@@ -17,7 +17,7 @@ from typing import Any
 from infinity.plan import access_order
 from infinity.plan.access_order import AccessOrder, guess_cycle
 from infinity.plan.activations import saved_moves
-from infinity.plan.layout import Tier, UnitLayout
+from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import (
     DIRECTIONS,
     Plan,
@@ -28,6 +28,7 @@ from infinity.plan.plan import (
     streamed_bytes,
     update_place,
 )
+from infinity.types import Tier
 
 FEW = 5  # micro-batches after which, most often, each is like the one before it
 

@@ -27,52 +27,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from enum import Enum, StrEnum
 from functools import cached_property
 
-from infinity.formats import MOMENT_BLOCK, FrozenFormat, MomentFormat
-from infinity.sizes import format_count
+from infinity.common.sizes import format_count
+from infinity.types import MOMENT_BLOCK, PAGE, FrozenFormat, Kind, MomentFormat, round_up
 
-PAGE = 4096
 ELEMENT_ALIGN = 2048  # elements: 4096 bytes of the narrowest kind (2 bytes)
 SQUARE_BLOCK = 4096  # elements of a parameter that share a leaf of the norm's tree; as in csrc/adam
 MUCH_PADDING = 1.1  # times what a unit holds: a plan says so
 SEGMENT_ALIGN_BYTES = 512  # start of every tensor in a slot; enough for any device
-
-
-class Tier(StrEnum):
-    """Where bytes rest; the fastest first."""
-
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
-
-    __hash__ = str.__hash__  # plans are hashed by the thousand, and Enum's own is in Python
-
-    def is_below(self, other: Tier) -> bool:
-        """Whether it is slower than `other`."""
-        return TIERS.index(self) > TIERS.index(other)
-
-
-TIERS = tuple(Tier)  # an enum is walked in Python
-OFF_DEVICE = (Tier.HOST, Tier.DISK)
-
-
-class Kind(Enum):
-    """What a byte is for."""
-
-    WEIGHT = "weight"
-    RESIDUAL = "residual"  # what a bf16 weight lacks to its fp32 master
-    MASTER = "master"  # the fp32 master itself, beside an fp16 weight
-    MOMENT1 = "moment1"
-    MOMENT2 = "moment2"
-    MOMENT3 = "moment3"
-    MOMENT4 = "moment4"
-    MOMENT5 = "moment5"
-    MOMENT6 = "moment6"
-    GRADIENT = "gradient"
-
-    __hash__ = object.__hash__
 
 
 # Adam has two, `torch.optim.AdamW(amsgrad=True)` three; the rest is for optimizers of others.
@@ -141,11 +104,6 @@ class Precision:
         """Bytes at rest of one trained parameter, padding not counted."""
         moments = sum(f.nbytes(MOMENT_BLOCK) for f in self.moments) / MOMENT_BLOCK
         return self.weight + self.rest + moments
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `value`."""
-    return -(-value // multiple) * multiple
 
 
 BF16 = Precision("bf16", "bfloat16", weight=2, rest=2, rest_kind=Kind.RESIDUAL)

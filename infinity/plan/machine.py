@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
+from infinity.common.sizes import parse_size
 from infinity.config.schema import Section, Size
 from infinity.config.source import explain, read_config_file
 from infinity.errors import ConfigError, MachineError
@@ -38,7 +39,6 @@ from infinity.plan.cost import (
     rates_origin,
     with_links,
 )
-from infinity.sizes import parse_size
 
 # cgroup v1 says "no limit" with the largest page-aligned 63-bit number.
 _NO_LIMIT_BYTES = 2**62

@@ -20,8 +20,8 @@ from typing import NamedTuple
 from infinity.plan.budget import Limits, budgeted_bytes, excess, fits_as, with_memory
 from infinity.plan.cost import Rates, movement_cost
 from infinity.plan.forecast import FEW
-from infinity.plan.layout import Tier
 from infinity.plan.plan import Plan, UnitPlacement
+from infinity.types import Tier
 
 FIELDS = ("weight", "gradient", "state")
 # Resources that do not bind count this much: where compute hides everything, fewer bytes still win.

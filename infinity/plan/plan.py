@@ -9,19 +9,10 @@ from enum import Enum
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from infinity.formats import MomentFormat
+from infinity.common.sizes import format_count, format_size
 from infinity.plan.activations import NOTHING_SAVED, SavedPlan, block_widths, saved_moves
-from infinity.plan.layout import (
-    OFF_DEVICE,
-    PAGE,
-    Kind,
-    Precision,
-    Record,
-    Tier,
-    UnitLayout,
-    round_up,
-)
-from infinity.sizes import format_count, format_size
+from infinity.plan.layout import Precision, Record, UnitLayout
+from infinity.types import OFF_DEVICE, PAGE, Kind, MomentFormat, Tier, round_up
 
 LINKS = ("all_gather", "all_to_all")  # between ranks: bytes that one of them receives
 BETWEEN_HOSTS = "between_hosts"  # likewise, from RAM to RAM of another node
@@ -43,7 +34,7 @@ class RuleFacts:
     moments: tuple[MomentFormat, ...] = (MomentFormat.FP32, MomentFormat.FP32)
     whole: bool = False
     tile_elements: int = 0
-    matrix_steps: int = 0  # see `infinity.rules.matrix_steps`
+    matrix_steps: int = 0  # see `infinity.optim.rules.matrix_steps`
     notes: tuple[str, ...] = ()
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from infinity.common.sizes import format_count, format_size
 from infinity.config.schema import Config, HintsConfig
 from infinity.errors import ConfigError, DoesNotFitError
 from infinity.plan.activations import plan_saved
@@ -22,15 +23,7 @@ from infinity.plan.budget import (
 )
 from infinity.plan.cost import Rates, nominal, share_beside, step_cost
 from infinity.plan.forecast import forecast_bytes
-from infinity.plan.layout import (
-    ELEMENT_ALIGN,
-    PRECISIONS,
-    Tier,
-    UnitLayout,
-    dealt_notes,
-    round_up,
-    split_notes,
-)
+from infinity.plan.layout import ELEMENT_ALIGN, PRECISIONS, UnitLayout, dealt_notes, split_notes
 from infinity.plan.placement import FIELDS, placed, score
 from infinity.plan.plan import (
     RAM,
@@ -42,7 +35,7 @@ from infinity.plan.plan import (
     update_place,
     why_only_cpu,
 )
-from infinity.sizes import format_count, format_size
+from infinity.types import Tier, round_up
 
 # Hints: numbers of parameters that a plan keeps to where it can, and never fails for.
 #

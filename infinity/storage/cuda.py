@@ -28,13 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infinity.common.sizes import format_size
 from infinity.errors import ConfigError, DoesNotFitError, MachineError, ResidencyError
 from infinity.optim.cpu import Piece
 from infinity.optim.cuda import CudaKernels
-from infinity.plan.layout import PAGE, round_up
-from infinity.sizes import format_size
+from infinity.profiling.trace_recorder import Stamp
 from infinity.storage.device import HAPPENED, CpuDevice, Device, Event, HostArena, SquareSums
-from infinity.trace.recorder import Stamp
+from infinity.types import PAGE, round_up
 
 # CUDA's events, and their times on the host's clock without waiting for any.
 #

@@ -20,11 +20,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from infinity.common.sizes import format_size
 from infinity.errors import MachineError
 from infinity.optim.cpu import Piece
-from infinity.plan.layout import PAGE, Tier, round_up
-from infinity.sizes import format_size
-from infinity.trace.recorder import Stamp
+from infinity.profiling.trace_recorder import Stamp
+from infinity.types import PAGE, Tier, round_up
 
 # Host memory reserved once: exact size, page-aligned, huge pages where allowed.
 #

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 import infinity._aio as _aio
+from infinity.common.files import check_linked
 from infinity.config.schema import IoConfig
 from infinity.errors import ConfigError, MachineError, TransferError
-from infinity.files import check_linked
-from infinity.plan.layout import PAGE, Tier, round_up
 from infinity.storage import striping
 from infinity.storage.device import HostArena
 from infinity.storage.disk_speed import measure_speeds
@@ -28,6 +27,7 @@ from infinity.storage.os_errors import corruption, does_not_fit, transfer_error
 from infinity.storage.run_dir import Scratch
 from infinity.storage.store import Pieces, Priority
 from infinity.storage.striping import Stripes, Striping
+from infinity.types import PAGE, Tier, round_up
 
 # CRC32C of every page on disk, kept in RAM apart from the data (`io.verify`).
 #

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from infinity.config.schema import IoConfig
 from infinity.plan.cost import DISK_PER_CPU_S
-from infinity.plan.layout import PAGE
 from infinity.storage.device import HostArena
 from infinity.storage.disk import Disk, DiskTicket, Extent
 from infinity.storage.disk_speed import keep_moving
+from infinity.types import PAGE
 
 SPAN_BYTES = 256 << 20  # of the disk, at most; and a quarter of the free space
 _RECORD_BYTES = 12 << 20  # of the tier: a chunk of 2**20 parameters

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import infinity._aio as _aio
+from infinity.common.files import advice, refused, transfer_refused
+from infinity.common.sizes import format_size
 from infinity.errors import DoesNotFitError, InfinityError, MachineError, TransferError
-from infinity.files import advice, refused, transfer_refused
-from infinity.sizes import format_size
 
 # A directory that a user gave as `nvme_path`: whether it can be used, and why not.
 

@@ -27,8 +27,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from infinity.errors import MachineError
-from infinity.files import (
+from infinity.common.checksummed_json import first_sealed, made, read_sealed, unseal, write_sealed
+from infinity.common.files import (
     TEMPORARY_NAME,
     LockFile,
     free_bytes,
@@ -36,7 +36,7 @@ from infinity.files import (
     refused,
     sync_directory,
 )
-from infinity.sealed import first_sealed, made, read_sealed, unseal, write_sealed
+from infinity.errors import MachineError
 from infinity.storage.os_errors import checked_root, does_not_fit, refusal
 
 RECORD_FORMAT, RECORD_VERSION = "torch-infinity-run", 3

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-from infinity.plan.layout import PAGE, round_up
 from infinity.storage.device import Device, DeviceArena, Event, HostArena
 from infinity.storage.store import together
+from infinity.types import PAGE, round_up
 
 
 def host_buffer(nbytes: int) -> Tensor:

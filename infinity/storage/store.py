@@ -14,8 +14,8 @@ from typing import Protocol, Self
 
 from torch import Tensor
 
-from infinity.plan.layout import PAGE, Tier, round_up
 from infinity.storage.device import HAPPENED, AllOf, Device, Event, arena_for
+from infinity.types import PAGE, Tier, round_up
 
 
 class Priority(IntEnum):

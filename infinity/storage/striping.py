@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import infinity._aio as _aio
+from infinity.common.files import refused
+from infinity.common.sizes import format_size
 from infinity.errors import CheckpointError, MachineError
-from infinity.files import refused
-from infinity.plan.layout import PAGE, round_up
-from infinity.sizes import format_size
 from infinity.storage.run_dir import Scratch
+from infinity.types import PAGE, round_up
 
 # What lies behind a path: device, drive, file system and its costs, direct I/O, back ends.
 

@@ -15,10 +15,10 @@ from typing import Protocol
 import numpy as np
 
 import infinity._aio as _aio
+from infinity.common.files import refused
+from infinity.common.sizes import format_size
 from infinity.config.schema import IoConfig
 from infinity.errors import InfinityError
-from infinity.files import refused
-from infinity.sizes import format_size
 from infinity.swap_benchmark.load import (
     NUM_SLOTS,
     Array,

@@ -19,10 +19,10 @@ from typing import Any, Literal, Self, TypeAlias
 import numpy as np
 
 import infinity._aio as _aio
+from infinity.common.files import refused
+from infinity.common.sizes import format_size
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
-from infinity.files import refused
 from infinity.plan.machine import disk_free_bytes
-from infinity.sizes import format_size
 from infinity.storage.run_dir import Scratch
 
 Mode: TypeAlias = Literal["read", "write", "mixed"]

@@ -25,14 +25,15 @@ from infinity.checkpoint.manifest import FROZEN
 from infinity.checkpoint.ranges import RangeWriter, records_of
 from infinity.checkpoint.streams import Piece, frozen_pieces, pieces
 from infinity.checkpoint.writer import CheckpointWriter, Written, checksums
+from infinity.distributed.context import Ranks
 from infinity.errors import InfinityWarning
 from infinity.offload.state import Staged, StateStore
 from infinity.plan.budget import NUM_COPY_BUFFERS, copy_buffer_bytes
-from infinity.plan.layout import Kind, UnitLayout
+from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
-from infinity.ranks import Ranks
+from infinity.profiling.trace_recorder import Laps
 from infinity.storage.staging import BufferPool
-from infinity.trace.recorder import Laps
+from infinity.types import Kind
 
 # Whether the frozen parameters of the next checkpoint are, byte for byte, those of the last one.
 #

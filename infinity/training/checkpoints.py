@@ -40,8 +40,10 @@ from infinity.checkpoint.streams import (
     state_streams,
 )
 from infinity.checkpoint.writer import CheckpointWriter, files_of, temporary_of
+from infinity.common.crc32c import crc32c_of
+from infinity.common.sizes import format_size
 from infinity.config.schema import Config
-from infinity.crc32c import crc32c_of
+from infinity.distributed.context import check_alike
 from infinity.errors import (
     CheckpointError,
     ConfigError,
@@ -54,16 +56,14 @@ from infinity.errors import (
 from infinity.model.buffers import Buffer, check_buffers, find_buffers, put_buffers
 from infinity.model.weight_files import DTYPE_NAMES
 from infinity.offload.state import StateStore
-from infinity.plan.layout import Kind
 from infinity.plan.plan import Plan
-from infinity.ranks import check_alike
-from infinity.sizes import format_size
 from infinity.storage.run_dir import RECORD_NAME
 from infinity.storage.staging import host_buffer
 from infinity.training.parameter_access import Values, share_kept
 from infinity.training.parts import Parts
 from infinity.training.run_state import RunState
 from infinity.training.step import Stepper
+from infinity.types import Kind
 
 # The streams of a checkpoint into state at rest, whatever its placement, unit by unit.
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from infinity.errors import ConfigError
-from infinity.formats import FP8_BLOCK, NATIVE, FrozenFormat
 from infinity.model.lazy_tensor import Packed, Read
 from infinity.model.meta_init import PIECE_ELEMENTS, Origins
 from infinity.model.parameters import ParameterBinding
@@ -25,10 +24,11 @@ from infinity.offload.state import StateStore
 from infinity.offload.transfers import Transfers
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import master_in, moment_in
-from infinity.plan.layout import Kind, Record, Segment, UnitLayout
+from infinity.plan.layout import Record, Segment, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.storage.staging import BufferPool, host_buffer
 from infinity.storage.store import Range
+from infinity.types import FP8_BLOCK, NATIVE, FrozenFormat, Kind
 
 Progress = Callable[[int, int, str], None]
 

@@ -33,11 +33,12 @@ from infinity.optim.cpu import Piece
 from infinity.optim.moments import master_in, moment_in
 from infinity.optim.update import KernelUpdater, Tile, Updater
 from infinity.plan.budget import NUM_STREAM_BUFFERS, staging_bytes, stream_bytes
-from infinity.plan.layout import Kind, UnitLayout
+from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan, UpdatePlace, update_place
+from infinity.profiling.trace_recorder import Laps
 from infinity.storage.device import HAPPENED, Event, after_all
 from infinity.storage.staging import BufferPool
-from infinity.trace.recorder import Laps
+from infinity.types import Kind
 
 # What one optimizer pass is to do, and its parts as the optimizer sees them.
 

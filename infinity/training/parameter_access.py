@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from infinity.checkpoint.plain import decode, encode
 from infinity.errors import ConfigError, InfinityWarning, ResidencyError, TransferError
-from infinity.formats import FrozenFormat
 from infinity.model.quantised import dequantise, quantise_exactly
 from infinity.offload.hooks import Hooks
 from infinity.offload.owner import Owner, exclusive
@@ -32,8 +31,9 @@ from infinity.offload.window import AccumulationWindow
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import KIND_DTYPES, Moment, moment_in
 from infinity.optim.update import KernelUpdater, Updater
-from infinity.plan.layout import Kind, Segment, UnitLayout
+from infinity.plan.layout import Segment, UnitLayout
 from infinity.plan.plan import Plan
+from infinity.types import FrozenFormat, Kind
 
 # What the optimizer keeps of a parameter, read from and written to any tier.
 

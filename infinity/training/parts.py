@@ -14,12 +14,13 @@ from torch import nn
 
 from infinity.checkpoint.durability import Durability
 from infinity.checkpoint.durable_runs import StoredRun, model_facts, read_run, remarks
+from infinity.common.malloc import return_freed_memory
 from infinity.config.schema import Config
-from infinity.cutting import Cut
+from infinity.distributed.context import ALONE, Ranks
 from infinity.errors import EngineFailedError, InfinityError, MachineError
-from infinity.heap import return_freed_memory
 from infinity.model.meta_init import Origins
 from infinity.model.parameters import Installation, ParameterBinding, move_buffers
+from infinity.model.partition import Cut
 from infinity.model.torch_private import forget_flat_weights
 from infinity.offload.activations import ActivationStore
 from infinity.offload.block_forward import UnitForwards
@@ -27,10 +28,8 @@ from infinity.offload.cycles import Cycles
 from infinity.offload.expert_ranges import ExpertRanges
 from infinity.offload.gradients import GradientStore
 from infinity.offload.hooks import Hooks
-from infinity.offload.memory_watch import MemoryWatch
 from infinity.offload.owner import Owner
 from infinity.offload.prefetch import Prefetcher
-from infinity.offload.report import Timeline
 from infinity.offload.sliced_logits import SlicedHeads
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Transfers
@@ -38,18 +37,20 @@ from infinity.offload.window import AccumulationWindow
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.plan.case import logits_at_once
-from infinity.plan.layout import Tier, largest_trained_of
+from infinity.plan.layout import largest_trained_of
 from infinity.plan.machine import read_machine, threads_for
 from infinity.plan.plan import Plan
-from infinity.ranks import ALONE, Ranks
+from infinity.profiling.memory_watch import MemoryWatch
+from infinity.profiling.step_report import Timeline
+from infinity.profiling.trace_recorder import Trace
 from infinity.storage.device import PROCESS, CpuDevice, Device
 from infinity.storage.disk import Disk
-from infinity.trace.recorder import Trace
 from infinity.training.async_save import Saver
 from infinity.training.initial_write import InitialWrite, Progress
 from infinity.training.optimizer_pass import OptimizerPass
 from infinity.training.parameter_access import ParameterAccess, Values
 from infinity.training.resting import Resting
+from infinity.types import Tier
 
 
 class Parts:

@@ -14,12 +14,12 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from infinity.common.sizes import format_size
 from infinity.errors import DoesNotFitError
 from infinity.model.offloaded_parameter import gone, name_engine, unname_engine
 from infinity.model.parameters import ParameterBinding, RestingParameters
 from infinity.offload.owner import Owner
 from infinity.plan.machine import read_machine
-from infinity.sizes import format_size
 from infinity.training.parameter_access import Values
 
 

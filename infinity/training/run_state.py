@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from infinity.distributed.context import ALONE, Ranks
 from infinity.errors import CheckpointError, ConfigError, InfinityWarning
 from infinity.offload.window import AccumulationWindow
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.optim.update import KernelUpdater, Updater
-from infinity.ranks import ALONE, Ranks
 from infinity.training.step import Progress, Stepper, as_data
 
 # The states of every random generator a training loop may draw from, taken and put back.

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from infinity.common.sizes import parse_size
+from infinity.distributed.context import Ranks
 from infinity.errors import ConfigError, ResidencyError
 from infinity.model.buffers import persistent_buffers
 from infinity.model.weight_files import Outgoing, write_shards
 from infinity.optim.moments import COMPUTE_DTYPES
-from infinity.ranks import Ranks
-from infinity.sizes import parse_size
 from infinity.training.parameter_access import Values
 
 

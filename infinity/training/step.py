@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from infinity.config.schema import LossScaleConfig
+from infinity.distributed.context import as_json
 from infinity.errors import (
     ConfigError,
     InfinityError,
@@ -43,13 +44,12 @@ from infinity.errors import (
     first_lines,
     listed,
 )
-from infinity.journal import Journal
 from infinity.model.buffers import find_buffers
 from infinity.model.torch_private import end_checkpoints
-from infinity.offload.report import Meter, StepReport
 from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.optim.offloaded import OffloadedOptimizer
-from infinity.ranks import as_json
+from infinity.profiling.step_log import Journal
+from infinity.profiling.step_report import Meter, StepReport
 from infinity.storage.device import Event
 from infinity.training.optimizer_pass import PassJob
 from infinity.training.parameter_access import read_state

@@ -20,17 +20,17 @@ from support.rough import rough_io
 from support.runs import metrics_of, settings, train
 from typer.testing import CliRunner
 
-from infinity.calibration import KnownRates
 from infinity.checkpoint import writer
 from infinity.cli.main import app
 from infinity.cli.train import TrainPage
 from infinity.errors import DoesNotFitError, MachineError, TransferError
 from infinity.plan.cost import Rates, nominal
-from infinity.runs import run as runs_run
-from infinity.runs.metrics import Metrics
-from infinity.runs.run import Run
-from infinity.runs.settings import load_run_config
+from infinity.profiling.calibration import KnownRates
 from infinity.storage.disk import Disk
+from infinity.train import run as runs_run
+from infinity.train.metrics import Metrics
+from infinity.train.run import Run
+from infinity.train.settings import load_run_config
 from infinity.training import checkpoints
 
 Failing = Callable[..., None]
@@ -223,7 +223,7 @@ def test_a_line_of_metrics_that_was_cut_off_ends_there(
     metrics = Metrics(tmp_path / "m.jsonl", after=0)
     write = os.write
     with monkeypatch.context() as patch:
-        patch.setattr("infinity.runs.metrics.os.write", lambda file, data: write(file, data[:9]))
+        patch.setattr("infinity.train.metrics.os.write", lambda file, data: write(file, data[:9]))
         with pytest.raises(MachineError, match="cannot be written: No space"):
             metrics.write({"event": "step", "step": 1})
     metrics.write({"event": "step", "step": 2})
@@ -287,7 +287,7 @@ def test_the_drive_of_the_state_fails_and_the_run_goes_on_elsewhere(
 ) -> None:
     """By doing what the message says: the losses are those of a run where nothing fails."""
     known = KnownRates(Rates.of(nominal(True).numbers()), "2026-01-02")
-    monkeypatch.setattr("infinity.calibration.cached_rates", lambda *a, **more: known)
+    monkeypatch.setattr("infinity.profiling.calibration.cached_rates", lambda *a, **more: known)
     monkeypatch.setattr(runs_run, "_same_drive", lambda *paths: kind == "one drive")
     durable, paths = kind.startswith("durable"), [tmp_path / "state"]
     paths += [tmp_path / "second"] if kind == "durable on two" else []

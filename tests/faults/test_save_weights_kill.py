@@ -20,13 +20,13 @@ from support import forked
 
 from infinity.cli.doctor import _write as write_machine_file
 from infinity.cli.init import _write as write_preset
+from infinity.common.files import TEMPORARY_NAME, atomic_write
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
-from infinity.files import TEMPORARY_NAME, atomic_write
 from infinity.model.weight_directory import INDEX_NAME, SINGLE_NAME
 from infinity.model.weight_files import Outgoing, WeightFiles, write_shards
-from infinity.runs.directory import RunDirectory
-from infinity.runs.metrics import Metrics
-from infinity.trace.recorder import Trace
+from infinity.profiling.trace_recorder import Trace
+from infinity.train.directory import RunDirectory
+from infinity.train.metrics import Metrics
 
 NAMES = "abc"
 MAX_SHARD = {"one file": 48, "two shards": 32, "three shards": 16}

@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 from infinity.checkpoint.commits import COMMIT_NAMES
 from infinity.checkpoint.durable_runs import find_run, read_run
 from infinity.cli.main import app
+from infinity.common.checksummed_json import first_sealed, seal, unseal
 from infinity.errors import CheckpointError, ConfigError, InfinityError
-from infinity.sealed import first_sealed, seal, unseal
 
 SENSELESS: list[Any] = [
     None, True, -1, 0, 2**62, 2**70, 0.5, 1e308, "", "x", "\ud800", "\0", [], {}, [[]], [-1],

@@ -34,8 +34,8 @@ from infinity.checkpoint.directory import find_tag
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import InfinityError
 from infinity.model.weight_files import WeightFiles
-from infinity.runs.directory import RunDirectory
-from infinity.runs.metrics import Metrics
+from infinity.train.directory import RunDirectory
+from infinity.train.metrics import Metrics
 
 STEPS = 3
 QUICK, BATCH = 150, 50

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from infinity.checkpoint.commits import COMMIT_NAMES
 from infinity.checkpoint.durable_reader import DurableReader
+from infinity.distributed.context import Ranks
 from infinity.errors import InfinityError
-from infinity.ranks import Ranks
 
 COUNT, STEPS, QUICK = 2, 4, 40
 FILES = (*COMMIT_NAMES, "checksums.bin", "plan.json", "run.json", "lock", "state.bin")

@@ -11,11 +11,11 @@ import torch
 from support.cuda_pieces import BF16, FLOATS, FP32, HYPERS, Rooms, combinations
 
 from infinity.errors import ConfigError, ResidencyError
-from infinity.formats import MomentFormat
 from infinity.optim import cuda, nvrtc
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.cuda import SQUARE_TILE, TILE, CudaKernels
-from infinity.rules import AdamW
+from infinity.optim.rules import AdamW
+from infinity.types import MomentFormat
 
 NO_CUDA = not torch.cuda.is_available()
 pytestmark = [

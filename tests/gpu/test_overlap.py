@@ -22,8 +22,8 @@ from torch import Tensor
 import infinity
 from infinity.errors import ResidencyError
 from infinity.plan.plan import UpdatePlace, update_place
+from infinity.profiling.trace_reader import Shares, read_timeline
 from infinity.storage.cuda import CudaEvent, find_device
-from infinity.trace.reader import Shares, read_timeline
 
 pytestmark = [
     pytest.mark.gpu,

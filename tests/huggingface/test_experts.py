@@ -21,12 +21,12 @@ from torch import Tensor
 
 import infinity
 from infinity.config.schema import load_config
-from infinity.cutting import cut_model, groups_of
-from infinity.formats import FrozenFormat
+from infinity.model.partition import cut_model, groups_of
 from infinity.model.quantised import from_parts
 from infinity.model.shapes import target_of
 from infinity.plan.activations import ActivationModel
-from infinity.runs.saved_model import describe
+from infinity.train.saved_model import describe
+from infinity.types import FrozenFormat
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

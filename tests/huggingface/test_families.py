@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.config.schema import load_config
-from infinity.cutting import cut_model, groups_of
-from infinity.huggingface.meta import find_target
+from infinity.integrations.huggingface.meta import find_target
+from infinity.model.partition import cut_model, groups_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import infinity
 from infinity.engine import Engine
 from infinity.errors import ConfigError, MachineError
-from infinity.huggingface.models import load_model
+from infinity.integrations.huggingface.models import load_model
 from infinity.model import meta_init
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.config.schema import load_config
-from infinity.cutting import cut_model, groups_of
 from infinity.errors import ResidencyError
-from infinity.formats import FrozenFormat
-from infinity.huggingface.meta import find_target
-from infinity.huggingface.models import load_model
+from infinity.integrations.huggingface.meta import find_target
+from infinity.integrations.huggingface.models import load_model
+from infinity.model.partition import cut_model, groups_of
+from infinity.types import FrozenFormat
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

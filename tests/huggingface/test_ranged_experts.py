@@ -21,7 +21,7 @@ from transformers import (
 
 import infinity
 from infinity.errors import ConfigError, ResidencyError
-from infinity.huggingface import experts
+from infinity.integrations.huggingface import experts
 
 EXPERTS = 8
 # An expert's matrices have whole blocks of 4096 elements.

@@ -34,15 +34,15 @@ from torch.nn import functional
 from torch.utils.data import IterableDataset
 
 import infinity
-from infinity import blueprint
 from infinity.config.schema import load_config
 from infinity.errors import ConfigError, EngineClosedError
-from infinity.huggingface.accelerator import offload_beside
-from infinity.huggingface.step_log import StepLog
-from infinity.huggingface.trainer import InfinityTrainer
-from infinity.offload.report import StepReport
-from infinity.plan.layout import Tier
+from infinity.integrations.huggingface.accelerator import offload_beside
+from infinity.integrations.huggingface.step_log import StepLog
+from infinity.integrations.huggingface.trainer import InfinityTrainer
+from infinity.profiling.step_report import StepReport
 from infinity.storage.device import PROCESS
+from infinity.training import run_plan
+from infinity.types import Tier
 
 TOLERANCE = 2e-6
 
@@ -499,7 +499,7 @@ def test_a_reference_gets_its_share_of_the_budgets_or_the_least(
     tmp_path: Path, rest: int, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Else another process's memory may come and go meanwhile.
-    monkeypatch.setattr(blueprint, "default_host_budget_bytes", lambda machine: 16 << 30)
+    monkeypatch.setattr(run_plan, "default_host_budget_bytes", lambda machine: 16 << 30)
     trained = nn.Linear(rest, rest, device="meta")
     config = load_config({"nvme_path": str(tmp_path), **FP32})
     with offload_beside(llama(), trained, config, torch.device("cpu")) as engine:

@@ -32,8 +32,8 @@ from torch import Tensor
 
 import infinity
 from infinity.errors import InfinityWarning
-from infinity.huggingface.batches import can_join, cut, joined
-from infinity.huggingface.trainer import InfinityTrainer
+from infinity.integrations.huggingface.batches import can_join, cut, joined
+from infinity.integrations.huggingface.trainer import InfinityTrainer
 from infinity.plan.batch_schedule import choose_schedule
 
 BATCHES, SAMPLES = 3, 2  # of a step, and of a batch
@@ -117,7 +117,7 @@ def test_a_step_that_is_cut_anew_is_that_of_trainer(
     def chosen(case: Any, wish: Any, samples: int) -> Any:
         return choose_schedule(case, replace(wish, micro_batches=micro_batches), samples)
 
-    monkeypatch.setattr("infinity.huggingface.batches.choose_schedule", chosen)
+    monkeypatch.setattr("infinity.integrations.huggingface.batches.choose_schedule", chosen)
     options = {"data_collator": ragged}
     changed = {"eval_strategy": "epoch", "optim": "sgd", "learning_rate": 0.5}
     theirs, _ = run(hf.Trainer, tmp_path / "a", None, make, options, **changed)

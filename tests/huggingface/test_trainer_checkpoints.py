@@ -27,8 +27,8 @@ from support.hf_runs import (
 )
 
 from infinity.errors import ConfigError, InfinityWarning
-from infinity.huggingface.models import load_model
-from infinity.huggingface.trainer import InfinityTrainer, newest_whole
+from infinity.integrations.huggingface.models import load_model
+from infinity.integrations.huggingface.trainer import InfinityTrainer, newest_whole
 
 WHOLE = {"max_steps": 8, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "cosine"}
 # A run that is over and is resumed all the same takes one step more, in Trainer too.

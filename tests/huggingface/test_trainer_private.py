@@ -16,7 +16,12 @@ from accelerate import Accelerator
 from support.hf_runs import llama
 
 from infinity.errors import ConfigError
-from infinity.huggingface.trainer import OLDEST, InfinityTrainer, OffloadAccelerator, stock_trainer
+from infinity.integrations.huggingface.trainer import (
+    OLDEST,
+    InfinityTrainer,
+    OffloadAccelerator,
+    stock_trainer,
+)
 
 # Methods of `transformers.Trainer` that are replaced, and who calls them there.
 REPLACED = {

@@ -13,7 +13,7 @@ from support.hf_runs import FP32, Texts, assert_close_history, history, llama, t
 
 import infinity
 from infinity.errors import ConfigError
-from infinity.huggingface.trainer import InfinityTrainer
+from infinity.integrations.huggingface.trainer import InfinityTrainer
 
 AUTO = {
     "train_batch_size": "auto",

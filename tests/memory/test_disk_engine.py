@@ -21,10 +21,10 @@ from torch import Tensor
 from infinity import _aio
 from infinity.config.schema import IoConfig, load_config
 from infinity.errors import ConfigError, EngineFailedError, TransferError
-from infinity.plan.layout import PAGE
 from infinity.storage.device import HostArena
 from infinity.storage.disk import Disk, Extent
 from infinity.storage.store import Priority
+from infinity.types import PAGE
 
 Pieces = list[tuple[Extent, Tensor]]
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from infinity.plan.layout import PAGE
 from infinity.storage.striping import Stripes, fair_shares
+from infinity.types import PAGE
 
 MIB = 1 << 20
 PLENTY = 1 << 50

@@ -18,7 +18,7 @@ from support.process_memory import SMALL_BYTES, count_held, held_bytes
 from support.small import MIXED, ON_DISK, batch, settings, small_model, train
 
 import infinity
-from infinity.heap import return_freed_memory
+from infinity.common.malloc import return_freed_memory
 from infinity.storage.device import PROCESS, HostArena
 
 

@@ -37,8 +37,8 @@ from infinity.offload import gradient_buffers
 from infinity.offload.gradient_buffers import GradientWindows, GradientWorker
 from infinity.offload.gradients import Copy
 from infinity.offload.transfers import Transfers
+from infinity.profiling.trace_reader import read_timeline
 from infinity.storage.device import HAPPENED, CpuDevice, Event
-from infinity.trace.reader import read_timeline
 
 THREAD = "infinity-gradients"
 IN_RAM = {"weights": "host", "moments": "host", "gradients": "host"}

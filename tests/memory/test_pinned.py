@@ -18,13 +18,13 @@ from support.fake_accelerator import FakeAccelerator
 from support.small import small_model
 
 import infinity
+from infinity.common.sizes import format_size
 from infinity.offload.transfers import Transfers
-from infinity.plan.layout import PAGE, Kind
-from infinity.sizes import format_size
 from infinity.storage import cuda as cuda_module
 from infinity.storage import device as host_module
 from infinity.storage.cuda import CudaDevice, prefault
 from infinity.storage.device import HostArena, arena_for
+from infinity.types import PAGE, Kind
 
 MIB, GIB = 1 << 20, 1 << 30
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")

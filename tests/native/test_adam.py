@@ -28,9 +28,9 @@ from support.reference import reference_square_sum, reference_update
 from support.rounding import join_master, split_master
 
 from infinity import _adam
-from infinity.formats import MOMENT_BLOCK, MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import Moment
+from infinity.types import MOMENT_BLOCK, MomentFormat
 
 SIZES = st.one_of(
     st.integers(0, 300), st.sampled_from([4095, 4096, 4097, 32768, 32769, 49152, 70001])

@@ -84,7 +84,7 @@ def test_twenty_steps_agree_with_torch(hyper, split) -> None:
 NOT_FUSED = """
 import sys, numpy, torch
 from infinity.optim.moments import Moment
-from infinity.rules import Adam, AdamW
+from infinity.optim.rules import Adam, AdamW
 from support.reference import reference_update
 torch.manual_seed(1)
 torch.set_num_threads(1)

@@ -13,10 +13,10 @@ from support.adam_values import ADAMW, Source, update_one
 from support.reference import read_moment, write_moment
 from support.rounding import random_bits, random_for_bf16
 
-from infinity.formats import MOMENT_BLOCK, MomentFormat
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import Moment
-from infinity.rules import Adagrad
+from infinity.optim.rules import Adagrad
+from infinity.types import MOMENT_BLOCK, MomentFormat
 
 INT8 = MomentFormat.INT8
 LOSSY = [kind for kind in MomentFormat if not kind.is_exact]

@@ -12,8 +12,8 @@ from support.adam_values import ADAMW, Source, assert_same, update_one
 from support.reference import reference_update
 
 from infinity import _adam
-from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels
+from infinity.types import MomentFormat
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 several_cpus = pytest.mark.skipif(len(ALLOWED) < 2, reason="needs two CPUs")

@@ -11,10 +11,10 @@ from support.adam_values import ADAMW, Source, update_one
 
 from infinity import _adam
 from infinity.errors import ConfigError, EngineClosedError, InfinityError, ResidencyError
-from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import Moment
-from infinity.rules import SGD, Lion
+from infinity.optim.rules import SGD, Lion
+from infinity.types import MomentFormat
 
 N = 256
 

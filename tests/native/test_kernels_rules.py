@@ -11,11 +11,11 @@ import torch
 from support.adam_values import BY_KERNEL, Source, update_one
 
 from infinity.errors import ConfigError
-from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import Moment
+from infinity.optim.rules import RULES, SGD, Adagrad, Adam, AdamW, Hyper, Lion
 from infinity.optim.update import KernelUpdater, Tile
-from infinity.rules import RULES, SGD, Adagrad, Adam, AdamW, Hyper, Lion
+from infinity.types import MomentFormat
 
 Make = Callable[..., torch.optim.Optimizer]
 CASES: list[tuple[Hyper, Make, dict[str, Any]]] = [

@@ -11,10 +11,10 @@ from support.adam_values import ADAMW, Source
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.formats import MomentFormat
 from infinity.optim import cpu
 from infinity.optim.cpu import CpuKernels, Piece
-from infinity.rules import SGD, Lion
+from infinity.optim.rules import SGD, Lion
+from infinity.types import MomentFormat
 
 HYPERS = (ADAMW, Lion(0.1), SGD(0.1), SGD(0.1, momentum=0.9, dampening=0.5))
 LAYOUTS = ("fp32", "split", "fp16")

@@ -12,8 +12,8 @@ from support.small import ON_DEVICE, ON_DISK, batch, small_engine, train
 from torch import Tensor
 
 from infinity.errors import EngineFailedError
-from infinity.plan.layout import Kind
 from infinity.storage.device import HAPPENED, Event
+from infinity.types import Kind
 
 IN_RAM = {"weights": "host", "moments": "host", "gradients": "host"}
 

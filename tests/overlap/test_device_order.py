@@ -24,6 +24,7 @@ from support.trainer import PLACEMENTS, TIERS, Result, Run, cpu_beside, make_con
 from torch import Tensor
 
 import infinity
+from infinity.distributed.context import Ranks
 from infinity.errors import InfinityWarning
 from infinity.offload import activations as activations_module
 from infinity.offload import gradient_buffers as gradient_worker_module
@@ -32,12 +33,11 @@ from infinity.offload import prefetch as slots_module
 from infinity.offload.activations import ActivationStore
 from infinity.offload.gradients import GradientStore
 from infinity.offload.transfers import Transfers
-from infinity.plan.layout import PAGE
-from infinity.ranks import Ranks
 from infinity.storage.device import HAPPENED, HostArena
 from infinity.storage.staging import BufferPool
 from infinity.training import optimizer_pass as streams_module
 from infinity.training.optimizer_pass import Updates
+from infinity.types import PAGE
 
 CASE = CASES["gpt"]
 IN_RAM = ("host", "host", "host")
@@ -407,7 +407,7 @@ def functions_that_call(name: str) -> set[tuple[str, str]]:
 # Who reserves what is not pinned: buffers of the first write, and memory of the device itself. What
 # ranks share is pinned by them: tests/ranks/test_shared.py.
 NOT_IN_RAM_FOR_LONG = {
-    ("infinity.storage.shared", "__init__"),
+    ("infinity.distributed.shared_memory", "__init__"),
     ("infinity.training.initial_write", "__init__"),
     ("infinity.offload.slots", "__post_init__"),
     ("infinity.offload.exchange", "__init__"),

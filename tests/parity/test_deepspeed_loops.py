@@ -20,8 +20,8 @@ from support.trainer import same_bits, train_exactly, train_torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from infinity import deepspeed
 from infinity.config.schema import load_config
+from infinity.integrations import deepspeed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -22,7 +22,7 @@ from support.trainer import (
 )
 
 from infinity.errors import ConfigError, EngineClosedError
-from infinity.formats import MomentFormat
+from infinity.types import MomentFormat
 
 STEPS = 3
 CASE = CASES["gpt"]

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import CheckpointError
-from infinity.plan.layout import PRECISIONS, Kind
+from infinity.plan.layout import PRECISIONS
+from infinity.types import Kind
 
 STEPS = 6
 # The first steps overflow by themselves.

@@ -25,9 +25,10 @@ from infinity.errors import ConfigError
 from infinity.optim.param_groups import make_optimizer
 from infinity.plan.budget import Limits
 from infinity.plan.cost import NOMINAL, matrix_flops, update_s
-from infinity.plan.layout import PRECISIONS, Kind, ParameterFacts, Tier, lay_out
+from infinity.plan.layout import PRECISIONS, ParameterFacts, lay_out
 from infinity.plan.plan import RuleFacts, UpdatePlace, update_place
 from infinity.plan.planner import make_plan
+from infinity.types import Kind, Tier
 
 CASE = CASES["gpt"]
 DISK = ("disk", "disk", "disk")

@@ -26,10 +26,10 @@ from torch.utils._pytree import tree_leaves
 import infinity
 from infinity.config.schema import load_config
 from infinity.errors import EngineClosedError, InfinityWarning
-from infinity.huggingface.models import told_for
+from infinity.integrations.huggingface.models import told_for
 from infinity.offload import sliced_logits
 from infinity.offload.sliced_logits import Logits, heads_of
-from infinity.runs.settings import load_run_config
+from infinity.train.settings import load_run_config
 
 CHUNK = 5  # tokens
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,11 +14,11 @@ from support.ranks import make_engine, on_ranks
 from support.trainer import make_config, same_bits
 from torch import Tensor
 
-from infinity import startup
+from infinity import _initialize
+from infinity.distributed.context import Ranks
 from infinity.errors import InfinityError
-from infinity.huggingface.models import load_model, save_pretrained
+from infinity.integrations.huggingface.models import load_model, save_pretrained
 from infinity.model.weight_files import WeightFiles
-from infinity.ranks import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FAMILY = FAMILIES["llama"]
@@ -99,7 +99,7 @@ def test_each_byte_of_the_files_of_transformers_is_read_by_one_rank(
             assert found.keys() == expected.keys()
             assert all(same_bits(found[name], expected[name]) for name in expected)
     in_files = sum(f.numel * f.dtype.itemsize for f in WeightFiles(source).facts.values())
-    ends = sum(2 * min(p.numel(), startup._COMPARED) * p.itemsize for p in plain.parameters())
+    ends = sum(2 * min(p.numel(), _initialize._COMPARED) * p.itemsize for p in plain.parameters())
     assert sum(bytes_read) == in_files + 2 * ends  # which both ranks compare
 
 

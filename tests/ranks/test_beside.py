@@ -16,12 +16,12 @@ from support.trainer import make_config, make_device, same_bits, train_exactly
 from torch import Tensor, nn
 
 from infinity.config.schema import load_config
+from infinity.distributed.context import Ranks
 from infinity.errors import InfinityError
 from infinity.plan.budget import Limits
 from infinity.plan.layout import FP32, ParameterFacts, lay_out
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
-from infinity.ranks import Ranks
 
 GPT = CASES["gpt"]
 WIDTH, DEPTH = 64, 6

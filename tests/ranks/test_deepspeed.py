@@ -18,10 +18,10 @@ from support.ranks import make_engine, on_ranks
 from support.trainer import make_config, masters_of, train_exactly
 
 import infinity
-from infinity import deepspeed
-from infinity.deepspeed.engine import DeepSpeedEngine
+from infinity.distributed.context import Ranks
 from infinity.errors import ConfigError, TrainingError
-from infinity.ranks import Ranks
+from infinity.integrations import deepspeed
+from infinity.integrations.deepspeed.engine import DeepSpeedEngine
 
 GPT = CASES["gpt"]
 ON_DISK = ("disk", "disk", "disk")

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from infinity.checkpoint.commits import COMMIT_NAMES, CommitFiles, CommitRecord
 from infinity.checkpoint.durable_reader import DurableReader
+from infinity.distributed.context import Ranks
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, InfinityError, TransferError
-from infinity.ranks import Ranks
 from infinity.storage.run_dir import Scratch
 
 MICRO_BATCHES = 6

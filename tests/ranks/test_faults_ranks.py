@@ -16,10 +16,10 @@ from support.ranks import make_engine, on_ranks, together
 from support.small import batch, settings, small_model
 
 from infinity.checkpoint.commits import SmallFile
+from infinity.distributed.context import Ranks
 from infinity.errors import InfinityError, TransferError
-from infinity.ranks import Ranks
 from infinity.storage.disk import Disk
-from infinity.weights import load_weights
+from infinity.training.load_weights import load_weights
 
 COUNT = 3
 

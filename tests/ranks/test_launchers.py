@@ -18,9 +18,9 @@ from ranks.test_processes import HANG_S, TESTS, Processes, reaches_itself
 from support.models import CASES
 from support.trainer import make_config, train_exactly
 
-from infinity.calibration import kept_links
 from infinity.cli.main import main
 from infinity.plan.plan import LINKS
+from infinity.profiling.calibration import kept_links
 from infinity.storage.device import CpuDevice
 
 pytestmark = [

@@ -12,14 +12,15 @@ from support.small import settings, small_model
 from test_rates import folder  # noqa: F401  (a fixture)
 
 import infinity
-from infinity import blueprint, calibration
-from infinity.blueprint import rates_of_rank
-from infinity.calibration import KnownRates, cached_links, kept_links, kept_rates
 from infinity.config.schema import Config
+from infinity.distributed.context import Ranks
 from infinity.plan.cost import Rates, nominal, with_links
 from infinity.plan.plan import LINKS
-from infinity.ranks import Ranks
+from infinity.profiling import calibration
+from infinity.profiling.calibration import KnownRates, cached_links, kept_links, kept_rates
 from infinity.storage.device import CpuDevice
+from infinity.training import run_plan
+from infinity.training.run_plan import rates_of_rank
 
 NAMES = set(LINKS)
 
@@ -124,7 +125,7 @@ def test_a_rank_plans_with_its_part_and_the_least_of_all(
         nodes = Rates.of(base.numbers() | slower)
         return KnownRates(nodes, f"2026-01-0{ranks.rank + 1}", ("disk_write",) * ranks.rank)
 
-    monkeypatch.setattr(blueprint, "rates_here", known)
+    monkeypatch.setattr(run_plan, "rates_here", known)
     found = on_ranks(2, lambda ranks: rates_of_rank(Config(), CpuDevice(), ranks))
     assert found[0] == found[1], "else their plans could differ"
     rates = found[0].rates

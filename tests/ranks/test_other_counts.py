@@ -12,7 +12,7 @@ from support.models import CASES
 from support.ranks import make_engine, on_ranks
 from support.trainer import make_config, train_on
 
-from infinity.ranks import Ranks
+from infinity.distributed.context import Ranks
 
 COUNTS = (1, 2, 3, 4)
 TOGETHER = 12  # micro-batches of a step, of all ranks

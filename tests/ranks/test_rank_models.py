@@ -13,7 +13,7 @@ from support.ranks import make_engine, on_ranks, together, train_ranks
 from support.trainer import make_config, same_bits, train_exactly
 from torch import Tensor, nn
 
-from infinity.ranks import Ranks
+from infinity.distributed.context import Ranks
 
 ON_DISK = ("disk", "disk", "disk")
 WIDTH = 16

@@ -22,6 +22,7 @@ from support.ranks import make_engine, on_ranks, together, train_over, train_ran
 from support.trainer import make_config, make_device, same_bits, train_exactly
 from torch import Tensor, nn, optim
 
+from infinity.distributed.context import Ranks
 from infinity.errors import ConfigError
 from infinity.plan.layout import (
     BF16,
@@ -30,9 +31,8 @@ from infinity.plan.layout import (
     UnitLayout,
     dealt_notes,
     lay_out,
-    round_up,
 )
-from infinity.ranks import Ranks
+from infinity.types import round_up
 
 ON_DISK = ("disk", "disk", "disk")
 IN_RAM = ("device", "device", "device")

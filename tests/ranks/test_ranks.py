@@ -28,20 +28,21 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import infinity
-from infinity import blueprint, startup
-from infinity.blueprint import limits_for
+from infinity import _initialize
 from infinity.config.schema import Config, load_config
-from infinity.deepspeed import zero
+from infinity.distributed.context import ALONE, Ranks
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, InfinityError, TrainingError
+from infinity.integrations.deepspeed import zero
 from infinity.model.meta_init import Origins
 from infinity.offload.exchange import NormTree
 from infinity.optim.cpu import CpuKernels
 from infinity.plan.budget import Limits
 from infinity.plan.layout import FP32, ParameterFacts, lay_out
 from infinity.plan.plan import Plan
-from infinity.ranks import ALONE, Ranks
 from infinity.storage.device import CpuDevice
+from infinity.training import run_plan
+from infinity.training.run_plan import limits_for
 
 ON_DISK = ("disk", "disk", "disk")
 IN_RAM = ("device", "device", "device")
@@ -176,7 +177,7 @@ def test_a_rank_takes_the_gpu_that_a_launcher_shows_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for visible, number in ((4, 3), (1, 0)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda visible=visible: visible)
-        assert startup.device_for(None, ranks) == torch.device("cuda", number)
+        assert _initialize.device_for(None, ranks) == torch.device("cuda", number)
 
 
 @pytest.mark.parametrize(("masks", "sharing"), [([{0, 1}] * 3, [3] * 3),
@@ -207,7 +208,7 @@ def test_limits_are_the_least_of_all_ranks() -> None:
 
     def work(ranks: Ranks) -> Limits:
         rank = ranks.rank
-        return blueprint._agreed(Limits(None, 100 - rank, None, rank, rank, 10 * rank), ranks)
+        return run_plan._agreed(Limits(None, 100 - rank, None, rank, rank, 10 * rank), ranks)
 
     assert on_ranks(3, work) == [Limits(None, 98, None, 2, 2, 20)] * 3
 
@@ -605,7 +606,7 @@ def test_configurations_that_differ_are_refused(
 def test_versions_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = same_models(Ordered, 2)
     of_thread: dict[int, str] = {}
-    monkeypatch.setattr(startup, "version", lambda name: of_thread[threading.get_ident()])
+    monkeypatch.setattr(_initialize, "version", lambda name: of_thread[threading.get_ident()])
 
     def work(ranks: Ranks) -> None:
         of_thread[threading.get_ident()] = f"0.{ranks.rank}"
@@ -705,13 +706,13 @@ def test_batches_that_would_overlap_are_refused(
 
 def test_plans_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that ranks are told differs here: as where one's machine says something else."""
-    models, plan_here = same_models(Ordered, 2), blueprint.make_plan
+    models, plan_here = same_models(Ordered, 2), run_plan.make_plan
 
     def make_plan(*args: Any, rank: int, **options: Any) -> Plan:
         plan = plan_here(*args, rank=rank, **options)
         return replace(plan, whole=frozenset()) if rank else plan
 
-    monkeypatch.setattr(blueprint, "make_plan", make_plan)
+    monkeypatch.setattr(run_plan, "make_plan", make_plan)
     config = make_config() | {"placement": {"whole": True}}
     for told in words_of(2, lambda r: make_engine(r, models[r.rank], config, tmp_path)).values():
         assert "ranks 0 and 1 differ in the plan: units that stay whole is [0, 1, 2] on" in told
@@ -862,7 +863,7 @@ def test_each_byte_of_the_files_is_read_by_one_rank(
     path = tmp_path / "model.safetensors"
     values = {name: p.detach().clone() for name, p in Gpt().named_parameters()}
     save_file(values, path)
-    ends = sum(2 * min(v.numel(), startup._COMPARED) * v.itemsize for v in values.values())
+    ends = sum(2 * min(v.numel(), _initialize._COMPARED) * v.itemsize for v in values.values())
 
     def build() -> nn.Module:
         with torch.device("meta"):

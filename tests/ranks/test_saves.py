@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from infinity.checkpoint.ranges import RangeWriter
 from infinity.checkpoint.reader import CheckpointReader
+from infinity.distributed.context import Ranks
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError, InfinityWarning
-from infinity.ranks import Ranks
 
 GPT = CASES["gpt"]
 

@@ -16,16 +16,17 @@ from support.ranks import ThreadRanks, make_engine, on_ranks, train_ranks
 from support.trainer import make_config, make_device, train_exactly
 
 from infinity.config.schema import load_config
+from infinity.distributed import shared_memory
+from infinity.distributed.context import Done, Ranks
+from infinity.distributed.shared_memory import SharedWeights, can_share
 from infinity.engine import Engine
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
 from infinity.plan.budget import Limits
 from infinity.plan.cost import NOMINAL, with_links
-from infinity.plan.layout import FP32, PAGE, ParameterFacts, Tier, lay_out
+from infinity.plan.layout import FP32, ParameterFacts, lay_out
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
-from infinity.ranks import Done, Ranks
-from infinity.storage import shared
-from infinity.storage.shared import SharedWeights, can_share
+from infinity.types import PAGE, Tier
 
 FROZEN = CASES["frozen"]
 FACTS = [ParameterFacts("w", 0, (1 << 18,), "float32", 1 << 18, 4, True, 0)]
@@ -194,11 +195,11 @@ def test_memory_that_is_not_rank_0_s_is_not_shared(monkeypatch: pytest.MonkeyPat
     other = os.memfd_create("other")
     os.ftruncate(other, PAGE)
     assert on_ranks(2, can_share) == [True, True]
-    monkeypatch.setattr(shared.os, "open", lambda *_: os.dup(other))
+    monkeypatch.setattr(shared_memory.os, "open", lambda *_: os.dup(other))
     try:
         assert on_ranks(2, can_share) == [False, False]
         with pytest.raises(InfinityError, match="is not rank 0 here"):
-            on_ranks(2, partial(shared.SharedArena, PAGE))
+            on_ranks(2, partial(shared_memory.SharedArena, PAGE))
     finally:
         os.close(other)
 

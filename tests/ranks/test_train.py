@@ -16,10 +16,10 @@ from support.ranks import on_ranks
 from support.runs import losses_of, metrics_of, settings, train, write_chat
 
 from infinity.cli.main import main
+from infinity.distributed.context import Ranks
 from infinity.errors import ConfigError, MachineError
-from infinity.ranks import Ranks
-from infinity.runs.run import Run
-from infinity.runs.settings import load_run_config
+from infinity.train.run import Run
+from infinity.train.settings import load_run_config
 
 NO_DROPOUT = {f"model__config__{name}_pdrop": 0.0 for name in ("embd", "attn", "resid")}
 LONG = {

@@ -16,8 +16,8 @@ from support.trainer import make_config, masters_of
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+from infinity.distributed.context import ALONE, Alone, Ranks
 from infinity.errors import ConfigError
-from infinity.ranks import ALONE, Alone, Ranks
 from infinity.training.run_state import ResumableLoader
 
 GPT = CASES["gpt"]

@@ -18,7 +18,7 @@ from torch import nn
 
 import infinity
 from infinity.config.schema import load_config
-from infinity.cutting import Cut, cut_model, groups_of
+from infinity.model.partition import Cut, cut_model, groups_of
 from infinity.model.shapes import target_of
 from infinity.plan.activations import ActivationModel, Activations
 

@@ -10,10 +10,10 @@ import torch
 from support.reference import write_moment
 from support.rounding import split_master, to_fp16
 
-from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import Moment
-from infinity.rules import RULES, SGD, Adam, AdamW, Hyper
+from infinity.optim.rules import RULES, SGD, Adam, AdamW, Hyper
+from infinity.types import MomentFormat
 
 BF16 = torch.bfloat16
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -16,10 +16,10 @@ from support.adam_values import HYPERS as ALL_HYPERS
 from support.rounding import split_master
 from torch import Tensor
 
-from infinity.formats import MomentFormat
 from infinity.optim.cpu import Piece
 from infinity.optim.moments import VALUE_DTYPES, Moment
-from infinity.rules import Hyper
+from infinity.optim.rules import Hyper
+from infinity.types import MomentFormat
 
 FP32, BF16, FP16 = FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = tuple(MomentFormat)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from support.models import CASES
 
-from infinity import deepspeed
+from infinity.integrations import deepspeed
 
 
 def main(job: dict[str, Any]) -> None:

@@ -47,8 +47,8 @@ UNPINNED = {
     ("infinity.offload.state", "read_own"),
     ("infinity.offload.state", "write_own"),
     ("infinity.offload.gradients", "_read"),
-    ("infinity.calibration", "bring"),
-    ("infinity.calibration", "take"),
+    ("infinity.profiling.calibration", "bring"),
+    ("infinity.profiling.calibration", "take"),
 }
 PASSED_ON_BY = {
     "infinity.storage.device",

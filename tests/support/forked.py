@@ -34,7 +34,7 @@ HANG_S = 600  # only a hang takes so long
 # In a fork torch makes its pool of threads anew when it is next asked for; two threads that ask at
 # once may find none ("Invalid thread pool!"). So it is asked while there is one thread.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
-PRELOADED = ["infinity.startup", "infinity.training.checkpoints", "support.durable"]
+PRELOADED = ["infinity._initialize", "infinity.training.checkpoints", "support.durable"]
 
 
 @cache

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from infinity.config.schema import Config
 from infinity.optim.moments import Moment
+from infinity.optim.rules import Hyper
 from infinity.optim.update import rounding_key
-from infinity.rules import Hyper
 
 
 @dataclass(frozen=True)

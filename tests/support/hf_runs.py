@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from infinity.engine import Engine
-from infinity.huggingface.trainer import InfinityTrainer
+from infinity.integrations.huggingface.trainer import InfinityTrainer
 
 VOCABULARY = 48
 LENGTH = 10

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.cutting import PROCESS_BASE_BYTES
+from infinity.model.partition import PROCESS_BASE_BYTES
 from infinity.model.shapes import target_of
 from infinity.plan.activations import ActivationModel
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.formats import FrozenFormat
 from infinity.model.quantised import NF4_LEVELS, quantise
+from infinity.types import FrozenFormat
 
 
 def rounded(value: Tensor, form: str) -> Tensor:

@@ -21,9 +21,9 @@ from support.trainer import Result, train_on
 from torch import Tensor, nn
 
 from infinity.config.schema import load_config
+from infinity.distributed.context import Done, Ranks, Work
 from infinity.engine import Engine
 from infinity.errors import MachineError
-from infinity.ranks import Done, Ranks, Work
 from infinity.storage.device import Device
 
 HANG_S = 600.0

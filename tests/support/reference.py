@@ -3,7 +3,7 @@
 Slow and obvious: read everything as fp32, apply the rule (in the order of torch's single-tensor
 path), store everything again (`rounding.py`). Every operation is one fp32 operation, rounded on its
 own: no fused multiply-add, true division and square root. The scalars are computed in double and
-rounded to fp32 once (`infinity/rules.py`). torch itself fuses multiply and add where the CPU
+rounded to fp32 once (`infinity/optim/rules.py`). torch itself fuses multiply and add where the CPU
 can, and its `sqrt` is not correctly rounded, so it does not give the same bits on every CPU; this
 does. Nothing here knows threads, instruction sets or addresses.
 
@@ -42,9 +42,9 @@ from support.rounding import (
     to_fp16,
 )
 
-from infinity.formats import MomentFormat
 from infinity.optim.moments import Moment
-from infinity.rules import Hyper, Muon
+from infinity.optim.rules import Hyper, Muon
+from infinity.types import MomentFormat
 
 SQUARE_BLOCK = 4096  # elements; with SQUARE_LANES the definition of the square sum, not a knob
 SQUARE_LANES = 16

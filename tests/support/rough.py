@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import infinity
 from infinity import _aio
+from infinity.common.sizes import parse_size
 from infinity.config.schema import Config
 from infinity.offload.slots import SlotLedger
-from infinity.sizes import parse_size
 
 Poison = Callable[[Tensor], None]
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity.formats import MOMENT_BLOCK
+from infinity.types import MOMENT_BLOCK
 
 Fp32Array = npt.NDArray[np.float32]
 U32Array = npt.NDArray[np.uint32]

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from infinity.runs.metrics import Result
-from infinity.runs.run import Run
-from infinity.runs.settings import load_run_config
+from infinity.train.metrics import Result
+from infinity.train.run import Run
+from infinity.train.settings import load_run_config
 
 TINY = {
     "model_type": "gpt2",

@@ -35,17 +35,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from infinity.config.schema import Config, load_config
-from infinity.cutting import complete_groups
 from infinity.engine import Engine
-from infinity.formats import MomentFormat
-from infinity.offload.report import StepReport
+from infinity.model.partition import complete_groups
 from infinity.optim.moments import Moment
+from infinity.optim.rules import RULES, Hyper
 from infinity.optim.update import rounding_key
 from infinity.plan import planner
 from infinity.plan.budget import Limits, with_memory
 from infinity.plan.plan import Plan, UnitPlacement
-from infinity.rules import RULES, Hyper
+from infinity.profiling.step_report import StepReport
 from infinity.storage.device import Device
+from infinity.types import MomentFormat
 
 TIERS = ("device", "host", "disk")
 PLACEMENTS = [(w, m, g) for w in TIERS for m in TIERS for g in TIERS]

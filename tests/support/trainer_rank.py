@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from support.hf_runs import Texts, history, llama, masters, trainer_for
 
-from infinity.huggingface.trainer import InfinityTrainer
+from infinity.integrations.huggingface.trainer import InfinityTrainer
 
 
 def exact(prediction: Any) -> dict[str, float]:

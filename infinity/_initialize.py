@@ -1,0 +1,486 @@
+"""`initialize`: from a model and a config to an engine, or to an error that says why not."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from infinity.common.crc32c import crc32c_of
+from infinity.common.files import sync_directory
+from infinity.config.schema import Config, load_config
+from infinity.config.settings import Settings
+from infinity.distributed.context import Ranks, check_alike, find_ranks
+from infinity.engine import Engine
+from infinity.errors import ConfigError, InfinityError, InfinityWarning
+from infinity.model.checks import check_model
+from infinity.model.cut import UnitSpec
+from infinity.model.meta_init import Origins
+from infinity.model.partition import Cut, cut_model
+from infinity.optim.adapter_probe import OptimizerMaker
+from infinity.optim.lr_schedules import make_schedule
+from infinity.optim.of_torch import choose_given
+from infinity.optim.offloaded import OffloadedOptimizer, mark_stepped
+from infinity.optim.param_groups import check_same, make_optimizer
+from infinity.plan.plan import Plan
+from infinity.profiling.step_log import Journal
+from infinity.storage.cuda import find_device
+from infinity.storage.device import Device
+from infinity.storage.os_errors import checked_root, refusal
+from infinity.storage.run_dir import of_rank, remove_dead_ranks
+from infinity.training.checkpoints import check_committed
+from infinity.training.initial_write import Progress
+from infinity.training.parts import Parts
+from infinity.training.run_plan import plan_for, rates_of_rank
+from infinity.training.run_state import ResumableLoader
+
+
+@dataclass(frozen=True, slots=True)
+class InitArguments:
+    """Arguments of `initialize`, with the configuration read."""
+
+    model: nn.Module
+    settings: Settings
+    optimizer: torch.optim.Optimizer | OptimizerMaker | None
+    model_parameters: Iterable[Any] | None
+    training_data: Any
+    lr_scheduler: Any
+    collate_fn: Callable[..., Any] | None
+    units: Sequence[UnitSpec] | None
+    device: Device | torch.device | str | None
+    progress: Progress | None
+    engine_class: type[Engine]
+
+
+def initialize(
+    model: nn.Module,
+    config: Config | Settings | Mapping[str, Any] | str | Path,
+    *,
+    optimizer: torch.optim.Optimizer | OptimizerMaker | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[..., Any] | None = None,
+    batch_size: int | None = None,
+    units: Sequence[UnitSpec] | None = None,
+    device: Device | torch.device | str | None = None,
+    progress: Progress | None = None,
+    engine_class: type[Engine] = Engine,
+    ranks: Ranks | None = None,
+) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
+    """Make an engine that trains a model with offloaded weights, gradients and optimizer state.
+
+    Args:
+        model: Any module. It may be larger than RAM if it is built under `infinity.Init`, under
+            ``torch.device("meta")``, or with `remember_values`: its values are then made one tensor
+            at a time. If no parameter requires grad, the engine is for inference, and `backward`
+            and `step` raise.
+        config: A `Config`, a mapping, or the path of a YAML or JSON file.
+        optimizer: Replaces the configuration's: a class of `torch.optim`, an instance over the
+            model's parameters without state, or a function of parameter groups that returns an
+            optimizer. AdamW, Adam, SGD and Adagrad of torch, as class or instance, and instances of
+            its Muon become the built-in rules, with their groups and settings. torch runs other
+            optimizers on fp32 masters, which is slower.
+        model_parameters: Parameters or groups, as for `torch.optim` optimizers. Default: all that
+            require grad.
+        training_data: A Dataset, for which a DataLoader is returned that saves its position and
+            deals batches to ranks in turn; or any iterable, which is returned unchanged.
+        lr_scheduler: A scheduler class, a function of the optimizer, or a scheduler over the
+            optimizer that is passed. It replaces the configuration's.
+        collate_fn: Passed to the DataLoader.
+        batch_size: Samples of a micro-batch of the DataLoader.
+        units: How the model is cut into units, instead of its blocks.
+        device: Device of computation. Default: the first GPU, else the CPU. A `Device` object
+            belongs to the engine, which closes it.
+        progress: Called with ``(done_bytes, total_bytes, text)`` while the initial state is
+            written.
+        engine_class: A subclass of `Engine` to make.
+        ranks: Processes that train together. Default: torch's default process group, or the
+            processes that `torchrun` started. All pass equal arguments, except for their data. N
+            ranks with M micro-batches compute the bits of one with N * M, in the order
+            (micro-batch, rank). Budgets of RAM, disk and threads are those of the machine.
+
+    Returns:
+        ``(engine, optimizer, dataloader, scheduler)``. The optimizer is a `torch.optim.Optimizer`
+        whose `step` is the engine's. Loader and scheduler are None if nothing asks for them.
+
+    Raises:
+        ConfigError: Arguments are invalid or contradict each other.
+        DoesNotFitError: A budget or a drive is too small; the message has the missing bytes.
+        MachineError: A path, a drive or a device cannot be used. After any error nothing stays
+            open, and the model is unchanged unless writing the initial state had begun.
+
+    Example:
+        >>> config = {"nvme_path": "/mnt/nvme", "precision": "bf16", "gradient_clipping": 1.0}
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        >>> engine, optimizer, _, _ = infinity.initialize(model, config, optimizer=optimizer)
+
+    `infinity.initialize` also takes DeepSpeed's arguments (``args, model, optimizer, ...``) and
+    configurations: see `infinity.deepspeed`.
+    """
+    with starting(ranks) as (group, undo):
+        settings = config
+        if not isinstance(settings, Settings):
+            settings = Settings(load_config(settings), 1 if batch_size is None else batch_size)
+        check_model(model)
+        arguments = InitArguments(
+            model, settings, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
+            units, device, progress, engine_class,
+        )  # fmt: skip
+        return _make(arguments, group, undo)
+
+
+@contextmanager
+def starting(ranks: Ranks | None) -> Iterator[tuple[Ranks, ExitStack]]:
+    """Yield the ranks of a start, and a stack of undo callbacks, run if any rank fails."""
+    try:
+        with ExitStack() as undo:
+            group = ranks or find_ranks()
+            undo.callback(group.close)
+            with group.settle("initialize()"):
+                yield group, undo
+            undo.pop_all()
+    except InfinityError as error:
+        if isinstance(error.__cause__, OSError):  # its text is in the message
+            raise error from None
+        raise
+
+
+def _make(
+    given: InitArguments, ranks: Ranks, undo: ExitStack
+) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
+    """An engine, one of `ranks`; what must be undone if another fails goes to `undo`."""
+    settings, model, client = given.settings.config, given.model, given.optimizer
+    _check_alike(given.settings, ranks)
+    target = find_device(device_for(given.device, ranks))
+    undo.callback(target.close)
+    make_current(target.torch_device, ranks)
+    ranks.check(target.torch_device)
+    if settings.seed is not None:
+        torch.manual_seed(settings.seed)
+    if settings.durable:
+        check_committed(model)
+    origins = Origins(model, _seed_of_meta(settings, ranks))
+    groups = given.model_parameters
+    if groups is not None:
+        groups = list(groups)
+    if isinstance(client, torch.optim.Optimizer):
+        check_same(client, groups)
+    choice = choose_given(settings, client, groups)
+    told = replace(given.settings, config=choice.config)
+    settings = told.config
+    offloaded = make_optimizer(model, settings, choice.groups, choice.optimizer, trains=told.trains)
+    rule, trained = offloaded.rule, offloaded.param_groups
+    computes_as_before = undo.callback(_declare_experts(model))
+    cut = cut_model(model, settings, trained, given.units, ranks.count, whole=rule.whole)
+    offloaded.cut(cut.pieces)
+    if ranks.count > 1:
+        check_alike(ranks, "the model", _facts_of(cut, origins))
+        check_alike(ranks, "the optimizer", _facts_of_optimizer(offloaded))
+    plan = _make_plan(model, cut, settings, target, offloaded, ranks, origins)
+    if ranks.count > 1:
+        check_alike(ranks, "the plan", _facts_of_plan(plan))
+    scheduler = None
+    if any(cut.trained):
+        scheduler = _make_scheduler(settings, offloaded, given.lr_scheduler, client)
+    loader = _make_loader(given.training_data, told, given.collate_fn, ranks)
+    journal = Journal(settings.journal) if settings.journal and not ranks.rank else None
+    if journal is not None:
+        undo.callback(journal.close)
+    origins.check()
+    for path in settings.nvme_path if not ranks.local_rank else ():
+        remove_dead_ranks(path, ranks.here, ranks.count)
+    own = settings if ranks.count == 1 else _of_rank(settings, ranks)
+    undo.callback(_leave, settings, own, ranks)
+    parts = Parts(model, cut, plan, own, target, offloaded, origins, given.progress, ranks)
+    undo.callback(parts.close)
+    parts.also(partial(_leave, settings, own, ranks), last=True)
+    parts.also(computes_as_before)
+    engine = given.engine_class(
+        model,
+        parts,
+        offloaded,
+        told,
+        lr_scheduler=scheduler,
+        loader=loader,
+        journal=journal,
+    )
+    undo.callback(engine.close)  # no values: they may not fit RAM
+    if isinstance(client, torch.optim.Optimizer):
+        parts.also(_lead(client, offloaded))
+    if ranks.rank == 0:
+        origin = told.start_record()
+        asks = any(cut.trained) and not origin
+        left_open = _left_open(told.config, groups, client) if asks else ""
+        _announce(engine, told.config, origin, left_open, journal)
+    return engine, offloaded, loader, scheduler
+
+
+def _declare_experts(model: nn.Module) -> Callable[[], None]:
+    """Let modules of transformers compute their experts in ranges; returns what undoes that."""
+    if "transformers.integrations.moe" not in sys.modules:
+        return lambda: None
+    undo: Callable[[], None] = import_module(_EXPERTS).compute_in_ranges(model)
+    return undo
+
+
+_EXPERTS = "infinity.integrations.huggingface.experts"  # imported where transformers is
+
+
+def _check_alike(told: Settings, ranks: Ranks) -> None:
+    """Raise `ConfigError` for what ranks were not told alike."""
+    apart = ("nvme_path", "journal", "trace", "io.weights")
+    facts = {n: e["value"] for n, e in told.config.resolved().items() if n not in apart}
+    batches = {"samples of a micro-batch": told.batch_size, "drop_last": told.drop_last}
+    versions = {"infinity": version("torch-infinity"), "torch": torch.__version__}
+    check_alike(ranks, "the configuration", versions | batches | facts)
+
+
+def device_for(given: Any, ranks: Ranks) -> Any:
+    """Of several ranks each has a GPU of its own, where none is named by its number."""
+    if ranks.count == 1 or isinstance(given, Device):
+        return given
+    if given is None and not torch.cuda.is_available():
+        return given
+    wanted = torch.device(given or "cuda")
+    unnumbered = wanted.type == "cuda" and wanted.index is None
+    number = 0 if torch.cuda.device_count() == 1 else ranks.local_rank  # a launcher may show one
+    return torch.device("cuda", number) if unnumbered else wanted
+
+
+def make_current(device: torch.device, ranks: Ranks) -> None:
+    """Of several ranks each has a process: its GPU is what "cuda" means there, and what kernels of
+    a model's own run on.
+    """
+    if ranks.count > 1 and device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _seed_of_meta(config: Config, ranks: Ranks) -> int | None:
+    """What values of a model on meta follow from; None: whatever torch's generator says."""
+    if config.seed is not None or ranks.count == 1:
+        return config.seed
+    ranks.meet("draws a seed")
+    return int(ranks.gather_words(int(torch.randint(2**62, ())))[0])
+
+
+_COMPARED = 1024  # elements, from either end of a parameter whose values are in a file
+
+
+def _facts_of(cut: Cut, origins: Origins) -> dict[str, Any]:
+    """What ranks must have alike: all parameters, their units, and their values.
+
+    Of values in files the first and last; of those that will be made, which takes time, those of
+    the smallest matrix, or where there is none tensor: vectors are often constants.
+    """
+    facts: dict[str, Any] = {"units": [unit.name for unit in cut.layouts]}
+    for unit in cut.layouts:
+        for s in unit.segments:
+            facts[s.name] = f"{s.shape}, {s.dtype}, " + (
+                f"trained in group {s.group}" if s.trained else "frozen"
+            )
+    made: dict[int, tuple[bool, int]] = {}
+    for index, parameter in enumerate(cut.parameters[: cut.num_own]):
+        size, name = parameter.numel(), cut.names[index]
+        count = min(size, _COMPARED)
+        first = origins.pieces(parameter, 0, count)
+        last = origins.pieces(parameter, size - count, count)
+        if first and last:
+            for end, pieces in (("first", first), ("last", last)):
+                value = torch.cat([read().flatten() for read in pieces])
+                facts[f"{end} values of {name}"] = crc32c_of(value)
+        elif parameter.is_meta:
+            made[index] = (parameter.dim() < 2, size)
+        else:
+            facts[f"values of {name}"] = crc32c_of(parameter)
+    if made:
+        index = min(made, key=made.__getitem__)
+        value = origins.value(cut.parameters[index])
+        facts[f"values of {cut.names[index]}"] = crc32c_of(value)
+    return facts
+
+
+def _facts_of_optimizer(optimizer: OffloadedOptimizer) -> dict[str, Any]:
+    """What ranks must have alike: the rule, what it keeps of a parameter, and groups' values."""
+    rule, values = optimizer.rule, optimizer.group_values()
+    kept = {"moments": rule.moments, "whole parameters": rule.whole}
+    return {"name": rule.name, **kept, **{f"group {n}": v for n, v in enumerate(values)}}
+
+
+def _facts_of_plan(plan: Plan) -> dict[str, Any]:
+    """What ranks must have alike to start the same collectives, of the same bytes, and commits."""
+    names = ("slot_classes", "chunk_elements", "num_staging_buffers", "prefetch_units",
+             "micro_batches", "gradient_itemsize", "unified", "durable_every", "saved")  # fmt: skip
+    facts: dict[str, Any] = {name: str(getattr(plan, name)) for name in names}
+    facts |= {"shared RAM": plan.shared, "units that stay whole": sorted(plan.whole)}
+    for unit, placement in zip(plan.units, plan.placements, strict=True):
+        facts[f"placement of {unit.name}"] = f"{placement}, {unit.numel} elements"
+    return facts
+
+
+def _of_rank(config: Config, ranks: Ranks) -> Config:
+    """The configuration with directories of this rank's own; a trace is that of the first rank."""
+    paths = tuple(of_rank(checked_root(path), ranks.rank) for path in config.nvme_path)
+    for path in paths:
+        try:
+            path.mkdir(mode=0o700, exist_ok=True)
+            sync_directory(path.parent)  # or a power cut may take its commits along
+        except OSError as error:
+            raise refusal(path, error) from error
+    changes = {"nvme_path": paths, "trace": None if ranks.rank else config.trace}
+    return config.model_copy(update=changes)
+
+
+def _leave(config: Config, own: Config, ranks: Ranks) -> None:
+    """Give up what one rank has beside its engine: connections, and its directories."""
+    for path in own.nvme_path if own is not config else ():
+        with suppress(OSError):  # something is left in it
+            path.rmdir()
+    ranks.close()
+
+
+def _make_plan(
+    model: nn.Module,
+    cut: Cut,
+    config: Config,
+    device: Device,
+    optimizer: OffloadedOptimizer,
+    ranks: Ranks,
+    origins: Origins,
+) -> Plan:
+    """The plan of this run, by what is known of this machine's rates."""
+    known = rates_of_rank(config, device, ranks)
+    plan = plan_for(model, cut, config, device, optimizer.rule, known.rates, ranks, origins)
+    if "auto" in config.placement.model_dump().values():
+        plan = replace(plan, rates_origin=known.origin)
+    return plan
+
+
+def _make_loader(
+    training_data: Any, told: Settings, collate_fn: Callable[..., Any] | None, ranks: Ranks
+) -> Any:
+    """Return a loader of a Dataset; anything else unchanged.
+
+    With `shuffles` anything with a length and items gets a loader, which shuffles them.
+    """
+    has_items = all(hasattr(training_data, name) for name in ("__getitem__", "__len__"))
+    if not (isinstance(training_data, Dataset) or (told.shuffles and has_items)):
+        return training_data
+    if has_items:
+        check_alike(ranks, "training_data", {"number of samples": len(training_data)})
+    return ResumableLoader(
+        training_data,
+        ranks,
+        shuffled=told.shuffles,
+        batch_size=told.batch_size,
+        collate_fn=collate_fn,
+        drop_last=told.drop_last,
+    )
+
+
+def _left_open(config: Config, groups: Any, client: Any) -> str:
+    """List settings that were left at defaults a plain loop does not have; "" for none."""
+    values: dict[str, str] = {}
+    if "precision" not in config.model_fields_set:
+        values["precision"] = config.precision
+    if "gradient_clipping" not in config.model_fields_set:
+        values["gradient_clipping"] = f"{config.gradient_clipping:g}"
+    of_groups = groups and all(isinstance(group, dict) and "lr" in group for group in groups)
+    if client is None and not of_groups and "lr" not in config.optimizer.model_fields_set:
+        values["optimizer.lr"] = f"{config.optimizer.parameters()['lr']:g}"
+    return ", ".join(f"{name} is {value}" for name, value in values.items())
+
+
+def _announce(
+    engine: Engine, config: Config, origin: Mapping[str, Any], left_open: str,
+    journal: Journal | None,
+) -> None:  # fmt: skip
+    """Report the start: as warnings, and in the journal, with the `origin` of the config."""
+    notes = list(engine.warnings)
+    if left_open:
+        notes.append(
+            f"the configuration leaves open what a plain loop may do otherwise: {left_open}; name "
+            "them in it"
+        )
+    for warning in notes:
+        warnings.warn(warning, InfinityWarning, stacklevel=5)
+    if journal is not None:
+        start = {"config": config.resolved(), "plan": engine.plan.describe(), **origin}
+        journal.write({"event": "start", **start, "warnings": notes})
+
+
+def _make_scheduler(config: Config, optimizer: OffloadedOptimizer, given: Any, client: Any) -> Any:
+    """The scheduler the engine steps, or None; `client` is the optimizer that was passed."""
+    if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
+        return _checked(given, client)
+    if callable(given):
+        return given(optimizer)
+    if given is not None:
+        return _checked(given, client)
+    section = config.scheduler
+    return None if section is None else make_schedule(section.type, section.params, optimizer)
+
+
+_LED = ("step", "zero_grad", "load_state_dict", "add_param_group")
+
+
+def _lead(client: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> Callable[[], None]:
+    """From now on these calls of an optimizer that was passed are the engine's; returns the end.
+
+    Its parameters have no gradients: else they would do nothing, and not say so.
+    """
+    own = vars(client)
+    before = {name: own.get(name) for name in _LED}
+
+    def leading(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found = getattr(offloaded, name)(*args, **kwargs)
+            if name == "step":
+                mark_stepped(client)
+            return found
+
+        vars(call)["_wrapped_by_lr_sched"] = True  # schedules look for their own wrapper
+        return call
+
+    def end() -> None:
+        for name, method in before.items():
+            own.pop(name, None)
+            if method is not None:
+                own[name] = method
+
+    own.update({name: leading(name) for name in before})
+    mark_stepped(client)  # by the engine, of which a scheduler over it knows nothing
+    return end
+
+
+def _checked(scheduler: Any, client: Any) -> Any:
+    """A scheduler that is made: of torch, or any object with its methods."""
+    for name in ("step", "state_dict", "load_state_dict"):
+        if not callable(getattr(scheduler, name, None)):
+            raise ConfigError(
+                f"lr_scheduler is a {type(scheduler).__name__}, which has no {name}()",
+                because="the engine steps it, and saves its state with checkpoints",
+                remedy="pass a scheduler, or a function: lr_scheduler=lambda optimizer: ...",
+            )
+    if getattr(scheduler, "optimizer", client) is not client:
+        raise ConfigError(
+            "lr_scheduler is an object made over another optimizer than was passed",
+            remedy="pass that optimizer as well: initialize(optimizer=..., lr_scheduler=...); "
+            "or a function: lr_scheduler=lambda optimizer: ...",
+        )
+    if isinstance(client, torch.optim.Optimizer):
+        # It changes the groups, which are the engine's too; torch would warn that the optimizer
+        # it knows has not stepped.
+        mark_stepped(client)
+    return scheduler

@@ -1,0 +1,1 @@
+"""Helpers without knowledge of the engine: files, sizes, checksums, the C heap."""

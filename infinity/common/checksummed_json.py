@@ -1,0 +1,151 @@
+"""Sealed JSON: an object that ends with its own checksum, and dataclasses out of what it says.
+
+The text has a member per line, and of a list of objects one of those per line. Its last member is
+"checksum", the CRC32C of all bytes before the comma that precedes it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from infinity.common.crc32c import crc32c
+from infinity.common.files import FILE_MODE, atomic_write, read_small
+from infinity.errors import ConfigError
+
+LARGEST = 2**63 - 1  # number
+_SEAL = re.compile(rb',\n"checksum": "([0-9a-f]{8})"\n}\n')
+_SEAL_BYTES = len(b',\n"checksum": "00000000"\n}\n')
+
+_hints = cache(get_type_hints)
+
+
+# --- texts ---------------------------------------------------------------------------------------
+
+
+def seal(members: Mapping[str, Any]) -> bytes:
+    """The text of an object. Raises `ConfigError` for what is no JSON; infinities are none."""
+    lines = []
+    for key, value in members.items():
+        if isinstance(value, list | tuple) and value and all(type(v) is dict for v in value):
+            inner = ",".join(f"\n {_dump(item, key)}" for item in value)
+            lines.append(f"{_dump(key, key)}: [{inner}]")
+        else:
+            lines.append(f"{_dump(key, key)}: {_dump(value, key)}")
+    body = ("{\n" + ",\n".join(lines)).encode()
+    return body + f',\n"checksum": "{crc32c(body):08x}"\n}}\n'.encode()
+
+
+def _dump(value: Any, what: str) -> str:
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{what} cannot be saved as JSON: {error}",
+            remedy="encode it with infinity.checkpoint.plain.encode",
+        ) from None
+
+
+def first_sealed(data: bytes) -> bytes:
+    """The sealed text that `data` begins with; whatever lies behind it is left out."""
+    # A line break cannot stand in a text of JSON: the first seal is that of the object.
+    found = _SEAL.search(data)
+    return data[: found.end()] if found else data
+
+
+def unseal(data: bytes) -> dict[str, Any]:
+    """The members of a sealed object. Raises `ValueError` that says in words what is wrong."""
+    mark = _SEAL.fullmatch(data[-_SEAL_BYTES:])
+    if mark is None:
+        raise ValueError("it does not end with its checksum")
+    crc = crc32c(data[:-_SEAL_BYTES])
+    if crc != int(mark[1], 16):
+        raise ValueError(f"its CRC32C is {crc:08x}, and its checksum {mark[1].decode()}")
+    found = _parse(data)
+    del found["checksum"]
+    return found
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON: {str(error)[:200]}") from None
+    if type(found) is not dict:
+        raise ValueError("it is no JSON object")
+    return found
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def write_sealed(
+    path: Path, format: str, version: int, members: Mapping[str, Any], mode: int = FILE_MODE
+) -> None:
+    """Write a small file, whole and for good or not at all. Raises `OSError`."""
+    with atomic_write(path, mode) as file:
+        file.write(seal({"format": format, "version": version, **members}))
+
+
+def read_sealed(path: Path, format: str, version: int) -> dict[str, Any]:
+    """What `write_sealed` wrote. Raises `OSError`; `ValueError` that says what is wrong."""
+    members = unseal(read_small(path))
+    there = members.pop("format", None), members.pop("version", None)
+    if there != (format, version):
+        raise ValueError(
+            f"its format is {there[0]!r:.60} of version {there[1]!r:.20}, not {format!r} of "
+            f"version {version}"
+        )
+    return members
+
+
+# --- members -------------------------------------------------------------------------------------
+
+
+def shallow(record: Any) -> dict[str, Any]:
+    """The members of a dataclass; `asdict` would copy a million checksums one by one."""
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
+def made(kind: Any, value: Any, place: str = "") -> Any:
+    """A `kind` out of parsed JSON: a dataclass of texts, flags, numbers and tuples of such.
+
+    Members that the dataclass does not have are left out; a text, number or flag with a default may
+    be missing, for it came later. Numbers are whole, from 0 to 2**63 - 1.
+    Raises `ValueError` that names what is at fault by its place.
+    """
+    if isinstance(kind, type) and is_dataclass(kind):
+        if type(value) is not dict:
+            raise ValueError(f"{place or 'it'} is no object")
+        members, hints = {}, _hints(kind)
+        for field in fields(kind):
+            name = field.name
+            inner = f"{place}.{name}" if place else name
+            if name not in value and type(field.default) in (str, int, bool):
+                continue
+            if name not in value:
+                raise ValueError(f"{inner} is missing")
+            members[name] = made(hints[name], value[name], inner)
+        return kind(**members)
+    if get_origin(kind) is tuple:
+        if type(value) is not list:
+            raise ValueError(f"{place} is {value!r:.60}, not of type list")
+        item = get_args(kind)[0]
+        if item is int and all(type(v) is int and 0 <= v <= LARGEST for v in value):
+            return tuple(value)  # a million checksums
+        return tuple(made(item, v, f"{place}[{i}]") for i, v in enumerate(value))
+    if kind is not Any and type(value) is not kind:
+        raise ValueError(f"{place} is {value!r:.60}, not of type {kind.__name__}")
+    if kind is int and not 0 <= value <= LARGEST:
+        raise ValueError(f"{place} is {value!r:.60}, not from 0 to {LARGEST}")
+    if kind is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{place} is no text: {value!r:.60}") from None
+    return value

@@ -1,0 +1,315 @@
+"""Files that must outlast a loss of power, and that others may reach for while they are written.
+
+Also locks, and what the system refuses in our words. Nothing here follows a link in a file's
+place, and nobody but the owner may write what is made here, whatever the umask says.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import stat
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Self, TextIO
+
+from infinity.common.sizes import format_size
+from infinity.errors import DoesNotFitError, MachineError, RemovedError, TransferError
+
+FILE_MODE = 0o644  # less what the umask takes; so with the next
+FOLDER_MODE = 0o755
+SHARED_FOLDER_MODE = 0o775  # that a user named: where groups share directories, they go on to
+_LONGEST_LINE = 16 << 20  # characters
+TEMPORARY_NAME = re.compile(r"\.infinity-[0-9a-f]{16}\.tmp")
+
+
+# Number of an error -> why the system refused, and what to try.
+_ADVICE: dict[int, tuple[str, str]] = {
+    errno.EIO: (
+        "the drive or the file system reports a failure",
+        "check `dmesg` and the drive's health (`smartctl -a`)",
+    ),
+    errno.ENOSPC: ("the file system is full", "free space there, or use another place"),
+    errno.EDQUOT: ("the disk quota is used up", "raise the quota, or use another place"),
+    errno.EROFS: (
+        "the file system is read-only, as file systems become after an error of the drive",
+        "check `dmesg`, and mount it writable; or use another place",
+    ),
+    errno.EACCES: ("its permissions forbid it", "chown or chmod it, or use another place"),
+    errno.EPERM: ("its permissions forbid it", "chown or chmod it, or use another place"),
+    errno.ENOENT: ("it is not there, or was removed meanwhile", "look who removes files there"),
+    errno.ENOTDIR: ("a file is where a directory should be", "name a directory"),
+    errno.EFBIG: (
+        "the process or the file system does not allow files of this size",
+        "raise `ulimit -f`, or write smaller files",
+    ),
+    errno.ENOLCK: ("its file system cannot lock files", "use a local file system"),
+    errno.EOPNOTSUPP: ("its file system lacks that", "use a local file system"),
+    errno.ECANCELED: (
+        "the engine was closed while the request was queued",
+        "do not use a closed engine",
+    ),
+    errno.ETIMEDOUT: (
+        "the drive hangs, or the network behind it does",
+        "check `dmesg`; close the engine; raise io.stuck_after_s if the drive is only slow",
+    ),
+}
+
+
+def advice(error: OSError) -> tuple[str | None, str | None]:
+    """Why the system refused, and what to try, as far as the number of its error tells."""
+    why, remedy = _ADVICE.get(error.errno or 0, (None, None))
+    if error.errno in (errno.EACCES, errno.EPERM):
+        why = f"{why} to user id {os.geteuid()}"
+    return why, remedy
+
+
+def refused(
+    what: str, error: OSError, path: Path | None = None, *, remedy: str | None = None
+) -> DoesNotFitError | MachineError:
+    """The error of ours for one of the system's; `what` says what failed.
+
+    `path` tells how much is free there, where that is the trouble; `remedy` is a better one than
+    what goes with the number. `DoesNotFitError` for a full disk, `TransferError` for a read or
+    write of the native module's.
+    """
+    because, usual = advice(error)
+    what, remedy = f"{what}: {error.strerror or error} (errno {error.errno})", remedy or usual
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if path is not None:
+            because = f"{because}; {free_text(path)}"
+        return DoesNotFitError(what, because=because, remedy=remedy)
+    if getattr(error, "op", "") in ("read", "write"):
+        return transfer_refused(what, error, path, remedy=remedy)
+    return MachineError(what, because=because, remedy=remedy)
+
+
+def transfer_refused(
+    what: str, error: Any, path: Path | None = None, *, remedy: str | None = None
+) -> TransferError:
+    """The same for a request of the native module's, whatever it was; `what` is all that is said.
+
+    `remedy` is a better one than what goes with the number.
+    """
+    because, usual = advice(error)
+    return TransferError(
+        what,
+        path=str(path or error.filename),
+        offset=error.offset,
+        length=error.length,
+        errno=error.errno or 0,
+        because=because,
+        remedy=remedy or usual,
+    )
+
+
+def free_bytes(path: Path) -> int:
+    """What an ordinary user may still write there. Raises `OSError`."""
+    facts = os.statvfs(path)
+    return facts.f_bavail * facts.f_frsize
+
+
+def free_text(path: Path) -> str:
+    """How much is free at a path, or above it where it does not exist."""
+    for place in (path, *path.parents):
+        with suppress(OSError):
+            inodes = os.statvfs(place).f_favail
+            return f"{format_size(free_bytes(place))} and {inodes} inodes free there"
+    return "free space unknown"
+
+
+def temporary_name() -> str:
+    """A name that nobody can guess, and that `TEMPORARY_NAME` knows again."""
+    return f".infinity-{secrets.token_hex(8)}.tmp"
+
+
+def open_new(path: Path, mode: int = FILE_MODE) -> BinaryIO:
+    """Open a file that must not exist yet, nor a link in its place. Raises `OSError`."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, mode), "wb")
+
+
+def write_new(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Write a file that must not exist yet, and put it on stable storage. Raises `OSError`."""
+    with open_new(path, mode) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of `data` there, in as many calls as the system takes. Raises `OSError`."""
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def check_linked(descriptor: int, path: str | Path) -> None:
+    """Raise `RemovedError` if the open file at `path` was removed."""
+    if os.fstat(descriptor).st_nlink == 0:
+        raise RemovedError(
+            f"{path} was removed while it was in use",
+            because="a program, or a cleanup job, removed it or its directory; bytes written to it "
+            "since then are lost",
+            remedy="find that program; then resume from the last checkpoint that is left",
+        )
+
+
+def make_directories(path: Path, mode: int = SHARED_FOLDER_MODE) -> None:
+    """Make a directory, and those above it that are missing, for good. Raises `OSError`."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for new in reversed(missing):
+        new.mkdir(mode, exist_ok=True)
+        sync_directory(new.parent)
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of a file that hold an object, and the objects; none where there is no file.
+
+    A kill may have torn the last line; longer ones than any of ours are left out. Raises `OSError`,
+    also where `path` is a pipe or a device, which may have no end.
+    """
+    with suppress(FileNotFoundError), _open_regular(path) as file:
+        while line := file.readline(_LONGEST_LINE):
+            with suppress(ValueError, RecursionError):
+                found = json.loads(line)
+                if isinstance(found, dict):
+                    yield line, found
+
+
+def _open_regular(path: Path) -> TextIO:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return open(descriptor, encoding="utf-8", errors="replace")
+
+
+def read_small(path: Path, offset: int = 0, nbytes: int = 1 << 30) -> bytes:
+    """At most `nbytes` of a file; no link is followed, no pipe waited for. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        left = os.fstat(descriptor).st_size - offset
+        return os.pread(descriptor, max(min(left, nbytes), 0), offset)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_write(path: Path, mode: int = FILE_MODE) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the block ends, whole and on stable storage.
+
+    If the block raises, nothing has changed. Raises `OSError`, also where `path` is a link, a
+    device or a directory: `/dev/null` would be gone, and whoever reads through a link see the old.
+    """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise OSError(errno.EINVAL, "it is a link or a device, not a regular file", str(path))
+    new = path.with_name(temporary_name())
+    try:
+        with open_new(new, mode) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(new, path)
+    except BaseException:
+        with suppress(OSError):
+            new.unlink()
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory as lasting as the files' contents. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class LockFile:
+    """A lock on a file without contents, until `release` or `let_go`; a death lets go as well.
+
+    The file that a dead process leaves is taken over, and tells what that left beside it.
+    """
+
+    def __init__(
+        self, path: Path, *, create: bool = True, shared: bool = False, dir_fd: int | None = None
+    ) -> None:
+        """Raises `BlockingIOError` if somebody has it, else `OSError`: `FileNotFoundError` without
+        `create`, EEXIST if there is a file that no lock would be.
+        """
+        self.path = path
+        self._owner = os.getpid()
+        self._descriptor = -1
+        while self._descriptor < 0:
+            self._descriptor = _locked(path, dir_fd, create=create, shared=shared)
+        _held.add(self)
+
+    @property
+    def held(self) -> bool:
+        """Whether this process has the lock; a forked child has not."""
+        return self._descriptor >= 0 and self._owner == os.getpid()
+
+    def release(self) -> None:
+        """Remove the lock file and let go; after `let_go` it does nothing. Idempotent."""
+        if self.held:
+            with suppress(OSError):
+                self.path.unlink(missing_ok=True)
+        self.let_go()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close the lock file: it stays, and tells the next who takes it what to remove."""
+        _held.discard(self)
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _locked(path: Path, dir_fd: int | None, *, create: bool, shared: bool) -> int:
+    """The descriptor of a lock file that is locked; -1 if it was removed meanwhile."""
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_RDONLY if shared else os.O_RDWR)
+    descriptor = os.open(path, flags | (os.O_CREAT if create else 0), 0o600, dir_fd=dir_fd)
+    try:
+        facts = os.fstat(descriptor)
+        # Of any owner: some file systems give all files to one user.
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size:
+            raise OSError(errno.EEXIST, "a file of another making has that name", str(path))
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return -1
+
+
+# A forked child holds a copy of every lock; it must let go, or a DataLoader worker that outlives
+# a killed run would keep what that run left looking alive. (Closing a copy does not unlock.)
+_held: weakref.WeakSet[LockFile] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    for lock in list(_held):
+        lock.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

@@ -1,0 +1,1 @@
+"""Ranks: collectives, shared memory, and errors that all ranks raise."""

@@ -1,0 +1,1 @@
+from infinity.integrations.huggingface import models as models

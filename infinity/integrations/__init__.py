@@ -1,0 +1,49 @@
+"""Integrations over the core: DeepSpeed's API, Hugging Face's Trainer, Lightning.
+
+`infinity.deepspeed`, `infinity.huggingface` and `infinity.lightning` are the same modules.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import CodeType, ModuleType
+
+_PUBLIC = ("deepspeed", "huggingface", "lightning")
+
+
+def _target(name: str) -> str:
+    return f"{__name__}{name.removeprefix('infinity')}"
+
+
+class _Alias(MetaPathFinder, Loader):
+    """Imports `infinity.NAME` as `infinity.integrations.NAME`: one module under two names."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        parts = name.split(".")
+        if parts[0] != "infinity" or len(parts) < 2 or parts[1] not in _PUBLIC:
+            return None
+        found = find_spec(_target(name))
+        if found is None:
+            return None
+        is_package = found.submodule_search_locations is not None
+        return ModuleSpec(name, self, origin=found.origin, is_package=is_package)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put the module of the other name in the place of the new one."""
+        sys.modules[module.__name__] = import_module(_target(module.__name__))
+
+    def get_code(self, name: str) -> CodeType | None:
+        """Return its code, for `python -m`."""
+        spec = find_spec(_target(name))
+        loader = None if spec is None else spec.loader
+        return loader.get_code(_target(name)) if isinstance(loader, InspectLoader) else None
+
+
+sys.meta_path.insert(0, _Alias())  # first: the packages' own paths would import copies

@@ -1,0 +1,178 @@
+"""`initialize` with the arguments and configurations of DeepSpeed, over the core's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity._initialize import initialize as initialize_engine
+from infinity._initialize import starting
+from infinity.config.schema import Config
+from infinity.config.settings import Settings
+from infinity.distributed.context import Ranks
+from infinity.engine import Engine
+from infinity.errors import ConfigError
+from infinity.integrations.deepspeed.engine import DeepSpeedEngine
+from infinity.integrations.deepspeed.processes import init_distributed
+from infinity.integrations.deepspeed.settings import DeepSpeedSettings, read_settings
+from infinity.integrations.deepspeed.watched_engine import watch
+from infinity.model.cut import UnitSpec
+from infinity.optim.adapter_probe import OptimizerMaker
+from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.storage.device import Device
+from infinity.training.initial_write import Progress
+
+_OURS = ("model", "config")
+_DEEPSPEED = (
+    "args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler",
+    "distributed_port", "mpu", "dist_init_required", "collate_fn", "config", "mesh_param",
+    "config_params",
+)  # fmt: skip
+_REFUSED = {
+    "mpu": "it says which processes share a model; here all share all of it",
+    "mesh_param": "it lays processes out in a mesh; here all share all of the model",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSpeedArguments:
+    """Arguments of `initialize` by name: the core's, and those of DeepSpeed alone.
+
+    Attributes:
+        args: Result of a parser; its `deepspeed_config` may name the configuration.
+        config_params: DeepSpeed's other name of `config`.
+        distributed_port: Ignored.
+        dist_init_required: Ignored.
+        mpu: Not supported; None.
+        mesh_param: Not supported; None.
+    """
+
+    model: nn.Module
+    args: Any = None
+    optimizer: torch.optim.Optimizer | OptimizerMaker | None = None
+    model_parameters: Iterable[Any] | None = None
+    training_data: Any = None
+    lr_scheduler: Any = None
+    distributed_port: Any = None
+    mpu: Any = None
+    dist_init_required: Any = None
+    collate_fn: Callable[..., Any] | None = None
+    config: Config | Settings | Mapping[str, Any] | str | Path | None = None
+    mesh_param: Any = None
+    config_params: Config | Mapping[str, Any] | str | Path | None = None
+    batch_size: int | None = None
+    units: Sequence[UnitSpec] | None = None
+    device: Device | torch.device | str | None = None
+    progress: Progress | None = None
+    engine_class: type[Engine] | None = None
+    ranks: Ranks | None = None
+
+    @classmethod
+    def of(cls, positional: Sequence[Any], named: Mapping[str, Any]) -> DeepSpeedArguments:
+        """Sort the arguments of a call.
+
+        If the first positional argument is a module, the order is ours (model, config), else
+        DeepSpeed's. Raises `ConfigError` for too many, for one passed twice, for no model, and for
+        those that only several processes can mean.
+        """
+        order = _OURS if positional and isinstance(positional[0], nn.Module) else _DEEPSPEED
+        if len(positional) > len(order):
+            raise ConfigError(
+                f"initialize() got {len(positional)} arguments without a name; in this order there "
+                f"are {', '.join(order)}",
+                remedy="pass all by name: initialize(model=..., config=...)",
+            )
+        given = dict(named)
+        for name in given.keys() - {field.name for field in fields(cls)}:
+            raise TypeError(f"initialize() got an unexpected keyword argument {name!r}")
+        for name, value in zip(order, positional, strict=False):
+            if given.get(name) is not None:
+                raise ConfigError(
+                    f"initialize() got {name} twice: by its place, and by its name",
+                    because=f"without names the order is {', '.join(order)}",
+                    remedy="pass all by name: initialize(model=..., config=...)",
+                )
+            given[name] = value
+        for name, reason in _REFUSED.items():
+            if given.get(name) is not None:
+                raise ConfigError(
+                    f"initialize({name}=...) is not supported",
+                    because=reason,
+                    remedy="leave it out",
+                )
+        model = given.get("model")
+        if not isinstance(model, nn.Module):
+            kind = type(model).__name__
+            got = "no model" if model is None else f"a {kind} where the model belongs"
+            raise ConfigError(
+                f"initialize() got {got}",
+                because=f"without names the order is {', '.join(order)}" if positional else None,
+                remedy="initialize(model=..., config=...), with a torch.nn.Module",
+            )
+        return cls(**given)
+
+
+@wraps(initialize_engine)
+def initialize(*positional: Any, **named: Any) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
+    """Call the core's `initialize`; arguments and configuration may be DeepSpeed's.
+
+    Args:
+        *positional: ``model, config``, or DeepSpeed's ``args, model, optimizer, ...``.
+        **named: Arguments of the core's `initialize`, or fields of `DeepSpeedArguments`.
+
+    Returns:
+        ``(engine, optimizer, dataloader, scheduler)``.
+    """
+    given = DeepSpeedArguments.of(positional, named)
+    with starting(given.ranks) as (ranks, _):
+        settings = read_settings(
+            given.config, given.config_params, given.args, given.batch_size, given.optimizer,
+            given.lr_scheduler, given.model_parameters, ranks.count,
+        )  # fmt: skip
+    translation = settings.translation if isinstance(settings, DeepSpeedSettings) else None
+    logger = logging.getLogger("infinity")
+    if translation is not None and not ranks.rank and logger.isEnabledFor(logging.INFO):
+        logger.info("%s", translation.describe())
+    ways = (translation, given.args, given.config_params)
+    default = Engine if all(way is None for way in ways) else DeepSpeedEngine
+    engine_class = given.engine_class or default
+    made = initialize_engine(
+        given.model,
+        replace(settings, shuffles=issubclass(engine_class, DeepSpeedEngine)),
+        optimizer=given.optimizer,
+        model_parameters=given.model_parameters,
+        training_data=given.training_data,
+        lr_scheduler=given.lr_scheduler,
+        collate_fn=given.collate_fn,
+        units=given.units,
+        device=given.device,
+        progress=given.progress,
+        engine_class=engine_class,
+        ranks=ranks,
+    )
+    if isinstance(engine := made[0], DeepSpeedEngine):
+        with ExitStack() as undo:
+            undo.callback(engine.close)
+            with ranks.settle("initialize()"):
+                watch(engine)
+            undo.pop_all()
+        if hasattr(given.args, "local_rank"):  # -1 where no launcher passed it
+            given.args.local_rank = ranks.local_rank
+    return made
+
+
+def initialize_deepspeed(*args: Any, **kwargs: Any) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
+    """`initialize`, with DeepSpeed's calls on the engine whatever the configuration is.
+
+    torch's default group is made first where a launcher started this process.
+    """
+    init_distributed()
+    return initialize(*args, **{"engine_class": DeepSpeedEngine, **kwargs})

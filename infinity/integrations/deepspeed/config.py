@@ -1,0 +1,765 @@
+"""A DeepSpeed configuration, translated: every key is done, accepted with a note, or refused.
+
+>>> translation = translate_deepspeed("ds_config.json")
+>>> translation.config                      # ours
+>>> for row in translation.rows: ...        # key, given, verdict, note
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from infinity.config.schema import (
+    BLOCK_MULTIPLE,
+    CHUNK_MULTIPLE,
+    SCHEDULES,
+    Config,
+    IoConfig,
+    load_config,
+)
+from infinity.errors import ConfigError, did_you_mean, listed, mistakes
+from infinity.integrations.deepspeed.key_table import Key, Verdict
+from infinity.integrations.deepspeed.keys import (
+    BUILT_IN,
+    KEYS,
+    OLD_NAMES,
+    OPEN,
+    REFUSED_IF,
+    SECTIONS,
+    Row,
+    names_in,
+    read_value,
+)
+from infinity.integrations.deepspeed.source import find_source
+from infinity.optim.rules import RULES, twin_of
+from infinity.plan.planner import CHUNK_ELEMENTS
+
+OURS = "infinity"  # a section of a DeepSpeed configuration that holds keys of ours
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """A DeepSpeed configuration in the terms of this library.
+
+    Attributes:
+        config: The configuration.
+        rows: Treatment of each key that was given, in its order.
+        batch_size: Samples of a micro-batch.
+        drop_last: Whether a loader leaves out a smaller last batch.
+        trains: Whether an optimizer is configured or passed.
+    """
+
+    config: Config
+    rows: tuple[Row, ...]
+    batch_size: int
+    drop_last: bool
+    trains: bool = True
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return the rows as plain data: key, given, verdict, note."""
+        return [row.as_dict() for row in self.rows]
+
+    def describe(self) -> str:
+        """Return the rows as text: a heading, and a line each."""
+        return rows_as_text(self.table())
+
+    def summary(self) -> str:
+        """Return one line: the number of keys in effect, and the keys without effect."""
+        idle = [row.key for row in self.rows if row.verdict is Verdict.ACCEPTED]
+        done = f"{len(self.rows) - len(idle)} keys of the DeepSpeed configuration are in effect"
+        return f"{done}; without effect here: {listed(idle, 6) or 'none'}"
+
+
+def rows_as_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A heading, and a line for each row of `Translation.table`."""
+    cells = [
+        (row["key"], "" if row["given"] is None else json.dumps(row["given"]), row["verdict"])
+        for row in rows
+    ]
+    widths = [max(map(len, column), default=0) for column in zip(*cells, strict=True)]
+    lines = ["the DeepSpeed configuration, key by key:"]
+    for found, row in zip(cells, rows, strict=True):
+        columns = [text.ljust(width) for text, width in zip(found, widths, strict=True)]
+        lines.append("  ".join(["", *columns, row["note"]]).rstrip())
+    return "\n".join(lines)
+
+
+def translate_deepspeed(
+    source: Any,
+    overrides: Iterable[str] = (),
+    *,
+    fill: Mapping[str, Any] | None = None,
+    lenient: bool = False,
+    client_optimizer: bool = False,
+    client_scheduler: bool = False,
+    ranks: int = 1,
+) -> Translation:
+    """Translate a DeepSpeed configuration.
+
+    Its section ``"infinity"`` may hold keys of this library, which win; DeepSpeed ignores it.
+
+    Args:
+        source: A mapping, the path of a file, JSON text, or base64 of it.
+        overrides: Texts ``"section.key=value"`` in this library's names, which win over all.
+        fill: Values for keys that are ``"auto"``, by DeepSpeed's dotted names.
+        lenient: Accept a configuration without an optimizer and other values for training.
+        client_optimizer: `initialize` got an optimizer, which wins over the section.
+        client_scheduler: `initialize` got a scheduler, which wins over the section.
+        ranks: Number of processes that train.
+
+    Returns:
+        The configuration, and a row for each key with its verdict.
+
+    Raises:
+        ConfigError: Keys are unknown (the nearest name is given), given twice, contradictory, of
+            the wrong kind, or not supported (the alternative is given); all are listed.
+    """
+    how = {"client_optimizer": client_optimizer, "client_scheduler": client_scheduler}
+    found = find_translation(
+        source, overrides, fill=fill or {}, lenient=lenient, ranks=ranks, **how
+    )
+    if found is None:
+        text = repr(source)
+        raise ConfigError(
+            f"not a DeepSpeed configuration: {text if len(text) <= 80 else f'{text[:77]}...'}",
+            because="none of its keys is DeepSpeed's alone, or it cannot be read",
+        )
+    return found
+
+
+def find_translation(source: Any, overrides: Iterable[str] = (), **how: Any) -> Translation | None:
+    """As `translate_deepspeed`, or None if `source` is not DeepSpeed's.
+
+    With `may_infer=True` the optimizer may be missing: then `trains` is false.
+    """
+    found, draft = find_source(source), _Draft(**how)
+    if found is None:
+        return None
+    for name in found.repeated:
+        draft.problem(name, "given twice in one section")
+    ours: Any = found.raw.get(OURS, {})
+    if not isinstance(ours, Mapping):
+        draft.problem(OURS, f"should be a section with keys of ours, got {ours!r}")
+        ours = {}
+    # Without an optimizer nothing is scheduled: transformers leaves a section of 0 steps for that.
+    unread = (OURS, "scheduler") if draft.may_infer and "optimizer" not in found.raw else (OURS,)
+    for name, value in found.raw.items():
+        if name not in unread:
+            draft.read("", "", name, value)
+    for name, value in list(draft.given.items()):
+        if name in KEYS:  # else an argument of an optimizer or a schedule that only torch knows
+            _take(draft, KEYS[name], value)
+    for rule in (_batch, _precision, _optimizer, _scheduler, _placement):
+        rule(draft)
+    config = _checked(draft, ours, overrides)
+    if draft.problems or config is None:
+        raise ConfigError(mistakes(found.where, draft.problems))
+    rows = tuple(draft.rows.values())
+    drop_last = draft.given.get("dataloader_drop_last", False)
+    return Translation(config, rows, draft.batch_size, drop_last, draft.trains)
+
+
+def _checked(draft: _Draft, ours: Mapping[str, Any], overrides: Iterable[str]) -> Config | None:
+    """Our configuration; what it refuses is told by the names that were given."""
+    try:
+        return load_config(_merged(draft.config, ours), overrides)
+    except ConfigError as error:
+        head, *problems = error.what.split("\n  - ")
+    for problem in problems or [head]:
+        name, colon, text = problem.partition(": ")
+        if colon and _has(ours, name):
+            draft.problems.append(f"{OURS}.{problem}")
+            continue
+        part = name if colon else ""
+        while part and part not in draft.origins:
+            part = part.rpartition(".")[0]
+        key = draft.origins.get(part)  # of DeepSpeed's, that set our name or a part of it
+        if key in draft.rows:
+            key = draft.rows[key].key  # as it was written
+        renamed = key is not None and key != name
+        draft.problems.append(f"{key}: {text} (here {name})" if renamed else problem)
+    return None
+
+
+def _has(section: Any, name: str) -> bool:
+    """Whether a section has a dotted name."""
+    for key in name.split("."):
+        if not isinstance(section, Mapping) or key not in section:
+            return False
+        section = section[key]
+    return True
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for name, value in above.items():
+        old = merged.get(name)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = _merged(old, value)
+        merged[name] = value
+    return merged
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Draft:
+    """What is known so far: values by key, what they make of our configuration, and what is wrong.
+
+    `fill` has values for keys that are "auto". `lenient` is for questions that need no learning
+    rate and no step counts, such as a plan; `may_infer` says that an engine need not train: without
+    an optimizer `trains` becomes false.
+    """
+
+    fill: Mapping[str, Any] = field(default_factory=dict)
+    lenient: bool = False
+    client_optimizer: bool = False
+    client_scheduler: bool = False
+    may_infer: bool = False
+    ranks: int = 1
+    given: dict[str, Any] = field(default_factory=dict)
+    written: dict[str, str] = field(default_factory=dict)  # key -> the name it was given by
+    autos: set[str] = field(default_factory=set)
+    wrong: set[str] = field(default_factory=set)  # given, but not as a value that can be read
+    config: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, Row] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    batch_size: int = 1
+    trains: bool = True
+
+    def set(self, name: str, value: Any, key: str) -> None:
+        """Give our `name` (dotted) a value, because of their `key`."""
+        target = self.config
+        *parents, last = name.split(".")
+        for parent in parents:
+            target = target.setdefault(parent, {})
+        target[last] = value
+        self.origins[name] = key
+
+    def note(self, key: str, text: str, verdict: Verdict | None = None) -> None:
+        """Say what became of a key; makes a row for a key that was not given."""
+        row = self.rows.get(key) or Row(key, None, Verdict.ACCEPTED, "")
+        self.rows[key] = replace(row, note=text, verdict=verdict or row.verdict)
+
+    def problem(self, key: str, text: str) -> None:
+        """Something is wrong with a key."""
+        self.problems.append(f"{key}: {text}")
+
+    def below(self, section: str) -> dict[str, Any]:
+        """The given values of a section, by their names in it."""
+        start = f"{section}."
+        return {n.removeprefix(start): v for n, v in self.given.items() if n.startswith(start)}
+
+    def leave_to_client(self, section: str, argument: str) -> None:
+        """Note that an argument of `initialize` wins over a section."""
+        for key in [name for name in self.rows if name.startswith(f"{section}.")]:
+            self.note(key, f"not used: initialize({argument}=...) wins, as there", Verdict.ACCEPTED)
+
+    def read(self, section: str, written: str, name: object, value: Any) -> None:
+        """Take one name in a section, which was perhaps `written` by an old name."""
+        where = f"{written}.{name}" if written else str(name)
+        if not isinstance(name, str):
+            self.problem(where, f'the key is not text; write "{name}"')
+            return
+        full = f"{section}.{name}" if section else name
+        full = OLD_NAMES.get(full, full)
+        if not section and "." in name and full in KEYS:  # as TRL writes some of a reference model
+            note = "not looked at, as there: it stands outside its section"
+            self.rows[f'"{name}"'] = Row(f'"{name}"', value, Verdict.ACCEPTED, note)
+            return
+        key = KEYS.get(full)
+        if key is None and section in OPEN:
+            key = Key(full, "anything", "its own default", Verdict.DONE, "passed on")
+        if key is not None:
+            self._read_key(key, where, value)
+        elif full in SECTIONS:
+            if full == "zero_optimization" and isinstance(value, bool):
+                value = {"stage": int(value)}  # how it was written at first
+            if isinstance(value, Mapping):
+                for inner, part in value.items():
+                    self.read(full, where, inner, part)
+            elif value is not None:
+                self.problem(where, f"should be a section of keys and values, got {value!r}")
+        else:
+            self.problem(where, _unknown(section, name))
+
+    def _read_key(self, key: Key, where: str, value: Any) -> None:
+        name = key.name
+        shown = "***" if name.endswith("api_key") and value is not None else value
+        if value is None:
+            self.rows.setdefault(name, Row(where, None, Verdict.ACCEPTED, "null: not given"))
+            return
+        is_auto = isinstance(value, str) and value == "auto"
+        if is_auto and name not in self.fill:
+            self.autos.add(name)
+            self.rows[name] = Row(where, shown, Verdict.ACCEPTED, f"auto: {_when_auto(key)}")
+            return
+        try:
+            read = read_value(key.kind, self.fill[name] if is_auto else value)
+        except ValueError as error:
+            self.problem(where, f"{error}, got {shown!r}")
+            self.wrong.add(name)
+            return
+        before = self.written.get(name)
+        if before is not None and self.given[name] != read:
+            text = f"{shown!r}, but {before} is {self.given[name]!r}: two names of one key"
+            self.problem(where, f"{text}; keep {before}")
+            return
+        self.written[name], self.given[name] = where, read
+        note = f"{key.note} (auto, filled in with {read!r})" if is_auto else key.note
+        self.rows[name] = Row(where, shown, key.verdict, note)
+        if key.verdict is Verdict.REFUSED and REFUSED_IF[key.when](read):
+            what = "a section that is on" if isinstance(shown, Mapping) else repr(shown)
+            self.problem(where, f"{what} is refused: {key.note}; {key.remedy}")
+        elif key.verdict is Verdict.REFUSED:
+            self.note(name, "off, as here", Verdict.ACCEPTED)
+
+
+def _when_auto(key: Key) -> str:
+    """What an "auto" that nobody filled in comes to."""
+    if key.verdict is Verdict.ACCEPTED:
+        return key.note
+    if key.verdict is Verdict.REFUSED:
+        return "off"
+    if key.name.startswith(("zero_optimization.", "aio.")):
+        return "left to the plan, and our defaults"
+    return f"as there, {key.default}"
+
+
+def _unknown(section: str, name: str) -> str:
+    if not section and name in Config.model_fields:
+        return (
+            f"a key of ours, not of DeepSpeed's, whose keys are beside it; write "
+            f'"{OURS}": {{"{name}": ...}}, or leave out theirs'
+        )
+    prefix = f"{section}." if section else ""
+    known = names_in(section)
+    # It may also have the right name in the wrong place.
+    right = [full for full in (*SECTIONS, *KEYS) if full.rpartition(".")[2] == name]
+    hint = f"did you mean {right[0]!r}?" if right else did_you_mean(name, known, prefix).strip()
+    if hint:
+        return f"unknown key; {hint}"
+    return f"unknown key; known {f'in {section}' if section else 'here'}: {', '.join(known)}"
+
+
+# --- what a key makes of ours --------------------------------------------------------------------
+
+_ZERO = "zero_optimization"
+_SCALE = "loss_scale."  # our section that fp16 fills, if it is enabled
+_MAX_LIVE = 10**9  # DeepSpeed's default: who writes it, or more, has no wish
+_STAGES = (
+    "nothing leaves the GPU but what offload_* names, or what does not fit; ranks share all state",
+    "the number of a stage changes nothing: ranks share all state, as in stage 3",
+    "the number of a stage changes nothing: ranks share all state, as in stage 3",
+    "offload works at any stage here",
+)
+
+
+def _take(draft: _Draft, key: Key, value: Any) -> None:
+    if key.ours and not key.ours.startswith(_SCALE):
+        draft.set(key.ours, value, key.name)
+    elif key.name in _TAKES:
+        try:
+            note = _TAKES[key.name](draft, key.name, value)
+        except ValueError as error:
+            draft.problem(draft.rows[key.name].key, f"{error}, got {value!r}")
+        else:
+            if note is not None:
+                draft.note(key.name, note)
+
+
+def _stage(draft: _Draft, key: str, value: int) -> str:
+    if value >= len(_STAGES):
+        raise ValueError("should be 0, 1, 2 or 3")
+    return f"stage {value}: {_STAGES[value]}"
+
+
+def _sub_group(draft: _Draft, key: str, value: int) -> str | None:
+    if value >= CHUNK_ELEMENTS:
+        return None
+    chunk = max(value // CHUNK_MULTIPLE, 1) * CHUNK_MULTIPLE
+    draft.set("chunk_size", chunk, key)
+    return f"chunk_size {chunk} elements"
+
+
+def _prefetch(draft: _Draft, key: str, value: int) -> str | None:
+    """0 elements ahead is no prefetch; any other number is the plan's prefetch in units."""
+    if value:
+        return None
+    draft.set("prefetch_units", 0, key)
+    return "nothing is fetched ahead of its use: slow"
+
+
+def _max_live(draft: _Draft, key: str, value: int) -> str | None:
+    if value >= _MAX_LIVE:
+        return None
+    draft.set("hints.live_parameters", value, key)
+    return f"hints.live_parameters {value:,}: a shorter prefetch, 1 unit at least"
+
+
+def _pinned(draft: _Draft, key: str, value: bool) -> str | None:
+    return None if value else f"not kept apart: {KEYS[key].note} where the system allows it"
+
+
+def _quantised_frozen(draft: _Draft, key: str, value: bool) -> str | None:
+    if not value:
+        return "frozen weights rest as they are"
+    draft.set("frozen.rest", "int8", key)
+    return None
+
+
+def _cpu_checkpointing(draft: _Draft, key: str, value: bool) -> str | None:
+    if not value:
+        return "tensors saved for backward stay on the device"
+    draft.set("activations.offload", "host", key)
+    return None
+
+
+def _block_size(draft: _Draft, key: str, value: int) -> None:
+    if value % BLOCK_MULTIPLE:
+        least = max(value // BLOCK_MULTIPLE, 1) * BLOCK_MULTIPLE
+        raise ValueError(f"should be a multiple of {BLOCK_MULTIPLE} bytes; write {least}")
+    draft.set("io.block_size", value, key)
+
+
+def _operation(draft: _Draft, key: str, value: str) -> None:
+    if value == "sum" and draft.ranks > 1:
+        raise ValueError(f'is the mean over {draft.ranks} ranks; write "mean", and a larger loss')
+
+
+def _threads(draft: _Draft, key: str, value: int) -> None:
+    draft.set("io.num_threads", max(value, IoConfig().num_threads), key)
+
+
+def _csv(draft: _Draft, key: str, value: bool) -> str | None:
+    if not value:
+        return None
+    given = draft.below("csv_monitor")
+    folder = Path(given.get("output_path", "")) / given.get("job_name", "DeepSpeedJobName")
+    draft.set("journal", str(folder / "journal.jsonl"), key)
+    return f"CSV files, and a line of JSON for each step, in {folder}"
+
+
+# What translates a value where the table names no key of ours; it may return a note for this value,
+# and raises `ValueError` for one that makes no sense.
+_TAKES: dict[str, Callable[[_Draft, str, Any], str | None]] = {
+    "bf16.check_grad_overflow": lambda draft, key, value: (
+        None if value else "kept on: a step whose gradients are not finite is skipped"
+    ),
+    f"{_ZERO}.stage": _stage,
+    f"{_ZERO}.sub_group_size": _sub_group,
+    f"{_ZERO}.stage3_prefetch_bucket_size": _prefetch,
+    f"{_ZERO}.stage3_max_live_parameters": _max_live,
+    f"{_ZERO}.offload_param.pin_memory": _pinned,
+    f"{_ZERO}.offload_optimizer.pin_memory": _pinned,
+    f"{_ZERO}.zero_quantized_nontrainable_weights": _quantised_frozen,
+    "activation_checkpointing.cpu_checkpointing": _cpu_checkpointing,
+    "gradient_allreduce_op": _operation,
+    "aio.block_size": _block_size,
+    "aio.intra_op_parallelism": _threads,
+    "csv_monitor.enabled": _csv,
+}
+
+# --- what follows from several keys together -----------------------------------------------------
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def _batch(draft: _Draft) -> None:
+    """train_batch_size = micro-batch x accumulation x processes; what is left out is derived.
+
+    DeepSpeed's rules: the total alone is one micro-batch, one of the first two must be given.
+    """
+    if draft.wrong.intersection(_BATCH):
+        return  # told; nothing can be derived
+    given: list[Any] = [draft.given.get(name) for name in _BATCH]
+    total, micro, steps = given
+    guessed = draft.lenient or draft.autos.intersection(_BATCH)
+    if total is None and micro is None and not guessed:
+        text = f"must be given, or {_BATCH[1]}: the number of samples of a micro-batch"
+        draft.problem(_BATCH[0], text)
+        return
+    ranks = draft.ranks
+    if total is None:
+        micro, steps = micro or 1, steps or 1
+        total = micro * steps * ranks
+    elif micro is None:
+        steps = steps or 1
+        micro = total // (steps * ranks)
+    elif steps is None:
+        steps = total // (micro * ranks)
+    sizes = (total, micro, steps)
+    if total != micro * steps * ranks:  # 0 of something too: the total is above 0
+        said = [
+            f"{name} {value}" + ("" if name in draft.given else " (derived)")
+            for name, value in zip(_BATCH, sizes, strict=True)
+        ]
+        draft.problem(
+            _BATCH[0],
+            f"{said[0]} is not {said[1]} x {said[2]} x {ranks} process"
+            f"{'es' if ranks > 1 else ''}; "
+            f"change one of them, or leave {_BATCH[2]} out",
+        )
+        return
+    draft.batch_size = micro
+    draft.set("gradient_accumulation_steps", steps, _BATCH[2])
+    for name, value in zip(_BATCH, sizes, strict=True):
+        if name in draft.autos:
+            draft.note(name, f"auto: {value}, from the others", Verdict.DONE)
+
+
+def _precision(draft: _Draft) -> None:
+    """The bf16 and fp16 sections; neither means fp32, as there."""
+    bf16, fp16 = draft.given.get("bf16.enabled"), draft.given.get("fp16.enabled")
+    if bf16 and fp16:
+        draft.problem("bf16.enabled", "bf16 and fp16 cannot both be enabled; keep one of them")
+    if bf16 is None and "bf16.enabled" in draft.autos:
+        bf16 = True
+        draft.note("bf16.enabled", "auto: nobody filled it in, so bf16", Verdict.DONE)
+    chosen = "bf16" if bf16 else "fp16" if fp16 else "fp32"
+    if chosen == "fp32":
+        draft.note("bf16.enabled", "neither bf16 nor fp16 is enabled: fp32, as there", Verdict.DONE)
+    draft.set("precision", chosen, "fp16.enabled" if chosen == "fp16" else "bf16.enabled")
+    if draft.given.get(f"{chosen}.auto_cast"):
+        draft.set("cast_inputs", True, f"{chosen}.auto_cast")
+    static = draft.given.get("fp16.loss_scale", 0)  # where it is above 0; else dynamic
+    for key in KEYS.values():
+        if key.name not in draft.given or not key.ours.startswith(_SCALE):
+            continue
+        if chosen != "fp16":
+            draft.note(key.name, "not used: fp16 is not enabled", Verdict.ACCEPTED)
+        elif static and key.name != "fp16.loss_scale":
+            text = f"not used: the scale is {static:g} all the time"
+            draft.note(key.name, text, Verdict.ACCEPTED)
+        else:
+            draft.set(key.ours, draft.given[key.name], key.name)
+    wanted = draft.given.get("data_types.param_dtype")
+    if wanted is not None and wanted != chosen:
+        text = f"is {wanted!r}, but the run computes in {chosen}; leave it out, or enable {wanted}"
+        draft.problem("data_types.param_dtype", text)
+
+
+# DeepSpeed's section, the placement that it decides here, and how it was said once.
+_OFFLOADED = {
+    "offload_param": ("weights", "cpu_offload_param"),
+    "offload_optimizer": ("moments", "cpu_offload"),
+}
+_TIERS = {
+    "none": ("device", "on the GPU at all times, where there is one; without a GPU the device is "
+             "the RAM"),
+    "cpu": ("host", "in RAM"),
+    "nvme": ("disk", "on disk"),
+}  # fmt: skip
+
+
+def _placement(draft: _Draft) -> None:
+    """Offload choices are placement; what is not chosen there is left to the plan."""
+    for section, (_, old) in reversed(_OFFLOADED.items()):
+        key = f"{_ZERO}.{section}.device"
+        if draft.given.get(f"{_ZERO}.{old}"):  # true is {"device": "cpu"}
+            device = draft.given.setdefault(key, "cpu")
+            if device != "cpu":
+                text = f'true means {section} on "cpu", but {key} is {device!r}; remove one'
+                draft.problem(f"{_ZERO}.{old}", text)
+    paths: dict[str, str] = {}  # and the key that named each first
+    for section, (kind, _) in _OFFLOADED.items():
+        device_key, path_key = f"{_ZERO}.{section}.device", f"{_ZERO}.{section}.nvme_path"
+        device, path = draft.given.get(device_key), draft.given.get(path_key)
+        if path_key in draft.wrong:
+            continue  # told
+        if device == "nvme" and path is None:
+            text = "must be given where device is nvme: a directory on the drive"
+            draft.problem(path_key, text)
+        elif device is not None:
+            tier, where = _TIERS[device]
+            draft.note(device_key, f"{kind} rest {where}", Verdict.DONE)
+            if section == "offload_optimizer":
+                tier = _by_ratio(draft, tier)
+            draft.set(f"placement.{kind}", tier, device_key)
+        elif any(n.startswith(f"{_ZERO}.{section}.") for n in (*draft.given, *draft.autos)):
+            draft.note(device_key, f"not given: the plan decides where {kind} rest")
+        if path is not None and device in (None, "nvme"):
+            for one in path:
+                paths.setdefault(one, path_key)
+        elif path is not None:
+            draft.note(path_key, "not used: device is not nvme", Verdict.ACCEPTED)
+    if paths:
+        draft.set("nvme_path", list(paths), next(iter(paths.values())))
+    for section in _OFFLOADED if len(paths) > 1 else ():
+        if (key := f"{_ZERO}.{section}.nvme_path") in draft.given:
+            draft.note(key, f"striped over {len(paths)} paths, all state over all of them")
+
+
+def _by_ratio(draft: _Draft, tier: str) -> str:
+    """`ratio` below 1 leaves a share of the optimizer on the GPU; which units is for the plan."""
+    key = f"{_ZERO}.offload_optimizer.ratio"
+    ratio = draft.given.get(key, 1.0)
+    if ratio >= 1.0 or tier == "device":
+        return tier
+    if tier == "disk":
+        draft.note(key, "not used with nvme, as there", Verdict.ACCEPTED)
+        return tier
+    where = "device" if ratio == 0 else "auto"
+    text = "none is offloaded" if ratio == 0 else "the plan decides which units' moments stay"
+    draft.note(key, f"{text} on the GPU; the numbers are the same", Verdict.DONE)
+    device = f"{_ZERO}.offload_optimizer.device"
+    draft.note(device, f"moments: {where}, because of ratio {ratio:g}", Verdict.DONE)
+    return where
+
+
+# --- the optimizer -------------------------------------------------------------------------------
+
+_TYPE, _PARAMS = "optimizer.type", "optimizer.params"
+_RULES = ", ".join(BUILT_IN.values())
+_COMPRESSED = "sends compressed gradients between GPUs, which is not built in"
+_SCALED = "scales rates by width with the mup package, which is not built in"
+_NOT_BUILT = {
+    **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _COMPRESSED),
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), _SCALED),
+    "lamb": "needs the norm of each whole parameter, which no kernel here has; remove the section "
+    "and pass a library's, which torch runs: initialize(optimizer=pytorch_optimizer.Lamb)",
+}
+# How an optimizer is carried out: nothing here depends on it.
+_HINTS = ("fused", "foreach", "capturable", "differentiable", "set_grad_none")
+_NS_METHOD = (
+    "matrices are made orthogonal by Newton-Schulz in bf16, as in torch.optim.Muon (ns_method "
+    "standard); DeepSpeed's default, gram, multiplies smaller matrices and rounds otherwise"
+)
+_ADAMS_OWN = ("torch_adam", "adam_w_mode", "bias_correction")
+_SWITCHES = (*_ADAMS_OWN, "amsgrad", "fp32_optimizer_states", "max_grad_norm", *_HINTS)
+
+
+def _optimizer(draft: _Draft) -> None:
+    """The update rule and what it starts from; `Adam` means AdamW, as there."""
+    kind = draft.given.get(_TYPE)
+    if draft.client_optimizer:
+        draft.leave_to_client("optimizer", "optimizer")
+    elif kind is not None and kind.lower() in BUILT_IN:
+        _built_in(draft, kind)
+    elif kind is not None:
+        draft.problem(_TYPE, _why_not(kind, draft.below(_PARAMS)))
+    elif _TYPE in draft.wrong:
+        return  # told
+    elif draft.lenient:
+        draft.note(_TYPE, "not given: planned for AdamW")
+        _moments(draft, {})
+    elif draft.may_infer and _TYPE not in draft.autos:
+        draft.note(_TYPE, "not given, nor model_parameters: an engine for inference")
+        draft.trains = False
+    else:
+        example = '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
+        draft.problem(_TYPE, f"must be given, or initialize(optimizer=...); write {example}")
+
+
+def _built_in(draft: _Draft, kind: str) -> None:
+    params, named = draft.below(_PARAMS), BUILT_IN[kind.lower()]
+    rule, start = named, RULES[named].deepspeed or {}
+    words = f"the built-in {rule}"
+    is_adam = RULES[named].decoupled is not None
+    if RULES[named].decoupled is False:  # there "Adam" means AdamW, if nothing is said
+        decoupled = bool(params.get("adam_w_mode", True))
+        rule = twin_of(named, decoupled=decoupled)
+        words = f"{rule}, as there: adam_w_mode is true" if decoupled else f"{rule} with L2 decay"
+    takes = RULES[rule].defaults()
+    if params.get("torch_adam") and RULES[rule].decoupled:
+        start = {"weight_decay": takes["weight_decay"]}  # torch's own default
+    if rule == "Muon" and params.get("ns_method") != "standard":
+        words += f"; {_NS_METHOD}"
+        if "ns_method" in params:
+            draft.note(f"{_PARAMS}.ns_method", f"not used: {_NS_METHOD}", Verdict.ACCEPTED)
+    draft.note(_TYPE, words, Verdict.DONE)
+    draft.set("optimizer.type", rule, _TYPE)
+    keys = RULES[rule].deepspeed_keys or {name: (name,) for name in takes}
+    known = [*keys, *(s for s in _SWITCHES if is_adam or s not in _ADAMS_OWN)]
+    for key in params:
+        if key not in known:
+            hint = did_you_mean(key, known)
+            text = f"{kind} does not take it; {hint}it takes {', '.join(known)}"
+            draft.problem(f"{_PARAMS}.{key}", text)
+    told = {name: (value, name) for name, value in start.items()}
+    for key in filter(params.__contains__, keys):
+        told |= dict.fromkeys(keys[key], (params[key], key))
+    for name, (value, key) in told.items():
+        draft.set(f"optimizer.{name}", value, f"{_PARAMS}.{key}")
+    if "lr" not in params and f"{_PARAMS}.lr" in draft.autos:
+        if draft.lenient:
+            draft.note(f"{_PARAMS}.lr", "auto: a plan does not depend on it")
+        else:
+            draft.problem(f"{_PARAMS}.lr", "auto, and nobody filled it in; write a number")
+    _moments(draft, params)
+    # DeepSpeed refuses max_grad_norm here; its meaning is clear.
+    most, clipping = params.get("max_grad_norm"), draft.given.get("gradient_clipping")
+    if most is not None and clipping is None:
+        draft.set("gradient_clipping", most, f"{_PARAMS}.max_grad_norm")
+    elif most is not None and clipping != most:
+        text = f"is {most:g}, but gradient_clipping is {clipping:g}; keep gradient_clipping only"
+        draft.problem(f"{_PARAMS}.max_grad_norm", text)
+
+
+def _moments(draft: _Draft, params: Mapping[str, Any]) -> None:
+    """Two switches there make moments bf16."""
+    switch, key = "bf16.bf16_optimizer_states", f"{_PARAMS}.fp32_optimizer_states"
+    if draft.given.get(switch):
+        draft.set("optimizer.moments", "bf16", switch)
+    elif params.get("fp32_optimizer_states") is False:
+        draft.set("optimizer.moments", "bf16", key)
+        draft.note(key, "moments are stored in bf16: lossy", Verdict.DONE)
+
+
+def _why_not(kind: str, params: Mapping[str, Any]) -> str:
+    import torch
+
+    reason = _NOT_BUILT.get(kind.lower())
+    names = {name.lower(): name for name in vars(torch.optim) if name[:1].isupper()}
+    in_torch = names.get(kind.lower())
+    if in_torch is not None and in_torch != "Optimizer":
+        own = {n: v for n, v in params.items() if n in _HINTS or n not in _SWITCHES}
+        given = "".join(f", {name}={value!r}" for name, value in own.items())
+        return (
+            f"{kind} {reason or 'is not among the built-in rules'} ({_RULES}); remove the "
+            f"section and write initialize(optimizer=lambda groups: torch.optim.{in_torch}"
+            f"(groups{given}))"
+        )
+    if reason is not None:
+        return f"{kind} {reason}; or use one of {_RULES}"
+    hint = did_you_mean(kind, [*BUILT_IN.values(), *names.values()])
+    return f"{kind!r} is no optimizer that is known; {hint}built in: {_RULES}"
+
+
+# --- the schedule --------------------------------------------------------------------------------
+
+_SCHEDULE = "scheduler.type"
+
+
+def _scheduler(draft: _Draft) -> None:
+    """DeepSpeed's five schedules, and torch's by name; `SchedulerConfig` checks what they take."""
+    if draft.client_scheduler:
+        draft.leave_to_client("scheduler", "lr_scheduler")
+        return
+    kind, section = draft.given.get(_SCHEDULE), "scheduler.params"
+    if kind is None:
+        return
+    told = "DeepSpeed's, value for value" if kind in SCHEDULES else "torch's"
+    draft.note(_SCHEDULE, told, Verdict.DONE)
+    # What was "auto": the largest rate is the optimizer's; numbers of steps nobody can guess.
+    params = draft.below(section)
+    autos = [name for name in SCHEDULES.get(kind, ()) if f"{section}.{name}" in draft.autos]
+    lr = draft.given.get(f"{_PARAMS}.lr")
+    if "warmup_max_lr" in autos and lr is not None:
+        params["warmup_max_lr"] = lr
+        draft.note(f"{section}.warmup_max_lr", f"auto: the optimizer's lr, {lr:g}", Verdict.DONE)
+    missing = sorted({"warmup_num_steps", "total_num_steps"}.intersection(autos))
+    if missing and draft.lenient:
+        draft.note(_SCHEDULE, f"left out of the plan: {', '.join(missing)} is auto")
+        return
+    for name in missing:
+        draft.problem(f"{section}.{name}", "auto, and nobody filled it in; write a number of steps")
+    if not missing and not any(name.startswith(section) for name in draft.wrong):
+        draft.set(_SCHEDULE, kind, _SCHEDULE)
+        draft.set(section, params, section)

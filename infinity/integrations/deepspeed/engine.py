@@ -1,0 +1,859 @@
+"""The engine with DeepSpeed's calls, each with DeepSpeed's meaning."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from infinity.checkpoint.directory import find_tag, is_ours_alone
+from infinity.checkpoint.manifest import MANIFEST_NAME, check_tag
+from infinity.common.files import atomic_write, make_directories
+from infinity.config.settings import Settings
+from infinity.engine import Engine
+from infinity.errors import ConfigError, EngineClosedError, InfinityWarning, TrainingError
+from infinity.integrations.deepspeed.config_methods import STAGE, ConfigMethods
+from infinity.integrations.deepspeed.monitors import MonitorMaster, get_monitor_config
+from infinity.integrations.deepspeed.names import refused, table
+from infinity.integrations.deepspeed.offload_states import (
+    OffloadDevice,
+    OffloadStateTypeEnum,
+    places_of,
+    refuse_to_move,
+)
+from infinity.integrations.deepspeed.settings import DeepSpeedSettings
+from infinity.integrations.deepspeed.source import find_source
+from infinity.integrations.deepspeed.zero import mark, unmark
+from infinity.offload.owner import exclusive
+from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.profiling.step_log import Journal
+from infinity.storage.run_dir import RECORD_NAME
+from infinity.training.parts import Parts
+from infinity.training.run_state import ResumableLoader
+from infinity.training.state_dict import StateDict, state_dict_of
+from infinity.types import Tier
+
+_PICKLED = (".bin", ".pt", ".pth")
+
+
+def _always(value: Any) -> Callable[[Any], Any]:
+    """A method that returns the same value always."""
+    return lambda self: value
+
+
+_REPLACED = ".replaced"
+
+
+def _take_back(root: Path) -> None:
+    """Give checkpoints their names again that a save which was killed was about to replace."""
+    for old in root.glob(f"*{_REPLACED}"):
+        place = old.with_name(old.name.removesuffix(_REPLACED))
+        if not place.exists() and (old / MANIFEST_NAME).is_file() and is_ours_alone(old):
+            with suppress(OSError):
+                old.rename(place)
+
+
+class Answer(float):
+    """A number that may be called too: in DeepSpeed's engine it is a method."""
+
+    def __call__(self) -> float:
+        """The number."""
+        return float(self)
+
+
+class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
+    """Engine with DeepSpeed's methods; see docs/migrating-from-deepspeed.md.
+
+    A module whose only child is `module`, so the names of its parameters and of its state dict
+    begin with "module.". Made by :func:`infinity.deepspeed.initialize`, which passes the arguments.
+
+    Args:
+        module: The model to train.
+        parts: Tiers, threads and buffers that the engine drives, and closes.
+        optimizer: Parameter groups, and the update rule.
+        settings: Configuration, and how a DeepSpeed configuration was translated.
+        lr_scheduler: Stepped with the engine; None for none.
+        loader: Training data loader; the attribute `training_dataloader`.
+        journal: Log of steps; None for none.
+    """
+
+    # The configuration as `initialize` got it, and the loader that it made.
+    config: Any = None
+    training_dataloader: Any = None
+
+    mp_world_size = 1
+    _destroyed = False
+
+    __call__ = nn.Module.__call__  # hooks of the engine itself, then forward
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parts: Parts,
+        optimizer: OffloadedOptimizer,
+        settings: Settings,
+        *,
+        lr_scheduler: Any = None,
+        loader: Any = None,
+        journal: Journal | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        del self.training  # that of the module
+        if isinstance(settings, DeepSpeedSettings):
+            self.translation, self.config = settings.translation, settings.given
+        self.training_dataloader = loader
+        super().__init__(
+            module, parts, optimizer, settings,
+            lr_scheduler=lr_scheduler, loader=loader, journal=journal,
+        )  # fmt: skip
+        vars(self)["module"] = module  # beside `_modules`: found without __getattr__
+
+    def _own(self, module: nn.Module) -> None:
+        super()._own(module)
+        parameters = self._parts.cut.parameters
+        mark(parameters)
+        self._parts.also(partial(unmark, parameters))
+        for part in module.modules():
+            vars(part)["_apply"].stays = True
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """What DeepSpeed's engine has, and this has not, raises when it is called."""
+            if f"DeepSpeedEngine.{name}" in table()["runtime.engine"]:
+                return refused(f"DeepSpeedEngine.{name}", is_class=False)
+            with suppress(AttributeError):
+                return nn.Module.__getattr__(self, name)
+            return super().__getattr__(name)
+
+    # --- numbers that DeepSpeed's engine has as methods ------------------------------------------
+
+    @property
+    def loss_scale(self) -> Answer:
+        """Factor of the next loss in backward; 1.0 except in fp16. Callable, as in DeepSpeed."""
+        return Answer(super().loss_scale)
+
+    @property
+    def cur_scale(self) -> Answer:
+        """`loss_scale`."""
+        return self.loss_scale
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """Schedule that the engine steps, or None. Set it to None to step it yourself."""
+        return super().lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self._stepper.lr_scheduler = scheduler
+
+    @property
+    def gradient_clipping(self) -> Answer:
+        """Largest global norm of gradients, 0 for no clipping. Callable and settable."""
+        return Answer(self._gradient_clipping)
+
+    @gradient_clipping.setter
+    def gradient_clipping(self, norm: float) -> None:
+        self._gradient_clipping = norm
+
+    # --- batches ---------------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        """Return the samples of an update: micro-batch x accumulation steps x ranks."""
+        return self._micro_batch_size * self._window.share
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples of a micro-batch, from the configuration or
+        `initialize(batch_size=...)`.
+        """
+        return self._micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the micro-batches of an update on each rank, unless a boundary is set by hand."""
+        return self._window.length
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return the batch sizes of the engine.
+
+        Returns:
+            Samples of an update, samples of a micro-batch, and micro-batches of an update on each
+            rank.
+        """
+        return self.train_batch_size(), self._micro_batch_size, self._window.length
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Set the samples of an update, by changing the number of micro-batches.
+
+        Args:
+            train_batch_size: Samples over all ranks; a multiple of micro-batch x ranks.
+
+        Raises:
+            ConfigError: The number is no such multiple, or gradients are stored in 16 bits, which
+                cannot hold sums.
+            TrainingError: The accumulation window is open: call it between updates.
+        """
+        least = self._micro_batch_size * self.ranks.count
+        steps, rest = divmod(train_batch_size, least)
+        if rest or steps < 1:
+            on_all = "" if self.ranks.count == 1 else f" on each of {self.ranks.count} ranks"
+            raise ConfigError(
+                f"train_batch_size {train_batch_size} is no multiple of the micro-batch of "
+                f"{self._micro_batch_size} samples{on_all}",
+                remedy=f"{max(steps, 1) * least}, or set_train_micro_batch_size() first",
+            )
+        self.set_gradient_accumulation_steps(steps)
+
+    def set_gradient_accumulation_steps(self, steps: int) -> None:
+        """Set the micro-batches of an update. Predictions of the plan are not changed.
+
+        Args:
+            steps: Micro-batches of an update on each rank, 1 or more.
+
+        Raises:
+            ConfigError: Gradients are stored in 16 bits, which cannot hold sums.
+            TrainingError: The accumulation window is open: call it between updates.
+        """
+        self._check_usable()
+        self._end_users_backward()
+        if self._window.is_open:
+            raise TrainingError(
+                f"the window of {self._window.length} micro-batches has begun: "
+                f"{self._window.micro_step} are behind us",
+                remedy="change it right after the step() that updates; Engine.zero_grad(engine) "
+                "drops the window",
+            )
+        self._window.set_length(steps)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Set the samples of a micro-batch, for counting; loaders are not changed.
+
+        Args:
+            micro_batch_size: Samples of a micro-batch on one rank.
+        """
+        self._set_micro_batch_size(micro_batch_size)
+
+    @property
+    def micro_steps(self) -> int:
+        """Number of calls of `step()` since the run began."""
+        return self._stepper.progress.micro_batches
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all closed accumulation windows, skipped steps included."""
+        return self._stepper.progress.samples
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep the accumulation window open in the block; `step()` is refused in it."""
+        self._check_usable()
+        self._window.no_sync += 1
+        try:
+            yield
+        finally:
+            self._window.no_sync -= 1
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Do nothing: the gradients of several backwards are summed in any case."""
+        self._check_usable()
+        yield
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Do nothing: gradients are summed during backward.
+
+        Args:
+            bucket_size: Not used.
+        """
+
+    # --- what the optimizer does -----------------------------------------------------------------
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the gradient norm of the last step, before clipping; None before the first."""
+        return self.grad_norm
+
+    def was_step_applied(self) -> bool:
+        """Return True if the last `step()` updated parameters: at a boundary, and not skipped."""
+        return self._window.updated
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of all parameter groups, until a schedule sets another.
+
+        Args:
+            lr: The learning rate.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def get_type(self) -> list[Any]:
+        """Return the entry `type` of each parameter group, None where it is missing."""
+        return [group.get("type") for group in self.optimizer.param_groups]
+
+    def optimizer_name(self) -> str:
+        """Return the name of the update rule."""
+        return self.optimizer.rule.name
+
+    def dynamic_loss_scale(self) -> bool:
+        """Return True if the loss scale changes with overflows."""
+        return self.fp16_enabled() and not self._said("fp16.loss_scale")
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes of computation and of summed gradients."""
+        names = {"fp16": torch.float16, "bf16": torch.bfloat16}
+        return names.get(self.plan.precision.name, torch.float32), torch.float32
+
+    @exclusive
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the last `loss.backward()`; keep those of `engine.backward`.
+
+        As in DeepSpeed. `Engine.zero_grad(engine)` restarts the accumulation window.
+
+        Args:
+            set_to_none: Not used.
+        """
+        self._check_usable()
+        self._drop_arrivals()
+
+    @exclusive
+    def _drop_arrivals(self) -> None:
+        if self._window.has_news:
+            self._stepper.roll_back()
+
+    def get_mom(self) -> list[Any]:
+        """Return the momentum of each parameter group, or its betas."""
+        groups = self.optimizer.param_groups
+        return [group.get("momentum", group.get("betas")) for group in groups]
+
+    # --- what was chosen -------------------------------------------------------------------------
+
+    def fp16_enabled(self) -> bool:
+        """Return True if the run computes in fp16, with loss scaling."""
+        return self.plan.precision.name == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        """Return True if the run computes in bf16."""
+        return self.plan.precision.name == "bf16"
+
+    amp_enabled = torch_autocast_enabled = _always(False)  # the precision is that of the plan
+    autotuning_enabled = is_deepcompile_enabled = is_deepcompile_active = _always(False)
+    curriculum_learning_enabled = data_efficiency_enabled = _always(False)
+    data_sampling_enabled = random_ltd_enabled = _always(False)
+
+    def zero_optimization(self) -> bool:
+        """Return True if the DeepSpeed configuration has a stage above 0."""
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_stage(self) -> int:
+        """Return the stage of the DeepSpeed configuration, else 0; ranks shard all state at any."""
+        return int(self._said(STAGE) or 0)
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Return True if the stage is 2 or 3."""
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Return True if the stage is 3."""
+        return self.zero_optimization_stage() >= 3
+
+    def zero_offload_optimizer(self) -> OffloadDevice | None:
+        """Return where the plan stores optimizer state.
+
+        Returns:
+            An object whose `device` is cpu or nvme; None if all of it is on the GPU.
+        """
+        return OffloadDevice.of({placement.state for placement in self.plan.placements})
+
+    def zero_offload_param(self) -> OffloadDevice | None:
+        """Return where the plan stores weights, as `zero_offload_optimizer`."""
+        return OffloadDevice.of({placement.weight for placement in self.plan.placements})
+
+    def zero_cpu_offload(self) -> bool:
+        """Return True if the plan stores optimizer state in RAM."""
+        return any(placement.state is Tier.HOST for placement in self.plan.placements)
+
+    def zero_has_nvme_offload(self) -> bool:
+        """Return True if the plan stores anything on disk."""
+        return any(self.plan.memory[Tier.DISK].values())
+
+    zero_gather_16bit_weights_on_model_save = _always(True)  # they are always saved whole
+
+    # --- who trains together ---------------------------------------------------------------------
+
+    @property
+    def global_rank(self) -> int:
+        """Number of this rank."""
+        return self.ranks.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this rank on its machine."""
+        return self.ranks.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.ranks.count
+
+    dp_world_size = world_size
+
+    def get_data_parallel_rank(self) -> int:
+        """Return `global_rank`: each rank has its own data."""
+        return self.ranks.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        """Return `world_size`."""
+        return self.ranks.count
+
+    def get_data_parallel_group(self) -> Any:
+        """Return torch's default process group; None for one process."""
+        return None if self.ranks.count == 1 else torch.distributed.group.WORLD
+
+    get_model_parallel_rank = get_tensor_parallel_rank = _always(0)
+    get_sequence_parallel_world_size = _always(1)
+    get_sequence_parallel_group = _always(None)
+
+    # --- data, and what is told of steps ---------------------------------------------------------
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """Return a loader of micro-batches, as `initialize(training_data=...)` makes it.
+
+        Args:
+            dataset: A :class:`torch.utils.data.Dataset`; ranks take micro-batches in turn.
+            batch_size: Samples of a micro-batch; default: that of the configuration.
+            route: "train" shuffles; any other value keeps the order.
+            pin_memory: Not used.
+            data_sampler: Must be None.
+            collate_fn: Passed to the loader.
+            num_local_io_workers: Not used.
+
+        Returns:
+            A loader whose position is saved with checkpoints.
+
+        Raises:
+            ConfigError: A `data_sampler` is given.
+        """
+        if data_sampler is not None:
+            raise ConfigError(
+                "deepspeed_io(data_sampler=...) is not supported",
+                remedy="torch.utils.data.DataLoader(dataset, sampler=...), in place of it",
+            )
+        size = self._micro_batch_size if batch_size is None else batch_size
+        drop, train = self._said("dataloader_drop_last"), route == "train"
+        return ResumableLoader(
+            dataset, self.ranks, shuffled=train, batch_size=size, collate_fn=collate_fn,
+            drop_last=drop,
+        )  # fmt: skip
+
+    @cached_property
+    def monitor(self) -> MonitorMaster:
+        """Monitors that the configuration enables."""
+        source = None if self.translation is None else find_source(self.config)
+        return MonitorMaster(get_monitor_config({} if source is None else source.raw))
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        keep_last: int | None = None,
+        wait: bool = True,
+    ) -> Path:
+        """Save a checkpoint, as :meth:`Engine.save_checkpoint`, and replace one of the same tag.
+
+        Until the new checkpoint is complete the old one is called `TAG.replaced`, and loads by its
+        tag.
+
+        Args:
+            save_dir: Directory of checkpoints; created if needed.
+            tag: Name of the checkpoint; any object with a text. Default: `global_stepN`.
+            client_state: Plain data (numbers, texts, lists, mappings), returned by
+                `load_checkpoint`.
+            save_latest: Let the file `latest` name this checkpoint.
+            exclude_frozen_parameters: Not used: files of frozen weights are shared with the
+                previous checkpoint.
+            keep_last: Remove all but this number of newest checkpoints; None keeps all.
+            wait: Block until the checkpoint is complete. If False, files are written during
+                training.
+
+        Returns:
+            The directory of the checkpoint.
+
+        Raises:
+            ConfigError: The directory of the tag has other files, too.
+        """
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        check_tag(name)
+        place = Path(save_dir).expanduser() / name
+        old = place.with_name(name + _REPLACED)
+        with self.ranks.settle("makes room for a checkpoint"):
+            if not self.ranks.rank:
+                make_directories(place.parent)
+                _take_back(place.parent)
+            replaces = self.ranks.rank == 0 and place.is_dir()
+            if replaces:
+                if not is_ours_alone(place):
+                    raise ConfigError(
+                        f"{place} holds other files than those of a checkpoint",
+                        because="a checkpoint of that tag would replace it",
+                        remedy="another tag; or keep those files elsewhere",
+                    )
+                shutil.rmtree(old, ignore_errors=True)
+                place.rename(old)
+        waits = self.ranks.meet("makes room for a checkpoint", int(wait or replaces))
+        try:
+            saved = super().save_checkpoint(
+                save_dir, name, client_state, save_latest, exclude_frozen_parameters,
+                keep_last=keep_last, wait=any(one for one, *_ in waits),
+            )  # fmt: skip
+        except BaseException:
+            if replaces and not place.exists():
+                old.rename(place)
+            raise
+        if replaces:
+            shutil.rmtree(old, ignore_errors=True)
+        return saved
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: None = None,
+    ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
+        """Load a checkpoint, as :meth:`Engine.load_checkpoint`.
+
+        If a save of the tag was killed, the checkpoint that it was to replace is loaded.
+
+        Args:
+            load_dir: Directory of checkpoints, or of a durable run.
+            tag: Name of the checkpoint; default: that in the file `latest`.
+            load_module_strict: Raise if names are missing or unexpected.
+            load_optimizer_states: If False, weights become fp32 masters and moments stay unchanged.
+            load_lr_scheduler_states: If False, the learning rate schedule stays unchanged.
+            load_module_only: Load weights only.
+            custom_load_fn: Must be None.
+
+        Returns:
+            The directory of the checkpoint and the `client_state`; (None, None) if there is none.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged, or of another model.
+        """
+        root = Path(load_dir).expanduser()
+        if not (root / RECORD_NAME).is_file():
+            with self.ranks.telling("looks for a checkpoint"):
+                found = find_tag(root, None if tag is None else str(tag))
+            before = f"{found}{_REPLACED}"
+            if found and not (root / found).exists() and (root / before / MANIFEST_NAME).is_file():
+                tag = before
+        return super().load_checkpoint(
+            load_dir,
+            None if tag is None else str(tag),
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
+
+    # --- values ----------------------------------------------------------------------------------
+
+    @exclusive
+    def state_dict(
+        self,
+        *args: Any,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        master: bool = False,
+    ) -> Any:
+        """Return the names, "module." before each, and full values, read when asked for.
+
+        Args:
+            args: `destination`, `prefix` and `keep_vars`, by their place.
+            destination: A dict to fill with all values at once, in the compute dtype, as
+                :meth:`torch.nn.Module.state_dict` of a module that holds the engine asks for.
+            prefix: Text before each name.
+            keep_vars: Not used: values are copies.
+            master: Give exact fp32 masters; not with `destination`.
+        """
+        self._check_usable()
+        if args or destination is not None:
+            return nn.Module.state_dict(
+                self, *args, destination=destination, prefix=prefix, keep_vars=keep_vars
+            )
+        prefix = f"{prefix}module."
+        return state_dict_of(
+            self.module, self._values, self._index_of, master=master, prefix=prefix
+        )
+
+    @exclusive
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> None:
+        """Load full values, by the names of `state_dict()` or of the module.
+
+        See :meth:`Engine.load_state_dict`.
+
+        Args:
+            state_dict: Full values by name.
+            strict: Raise if names are missing or unexpected.
+            assign: Not used: values are copied.
+        """
+        known = Engine.state_dict(self)
+        if not any(name in known for name in state_dict):
+            state_dict = {name.removeprefix("module."): v for name, v in state_dict.items()}
+        super().load_state_dict(state_dict, strict=strict)
+
+    @exclusive
+    def module_state_dict(
+        self,
+        destination: dict[str, Tensor] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Tensor]:
+        """Return all values of the module by name, on the CPU, in the compute dtype.
+
+        It takes RAM for the whole model; `state_dict()` reads one value at a time.
+
+        Args:
+            destination: Dict to fill; default: a new one.
+            prefix: Text before each name.
+            keep_vars: Not used: values are copies.
+            exclude_frozen_parameters: Leave out parameters that are not trained.
+
+        Returns:
+            `destination`, filled.
+        """
+        state = self._state(exclude_frozen=exclude_frozen_parameters)
+        target = {} if destination is None else destination
+        target.update({prefix + name: state[name] for name in state})
+        return target
+
+    @exclusive
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
+    ) -> None:
+        """Load full values into the module.
+
+        Args:
+            checkpoint: Values by name, or a dict that has them as its "module", as DeepSpeed's.
+            strict: Raise if other names than `allowed_missing_keys` are missing, or if there are
+                unexpected names.
+            custom_load_fn: Called as `custom_load_fn(src=values, dst=module)`, while all parameters
+                of the module are materialized.
+            fetch_z3_params: Not used.
+            z3_params_to_fetch: Not used.
+            allowed_missing_keys: Names that may be missing.
+        """
+        found = checkpoint.get("module", checkpoint)
+        state_dict = found if isinstance(found, Mapping) else checkpoint
+        if custom_load_fn is None:
+            kept = {} if not allowed_missing_keys else Engine.state_dict(self)
+            absent = [n for n in allowed_missing_keys or () if n in kept and n not in state_dict]
+            whole = {**state_dict, **{name: kept[name] for name in absent}}
+            self.load_state_dict(whole, strict=strict)
+            return
+        with self.materialized(self.module):
+            custom_load_fn(src=state_dict, dst=self.module)
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor]:
+        """`module_state_dict()`, by the name under which accelerate asks for it."""
+        return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+
+    @exclusive
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str | None = None,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the weights in the compute dtype.
+
+        Args:
+            save_dir: Directory to write to; created if needed.
+            save_filename: Default: safetensors in shards of 5 GiB, as `save_weights`. A name that
+                ends in .bin, .pt or .pth: one file for `torch.load`, which takes RAM for all
+                weights at once.
+            exclude_frozen_parameters: Leave out parameters that are not trained.
+
+        Returns:
+            True.
+
+        Raises:
+            ConfigError: `save_filename` has another ending.
+        """
+        state = self._state(exclude_frozen=exclude_frozen_parameters)
+        directory = Path(save_dir).expanduser()
+        if save_filename is None:
+            state.save(directory, None, "5GiB")
+        elif save_filename.endswith(_PICKLED):
+            with self.ranks.settle("saves weights"):
+                values: dict[str, Tensor] = {}
+                for name in state:  # all ranks read, and the first keeps
+                    value = state[name]
+                    values |= {} if self.ranks.rank else {name: value}
+                if not self.ranks.rank:
+                    make_directories(directory)
+                    with atomic_write(directory / save_filename) as file:
+                        torch.save(values, file)
+        else:
+            raise ConfigError(
+                f"save_filename is {save_filename!r}",
+                remedy="leave it out for model.safetensors, in shards of 5 GiB; or a name that "
+                f"ends in {', '.join(_PICKLED)}",
+            )
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _state(self, *, exclude_frozen: bool) -> StateDict:
+        state = Engine.state_dict(self)
+        if not exclude_frozen:
+            return state
+        required = {i for i, p in enumerate(self._parts.cut.parameters) if p.requires_grad}
+        kept = {name: i for name, i in state.parameters.items() if i in required}
+        return StateDict(self._values, kept, state.buffers, master=False)
+
+    # --- memory ----------------------------------------------------------------------------------
+
+    @exclusive
+    def compile(
+        self,
+        backend: str = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile every block's forward, when it is first called in training mode.
+
+        Other modules are not compiled; weights are still moved.
+
+        Args:
+            backend: Passed to `torch.compile`.
+            compile_kwargs: More arguments of `torch.compile`.
+            schedule: Not used, with a warning.
+            compiled_autograd_enabled: Not used, with a warning.
+
+        Raises:
+            ConfigError: There is no block to compile, or CUDA graphs are asked for.
+        """
+        self._check_usable()
+        if schedule is not None or compiled_autograd_enabled:
+            warnings.warn(
+                "engine.compile() does not use schedule and compiled_autograd_enabled",
+                InfinityWarning,
+                stacklevel=2,
+            )
+        self._parts.forwards.compile_units(backend=backend, **(compile_kwargs or {}))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether blocks are compiled, or will be when they are first called."""
+        return self._parts.forwards.num_compiled > 0
+
+    def empty_partition_cache(self) -> None:
+        """Do nothing: the plan reserves all device memory, and there is no cache."""
+
+    @exclusive
+    def offload_states(
+        self,
+        include: Any = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Wait until all states in `include` are off the compute device, or raise.
+
+        States in RAM or on disk are there when pending updates are written. Memory that the plan
+        reserved on a GPU stays reserved until the engine is closed.
+
+        Args:
+            include: States (`OffloadStateTypeEnum`); default: all.
+            device: "cpu"; other devices are refused.
+            pin_memory: Not used.
+            non_blocking: Not used.
+
+        Raises:
+            ConfigError: A state is stored on the GPU; the message has its size and the remedy.
+        """
+        self._check_usable()
+        refuse_to_move(self.plan, include, device)
+        self.settle()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Do nothing: `offload_states` does not move states that are needed.
+
+        Args:
+            non_blocking: Not used.
+        """
+        self._check_usable()
+
+    def get_state_devices(self, state: OffloadStateTypeEnum) -> set[Any]:
+        """Return where a kind of state is stored.
+
+        Args:
+            state: The kind, such as `OffloadStateTypeEnum.optim_states`.
+
+        Returns:
+            Devices of torch, and the text "disk".
+        """
+        return places_of(self.plan, self.device, state)
+
+    def destroy(self) -> None:
+        """Release everything except weights; see :meth:`Engine.close`.
+
+        Weights stay with the module, in their compute dtype, as in DeepSpeed; the next `initialize`
+        of the module uses them. If the engine has failed, they are lost.
+        """
+        if self._owner.is_here() and not self._closed:
+            self._close(restore=False, rest=self._parts.prefetcher.failure is None)
+            self._destroyed = True
+
+    def _check_open(self) -> None:
+        if self._destroyed:
+            raise EngineClosedError(
+                "the engine was destroyed",
+                because="engine.destroy() was called, as accelerate's free_memory() does, and so "
+                "the train() of transformers' Trainer",
+                remedy="initialize() the module anew: it has its weights; between two train() of a "
+                "Trainer, or its evaluate() and train(): trainer.model_wrapped = trainer.model",
+            )
+        super()._check_open()

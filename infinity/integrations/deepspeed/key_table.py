@@ -1,0 +1,536 @@
+"""DeepSpeed's configuration keys, and the treatment of each: the data behind `keys`.
+
+`make docs` makes the page "DeepSpeed keys" of this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Literal, TypeAlias
+
+# A flag is true or false; a count is a whole number of 1 or more, signed any, an interval may be
+# infinite; a share is between 0 and 1; numbers are one, or one for each parameter group.
+Kind: TypeAlias = Literal[
+    "flag", "number", "numbers", "pair", "share", "whole", "count", "signed", "interval",
+    "text", "names", "paths", "section", "anything",
+]  # fmt: skip
+# The condition that refuses a key.
+When: TypeAlias = Literal[
+    "", "true", "given", "false", "above 1", "on", "a size is above 1", "stages is above 1"
+]
+
+
+class Verdict(StrEnum):
+    """Treatment of a key: applied, without effect, or refused."""
+
+    DONE = "done"
+    ACCEPTED = "accepted"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key of a DeepSpeed configuration.
+
+    Attributes:
+        name: Full name, with dots between sections.
+        kind: Kind of its value, or the words that it may be.
+        default: DeepSpeed's default, as JSON where it is a value; "-" for none.
+        verdict: Treatment of the key.
+        note: Effect of the key, or the reason for its verdict.
+        when: Condition under which a refused key is refused; it is accepted otherwise.
+        remedy: What to write instead of a refused key.
+        ours: Our key that gets the value unchanged; "" if the value needs translation.
+        old: Earlier names of the key in the same section.
+    """
+
+    name: str
+    kind: Kind | tuple[str, ...]
+    default: str
+    verdict: Verdict
+    note: str
+    when: When = ""
+    remedy: str = ""
+    ours: str = ""
+    old: tuple[str, ...] = ()
+
+
+def _done(
+    name: str,
+    kind: Kind | tuple[str, ...],
+    default: str,
+    note: str,
+    ours: str = "",
+    old: tuple[str, ...] = (),
+) -> Key:
+    return Key(name, kind, default, Verdict.DONE, note, ours=ours, old=old)
+
+
+def _accepted(
+    name: str, kind: Kind | tuple[str, ...], default: str, note: str, old: tuple[str, ...] = ()
+) -> Key:
+    return Key(name, kind, default, Verdict.ACCEPTED, note, old=old)
+
+
+def _refused(
+    name: str, kind: Kind, default: str, when: When, note: str, remedy: str = "leave it out"
+) -> Key:
+    return Key(name, kind, default, Verdict.REFUSED, note, when, remedy)
+
+
+def _section(section: str, *keys: Key) -> Iterator[Key]:
+    return (replace(key, name=f"{section}.{key.name}".lstrip(".")) for key in keys)
+
+
+_DTYPE = ("fp32", "fp16", "bf16")
+# Notes that several keys share.
+_SCHEDULE = "DeepSpeed's values, step for step"
+_DEEPCOMPILE = "used with compile.deepcompile only"
+_GATHER = "the plan decides what to gather and sum, and when"
+_SUMS = "gradients of ranks are added in fp32, in the order of ranks, each shard by its owner"
+_WRITER = "a checkpoint is streamed, whole tensors by name, and published at once"
+_UNSCALED = "there is no loss scaling in bf16"
+_FUSED = "an implementation choice; ours is always fused"
+_CHECKPOINTING = "DeepSpeed uses it in deepspeed.checkpointing only; use torch.utils.checkpoint"
+_BUFFERS = "buffers are sized from the model, and counted in the plan"
+_PARALLEL = "each rank has its own data, and the model is sharded over all ranks"
+_ANY_ORDER = "weights are fetched when they are used, in any order"
+_ZEROPP = "it is ZeRO++'s, for several GPUs"
+_OVERLAP = "reads, updates and writes always overlap"
+_TIMES = "engine.last_report and the journal have times, bytes and stalls of each step"
+_MOVED = "engine.counters() and `infinity trace` report moved bytes"
+_PINNED = "memory that a GPU copies from is page-locked"
+
+OLD_SECTIONS = {"bfloat16": "bf16"}
+# fmt: off
+TABLE: tuple[Key, ...] = (
+    _done("train_batch_size", "count", "derived",
+        "checked: micro-batch x accumulation x processes"),
+    _done("train_micro_batch_size_per_gpu", "count", "derived",
+        "batch size of the loader that is made of training_data"),
+    _done("gradient_accumulation_steps", "count", "derived",
+        "micro-batches per step; sums are fp32; with activations.tokens in our section "
+        "InfinityTrainer cuts the samples of a step as planned"),
+    _refused("managed_gradient_accumulation", "flag", "true", "false",
+        "the engine counts micro-batches itself",
+        "leave it out, and set gradient_accumulation_steps"),
+    _done("gradient_clipping", "number", "1.0", "global norm, 0 = off", ours="gradient_clipping"),
+    _done("dataloader_drop_last", "flag", "false", "of the loader that is made of training_data"),
+    _accepted("zero_allow_untested_optimizer", "flag", "false",
+        "any torch optimizer may be passed"),
+    _accepted("zero_force_ds_cpu_optimizer", "flag", "true",
+        "an optimizer that is passed runs tile by tile"),
+    _accepted("vocabulary_size", "count", "null", "a hint for tensor cores; not used"),
+    _accepted("prescale_gradients", "flag", "false", _SUMS),
+    _accepted("gradient_predivide_factor", "number", "1.0", _SUMS),
+    _accepted("gradient_allreduce_op", ("mean", "sum"), "mean",
+        "the mean over ranks; sum is refused where there are several"),
+    _accepted("communication_data_type", _DTYPE, "null", _SUMS),
+    _accepted("seq_parallel_communication_data_type", _DTYPE, "fp32", _SUMS),
+    _accepted("sparse_gradients", "flag", "false", _SUMS),
+    _accepted("disable_allgather", "flag", "false", _SUMS),
+    _accepted("allgather_size", "whole", "5e8", _SUMS),
+    _accepted("use_data_before_expert_parallelism", "flag", "false", _SUMS),
+    *_section("fp16",
+        _done("enabled", "flag", "false", "fp16 compute, fp32 masters; the loss is scaled"),
+        _done("auto_cast", "flag", "false", "cast_inputs, where this section is enabled"),
+        _done("loss_scale", "number", "0", "0 = dynamic, else the one scale (loss_scale.value)",
+            ours="loss_scale.value"),
+        _done("initial_scale_power", "whole", "16", "loss_scale.initial_power",
+            ours="loss_scale.initial_power"),
+        _done("loss_scale_window", "count", "1000",
+            "loss_scale.window; DeepSpeed's rule, step for step, of its ZeRO stages",
+            ours="loss_scale.window"),
+        _done("hysteresis", "count", "2",
+            "loss_scale.hysteresis; DeepSpeed's rule, step for step, of its ZeRO stages",
+            ours="loss_scale.hysteresis"),
+        _done("consecutive_hysteresis", "flag", "false",
+            "loss_scale.consecutive_hysteresis; DeepSpeed's rule, step for step, of its ZeRO "
+            "stages", ours="loss_scale.consecutive_hysteresis"),
+        _done("min_loss_scale", "number", "1",
+            "loss_scale.min; an overflow at this scale is an error, as in DeepSpeed",
+            ours="loss_scale.min"),
+        _accepted("fp16_master_weights_and_grads", "flag", "false",
+            "masters stay fp32: 4 bytes in addition to the fp16 weight"),
+    ),
+    *_section("bf16",
+        _done("enabled", "flag", "false",
+            "bf16 compute, fp32 masters; without this and fp16: fp32"),
+        _accepted("check_grad_overflow", "flag", "true",
+            "always: a step whose gradients are not finite is skipped and counted",
+            old=("check_overflow",)),
+        _accepted("bf16_master_weights_and_grads", "flag", "false",
+            "masters stay exact: 2 bytes in addition to the bf16 weight, never stored twice"),
+        _done("bf16_optimizer_states", "flag", "false",
+            "true: moments are stored in bf16 (optimizer.moments), with the built-in rules: lossy"),
+        _accepted("immediate_grad_update", "flag", "false",
+            "gradients are moved to their tier during backward"),
+        _done("auto_cast", "flag", "false", "cast_inputs, where this section is enabled"),
+        _accepted("loss_scale", "number", "-", _UNSCALED),
+        _accepted("initial_scale_power", "whole", "-", _UNSCALED),
+        _accepted("loss_scale_window", "whole", "-", _UNSCALED),
+        _accepted("hysteresis", "whole", "-", _UNSCALED),
+        _accepted("consecutive_hysteresis", "flag", "-", _UNSCALED),
+        _accepted("min_loss_scale", "number", "-", _UNSCALED),
+    ),
+    *_section("torch_autocast",
+        _refused("enabled", "flag", "false", "true", "the engine does not open autocast for you",
+            "remove the section and write `with torch.autocast(...):` around engine(...)"),
+        _accepted("dtype", "text", "bfloat16", "used with torch_autocast.enabled only"),
+        _accepted("lower_precision_safe_modules", "names", "Linear and Conv",
+            "used with torch_autocast.enabled only"),
+    ),
+    _refused("amp", "section", "off", "on", "apex is not used", 'write "bf16": {"enabled": true}'),
+    *_section("data_types",
+        _accepted("grad_accum_dtype", _DTYPE, "null",
+            "sums over micro-batches are fp32; one micro-batch keeps the dtype it was made in"),
+        _done("param_dtype", _DTYPE, "null",
+            "checked: the dtype of the section that is enabled"),
+        _refused("buffer_dtype", "text", "null", "given", "buffers keep the dtype they have",
+            "leave it out, and cast buffers before initialize()"),
+        _accepted("keep_in_fp32_modules", "names", "auto", "buffers keep the dtype they have"),
+    ),
+    *_section("optimizer",
+        _done("type", "text", "-",
+            "the built-in rules (Adam means AdamW unless adam_w_mode is false); others are "
+            "refused with what to write"),
+        _accepted("legacy_fusion", "flag", "false", "there is one path"),
+    ),
+    *_section("optimizer.params",
+        _done("lr", "number", "1e-3 (Adagrad 1e-2)", "with torch's meaning"),
+        _done("betas", "pair", "[0.9, 0.999]", "Adam, AdamW, Lion; Lion starts from DeepSpeed's"),
+        _done("eps", "number", "1e-8 (Adagrad 1e-10)", "with torch's meaning"),
+        _done("weight_decay", "number", "0 (torch_adam: 0.01)", "starts from DeepSpeed's 0"),
+        _done("momentum", "number", "0", "SGD"),
+        _done("dampening", "number", "0", "SGD"),
+        _done("nesterov", "flag", "false", "SGD"),
+        _done("ns_method", ("standard", "gram"), "gram",
+            "Muon; standard: Newton-Schulz in bf16, as torch.optim.Muon; gram, on the smaller Gram "
+            "matrix, rounds otherwise and is not built in: standard is used, with a warning"),
+        _done("lr_decay", "number", "0", "Adagrad"),
+        _done("initial_accumulator_value", "number", "0", "Adagrad"),
+        _done("maximize", "flag", "false", "with torch's meaning"),
+        _done("adam_w_mode", "flag", "true", "false makes Adam's decay L2; AdamW stays AdamW"),
+        _done("torch_adam", "flag", "false", "weight_decay then starts from torch's own default"),
+        _done("fp32_optimizer_states", "flag", "true",
+            "false: moments are stored in bf16 (optimizer.moments): lossy"),
+        _done("max_grad_norm", "number", "-",
+            "taken as gradient_clipping, if that is not given otherwise (DeepSpeed refuses it)"),
+        _refused("bias_correction", "flag", "true", "false",
+            "Adam's moments are always corrected here"),
+        _refused("per_head_muon", "flag", "false", "true",
+            "Muon makes each q, k and v projection orthogonal as one matrix, as torch.optim.Muon, "
+            "not head by head"),
+        _refused("amsgrad", "flag", "false", "true",
+            "the built-in kernels do not keep the largest second moment",
+            "remove the section and write initialize(optimizer=lambda groups: "
+            "torch.optim.AdamW(groups, lr=..., amsgrad=True))"),
+        _accepted("fused", "flag", "-", _FUSED),
+        _accepted("foreach", "flag", "-", _FUSED),
+        _accepted("capturable", "flag", "-", _FUSED),
+        _accepted("differentiable", "flag", "-", _FUSED),
+        _accepted("set_grad_none", "flag", "-", _FUSED),
+    ),
+    *_section("scheduler",
+        _done("type", "text", "-",
+            "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, with DeepSpeed's "
+            "values, or a class of torch.optim.lr_scheduler"),
+    ),
+    *_section("scheduler.params",
+        _done("warmup_min_lr", "numbers", "0", _SCHEDULE),
+        _done("warmup_max_lr", "numbers", "optimizer's (WarmupDecayLR 1e-3)", _SCHEDULE),
+        _done("warmup_num_steps", "count", "1000", _SCHEDULE),
+        _done("warmup_type", ("log", "linear"), "log", "other values are errors"),
+        _done("total_num_steps", "count", "-", "WarmupDecayLR, WarmupCosineLR"),
+        _done("warmup_min_ratio", "number", "0", "WarmupCosineLR"),
+        _done("cos_min_ratio", "number", "1e-4", "WarmupCosineLR"),
+        _done("lr_range_test_min_lr", "numbers", "1e-3", _SCHEDULE),
+        _done("lr_range_test_step_size", "count", "2000", _SCHEDULE),
+        _done("lr_range_test_step_rate", "number", "1.0", _SCHEDULE),
+        _done("lr_range_test_staircase", "flag", "false", _SCHEDULE),
+        _done("cycle_min_lr", "numbers", "-", _SCHEDULE),
+        _done("cycle_max_lr", "numbers", "-", _SCHEDULE),
+        _done("cycle_first_step_size", "count", "2000", _SCHEDULE),
+        _done("cycle_second_step_size", "whole", "as the first", _SCHEDULE),
+        _done("cycle_first_stair_count", "whole", "0", _SCHEDULE),
+        _done("cycle_second_stair_count", "whole", "as the first", _SCHEDULE),
+        _done("decay_step_size", "whole", "0", _SCHEDULE),
+        _done("decay_lr_rate", "number", "0", _SCHEDULE),
+        _done("cycle_momentum", "flag", "true",
+            "the first beta; the second becomes 0.99, as in DeepSpeed"),
+        _done("cycle_min_mom", "numbers", "0.8", _SCHEDULE),
+        _done("cycle_max_mom", "numbers", "0.9", _SCHEDULE),
+        _done("decay_mom_rate", "number", "0", _SCHEDULE),
+        _done("last_batch_iteration", "signed", "-1", _SCHEDULE),
+    ),
+    *_section("zero_optimization",
+        _done("stage", "whole", "0", "0 to 3 (true: 1); offload works at any stage"),
+        _done("sub_group_size", "count", "1e9",
+            "upper bound of chunk_size; 1 Mi elements satisfy it"),
+        _done("stage3_prefetch_bucket_size", "whole", "5e7",
+            "the plan prefetches 2 units: fewer are slower, more take memory; 0: prefetch_units 0",
+            old=("prefetch_bucket_size",)),
+        _accepted("stage3_param_persistence_threshold", "whole", "1e5",
+            "small tensors travel with their unit", old=("param_persistence_threshold",)),
+        _accepted("stage3_model_persistence_threshold", "whole", "none",
+            "small tensors travel with their unit", old=("model_persistence_threshold",)),
+        _done("stage3_max_live_parameters", "whole", "1e9",
+            "below 1e9: hints.live_parameters, a bound on slots, kept where possible; else no "
+            "bound", old=("max_live_parameters",)),
+        _accepted("stage3_max_reuse_distance", "whole", "1e9",
+            "the plan stays within budget.device", old=("max_reuse_distance",)),
+        _accepted("stage3_gather_16bit_weights_on_model_save", "flag", "false",
+            "engine.save_weights() always writes whole tensors",
+            old=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")),
+        _accepted("stage3_module_granularity_threshold", "whole", "0",
+            "the model is cut by blocks; initialize(units=...) cuts it otherwise",
+            old=("module_granularity_threshold",)),
+    ),
+    *_section("zero_optimization.leaf_module",
+        _accepted("classes", "names", "Hugging Face's MoE blocks", _ANY_ORDER),
+        _accepted("names", "names", "[]", _ANY_ORDER),
+        _accepted("name_suffixes", "names", "[]", _ANY_ORDER),
+    ),
+    *_section("zero_optimization",
+        _accepted("stage3_use_all_reduce_for_fetch_params", "flag", "false", _GATHER,
+            old=("use_all_reduce_for_fetch_params",)),
+        _accepted("stage3_allgather_sequential", "flag", "false", _GATHER,
+            old=("allgather_sequential",)),
+        _accepted("allgather_partitions", "flag", "true", _GATHER),
+        _accepted("allgather_bucket_size", "whole", "5e8", _GATHER),
+        _accepted("reduce_scatter", "flag", "true", _GATHER),
+        _accepted("reduce_bucket_size", "whole", "5e8", _GATHER),
+        _accepted("use_multi_rank_bucket_allreduce", "flag", "true", _GATHER),
+        _accepted("round_robin_gradients", "flag", "false", _GATHER),
+        _accepted("mics_hierarchical_params_gather", "flag", "false", _GATHER),
+        _accepted("overlap_comm", "flag", "stage 3: true", "copies always overlap with compute"),
+        _accepted("contiguous_gradients", "flag", "true",
+            "the gradients of a unit are one flat range"),
+        _accepted("compute_grad_norm", "flag", "true", "always computed, while gradients move"),
+        _accepted("parameter_alignment", "flag", "false", "tensors are always aligned"),
+        _accepted("load_from_fp32_weights", "flag", "true", "masters are loaded as saved"),
+        _accepted("elastic_checkpoint", "flag", "false", "checkpoints hold whole tensors by name"),
+        _accepted("legacy_stage1", "flag", "false", "there is one path"),
+        _accepted("grad_hooks", "flag", "true", "gradients are moved by hooks"),
+        _done("cpu_offload", "flag", "null", 'true means offload_optimizer: {"device": "cpu"}'),
+        _done("cpu_offload_param", "flag", "null", 'true means offload_param: {"device": "cpu"}',
+            old=("cpu_offload_params",)),
+        _accepted("cpu_offload_use_pin_memory", "flag", "null",
+            "memory that a GPU copies from is page-locked where the system allows it"),
+        _refused("ignore_unused_parameters", "flag", "true", "false",
+            "parameters without a gradient are skipped, not reported"),
+        _accepted("memory_efficient_linear", "flag", "true",
+            "torch's functions are never replaced"),
+        _accepted("override_module_apply", "flag", "true", "torch's functions are never replaced"),
+        _accepted("pipeline_loading_checkpoint", "flag", "false", "loading is a stream already"),
+        _accepted("enable_sanity_checks", "flag", "false", "state is always checked"),
+        _accepted("log_trace_cache_warnings", "flag", "false",
+            "StepReport.mispredictions counts accesses in an unexpected order"),
+        _accepted("save_muon_momentum_buffer_in_memory", "flag", "false",
+            "`placement` decides where the momentum is stored"),
+        _refused("zero_hpz_partition_size", "whole", "1", "above 1",
+            "it is ZeRO++'s, which is not built in"),
+        _refused("zero_quantized_weights", "flag", "false", "true", _ZEROPP),
+        _done("zero_quantized_nontrainable_weights", "flag", "false",
+            "frozen.rest int8: matrices of frozen linear layers, one scale per row; lossy, as in "
+            "DeepSpeed"),
+        _refused("zero_quantized_gradients", "flag", "false", "true", _ZEROPP),
+        _refused("zeropp_loco_param", "section", "off", "on", _ZEROPP),
+        _refused("mics_shard_size", "signed", "-1", "above 1", "MiCS is not built in"),
+        _refused("zenflow", "section", "off", "on",
+            "it updates some weights late, which changes the numbers",
+            "leave it out: exact updates overlap with compute here"),
+    ),
+    *_section("zero_optimization.offload_param",
+        _done("device", ("none", "cpu", "nvme"), "none",
+            "placement.weights: none = device, cpu = host, nvme = disk; works at any stage. "
+            "Without the section the plan decides"),
+        _done("nvme_path", "paths", "-", "nvme_path; several are striped"),
+        _accepted("pin_memory", "flag", "true", _PINNED),
+        _accepted("buffer_count", "whole", "5", _BUFFERS),
+        _accepted("buffer_size", "whole", "1e8", _BUFFERS),
+        _done("max_in_cpu", "whole", "1e9",
+            "with nvme: hints.weights_in_ram, the number of weights that stay in RAM if "
+            "budget.host allows it; not given: none. Without device the plan fills RAM first",
+            ours="hints.weights_in_ram"),
+    ),
+    *_section("zero_optimization.offload_optimizer",
+        _done("device", ("none", "cpu", "nvme"), "none",
+            "placement.moments: none = device, cpu = host, nvme = disk; works at any stage. The "
+            "plan places gradients"),
+        _done("nvme_path", "paths", "-", "nvme_path; several are striped"),
+        _accepted("pin_memory", "flag", "true", _PINNED),
+        _accepted("buffer_count", "whole", "4", _BUFFERS),
+        _accepted("buffer_size", "whole", "-", _BUFFERS),
+        _accepted("pipeline", "flag", "false", _OVERLAP),
+        _accepted("pipeline_read", "flag", "false", _OVERLAP),
+        _accepted("pipeline_write", "flag", "false", _OVERLAP),
+        _accepted("fast_init", "flag", "false", "state is written once, tensor by tensor"),
+        _done("ratio", "share", "1.0",
+            "with cpu: 0 keeps moments on the GPU, a share leaves them to the plan"),
+        _accepted("super_offload", "flag", "false",
+            "exact updates overlap with compute on any GPU"),
+        _accepted("cpuadam_cores_perc", "share", "0.8",
+            'all CPUs of this process update; "infinity": {"cpu": {"num_threads": N}} limits'),
+    ),
+    *_section("aio",
+        _done("block_size", "count", "1048576", "io.block_size, a multiple of 4096"),
+        _done("queue_depth", "count", "8", "io.queue_depth", ours="io.queue_depth"),
+        _done("intra_op_parallelism", "count", "1",
+            "io.num_threads, not below our default: DeepSpeed's threads queue requests, "
+            "ours run one each", old=("thread_count",)),
+        _accepted("single_submit", "flag", "false", "requests are queued and awaited in any order"),
+        _accepted("overlap_events", "flag", "true", "requests are queued and awaited in any order"),
+        _refused("use_gds", "flag", "false", "true", "GPUDirect storage is not built",
+            "leave it out: reads land in page-locked RAM"),
+    ),
+    *_section("activation_checkpointing",
+        _done("cpu_checkpointing", "flag", "false",
+            "activations.offload: host, for all tensors saved for backward; in DeepSpeed for "
+            "deepspeed.checkpointing only"),
+        _accepted("partition_activations", "flag", "false", _CHECKPOINTING),
+        _accepted("contiguous_memory_optimization", "flag", "false", _CHECKPOINTING),
+        _accepted("number_checkpoints", "whole", "null", _CHECKPOINTING),
+        _accepted("synchronize_checkpoint_boundary", "flag", "false", _CHECKPOINTING),
+        _accepted("profile", "flag", "false", _CHECKPOINTING),
+    ),
+    *_section("checkpoint",
+        _accepted("tag_validation", ("warn", "ignore", "fail"), "Warn",
+            "different tags on different ranks are an error"),
+        _refused("load_universal", "flag", "false", "true", "universal checkpoints are not read",
+            "leave it out; `infinity checkpoint import-deepspeed` reads ZeRO 1, 2 and 3"),
+        _accepted("use_node_local_storage", "flag", "false", "there is one machine"),
+        _accepted("checkpoint_serialization", "flag", "true", "nothing is pickled"),
+    ),
+    *_section("checkpoint.parallel_write",
+        _accepted("pipeline_stage", "flag", "false", _WRITER),
+    ),
+    *_section("checkpoint.writer",
+        _accepted("type", ("fast", "python", "mock"), "fast", _WRITER),
+        _accepted("decoupled", "flag", "false", _WRITER),
+        _accepted("io_buffer_size", "whole", "64 MiB", _WRITER),
+        _accepted("io_buffer_double", "flag", "true", _WRITER),
+        _accepted("io_multiplier", "count", "1", _WRITER),
+        _accepted("show_statistics", "flag", "false", _WRITER),
+        _accepted("data_parallel", ("replica", "socket", "machine"), "null", _WRITER),
+    ),
+    _done("steps_per_print", "interval", "null",
+        "the first rank prints step, skipped steps, loss, learning rates and samples/s to stdout"),
+    _accepted("wall_clock_breakdown", "flag", "false", _TIMES),
+    _accepted("memory_breakdown", "flag", "false", "the plan lists the content of each tier"),
+    _accepted("dump_state", "flag", "false", "a journal begins with the configuration and plan"),
+    _accepted("log_level", "text", "null",
+        "the library prints nothing; a journal has a line for each step"),
+    _accepted("disable_python_gc", "flag", "false", "the garbage collector is not changed"),
+    *_section("timers.throughput",
+        _accepted("enabled", "flag", "true", _TIMES),
+        _accepted("synchronized", "flag", "true", _TIMES),
+    ),
+    *_section("csv_monitor",
+        _done("enabled", "flag", "false",
+            "a CSV file each of loss, learning rate and loss scale, and the journal, JSON lines, "
+            "in output_path/job_name"),
+        _done("output_path", "text", '""', "directory of these files"),
+        _done("job_name", "text", "DeepSpeedJobName", "directory of these files"),
+    ),
+    *_section("tensorboard",
+        _done("enabled", "flag", "false",
+            "loss, learning rate and loss scale of each step, as events in output_path/job_name"),
+        _done("output_path", "text", '""', "directory of the events"),
+        _done("job_name", "text", "-", "directory of the events"),
+    ),
+    *_section("wandb",
+        _done("enabled", "flag", "false",
+            "loss, learning rate and loss scale of each step, to a run of Weights & Biases"),
+        _done("group", "text", "null", "of that run"),
+        _done("team", "text", "null", "of that run"),
+        _done("project", "text", "deepspeed", "of that run"),
+    ),
+    *_section("comet",
+        _done("enabled", "flag", "false",
+            "loss, learning rate and loss scale, as metrics of an experiment of Comet (comet_ml)"),
+        _done("samples_log_interval", "count", "100",
+            "samples between two values of a metric, at least"),
+        _done("project", "text", "null", "of that experiment"),
+        _done("workspace", "text", "null", "of that experiment"),
+        _done("api_key", "text", "null", "of that experiment"),
+        _done("experiment_name", "text", "null", "of that experiment"),
+        _done("experiment_key", "text", "null", "of that experiment"),
+        _done("online", "flag", "null", "of that experiment"),
+        _done("mode", "text", "null", "of that experiment"),
+    ),
+    *_section("comms_logger",
+        _accepted("enabled", "flag", "false", _MOVED),
+        _accepted("verbose", "flag", "false", _MOVED),
+        _accepted("prof_all", "flag", "true", _MOVED),
+        _accepted("debug", "flag", "false", _MOVED),
+        _accepted("prof_ops", "names", "[]", _MOVED),
+    ),
+    *_section("flops_profiler",
+        _done("enabled", "flag", "false",
+            "the operations of a forward, by module (torch.utils.flop_counter), are written to "
+            "stdout or output_file"),
+        _accepted("recompute_fwd_factor", "number", "0.0",
+            "the operations of one forward are counted"),
+        _done("profile_step", "whole", "1", "steps before the measured forward"),
+        _done("module_depth", "signed", "-1", "depth of the modules that are listed, -1: all"),
+        _done("top_modules", "whole", "1", "modules listed per depth, without detailed"),
+        _done("detailed", "flag", "true", "all modules are listed"),
+        _done("output_file", "text", "null", "file to write to instead of stdout"),
+    ),
+    *_section("compile",
+        _refused("deepcompile", "flag", "false", "true",
+            "DeepSpeed's compiler passes are not built",
+            "leave it out; offload_* sections do not need it here"),
+        _refused("autoep_non_moe", "flag", "false", "true", "there is no AutoEP"),
+        _accepted("free_activation", "flag", "false", _DEEPCOMPILE),
+        _accepted("free_activation_threshold", "whole", "10 MiB", _DEEPCOMPILE),
+        _accepted("offload_activation", "flag", "false", _DEEPCOMPILE),
+        _accepted("offload_activation_pin_memory", "flag", "true", _DEEPCOMPILE),
+        _accepted("offload_opt_states", "flag", "false", _DEEPCOMPILE),
+        _accepted("offload_parameters", "flag", "false", _DEEPCOMPILE),
+        _accepted("double_buffer", "flag", "true", _DEEPCOMPILE),
+        _accepted("symmetric_memory", "flag", "false", _DEEPCOMPILE),
+        _accepted("debug_log", "flag", "false", _DEEPCOMPILE),
+        _accepted("sync_before_reduce", "flag", "false", _DEEPCOMPILE),
+        _accepted("sync_after_reduce", "flag", "false", _DEEPCOMPILE),
+        _accepted("sync_before_allgather", "flag", "false", _DEEPCOMPILE),
+        _accepted("sync_after_allgather", "flag", "false", _DEEPCOMPILE),
+        _accepted("keep_int_input_tensors", "flag", "true", _DEEPCOMPILE),
+        _accepted("keep_all_input_tensors", "flag", "false", _DEEPCOMPILE),
+        _accepted("passes", "names", "null", _DEEPCOMPILE),
+    ),
+    _refused("sequence_parallel_size", "count", "1", "above 1", _PARALLEL),
+    _refused("data_parallel_size", "count", "1", "above 1", _PARALLEL),
+    _refused("tensor_parallel", "section", "off", "a size is above 1", _PARALLEL),
+    _refused("pipeline", "section", "off", "stages is above 1", _PARALLEL),
+    _refused("expert_parallel", "section", "off", "on", "experts are fetched when they are used",
+        "leave it out: any MoE model trains as it is"),
+    _refused("elasticity", "section", "off", "on",
+        "the number of processes does not change during a run",
+        "leave it out, and give the batch sizes"),
+    _refused("autotuning", "section", "off", "on", "no trial runs are started",
+        "leave it out, and ask `infinity plan`"),
+    _refused("hybrid_engine", "section", "off", "on", "there is no inference engine"),
+    _refused("nebula", "section", "off", "on",
+        "checkpoints are written by engine.save_checkpoint()"),
+    _refused("datastates_ckpt", "anything", "off", "on",
+        "checkpoints are written by engine.save_checkpoint()"),
+    _refused("weight_quantization", "section", "off", "on", "weights are not quantized"),
+    _refused("compression_training", "section", "off", "on", "the model is not changed"),
+    _refused("quantize_training", "section", "off", "on", "the model is not changed"),
+    _refused("eigenvalue", "section", "off", "on",
+        "it serves quantized training, which is not supported"),
+    _refused("progressive_layer_drop", "section", "off", "on", "layers are not dropped"),
+    _refused("sparse_attention", "section", "off", "on", "the model's own attention is used",
+        "leave it out, and use a model with sparse attention"),
+    _refused("random_ltd", "section", "off", "on", "tokens are not dropped"),
+    _refused("curriculum_learning", "section", "off", "on", "the data are used in the order given",
+        "leave it out, and order the data yourself"),
+    _refused("data_efficiency", "section", "off", "on", "the data are used in the order given",
+        "leave it out, and sample the data yourself"),
+    _accepted("graph_harvesting", "flag", "false", "CUDA graphs are left to torch.compile"),
+)
+# fmt: on

@@ -1,0 +1,203 @@
+"""Lookup of DeepSpeed configuration keys, and readers for each kind of value.
+
+The keys are data, in `key_table.py`. JSON has one kind of number, so `1e9` is accepted as a
+whole number, and so is text that is a number.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from infinity.integrations.deepspeed.key_table import OLD_SECTIONS, TABLE, Kind, Verdict, When
+from infinity.optim.rules import RULES
+
+# DeepSpeed's names of the built-in rules, of which it ignores the case.
+BUILT_IN = {name.lower(): name for name, rule in RULES.items() if rule.deepspeed is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What became of one key that was given: shown by `infinity plan`, written to the journal."""
+
+    key: str
+    given: Any
+    verdict: Verdict
+    note: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able: what JSON has no word for is text."""
+        given, verdict = _plain(self.given), str(self.verdict)
+        return {"key": self.key, "given": given, "verdict": verdict, "note": self.note}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if not isinstance(value, bool) and isinstance(value, numbers.Integral):
+        return int(value)  # NumPy's too
+    return value if value is None or isinstance(value, bool | float | str) else str(value)
+
+
+KEYS = {key.name: key for key in TABLE}
+# The present names of keys and sections by their old ones.
+OLD_NAMES = OLD_SECTIONS | {
+    f"{key.name.rpartition('.')[0]}.{old}".lstrip("."): key.name for key in TABLE for old in key.old
+}
+# Sections whose keys depend on `type`: what is not in the table is judged there.
+OPEN = ("optimizer.params", "scheduler.params")
+SECTIONS = frozenset(
+    ".".join(parts[:depth])
+    for parts in (name.split(".") for name in KEYS)
+    for depth in range(1, len(parts))
+)
+
+
+def names_in(section: str) -> list[str]:
+    """The names that may stand in a section ("" is the top), old ones last."""
+    prefix = f"{section}." if section else ""
+    below = [n.removeprefix(prefix) for n in (*KEYS, *OLD_NAMES) if n.startswith(prefix)]
+    return list(dict.fromkeys(name.split(".")[0] for name in below))
+
+
+# --- when a key is refused -----------------------------------------------------------------------
+
+
+def _switched_on(value: Any) -> bool:
+    """Whether a section is on: its `enabled`, else any `enabled` inside, else that it is there."""
+    if not isinstance(value, Mapping):
+        return bool(value)
+    switches = [value["enabled"] is True] if "enabled" in value else list(_switches(value))
+    return any(switches) if switches else bool(value)
+
+
+def _switches(value: Mapping[str, Any]) -> Iterator[bool]:
+    for name, part in value.items():
+        if name == "enabled":
+            yield part is True
+        elif isinstance(part, Mapping):
+            yield from _switches(part)
+
+
+def _several_ways(value: Any) -> bool:
+    """tensor_parallel: on where a size is above 1."""
+    if not isinstance(value, dict):
+        return bool(value)
+    inner = value.get("tp") or value.get("tensor_parallel") or {}
+    sizes = [value.get("autotp_size", 0), value.get("tp_size", 1), inner.get("tp_size", 1)]
+    return any(isinstance(size, int | float) and size > 1 for size in sizes)
+
+
+def _has_stages(value: Any) -> bool:
+    """pipeline: acts only on a PipelineModule, which cannot be passed here."""
+    stages = value.get("stages") if isinstance(value, dict) else value
+    return isinstance(stages, int) and stages > 1
+
+
+REFUSED_IF: dict[When, Callable[[Any], bool]] = {
+    "true": bool,
+    "given": bool,
+    "false": lambda value: not value,
+    "above 1": lambda value: bool(value > 1),
+    "on": _switched_on,
+    "a size is above 1": _several_ways,
+    "stages is above 1": _has_stages,
+}
+
+# --- kinds of values -----------------------------------------------------------------------------
+
+
+def read_value(kind: Kind | tuple[str, ...], value: Any) -> Any:
+    """Return the value as a Python object; raise `ValueError` if it is of another kind."""
+    if isinstance(kind, str):
+        return _READ[kind](value)
+    if isinstance(value, str) and value.lower() in kind:  # in upper or lower case
+        return value.lower()
+    raise ValueError(f"should be one of {', '.join(map(repr, kind))}")
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise ValueError("should be a number") from None
+    real = not isinstance(value, bool) and isinstance(value, numbers.Real)  # NumPy's too
+    if not real or not math.isfinite(value):
+        raise ValueError("should be a number")
+    return float(value)
+
+
+def _whole(value: Any) -> int:
+    integral = not isinstance(value, bool) and isinstance(value, numbers.Integral)
+    number = value if integral else _number(value)
+    if int(number) != number:
+        raise ValueError("should be a whole number")
+    return int(number)
+
+
+def _that(
+    read: Callable[[Any], Any], fits: Callable[[Any], bool], words: str
+) -> Callable[..., Any]:
+    def read_and_check(value: Any) -> Any:
+        found = read(value)
+        if fits(found):
+            return found
+        raise ValueError(f"should be {words}")
+
+    return read_and_check
+
+
+def _interval(value: Any) -> float:
+    return math.inf if value in (math.inf, "Infinity", "inf") else _WHOLE(value)
+
+
+def _numbers(value: Any) -> Any:
+    return [_number(v) for v in value] if isinstance(value, list | tuple) else _number(value)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    parts = (value,) if isinstance(value, str) else value
+    if isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts):
+        return tuple(parts)
+    raise ValueError("should be a list of texts")
+
+
+def _paths(value: Any) -> list[str]:
+    paths = value if isinstance(value, list | tuple) else [value]
+    if paths and all(isinstance(path, str | os.PathLike) for path in paths):
+        texts = [os.fspath(path) for path in paths]
+        if all(isinstance(text, str) for text in texts):
+            return texts
+    raise ValueError("should be a path, or a list of paths")
+
+
+def _kind(types: Any, words: str) -> Callable[[Any], Any]:
+    return _that(lambda value: value, lambda value: isinstance(value, types), words)
+
+
+_WHOLE = _that(_whole, lambda number: number >= 0, "0 or more")
+_READ: dict[Kind, Callable[[Any], Any]] = {
+    "flag": _kind(bool, "true or false"),
+    "number": _number,
+    "numbers": _numbers,  # or one per group
+    "pair": _that(_numbers, lambda n: isinstance(n, list) and len(n) == 2, "two numbers"),
+    "share": _that(_number, lambda number: 0 <= number <= 1, "between 0 and 1"),
+    "whole": _WHOLE,
+    "count": _that(_whole, lambda number: number >= 1, "1 or more"),
+    "signed": _whole,
+    "interval": _interval,
+    "text": _kind(str, "text"),
+    "names": _names,
+    "paths": _paths,
+    "section": _kind(Mapping | bool, "a section of keys and values"),
+    "anything": lambda value: value,
+}

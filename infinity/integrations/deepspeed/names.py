@@ -1,0 +1,270 @@
+"""DeepSpeed's names: all there are, which are ours, and what to write instead of the others.
+
+`names.txt` holds the names of its modules, what is in them, and the names of parameters, as
+`tools/deepspeed_names.py` takes them from a release. From it come modules whose names are looked up
+when they are first used. A name of ours is imported; any other can be imported too, compared with
+and caught, but raises one error where it is called or built upon.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from infinity.errors import ConfigError
+
+VERSION = "0.19.8+infinity"  # the release that the names are of, and whose they are here
+HERE = "infinity.integrations.deepspeed"
+_TABLE = Path(__file__).with_name("names.txt")
+
+# Who has a name: (DeepSpeed's module with those below it, "*" for all, "" for the package alone;
+# ours; names). `theirs=ours` where ours is called otherwise. The first that has it counts.
+OURS: tuple[tuple[str, str, str], ...] = (
+    ("", f"{HERE}.arguments", "initialize=initialize_deepspeed"),
+    ("", f"{HERE}.config", "translate_deepspeed"),
+    ("", f"{HERE}.names", "version=VERSION __version__=VERSION"),
+    ("comm", "torch.distributed", "P2POp ProcessGroup ReduceOp"),
+    ("runtime.lr_schedules", "infinity.optim.lr_schedules", "VALID_LR_SCHEDULES"),
+    ("launcher.runner", f"{HERE}.processes", "DEEPSPEED_ENVIRONMENT_NAME"),
+    ("runtime.activation_checkpointing", f"{HERE}.processes",
+     "checkpoint configure is_configured non_reentrant_checkpoint=checkpoint reset"),
+    ("utils.groups", f"{HERE}.processes",
+     "_get_data_parallel_group=get_world_group _get_data_parallel_rank=get_rank "
+     "_get_data_parallel_world_size=get_world_size _get_world_group=get_world_group "
+     "_get_sequence_parallel_group=no_group _get_sequence_parallel_rank=get_zero "
+     "_get_sequence_parallel_world_size=get_one "
+     "_get_model_parallel_world_size=get_one get_data_parallel_group=get_world_group "
+     "get_data_parallel_rank=get_rank get_data_parallel_world_size=get_world_size"),
+    ("utils", f"{HERE}.processes",
+     "get_model_parallel_group=no_group get_model_parallel_rank=get_zero "
+     "get_model_parallel_world_size=get_one get_tensor_model_parallel_group=no_group "
+     "get_tensor_model_parallel_rank=get_zero get_tensor_model_parallel_world_size=get_one "
+     "get_data_parallel_group=get_world_group get_data_parallel_rank=get_rank "
+     "get_data_parallel_world_size=get_world_size"),
+    ("utils", f"{HERE}.utils", "logger log_dist log_dist_once warning_once"),
+    ("*", f"{HERE}.engine", "DeepSpeedEngine"),
+    ("*", "infinity.errors",
+     "DeepSpeedConfigError=ConfigError ZeRORuntimeException=InfinityError"),
+    ("*", "infinity.optim.offloaded",
+     "DeepSpeedOptimizer=OffloadedOptimizer ZeROOptimizer=OffloadedOptimizer"),
+    ("*", "infinity.optim.lr_schedules",
+     "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR"),
+    ("*", f"{HERE}.offload_states", "OffloadDeviceEnum OffloadStateTypeEnum"),
+    ("*", f"{HERE}.torch_device", "DeepSpeedAccelerator get_accelerator"),
+    ("*", f"{HERE}.monitors",
+     "CometMonitor Monitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor "
+     "DeepSpeedMonitorConfig get_monitor_config"),
+    ("*", f"{HERE}.flops",
+     "FlopsProfiler duration_to_string flops_to_string get_model_profile "
+     "macs_to_string number_to_string params_to_string"),
+    ("*", f"{HERE}.processes",
+     "DeepSpeedCPUAdagrad DeepSpeedCPUAdam FusedAdam RepeatingLoader add_config_arguments "
+     "init_distributed TORCH_DISTRIBUTED_DEFAULT_PORT"),
+    ("comm", f"{HERE}.processes",
+     "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single "
+     "barrier batch_isend_irecv broadcast broadcast_object_list destroy_process_group gather "
+     "get_all_ranks_from_group get_global_rank get_local_rank get_rank get_world_group "
+     "get_world_size inference_all_reduce=all_reduce is_available is_initialized isend irecv "
+     "monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_tensor scatter send "
+     "allgather_fn reduce_scatter_fn=reduce_scatter_tensor"),
+    ("*", f"{HERE}.utils",
+     "OnDevice clone_tensors_for_torch_save get_z3_leaf_modules instrument_w_nvtx logger log_dist "
+     "log_dist_once memory_status move_to_device safe_get_full_fp32_param safe_get_full_grad "
+     "safe_get_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad "
+     "safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
+     "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
+     "safe_set_local_optimizer_state safe_update_full_grad_vectorized see_memory_usage "
+     "set_random_seed set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+     "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"),
+    ("*", f"{HERE}.utils.zero_to_fp32",
+     "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
+     "load_state_dict_from_zero_checkpoint"),
+    ("runtime.zero", f"{HERE}.zero",
+     "GatheredParameters Init ZeroParamStatus ZeroParamType ZeroStageEnum is_zero_param "
+     "register_external_parameter unregister_external_parameter unwrap_model_for_generation"),
+)  # fmt: skip
+_FILES = ("utils", "utils.zero_to_fp32", "zero")  # of ours; all others come of the table
+_ALIASES = {"checkpointing": "runtime.activation_checkpointing.checkpointing", "dist": "comm"}
+
+# What to write instead of a name: its module and those below, or the name itself; why; the remedy.
+# The longest that fits counts.
+_INSTEAD: tuple[tuple[str, str, str], ...] = (
+    ("", "it is of DeepSpeed's inner works, which have no counterpart here",
+     "docs/migrating-from-deepspeed.md says what there is"),
+    ("PipelineModule PipelineEngine DualPipeVEngine DualPipeVModule pipe runtime.pipe",
+     "layers are not laid out over GPUs: each GPU has all of them in turn",
+     "pass the model whole, such as nn.Sequential(*layers), to initialize()"),
+    ("InferenceEngine DeepSpeedInferenceConfig default_inference_config init_inference inference "
+     "module_inject replace_transformer_layer model_implementations",
+     "no layers are replaced; a model of frozen parameters makes an engine for inference",
+     "engine, *_ = deepspeed.initialize(model=model.requires_grad_(False), config=config), then "
+     "engine.generate(...) or engine(...)"),
+    ("tp_model_init set_autotp_mode runtime.tensor_parallel", "layers are not cut over GPUs",
+     "leave it out: `infinity run --gpus N script.py` shares weights between GPUs"),
+    ("sequence runtime.sequence_parallel", "sequences are not cut over GPUs",
+     "leave it out; for long sequences `activations: {checkpoint: units, offload: host}`"),
+    ("moe", "experts are not laid out over GPUs",
+     "the MoE layers of your model as they are, such as transformers': experts are fetched when "
+     "they are used"),
+    ("autotuning", "the plan chooses what autotuning would try",
+     "`infinity plan --config ds_config.json`"),
+    ("compression", "weights are not compressed while they train",
+     "leave it out, or torchao on the model before initialize()"),
+    ("linear", "", "peft's LoRA on the model before initialize(): frozen weights rest anywhere"),
+    ("compile runtime.compiler", "", "engine.compile()"),
+    ("launcher", "processes are started by our launcher or torch's",
+     "`infinity run --gpus N script.py`, or torchrun"),
+    ("nvme io ops.aio ops.gds", "files are read and written by our own engine",
+     "`infinity bench DIR` measures a drive, `nvme_path` in the configuration names it"),
+    ("ops.op_builder", "nothing is built at run time",
+     "leave it out; `infinity doctor` says what this machine offers"),
+    ("ops", "", "torch's own layers and optimizers: initialize(optimizer=...) takes any"),
+    ("ops.lion runtime.zero.muon", "", 'the configuration: {"optimizer": {"type": "Lion", ...}}'),
+    ("ops.transformer DeepSpeedTransformerLayer DeepSpeedTransformerConfig", "",
+     "torch.nn.TransformerEncoderLayer, or the model's own attention"),
+    ("runtime.hybrid_engine runtime.rollout DeepSpeedHybridEngine", "",
+     "engine.generate(...) between steps, as it is"),
+    ("runtime.zero.stage3 runtime.zero.stage_1_and_2 runtime.bf16_optimizer runtime.fp16 "
+     "runtime.base_optimizer", "optimizer state rests in the engine",
+     "engine.optimizer; `infinity plan` estimates memory"),
+    ("runtime.zero.tiling", "a layer need not be cut to be offloaded", "torch.nn.Linear"),
+    ("runtime.zero.config runtime.zero.offload_config runtime.config DeepSpeedConfig",
+     "a configuration is translated",
+     "infinity.translate_deepspeed(config), or engine.config and the engine's own answers"),
+    ("runtime.zero.offload_states", "", "engine.offload_states(), engine.reload_states()"),
+    ("runtime.data_pipeline", "batches come from the script's own loader",
+     "torch.utils.data.DataLoader; curricula are not there"),
+    ("runtime.dataloader DeepSpeedDataLoader", "",
+     "initialize(training_data=...), engine.deepspeed_io(dataset), or any DataLoader"),
+    ("runtime.activation_checkpointing", "nothing is cut over GPUs",
+     "checkpointing.checkpoint(function, *args), or `activations: {checkpoint: units}`"),
+    ("runtime.utils.clip_grad_norm_ runtime.utils.get_grad_norm runtime.utils.get_global_norm",
+     "gradients have left for their tier", "gradient_clipping in the configuration; "
+     "engine.get_global_grad_norm()"),
+    ("checkpoint", "checkpoints hold whole tensors by name, of any number of GPUs",
+     "engine.save_checkpoint, engine.load_checkpoint, or `infinity checkpoint`"),
+    ("comm", "", "torch.distributed"),
+    ("accelerator set_accelerator", "torch chooses the device", "initialize(device=...)"),
+    ("monitor", "", "tensorboard, wandb, comet or csv_monitor in the configuration"),
+    ("profiling", "", "FlopsProfiler or get_model_profile; `infinity trace` says what a run waited "
+     "for"),
+    ("utils.timer", "", "engine.last_report, or `infinity trace`"),
+    ("utils.groups utils.bwc", "all GPUs share all of the model", "torch.distributed"),
+    ("env_report", "", "`infinity doctor`"),
+)  # fmt: skip
+
+
+@cache
+def table() -> dict[str, dict[str, str]]:
+    """Module -> name -> its line in names.txt, methods as `Class.method`; "" is the package."""
+    found: dict[str, dict[str, str]] = {}
+    names: dict[str, str] = {}
+    last = ""
+    for line in _TABLE.read_text(encoding="utf-8").splitlines():
+        if line.endswith(":"):
+            names = found.setdefault(line[:-1], {})
+            continue
+        name = line.split("(")[0].split()[-1]
+        if line.startswith("  "):
+            names[f"{last}.{name}"] = line.strip()
+        else:
+            last = name
+            names[name] = line.strip()
+    return found
+
+
+@cache
+def _owners() -> dict[str, list[tuple[str, str, str]]]:
+    """Name -> (DeepSpeed's module, ours, our name), as `OURS`."""
+    found: dict[str, list[tuple[str, str, str]]] = {}
+    for where, ours, names in OURS:
+        for theirs, _, other in (word.partition("=") for word in names.split()):
+            found.setdefault(theirs, []).append((where, ours, other or theirs))
+    return found
+
+
+def look_up(module: str, name: str) -> Any:
+    """What a name of a DeepSpeed module means here; `AttributeError` where there is no such."""
+    listed = name in table().get(module, ())
+    for where, ours, attribute in _owners().get(name, ()):
+        below = module == where or (where and module.startswith(f"{where}."))
+        if below or (where == "*" and listed):
+            return vars(import_module(ours))[attribute]
+    if not listed or name.startswith("__"):
+        raise AttributeError(f"DeepSpeed's module {module or 'deepspeed'!r} has no {name!r}")
+    return refused(f"{module}.{name}".strip("."), table()[module][name].startswith("class "))
+
+
+def why_refused(path: str) -> ConfigError:
+    """The error of a name, by its dotted path below `deepspeed`."""
+    fits = [
+        (len(place), because, remedy)
+        for places, because, remedy in _INSTEAD
+        for place in places.split() or [""]
+        if not place or f"{path}.".startswith(f"{place}.")
+    ]
+    _, because, remedy = max(fits)
+    return ConfigError(f"deepspeed.{path} is not here", because=because or None, remedy=remedy)
+
+
+def refused(path: str, is_class: bool) -> Any:
+    """What stands for a name that is not served: it raises when it is called or built upon."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise why_refused(path)
+
+    name = path.rpartition(".")[2]
+    if not is_class:
+        refuse.__name__ = refuse.__qualname__ = name
+        refuse.__doc__ = str(why_refused(path))
+        return refuse
+
+    def attribute(cls: type, asked: str) -> NoReturn:
+        if asked.startswith("_"):
+            raise AttributeError(asked)
+        refuse()
+
+    kind = type("Refused", (type,), {"__getattr__": attribute})
+    body = {"__new__": refuse, "__init_subclass__": refuse, "__doc__": str(why_refused(path))}
+    return kind(name, (), body)
+
+
+def getter(module: str) -> Callable[[str], Any]:
+    """The `__getattr__` of our module that stands for one of DeepSpeed's; what it finds is kept."""
+    own = f"{HERE}.{module}".rstrip(".")
+
+    def get(name: str) -> Any:
+        path = f"{module}.{name}".strip(".")
+        if path in _FILES or (f"{own}.{name}" in sys.modules and not name.startswith("__")):
+            value: Any = import_module(f"{own}.{name}")
+        else:
+            value = look_up("runtime.zero" if module == "zero" else module, name)
+        setattr(sys.modules[own], name, value)
+        return value
+
+    return get
+
+
+def make_modules() -> None:
+    """Put a module into `sys.modules` for each of DeepSpeed's that is no file of ours."""
+    for path, names in table().items():
+        if path and path not in _FILES:
+            made = ModuleType(f"{HERE}.{path}", f"DeepSpeed's `{path}`: see {HERE}.")
+            public = [name for name in names if "." not in name]
+            spec = ModuleSpec(made.__name__, None, is_package=True)
+            vars(made).update(__path__=[], __spec__=spec, __all__=public, __getattr__=getter(path))
+            sys.modules[made.__name__] = made
+    for alias, path in _ALIASES.items():
+        sys.modules[f"{HERE}.{alias}"] = sys.modules[f"{HERE}.{path}"]
+
+
+def all_modules() -> dict[str, ModuleType]:
+    """All of them, by their dotted names below `deepspeed`."""
+    paths = {*table(), *_FILES, *_ALIASES} - {""}
+    return {path: import_module(f"{HERE}.{path}") for path in sorted(paths)}

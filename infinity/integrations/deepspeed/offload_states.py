@@ -1,0 +1,89 @@
+"""Tiers of each kind of state, in DeepSpeed's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from infinity.common.sizes import format_size
+from infinity.errors import ConfigError
+from infinity.plan.plan import Plan
+from infinity.types import Tier
+
+
+class OffloadStateTypeEnum(StrEnum):
+    """Kinds of state, by DeepSpeed's names."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class OffloadDeviceEnum(StrEnum):
+    """Places that state is moved to, by DeepSpeed's names."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+@dataclass(frozen=True)
+class OffloadDevice:
+    """The slowest place that one kind of state rests in."""
+
+    device: OffloadDeviceEnum
+
+    @staticmethod
+    def of(tiers: Iterable[Tier]) -> OffloadDevice | None:
+        """None where all of it rests on the compute device."""
+        found = set(tiers)
+        if Tier.DISK in found:
+            return OffloadDevice(OffloadDeviceEnum.nvme)
+        return OffloadDevice(OffloadDeviceEnum.cpu) if Tier.HOST in found else None
+
+
+_FIELDS = {
+    OffloadStateTypeEnum.optim_states: "state",
+    OffloadStateTypeEnum.hp_params: "state",
+    OffloadStateTypeEnum.lp_params: "weight",
+    OffloadStateTypeEnum.lp_grads: "gradient",
+    OffloadStateTypeEnum.contiguous_grad_buffer: "gradient",
+}
+
+
+def places_of(plan: Plan, device: torch.device, state: OffloadStateTypeEnum) -> set[Any]:
+    """Torch devices, and "disk", where a kind of state rests."""
+    name = _FIELDS[OffloadStateTypeEnum(state)]
+    places = {Tier.DEVICE: device, Tier.HOST: torch.device("cpu"), Tier.DISK: "disk"}
+    return {places[getattr(placement, name)] for placement in plan.placements}
+
+
+def refuse_to_move(plan: Plan, include: Any, device: Any) -> None:
+    """Raise `ConfigError` if any of these states holds memory of a GPU."""
+    if str(getattr(device, "value", device)) != "cpu":
+        raise ConfigError(
+            f"offload_states(device={device!r})", remedy='"cpu", which means: off the GPU'
+        )
+    try:
+        kinds = [OffloadStateTypeEnum(kind) for kind in include or OffloadStateTypeEnum]
+    except ValueError as error:
+        names = ", ".join(kind.value for kind in OffloadStateTypeEnum)
+        raise ConfigError(str(error), remedy=f"of {names}") from None
+    if plan.unified:  # one memory: nothing is on a device of its own
+        return
+    held = {name: nbytes for name, nbytes in plan.memory[Tier.DEVICE].items() if nbytes}
+    if held:
+        parts = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in held.items())
+        raise ConfigError(
+            f"offload_states({', '.join(kind.value for kind in kinds)}): "
+            f"{format_size(sum(held.values()))} on the GPU cannot be given back for a while",
+            because=f"placement is fixed when the engine is made; the plan has there: {parts}",
+            remedy="plan with less: a smaller budget.device, placement.moments: host; or "
+            "save_checkpoint(), close(), and initialize() and load_checkpoint() later",
+        )

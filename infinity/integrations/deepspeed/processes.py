@@ -1,0 +1,403 @@
+"""What scripts written for DeepSpeed call around the engine.
+
+Of DeepSpeed's `comm`, `checkpointing`, `runtime.dataloader` and `ops.adam`, and the two calls
+before `initialize`: `add_config_arguments`, `init_distributed`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.utils import checkpoint as torch_checkpoint
+
+from infinity.distributed.context import find_ranks, launched_rank, num_launched
+from infinity.errors import ConfigError
+from infinity.integrations.deepspeed.names import table
+from infinity.optim import standalone
+
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"  # where accelerate writes variables
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def add_config_arguments(parser: Any) -> Any:
+    """Add `--deepspeed` and `--deepspeed_config PATH` to an `argparse` parser.
+
+    Args:
+        parser: The parser. Pass the result of its `parse_args` as `initialize(args=...)`. The flag
+            `--deepspeed` has no effect.
+
+    Returns:
+        The parser.
+    """
+    group = parser.add_argument_group("infinity", "options of the training engine")
+    group.add_argument(
+        "--deepspeed",
+        default=False,
+        action="store_true",
+        help="taken for scripts that were written for DeepSpeed; changes nothing",
+    )
+    group.add_argument(
+        "--deepspeed_config",
+        default=None,
+        type=str,
+        metavar="PATH",
+        help="a configuration, DeepSpeed's or ours",
+    )
+    return parser
+
+
+# --- comm ----------------------------------------------------------------------------------------
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: Any = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Initialize torch's default process group, unless there is one.
+
+    NCCL is the backend where there are GPUs, else gloo. One process needs no group, but gets one if
+    a launcher started it.
+
+    Args:
+        dist_backend: Backend, if no launcher started this process.
+        auto_mpi_discovery: Ignored.
+        distributed_port: Ignored.
+        verbose: Ignored.
+        timeout: Limit of a collective, a `timedelta`.
+        init_method: Address of the rendezvous, if no launcher started this process.
+        dist_init_required: Ignored.
+        config: Ignored.
+        rank: Rank of this process, if no launcher started it.
+        world_size: Number of processes, if no launcher started this one.
+
+    Raises:
+        ConfigError: Arguments contradict the launcher.
+        MachineError: Processes cannot be reached.
+    """
+    alone = "WORLD_SIZE" not in os.environ
+    started = next((n for n in _MPI_SIZES if alone and int(os.environ.get(n) or 1) > 1), None)
+    if num_launched() > 1:
+        find_ranks(timeout)
+    elif world_size > 1 and rank >= 0 and not _has_group():
+        backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group(
+            backend, init_method=init_method, timeout=timeout, world_size=world_size, rank=rank
+        )
+    elif started and not _has_group():
+        raise ConfigError(
+            f"{started} is {os.environ[started]}, but WORLD_SIZE is not set",
+            because="processes that MPI starts find each other by variables that torchrun sets",
+            remedy="torchrun --nproc-per-node N train.py, or infinity run --gpus N train.py",
+        )
+    elif "RANK" in os.environ and dist.is_available() and not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        store = vars(dist)["HashStore"]()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def is_initialized() -> bool:
+    """Whether processes are in touch, as one that no launcher started is with itself."""
+    return _has_group() or (num_launched() == 1 and "RANK" not in os.environ)
+
+
+def get_rank(group: Any = None) -> int:
+    """The number of this process; 0 where there is one."""
+    return dist.get_rank(group) if _has_group() else launched_rank("RANK")
+
+
+def get_local_rank() -> int:
+    """Its number on this machine."""
+    return launched_rank("LOCAL_RANK")
+
+
+def get_world_size(group: Any = None) -> int:
+    """How many processes there are."""
+    return dist.get_world_size(group) if _has_group() else num_launched()
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """As torch's; nothing where there is none."""
+    if _has_group():
+        dist.destroy_process_group(group)
+
+
+def get_world_group() -> Any:
+    """torch's default group; None where there is none."""
+    return dist.group.WORLD if _has_group() else None
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    """The number of a process, by that in a group."""
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """The numbers of a group's processes."""
+    return dist.get_process_group_ranks(group) if _has_group() else [0]
+
+
+def no_group() -> None:
+    """Nobody shares a layer or a sequence: there is no such group."""
+
+
+def get_zero() -> int:
+    """The number of a process in a group of its own."""
+    return 0
+
+
+def get_one() -> int:
+    """How many processes are in a group of its own."""
+    return 1
+
+
+_LOGGED = ("prof", "log_name", "debug")  # of DeepSpeed's log of what is sent, which is not kept
+# What torch calls otherwise: a function, and by its name there the parameters of it.
+_NAMES_OF_TORCH: dict[str, dict[str, str]] = {
+    "all_gather_into_tensor": {"tensor": "input_tensor"},
+    "reduce_scatter_tensor": {"output_tensor": "output", "tensor": "input"},
+    "all_to_all_single": {"tensor": "input"},
+}
+_FUNCTIONS_OF_TORCH = {"allgather_fn": "all_gather_into_tensor"}
+
+
+class Finished:
+    """The handle of an operation that one process has to do with nobody: it is over."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        """True, at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+
+def _passed_on(name: str, alone: Callable[..., Any] | None) -> Callable[..., Any]:
+    """torch.distributed's function, with the parameters that DeepSpeed's has.
+
+    `alone` does what is to be done where there is one process, and no group.
+    """
+    words = table()["comm.comm"][name].partition("(")[2].removesuffix(")").split()
+    name = _FUNCTIONS_OF_TORCH.get(name, name)
+    renamed = _NAMES_OF_TORCH.get(name, {})
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(words, args, strict=False)), **kwargs}
+        passed = {renamed.get(key, key): v for key, v in given.items() if key not in _LOGGED}
+        if alone is None or _has_group() or num_launched() > 1:
+            return getattr(dist, name)(**passed)
+        alone(**passed)
+        return Finished() if passed.get("async_op") else None
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(one, kind) for one in words]
+    )
+    function.__doc__ = f"`torch.distributed.{name}`; what would be logged of it is not."
+    return function
+
+
+def _nothing(**kwargs: Any) -> None:
+    """One process has what all have."""
+
+
+def _copies(target: str, source: str) -> Callable[..., None]:
+    """Of tensors, or lists of one, each: what one process sends it gets itself."""
+
+    def listed(value: Any) -> list[Any]:
+        return [value] if isinstance(value, torch.Tensor) else list(value or ())
+
+    def copy(**given: Any) -> None:
+        for got, sent in zip(listed(given.get(target)), listed(given.get(source)), strict=False):
+            got.copy_(sent)
+
+    return copy
+
+
+def _put(object_list: list[Any], obj: Any, **kwargs: Any) -> None:
+    object_list[0] = obj
+
+
+_CALLS: dict[str, Callable[..., Any] | None] = {
+    **dict.fromkeys(("all_reduce", "barrier", "broadcast", "broadcast_object_list"), _nothing),
+    **dict.fromkeys(("monitored_barrier", "reduce"), _nothing),
+    **dict.fromkeys(("batch_isend_irecv", "irecv", "isend", "new_group", "recv", "send")),
+    "all_gather": _copies("tensor_list", "tensor"),
+    "all_gather_into_tensor": _copies("output_tensor", "input_tensor"),
+    "all_gather_object": _put,
+    "all_to_all": _copies("output_tensor_list", "input_tensor_list"),
+    "all_to_all_single": _copies("output", "input"),
+    "allgather_fn": _copies("output_tensor", "input_tensor"),
+    "gather": _copies("gather_list", "tensor"),
+    "reduce_scatter": _copies("output", "input_list"),
+    "reduce_scatter_tensor": _copies("output", "input"),
+    "scatter": _copies("tensor", "scatter_list"),
+}
+globals().update({name: _passed_on(name, alone) for name, alone in _CALLS.items()})
+is_available = dist.is_available
+
+
+# --- checkpointing -------------------------------------------------------------------------------
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args)`, whose activations are made again in backward instead of being kept."""
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Nothing to set: `checkpoint` keeps a function's inputs where they are.
+
+    Raises `ConfigError` for `mpu_` and for `checkpoint_in_cpu`, which would change memory.
+    """
+    if mpu_ is not None:
+        raise ConfigError(
+            "checkpointing.configure(mpu_=...) is not supported",
+            because="it selects processes that share a model; here all processes share it",
+            remedy="pass None",
+        )
+    if checkpoint_in_cpu:
+        raise ConfigError(
+            "checkpointing.configure(checkpoint_in_cpu=True) is not built here",
+            remedy="write activations: {checkpoint: units, offload: host} in the config, or "
+            "`with torch.autograd.graph.save_on_cpu():` around the forward",
+        )
+
+
+def is_configured() -> bool:
+    """True: there is nothing to configure."""
+    return True
+
+
+def reset() -> None:
+    """Nothing to do: nothing is kept from one backward to the next."""
+
+
+# --- runtime.dataloader --------------------------------------------------------------------------
+
+
+class RepeatingLoader:
+    """Another loader's batches, over and over; raises `StopIteration` if it has none at all."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.data_iter: Iterator[Any] = iter(loader)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
+
+
+# --- ops.adam: ours, with DeepSpeed's order of arguments and defaults -----------------------------
+
+
+class DeepSpeedCPUAdam(standalone.CPUAdam):
+    """`infinity.CPUAdam`; weight decay starts from 0.
+
+    In `initialize(optimizer=...)` it means the built-in rule with these settings;
+    `fp32_optimizer_states=False` (moments in bf16) is for there only.
+    """
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(
+            model_params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            adamw_mode=adamw_mode,
+            bias_correction=bias_correction,
+            moments="fp32" if fp32_optimizer_states else "bf16",
+        )
+
+
+class FusedAdam(standalone.FusedAdam):
+    """`infinity.FusedAdam`; as `DeepSpeedCPUAdam`. `set_grad_none` changes nothing."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            adamw_mode=adam_w_mode,
+            bias_correction=bias_correction,
+        )
+
+
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """torch's Adagrad; in `initialize(optimizer=...)` it runs tile by tile on offloaded state."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        if amsgrad or not fp32_optimizer_states:
+            raise ConfigError(
+                "DeepSpeedCPUAdagrad keeps fp32 sums of squares",
+                remedy="leave amsgrad and fp32_optimizer_states out",
+            )
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)

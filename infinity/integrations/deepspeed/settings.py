@@ -1,0 +1,87 @@
+"""Settings of `initialize` from a configuration of either format, by whichever argument it came."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from infinity.config.schema import load_config
+from infinity.config.settings import Settings
+from infinity.errors import ConfigError
+from infinity.integrations.deepspeed.config import Translation, find_translation
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedSettings(Settings):
+    """Settings, with the DeepSpeed configuration that they were translated from.
+
+    Attributes:
+        translation: The translation; None if `given` is in our own format.
+        given: The configuration as it was passed.
+    """
+
+    translation: Translation | None = None
+    given: Any = None
+
+    def start_record(self) -> dict[str, Any]:
+        """Return the verdict of each DeepSpeed key."""
+        return {} if self.translation is None else {"deepspeed": self.translation.table()}
+
+
+def read_settings(
+    config: Any,
+    config_params: Any = None,
+    args: Any = None,
+    batch_size: int | None = None,
+    optimizer: Any = None,
+    lr_scheduler: Any = None,
+    model_parameters: Any = None,
+    ranks: int = 1,
+) -> Settings:
+    """Read `initialize`'s configuration, whichever argument it came by.
+
+    `config` and `config_params` are a `Config`, a dict, a path, or a text; `args` is the result of
+    a parser, whose `deepspeed_config` is a path. `batch_size`, `optimizer` and `lr_scheduler` win
+    over the configuration's. Without `optimizer` and `model_parameters` a DeepSpeed configuration
+    may lack an optimizer: then `trains` is False. Its batch sizes are those of `ranks` processes.
+    `Settings` are returned unchanged. Raises `ConfigError` if there is no configuration, if several
+    differ, and for mistakes in it.
+    """
+    if isinstance(config, Settings):
+        return config
+    ways = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    given = {name: value for name, value in ways.items() if value is not None}
+    if not given:
+        raise ConfigError(
+            "initialize() got no configuration",
+            remedy='after the model: initialize(model, config={"optimizer": {"lr": 1e-4}}), or the '
+            "path of a file",
+        )
+    first, *others = given.values()
+    if any(other is not first and other != first for other in others):
+        raise ConfigError(
+            f"initialize() got several configurations: {', '.join(given)}",
+            remedy="keep one of them",
+        )
+    found = find_translation(
+        first,
+        client_optimizer=optimizer is not None,
+        client_scheduler=lr_scheduler is not None,
+        may_infer=(model_parameters is None or model_parameters == []) and optimizer is None,
+        ranks=ranks,
+    )
+    if found is None:
+        size = 1 if batch_size is None else batch_size
+        return DeepSpeedSettings(load_config(first), size, given=first)
+    return DeepSpeedSettings(
+        found.config,
+        found.batch_size if batch_size is None else batch_size,
+        found.drop_last,
+        trains=found.trains,
+        translation=found,
+        given=first,
+    )

@@ -1,0 +1,311 @@
+"""DeepSpeed's `utils`: values of one parameter, marks on modules, a log, a device to build on.
+
+And what scripts take from its `runtime.utils` and `checkpoint.utils`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache, partial
+from logging import INFO, getLogger  # DeepSpeed's `utils.logging` is a module of its own
+from typing import Any, Self
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from infinity.common.sizes import format_size
+from infinity.engine import Engine
+from infinity.errors import ConfigError, TrainingError
+from infinity.integrations.deepspeed.names import getter
+from infinity.integrations.deepspeed.processes import get_rank
+from infinity.model.offloaded_parameter import engine_of
+from infinity.model.torch_private import tree_map
+from infinity.plan.machine import read_machine
+
+logger = getLogger("infinity")
+Classes = Sequence[type[nn.Module] | str]
+
+# --- full values of one parameter, wherever they rest --------------------------------------------
+# They come as new fp32 tensors of the parameter's shape, on the device that the engine computes on;
+# a value that is set is kept. All ranks call. What DeepSpeed calls local is the same, and whole.
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
+    """The fp32 master, bit for bit; of a frozen parameter its value."""
+    engine = _engine(param)
+    with engine.materialized(param, master=True):
+        return param.detach().to(torch.float32, copy=True)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Replace the fp32 master, and the weight with it."""
+    engine = _engine(param)
+    if value.shape != param.shape:
+        raise ConfigError(f"the parameter has shape {tuple(param.shape)}, got {tuple(value.shape)}")
+    with engine.materialized(param, master=True), torch.no_grad():
+        param.copy_(value)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """The gradient accumulated in this window; None where none has come, as after `step()`."""
+    engine = _engine(param)
+    try:
+        return engine.gradient(param).to(engine.device, torch.float32)
+    except TrainingError:
+        return None
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Replace the accumulated gradient: the update, its norm and its clipping see the new one."""
+    _engine(param).set_gradient(param, value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+) -> None:
+    """Replace each gradient that is there by `update_func(gradient, parameter)`."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor:
+    """A moment, by torch's name ("exp_avg", ...); raises `ConfigError` naming those there are."""
+    engine = _engine(param)
+    state = engine.optimizer.read_state(param)
+    if optim_state_key not in state:
+        raise ConfigError(
+            f"there is no optimizer state {optim_state_key!r}",
+            remedy=f"one of {', '.join(state) or '(none before the first step)'}",
+        )
+    return torch.as_tensor(state[optim_state_key]).to(engine.device)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Replace a moment; raises `ConfigError` for what is no moment, or belongs to torch."""
+    _engine(param).set_optimizer_state(param, optim_state_key, value)
+
+
+safe_get_local_fp32_param = safe_get_full_fp32_param
+safe_set_local_fp32_param = safe_set_full_fp32_param
+safe_get_local_grad = safe_get_full_grad
+safe_set_local_grad = safe_set_full_grad
+safe_get_local_optimizer_state = safe_get_full_optimizer_state
+safe_set_local_optimizer_state = safe_set_full_optimizer_state
+
+
+def _engine(param: nn.Parameter) -> Engine:
+    engine = engine_of(param)
+    if not isinstance(engine, Engine):
+        raise ConfigError(
+            f"a tensor of shape {tuple(param.shape)} belongs to no engine",
+            because="it is no parameter of a model that initialize() got, or the engine is closed",
+            remedy="pass a parameter of engine.module, before engine.close()",
+        )
+    return engine
+
+
+# --- modules that shall be fetched as a whole ----------------------------------------------------
+# An engine fetches what is used when it is used, in any order, so that nothing hangs where experts
+# are chosen by the data. The marks only remember what was asked.
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether the module is marked."""
+    return bool(getattr(model, "_z3_leaf", False))
+
+
+def z3_leaf_parameter(model: nn.Parameter) -> bool:
+    """Never: parameters do not know their modules."""
+    return False
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark one module, or take the mark back."""
+    model._z3_leaf = flag  # type: ignore[assignment]
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The marked modules in a model."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def set_z3_leaf_modules(
+    model: nn.Module,
+    leaf_module_classes: Classes,
+    raise_if_not_found: bool = True,
+    *,
+    flag: bool = True,
+) -> list[nn.Module]:
+    """Mark modules by class, or by a class's name; returns them.
+
+    Raises `ConfigError` if there are none.
+    """
+    wanted = leaf_module_classes
+    if isinstance(wanted, str | type) or not all(isinstance(one, str | type) for one in wanted):
+        raise ConfigError(f"leaf_module_classes is {wanted!r}", remedy="a list of classes or names")
+    names = {one for one in wanted if isinstance(one, str)}
+    classes = tuple(one for one in wanted if isinstance(one, type))
+
+    def fits(name: str, module: nn.Module) -> bool:
+        kind = type(module)
+        called = {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+        return isinstance(module, classes) or not names.isdisjoint(called)
+
+    return _mark(model, fits, wanted, raise_if_not_found, flag)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module,
+    module_names: Sequence[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> list[nn.Module]:
+    """Mark modules by their dotted names; as `set_z3_leaf_modules`."""
+    return _mark(model, lambda n, _: n in module_names, module_names, raise_if_not_found, flag)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module,
+    module_name_suffixes: Sequence[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> list[nn.Module]:
+    """Mark modules by how their dotted names end; as `set_z3_leaf_modules`."""
+    ends = tuple(module_name_suffixes)
+    return _mark(model, lambda n, _: n.endswith(ends), ends, raise_if_not_found, flag)
+
+
+# Taking marks back.
+unset_z3_leaf_modules = partial(set_z3_leaf_modules, flag=False)
+unset_z3_leaf_modules_by_name = partial(set_z3_leaf_modules_by_name, flag=False)
+unset_z3_leaf_modules_by_suffix = partial(set_z3_leaf_modules_by_suffix, flag=False)
+
+
+def _mark(
+    model: nn.Module,
+    fits: Callable[[str, nn.Module], bool],
+    wanted: Classes,
+    must_be: bool,
+    flag: bool,
+) -> list[nn.Module]:
+    found = [module for name, module in model.named_modules() if fits(name, module)]
+    if must_be and not found:
+        kinds = sorted({type(module).__name__ for module in model.modules()})
+        raise ConfigError(
+            f"no module is one of {', '.join(map(str, wanted))}",
+            remedy=f"this model has {', '.join(kinds)}; no mark is needed here at all",
+        )
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found
+
+
+# --- the rest ------------------------------------------------------------------------------------
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
+    """Log a message, if this rank is among those that shall; without any, or with -1, all do."""
+    if not ranks or get_rank() in ranks or -1 in ranks:
+        logger.log(level, message)
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
+    """`log_dist`, of each message once."""
+    _log_once(message, None if ranks is None else tuple(ranks), level)
+
+
+_log_once = cache(log_dist)
+
+
+@cache
+def warning_once(*args: Any, **kwargs: Any) -> None:
+    """`logger.warning`, of each message once."""
+    logger.warning(*args, **kwargs)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log, with `force`, what this process holds: on the GPU, by torch, and in RAM."""
+    if force:
+        found = {"RAM": read_machine().own_rss_bytes}
+        if torch.cuda.is_available():
+            found |= {
+                "GPU": torch.cuda.memory_allocated(),
+                "GPU at most": torch.cuda.max_memory_allocated(),
+            }
+        sizes = ", ".join(f"{name} {format_size(n)}" for name, n in found.items())
+        logger.info("%s: %s", message, sizes)
+
+
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """`see_memory_usage` on one rank, or on all."""
+    see_memory_usage(msg, force=print_rank in (-1, get_rank()))
+    if reset_max and torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed the generators of Python, numpy and torch."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Tensor], bool]) -> Any:
+    """The tensors in `item` for which the function is true, on that device; the rest as it is."""
+    return tree_map(
+        lambda t: t.to(device) if isinstance(t, Tensor) and criterion_func(t) else t, item
+    )
+
+
+def clone_tensors_for_torch_save(item: Any, device: Any = None) -> Any:
+    """`item` with copies of its tensors, on the CPU by default; names to values become a dict."""
+    target = torch.device("cpu" if device is None else device)
+    plain = dict(item.items()) if isinstance(item, Mapping) else item
+    return tree_map(
+        lambda t: t.detach().to(target, copy=True) if isinstance(t, Tensor) else t, plain
+    )
+
+
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The function: ranges of calls are in traces of `trace:` instead."""
+    return func
+
+
+class OnDevice:
+    """Context manager in which a model is built on a device; on "meta" it takes no memory.
+
+    `initialize` makes the values of a model on the meta device.
+
+    Args:
+        dtype: Default dtype of the block; None leaves it unchanged.
+        device: Device of new tensors.
+        enabled: False for a block without effect.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype | None = None, device: str | torch.device = "meta",
+        enabled: bool = True,
+    ) -> None:  # fmt: skip
+        self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self._enabled:
+            with ExitStack() as undo:
+                undo.enter_context(self._device)
+                if self._dtype is not None:
+                    undo.callback(torch.set_default_dtype, torch.get_default_dtype())
+                    torch.set_default_dtype(self._dtype)
+                self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *rest: object) -> None:
+        self._undo.close()
+
+
+__getattr__ = getter("utils")

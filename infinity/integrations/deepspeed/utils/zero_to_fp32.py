@@ -1,0 +1,123 @@
+"""fp32 weights out of a checkpoint, ours or DeepSpeed's, by the names of DeepSpeed's script."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from infinity.checkpoint.directory import find_tag
+from infinity.checkpoint.reader import CheckpointReader
+from infinity.common.files import atomic_write, make_directories
+from infinity.common.sizes import parse_size
+from infinity.errors import CheckpointError
+from infinity.integrations.deepspeed.import_checkpoint import deepspeed_weights, is_zero
+from infinity.integrations.deepspeed.names import getter
+from infinity.model.weight_files import Outgoing, write_shards
+
+Where = str | os.PathLike[str]
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: Where,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Tensor]:
+    """Names to fp32 values on the CPU, tied weights under all their names, and buffers.
+
+    fp32 are the exact masters; what is no float stays as it is, and buffers do. All values are in
+    RAM at once, whatever `lazy_mode`; one at a time: `convert_zero_checkpoint_to_fp32_state_dict`.
+    Raises `CheckpointError` or `ConfigError` for what cannot be read.
+    """
+    with _tensors(checkpoint_dir, tag, exclude_frozen_parameters) as (tensors, aliases):
+        state = {tensor.name: tensor.read().to(tensor.dtype) for tensor in tensors}
+        return state | {alias: state[name] for alias, name in aliases.items()}
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: Where,
+    output_dir: Where,
+    max_shard_size: int | str = "5GB",
+    safe_serialization: bool = True,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> list[Path]:
+    """Write the fp32 weights as safetensors, one tensor in RAM at a time; returns the files.
+
+    Without `safe_serialization` one `pytorch_model.bin` for `torch.load`, with all in RAM at once.
+    """
+    out = Path(output_dir).expanduser()
+    if not safe_serialization:
+        state = get_fp32_state_dict_from_zero_checkpoint(
+            checkpoint_dir, tag, exclude_frozen_parameters
+        )
+        make_directories(out)
+        with atomic_write(out / "pytorch_model.bin") as file:
+            torch.save(state, file)
+        return [out / "pytorch_model.bin"]
+    with _tensors(checkpoint_dir, tag, exclude_frozen_parameters) as (tensors, _):
+        return write_shards(out, tensors, parse_size(max_shard_size))
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: Where, tag: str | None = None
+) -> nn.Module:
+    """Load the fp32 weights into a model, an engine's too, and return it."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+@contextmanager
+def _tensors(
+    checkpoint_dir: Where, tag: str | None, exclude_frozen: bool
+) -> Iterator[tuple[list[Outgoing], Mapping[str, str]]]:
+    """Tensors to write, tied ones once, and the other names of those."""
+    root = Path(checkpoint_dir).expanduser()
+    if is_zero(root, tag):
+        yield deepspeed_weights(root, tag, frozen=not exclude_frozen)
+        return
+    found = find_tag(root, tag)
+    if found is None:
+        raise CheckpointError(
+            f"{root} has no checkpoint that is called the latest", remedy="pass tag=..."
+        )
+    with CheckpointReader(root, found) as reader:
+        parameters = reader.manifest.parameters
+        left_out = {p.name for p in parameters if exclude_frozen and not p.trained}
+        every = reader.outgoing(torch.float32)
+        tensors = [tensor for tensor in every if tensor.name not in left_out]
+        kept = [p for p in parameters if p.name not in left_out]
+        yield tensors, {alias: p.name for p in kept for alias in p.aliases}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """`python -m infinity.deepspeed.utils.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR`."""
+    parser = argparse.ArgumentParser(description="fp32 weights out of a checkpoint")
+    parser.add_argument("checkpoint_dir", help="ours or DeepSpeed's")
+    parser.add_argument("output_dir", help="where the safetensors go")
+    parser.add_argument("--max_shard_size", default="5GB", help="of a file")
+    parser.add_argument("--safe_serialization", action="store_true", help="is so anyway")
+    parser.add_argument("-t", "--tag", help="default: the latest")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true")
+    parser.add_argument("-d", "--debug", action="store_true", help="changes nothing")
+    given = parser.parse_args(arguments)
+    convert_zero_checkpoint_to_fp32_state_dict(
+        given.checkpoint_dir,
+        given.output_dir,
+        given.max_shard_size,
+        tag=given.tag,
+        exclude_frozen_parameters=given.exclude_frozen_parameters,
+    )
+
+
+__getattr__ = getter("utils.zero_to_fp32")
+
+if __name__ == "__main__":
+    main()

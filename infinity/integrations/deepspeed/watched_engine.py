@@ -1,0 +1,101 @@
+"""The engine of a configuration that asks for monitors, printed steps or DeepSpeed's profiler."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.integrations.deepspeed.engine import DeepSpeedEngine
+from infinity.integrations.deepspeed.flops import FlopsProfiler
+
+
+def watch(engine: DeepSpeedEngine) -> None:
+    """Attach the monitors, printed steps and profiler that an engine's configuration enables.
+
+    Where `import deepspeed` finds us, say on stderr what became of the configuration.
+    """
+    first = not engine.ranks.rank
+    profiles = first and engine._said("flops_profiler.enabled")
+    every = (engine._said("steps_per_print") if first else None) or math.inf
+    if first and engine.translation is not None and "deepspeed" in sys.modules:
+        sys.stderr.write(f"infinity: {engine.translation.summary()}\ninfinity: {engine!r}\n")
+    watched = engine.monitor.enabled or profiles or every < math.inf
+    if watched and type(engine) is DeepSpeedEngine:
+        engine.__class__ = _WatchedEngine  # others need no frame between a step and its caller
+        assert isinstance(engine, _WatchedEngine)
+        engine._print_every = every
+        engine._profile_step = engine._said("flops_profiler.profile_step") if profiles else None
+        engine._since = time.perf_counter(), engine.global_samples
+        engine._parts.also(engine.monitor.close)
+        engine.optimizer.connect(engine.step, engine._drop_arrivals)
+
+
+class _WatchedEngine(DeepSpeedEngine):
+    """A `DeepSpeedEngine` that reports its steps to monitors and on stdout, and profiles a forward.
+
+    `_losses` is the sum of the open window's losses, as `backward` returns them; None where one is
+    not known, because a `loss.backward()` made gradients.
+    """
+
+    _losses: Any = None
+    _profile_step: int | None = None
+    _print_every = math.inf  # steps
+    _since = (0.0, 0)  # when the last line was printed, and samples until then
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._profile_step != self.global_steps or not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        profiler, step, self._profile_step = FlopsProfiler(self.module), self._profile_step, None
+        profiler.start_profile()
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            profiler.stop_profile()
+            names = ("module_depth", "top_modules", "detailed", "output_file")
+            told = (self._said(f"flops_profiler.{name}") for name in names)
+            profiler.print_model_profile(step, *told)
+
+    def _known(self) -> Any:
+        if self._window.has_news:
+            return None
+        return self._losses if self._window.is_open else 0.0
+
+    def _end_users_backward(self) -> None:
+        self._losses = self._known()
+        super()._end_users_backward()
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        known = self._known()
+        told = super().backward(loss, retain_graph, scale_wrt_gas)
+        self._losses = None if known is None else known + told
+        return told
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        before = self.global_steps
+        super().step(lr_kwargs)
+        if self.global_steps > before:
+            known = {} if self._losses is None else {"train_loss": float(self._losses)}
+            told = {**known, "lr": self.get_lr()[0]}
+            told |= {"loss_scale": float(self.loss_scale)} if self.fp16_enabled() else {}
+            events = [(f"Train/Samples/{n}", v, self.global_samples) for n, v in told.items()]
+            self.monitor.write_events(events)
+            if self.global_steps % self._print_every == 0:
+                self._print_step(known)
+
+    def _print_step(self, loss: Mapping[str, float]) -> None:
+        now, samples = time.perf_counter(), self.global_samples
+        speed = (samples - self._since[1]) / max(now - self._since[0], 1e-9)
+        self._since = now, samples
+        words = [f"step={self.global_steps}", f"skipped={self.skipped_steps}"]
+        words += [f"loss={value:.4f}" for value in loss.values()]
+        words += [f"lr={[float(f'{rate:.6g}') for rate in self.get_lr()]}"]
+        words += [f"{speed:.1f} samples/s"]
+        sys.stdout.write(", ".join(words) + "\n")

@@ -1,0 +1,319 @@
+"""DeepSpeed's `zero`: building models without memory, and full values of parameters.
+
+[Note: DeepSpeed attributes]
+Scripts ask a parameter whether its values are away: `hasattr(p, "ds_id")`, `p.ds_status`. So those
+of a `DeepSpeedEngine` have `ds_id`, `ds_numel`, `ds_shape`, and a status that is `NOT_AVAILABLE`
+but in a block of `GatheredParameters`: elsewhere values come where a module uses them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from enum import Enum, IntEnum
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import infinity.model.meta_init as materialize
+from infinity.config.schema import load_config
+from infinity.engine import Engine
+from infinity.errors import ConfigError, ResidencyError
+from infinity.integrations.deepspeed.config import find_translation
+from infinity.integrations.deepspeed.names import getter
+from infinity.model.offloaded_parameter import engine_of
+
+
+class ZeroParamType(Enum):
+    """Where a parameter's values may rest: here all are `NORMAL`."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroParamStatus(Enum):
+    """Whether a parameter holds its full value now."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[()]]:
+        return set, ()  # what torch's safe loader knows: a parameter that is pickled has its value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+class ZeroStageEnum(IntEnum):
+    """What DeepSpeed's stages share between GPUs; here all of it is shared at any."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+def mark(parameters: Iterable[nn.Parameter]) -> None:
+    """Answer what scripts ask of parameters: see the note."""
+    for number, parameter in enumerate(parameters):
+        vars(parameter).update(
+            ds_id=number,
+            ds_numel=parameter.numel(),
+            ds_shape=parameter.shape,
+            ds_status=ZeroParamStatus.NOT_AVAILABLE,
+        )
+
+
+def unmark(parameters: Iterable[nn.Parameter]) -> None:
+    """Take the answers back."""
+    for parameter in parameters:
+        for name in ("ds_id", "ds_numel", "ds_shape", "ds_status"):
+            vars(parameter).pop(name, None)
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Return True if the parameter belongs to an engine.
+
+    Args:
+        parameter: Any object.
+    """
+    return hasattr(parameter, "ds_id")
+
+
+class Init:
+    """Context manager that builds a model without memory: `infinity.Init` for DeepSpeed's callers.
+
+    It does nothing inside another such block, and where transformers uses it, which fills the model
+    in RAM next; a transformers model larger than RAM needs `infinity.from_pretrained`. Placement is
+    decided by `initialize`.
+
+    Args:
+        module: Not used: `initialize` takes a model that is built already.
+        data_parallel_group: Not used.
+        mem_efficient_linear: Not used.
+        remote_device: Not used.
+        pin_memory: Not used.
+        config_dict_or_path: A configuration, of which `seed` is used.
+        config: The same, by DeepSpeed's earlier name.
+        enabled: If False, the block does nothing.
+        dtype: Not used: values are made in the dtype of the model's code and rounded once.
+        mpu: Must be None.
+        zero_param_parallel_group: Not used.
+        zero_quantized_weights: Must be False.
+        zero_quantized_nontrainable_weights: Must be False.
+        sequence_data_parallel_group: Not used.
+        param_swapper: Not used.
+        tensor_overrides: Not used.
+
+    Raises:
+        ConfigError: `mpu` or a quantization is asked for.
+
+    Example:
+        >>> with zero.Init():
+        ...     model = Model()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
+    ) -> None:
+        refused = {
+            "mpu": mpu is not None,
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+        }
+        for name in (name for name, given in refused.items() if given):
+            raise ConfigError(
+                f"zero.Init({name}=...) is not supported",
+                because="it is for several processes",
+                remedy="leave it out",
+            )
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        self._seed = None if source is None else _seed_in(source)
+        self._enabled = enabled and not _is_transformers(source)
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self._enabled and not materialize.is_building():
+            if self._seed is not None:
+                torch.manual_seed(self._seed)
+            self._undo.enter_context(materialize.Init())
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._undo.__exit__(*exc_info)
+
+
+class GatheredParameters:
+    """Context manager in which parameters hold their full values; edits are written at its end.
+
+    Values are in the compute dtype; for fp32 masters use
+    `engine.materialized(params, master=True)`.
+
+    Args:
+        params: A parameter, several, or `module.parameters()`. Other tensors, and parameters of an
+            outer block, are not changed.
+        modifier_rank: Rank whose edits all ranks take, also for parameters without an engine. None:
+            all ranks make the same edits.
+        fwd_module: Not used.
+        enabled: If False, the block does nothing.
+
+    Raises:
+        ResidencyError: A parameter has no values yet.
+        ConfigError: The block is in a forward that has a backward, which would need the values
+            after the end of the block.
+    """
+
+    def __init__(
+        self,
+        params: Tensor | Iterable[Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        given = [params] if isinstance(params, Tensor) else list(params)
+        self._params = given if enabled else []
+        self._modifier_rank = modifier_rank
+        self._owned: list[tuple[Engine, list[nn.Parameter]]] = []
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        owned: dict[int, tuple[Engine, list[nn.Parameter]]] = {}
+        for parameter in {id(p): p for p in self._params}.values():
+            engine = engine_of(parameter)
+            if isinstance(engine, Engine) and isinstance(parameter, nn.Parameter):
+                if torch.is_grad_enabled() and engine._parts.hooks.saved.depth:
+                    raise _in_a_forward(parameter)
+                if not engine.is_materialized(parameter):
+                    owned.setdefault(id(engine), (engine, []))[1].append(parameter)
+            elif parameter.is_meta:
+                raise ResidencyError(
+                    f"a parameter of shape {tuple(parameter.shape)} has no values yet",
+                    because="its model was built without memory",
+                    remedy="call infinity.initialize(model, ...) first, or edit values inside the "
+                    "`with zero.Init()` block",
+                )
+        with ExitStack() as undo:
+            for engine, parameters in owned.values():
+                undo.enter_context(engine.materialized(parameters))
+                undo.enter_context(_available(parameters))
+            self._owned, self._undo = list(owned.values()), undo.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        if exc_info[0] is not None:
+            self._undo.__exit__(*exc_info)
+            return
+        with self._undo:
+            for engine, parameters in self._owned:
+                if self._modifier_rank is not None:
+                    _share_values(engine, parameters, self._modifier_rank)
+        many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if many and self._modifier_rank is not None:
+            gpu = dist.get_backend() == "nccl"
+            for parameter in self._params:
+                if engine_of(parameter) is None:
+                    value = parameter.detach()
+                    sent = value.cuda() if gpu else value
+                    dist.broadcast(sent, self._modifier_rank)
+                    value.copy_(sent)
+
+
+def _in_a_forward(parameter: nn.Parameter) -> ConfigError:
+    return ConfigError(
+        f"zero.GatheredParameters of a parameter of shape {tuple(parameter.shape)} in a forward "
+        "that has a backward",
+        because="the block lends values until its end, and backward comes later; without it they "
+        "are fetched where they are used, then too",
+        remedy="leave the block out; where a library opens it at stage 3, as TRL does around a "
+        'loss, write "stage": 2 in zero_optimization: offload_param works there too',
+    )
+
+
+def _share_values(engine: Engine, parameters: list[nn.Parameter], source: int) -> None:
+    """Make values that are at hand, on all ranks, those of one: each writes a shard of its own."""
+    if engine.ranks.count > 1:
+        engine.ranks.meet("leaves gathered parameters")
+        for parameter in parameters:
+            value = parameter.detach().cpu().contiguous()
+            engine.ranks.broadcast(value.view(-1).view(torch.uint8), source)
+            parameter.detach().copy_(value)
+
+
+@contextmanager
+def _available(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Marked parameters say in the block that they hold values."""
+    marked = [parameter for parameter in parameters if is_zero_param(parameter)]
+    for parameter in marked:
+        vars(parameter)["ds_status"] = ZeroParamStatus.AVAILABLE
+    try:
+        yield
+    finally:
+        for parameter in marked:
+            vars(parameter)["ds_status"] = ZeroParamStatus.NOT_AVAILABLE
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """Yield the module of an engine, which generates between steps; weights are prefetched.
+
+    Args:
+        model: An engine, or a module.
+    """
+    yield getattr(model, "module", model)
+
+
+def _is_transformers(source: Any) -> bool:
+    """Whether this is the configuration that transformers builds its models with."""
+    found = sys.modules.get("transformers.integrations.deepspeed")
+    return found is not None and source is not None and found.deepspeed_config() is source
+
+
+def _seed_in(source: Any) -> int | None:
+    """The seed in a configuration of ours, or in the section of ours in one of DeepSpeed's."""
+    translation = find_translation(source, lenient=True)
+    return (load_config(source) if translation is None else translation.config).seed
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Check the types of the arguments: parameters are fetched wherever they are used.
+
+    Args:
+        module: Not used otherwise.
+        parameter: Not used otherwise.
+
+    Raises:
+        ConfigError: They are no module and parameter.
+    """
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+        raise ConfigError(
+            f"a module and a parameter were expected, got {type(module).__name__} and "
+            f"{type(parameter).__name__}"
+        )
+
+
+unregister_external_parameter = register_external_parameter
+
+
+__getattr__ = getter("zero")

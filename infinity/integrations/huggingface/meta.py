@@ -1,0 +1,109 @@
+"""Models of transformers without values: what is planned for is what a run would build.
+
+A config is all it takes: a file, a directory, or a Hub id, of which config.json alone is fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from infinity.errors import ConfigError, explained
+from infinity.integrations.huggingface.experts import declare_experts
+from infinity.integrations.huggingface.models import (
+    CONFIG_NAME,
+    build_model,
+    class_for,
+    find_directory,
+    read_config,
+)
+from infinity.model.named_models import PUBLISHED
+from infinity.model.shapes import Target, read_model_config, target_of
+
+# Far above every published model; more is a slip of the pen, and takes minutes to build.
+MAX_LAYERS = 4096
+_LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers",
+               "decoder_layers")  # fmt: skip
+_SETTERS = (Tensor.normal_, Tensor.uniform_, Tensor.zero_, Tensor.fill_)
+
+
+class _Unset(TorchFunctionMode):
+    """Initialisers do nothing: on meta there is nothing to set, and torch takes seconds to learn.
+
+    The first random number on meta makes torch import its compiler.
+    """
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__module__", "") == "torch.nn.init" or function in _SETTERS:
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **kwargs)
+
+
+def meta_model(config: Any, model_class: Any = None) -> nn.Module:
+    """The model of a transformers config, in fp32 on meta: nothing is computed or allocated.
+
+    `model_class` as in `from_pretrained`. Raises `ConfigError` for numbers that make no model.
+    """
+    kind = class_for(config, model_class)
+    make = getattr(kind, "from_config", None) or kind._from_config  # of an AutoModel..., or a model
+    what = f"transformers cannot build the {config.model_type!r} model"
+    with explained(what, f"correct its {CONFIG_NAME}"):
+        try:
+            with torch.device("meta"), _Unset():
+                made = make(config, dtype=torch.float32)
+        except RuntimeError:  # it looks at values while it is built
+            made = build_model(config, model_class=kind)
+    assert isinstance(made, nn.Module)
+    declare_experts(made)
+    if next(made.parameters(), None) is None:
+        raise ConfigError(f"{kind.__name__} is a model without parameters: nothing is trained")
+    return made
+
+
+def find_target(text: str, model_class: str | None = None, lora: int | None = None) -> Target:
+    """What to plan for: the model of a config.json, of a directory with one, or of a Hub id; with
+    adapters of rank `lora` where that is told.
+
+    Raises `ConfigError` for what is no model's config, or has senseless numbers, `MachineError` for
+    an id that is not in the Hub's cache and that the Hub does not give.
+    """
+    path = Path(text).expanduser()
+    if not path.exists():
+        path = find_directory(text, wanted=[CONFIG_NAME])
+    file = path / CONFIG_NAME if path.is_dir() else path
+    _check_counts(read_model_config(file))
+    config = read_config(file, model_class)
+    return target_of(text, meta_model(config, model_class), config.to_dict(), lora)
+
+
+def published_target(name: str, lora: int | None = None) -> Target:
+    """Return what to plan for of a model of `PUBLISHED`, as `find_target` does of its config."""
+    from transformers import AutoConfig
+
+    with explained(f"transformers has no config for {name}", "install a newer transformers"):
+        config = AutoConfig.for_model(**PUBLISHED[name.lower()])
+    return target_of(name, meta_model(config), config.to_dict(), lora)
+
+
+def _check_counts(raw: Mapping[str, Any]) -> None:
+    """Refuse more layers than are built in seconds."""
+    for part in (raw, *raw.values()):
+        for key in _LAYER_KEYS if isinstance(part, Mapping) else ():
+            if isinstance(part.get(key), int) and part[key] > MAX_LAYERS:
+                raise ConfigError(
+                    f"the model's config has {key}={part[key]}",
+                    because=f"more than {MAX_LAYERS} layers take minutes",
+                    remedy="look for a digit too many among its numbers",
+                )

@@ -1,0 +1,319 @@
+"""What a run of `InfinityTrainer` is told: TrainingArguments and one configuration, made one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config.schema import Config, SchedulerConfig, load_config
+from infinity.config.source import read_source
+from infinity.errors import ConfigError
+from infinity.integrations.deepspeed.config import OURS, Translation, translate_deepspeed
+from infinity.integrations.deepspeed.source import Source, find_source
+from infinity.integrations.huggingface.models import transformers
+from infinity.optim.moments import COMPUTE_DTYPES
+from infinity.optim.rules import RULES
+
+_OWN_STATE = ("8bit", "4bit", "bnb", "paged")
+
+
+class GroupsOnly(torch.optim.Optimizer):
+    """Takes the parameter groups that a Trainer makes, and no step."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Never: the engine's optimizer takes its place."""
+        raise AssertionError("stands for groups only")
+
+
+def check_name(name: str) -> None:
+    """Raise `ConfigError` for a `TrainingArguments.optim` that keeps state of its own."""
+    name = str(getattr(name, "value", name))
+    if any(word in name for word in _OWN_STATE):
+        raise ConfigError(
+            f"optim={name!r} keeps its state on the GPU, in a format of its own",
+            because="here the state rests with the engine, on the tier that has room",
+            remedy='optim="adamw_torch" with infinity_config={"optimizer": {"moments": "8bit"}}, '
+            "or moments in fp32 on disk",
+        )
+
+
+# `TrainingArguments` that keep `deepspeed=` for us, whether or not that package is installed.
+
+
+_Arguments: Any = transformers().TrainingArguments
+
+
+@dataclass
+class TrainingArguments(_Arguments):  # type: ignore[misc]
+    """`transformers.TrainingArguments` whose `deepspeed` needs no package deepspeed.
+
+    `InfinityTrainer` translates the configuration given as `deepspeed`, like `infinity_config`.
+    """
+
+    def __post_init__(self) -> None:
+        given, self.deepspeed = self.deepspeed, None  # type: ignore[has-type]
+        super().__post_init__()
+        self.deepspeed = given
+
+
+_PARAMS = "optimizer.params"
+_PRECISION_OF = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
+_PRECISIONS = ("bf16", "bfloat16", "fp16")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSettings:
+    """What the engine is made with.
+
+    `config` has no schedule: the Trainer steps it, so it is `scheduler`, or None for that of the
+    TrainingArguments. `names_optimizer` says whether the configuration chose the update rule,
+    `names_micro_batches` whether a key of ours said how many there are. `translation` is there
+    where it was DeepSpeed's, whose batch triangle says no more than how large a step is.
+    """
+
+    config: Config
+    scheduler: SchedulerConfig | None
+    names_optimizer: bool
+    names_micro_batches: bool
+    translation: Translation | None
+
+
+def find_settings(
+    args: Any, infinity_config: Any, model: nn.Module, num_training_steps: int = 1
+) -> TrainerSettings:
+    """The settings of a run; `num_training_steps` is what an "auto" schedule is filled in with.
+
+    What the configuration leaves out, or calls "auto", comes from `args`; what it gives must be
+    the same there, as transformers demands of a DeepSpeed configuration. Raises `ConfigError`
+    that lists all that differs, for two configurations, or for one that resumes by itself.
+    """
+    refuse_arguments(args)
+    theirs = getattr(args, "deepspeed", None)
+    if infinity_config is not None and theirs:
+        raise ConfigError(
+            "two configurations: infinity_config=... and TrainingArguments(deepspeed=...)",
+            remedy="keep one of them",
+        )
+    source = infinity_config if infinity_config is not None else theirs or {}
+    wanted = _precision(args, model)
+    found = find_source(source)
+    if found is not None:
+        settings = _translated(found, source, args, wanted, num_training_steps)
+    elif theirs and infinity_config is None:
+        raise ConfigError(
+            f"TrainingArguments(deepspeed={str(theirs)[:60]!r}) is no DeepSpeed configuration",
+            because="none of its keys is DeepSpeed's alone, or it cannot be read",
+            remedy="InfinityTrainer(infinity_config=...) takes a configuration of infinity",
+        )
+    else:
+        settings = _ours(source, args, wanted)
+    _check_full_eval(args, settings.config)
+    if settings.config.resume != "never":
+        raise ConfigError(
+            f"resume: {settings.config.resume} is not for InfinityTrainer",
+            because="the engine would go on from its last commit, and the Trainer begin at step 0, "
+            "because only its checkpoint-N have the position of data and steps",
+            remedy="leave resume out, and trainer.train(resume_from_checkpoint=True)",
+        )
+    return settings
+
+
+def refuse_arguments(args: Any) -> None:
+    """Raise one `ConfigError` for all TrainingArguments that cannot mean anything here."""
+    kwargs = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    reasons = {
+        "torch_compile": args.torch_compile and "compiled graphs keep addresses, and weights move",
+        "fsdp": args.fsdp and "the engine owns the weights",
+        "parallelism_config": args.parallelism_config is not None
+        and "every process has data of its own, and all share all of the model",
+        "auto_find_batch_size": args.auto_find_batch_size
+        and "the plan is made for one batch size; choose per_device_train_batch_size",
+        "accelerator_config.gradient_accumulation_kwargs.sync_each_batch": kwargs.get(
+            "sync_each_batch"
+        )
+        and "gradients are summed by the engine",
+        "sync_ref_model": getattr(args, "sync_ref_model", False)
+        and "the weights of a reference rest with an engine, which does not change them",
+    }
+    found = [f"\n  - {name}: {reason}" for name, reason in reasons.items() if reason]
+    if found:
+        raise ConfigError(
+            f"InfinityTrainer cannot do what TrainingArguments ask for:{''.join(found)}",
+            remedy="leave them out",
+        )
+
+
+def _precision(args: Any, model: nn.Module) -> str:
+    """What is computed in: the flag, else what most of the model is in, as in `Trainer`."""
+    if args.bf16 or args.fp16:
+        return "bf16" if args.bf16 else "fp16"
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        sizes[parameter.dtype] += parameter.numel() if parameter.is_floating_point() else 0
+    return _PRECISION_OF.get(max(sizes, key=sizes.__getitem__, default=torch.float32), "fp32")
+
+
+def _check_full_eval(args: Any, config: Config) -> None:
+    for flag in ("bf16", "fp16"):
+        if getattr(args, f"{flag}_full_eval") and config.precision != flag:
+            raise ConfigError(
+                f"{flag}_full_eval=True, but the engine computes in {config.precision}",
+                because="weights are not converted for an evaluation and back",
+                remedy=f"leave {flag}_full_eval out, or train with {flag}=True",
+            )
+
+
+# --- what TrainingArguments say ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A value of TrainingArguments, and how it is called: there, by us and by DeepSpeed."""
+
+    argument: str
+    value: Any
+    ours: str
+    theirs: str
+
+
+def _told(args: Any, precision: str) -> list[_Told]:
+    """What a configuration may leave out, and has to agree with where it does not."""
+    steps, adam, params = "gradient_accumulation_steps", "adam_beta1, adam_beta2", _PARAMS
+    decay = args.weight_decay
+    micro = args.per_device_train_batch_size
+    ranks = args.world_size
+    total = f"per_device_train_batch_size x {steps}" + (f" x {ranks}" if ranks > 1 else "")
+    betas = (args.adam_beta1, args.adam_beta2)
+    flag = [_Told(f"{precision}=True", precision, "precision", "precision")]
+    return [
+        *(flag if args.bf16 or args.fp16 else ()),
+        _Told("per_device_train_batch_size", micro, "", "train_micro_batch_size_per_gpu"),
+        _Told(steps, args.gradient_accumulation_steps, steps, steps),
+        _Told(total, micro * args.gradient_accumulation_steps * ranks, "", "train_batch_size"),
+        _Told(
+            "max_grad_norm", float(args.max_grad_norm or 0.0), "gradient_clipping",
+            "gradient_clipping",
+        ),
+        _Told("learning_rate", args.learning_rate, "optimizer.lr", f"{params}.lr"),
+        _Told(adam, betas, "optimizer.betas", f"{params}.betas"),
+        _Told("adam_epsilon", args.adam_epsilon, "optimizer.eps", f"{params}.eps"),
+        _Told("weight_decay", decay, "optimizer.weight_decay", f"{params}.weight_decay"),
+        _Told("learning_rate", args.learning_rate, "", "scheduler.params.warmup_max_lr"),
+    ]  # fmt: skip
+
+
+# --- ours --------------------------------------------------------------------------------------
+
+
+def _ours(source: Any, args: Any, precision: str) -> TrainerSettings:
+    if isinstance(source, Config):
+        source = source.model_dump(exclude_unset=True)
+    raw = _without_autos(read_source(source)[1])
+    given = load_config(raw)
+    kind, of_adam = given.optimizer.type, ("optimizer.betas", "optimizer.eps")
+    all_told = {one.ours: one for one in _told(args, precision) if one.ours}
+    told = {
+        name: one
+        for name, one in all_told.items()
+        if RULES[kind].decoupled is not None or name not in of_adam
+    }
+    written = {n: e["value"] for n, e in given.resolved().items() if e["origin"] == "given"}
+    _check_same(written, told, "leave it out")
+    merged = {"precision": precision, **given.model_dump(exclude_unset=True, exclude={"scheduler"})}
+    merged["optimizer"] = {**merged.get("optimizer", {}), "type": kind}
+    for name, one in told.items():
+        section, _, key = name.rpartition(".")
+        (merged["optimizer"] if section else merged)[key] = one.value
+    for key, entries in RULES[kind].deepspeed_keys.items():  # of a rule with a part that is AdamW's
+        for entry in entries if f"optimizer.{key}" in all_told else ():
+            merged["optimizer"].setdefault(entry, all_told[f"optimizer.{key}"].value)
+    return TrainerSettings(
+        load_config(merged),
+        given.scheduler,
+        names_optimizer="optimizer.type" in written,
+        names_micro_batches="gradient_accumulation_steps" in written,
+        translation=None,
+    )
+
+
+def _without_autos(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Without values that are "auto", where TrainingArguments have one."""
+    keys = ("gradient_accumulation_steps", "gradient_clipping", "precision")
+    kept = {k: v for k, v in raw.items() if not (k in keys and v == "auto")}
+    if isinstance(kept.get("optimizer"), Mapping):
+        kept["optimizer"] = {k: v for k, v in kept["optimizer"].items() if v != "auto"}
+    return kept
+
+
+# --- DeepSpeed's -------------------------------------------------------------------------------
+
+
+def _translated(
+    found: Source, source: Any, args: Any, precision: str, num_training_steps: int
+) -> TrainerSettings:
+    raw: dict[str, Any] = dict(found.raw)
+    named = raw.get("optimizer") is not None
+    told = {one.theirs: one for one in _told(args, precision)}
+    fill = {name: one.value for name, one in told.items()} | {
+        f"{_PARAMS}.betas": list(told[f"{_PARAMS}.betas"].value),
+        "bf16.enabled": precision == "bf16",
+        "fp16.enabled": precision == "fp16",
+        "scheduler.params.warmup_min_lr": 0,
+        "scheduler.params.warmup_num_steps": max(1, args.get_warmup_steps(num_training_steps)),
+        "scheduler.params.total_num_steps": num_training_steps,
+    }
+    if not any(name in raw for name in _BATCH):
+        raw[_BATCH[1]] = "auto"
+    raw.setdefault("gradient_accumulation_steps", "auto")
+    raw.setdefault("gradient_clipping", "auto")
+    if not any(name in raw for name in _PRECISIONS):
+        raw["bf16" if precision == "bf16" else "fp16"] = {"enabled": "auto"}
+    translation = translate_deepspeed(
+        source if found.repeated else raw,
+        fill=fill,
+        client_optimizer=not named,
+        ranks=args.world_size,
+    )
+    config = translation.config
+    written = {row.key: row.given for row in translation.rows} | {"precision": config.precision}
+    _check_same(written, told, 'write "auto" there')
+    merged = config.model_dump(exclude_unset=True, exclude={"scheduler"})
+    if not named:
+        kept = {key: v for key, v in merged.get("optimizer", {}).items() if key == "moments"}
+        values = {one.ours: one.value for one in told.values()}
+        rule = {key: values[f"optimizer.{key}"] for key in ("lr", "betas", "eps", "weight_decay")}
+        merged["optimizer"] = {**kept, "type": "AdamW", **rule}
+    micro_batches = "gradient_accumulation_steps" in raw.get(OURS, {})
+    return TrainerSettings(load_config(merged), config.scheduler, named, micro_batches, translation)
+
+
+# --- what differs ------------------------------------------------------------------------------
+
+
+def _check_same(given: Mapping[str, Any], told: Mapping[str, _Told], remedy: str) -> None:
+    problems = [
+        f"\n  - {name}: {value!r} in the configuration, {told[name].value!r} by TrainingArguments "
+        f"({told[name].argument})"
+        for name, value in given.items()
+        if name in told and value not in (None, "auto") and not _same(value, told[name].value)
+    ]
+    if problems:
+        raise ConfigError(
+            f"the configuration and TrainingArguments differ:{''.join(problems)}",
+            remedy=f"{remedy}, and the value of TrainingArguments is used; or make them the same",
+        )
+
+
+def _same(given: Any, wanted: Any) -> bool:
+    if isinstance(wanted, tuple):
+        return len(given) == len(wanted) and all(map(_same, given, wanted))
+    return bool(given == wanted) if isinstance(wanted, str) else float(given) == float(wanted)

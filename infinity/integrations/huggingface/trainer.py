@@ -1,0 +1,736 @@
+"""`InfinityTrainer`: `transformers.Trainer` over an engine."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler
+
+from infinity.checkpoint.manifest import MANIFEST_NAME
+from infinity.config.schema import Config
+from infinity.distributed.context import Ranks, find_ranks
+from infinity.engine import Engine
+from infinity.errors import CheckpointError, ConfigError, EngineClosedError, InfinityWarning
+from infinity.integrations.deepspeed.arguments import initialize
+from infinity.integrations.deepspeed.settings import DeepSpeedSettings
+from infinity.integrations.huggingface.accelerator import (
+    OffloadAccelerator,
+    OffloadedModel,
+    offload_beside,
+)
+from infinity.integrations.huggingface.batches import (
+    Decided,
+    StepBatches,
+    decided_by,
+    pad_token_of,
+    sums_over_samples,
+    with_schedule,
+)
+from infinity.integrations.huggingface.models import (
+    load_model,
+    save_pretrained,
+    told_for,
+    transformers,
+)
+from infinity.integrations.huggingface.settings import (
+    GroupsOnly,
+    TrainerSettings,
+    check_name,
+    find_settings,
+    refuse_arguments,
+)
+from infinity.integrations.huggingface.step_log import StepLog
+from infinity.model.lazy_tensor import Promised
+from infinity.optim.lr_schedules import make_schedule
+from infinity.optim.of_torch import (
+    Choice,
+    adopt_scheduler,
+    choose_class,
+    choose_instance,
+    without_optimizer,
+)
+from infinity.training.load_weights import load_weights
+from infinity.training.run_state import capture_rng, restore_rng
+
+# Random draws of collators and datasets, the same after a resume.
+#
+# [Note: random state of a resumed loader]
+# accelerate's loader reads one batch ahead: when a checkpoint is saved, the first batch of the
+# next window has been drawn, with the random generators as they were before the window that was
+# trained. A Trainer that resumes reads that batch again, and puts the generators back afterwards,
+# so that batches with random masks differ. Here the generators are noted before each batch is
+# read, and put back as they were before that one and the one after it.
+
+
+class DataNotes:
+    """The batch that was read last, and the generators before it; puts both back on a resume."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, Any] | None = None
+        self._ahead: dict[str, Any] | None = None
+        self._saved: dict[str, Any] | None = None
+        self._pass: dict[str, Any] = {}  # generators before this pass: a sampler may draw its order
+
+    def resume(self, last: dict[str, Any] | None, saved: dict[str, Any]) -> None:
+        """Go on after a checkpoint: `last` as it was then, `saved` the generators then."""
+        self._ahead, self._saved = last, saved
+
+    def before_pass(self) -> None:
+        """A pass over the data is about to begin."""
+        if self._ahead is not None and self._ahead.get("pass"):  # older checkpoints have none
+            restore_rng(self._ahead["pass"])
+        self._pass = capture_rng()
+
+    def before_batch(self, number: int) -> None:
+        """A batch of this pass is about to be read."""
+        if self._ahead is not None and self._saved is not None:
+            if number == self._ahead["batch"]:
+                restore_rng(self._ahead["generators"])
+            elif number == self._ahead["batch"] + 1:
+                self.finish()
+        self.last = {"batch": number, "generators": capture_rng(), "pass": self._pass}
+
+    def finish(self) -> None:
+        """Generators as they were when the checkpoint was saved, unless that is behind us."""
+        if self._saved is not None:
+            restore_rng(self._saved)
+        self._ahead = self._saved = None
+
+
+class NotedSampler(Sampler[Any]):
+    """Another sampler's indices; tells the notes when the first of a batch is asked for."""
+
+    def __init__(self, sampler: Any, batch_size: int, notes: DataNotes) -> None:
+        self.sampler = sampler
+        self._batch_size = batch_size
+        self._notes = notes
+        # accelerate asks who has it: of a sampler that has none the data set is told.
+        if hasattr(sampler, "set_epoch"):
+            self.set_epoch = sampler.set_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        self._notes.before_pass()
+        for number, index in enumerate(self.sampler):
+            if number % self._batch_size == 0:
+                self._notes.before_batch(number // self._batch_size)
+            yield index
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+def note_draws(loader: Any, notes: DataNotes) -> Any:
+    """The loader, which tells `notes` of each batch, of all ranks; workers draw for themselves."""
+    batches: Any = getattr(loader, "batch_sampler", None)
+    batches = getattr(batches, "batch_sampler", batches)  # of accelerate's, for several ranks
+    known = hasattr(batches, "sampler") and isinstance(getattr(batches, "batch_size", None), int)
+    if isinstance(loader, DataLoader) and loader.num_workers == 0 and known:
+        batches.sampler = NotedSampler(batches.sampler, batches.batch_size, notes)
+    return loader
+
+
+# What a Trainer's `checkpoint-N` holds of an engine, and how it comes back.
+#
+# `checkpoint-N/engine` is the engine's checkpoint, with the schedule and the random generators in
+# it: it stands for optimizer.pt, scheduler.pt and rng_state.pth, and nothing of it is unpickled.
+# The other files are as `Trainer` writes them.
+
+
+TAG = "engine"
+STATE = "trainer_state.json"
+_FOLDER = re.compile(r"checkpoint-(\d+)")
+
+
+class LoopState:
+    """What the Trainer, not the engine, keeps of a run: the schedule, the random generators.
+
+    Registered with the engine, so that it is in every checkpoint; `scheduler` is set when it is
+    made.
+    """
+
+    def __init__(self, notes: DataNotes) -> None:
+        self.scheduler: Any = None
+        self.notes = notes
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states now, as plain data."""
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        return {"scheduler": scheduler, "rng": capture_rng(), "data": self.notes.last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take them back: the schedule now, the generators when the data is where it was."""
+        self.notes.resume(state["data"], state["rng"])
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+
+
+def has_engine(folder: str | os.PathLike[str]) -> bool:
+    """Whether the folder holds a checkpoint of an engine, complete."""
+    return (Path(folder) / TAG / MANIFEST_NAME).is_file()
+
+
+def save_engine(engine: Engine, folder: str) -> None:
+    """Write `folder/engine`; returns when it is on stable storage.
+
+    One that is there is of a run that went on from before this step, and goes: as Trainer does.
+    """
+    with engine.ranks.settle("saves a checkpoint"):
+        if not engine.ranks.rank:
+            shutil.rmtree(Path(folder) / TAG, ignore_errors=True)
+    engine.save_checkpoint(folder, TAG, save_latest=False, wait=True)
+
+
+def load_engine(engine: Engine, folder: str) -> None:
+    """Go on from `folder/engine`: same bits as without the break."""
+    path, _ = engine.load_checkpoint(folder, TAG)
+    if path is None:
+        raise CheckpointError(f"there is no checkpoint of an engine in {folder}")
+
+
+def newest_whole(directory: str) -> str | None:
+    """The newest `checkpoint-N` of an engine that is complete; None where there is no folder.
+
+    A crash while one is saved leaves a folder without its last file: such are passed over. Warns
+    where newer ones hold weights only. Raises `ConfigError` where none of them is complete.
+    """
+    numbers = {
+        int(match[1]): path
+        for path in Path(directory).glob("checkpoint-*")
+        if path.is_dir() and (match := _FOLDER.fullmatch(path.name))
+    }
+    folders = [numbers[number] for number in sorted(numbers, reverse=True)]
+    weights_only = [p for p in folders if (p / STATE).is_file() and not (p / TAG).exists()]
+    whole = next((p for p in folders if has_engine(p) and (p / STATE).is_file()), None)
+    if whole is not None:
+        _warn_of_newer(whole, [p for p in weights_only if folders.index(p) < folders.index(whole)])
+        return str(whole)
+    if folders:
+        raise _nothing_whole(folders[0], weights_only)
+    return None
+
+
+def refuse_foreign(folder: str) -> None:
+    """Raise for a folder from which nothing can be resumed."""
+    if not Path(folder).is_dir():
+        raise ConfigError(
+            f"resume_from_checkpoint={folder!r} is no directory",
+            remedy="the path of a checkpoint-N, or True for the newest in output_dir",
+        )
+    if not (Path(folder) / STATE).is_file():
+        raise ConfigError(
+            f"resume_from_checkpoint={folder!r} has no {STATE}",
+            because="that is written last: a crash cut the saving short, or it is no checkpoint-N",
+            remedy="True for the newest complete one in output_dir, or train() to start anew",
+        )
+
+
+def _warn_of_newer(taken: Path, newer: list[Path]) -> None:
+    if newer:
+        warnings.warn(
+            f"going on from {taken}; {len(newer)} newer ones, to {newer[0].name}, hold weights "
+            "only (saved with save_only_model, or by another Trainer). To take these, with a new "
+            f"optimizer: resume_from_checkpoint={str(newer[0])!r}",
+            InfinityWarning,
+            stacklevel=4,
+        )
+
+
+def _nothing_whole(newest: Path, weights_only: list[Path]) -> ConfigError:
+    """For folders of which none can be resumed as it was."""
+    if weights_only:
+        weights = weights_only[0]
+        return ConfigError(
+            f"resume_from_checkpoint=True: no complete checkpoint of an engine in {weights.parent}",
+            because=f"{weights.name} holds weights only: saved with save_only_model, or by another "
+            "Trainer",
+            remedy=f"resume_from_checkpoint={str(weights)!r} takes its weights, with a new "
+            "optimizer; or train() without it starts anew",
+        )
+    missing = STATE if has_engine(newest) else f"{TAG}/{MANIFEST_NAME}"
+    return ConfigError(
+        f"resume_from_checkpoint=True: no complete checkpoint in {newest.parent}",
+        because=f"{newest.name} has no {missing}: its saving was cut short",
+        remedy=f"rm -r {newest}, and train() without resume_from_checkpoint: it starts anew",
+    )
+
+
+# Private methods of Trainer are replaced, and `_created_lr_scheduler` (a second train() makes the
+# schedule anew) and `TrainingArguments._n_gpu` are set, as Trainer does. A test holds each name,
+# its parameters and its callers to what is expected: a release that changes one fails there, and
+# not in somebody's training.
+
+
+OLDEST = (5, 17)  # of transformers: the tests of the trainer fail with older ones
+
+
+def stock_trainer(package: Any) -> Any:
+    """Return transformers' ``Trainer``; raise `ConfigError` for a release that is too old."""
+    if tuple(map(int, package.__version__.split(".")[:2])) < OLDEST:
+        needed = ".".join(map(str, OLDEST))
+        raise ConfigError(
+            f"InfinityTrainer needs transformers {needed}, this is {package.__version__}",
+            remedy=f"pip install 'transformers>={needed}'",
+        )
+    return package.Trainer
+
+
+_Trainer: Any = stock_trainer(transformers())
+
+
+class InfinityTrainer(_Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` that offloads model, gradients and optimizer state to an engine.
+
+    The engine is `trainer.engine`, made by the first `train()`, `evaluate()` or `predict()`. It
+    stays alive after `train()`, so that evaluating and saving work. Under `torchrun` N ranks
+    compute the numbers of one rank with N times `gradient_accumulation_steps`.
+
+    A `checkpoint-N` holds the model as `from_pretrained` takes it, and the engine's checkpoint
+    instead of optimizer.pt: a run that resumes computes the bits of one that was not interrupted.
+    In bf16 and fp16 the model is saved in these; the exact masters are in the engine's checkpoint
+    (``trainer.engine.save_weights(path, dtype="fp32")``).
+
+    Args:
+        model: Any module: in RAM, built under `infinity.Init`, on the meta device, or with its
+            weights in their files. It is never moved, cast or wrapped.
+        args: `TrainingArguments`; ``deepspeed=...`` is used like `infinity_config`.
+        infinity_config: A configuration, of this library or DeepSpeed's: a mapping, a path, or a
+            `Config`. `args` fill in keys that are missing or "auto"; values that both name must be
+            equal. With `activations.tokens`, the most tokens of a batch, the plan chooses how the
+            batches of a step pass the model; losses equal those of `Trainer` except for rounding.
+        given: Positional arguments of `transformers.Trainer`: `model`, `args`, ...
+        named: Keyword arguments of `transformers.Trainer`.
+
+    Raises:
+        ConfigError: The configuration and `args` contradict each other.
+
+    Example:
+        >>> with InfinityTrainer(model, args, infinity_config={"nvme_path": "/mnt/nvme"},
+        ...                      train_dataset=data) as trainer:
+        ...     trainer.train()
+    """
+
+    # The Trainer's own, which a type checker does not see.
+    model: Any
+    model_wrapped: Any
+    optimizer: Any
+    lr_scheduler: Any
+    optimizer_cls_and_kwargs: Any
+
+    def __init__(self, *given: Any, infinity_config: Any = None, **named: Any) -> None:
+        if any(isinstance(one, Engine) for one in (*given, *named.values())):
+            raise ConfigError(
+                "InfinityTrainer(model=...) got an engine; it makes its own",
+                remedy="give the module: from_pretrained of transformers, one built under "
+                "infinity.Init, or infinity.huggingface.models.load_model, which reads no weights",
+            )
+        self.engine: Engine | None = None
+        self._infinity_config = infinity_config
+        self._settings: TrainerSettings | None = None
+        self._notes = DataNotes()
+        self._loop = LoopState(self._notes)
+        self._batches: StepBatches | None = None
+        self._step_log = StepLog()
+        self._goes_on_from: str | None = None
+        self._closed = False
+        super().__init__(*given, **named)
+        if self.model_init is None:
+            self._settings = find_settings(self.args, infinity_config, self.model)
+
+    # --- the engine ------------------------------------------------------------------------------
+
+    def _open(self) -> Engine:
+        """The engine of the model, made if there is none."""
+        engine = self.engine
+        if engine is not None and engine.module is self.model:
+            if self._closed:
+                raise EngineClosedError(
+                    "the trainer is closed", remedy="make a new one, over a new model"
+                )
+            return engine
+        if engine is not None:  # another model, of model_init
+            engine.close()
+            self.engine = None
+        given = self.optimizer
+        choice, settings = self._choose(given), self._settings_now()
+        ranks = find_ranks()
+        config = self._with_schedule(told_for(self.model, choice.config), ranks)
+        config = config.model_copy(update={"cast_inputs": True})  # images and sound come in fp32
+        told = DeepSpeedSettings(
+            config,
+            -(-self._samples // config.gradient_accumulation_steps),
+            drop_last=self.args.dataloader_drop_last,
+            translation=settings.translation,
+            given=self._infinity_config or self.args.deepspeed,
+        )
+        generators = capture_rng()
+        engine, optimizer, *_ = initialize(
+            self.model,
+            told,
+            model_parameters=choice.groups,
+            optimizer=choice.optimizer,
+            device=self.args.device,
+            ranks=ranks,
+        )
+        restore_rng(generators)  # a Trainer draws as if there were no engine
+        self.engine, self._closed = engine, False
+        self._loop = LoopState(self._notes)
+        engine.register_state("trainer", self._loop)
+        self.accelerator.max_norm = self.args.max_grad_norm
+        self.accelerator.attach(engine)
+        if given is not None and self.lr_scheduler is not None:
+            adopt_scheduler(self.lr_scheduler, given)
+        self.optimizer = optimizer
+        self.model_wrapped = OffloadedModel(engine, self.accelerator)
+        return engine
+
+    def _offload_beside(self, model: nn.Module) -> Engine:
+        trained = None if self.engine is not None else self.model
+        return offload_beside(model, trained, self._settings_now().config, self.args.device)
+
+    @property
+    def _samples(self) -> int:
+        """Of an optimizer step on each rank."""
+        args = self.args
+        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps)
+
+    def _with_schedule(self, config: Config, ranks: Ranks) -> Config:
+        """With the plan's batch schedule, where it may choose: then `_batches` are cut by it."""
+        self._batches = None
+        theirs = [(name, _Trainer) for name in ("compute_loss", "_prepare_inputs")]
+        ours = [(name, InfinityTrainer) for name in ("training_step", "get_batch_samples")]
+        if config.activations.tokens is None or not sums_over_samples(self, [*ours, *theirs]):
+            return config
+        decided: Decided = (None, None)
+        if self._goes_on_from is not None:
+            decided = decided_by(self._goes_on_from, TAG)
+        if self._settings_now().names_micro_batches:
+            decided = (config.gradient_accumulation_steps, decided[1])
+        config = with_schedule(self.model, config, self.args.device, self._samples, decided, ranks)
+        self._batches = StepBatches(config, self._samples, pad_token_of(self), ranks)
+        return config
+
+    def _choose(self, given: torch.optim.Optimizer | None) -> Choice:
+        settings = self._settings_now()
+        config = settings.config
+        if not any(p.requires_grad for p in self.model.parameters()):
+            return Choice(without_optimizer(config), None)  # to evaluate, or to predict
+        if given is not None:
+            return choose_instance(config, given, named=settings.names_optimizer)
+        if settings.names_optimizer and settings.translation is not None:
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            # One group, as transformers makes where DeepSpeed makes the optimizer: all decay.
+            decay = config.optimizer.parameters()["weight_decay"]
+            return Choice(config, [{"params": trained, "weight_decay": decay}])
+        if self.optimizer_cls_and_kwargs is not None:
+            kind, options = self.optimizer_cls_and_kwargs
+        else:
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        groups = self._groups()
+        if settings.names_optimizer:
+            return Choice(config, groups)
+        return choose_class(config, kind, options, groups)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The parameter groups that `Trainer` makes: with weight decay, and without."""
+        before = self.optimizer_cls_and_kwargs
+        self.optimizer_cls_and_kwargs = (GroupsOnly, {})
+        try:
+            groups: list[dict[str, Any]] = super().create_optimizer().param_groups
+        finally:
+            self.optimizer, self.optimizer_cls_and_kwargs = None, before
+        return groups
+
+    def _settings_now(self, num_training_steps: int = 1) -> TrainerSettings:
+        if self._settings is None or num_training_steps > 1:
+            self._settings = find_settings(
+                self.args, self._infinity_config, self.model, num_training_steps
+            )
+        return self._settings
+
+    def close(self, *, restore: bool = False) -> None:
+        """Release threads, files and memory. Idempotent.
+
+        Args:
+            restore: Give the model's parameters their full values, in RAM; otherwise they stay
+                offloaded.
+        """
+        self._closed = True
+        for engine in self.accelerator.beside:
+            engine.close()
+        if self.engine is not None:
+            self.engine.close(restore=restore)
+
+    def __enter__(self) -> InfinityTrainer:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # --- what Trainer would do with model and optimizer ------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As Trainer's; the accelerator then leaves model and optimizer to the engine."""
+        refuse_arguments(self.args)
+        check_name(self.args.optim)
+        if self.args.n_gpu > 1:
+            self.args._n_gpu = 1
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = OffloadAccelerator
+        self.accelerator.offload = self._offload_beside
+
+    # No mixed precision, no DeepSpeed and no compilation by accelerate.
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        built: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        built.pop("dynamo_plugin", None)
+        return {**built, "mixed_precision": "no", "deepspeed_plugin": None}
+
+    # The engine places the model.
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        pass
+
+    # The model that is called is the engine's.
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+        if self.engine is None:
+            self.create_optimizer()
+        self._open()
+        return self.model_wrapped
+
+    def get_train_dataloader(self) -> Any:
+        """Return Trainer's loader; random draws of its batches are the same after a resume."""
+        return note_draws(super().get_train_dataloader(), self._notes)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Make the engine if there is none.
+
+        Args:
+            model: Not used.
+
+        Returns:
+            The optimizer of the engine.
+        """
+        self._open()
+        return self.optimizer
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> Any:
+        """Make the schedule of the configuration, or else that of the `TrainingArguments`.
+
+        Args:
+            num_training_steps: Optimizer steps of the run.
+            optimizer: Optimizer to schedule; default: the engine's.
+
+        Returns:
+            The schedule.
+        """
+        section = self._settings_now(num_training_steps).scheduler
+        if self.lr_scheduler is None and section is not None:
+            chosen = optimizer or self.optimizer
+            self.lr_scheduler = make_schedule(section.type, section.params, chosen)
+            self._created_lr_scheduler = True
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    # --- a step's batches ------------------------------------------------------------------------
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the batches of a step, and hold them for the batch schedule.
+
+        Args:
+            args: Arguments of `Trainer.get_batch_samples`.
+            kwargs: Arguments of `Trainer.get_batch_samples`.
+
+        Returns:
+            The batches, and the number of items in them or None.
+        """
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        if self._batches is not None:
+            self._batches.hold(batches, num_items)
+        return batches, num_items
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Run forward and backward of a batch.
+
+        With a batch schedule the call for the last batch of a step runs all of them.
+
+        Args:
+            model: The model, wrapped.
+            inputs: The batch.
+            num_items_in_batch: Items of the step, over which the loss is averaged.
+
+        Returns:
+            The loss; with a batch schedule that of the step in its last call, 0 in the others.
+        """
+        self._see_step()
+        self._step_log.batch(inputs, getattr(self.model, "main_input_name", "input_ids"))
+        held = self._batches
+        if held is None or not held.take(inputs):
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return loss
+        total = torch.zeros((), device=self.args.device)
+        for batch, is_last in held.cut_anew() if held.complete else ():
+            self.accelerator.more_follow = not is_last
+            total += super().training_step(model, batch, num_items_in_batch)
+        return total
+
+    def _see_step(self) -> None:
+        if self.engine is not None:
+            self._step_log.see(self.engine.last_report)
+
+    def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
+        """Log values; a log with a loss also gets the timings of its steps.
+
+        Args:
+            logs: Values by name.
+            more: Other arguments of `Trainer.log`.
+            named: Other arguments of `Trainer.log`.
+        """
+        if "loss" in logs:
+            self._see_step()
+            logs = logs | self._step_log.take(self.args.world_size)
+        super().log(logs, *more, **named)
+
+    def compute_ref_log_probs(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the reference's log probabilities, as TRL's trainers.
+
+        Before training the model may be its own reference: then the engine is made.
+
+        Args:
+            model: The reference.
+            args: Arguments of the method of TRL's trainer.
+            kwargs: Arguments of the method of TRL's trainer.
+
+        Returns:
+            The values of the method of TRL's trainer.
+        """
+        if model is self.model:
+            self._open()
+        return super().compute_ref_log_probs(model, *args, **kwargs)
+
+    # Engine, optimizer, schedule and checkpoint, without accelerator.prepare.
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, Any]:
+        if self._created_lr_scheduler:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        self._settings_now(max_steps)
+        whole = resume_from_checkpoint is not None and has_engine(resume_from_checkpoint)
+        self._goes_on_from = resume_from_checkpoint if whole else None
+        self.create_optimizer()  # a subclass may set self.optimizer only, or return it
+        engine = self._open()
+        self.optimizer = engine.optimizer
+        self.create_scheduler(num_training_steps=max_steps)
+        self._loop.scheduler = self.lr_scheduler
+        if self._goes_on_from is not None:
+            load_engine(engine, self._goes_on_from)
+            if self._batches is not None:
+                self._batches.compare(decided_by(self._goes_on_from, TAG))
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return self.model_wrapped, train_dataloader
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Train, as `Trainer.train`.
+
+        Args:
+            resume_from_checkpoint: Path of a `checkpoint-N`; True for the newest complete one in
+                `output_dir`.
+            args: Other arguments of `Trainer.train`.
+            kwargs: Other arguments of `Trainer.train`.
+
+        Returns:
+            A `TrainOutput` of transformers.
+
+        Raises:
+            ConfigError: No checkpoint in `output_dir` is complete, or the path is no checkpoint.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = newest_whole(self.args.output_dir) or True
+        if isinstance(resume_from_checkpoint, str | os.PathLike):
+            resume_from_checkpoint = os.fspath(resume_from_checkpoint)
+            refuse_foreign(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    # Weights come with that checkpoint.
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if has_engine(resume_from_checkpoint):
+            return  # all of it comes with the engine
+        warnings.warn(
+            f"{resume_from_checkpoint} holds no checkpoint of an engine: its weights are taken, "
+            "the optimizer starts anew (saved with save_only_model, or by another Trainer)",
+            InfinityWarning,
+            stacklevel=3,
+        )
+        self._take_weights(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if has_engine(best):  # fp32 masters, where weights are saved in 16 bits
+            self._open().load_checkpoint(best, "engine", load_module_only=True)
+        else:
+            self._take_weights(best)
+
+    def _take_weights(self, folder: str) -> None:
+        """Weights that `save_pretrained` wrote, to wherever the model's rest."""
+        engine = self.engine
+        if hasattr(self.model, "peft_config"):
+            peft = importlib.import_module("peft")
+            adapters = peft.load_peft_weights(folder, device="cpu")
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            with nullcontext() if engine is None else engine.materialized(trained):
+                peft.set_peft_model_state_dict(self.model, adapters, self.model.active_adapter)
+        elif engine is not None and isinstance(self.model, transformers().PreTrainedModel):
+            found = load_model(folder, model_class=type(self.model))  # by transformers' rules
+            engine.load_state_dict(found.state_dict())
+        else:
+            load_weights(self.model if engine is None else engine, folder)
+
+    # Weights tensor by tensor from where they rest, which all ranks read.
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        absent = any(p.is_meta or isinstance(p, Promised) for p in self.model.parameters())
+        if state_dict is not None or (self.engine is None and not absent):
+            super()._save(output_dir, state_dict)
+            return
+        target = output_dir if output_dir is not None else self.args.output_dir
+        engine = self._open()
+        if isinstance(self.model, transformers().PreTrainedModel) or hasattr(
+            self.model, "peft_config"
+        ):
+            save_pretrained(engine, target)
+        else:
+            engine.save_weights(target)
+        if not self.args.should_save:
+            return
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(target)
+        torch.save(self.args, Path(target) / "training_args.bin")  # as Trainer does; never loaded
+
+    # The engine's checkpoint in the place of both, and of the random state.
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_engine(self._open(), output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        pass
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and has_engine(checkpoint):
+            self._notes.finish()
+        else:
+            super()._load_rng_state(checkpoint)

@@ -1,0 +1,396 @@
+"""`Trainer(strategy=InfinityStrategy({...}))`: Lightning's Trainer over an engine, on one device.
+
+lightning is imported here and nowhere else; `import infinity` does not need it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.config.schema import Config
+from infinity.distributed.context import find_ranks
+from infinity.engine import Engine
+from infinity.errors import CheckpointError, ConfigError, InfinityWarning, TrainingError
+from infinity.integrations.deepspeed.arguments import initialize
+from infinity.integrations.deepspeed.settings import read_settings
+from infinity.model.parameters import freeze
+from infinity.optim.of_torch import adopt_scheduler, choose_instance
+from infinity.training.load_weights import load_weights
+
+TAG = "engine"  # of the engine's checkpoint, in a checkpoint of Lightning's
+LOOP = "lightning.ckpt"  # what Lightning keeps of a run, written last
+_PRECISION = {"bf16": "bf16", "16": "fp16", "32": "fp32"}  # of Lightning's "bf16-true", ...
+
+
+def _lightning() -> Any:
+    """The package, under whichever of its two names the program uses it."""
+    names = ["lightning.pytorch", "pytorch_lightning"]
+    for name in sorted(names, key=lambda name: name not in sys.modules):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+    raise ConfigError("infinity.lightning needs Lightning", remedy="pip install lightning")
+
+
+_pl: Any = _lightning()
+_Strategy: Any = importlib.import_module(f"{_pl.__name__}.strategies").SingleDeviceStrategy
+_Precision: Any = importlib.import_module(f"{_pl.__name__}.plugins.precision").Precision
+_optimizers_of: Any = importlib.import_module(
+    f"{_pl.__name__}.core.optimizer"
+)._init_optimizers_and_lr_schedulers
+
+
+class EnginePrecision(_Precision):  # type: ignore[misc]
+    """Backward, clipping and step by the engine, which computes in a precision of its own."""
+
+    def __init__(self, precision: str = "32-true") -> None:
+        super().__init__()
+        self.precision = precision
+        self.engine: Engine | None = None
+        self.clipping = 0.0  # of the configuration
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *_: Any, **how: Any) -> None:
+        """Lightning has divided the loss by the micro-batches of a step."""
+        self.require().backward(tensor, scale_wrt_gas=False, **how)
+
+    def optimizer_step(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **how: Any
+    ) -> Any:
+        """Forward and backward, and then the engine's step."""
+        result = closure()
+        if result is None and model.automatic_optimization:
+            raise TrainingError(
+                "training_step() returned None",
+                because="a step without a loss would be one without gradients",
+                remedy="leave such batches out where they are made",
+            )
+        self._after_closure(model, optimizer)
+        self.require().step(**how)
+        return result
+
+    def clip_gradients(
+        self, optimizer: Any, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
+        """The step that comes clips by this global norm; 0: by that of the configuration."""
+        if not clip_val:
+            self.require().gradient_clipping = self.clipping
+            return
+        if gradient_clip_algorithm != "norm":
+            raise ConfigError(
+                f"gradient_clip_algorithm={str(getattr(gradient_clip_algorithm, 'value', ''))!r}",
+                because="gradients have left when the step begins; the engine clips by their norm",
+                remedy='gradient_clip_algorithm="norm"',
+            )
+        self.require().gradient_clipping = float(clip_val)
+
+    def forward_context(self) -> Any:
+        """Nothing: weights are in the engine's precision, and it casts floating inputs."""
+        return nullcontext()
+
+    def require(self) -> Engine:
+        """The engine; raises `ConfigError` where there is none."""
+        if self.engine is None:
+            raise ConfigError("there is no engine yet", remedy="call trainer.fit() first")
+        return self.engine
+
+
+class InfinityStrategy(_Strategy):  # type: ignore[misc]
+    """Lightning strategy that offloads weights, gradients and optimizer state to an engine.
+
+    The engine is `strategy.engine`: made by `fit`, or for inference by `validate`, `test` and
+    `predict`. It stays alive afterwards, so that the module can be called and saved. A checkpoint
+    is a directory with the engine's checkpoint and `lightning.ckpt`; a run that resumes computes
+    the bits of one that was not interrupted. With `save_weights_only` it is safetensors.
+
+    Args:
+        config: A configuration, of this library or DeepSpeed's: a mapping, a path, or a `Config`.
+            The Trainer fills in `precision`, `accumulate_grad_batches` and `gradient_clip_val`;
+            values that both name must be equal.
+        device: Device of computation. Default: the first GPU if the Trainer uses one.
+
+    Example:
+        >>> strategy = InfinityStrategy({"nvme_path": "/mnt/nvme"})
+        >>> trainer = Trainer(strategy=strategy, precision="bf16-true")
+    """
+
+    strategy_name = "infinity"
+    _precision_plugin = None  # the Trainer asks whether one was given
+
+    def __init__(self, config: Any = None, device: torch.device | str | None = None) -> None:
+        super().__init__("cpu")
+        self._given = {} if config is None else config
+        self._device = None if device is None else torch.device(device)
+        self._thaw: Callable[[], None] | None = None
+        self.engine: Engine | None = None
+        self._precision = EnginePrecision()
+
+    def close(self, *, restore: bool = False) -> None:
+        """Release threads, files and memory. Idempotent.
+
+        Args:
+            restore: Give the module's parameters their full values, in RAM.
+        """
+        if self.engine is not None:
+            self.engine.close(restore=restore)
+        if self._thaw is not None:
+            self._thaw()
+        self.engine = self._precision.engine = self._thaw = None
+
+    # --- the engine ------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """Device of the module."""
+        if self._device is not None:
+            return self._device
+        on_gpu = type(self.accelerator).__name__ == "CUDAAccelerator"
+        return torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Precision plugin of the engine."""
+        return self._precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if plugin is not None:
+            self._precision.precision = str(getattr(plugin, "precision", "32-true"))
+
+    def setup_environment(self) -> None:
+        """Set up the process.
+
+        Raises:
+            ConfigError: There are several processes.
+        """
+        ranks = find_ranks()
+        ranks.close()
+        if ranks.count > 1:
+            raise ConfigError(
+                f"InfinityStrategy is for one process, and this is one of {ranks.count}",
+                remedy="devices=1; for several GPUs a loop of your own under torchrun, or "
+                "InfinityTrainer",
+            )
+        super().setup_environment()
+
+    def setup(self, trainer: Any) -> None:
+        """Make the engine of the module, or reuse it for inference.
+
+        Args:
+            trainer: The Trainer.
+
+        Raises:
+            ConfigError: `configure_optimizers()` returned several optimizers, or the configuration
+                and the Trainer contradict each other.
+        """
+        self.accelerator.setup(trainer)
+        fits = trainer.state.fn == "fit"
+        if self.engine is not None and (fits or self.engine.module is not self.lightning_module):
+            self.close(restore=True)
+        if self.engine is None:
+            self._open(trainer, fits)
+        self.model = self.engine
+
+    def _open(self, trainer: Any, fits: bool) -> None:
+        module = self.lightning_module
+        for part in module.modules():  # of metrics: states that only `to` moves
+            if part is not module and not any(True for _ in part.parameters()):
+                part.to(self.root_device)
+        self.optimizers, self.lr_scheduler_configs = _optimizers_of(module) if fits else ([], [])
+        if len(self.optimizers) > 1:
+            raise ConfigError(
+                f"configure_optimizers() gave {len(self.optimizers)} optimizers",
+                remedy="one; parameters that learn otherwise can be groups of it",
+            )
+        given: Any = self.optimizers[0] if fits else None
+        told = read_settings(self._given, batch_size=1, optimizer=given)
+        config, groups, optimizer = self._agreed(told.config, trainer), None, None
+        if given is None:
+            self._thaw = freeze(module.parameters())
+        else:
+            named = "type" in config.optimizer.model_fields_set
+            choice = choose_instance(config, given, named=named)
+            config, groups, optimizer = choice.config, choice.groups, choice.optimizer
+        self.engine, ours, *_ = initialize(
+            module,
+            replace(told, config=config),
+            model_parameters=groups,
+            optimizer=optimizer,
+            device=self.root_device,
+        )
+        self._precision.engine = self.engine
+        self._precision.clipping = self.engine.gradient_clipping
+        for schedule in self.lr_scheduler_configs:
+            adopt_scheduler(schedule.scheduler, given)
+        self.optimizers = [ours] if fits else []
+        module.to(self.root_device)  # where it is: so that `self.device` says so
+
+    def _agreed(self, config: Config, trainer: Any) -> Config:
+        """The configuration with what the Trainer says; raises `ConfigError` where they differ."""
+        kind = self._precision.precision.partition("-")[0]
+        told = {
+            "precision": (f"precision={kind!r}", _PRECISION.get(kind), "fp32"),
+            "gradient_accumulation_steps": (
+                "accumulate_grad_batches", trainer.accumulate_grad_batches, 1,
+            ),
+            "gradient_clipping": ("gradient_clip_val", float(trainer.gradient_clip_val or 0), 0.0),
+        }  # fmt: skip
+        update: dict[str, Any] = {"cast_inputs": True}
+        for key, (argument, value, default) in told.items():
+            if value is None:
+                raise ConfigError(f"Trainer({argument})", remedy='"bf16-true", "16-true" or 32')
+            ours = getattr(config, key)
+            if key not in config.model_fields_set:
+                update[key] = value
+            elif value not in (default, ours):
+                raise ConfigError(
+                    f"{key} is {ours} in the configuration, {value} by the Trainer ({argument})",
+                    remedy="say it in one place",
+                )
+        return config.model_copy(update=update)
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's `training_step` as a call of the engine.
+
+        Args:
+            args: Passed to the module's `training_step`.
+            kwargs: Passed to the module's `training_step`.
+
+        Returns:
+            The value of the module's `training_step`.
+        """
+        loop, module = self.lightning_module.trainer.fit_loop, self.lightning_module
+        assert self.engine is not None
+        last = not module.automatic_optimization or not loop._should_accumulate()
+        self.engine.set_gradient_accumulation_boundary(last)
+        return super().training_step(*args, **kwargs)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Step the engine after a micro-batch that does not end the accumulation window.
+
+        Args:
+            closure_loss: Not used.
+        """
+        assert self.engine is not None
+        if not self.engine.is_gradient_accumulation_boundary():
+            self.engine.step()
+
+    def on_validation_start(self) -> None:
+        """Drop gradients that a module with manual optimization has left, as Lightning does."""
+        module = self.lightning_module
+        if module.trainer.state.fn == "fit" and not module.automatic_optimization:
+            Engine.zero_grad(self._precision.require())
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: checkpoints are loaded into the engine."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """False: the engine restores optimizer state."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return an empty dict: weights are in the engine's checkpoint."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return an empty dict: optimizer state is in the engine's checkpoint.
+
+        Args:
+            optimizer: Not used.
+        """
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint directory; return when it is on stable storage.
+
+        Args:
+            checkpoint: Lightning's own state.
+            filepath: Path of the directory; an existing one is replaced.
+            storage_options: Passed to Lightning's checkpoint plugin.
+        """
+        assert self.engine is not None
+        folder = Path(filepath)
+        if folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder)  # of a run that went on from before this step
+        else:
+            folder.unlink(missing_ok=True)
+        folder.mkdir(parents=True)
+        if "optimizer_states" in checkpoint:
+            self.engine.save_checkpoint(folder, TAG, save_latest=False, wait=True)
+        else:
+            self.engine.save_weights(folder)
+        self.checkpoint_io.save_checkpoint(checkpoint, folder / LOOP, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        """Load the engine's state, and return Lightning's own.
+
+        Args:
+            checkpoint_path: A directory of `save_checkpoint`, or a file of another strategy, whose
+                optimizer state is ignored with a warning.
+            weights_only: Passed to Lightning's checkpoint plugin.
+
+        Returns:
+            Lightning's own state.
+
+        Raises:
+            CheckpointError: The checkpoint is incomplete or damaged.
+        """
+        assert self.engine is not None
+        folder = Path(checkpoint_path)
+        trains = self.lightning_module.trainer.state.fn == "fit"
+        if not folder.is_dir():
+            found = super().load_checkpoint(checkpoint_path, weights_only)
+            if trains and found.get("optimizer_states"):
+                warnings.warn(
+                    f"{folder} is of another strategy: its weights and loops are taken, the "
+                    "optimizer starts anew",
+                    InfinityWarning,
+                    stacklevel=2,
+                )
+            return found
+        if not (folder / LOOP).is_file():
+            raise CheckpointError(
+                f"{folder} has no {LOOP}", because="it is written last: its saving was cut short"
+            )
+        if (folder / TAG).is_dir():
+            self.engine.load_checkpoint(folder, TAG, load_module_only=not trains)
+        else:
+            load_weights(self.engine, folder)
+        return self.checkpoint_io.load_checkpoint(folder / LOOP, weights_only=weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights from a checkpoint of another strategy; ours are loaded already.
+
+        Args:
+            checkpoint: The value of `load_checkpoint`.
+            strict: Raise if names are missing or unexpected.
+        """
+        assert self.engine is not None
+        if checkpoint["state_dict"]:
+            self.engine.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def teardown(self) -> None:
+        """Release the plugins of the Trainer. The engine stays alive until `close`."""
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()

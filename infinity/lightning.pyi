@@ -1,0 +1,1 @@
+from infinity.integrations.lightning import InfinityStrategy as InfinityStrategy

@@ -1,0 +1,378 @@
+"""From a model's shapes to its units, and to the case that a plan is made from; without torch.
+
+A model is a module, or an outline of one: `infinity plan` cuts what was never built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from infinity.config.schema import Config
+from infinity.errors import ConfigError, listed
+from infinity.model.cut import Cutter, Rows, Stacks, UnitCut, UnitSpec
+from infinity.model.shapes import Outline, Target, is_matrix, is_stack_of_experts, target_of
+from infinity.optim.rules import RULES, lossy_notes, matrix_steps, reserved_moments
+from infinity.plan.case import Case
+from infinity.plan.cost import USUAL_CONTEXT, Work
+from infinity.plan.layout import (
+    PRECISIONS,
+    SQUARE_BLOCK,
+    ParameterFacts,
+    Precision,
+    StackRange,
+    UnitLayout,
+    lay_out,
+)
+from infinity.plan.machine import PlanMachine
+from infinity.plan.plan import RuleFacts
+from infinity.types import MXFP4_BLOCK, FrozenFormat, MomentFormat
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Groups: TypeAlias = list[dict[str, Any]]  # an optimizer's `param_groups`
+
+PROCESS_BASE_BYTES = 320 << 20  # torch imported and one matmul done
+AUTO_DEVICE_BUDGET = 0.9  # of the device memory that is free at start
+_CASTABLE = ("float32", "float16", "bfloat16", "float64")
+# Bytes of weights in a slot that experts_per_unit: auto does not exceed: the least and the most of
+# it, between which a model has no more than so many ranges.
+EXPERTS_BYTES = 512 << 20, 1 << 30
+MANY_RANGES = 256
+
+
+@dataclass
+class Cut:
+    """The module's parameters, and the units they were cut into.
+
+    `dtype_names` are torch's names of what parameters are while they compute. Rows of stacks of
+    experts (`rows`) are parameters behind the model's own `num_own`; of a stack that is cut,
+    `pieces` has the indices of its rows. `notes` say which experts could not be cut.
+    """
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    trained: list[bool]
+    dtype_names: list[str]
+    units: list[UnitCut]
+    layouts: tuple[UnitLayout, ...]
+    num_own: int = 0
+    rows: list[Rows] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def pieces(self) -> dict[int, tuple[int, ...]]:
+        """Index of a stack that is cut -> indices of its rows, in order."""
+        found: dict[int, tuple[int, ...]] = {}
+        for rows in self.rows:
+            for name, origin in rows.stacks.members:
+                found[origin] = (*found.get(origin, ()), rows.parameters[name])
+        return found
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """The same as torch's dtypes."""
+        import torch
+
+        return [getattr(torch, name) for name in self.dtype_names]
+
+
+def groups_of(model: nn.Module | Outline, config: Config) -> Groups:
+    """All that requires grad in one group, as an optimizer of the configuration would have it.
+
+    A real optimizer would make torch import its compiler.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return complete_groups(model, config, [{"params": trained}])
+
+
+def complete_groups(model: nn.Module | Outline, config: Config, groups: Groups) -> Groups:
+    """Groups with all entries that the rule of the configuration takes, split where it must be.
+
+    Embeddings and the matrix that makes logits are not hidden, whatever their shape; experts that
+    are stacked in one parameter are matrices each. A parameter that is marked, as DeepSpeed does
+    (`p.use_muon`), is what its mark says.
+    """
+    settings = config.optimizer
+
+    @cache
+    def stacks() -> set[int]:
+        named = model.named_parameters()
+        return {id(p) for name, p in named if is_stack_of_experts(name, p.dim())}
+
+    @cache
+    def hidden() -> set[int]:
+        target = target_of("", model, {})
+        apart, parameters = target.lookups | target.heads, list[Any](model.parameters())
+        matrices = (p for i, p in enumerate(parameters) if i not in apart)
+        return {id(p) for p in matrices if p.dim() == 2 + (id(p) in stacks())}
+
+    rule = RULES[settings.type]
+    return rule.groups(
+        groups,
+        settings.parameters(),
+        lambda p: getattr(p, "use_muon", id(p) in hidden()),
+        lambda p: id(p) in stacks(),
+    )
+
+
+def cut_model(
+    model: nn.Module | Outline,
+    config: Config,
+    groups: Groups,
+    units: Sequence[UnitSpec] | None,
+    ranks: int = 1,
+    *,
+    whole: bool = False,
+) -> Cut:
+    """Cut into units and lay them out for `ranks`; trained is what the optimizer's groups hold.
+
+    `whole` says that its rule needs whole parameters, all of them.
+    """
+    cutter = Cutter(model)
+    precision = PRECISIONS[config.precision]
+    group_of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
+    of_muon = not RULES[config.optimizer.type].kernel  # other rules' groups may say the same word
+    facts: list[ParameterFacts] = []
+    for index, p in enumerate(cutter.parameters):
+        dtype, itemsize = str(p.dtype).removeprefix("torch."), p.nbytes // max(p.numel(), 1)
+        if dtype in _CASTABLE:
+            dtype, itemsize = precision.dtype, precision.weight
+        group = group_of.get(id(p), -1)
+        facts.append(
+            ParameterFacts(cutter.names[index], index, tuple(p.shape), dtype, p.numel(), itemsize,
+                           group >= 0, group,
+                           whole=of_muon and group >= 0 and groups[group]["use_muon"])
+        )  # fmt: skip
+    if config.frozen.rest != "as_is":
+        facts = _quantised(cutter, facts, config)
+    stacks, notes = _stacks(cutter, facts, config, whole=whole)
+    cuts, rows = cutter.cut_stacks(cutter.cut(units), _sizes(stacks, facts, config, precision))
+    for one in rows:
+        for name, origin in one.stacks.members:
+            count = one.end - one.first
+            facts.append(facts[origin].rows(one.parameters[name], one.first, count))
+    layouts = tuple(
+        lay_out(
+            index,
+            cut.name,
+            [facts[i] for i in cut.parameters],
+            precision,
+            is_block=cut.is_block,
+            ranks=ranks,
+            whole=whole,
+        )
+        for index, cut in enumerate(cuts)
+    )
+    trained = [fact.trained for fact in facts]
+    dtypes = [fact.dtype for fact in facts]
+    return Cut(
+        cutter.names, cutter.parameters, trained, dtypes, cuts, layouts, cutter.num_own, rows, notes
+    )
+
+
+def _stacks(
+    cutter: Cutter, facts: list[ParameterFacts], config: Config, *, whole: bool
+) -> tuple[list[Stacks], tuple[str, ...]]:
+    """Return the stacks that may be cut, marked in `facts`, and notes on those that may not."""
+    found: list[Stacks] = []
+    refused: dict[str, list[str]] = {}
+    declared: set[int] = set()
+    for stacks in cutter.stacks():
+        declared.update(index for _, index in stacks.members)
+        adapted = "base_layer" in stacks.path.split(".")
+        because = "peft adapts a stack as a whole" if adapted else None
+        for _, index in stacks.members:
+            fact, parameter = facts[index], cutter.parameters[index]
+            each = fact.numel // fact.shape[0]
+            if each % SQUARE_BLOCK:
+                because = f"an expert has {each} elements, no multiple of {SQUARE_BLOCK}"
+                continue
+            facts[index] = replace(fact, stack=StackRange(index, 0, stacks.count))
+            if fact.trained and (whole or fact.whole):
+                because = "the optimizer needs whole parameters"
+            elif fact.dtype not in _CASTABLE and not fact.form:
+                because = f"{fact.dtype} is no dtype that computes"
+            elif getattr(parameter, "_backward_hooks", None):
+                because = "a hook waits for the gradient of all experts"
+        if because is None:
+            found.append(stacks)
+        else:
+            refused.setdefault(because, []).append(stacks.path)
+    unknown = [f.name for f in facts if f.parameter not in declared and _looks_like_experts(f)]
+    if unknown:
+        refused["the module does not name its stacks (infinity_stacks)"] = unknown
+    if not found and not refused and config.experts_per_unit != "auto":
+        refused["the model has no stacks of experts"] = ["experts_per_unit has no effect"]
+    notes = [
+        f"experts travel with their layer, uncut: {listed(names, 2)}: {because}"
+        for because, names in refused.items()
+    ]
+    return found, tuple(notes)
+
+
+def _looks_like_experts(fact: ParameterFacts) -> bool:
+    return len(fact.shape) == 3 and ".experts." in f".{fact.name}"
+
+
+def _sizes(
+    stacks: Sequence[Stacks],
+    facts: Sequence[ParameterFacts],
+    config: Config,
+    precision: Precision,
+) -> list[tuple[Stacks, int]]:
+    """How many experts of each module travel together; modules that stay whole are left out.
+
+    "auto" depends on the model alone, so that a durable run finds its units again.
+    """
+    chosen = config.experts_per_unit
+    if chosen != "auto":
+        return [(one, min(chosen, one.count)) for one in stacks]
+
+    def nbytes(one: Stacks) -> int:
+        """Bytes of an expert."""
+        facts_of = [facts[index] for _, index in one.members]
+        computes = [f.trained or bool(f.form) for f in facts_of]
+        sizes = [
+            precision.weight if c else f.itemsize for f, c in zip(facts_of, computes, strict=True)
+        ]
+        return sum(f.numel // one.count * n for f, n in zip(facts_of, sizes, strict=True))
+
+    total = sum(nbytes(one) * one.count for one in stacks)
+    least, most = EXPERTS_BYTES
+    limit = min(max(least, total // MANY_RANGES), most)
+    found = []
+    for one in stacks:
+        fitting = max(limit // max(nbytes(one), 1), 1)
+        if fitting < one.count:
+            num_ranges = -(-one.count // fitting)
+            found.append((one, -(-one.count // num_ranges)))
+    return found
+
+
+def _quantised(cutter: Cutter, facts: list[ParameterFacts], config: Config) -> list[ParameterFacts]:
+    """The same, with frozen matrices and stacks of matrices in the format they shall rest in."""
+    form = FrozenFormat(config.frozen.rest)
+    keep, where = set(config.frozen.keep), dict[int, bool]()  # by id: is a matrix in all modules
+    for name, module in cutter.root.named_modules():
+        for own_name, own in dict(module.named_parameters(recurse=False)).items():
+            kept = not keep.isdisjoint([*name.split("."), own_name])
+            where[id(own)] = where.get(id(own), True) and is_matrix(module, own) and not kept
+    takes = (3,) if form is FrozenFormat.MXFP4 else (2, 3)
+    matrices = {
+        i for i, p in enumerate(cutter.parameters)
+        if where[id(p)] and p.numel() and p.dim() in takes
+    }  # fmt: skip
+    chosen = {i for i in matrices if not facts[i].trained and facts[i].dtype in _CASTABLE}
+    what = "stack of experts" if form is FrozenFormat.MXFP4 else "nn.Linear layer"
+    if not chosen:
+        raise ConfigError(
+            f"frozen.rest is {form}, but nothing is frozen that could be quantised: "
+            f"all {len(matrices)} matrices of {what}s are trained"
+            if matrices
+            else f"frozen.rest is {form}, but no {what} is left to quantise",
+            because="trained weights are never quantised: updates would be lost in the rounding"
+            if matrices
+            else "frozen.keep names them, or there are none",
+            remedy="freeze the base, e.g. with peft.get_peft_model, before initialize(), or leave "
+            "frozen.rest out",
+        )
+    if unfit := [facts[i] for i in sorted(chosen) if not form.fits(facts[i].shape)]:
+        raise ConfigError(
+            f"frozen.rest is {form}, and {unfit[0].name!r} of shape {unfit[0].shape} cannot be "
+            f"stored in it ({len(unfit)} such)",
+            because=f"blocks have {MXFP4_BLOCK} elements along the second dimension",
+            remedy="frozen.rest: nf4, which takes every shape; or name it in frozen.keep",
+        )
+    return [replace(f, form=form.value) if i in chosen else f for i, f in enumerate(facts)]
+
+
+def case_for(
+    target: Target,
+    cut: Cut,
+    groups: Groups,
+    config: Config,
+    machine: PlanMachine,
+    tokens: int,
+    *,
+    recompute: bool,
+    base: int = PROCESS_BASE_BYTES,
+    made: int,
+    length: int | None = None,
+) -> Case:
+    """The case of a model in units on a machine, with `tokens` in a micro-batch.
+
+    `base` and `made` are bytes, see `plan.reserve.Limits`; `length` are the tokens of a sample,
+    `USUAL_CONTEXT` where nobody knows.
+    """
+    name, form = config.optimizer.type, MomentFormat(config.optimizer.moments)
+    rule = RuleFacts(
+        name=name,
+        moments=reserved_moments(name, groups, form),
+        matrix_steps=matrix_steps(name, groups),
+        notes=(*lossy_notes(form), *cut.notes),
+    )
+    return Case(
+        units=cut.layouts,
+        config=config,
+        machine=machine,
+        work=Work(
+            tokens,
+            "all" if recompute else 0,
+            context=min(length or USUAL_CONTEXT, tokens),
+            lookups=target.lookups,
+            heads=target.heads,
+            shares=target.shares,
+        ),
+        rule=rule,
+        base=base,
+        made=made,
+        device_share=AUTO_DEVICE_BUDGET,
+    )
+
+
+def finer_units(cut: Cut) -> list[str]:
+    """Names of the parts of every block, smaller units; none where blocks have no parts."""
+    names = []
+    for unit in cut.units:
+        for module in unit.modules[:1] if len(unit.modules) == 1 else []:
+            children = [n for n, c in module.named_children() if any(True for _ in c.parameters())]
+            if len(children) > 1:
+                names += [f"{unit.name}.{child}" for child in children]
+    return names
+
+
+def adapter_case(case: Case, target: Target, rank: int, rest: str) -> Case:
+    """The same step of `case`, with adapters of a rank trained over a frozen base.
+
+    Args:
+        case: That of `target` with all its parameters trained.
+        target: The model; it stays as it is.
+        rank: The inner size of the adapters' matrices (LoRA, arXiv:2106.09685).
+        rest: The format of frozen matrices, as `frozen.rest` of a configuration names it.
+
+    Raises:
+        ConfigError: If the model has no linear layers.
+    """
+    adapted = target.with_adapters(rank)
+    frozen = case.config.frozen.model_copy(update={"rest": rest})
+    config = case.config.model_copy(update={"frozen": frozen})
+    groups = groups_of(adapted.module, config)
+    cut = cut_model(adapted.module, config, groups, None, case.machine.ranks)
+    found = case_for(
+        adapted,
+        cut,
+        groups,
+        config,
+        case.machine,
+        case.work.tokens,
+        recompute=case.work.recompute == "all",
+        base=case.base,
+        made=case.made,
+        length=case.work.context,
+    )
+    return replace(found, device_share=case.device_share)

@@ -1,0 +1,310 @@
+"""Learning-rate schedules by name: torch's, and the five that DeepSpeed has and torch has not.
+
+Those five have DeepSpeed's names, parameters and values, quirks included, in closed form: what a
+group gets depends on the number of steps only. Each is a function of its parameters, checked and
+complete (names and defaults: `SCHEDULES` in `config/schema.py`), and of the iteration: the count
+starts at -1 when the schedule is made. In torch `last_epoch` is 0 then, so it is `last_epoch - 1`.
+State is plain numbers and lists.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch.optim import Optimizer, lr_scheduler
+
+from infinity.config.schema import SCHEDULES, torch_schedules
+from infinity.errors import ConfigError, InfinityError, InfinityWarning, first_lines
+
+_SECOND_BETA = 0.99  # what OneCycle sets beside the momentum it cycles
+_WARMUP_TYPES = ("log", "linear")
+# Parameters by what they may be; all others are numbers. A rate may have a value for each group.
+_RATES = {"warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr", "cycle_min_lr", "cycle_max_lr"}
+_RATES |= {"cycle_min_mom", "cycle_max_mom"}
+_LARGEST = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")  # what groups then have
+_COUNTS = {"warmup_num_steps": 1, "total_num_steps": 1, "lr_range_test_step_size": 1}  # least
+_COUNTS |= {"cycle_first_step_size": 1, "cycle_second_step_size": 0, "decay_step_size": 0}
+_COUNTS |= {"cycle_first_stair_count": 0, "cycle_second_stair_count": 0}
+_SWITCHES = {"lr_range_test_staircase", "cycle_momentum"}
+
+Params = Mapping[str, Any]
+
+
+# --- the five ------------------------------------------------------------------------------------
+
+
+def _between(low: Sequence[float], high: Sequence[float], share: float) -> list[float]:
+    return [one + (other - one) * share for one, other in zip(low, high, strict=True)]
+
+
+def _warmed(p: Params, i: int) -> float:
+    """The share of the warm-up that is done; only for iterations within it."""
+    steps = p["warmup_num_steps"]
+    if p["warmup_type"] == "log":
+        return (1.0 / math.log(steps)) * math.log(i + 1)
+    return float(i / steps)
+
+
+def _warmup(p: Params, i: int) -> list[float]:
+    share, steps, total = 0.0, p["warmup_num_steps"], p.get("total_num_steps")
+    if 0 <= i < steps:
+        share = _warmed(p, i)
+    elif i >= steps:
+        span = 1.0 if total is None else max(1.0, total - steps)
+        share = 1.0 if total is None else max(0.0, float(total - i) / span)
+    return _between(p["warmup_min_lr"], p["warmup_max_lr"], share)
+
+
+def _cosine(p: Params, i: int) -> list[float]:
+    ratio, steps, least = 0.0, p["warmup_num_steps"], p["cos_min_ratio"]
+    if 0 <= i < steps:
+        ratio = p["warmup_min_ratio"] + _warmed(p, i) * (1.0 - p["warmup_min_ratio"])
+    elif i >= steps:
+        done = min(1.0, (i - steps + 1) / max(1, p["total_num_steps"] - steps))
+        ratio = max(0.0, least + (1.0 - least) * ((1 + math.cos(math.pi * done)) / 2))
+    return [rate * ratio for rate in p["own_lrs"]]
+
+
+def _range_test(p: Params, i: int) -> list[float]:
+    steps: float = float(i + 1) / p["lr_range_test_step_size"]
+    steps = math.floor(steps) if p["lr_range_test_staircase"] else steps
+    increase = 1 + p["lr_range_test_step_rate"] * steps
+    return [low * increase for low in p["lr_range_test_min_lr"]]
+
+
+def _cycle(p: Params, i: int) -> list[float]:
+    past = i - sum(_halves(p)) + 1  # steps of the decay: 1 is the first
+    if past < 1:
+        return _between(p["cycle_min_lr"], p["cycle_max_lr"], _height(p, i))
+    decays = p["decay_step_size"] and p["decay_lr_rate"]
+    factor = 1 + p["decay_lr_rate"] * (past / p["decay_step_size"]) if decays else 1.0
+    return [low / factor for low in p["cycle_min_lr"]]
+
+
+def _momenta(p: Params, i: int) -> list[float]:
+    past, low, high = i - sum(_halves(p)) + 1, p["cycle_min_mom"], p["cycle_max_mom"]
+    if i < 0:
+        return list(low)
+    if past < 1:
+        height = _height(p, i)
+        return [most - (most - least) * height for least, most in zip(low, high, strict=True)]
+    decays = p["decay_step_size"] and p["decay_mom_rate"]
+    factor = 1 + p["decay_mom_rate"] * (past / p["decay_step_size"]) if decays else 1.0
+    return [most * factor for most in high]
+
+
+def _halves(p: Params) -> tuple[float, float]:
+    first, second = p["cycle_first_step_size"], p["cycle_second_step_size"]
+    return float(first), float(first if second is None else second)
+
+
+def _height(p: Params, i: int) -> float:
+    """Where in the cycle: 0 at its ends, 1 in the middle."""
+    count, (first, second) = i + 1, _halves(p)
+    total = first + second
+    ratio = first / total
+    x = 1.0 + count / total - math.floor(1 + count / total)
+    rising = x <= ratio
+    stairs, others = p["cycle_first_stair_count"], p["cycle_second_stair_count"]
+    stairs = stairs if rising or others is None else others
+    if stairs > 0:
+        # From whole counts: a share may lie a rounding below a stair, and lose all of it.
+        inside = count % total
+        left, half = (inside, first) if inside <= first else (total - inside, second)
+        return float(math.floor(left * stairs / half) / stairs)
+    return float(x / ratio if rising else (x - 1) / (ratio - 1))
+
+
+class _Schedule(lr_scheduler.LRScheduler):
+    """A rate for each group from the count alone, by a function of the parameters."""
+
+    _rates: Callable[[Params, int], list[float]]
+    __signature__: inspect.Signature
+
+    def __init_subclass__(cls) -> None:
+        if cls.__name__ in SCHEDULES:  # what derives from one of those takes the same
+            kind, takes = inspect.Parameter, SCHEDULES[cls.__name__]
+            names = {"optimizer": kind.empty, **takes}.items()
+            found = [kind(n, kind.POSITIONAL_OR_KEYWORD, default=value) for n, value in names]
+            cls.__signature__ = inspect.Signature(found)
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        """Parameters are those of `SCHEDULES`; raises `ConfigError` for values that make none."""
+        bound = self.__signature__.bind(*given, **named)
+        bound.apply_defaults()
+        params = dict(bound.arguments)
+        optimizer, begin = params.pop("optimizer"), params.pop("last_batch_iteration")
+        own = [float(group["lr"]) for group in optimizer.param_groups]
+        if params.get("warmup_max_lr", own) is None:
+            params["warmup_max_lr"] = own
+        one = [n for n in _LARGEST if isinstance(params.get(n), int | float)]
+        if one and len(set(own)) > 1:
+            text = (
+                f"{one[0]} {params[one[0]]:g} is the rate of all {len(own)} parameter groups, "
+                f"whose own rates are {', '.join(f'{rate:g}' for rate in own)}: a list has one for "
+                "each"
+            )
+            warnings.warn(text, InfinityWarning, stacklevel=2)
+        params = {name: _checked(optimizer, name, value) for name, value in params.items()}
+        total, steps = params.get("total_num_steps"), params.get("warmup_num_steps")
+        if params.get("cycle_momentum") and "betas" not in optimizer.defaults:
+            params["cycle_momentum"] = False
+            text = "OneCycle leaves the momentum alone: this optimizer has no betas"
+            warnings.warn(text, InfinityWarning, stacklevel=2)
+        vars(self).update(params, own_lrs=own)  # attributes, and so the state
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        super().__init__(optimizer, begin)
+        if total is not None and total < steps:
+            text = f"total_num_steps {total} is less than warmup_num_steps {steps}"
+            warnings.warn(text, InfinityWarning, stacklevel=2)
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        """The rate of each group now."""
+        return type(self)._rates(vars(self), self.last_epoch - 1)
+
+    def step(self, epoch: int | None = None) -> None:
+        """Set the rates, and OneCycle's momentum, of the next step."""
+        super().step(epoch)
+        if vars(self).get("cycle_momentum"):
+            momenta = _momenta(vars(self), self.last_epoch - 1)
+            for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
+                group["betas"] = (momentum, _SECOND_BETA)
+
+
+class WarmupLR(_Schedule):
+    """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps` steps, and constant from then.
+
+    Rates are numbers, or lists with one for each group; `warmup_max_lr` is each group's own rate
+    where it is left out. `warmup_type` is "log" or "linear". The first two steps are made at the
+    smallest rate. Raises `ConfigError` for anything else.
+    """
+
+    _rates = staticmethod(_warmup)
+
+
+class WarmupDecayLR(_Schedule):
+    """As `WarmupLR`, and then in a straight line down to `warmup_min_lr` at `total_num_steps`."""
+
+    _rates = staticmethod(_warmup)
+
+
+class WarmupCosineLR(_Schedule):
+    """Each group's own rate times a ratio: up from `warmup_min_ratio` to 1, then half a cosine.
+
+    The cosine ends at `cos_min_ratio` after `total_num_steps` steps and stays there. The first
+    step is made at rate 0, whatever `warmup_min_ratio`.
+    """
+
+    _rates = staticmethod(_cosine)
+
+
+class LRRangeTest(_Schedule):
+    """Ever larger rates, to find the largest that trains: `min_lr * (1 + step_rate * steps)`.
+
+    `steps` counts intervals of `lr_range_test_step_size` steps, fractions included unless
+    `lr_range_test_staircase`.
+    """
+
+    _rates = staticmethod(_range_test)
+
+
+class OneCycle(_Schedule):
+    """One cycle of the rate, up and down, then a decay; Adam's momentum cycles the other way.
+
+    With a stair count a half moves in that many stairs. `decay_step_size` 0 means no decay. The
+    momentum is the first of `betas`; the second is set to 0.99, and before the first step the
+    momentum is `cycle_min_mom`, as in DeepSpeed. An optimizer without `betas` keeps its momentum,
+    with a warning.
+    """
+
+    _rates = staticmethod(_cycle)
+
+
+OURS = (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+VALID_LR_SCHEDULES = [schedule.__name__ for schedule in OURS]  # DeepSpeed's name for it
+
+
+# --- by name -------------------------------------------------------------------------------------
+
+
+def known_schedules() -> dict[str, type[lr_scheduler.LRScheduler]]:
+    """Every schedule a configuration may name: torch's and ours, sorted by name."""
+    found = torch_schedules() | {schedule.__name__: schedule for schedule in OURS}
+    return dict(sorted(found.items()))
+
+
+def make_schedule(name: str, params: Params, optimizer: Optimizer) -> lr_scheduler.LRScheduler:
+    """The schedule of a name that is known; `ConfigError` where it refuses its parameters.
+
+    torch looks at some of them in `step()` only, so a copy makes a step before.
+    """
+    kind = known_schedules()[name]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the schedule itself says the same
+            tried: Any = kind(_stand_in(optimizer), **deepcopy(dict(params)))
+            tried.step(*([0.0] if isinstance(tried, lr_scheduler.ReduceLROnPlateau) else []))
+        return kind(optimizer, **params)
+    except ConfigError as error:
+        raise ConfigError(
+            f"scheduler.params.{error.what}", because=error.because, remedy=error.remedy
+        ) from None
+    except InfinityError:
+        raise
+    except Exception as error:  # of whatever kind torch's arithmetic comes to
+        raise ConfigError(
+            f"scheduler.params: {name} refuses {dict(params)}: {first_lines(error)}",
+            remedy="its arguments: see torch.optim.lr_scheduler, or infinity.optim.lr_schedules",
+        ) from error
+
+
+def _stand_in(optimizer: Optimizer) -> Optimizer:
+    """An optimizer with the same groups, over parameters of one element."""
+    groups = [
+        {name: deepcopy(value) for name, value in group.items() if name != "params"}
+        | {"params": [torch.nn.Parameter(torch.zeros(1))]}
+        for group in optimizer.param_groups
+    ]
+    return Optimizer(groups, dict(optimizer.defaults))
+
+
+def _checked(optimizer: Optimizer, name: str, value: Any) -> Any:
+    """A parameter as the functions take it: rates as a list, one for each group."""
+    if name in _RATES:
+        count = len(optimizer.param_groups)
+        values = value if isinstance(value, list | tuple) else [value] * count
+        if len(values) != count:
+            raise ConfigError(
+                f"{name} has {len(values)} values for {count} parameter groups",
+                remedy="give one for each group, or one number for all",
+            )
+        return [_number(name, part) for part in values]
+    if name == "warmup_type":
+        if value not in _WARMUP_TYPES:
+            remedy = f"one of {', '.join(map(repr, _WARMUP_TYPES))}"
+            raise ConfigError(f"warmup_type is {value!r}", remedy=remedy)
+        return value
+    if name in _SWITCHES:
+        return bool(value)
+    if value is None and name.startswith("cycle_second"):
+        return None
+    number = _number(name, value)
+    if name not in _COUNTS:
+        return number
+    if number != int(number) or number < _COUNTS[name]:
+        remedy = f"a whole number, {_COUNTS[name]} or more"
+        raise ConfigError(f"{name} is {value!r}", remedy=remedy)
+    return max(2, int(number)) if name == "warmup_num_steps" else int(number)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{name} is {value!r}", remedy=f"{name} is a finite number")
+    return float(value)

@@ -1,0 +1,1 @@
+"""Measurements: rates of this machine, step reports, traces, memory."""

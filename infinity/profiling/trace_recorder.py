@@ -1,0 +1,326 @@
+"""Records a timeline into a Chrome trace-event file, from a thread of its own.
+
+[Note: bounded queue]
+Whoever records appends one tuple to a bounded queue, and never waits: where the queue is full the
+event is dropped and counted, and the file says how many were. A thread takes the queue every
+`FLUSH_S` and writes it out, so a killed process loses that much. Which steps are recorded at all
+is for `profiling/step_report.py` (`trace_steps`).
+
+[Note: always valid JSON]
+The closing bracket is written with every flush and overwritten by the next one, in one call each.
+So the file is JSON at any moment, also after `kill -9`; the reader takes a torn one as well.
+
+[Note: deferred times]
+Where compute or copies end later than the call returns, an event is recorded with what will know
+its times (`Stamp`); the thread asks until they are known. Nobody is made to wait.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from infinity.common.files import atomic_write, write_at
+from infinity.errors import MachineError
+
+FLUSH_S = 0.1
+CAPACITY = 1 << 16  # events that wait to be written; about 15 MB
+MAX_ROWS = 16  # tracks of one track, where its events overlap
+CLOSE_S = 10.0
+NO_UNIT = -1
+
+# Track -> its name in the file, in the order of the tracks.
+TRACKS = {
+    "step": "steps",
+    "micro_batch": "micro-batches",
+    "compute": "compute",
+    "stall": "stalls",
+    "to_device": "copy to device",
+    "from_device": "copy from device",
+    "disk_read": "disk read",
+    "disk_write": "disk write",
+    "sums": "sums of gradients",
+    "optimizer_pass": "optimizer_pass",
+    "update": "update",
+    "saving": "saving and commits",
+}
+# Tracks whose events may overlap without one holding the other: they get more tracks.
+SPREAD = ("to_device", "from_device", "disk_read", "disk_write", "update", "saving")
+# Tracks that show an event from its submission on; the others from its beginning.
+FROM_SUBMISSION = ("disk_read", "disk_write")
+
+
+class Stamp(Protocol):
+    """A point in the order of compute, or of copies."""
+
+    def time_ns(self) -> int | None:
+        """When that was, by `time.perf_counter_ns`; None if it is not known yet."""
+
+
+class Watched(Protocol):
+    """A request that records itself when it is over."""
+
+    def note(self) -> None:
+        """Record, if it is over and was not recorded yet."""
+
+
+When: TypeAlias = int | Stamp
+# track, name, unit, submitted, begin, end, bytes, further arguments
+_Event: TypeAlias = tuple[str, str, int, int | None, When, When, int, Mapping[str, Any] | None]
+_Known: TypeAlias = tuple[str, str, int, int | None, int, int, int, Mapping[str, Any] | None]
+
+
+class Trace:
+    """One trace file; an existing one is replaced. Any thread may record.
+
+    `names` are those of the units; `follow` is called on the thread, before it asks a device for
+    times. Makes missing directories; raises `MachineError` if the file cannot be written, or
+    something that is no file has its name.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        names: Sequence[str] = (),
+        facts: Mapping[str, Any] | None = None,
+        capacity: int = CAPACITY,
+        follow: Callable[[], object] = bool,
+    ) -> None:
+        self.path = Path(path).expanduser()
+        self.names = tuple(names)
+        self.num_dropped = 0
+        """Events that were not written: the queue was full, or the disk refused them."""
+        self.failure: Exception | None = None
+        """The first error of the disk, or of a device that was asked for times."""
+        self.start_ns = time.perf_counter_ns()
+        self._capacity = capacity
+        self._follow = follow
+        self._queue: deque[_Event] = deque()
+        self._later: dict[str, deque[_Event]] = {track: deque() for track in TRACKS}
+        self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self._rows: dict[str, list[int]] = {track: [] for track in TRACKS}
+        self._lock = threading.RLock()  # a collected ticket may record at any point
+        self._owner_pid = os.getpid()
+        self._closed = False
+        self._wake = threading.Event()
+        self._end = 0  # where the closing bracket is
+        self._file = -1
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(self.path) as file:  # who writes to an older one keeps that
+                self._file = os.dup(file.fileno())
+                self._put_out(self._head(facts or {}), 0)
+        except OSError as error:
+            if self._file >= 0:
+                os.close(self._file)
+            raise MachineError(
+                f"the trace {self.path} cannot be opened",
+                because=error.strerror,
+                remedy="give trace a path that can be written",
+            ) from error
+        self._thread = threading.Thread(target=self._run, name="infinity-trace", daemon=True)
+        self._thread.start()
+
+    # --- recording: any thread, never waits ----------------------------------------------------
+
+    def add(
+        self,
+        track: str,
+        name: str,
+        unit: int,
+        begin: When,
+        end: When,
+        nbytes: int = 0,
+        *,
+        submitted: int | None = None,
+        args: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Record what took from `begin` to `end`, in nanoseconds of `time.perf_counter_ns`.
+
+        It is written once both are known.
+        """
+        self._append((track, name, unit, submitted, begin, end, nbytes, args))
+
+    def watch(self, request: Watched) -> None:
+        """See to it that a request which nobody waits for is recorded, at the latest by `close`."""
+        self._watched.add(request)
+
+    def _append(self, event: _Event) -> None:
+        if len(self._queue) >= self._capacity or self._closed:
+            with self._lock:
+                self.num_dropped += not self._closed
+            return
+        self._queue.append(event)
+
+    def close(self) -> None:
+        """Write what is queued, close the file, end the thread. Idempotent; nothing in a child."""
+        if self._closed or os.getpid() != self._owner_pid:
+            return
+        for request in list(self._watched):
+            request.note()
+        self._closed = True
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_S)
+
+    # --- writing: the thread -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._follow()
+        except Exception as error:  # of a device: the thread must go on
+            self.failure = error
+        while not self._closed:
+            self._wake.wait(FLUSH_S)
+            self._flush()
+        self._flush()
+        with self._lock:
+            self.num_dropped += sum(map(len, self._later.values()))
+        end = {"dropped": self.num_dropped}
+        self._put_out([self._mark("trace ends", time.perf_counter_ns(), end)], 0)
+        os.close(self._file)
+
+    def _flush(self) -> None:
+        events: list[_Known] = []
+        for _ in range(len(self._queue)):
+            event = self._queue.popleft()
+            self._later[event[0]].append(event)
+        for waiting in self._later.values():  # what follows on a track ends later
+            while waiting and self._resolve(waiting[0], events):
+                waiting.popleft()
+            while len(waiting) > self._capacity:
+                waiting.popleft()
+                with self._lock:
+                    self.num_dropped += 1
+        if events:
+            events.sort(key=lambda e: (e[4], -e[5]))
+            self._put_out([line for event in events for line in self._lines(event)], len(events))
+
+    def _resolve(self, event: _Event, events: list[_Known]) -> bool:
+        """Add the event with its times; False where they are not known yet."""
+        try:
+            known = _known(event)
+        except Exception as error:  # of a device that is gone: the thread must go on
+            self.failure = self.failure or error
+            with self._lock:
+                self.num_dropped += 1
+            return True
+        if known is not None:
+            events.append(known)
+        return known is not None
+
+    def _put_out(self, lines: Iterable[str], num_events: int) -> None:
+        text = ",\n".join(lines)
+        data = (("[\n" if not self._end else ",\n") + text + "\n]\n").encode()
+        try:
+            write_at(self._file, data, self._end)
+            self._end += len(data) - len("\n]\n")
+        except OSError as error:
+            self.failure = self.failure or error
+            with self._lock:
+                self.num_dropped += num_events
+
+    def _lines(self, event: _Known) -> Iterable[str]:
+        track, name, unit, submitted, begin, end, nbytes, args = event
+        shown: dict[str, Any] = {"unit": self.names[unit]} if unit >= 0 else {}
+        text = f"{name} {self.names[unit]}" if unit >= 0 else name
+        if nbytes:
+            shown["bytes"] = nbytes
+        start = begin
+        if submitted is not None:
+            shown["queued_us"] = round((begin - submitted) / 1e3, 3)
+            start = submitted if track in FROM_SUBMISSION else begin
+        shown |= {"what": name, **(args or {})}
+        row, is_new = self._row(track, start, end)
+        if is_new:
+            yield from self._track(track, row)
+        yield (
+            f'{{"ph":"X","cat":"{track}","name":{json.dumps(text)},"pid":1,'
+            f'"tid":{_tid(track, row)},"ts":{(start - self.start_ns) / 1e3:.3f},'
+            f'"dur":{max(end - start, 0) / 1e3:.3f},"args":{_json(shown)}}}'
+        )
+
+    def _row(self, track: str, start: int, end: int) -> tuple[int, bool]:
+        """The first track of the track on which nothing overlaps; whether it is a new one."""
+        rows = self._rows[track]
+        if track not in SPREAD:
+            rows[:] = [end]
+            return 0, False
+        for row, busy_until in enumerate(rows):
+            if busy_until <= start:
+                rows[row] = end
+                return row, False
+        if len(rows) < MAX_ROWS:
+            rows.append(end)
+            return len(rows) - 1, len(rows) > 1
+        row = rows.index(min(rows))
+        rows[row] = max(end, rows[row])
+        return row, False
+
+    def _head(self, facts: Mapping[str, Any]) -> list[str]:
+        process = {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "infinity"}}
+        lines = [_json(process)]
+        for track in TRACKS:
+            lines += self._track(track, 0)
+        began = {"format": 1, "unix_s": round(time.time(), 3), "pid": os.getpid(), **facts}
+        return [*lines, self._mark("trace begins", self.start_ns, began)]
+
+    def _track(self, track: str, row: int) -> list[str]:
+        """What names a track, and says where it stands."""
+        tid = _tid(track, row)
+        name = TRACKS[track] + (f" ({row + 1})" if row else "")
+        base = {"ph": "M", "pid": 1, "tid": tid}
+        return [
+            _json(base | {"name": "thread_name", "args": {"name": name}}),
+            _json(base | {"name": "thread_sort_index", "args": {"sort_index": tid}}),
+        ]
+
+    def _mark(self, name: str, at_ns: int, args: Mapping[str, Any]) -> str:
+        where = {"ph": "i", "s": "g", "pid": 1, "tid": 0}
+        ts = (at_ns - self.start_ns) / 1e3
+        return _json(where | {"name": name, "ts": ts, "args": args})
+
+
+class Laps:
+    """Times the phases of something that one thread does; each lap begins where the last ended.
+
+    Without a trace nothing is timed.
+    """
+
+    def __init__(self, trace: Trace | None, unit: int = NO_UNIT) -> None:
+        self._trace = trace
+        self._unit = unit
+        self._begin = time.perf_counter_ns()
+
+    def lap(self, track: str, name: str, nbytes: int = 0) -> None:
+        """A phase is over."""
+        if self._trace is None:
+            return
+        now = time.perf_counter_ns()
+        self._trace.add(track, name, self._unit, self._begin, now, nbytes)
+        self._begin = now
+
+
+def _known(event: _Event) -> _Known | None:
+    """The event with its times as numbers; None where they are not known yet."""
+    track, name, unit, submitted, begin, end, nbytes, args = event
+    first = begin if isinstance(begin, int) else begin.time_ns()
+    last = end if isinstance(end, int) else end.time_ns()
+    if first is None or last is None:
+        return None
+    return track, name, unit, submitted, first, last, nbytes, args
+
+
+def _tid(track: str, row: int) -> int:
+    return (list(TRACKS).index(track) + 1) * 100 + row
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), default=str)

@@ -1,0 +1,80 @@
+"""Adapters of peft over a model whose weights are frozen."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from infinity.errors import ConfigError, first_lines, listed
+from infinity.train.settings import ALL_LINEAR, AdapterSection
+
+
+def peft() -> Any:
+    """Return the module peft; raises `ConfigError` if it is not installed."""
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise ConfigError(
+            f"adapters need the package peft: {error}", remedy="pip install 'torch-infinity[hf]'"
+        ) from error
+
+
+def adapted(model: nn.Module, section: AdapterSection) -> nn.Module:
+    """A model whose weights are frozen, with adapters of peft that are trained.
+
+    Raises `ConfigError` where there is nothing to adapt, or no peft.
+    """
+    _check_parameters(model, section.target_parameters)
+    library = peft()
+    base: Any = model
+    base.name_or_path = base.config.name_or_path  # what peft notes down as the base of its adapters
+    targets = ALL_LINEAR if ALL_LINEAR in section.targets else list(section.targets)
+    wanted = library.LoraConfig(
+        r=section.r,
+        lora_alpha=2 * section.r if section.alpha is None else section.alpha,
+        lora_dropout=section.dropout,
+        target_modules=targets,
+        target_parameters=list(section.target_parameters) or None,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        made = library.get_peft_model(model, wanted)
+    except ValueError as error:
+        linear = [
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if getattr(module, "weight", None) is not None
+            and module.weight.dim() == 2
+            and not isinstance(module, nn.Embedding)
+        ]
+        raise ConfigError(
+            f"adapter.targets: {targets} cannot be adapted",
+            because=first_lines(error),
+            remedy=f"all-linear, or a list of {', '.join(sorted(set(linear)))}",
+        ) from error
+    assert isinstance(made, nn.Module)
+    return made.train()
+
+
+def _check_parameters(model: nn.Module, wanted: Sequence[str]) -> None:
+    """Raise `ConfigError` for a name that is the end of no parameter's that peft adapts."""
+    adaptable = [name for name, p in model.named_parameters() if p.dim() in (2, 3)]
+    missing = [end for end in wanted if not any(f".{n}".endswith(f".{end}") for n in adaptable)]
+    if not missing:
+        return
+    stacks = [re.sub(r".*\.\d+\.", "", n) for n, p in model.named_parameters() if p.dim() == 3]
+    there = list(dict.fromkeys(stacks))
+    raise ConfigError(
+        f"adapter.target_parameters: {listed(missing)}: the model has no such parameter of two or "
+        "three dimensions",
+        because=f"its parameters of three dimensions are {listed(there, 8)}"
+        if there
+        else "it has no parameters of three dimensions: no experts that are one stack",
+        remedy=f"adapter.target_parameters: [{', '.join(there[:4])}]"
+        if there
+        else "leave it out; adapter.targets adapts linear layers",
+    )

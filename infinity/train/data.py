@@ -1,0 +1,288 @@
+"""Tokens of a run, made once and kept on disk.
+
+A corpus is a directory named after what it was made from (files by name, size and time, tokenizer,
+settings), so what has not changed is used again; it appears whole, by a rename. Texts become one
+file of uint16 or uint32; files of tokens are read where they are. Tokens are read and never mapped:
+a mapping would count as memory of this process, which the engine watches, and a file that is cut
+short would end the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infinity.common.checksummed_json import read_sealed, write_sealed
+from infinity.common.files import FOLDER_MODE, LockFile, open_new, refused, sync_directory
+from infinity.errors import CheckpointError, ConfigError, MachineError
+from infinity.train.conversations import TOKEN, Conversations
+from infinity.train.texts import Source, Tokenizer, read_rows, read_texts
+
+_FORMAT, FORMAT = "torch-infinity-tokens", 3
+_INDEX, _TOKENS, _PARTIAL, _LOCK = "index.json", "tokens.bin", ".partial-", ".lock"
+_BATCH = 1 << 22  # characters that are worth a call of the tokenizer
+_CHUNK = 1 << 20  # tokens of a file that are looked at at once
+
+Progress = Callable[[int, int, str], None]
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a corpus is made from; `size` is the number of tokens that the model knows.
+
+    `conversations` says how rows become tokens, None where they hold texts.
+    """
+
+    sources: Sequence[Source]
+    tokenizer: Tokenizer | None
+    size: int
+    end: int | None
+    text_field: str
+    errors: str
+    token_dtype: str | None
+    conversations: Conversations | None = None
+
+    @property
+    def key(self) -> str:
+        """Equal for recipes that give the same corpus."""
+        facts = {**vars(self), "format": FORMAT, "sources": [asdict(s) for s in self.sources]}
+        facts["tokenizer"] = None if self.tokenizer is None else self.tokenizer.identity
+        facts["conversations"] = self.conversations and self.conversations.identity
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class _Segment(NamedTuple):
+    """Tokens in a file; the path may be relative to the corpus's, `offset` is in bytes."""
+
+    path: str
+    dtype: str
+    offset: int
+    length: int
+
+    def end(self) -> int:
+        return self.offset + self.length * np.dtype(self.dtype).itemsize
+
+    def read(self, directory: Path, start: int, count: int) -> NDArray[Any]:
+        path, offset = directory / self.path, self.offset + start * np.dtype(self.dtype).itemsize
+        try:
+            found = np.fromfile(path, self.dtype, count, offset=offset)
+        except OSError as error:
+            raise MachineError(f"{path} cannot be read: {error.strerror or error}") from error
+        if len(found) != count:
+            raise CheckpointError(f"{path} was cut short while it was read")
+        return found
+
+
+class Corpus:
+    """All tokens of a directory as one row; raises `CheckpointError` where they are damaged.
+
+    `identity` is equal for corpora with the same tokens in the same order; `marked` says that
+    these are marked tokens ([Note: marked tokens] in `train/conversations.py`).
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        path, remedy = directory / _INDEX, f"rm -r {directory}, and start again: it is made anew"
+        try:
+            index = read_sealed(path, _FORMAT, FORMAT)
+            self._segments = [_Segment(*facts) for facts in index["segments"]]
+            self.identity: str = index["identity"]
+            self.num_documents: int = index["documents"]
+            self.marked: bool = index.get("marked", False)
+            for segment in self._segments:
+                path = directory / segment.path
+                if path.stat().st_size < segment.end():
+                    raise ValueError(f"it has {path.stat().st_size} bytes, not {segment.end()}")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path} is damaged: it does not hold the tokens that were prepared",
+                because=str(error),
+                remedy=remedy,
+            ) from error
+        self._starts = np.cumsum([0, *(segment.length for segment in self._segments)])
+        self.num_tokens = int(self._starts[-1])
+
+    def read(self, start: int, count: int) -> NDArray[np.int64]:
+        """Tokens `start` to `start + count`. Raises `CheckpointError`, `MachineError`."""
+        assert 0 <= start <= start + count <= self.num_tokens
+        parts = []
+        for segment, first in zip(self._segments, map(int, self._starts), strict=False):
+            begin, end = max(start, first), min(start + count, first + segment.length)
+            if begin < end:
+                parts.append(segment.read(self.directory, begin - first, end - begin))
+        return np.concatenate([np.empty(0, np.int64), *parts], dtype=np.int64, casting="unsafe")
+
+
+def prepare(recipe: Recipe, cache: Path, progress: Progress | None = None) -> Corpus:
+    """The corpus of a recipe: the one in `cache` if there is one, else it is made.
+
+    `progress(done_bytes, total_bytes, what)` is called while it is made. Raises `ConfigError` for
+    sources that are not what they should be, `CheckpointError` for a damaged corpus,
+    `DoesNotFitError` where the disk is full, `MachineError`.
+    """
+    directory = cache / recipe.key
+    if not directory.is_dir():
+        with _explained(cache):
+            cache.mkdir(parents=True, exist_ok=True)
+            for path in cache.glob(f"*{_PARTIAL}*{_LOCK}"):
+                with suppress(OSError), LockFile(path, create=False) as lock:  # of the dead
+                    shutil.rmtree(path.with_suffix(""), ignore_errors=True)
+                    lock.release()
+            partial = directory.with_name(f"{directory.name}{_PARTIAL}{uuid.uuid4().hex[:16]}")
+            lock = LockFile(partial.with_suffix(f"{partial.suffix}{_LOCK}"))
+            try:
+                _make(recipe, partial, directory, progress)
+            finally:
+                lock.release()
+    return Corpus(directory)
+
+
+def _make(recipe: Recipe, partial: Path, directory: Path, progress: Progress | None) -> None:
+    """Make it in `partial`, and give it its name."""
+    total, done = sum(source.size for source in recipe.sources), 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None and nbytes:
+            progress(min(done, total), total, "preparing tokens")
+
+    partial.mkdir(FOLDER_MODE)
+    try:
+        write_sealed(partial / _INDEX, _FORMAT, FORMAT, _fill(recipe, partial, advance))
+        try:
+            partial.rename(directory)
+        except OSError:
+            if not directory.is_dir():  # else somebody else was faster
+                raise
+            shutil.rmtree(partial)
+        sync_directory(directory.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _fill(recipe: Recipe, directory: Path, advance: Advance) -> dict[str, Any]:
+    """Write the tokens, and return what the index says."""
+    digest, segments, documents = hashlib.sha256(), [], 0
+    if recipe.tokenizer is not None and any(s.format != "tokens" for s in recipe.sources):
+        largest = max(recipe.tokenizer.size - 1, recipe.end or 0)
+        dtype = np.dtype("<u2" if largest < 1 << 16 and not recipe.conversations else "<u4")
+        count = largest = 0
+        with open_new(directory / _TOKENS) as file:
+            for tokens, ends in _tokenised(recipe, advance):
+                data = tokens.astype(dtype).tobytes()
+                file.write(data)
+                digest.update(data)
+                count, documents = count + len(tokens), documents + ends
+                largest = max(largest, int((tokens.astype(np.uint32) & TOKEN).max(initial=0)))
+            file.flush()
+            os.fsync(file.fileno())
+        if largest >= recipe.size:
+            raise ConfigError(
+                f"the tokenizer {recipe.tokenizer.name} has {largest + 1} tokens, and the model "
+                f"knows {recipe.size}",
+                because="they do not belong together, or the model's vocab_size is too small",
+                remedy="tokenizer: auto takes the model's own; a new model: "
+                f"model.config.vocab_size={largest + 1}",
+            )
+        segments.append(_Segment(_TOKENS, dtype.str, 0, count))
+    for source in recipe.sources:
+        if source.format == "tokens":
+            segments.append(_adopt(source, recipe, digest.update, advance))
+    layout = [(segment.dtype, segment.length) for segment in segments]
+    digest.update(json.dumps(layout).encode())
+    found = {"identity": digest.hexdigest()[:32], "documents": documents, "segments": segments}
+    return found | ({"marked": True} if recipe.conversations else {})
+
+
+def _tokenised(recipe: Recipe, advance: Advance) -> Iterator[tuple[NDArray[Any], bool]]:
+    """The tokens of all texts in order, and whether a document ends with them."""
+    tokenizer, end = recipe.tokenizer, [] if recipe.end is None else [recipe.end]
+    assert tokenizer is not None
+    if recipe.conversations is not None:
+        parts = (read_rows(source, recipe.errors, advance) for source in recipe.sources)
+        for conversation in recipe.conversations.encode(chain.from_iterable(parts)):
+            yield conversation, True
+        return
+    held: list[str | None] = []
+    size = 0
+
+    def encoded() -> Iterator[tuple[NDArray[Any], bool]]:
+        found = iter(tokenizer.encode([text for text in held if text is not None]))
+        for text in held:
+            yield (np.asarray(end, np.uint32), True) if text is None else (next(found), False)
+
+    for source in recipe.sources:
+        if source.format != "tokens":
+            for piece in read_texts(source, recipe.text_field, recipe.errors, advance):
+                held.append(piece)
+                size += len(piece or "")
+                if size >= _BATCH:
+                    yield from encoded()
+                    held, size = [], 0
+    yield from encoded()
+
+
+def _adopt(source: Source, recipe: Recipe, update: Callable[[Any], None], advance: Advance) -> Any:
+    """A file of tokens as a segment; all of it is read once, for `update` and to be checked."""
+    numpys = source.path.lower().endswith(".npy")
+    if not numpys and recipe.token_dtype is None:
+        raise ConfigError(
+            f"{source.path} has an unknown type of integers",
+            remedy="data.token_dtype: uint16, or uint32; an .npy file has it in its header",
+        )
+    try:
+        if numpys:
+            mapped: Any = np.load(source.path, mmap_mode="r", allow_pickle=False)
+            segment = _Segment(source.path, mapped.dtype.str, mapped.offset, mapped.size)
+        else:
+            kind = np.dtype(recipe.token_dtype).newbyteorder("<")
+            mapped = np.memmap(source.path, kind, "r")
+            segment = _Segment(source.path, kind.str, 0, mapped.size)
+    except (ValueError, EOFError, AttributeError) as error:
+        what = "is no .npy file" if numpys else f"is no file of {recipe.token_dtype}"
+        because = f"it has {source.size} bytes: it is cut short, empty, or of another kind"
+        raise ConfigError(f"{source.path} {what}: {error}", because=because) from error
+    if mapped.ndim != 1 or mapped.dtype.kind not in "iu":
+        raise ConfigError(
+            f"{source.path} holds {mapped.dtype} of shape {mapped.shape}",
+            remedy="save a flat array of integers: numpy.save(path, tokens.astype('uint16'))",
+        )
+    for start in range(0, segment.length, _CHUNK):
+        tokens = segment.read(Path(), start, min(_CHUNK, segment.length - start))
+        wrong = (tokens >= recipe.size) | (tokens < 0)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise ConfigError(
+                f"{source.path} holds the token {int(tokens[at])} at {start + at}, and the model "
+                f"knows {recipe.size} tokens",
+                because="it was made with another tokenizer, or is read with another dtype",
+                remedy="tokenise it for this model; data.token_dtype is that of .bin files",
+            )
+        update(tokens.data)
+        advance(tokens.nbytes)
+    return segment
+
+
+@contextmanager
+def _explained(cache: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.filename or cache}: tokens cannot be kept there, or read from there"
+        remedy = "data.cache: DIR names another place, perhaps a larger one, for them"
+        raise refused(what, error, cache, remedy=remedy) from error

@@ -1,0 +1,298 @@
+"""The directory of a run: what is in it, whether it may be used, and what was decided in it.
+
+run.json      what the run is: version, what decides its numbers, whether it is complete
+config.yaml   every value of the configuration, and where it came from
+plan.txt      where everything rests, and what a step moves; plan.json: the same as data
+metrics.jsonl a line a step, a line an evaluation
+data/         tokens
+checkpoints/  to go on from
+tensorboard/  and wandb/, if asked for (training.report_to)
+best/         the weights with the smallest held-out loss so far, if asked for
+report.html   how it went, to look at
+model/        the result, once the run is complete
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infinity._version import __version__
+from infinity.common.checksummed_json import made, read_sealed, write_sealed
+from infinity.common.files import (
+    TEMPORARY_NAME,
+    LockFile,
+    atomic_write,
+    make_directories,
+    refused,
+)
+from infinity.distributed.context import ALONE, Ranks
+from infinity.errors import CheckpointError, ConfigError, MachineError, listed
+
+RUN_RECORD = "run.json"
+CHECKPOINTS = "checkpoints"
+_LOCK = ".lock"
+_MADE_BEFORE = {"data", _LOCK, "config.yaml", "plan.txt", "plan.json"}
+_FORMAT, _VERSION = "torch-infinity-training", 3
+_WHAT_MAKES_TOKENS = (
+    "; data.tokens is made of the files, by the tokenizer, and of conversations by the chat "
+    "template and data.loss_on"
+)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """Members of `run.json` that are relied on."""
+
+    id: str
+    name: str = ""
+    complete: bool = False
+    saved: bool = False
+    durable: bool = False
+    ranks: int = 1
+    state: int = 0
+    origin: str = ""
+
+
+class RunDirectory:
+    """One run's directory, locked while this is open. Close it.
+
+    Of several ranks the first locks it and writes to it; the record is the same on all.
+    """
+
+    def __init__(self, path: Path, *, resume: bool, ranks: Ranks = ALONE) -> None:
+        """Make or open it.
+
+        Raises `ConfigError` if it holds a run and `resume` is false, or anything that is no run's,
+        and `MachineError` if it cannot be written or another process trains in it.
+        """
+        self.path = path.absolute()
+        self.tokens, self.checkpoints = self.path / "data", self.path / CHECKPOINTS
+        self.metrics = self.path / "metrics.jsonl"
+        self.model, self.best = self.path / "model", self.path / "best"
+        self._lock: LockFile | None = None
+        self.record: dict[str, Any] = {}
+        self._ranks = ranks
+        with ranks.settle("opens the run's directory"):
+            if not ranks.rank:
+                self._open(resume)
+        self._share()
+
+    def _open(self, resume: bool) -> None:
+        with self._explained():
+            make_directories(self.path)
+        self._check_contents(resume)
+        try:
+            with self._explained():
+                self._lock = LockFile(self.path / _LOCK)
+        except BlockingIOError as error:
+            raise MachineError(
+                f"another process is training in {self.path}",
+                remedy="wait until it is over, or run_dir=... another directory",
+            ) from error
+
+    def _check_contents(self, resume: bool) -> None:
+        if (self.path / RUN_RECORD).exists():
+            self.record = self._read_record()
+            if not resume:
+                done = "a run that is complete" if self.is_complete else "a run"
+                raise ConfigError(
+                    f"{self.path} holds {done} already",
+                    remedy="--resume auto goes on with it; run_dir=... starts another one",
+                )
+            return
+        with self._explained():
+            others = sorted(set(os.listdir(self.path)) - _MADE_BEFORE)
+        others = [name for name in others if not TEMPORARY_NAME.fullmatch(name)]  # of a killed run
+        if others:
+            raise ConfigError(
+                f"{self.path} is not empty, and holds no run: {listed(others, 4)}",
+                remedy="run_dir=... a new directory",
+            )
+
+    def close(self) -> None:
+        """Let go of it; idempotent."""
+        if self._lock is not None:
+            self._lock.let_go()
+
+    # --- the record ------------------------------------------------------------------------------
+
+    @property
+    def has_run(self) -> bool:
+        """Whether training has begun here before."""
+        return bool(self.record)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps were done, and the model was written."""
+        return bool(self.record.get("complete"))
+
+    @property
+    def decided(self) -> Mapping[str, Any]:
+        """What the numbers of the run here depend on, by name; empty where there is none."""
+        found: dict[str, Any] = self.record.get("decides", {})
+        return found
+
+    def check(self, decides: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` naming those values that are not what they were in the run here.
+
+        `decides` are values by name that a run's numbers depend on.
+        """
+        if not self.record:
+            return
+        before, here = self.record["decides"], _as_kept(decides)
+        changed = [
+            f"{name} was {before.get(name)!r:.60}, and is {here.get(name)!r:.60}"
+            for name in sorted({*before, *here})
+            if before.get(name) != here.get(name)
+        ]
+        if changed:
+            raise ConfigError(
+                f"the run in {self.path} cannot go on with other settings: "
+                + listed(changed, 6, "; "),
+                because="it goes on as if it had never stopped, or not at all"
+                + _WHAT_MAKES_TOKENS * any(name.startswith("data.tokens") for name in changed),
+                remedy="put them back; or start a new run, run_dir=..., with model.path=... "
+                "this one's model/ directory",
+            )
+
+    @contextmanager
+    def beginning(self, decides: Mapping[str, Any]) -> Iterator[None]:
+        """From now on this directory holds a run, unless what is done inside fails."""
+        if self.record:
+            yield
+            return
+        self.record = {
+            "infinity": __version__,
+            "id": uuid.uuid4().hex[:12],
+            "name": self.path.name,  # it may be moved
+            "complete": False,
+            "saved": False,  # whether a checkpoint was ever whole
+            "decides": _as_kept(decides),
+        }
+        with self._ranks.settle("begins a run"):
+            self._write_record(self.record)
+        self._share()
+        try:
+            yield
+        except BaseException:
+            self.forget()
+            raise
+
+    def forget(self) -> None:
+        """This directory holds no run: the one that began here did not come to a step."""
+        self.record = {}
+        if not self._ranks.rank:
+            (self.path / RUN_RECORD).unlink(missing_ok=True)
+
+    def remember(self, **facts: Any) -> None:
+        """Put facts that outlast the process into the record, if they are new."""
+        record = self.record | _as_kept(facts)
+        if record != self.record:
+            self._write_record(record)
+            self.record = record
+
+    def _read_record(self) -> dict[str, Any]:
+        path = self.path / RUN_RECORD
+        try:
+            record = read_sealed(path, _FORMAT, _VERSION)
+            made(_Record, record)
+            for name in ("nvme_path", "sessions"):
+                made(tuple[str, ...], record.get(name, []), name)
+            if not isinstance(record["decides"], dict):
+                raise ValueError("what decides its numbers is no object")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path} is damaged, which identifies the run: {error}",
+                remedy="restore it; or --resume one of its checkpoints/ in another run_dir=...",
+            ) from error
+        return record
+
+    def _share(self) -> None:
+        """The record of all ranks is that of the first."""
+        self.record = self._ranks.gather_words(self.record)[0]
+
+    def _write_record(self, record: Mapping[str, Any]) -> None:
+        if self._ranks.rank:
+            return
+        with self._explained():
+            write_sealed(self.path / RUN_RECORD, _FORMAT, _VERSION, record)
+
+    def write(self, name: str, text: str) -> None:
+        """Write a small file of the directory, whole or not at all."""
+        if self._ranks.rank:
+            return
+        with self._explained(), atomic_write(self.path / name) as file:
+            file.write(text.encode())
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            what = f"the run directory {self.path} cannot be used: {error.filename}"
+            remedy = "run_dir=... a directory that can be written"
+            raise refused(what, error, self.path, remedy=remedy) from error
+
+
+class Session:
+    """Id of one start of a durable run, committed with its state by `engine.register_state`.
+
+    Each start adds its id to the record of the run directory before it commits. If `last`, the id
+    in a resumed state, is not in that record, the directory and the state are not of one history.
+    """
+
+    def __init__(self, id: str) -> None:
+        self.id = id
+        self.last = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"id": self.id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Note who committed the state."""
+        self.last = str(state.get("id", ""))
+
+
+def run_record(path: Path) -> dict[str, Any] | None:
+    """Return the record of the run in a directory; None if it holds no run, or a damaged record."""
+    try:
+        record = read_sealed(path / RUN_RECORD, _FORMAT, _VERSION)
+        made(_Record, record)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return record
+
+
+def state_name(record: Mapping[str, Any], path: Path, number: int | None = None) -> str:
+    """Return the name of the state of a durable run below every nvme_path.
+
+    Args:
+        record: The run's record.
+        path: Directory of the run.
+        number: How often another number of ranks went on with it; None as the record says.
+    """
+    number = record.get("state", 0) if number is None else number
+    name = f"{record.get('name', path.name)}-{record['id']}"
+    return f"{name}-{number}" if number else name
+
+
+def state_directories(record: Mapping[str, Any], path: Path) -> list[Path]:
+    """Return where the state of a durable run rests, one directory for each nvme_path."""
+    paths = record.get("nvme_path", []) if record.get("durable") else []
+    return [Path(root) / state_name(record, path) for root in paths]
+
+
+def _as_kept(decides: Mapping[str, Any]) -> dict[str, Any]:
+    """As a file gives it back: tuples are lists there."""
+    found: dict[str, Any] = json.loads(json.dumps(dict(decides), default=str))
+    return found

@@ -1,0 +1,394 @@
+"""The training loop: steps, evaluations, checkpoints, and a way to stop between steps.
+
+[Note: failures that a run survives]
+A checkpoint that cannot be saved costs nothing but itself: those before it stay, training goes on,
+and it is tried again, once soon and then whenever one is due. So is a line of metrics. What does
+end a run is a drive that loses its state, also where a save is the first to find out.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.checkpoint.directory import discard, find_tag
+from infinity.engine import Engine
+from infinity.errors import (
+    CheckpointError,
+    DoesNotFitError,
+    InfinityError,
+    MachineError,
+    RemovedError,
+    TrainingError,
+    TransferError,
+)
+from infinity.plan.machine import high_water_bytes
+from infinity.train.best import Best
+from infinity.train.metrics import LastStep, Metrics, Watcher
+from infinity.train.preparation import Prepared
+from infinity.train.windows import Reel
+
+_RECENT = 50  # steps that a forecast of the time left is made of
+_SOON = 10  # a save that failed is tried again after this part of the steps between two
+Compute = Callable[[Any, Tensor], Tensor]  # the loss of tokens
+_REFUSALS = (CheckpointError, DoesNotFitError, MachineError)  # of a save
+
+
+@dataclass
+class Loop:
+    """Trains one engine from where its reel stands.
+
+    `remember_saved` is called when a checkpoint is whole. `keep_best` writes the weights as they
+    are, for the best; None where nobody wants them. `loss` is of the last step, `saved` the last
+    checkpoint that is whole, `unsaved` why the last try to save failed.
+    """
+
+    prepared: Prepared
+    engine: Engine
+    reel: Reel
+    loss_of: Compute
+    metrics: Metrics
+    last_step: LastStep
+    checkpoints: Path
+    watcher: Watcher
+    best: Best
+    remember_saved: Callable[[], None]
+    keep_best: Callable[[Engine], Path] | None = None
+    loss: float | None = None
+    evaluation_before: float | None = None
+    evaluation: float | None = None
+    saved: Path | None = None
+    stopped_by: int = 0
+    failed_saves: int = 0
+    unsaved: InfinityError | None = None
+    _times_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _saved_step: int = -1
+    _saving: Path | None = None  # it is being copied
+    _retry_step: int = -1
+    _told_metrics: bool = False
+
+    @property
+    def step(self) -> int:
+        """Steps that are behind us, skipped ones among them."""
+        return self.reel.taken // self.prepared.windows_per_step
+
+    def run(self) -> None:
+        """Train until the last step, or until the watcher wants to stop."""
+        prepared, watcher = self.prepared, self.watcher
+        self._saved_step = self.step  # that is where this came from
+        watcher.begin(self.step, prepared.steps)
+        self._tell_early_end()  # of an earlier life
+        self._evaluate_if_due()
+        self.evaluation_before = self.evaluation
+        while not self.ended and not self._asked_to_stop():
+            self._one_step()
+            self._evaluate_if_due()
+            every = self._checkpoint_every
+            due = every and (self.step % every == 0 or self.step == self._retry_step)
+            if due and not self.ended:
+                self.save(wait=False)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left to do: all steps, or those until nothing got better any more."""
+        return self.step >= self.prepared.steps or self.stopped_early
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether as many evaluations in a row as `early_stop` says were worse than the best."""
+        patience = self.prepared.config.training.early_stop
+        return patience is not None and self.best.worse >= patience
+
+    def _asked_to_stop(self) -> bool:
+        """Whether any rank's watcher was."""
+        told = self.engine.ranks.meet("begins a step", int(self.watcher.stopping))
+        self.stopped_by = max(signum for signum, *_ in told)
+        return self.stopped_by > 0
+
+    @property
+    def _checkpoint_every(self) -> int:
+        training = self.prepared.config.training
+        if self.prepared.engine.durable and "checkpoint_every" not in training.model_fields_set:
+            return 0  # its state on disk is one
+        return training.checkpoint_every
+
+    def save(self, *, wait: bool) -> None:
+        """Save a checkpoint of this step, unless there is one; with `wait` it is over then.
+
+        One that fails is told, counted, and in `unsaved`. Raises `TransferError` where the drive
+        of the state fails.
+        """
+        self._collect(wait=True)
+        if self._saved_step == self.step:
+            return
+        self._saving = self.checkpoints / f"step{self.step}"
+        self._saved_step = self.step
+        with self._refusals(self.checkpoints, self._failed):
+            with self.engine.ranks.settle("discards a checkpoint"):
+                # One that is there is of a life of this run that went on from before this step.
+                if not self.engine.ranks.rank:
+                    discard(self.checkpoints, self._saving.name)
+            self.engine.save_checkpoint(
+                self.checkpoints,
+                self._saving.name,
+                {"step": self.step},
+                keep_last=self.prepared.config.training.keep_last,
+            )
+        self._collect(wait=wait)
+
+    @contextmanager
+    def _refusals(self, place: Path, failed: Callable[[InfinityError], None]) -> Iterator[None]:
+        """A save below `place` that is refused on one rank is on all, and `failed` is told.
+
+        What is worse, on any rank, ends the run of all.
+        """
+        ranks = self.engine.ranks
+        error: InfinityError | None = None
+        try:
+            yield
+        except _REFUSALS as refused:
+            error = refused
+        except TrainingError as told:  # by the rank that it was refused on
+            if ranks.count == 1:
+                raise
+            error = told
+        fatal = isinstance(error, TransferError) and not Path(error.path).is_relative_to(place)
+        if any(worse for worse, *_ in ranks.meet("saves a checkpoint", int(fatal))):
+            assert error is not None
+            raise error
+        if error is not None:
+            failed(error)
+
+    def finish_saving(self) -> None:
+        """Wait until no checkpoint is being saved; as `save` where that fails."""
+        self._collect(wait=True)
+
+    def _collect(self, *, wait: bool) -> None:
+        """See what became of the checkpoint that is being saved, if it is over."""
+        if self._saving is None or (self.engine.saving and not wait):
+            return
+        saving = self._saving
+        with self._refusals(self.checkpoints, self._failed):
+            self.engine.finish_saving()
+            self._is_whole(saving)
+
+    def _is_whole(self, path: Path) -> None:
+        self.saved, self._saving, self.unsaved = path, None, None
+        self._retry_step = -1
+        self.remember_saved()
+        self.watcher.note(f"checkpoint: {path}")
+
+    def _failed(self, error: InfinityError) -> None:
+        """Go on without a checkpoint."""
+        path, root = self._saving, self.checkpoints
+        assert path is not None
+        if latest(root) == path:
+            self.watcher.note(str(error))  # older ones were not removed
+            self._is_whole(path)
+            return
+        every, soon = self._checkpoint_every, self._saved_step != self._retry_step
+        self._saving, self._saved_step = None, -1
+        self._retry_step = self.step + max(1, every // _SOON) if soon else -1
+        self.failed_saves += 1
+        first, self.unsaved = self.unsaved is None, error
+        self.record({"event": "not saved", "step": self.step, "tag": path.name, "why": str(error)})
+        if first:
+            self.watcher.note(
+                f"{path.name} was not saved: {error}\n"
+                f"  training goes on, and saves again when it can; {self.last_checkpoint}"
+            )
+
+    @property
+    def last_checkpoint(self) -> str:
+        """The one to go on from, in words."""
+        path = latest(self.checkpoints)
+        return f"the last checkpoint is {path}" if path else "there is none yet"
+
+    def _one_step(self) -> None:
+        engine, prepared = self.engine, self.prepared
+        count = prepared.engine.gradient_accumulation_steps
+        started_s = time.perf_counter()
+        lr = float(engine.optimizer.param_groups[0]["lr"])
+        values: list[Tensor] = []
+        mean: Tensor | None = None
+        windows, rank = prepared.micro_batch, engine.ranks.rank
+        fair = self.reel.weight(prepared.windows_per_step) / prepared.micro_batches
+        for micro_batch in range(count):
+            own = self.reel.weight(windows, ahead=rank * windows)
+            part = self.loss_of(engine, self.reel.next().to(engine.device))
+            if own != fair:  # each token of a step counts the same, wherever it stands
+                part = part * (own / fair)
+            values.append(part.detach().double())
+            engine.backward(part)
+            del part
+            if micro_batch == count - 1:  # the step may be committed before it can be told
+                mean = reduce(torch.add, self._in_turn(values)) / prepared.micro_batches
+                self.last_step.record = {
+                    "event": "step",
+                    "step": self.step,
+                    "epoch": round(self.reel.epoch, 6),
+                    "tokens": self.reel.taken * prepared.length,
+                    "loss": mean,
+                    "lr": lr,
+                }
+            self._collect(wait=False)
+            engine.step()
+        assert mean is not None
+        loss = mean.item()
+        took_s = time.perf_counter() - started_s
+        self.loss = loss
+        self._tell(took_s)
+        if not math.isfinite(loss) and prepared.engine.precision != "fp16":
+            raise self._diverged(loss, lr)
+
+    def _in_turn(self, losses: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Of all ranks, in the order (micro-batch, rank): as one rank would have them."""
+        ranks = self.engine.ranks
+        if ranks.count == 1:
+            return losses
+        ranks.meet("tells its losses")
+        own = torch.stack(list(losses)).cpu().view(torch.int64)
+        return list(ranks.gather(own).view(torch.float64).T.flatten())
+
+    def _tell(self, took_s: float) -> None:
+        prepared, report, step = self.prepared, self.engine.last_report, self.step
+        assert report is not None
+        self._times_s.append(took_s)
+        record: dict[str, Any] = self.last_step.state_dict() | {
+            "grad_norm": report.grad_norm,
+            "clip_factor": report.clip_factor,
+            "skipped": report.skipped,
+            "step_s": took_s,
+            "tokens_per_s": prepared.tokens_per_step / took_s,
+            "stall_s": report.stall_s,
+            "moved": report.moved,
+            "memory": report.memory | {"process": high_water_bytes()},
+        }
+        if prepared.engine.precision == "fp16":
+            record["loss_scale"] = report.loss_scale
+        left_s = median(self._times_s) * (prepared.steps - step)
+        self.record(record, num_steps=prepared.steps, left_s=left_s)
+
+    def record(self, record: dict[str, Any], **more: Any) -> None:
+        """Write a line of metrics; the watcher gets `more` too.
+
+        A drive that refuses it is no reason to end a run; a directory that is removed is.
+        """
+        try:
+            self.metrics.write(record)
+        except RemovedError:
+            raise
+        except MachineError as error:
+            if not self._told_metrics:
+                self.watcher.note(f"training goes on without metrics: {error.what}")
+            self._told_metrics = True
+        self.watcher.told(record | more)
+
+    def _diverged(self, loss: float, lr: float) -> TrainingError:
+        if self.step == 1:
+            return TrainingError(
+                f"the loss of the first step is {loss}",
+                because="the model or its data is broken: no update has happened yet",
+            )
+        return TrainingError(
+            f"the loss of step {self.step} is {loss}",
+            because=f"training diverged at a learning rate of {lr:g}",
+            remedy=f"a new run with engine.optimizer.lr={lr / 10:g}, or with a warm-up; "
+            "checkpoints before this step stay",
+        )
+
+    # --- evaluation ------------------------------------------------------------------------------
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate, and note what came of it; a state that knows of this step has done so."""
+        every, best = self.prepared.config.training.evaluate_every, self.best
+        due = self.step == self.prepared.steps or (every and self.step % every == 0)
+        if self.prepared.evaluate is None or not due or best.last >= self.step:
+            return
+        loss, count = self.evaluate()
+        self.evaluation = loss
+        best.told(self.step, loss)
+        if self.step not in self.metrics.evaluated:
+            self.record(
+                {
+                    "event": "evaluation",
+                    "step": self.step,
+                    "loss": loss,
+                    "perplexity": math.exp(min(loss, 700.0)),
+                    "windows": count,
+                }
+            )
+        beaten = best.step == 0 and loss > best.loss  # by the weights that it began with
+        if self.keep_best is not None and self.step and loss < best.kept and not beaten:
+            self._keep(self.keep_best, loss)
+        self._tell_early_end()
+
+    def _tell_early_end(self) -> None:
+        best = self.best
+        if self.stopped_early:
+            self.watcher.note(
+                f"stopped early: {best.worse} evaluations in a row found nothing better than "
+                f"{best.loss:.4f} at step {best.step} (a larger training.early_stop goes on)"
+            )
+
+    def _keep(self, write: Callable[[Engine], Path], loss: float) -> None:
+        """Keep these weights as the best; where they cannot be, those before them stay."""
+
+        def failed(error: InfinityError) -> None:
+            before = f"those of step {best.kept_step} stay" if best.kept_step >= 0 else "none are"
+            self.watcher.note(
+                f"the weights of step {self.step}, the best so far, were not kept: {error}\n"
+                f"  {before}, and training goes on"
+            )
+
+        best = self.best
+        with self._refusals(self.checkpoints.parent, failed):
+            place = write(self.engine)
+            best.kept, best.kept_step = loss, self.step
+            self.watcher.note(f"best so far: {place} (step {self.step})")
+
+    def evaluate(self) -> tuple[float, int]:
+        """The mean loss of the first held-out windows over their tokens, and how many windows."""
+        prepared, windows, ranks = self.prepared, self.prepared.evaluate, self.engine.ranks
+        assert windows is not None
+        count = prepared.num_evaluated
+        batches = [
+            range(first, min(first + prepared.micro_batch, count))
+            for first in range(0, count, prepared.micro_batch)
+        ]
+        losses = []
+        self.engine.eval()
+        try:
+            with torch.no_grad():
+                for begin in range(0, len(batches), ranks.count):
+                    # Of a last round that is not full, some ranks' losses are not asked for.
+                    own = batches[min(begin + ranks.rank, len(batches) - 1)]
+                    tokens = torch.stack([windows.window(index) for index in own])
+                    loss = self.loss_of(self.engine, tokens.to(self.engine.device))
+                    losses.append(loss.double())
+        finally:
+            self.engine.train()
+        every = [loss.item() for loss in self._in_turn(losses)]
+        weights = [sum(map(windows.weight, batch)) for batch in batches]
+        total = sum(loss * weight for loss, weight in zip(every, weights, strict=False))
+        return total / sum(weights), count
+
+
+def latest(root: Path) -> Path | None:
+    """The checkpoint that the file `latest` names, where that can be read."""
+    try:
+        tag = find_tag(root, None)
+    except InfinityError:
+        return None
+    return None if tag is None else root / tag

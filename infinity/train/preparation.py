@@ -1,0 +1,733 @@
+"""From a configuration to what a run needs, before memory is taken: model, data, every check."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from infinity.checkpoint.manifest import MANIFEST_NAME
+from infinity.checkpoint.plain import decode
+from infinity.checkpoint.reader import CheckpointReader
+from infinity.config.schema import SCHEDULES, Config
+from infinity.distributed.context import ALONE, Ranks
+from infinity.errors import (
+    ConfigError,
+    MachineError,
+    did_you_mean,
+    explained,
+    mistakes,
+)
+from infinity.integrations.huggingface.meta import meta_model
+from infinity.integrations.huggingface.models import (
+    CONFIG_NAME,
+    build_model,
+    find_directory,
+    load_model,
+    read_config,
+    transformers,
+)
+from infinity.model.partition import Cut
+from infinity.model.shapes import Target, target_of
+from infinity.plan.batch_schedule import BatchSchedule, Chosen, choose_schedule
+from infinity.plan.case import Case
+from infinity.storage.device import Device
+from infinity.train.adapters import adapted
+from infinity.train.conversations import Conversations, holds_conversations, use_template
+from infinity.train.data import Corpus, Progress, Recipe, prepare
+from infinity.train.directory import RunDirectory
+from infinity.train.settings import (
+    AUTO,
+    BYTES,
+    AdapterSection,
+    RunConfig,
+)
+from infinity.train.texts import Source, Tokenizer, find_sources, find_tokenizer
+from infinity.train.windows import Packed, Windows, split
+from infinity.training.run_plan import case_here
+
+CAUSAL = "AutoModelForCausalLM"
+BYTES_SIZE, BYTES_END = 257, 256  # of the tokenizer of bytes
+_REFUSED = "{} is no config that transformers takes"
+_VARIES = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache")
+_SCHEDULE = "engine.scheduler.params"
+T = TypeVar("T")
+_DECIDE = (  # keys of the engine that its numbers depend on
+    "precision", "gradient_clipping", "optimizer.", "scheduler", "loss_scale.", "activations.slices"
+)  # fmt: skip
+
+
+# --- the model -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a config says of a model; `name` is shown to people.
+
+    `vocabulary` is how many tokens it knows, `context` how many it can see (None: no limit is
+    known), `end` the token that ends a text.
+    """
+
+    name: str
+    config: Any
+    vocabulary: int
+    context: int | None
+    end: int | None
+    adapter: AdapterSection | None = None
+
+    @cached_property
+    def on_meta(self) -> nn.Module:
+        """The model without values, with its adapters; see `meta_model`."""
+        made = meta_model(self.config, CAUSAL)
+        with torch.device("meta"):
+            return made if self.adapter is None else adapted(made, self.adapter)
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the computation, JSON-able."""
+        found: dict[str, Any] = self.config.to_dict()
+        return {key: value for key, value in found.items() if key not in _VARIES}
+
+
+def read_facts(run: RunConfig, tokenizer_size: int | None, end: int | None) -> ModelFacts:
+    """Read the config of a run's model; `tokenizer_size` and `end` fill what keys do not say.
+
+    Raises `ConfigError` for what is no config of transformers', or of no causal language model.
+    """
+    source = run.model.config if run.model.config is not None else run.model.path
+    assert source is not None
+    if isinstance(source, dict):
+        config, name = _from_keys(source, tokenizer_size, end), str(source.get("model_type"))
+    else:
+        config, name = _from_directory(source), source
+    if type(config) not in transformers().MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"{name} is a {config.model_type} model, which transformers has no causal language "
+            "model for",
+            remedy="model_type: llama, gpt2, mistral, qwen2, ... is one",
+        )
+    with explained(_REFUSED.format(name)):
+        text = config.get_text_config()
+        found = getattr(text, "eos_token_id", None)
+        return ModelFacts(
+            name=name,
+            config=config,
+            vocabulary=int(text.vocab_size),
+            context=context_of(config),
+            end=found if isinstance(found, int) else None,
+            adapter=run.adapter,
+        )
+
+
+def context_of(config: Any) -> int | None:
+    """How many tokens a model of transformers can see, where its configuration says so."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _from_directory(source: str) -> Any:
+    path = Path(source).expanduser()
+    source = str(path.parent) if path.name == CONFIG_NAME else source
+    return read_config(find_directory(source, wanted=[CONFIG_NAME]))
+
+
+def _from_keys(keys: Mapping[str, Any], tokenizer_size: int | None, end: int | None) -> Any:
+    library, kind = transformers(), keys.get("model_type")
+    if not isinstance(kind, str) or kind not in library.CONFIG_MAPPING:
+        hint = _near(str(kind), library.CONFIG_MAPPING)
+        what = "must be given" if kind is None else f"transformers knows no {kind!r}{hint}"
+        raise ConfigError(f"model.config.model_type: {what}", remedy="model_type: gpt2, llama, ...")
+    with explained(_REFUSED.format("model.config")):
+        plain = library.CONFIG_MAPPING[kind]()
+        known = sorted({*plain.to_dict(), *plain.attribute_map, *dir(plain)})
+        unknown = [
+            f"model.config.{key}: {kind} has no such key{_near(key, known)}"
+            for key in keys
+            if key not in known
+        ]
+        if unknown:
+            raise ConfigError("; ".join(unknown))
+        filled = dict(keys)
+        if tokenizer_size is not None:
+            filled.setdefault("vocab_size", tokenizer_size)
+        size = filled.get("vocab_size", plain.vocab_size)
+        if end is not None and isinstance(size, int) and end < size:
+            filled.setdefault("eos_token_id", end)
+            filled.setdefault("bos_token_id", end)
+        return library.AutoConfig.for_model(**filled)
+
+
+def _near(name: str, known: Any) -> str:
+    names = [one for one in known if not one.startswith("_")]
+    return f"; {did_you_mean(name, names)}".rstrip("; ")
+
+
+def build(run: RunConfig, facts: ModelFacts, engine: Config) -> nn.Module:
+    """The model without its memory, for `initialize`, with its adapters; in train mode."""
+    section = run.model
+    more = {} if section.attention is None else {"attn_implementation": section.attention}
+    given: dict[str, Any] = {"model_class": CAUSAL, "model_kwargs": more}
+    if (source := source_of(run)) is not None:
+        model = load_model(source, engine, model_config=facts.config, **given)
+    else:
+        model = build_model(facts.config, engine, **given)
+    model.train()
+    if section.gradient_checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.23
+        again: Any = model
+        try:
+            (enable or again.gradient_checkpointing_enable)({"use_reentrant": False})
+        except ValueError as error:
+            raise ConfigError(
+                f"model.gradient_checkpointing: {facts.name} cannot do that",
+                because=str(error),
+                remedy="model.gradient_checkpointing=false, and a smaller training.micro_batch",
+            ) from error
+    if engine.seed is not None:
+        torch.manual_seed(engine.seed)
+    return model if run.adapter is None else adapted(model, run.adapter)
+
+
+def source_of(run: RunConfig) -> str | None:
+    """Return the absolute directory, or the Hub id, of the model that a run fine-tunes."""
+    if run.model.path is None:
+        return None
+    path = os.path.expanduser(run.model.path)
+    return os.path.abspath(path) if os.path.isdir(path) else run.model.path
+
+
+def target_on_meta(run: RunConfig) -> Target:
+    """The model of a configuration as the plan sees it."""
+    size, end = (BYTES_SIZE, BYTES_END) if run.tokenizer == BYTES else (None, None)
+    facts = read_facts(run, size, end)
+    return target_of(facts.name, facts.on_meta, facts.config.to_dict())
+
+
+def loss_of(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
+    """How to get the mean loss of a batch of windows out of an engine, or out of the model itself.
+
+    The mean is over its tokens with a loss. The model shifts labels by itself: of a window of n
+    tokens all of which are trained on that are n - 1.
+    """
+    adapters: Any = model
+    base = adapters.get_base_model() if hasattr(model, "peft_config") else model
+    takes = inspect.signature(base.forward).parameters
+    more = {"use_cache": False} if "use_cache" in takes else {}
+
+    def loss(engine: Any, batch: Tensor) -> Tensor:
+        rows = [batch, batch] if batch.dim() == 2 else [r.contiguous() for r in batch.unbind(1)]
+        names = ("input_ids", "labels", "position_ids")
+        found: Tensor = engine(**dict(zip(names, rows, strict=False)), **more).loss
+        return found
+
+    return loss
+
+
+def check_packing(facts: ModelFacts, attention: str | None) -> None:
+    """Raise `ConfigError` for a model that would let packed conversations see each other.
+
+    It must take positions, and use no cache when told so, and leave masks to transformers' own
+    functions: these make blocks of positions that begin anew, where there is no cache. No layer may
+    hand on a state from token to token.
+    """
+    kind = transformers().MODEL_FOR_CAUSAL_LM_MAPPING[type(facts.config)]
+    layers = getattr(facts.config.get_text_config(), "layer_types", None) or ()
+    others = sorted(set(layers) - {"full_attention", "sliding_attention", "chunked_attention"})
+    source = inspect.getsource(inspect.getmodule(kind) or kind)
+    if getattr(kind, "_is_stateful", False) or others:
+        because = f"{', '.join(others) or 'some'} layers hand on a state from token to token"
+    elif not {"position_ids", "use_cache"} <= inspect.signature(kind.forward).parameters.keys():
+        because = "it takes no positions, or does not say whether it uses a cache"
+    elif "create_causal_mask" not in source and "create_masks_for_generate" not in source:
+        because = "it makes its attention masks by itself"
+    elif attention is not None and "flash" in attention:
+        because = f"with {attention} nobody has compared their losses with those of each alone"
+    else:
+        return
+    raise ConfigError(
+        f"{facts.name}: conversations that are packed into one window would see each other",
+        because=because,
+        remedy="data.packing=false: each has a window of its own",
+    )
+
+
+# --- the whole -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that was asked for, with everything derived.
+
+    `engine` is the configuration of each rank's engine. `length` is in tokens, `micro_batch` in
+    windows.
+    """
+
+    config: RunConfig
+    engine: Config
+    facts: ModelFacts
+    tokenizer: Tokenizer | None
+    train: Windows
+    evaluate: Windows | None
+    length: int
+    micro_batch: int
+    steps: int
+    ranks: int = 1
+
+    @property
+    def num_evaluated(self) -> int:
+        """Held-out windows that an evaluation looks at, the first."""
+        assert self.evaluate is not None
+        return min(len(self.evaluate), self.config.training.evaluate_windows)
+
+    @property
+    def held_out(self) -> str:
+        """What held-out losses are of: those of other windows cannot be compared with them."""
+        if self.evaluate is None:
+            return ""
+        windows = self.evaluate
+        return f"{self.num_evaluated} of {len(windows)} windows of {windows.corpus.identity}"
+
+    @property
+    def notes(self) -> list[str]:
+        """What has to be known of its conversations."""
+        found = []
+        for name, windows in (("train", self.train), ("evaluate", self.evaluate)):
+            # What is held out of one set of files is counted with it.
+            if isinstance(windows, Packed) and getattr(self.config.data, name):
+                if name == "train":
+                    found.append(
+                        f"{windows.filled:.0%} of a window are tokens, the rest is filled up"
+                    )
+                cut, untrained = windows.documents.cut, windows.documents.untrained
+                if cut:
+                    found.append(
+                        f"data.{name}: {cut:,} conversations are longer than the "
+                        f"{self.length:,} tokens of a window: cut at their end "
+                        "(data.sequence_length)"
+                    )
+                if untrained:
+                    found.append(
+                        f"data.{name}: {untrained:,} conversations have nothing to train on within "
+                        "a window (no assistant speaks there): left out"
+                    )
+        return found
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, on all ranks."""
+        return self.engine.gradient_accumulation_steps * self.ranks
+
+    @property
+    def windows_per_step(self) -> int:
+        """All micro-batches of a step together."""
+        return self.micro_batch * self.micro_batches
+
+    @property
+    def tokens_per_step(self) -> int:
+        """All micro-batches of a step together."""
+        return self.windows_per_step * self.length
+
+    def derived(self) -> dict[str, Any]:
+        """What was worked out, by dotted name."""
+        found: dict[str, Any] = {
+            "tokenizer": None if self.tokenizer is None else self.tokenizer.name,
+            "data.sequence_length": self.length,
+            "training.steps": self.steps,
+            "training.tokens_per_step": self.tokens_per_step,
+            "engine.seed": self.engine.seed,
+            "engine.gradient_accumulation_steps": self.micro_batches,
+            "engine.frozen.rest": self.engine.frozen.rest,
+            "engine.activations.logits": self.engine.activations.logits,
+            "engine.activations.slices": self.engine.activations.slices,
+            "engine.activations.checkpoint": self.engine.activations.checkpoint,
+            "engine.activations.offload": self.engine.activations.offload,
+        }
+        if self.engine.scheduler is not None:
+            found[_SCHEDULE] = self.engine.scheduler.params
+        return {name: value for name, value in found.items() if value is not None}
+
+    def decides(self) -> dict[str, Any]:
+        """What the numbers of the run depend on, by name."""
+        engine = self.config.engine.resolved()
+        found = {
+            f"engine.{name}": entry["value"]
+            for name, entry in engine.items()
+            if name.startswith(_DECIDE)
+        }
+        if self.engine.scheduler is not None:  # with the steps in the place of auto
+            found[_SCHEDULE] = self.engine.scheduler.params
+        if self.engine.activations.logits == "sliced":  # runs from before it could be are whole
+            found["engine.activations.logits"] = "sliced"
+        if self.engine.frozen.rest != "as_is":
+            found["engine.frozen.rest"] = self.engine.frozen.rest
+        found |= {f"model.{name}": value for name, value in self.facts.identity().items()}
+        if self.config.adapter is not None:
+            found["adapter"] = self.config.adapter.model_dump(mode="json")
+            if not self.config.adapter.target_parameters:  # runs from before it do not have it
+                del found["adapter"]["target_parameters"]
+        if isinstance(self.train, Packed):
+            found["data.packing"] = self.config.data.packing
+        return found | {
+            "model.attention": self.config.model.attention,
+            "engine.seed": self.engine.seed,
+            "engine.gradient_accumulation_steps": self.micro_batches,
+            "engine.activations.slices": self.engine.activations.slices,
+            "data.tokens": self.train.corpus.identity,
+            "data.sequence_length": self.length,
+            "data.shuffle": self.config.data.shuffle,
+            "data: windows to train on": len(self.train),
+            "training.micro_batch": self.micro_batch,
+            "training.seed": self.config.training.seed,
+        }
+
+
+def prepare_run(
+    config: RunConfig, kept: Path, progress: Progress | None = None, ranks: int = 1
+) -> Prepared:
+    """Look at the model, make the corpus, and settle what the configuration left open.
+
+    Tokens are kept in `kept` unless the configuration says where.
+
+    Raises `ConfigError` for all that does not fit together, and what `data.prepare` raises.
+    """
+    data, problems = config.data, _Problems()
+    sources = problems.of(lambda: find_sources("data.train", data.train, data.format)) or []
+    held = problems.of(lambda: find_sources("data.evaluate", data.evaluate, data.format)) or []
+    needs_text = any(source.format != "tokens" for source in (*sources, *held))
+    required = needs_text or config.training.sample is not None
+    tokenizer = problems.of(lambda: _tokenizer(config, required=required))
+    chat = problems.of(lambda: _holds_conversations(config, [*sources, *held]))
+    size, end = (None, None) if tokenizer is None else (tokenizer.size, tokenizer.end)
+    facts = problems.of(lambda: read_facts(config, size, end))
+    length = 0 if facts is None else problems.of(lambda: _length(config, facts)) or 0
+    problems.tell()
+    assert facts is not None
+    ending = _end(config, tokenizer, facts) if needs_text else None
+    conversations = None
+    if chat:
+        assert tokenizer is not None
+        if data.packing:
+            check_packing(facts, config.model.attention)
+        conversations = Conversations(tokenizer, ending, data.loss_on == "all", data.errors)
+    engine = config.engine_for(length, ranks)
+    if engine.seed is None:
+        engine = engine.model_copy(update={"seed": config.training.seed})
+    if engine.activations.offload != "none" and engine.activations.tokens is None:
+        tokens = {"tokens": config.training.micro_batch * length}
+        waits = engine.activations.model_copy(update=tokens)
+        engine = engine.model_copy(update={"activations": waits})
+
+    def corpus(files: Sequence[Source]) -> Corpus:
+        recipe = Recipe(
+            sources=files,
+            tokenizer=tokenizer if any(s.format != "tokens" for s in files) else None,
+            size=facts.vocabulary,
+            end=ending,
+            text_field=data.text_field,
+            errors=data.errors,
+            token_dtype=data.token_dtype,
+            conversations=conversations,
+        )
+        return prepare(recipe, data.cache or kept, progress)
+
+    train, evaluate = split(corpus(sources), length, data.held_out, data.packing)
+    if data.held_out and len(train) + len(evaluate) == 1:
+        raise ConfigError(
+            f"data.held_out is {data.held_out:g}, and nothing can be held out",
+            because=f"the files make one window of {length} tokens, or one conversation",
+            remedy="more data, data.evaluate: FILES, or data.held_out=0: no evaluation",
+        )
+    _require("data.train", train)
+    if held:
+        evaluate, _ = split(corpus(held), length, 0.0, data.packing)
+        _require("data.evaluate", evaluate)
+    training, steps = config.training, config.training.steps
+    if steps is None:
+        per_step = training.micro_batch * engine.gradient_accumulation_steps * ranks
+        steps = max(round((training.epochs or 1.0) * len(train) / per_step), 1)
+    return Prepared(
+        config=config,
+        engine=_with_schedule(engine, steps),
+        facts=facts,
+        tokenizer=tokenizer,
+        train=train,
+        evaluate=evaluate if len(evaluate) else None,
+        length=length,
+        micro_batch=training.micro_batch,
+        steps=steps,
+        ranks=ranks,
+    )
+
+
+def _holds_conversations(config: RunConfig, sources: Sequence[Source]) -> bool:
+    """Whether rows are conversations; raises `ConfigError` where that cannot be."""
+    data = config.data
+    others = [source for source in sources if source.format in ("text", "tokens")]
+    rows = [source for source in sources if source not in others]
+    chat = data.records == "chat"
+    if data.records == AUTO and "text_field" not in data.model_fields_set:
+        chat = holds_conversations(rows, data.text_field, data.errors)
+    if chat and others:
+        raise ConfigError(
+            f"a run on conversations, and {others[0].path} has no rows",
+            because="data.records is chat" if not rows else f"{rows[0].path} has conversations",
+            remedy="conversations are in .jsonl, .parquet or hub:NAME; data.format names what "
+            "files are, whatever they are called",
+        )
+    return chat
+
+
+class _Problems:
+    """Mistakes that are told together."""
+
+    def __init__(self) -> None:
+        self._found: list[ConfigError] = []
+
+    def of(self, look: Callable[[], T]) -> T | None:
+        try:
+            return look()
+        except ConfigError as error:
+            self._found.append(error)
+            return None
+
+    def tell(self) -> None:
+        if len(self._found) == 1:
+            raise self._found[0]
+        if self._found:
+            texts = [str(error).replace("\n", "\n  ") for error in self._found]
+            raise ConfigError(mistakes("the configuration", texts))
+
+
+def _tokenizer(config: RunConfig, *, required: bool) -> Tokenizer | None:
+    """The one that is asked for; None where all files hold tokens and the model has none."""
+    found = _find_tokenizer(config, required)
+    if found is not None and config.data.chat_template is not None:
+        use_template(found, config.data.chat_template)
+    return found
+
+
+def model_of(config: RunConfig) -> tuple[ModelFacts, Tokenizer | None]:
+    """Return the model of a run, and its tokenizer if it has one; data are not looked at.
+
+    Raises as `prepare_run`.
+    """
+    tokenizer = _tokenizer(config, required=False)
+    size, end = (None, None) if tokenizer is None else (tokenizer.size, tokenizer.end)
+    return read_facts(config, size, end), tokenizer
+
+
+def _find_tokenizer(config: RunConfig, required: bool) -> Tokenizer | None:
+    if config.tokenizer != AUTO:
+        return find_tokenizer(config.tokenizer)
+    source = config.model.path if config.model.path is not None else config.model.config
+    if isinstance(source, str):
+        path = Path(source).expanduser()
+        if path.exists() or config.model.path is not None:
+            name = str(path.parent if path.is_file() else path) if path.exists() else source
+            with suppress(*() if required else (ConfigError, MachineError)):
+                return find_tokenizer(name)
+    if not required:
+        return None
+    raise ConfigError(
+        "tokenizer: must be given, because the model is a new one and has none",
+        remedy="tokenizer: bytes, or a directory or Hub id with a tokenizer.json",
+    )
+
+
+def _length(config: RunConfig, facts: ModelFacts) -> int:
+    length = config.length_for(facts.context)
+    if facts.context is not None and length > facts.context:
+        raise ConfigError(
+            f"data.sequence_length is {length}, and {facts.name} sees {facts.context} tokens",
+            because="its config has max_position_embeddings, or an entry like it",
+            remedy=f"data.sequence_length={facts.context}",
+        )
+    return length
+
+
+def _end(config: RunConfig, tokenizer: Tokenizer | None, facts: ModelFacts) -> int | None:
+    wanted = config.data.end_of_document
+    if wanted == "none":
+        return None
+    if wanted == "auto":
+        found = facts.end if tokenizer is None or tokenizer.end is None else tokenizer.end
+        if found is None:
+            raise ConfigError(
+                "neither the tokenizer nor the model has a token that ends a document",
+                remedy="data.end_of_document: NUMBER, or none",
+            )
+        wanted = found
+    if wanted >= facts.vocabulary:
+        raise ConfigError(
+            f"the token {wanted} ends a document, and the model knows {facts.vocabulary} tokens",
+            remedy="data.end_of_document: none, another token, or a larger vocab_size",
+        )
+    return wanted
+
+
+def _require(key: str, windows: Windows) -> None:
+    if len(windows):
+        return
+    corpus = windows.corpus
+    if isinstance(windows, Packed) and windows.documents.untrained:
+        raise ConfigError(
+            f"{key}: none of {windows.documents.untrained} conversations has a token to train on",
+            because="no assistant speaks within the first tokens that a window has room for"
+            if windows.documents.cut
+            else "no message in them has the role 'assistant'",
+            remedy="a larger data.sequence_length; or data.loss_on: all"
+            if windows.documents.cut
+            else 'name the role of answers so: {"role": "assistant", "content": "..."}',
+        )
+    raise ConfigError(
+        f"{key}: {corpus.num_tokens} tokens in {corpus.num_documents} documents do not make one "
+        f"window of {windows.length}",
+        because="the files are empty or very small"
+        if corpus.num_tokens < windows.length or not corpus.num_documents
+        else "all of it was held out for evaluation",
+        remedy="more text, a smaller data.sequence_length or a smaller data.held_out",
+    )
+
+
+# --- schedules -----------------------------------------------------------------------------------
+
+
+def _with_schedule(engine: Config, steps: int) -> Config:
+    """With the steps of the run for `auto`, and no step at a warm-up's rate of 0 unless asked for.
+
+    DeepSpeed's warm-ups begin at `last_batch_iteration` -1 with two steps at their lowest rate: at
+    1 they begin with the first step above it, and `auto` ends them with the last step.
+    """
+    schedule = engine.scheduler
+    if schedule is None:
+        return engine
+    params, begin = dict(schedule.params), 0
+    if "warmup_num_steps" in SCHEDULES.get(schedule.type, {}):
+        begin = max(params.setdefault("last_batch_iteration", 1), 0)
+    params = {name: steps + begin if v == AUTO else v for name, v in params.items()}
+    return engine.model_copy(update={"scheduler": schedule.model_copy(update={"params": params})})
+
+
+def check_schedule(prepared: Prepared, directory: RunDirectory, checkpoint: Path | None) -> None:
+    """Refuse to go on with a schedule of torch's that was made for another number of steps.
+
+    It is that of the run in `directory`, or of the `checkpoint` to go on from; one that is not
+    ours has none. A schedule of torch's goes from rate to rate and keeps its end, so steps beyond
+    it would be made at whatever it comes to. Raises `ConfigError`, and `CheckpointError` for a
+    checkpoint that is damaged.
+    """
+    scheduler, steps = prepared.config.engine.scheduler, prepared.steps
+    if scheduler is None or scheduler.type in SCHEDULES:
+        return
+    saved = directory.decided.get(_SCHEDULE)
+    told = [(f"the run in {directory.path}", saved)]
+    if checkpoint and (checkpoint / MANIFEST_NAME).is_file():
+        with CheckpointReader(checkpoint.parent, checkpoint.name) as reader:
+            run = decode(reader.manifest.run)
+        told.append((str(checkpoint), run.get("scheduler") if isinstance(run, dict) else None))
+    for where, params in told:
+        for name, value in scheduler.params.items():
+            before = params.get(name) if isinstance(params, Mapping) else None
+            if value != AUTO or not isinstance(before, int) or before == steps:
+                continue
+            key = f"engine.scheduler.params.{name}"
+            raise ConfigError(
+                f"the learning rate schedule of {where} is for {before} steps, and this run has "
+                f"{steps}",
+                because=f"{key}: auto is the number of steps, and {scheduler.type} keeps its end "
+                "once it has begun (WarmupCosineLR, WarmupDecayLR and WarmupLR follow)",
+                remedy=f"keep training.steps={before}; or {key}={before}, so that the steps after "
+                "it are made at the schedule's last rate; to train on later, give a new run the "
+                "number of all its steps there",
+            )
+
+
+def decides_as_before(prepared: Prepared, decided: Mapping[str, Any]) -> dict[str, Any]:
+    """What the numbers depend on, with the end that `auto` had where a schedule may be longer."""
+    found, scheduler = prepared.decides(), prepared.config.engine.scheduler
+    before = decided.get(_SCHEDULE)
+    if scheduler is not None and isinstance(before, Mapping):
+        found[_SCHEDULE] = {
+            name: before.get(name, value) if scheduler.params.get(name) == AUTO else value
+            for name, value in found[_SCHEDULE].items()
+        }
+    return found
+
+
+def follow_steps(schedule: Any, prepared: Prepared) -> str:
+    """Give a schedule that was taken up the end of this run; returns what to say, if it is new.
+
+    From the next step on its rates are those of a run that had as many steps from the beginning.
+    """
+    given, wanted = prepared.config.engine.scheduler, prepared.engine.scheduler
+    if given is None or wanted is None or given.type not in SCHEDULES:
+        return ""
+    ends = {n: wanted.params[n] for n, value in given.params.items() if value == AUTO}
+    changed = {name: end for name, end in ends.items() if getattr(schedule, name) != end}
+    if not changed:
+        return ""
+    vars(schedule).update(changed)
+    groups, rates = schedule.optimizer.param_groups, schedule.get_lr()
+    before = groups[0]["lr"]
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
+    return (
+        f"{given.type} ends with step {prepared.steps} now: the next learning rate is "
+        f"{rates[0]:.3g}, not {before:.3g}"
+    )
+
+
+# --- the plan ------------------------------------------------------------------------------------
+
+
+def scheduled(
+    prepared: Prepared, decided: Mapping[str, Any], device: Device, ranks: Ranks = ALONE
+) -> tuple[Prepared, Chosen]:
+    """How the tokens of a step pass the model, of a run that says only how many they are.
+
+    Micro-batches and slices belong to the numbers of a run: one that goes on keeps those that were
+    `decided`.
+    """
+    config, before = prepared.config, decided.get("engine.gradient_accumulation_steps")
+    if before is not None and before % ranks.count:
+        raise ConfigError(
+            f"the run has {before} micro-batches in a step, and {ranks.count} ranks cannot share "
+            "them out",
+            because="it goes on as if it had never stopped, or not at all",
+            remedy=f"a number of ranks that divides {before}",
+        )
+    wish = BatchSchedule.named_by(
+        config.engine.activations,
+        None if before is None else before // ranks.count,
+        decided.get("engine.activations.slices"),
+    )
+    case, _, _ = case_of(prepared, device, ranks)
+    own = prepared.windows_per_step // ranks.count
+    whole = case.with_step(own * prepared.length, 1)
+    chosen = choose_schedule(whole, wish, own)
+    windows = own // chosen.case.micro_batches
+    return replace(prepared, engine=chosen.told(prepared.engine), micro_batch=windows), chosen
+
+
+def case_of(prepared: Prepared, device: Device, ranks: Ranks = ALONE) -> tuple[Case, Target, Cut]:
+    """What a run would take, as `case_here` says it; `device` must stay open."""
+    facts = prepared.facts
+    return case_here(
+        facts.name,
+        facts.on_meta,
+        facts.config.to_dict(),
+        prepared.engine,
+        device,
+        prepared.micro_batch * prepared.length,
+        prepared.length,
+        recompute=prepared.config.model.gradient_checkpointing,
+        ranks=ranks,
+    )

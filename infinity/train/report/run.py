@@ -1,0 +1,611 @@
+"""The page of a run of `infinity train`, from what its directory says: `infinity report RUN_DIR`.
+
+metrics.jsonl says what was (see `train/metrics.py`), plan.json what was expected. What neither says
+is left out, or said to be missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from infinity.common.files import json_lines, read_small
+from infinity.common.sizes import format_count, format_duration, format_parameters, format_size
+from infinity.errors import CheckpointError, ConfigError, MachineError, first_lines
+from infinity.offload.transfers import STALLS
+from infinity.train.report.page import Page, Spec, hover, mapping, quantitative, tooltip
+
+PAGE = "report.html"  # in the run's directory
+POINTS = 800  # of a curve; of longer runs a point is several steps
+BARS = 60  # of a chart of bars
+_GIB = 2**30
+_FREE = "no wait: compute, and the loop"
+_X: Spec = {
+    "field": "step",
+    "type": "quantitative",
+    "title": "step",
+    "scale": {"zero": False, "nice": False},
+    "axis": {"format": "~s", "tickCount": 5},
+}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a run's directory says; `plan` is empty where it has none."""
+
+    path: Path
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    lives: list[dict[str, Any]]
+    """A "began" for each time that the run was started, with its "ended" where there was one."""
+    unsaved: int
+    plan: Mapping[str, Any]
+    sample: Mapping[str, Any]
+    """Text that the model generated at the end; empty where there is none."""
+    config: str
+    """Text of config.yaml; empty where there is none."""
+
+    @property
+    def num_steps(self) -> int | None:
+        """As many as were asked for last."""
+        return next((x["num_steps"] for x in reversed(self.lives) if "num_steps" in x), None)
+
+    @property
+    def ranks(self) -> int:
+        """Of its last start."""
+        return int(self.lives[-1].get("ranks", 1)) if self.lives else 1
+
+    def all_of(self, *keys: str) -> list[Any]:
+        """A number of each step that has it, and is finite."""
+        found = (_at(step, keys) for step in self.steps)
+        return [value for value in found if value is not None]
+
+
+def read_run(path: Path) -> Told:
+    """Read a run's directory. Raises `ConfigError` where there is none, `MachineError`."""
+    lives: list[dict[str, Any]] = []
+    events = ("step", "evaluation", "not saved", "sample")
+    found: dict[str, list[dict[str, Any]]] = {event: [] for event in events}
+    metrics = path / "metrics.jsonl"
+    try:
+        for _, record in json_lines(metrics):
+            event, step = record.get("event"), record.get("step")
+            if not isinstance(step, int):
+                continue
+            if event == "began":
+                lives.append(record)
+            elif event == "ended" and lives:
+                lives[-1] = lives[-1] | {"ended": record}
+            elif isinstance(event, str) and event in found:
+                found[event].append(record)
+        plan: Any = {}
+        with suppress(FileNotFoundError, ValueError, RecursionError):
+            plan = json.loads(read_small(path / "plan.json"))
+        config = ""
+        with suppress(FileNotFoundError, ValueError):
+            config = read_small(path / "config.yaml").decode()
+        told = Told(
+            path,
+            found["step"],
+            found["evaluation"],
+            lives,
+            unsaved=len(found["not saved"]),
+            plan=mapping(plan),
+            sample=next(reversed(found["sample"]), {}),
+            config=config,
+        )
+        if not (told.steps or told.evaluations or lives):
+            raise ConfigError(
+                f"{path} holds no run: {metrics.name} "
+                + ("has no step" if metrics.exists() else "is not there"),
+                remedy="infinity report RUN_DIR: what run_dir: of `infinity train` names",
+            )
+    except OSError as error:
+        raise MachineError(f"{error.filename} cannot be read: {error.strerror}") from error
+    return told
+
+
+def write_run_page(path: Path, out: Path | None = None) -> Path:
+    """Write the page of the run in `path`, there or to `out`; returns where it is.
+
+    Raises what `read_run` and `Page.write` do, and `CheckpointError` where its files hold what no
+    run writes.
+    """
+    told = read_run(path.absolute())
+    out = path.absolute() / PAGE if out is None else out
+    try:
+        page = run_page(told)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"plan.json or metrics.jsonl in {path} holds what cannot be: {first_lines(error)}",
+            because="it was changed, or is not of a run of `infinity train`",
+            remedy="infinity report RUN_DIR: what run_dir: of `infinity train` names",
+        ) from error
+    page.write(out)
+    return out
+
+
+def run_page(told: Told) -> Page:
+    """Everything there is to see."""
+    page = Page(f"{told.path.name}: {mapping(told.plan.get('model')).get('name', 'a run')}")
+    for text, look in _state(told):
+        page.say(text, look)
+    page.facts(_last_start(told))
+    page.tiles(_facts(told))
+    page.datasets["steps"] = _curves(told)
+    page.datasets["evaluations"] = [_finite(e, "step", "loss") for e in told.evaluations]
+    page.datasets["starts"] = [{"step": x["step"]} for x in told.lives[1:]]
+    each = -(-len(told.steps) // POINTS)
+    mean = f"each point is the mean of {each} steps" if each > 1 else ""
+    _losses(page, told, mean)
+    _rates(page, told, mean)
+    _memory(page, told)
+    _times(page, told)
+    _faster(page, told)
+    _wear(page, told)
+    if told.sample:
+        page.text(
+            "A sample of its text",
+            str(told.sample["text"]),
+            f"after step {told.sample['step']:,}, drawn at a temperature of 0.8; bold: the prompt",
+            bold=str(told.sample["prompt"]),
+        )
+    if told.config:
+        page.folded("Configuration", told.config)
+    return page
+
+
+# --- the head ------------------------------------------------------------------------------------
+
+
+def _state(told: Told) -> Iterable[tuple[str, str]]:
+    """How it ended, and what it ran on: (text, look)."""
+    done = max((s["step"] for s in told.steps), default=0)
+    of = f" of {told.num_steps:,}" if told.num_steps else ""
+    ended = told.lives[-1].get("ended") if told.lives else None
+    if ended is None:
+        yield f"{done:,}{of} steps; no end was told: it goes on, or was killed", "bad"
+    elif ended.get("why"):
+        yield f"ended after {done:,}{of} steps by an error: {ended['why']}", "bad"
+    elif ended.get("stopped_early"):
+        yield f"stopped early: {done:,}{of} steps; nothing got better any more", ""
+    elif told.num_steps and done < told.num_steps:
+        yield f"stopped after {done:,}{of} steps; --resume auto goes on", ""
+    else:
+        yield f"complete: {done:,}{of} steps", ""
+    losses = [s.get("loss") for s in told.steps]
+    if broken := sum(loss is not None and _number(loss) is None for loss in losses):
+        yield f"the loss of {broken:,} steps is not finite, and not drawn", "bad"
+    if told.unsaved:
+        yield f"{told.unsaved:,} checkpoints were not saved", "bad"
+    if skipped := sum(bool(s.get("skipped")) for s in told.steps):
+        yield f"{skipped:,} steps were skipped: their gradients were not finite", ""
+    words = []
+    if told.ranks > 1:
+        words.append(f"{told.ranks} ranks; memory, waits and bytes are those of the first")
+    if len(told.lives) > 1:
+        words.append(f"started {len(told.lives)} times: grey lines are where it went on")
+    model = mapping(told.plan.get("model"))
+    if "parameters" in model:
+        words.insert(0, format_parameters(model["parameters"], model.get("active_parameters")))
+    if line := mapping(told.plan.get("schedule")).get("line"):
+        words.append(str(line))
+    if words:
+        yield "; ".join(words), "soft"
+
+
+def _last_start(told: Told) -> Iterable[tuple[str, str]]:
+    """When, where and how it was started last: (name, value). Older runs do not record all."""
+    life = told.lives[-1] if told.lives else {}
+    if command := life.get("command"):
+        yield "command", str(command)
+    if time := life.get("time"):
+        ended = mapping(life.get("ended")).get("time")
+        took = "" if ended is None else f", for {format_duration(ended - time)}"
+        yield "started", f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M} UTC{took}"
+    if machine := ", ".join(str(life[name]) for name in ("host", "device") if name in life):
+        yield "machine", machine
+    if versions := mapping(life.get("versions")):
+        yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _facts(told: Told) -> Iterable[tuple[str, str, str]]:
+    """Tiles: (what, number, a word more)."""
+    losses, held_out = told.all_of("loss"), _numbers(told.evaluations, "loss")
+    if losses:
+        last = _number(told.steps[-1].get("loss"))
+        shown = "not finite" if last is None else f"{last:.4f}"
+        yield "loss of the last step", shown, f"{losses[0]:.4f} at first"
+    if held_out:
+        yield "held-out loss", f"{held_out[-1]:.4f}", f"{min(held_out):.4f} at best"
+    speeds, times = told.all_of("tokens_per_s"), told.all_of("step_s")
+    if speeds:
+        yield "tokens/s", f"{median(speeds):,.0f}", "median of steps"
+        share = model_flop_share(told.plan, median(speeds))
+        if share is not None:
+            yield "MFU", f"{100 * share[0]:.3g} %", share[1]
+        yield (
+            "time in steps",
+            format_duration(math.fsum(times)),
+            f"{format_count(len(times))} steps",
+        )
+    tokens = [s["tokens"] for s in told.steps if "tokens" in s]
+    if tokens:
+        yield "tokens", format_count(tokens[-1]), ""
+    peaks = told.all_of("memory", "peak")
+    if peaks:
+        tier, budget = _computes(told.plan)
+        more = f"of {format_size(budget)}, the budget" if budget else ""
+        yield f"peak of {tier}", format_size(max(peaks)), more
+
+
+def model_flop_share(plan: Mapping[str, Any], tokens_per_s: float) -> tuple[float, str] | None:
+    """MFU of a rank: the model's FLOP (`flop_per_token`) over what products reach; and of what.
+
+    What is computed twice, and products of tokens with tokens, are not counted. None where the
+    plan does not say enough.
+    """
+    machine, work = mapping(plan.get("machine")), mapping(plan.get("work"))
+    name = f"compute.{work.get('precision')}"
+    name = name.replace("fp16", "bf16")  # multiplied as fast
+    rate = mapping(machine.get("rates")).get(name)
+    flop = mapping(plan.get("model")).get("flop_per_token")
+    if not rate or not flop:
+        return None
+    ranks = mapping(plan.get("ranks")).get("count", 1)
+    shared = machine.get("gpus", 1) if machine.get("unified") else 1
+    nominal = name in machine.get("nominal", ())
+    told = f"of {_flop_rate(rate)}, {'nominal' if nominal else 'measured'}"
+    return flop * tokens_per_s / ranks / (rate / shared), told
+
+
+def _flop_rate(rate: float) -> str:
+    return f"{rate / 1e12:,.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.3g} GFLOP/s"
+
+
+# --- curves --------------------------------------------------------------------------------------
+
+
+def _curves(told: Told) -> list[dict[str, Any]]:
+    """Rows for curves: means of as many steps that `POINTS` are enough; peaks are the largest."""
+    rows = []
+    written = read = 0.0
+    for part in _parts(told.steps, POINTS):
+        read += math.fsum(_numbers(part, "moved", "disk_read"))
+        written += math.fsum(_numbers(part, "moved", "disk_write"))
+        row = {
+            "step": part[-1]["step"],
+            "read": read / _GIB,
+            "written": written / _GIB,
+            "peak": max(_numbers(part, "memory", "peak"), default=None),
+            "rss": max(_numbers(part, "memory", "process"), default=None),
+        }
+        for name in ("peak", "rss"):
+            row[name] = None if row[name] is None else row[name] / _GIB
+        for name in ("loss", "lr", "grad_norm", "tokens_per_s", "step_s"):
+            values = _numbers(part, name)
+            row[name] = fmean(values) if values else None
+        rows.append(row)
+    return rows
+
+
+def _curve(
+    page: Page, title: str, field: str, unit: str, form: str, note: str, *more: Spec, **scale: Any
+) -> None:
+    """One line over steps."""
+    told = tooltip(step=("step", ","), **{field: (unit, form)})
+    if len({row[field] for row in page.datasets["steps"]}) == 1:
+        scale["zero"] = True  # an axis from a value to itself has no ticks
+    y = quantitative(field, unit, "~s" if form == "~s" else "", scale={"zero": False, **scale})
+    line = {"mark": {"type": "line", "strokeWidth": 2, "point": len(page.datasets["steps"]) < 3},
+            "encoding": {"x": _X, "y": y}}  # fmt: skip
+    layers = [*_starts(page), line, *more, hover("at", _X, told)]
+    page.chart(title, {"data": {"name": "steps"}, "layer": layers}, note)
+
+
+def _starts(page: Page) -> list[Spec]:
+    """Where the run went on."""
+    if not page.datasets["starts"]:
+        return []
+    mark = {"type": "rule", "strokeDash": [3, 3], "opacity": 0.5}
+    return [{"data": {"name": "starts"}, "mark": mark, "encoding": {"x": _X}}]
+
+
+def _losses(page: Page, told: Told, mean: str) -> None:
+    y = quantitative("loss", "nats a token", scale={"zero": False})
+    layers: list[Spec] = [
+        *_starts(page),
+        {"mark": {"type": "line", "strokeWidth": 1.5},
+         "encoding": {"x": _X, "y": y, "color": {"datum": "training"}}},
+    ]  # fmt: skip
+    if page.datasets["evaluations"]:
+        layers.append(
+            {"data": {"name": "evaluations"},
+             "mark": {"type": "line", "strokeWidth": 2, "point": {"size": 30}},
+             "encoding": {"x": _X, "y": y, "color": {"datum": "held out"},
+                          "tooltip": tooltip(step=("step", ","), loss=("held-out loss", ".4f"))}}
+        )  # fmt: skip
+    layers.append(hover("at", _X, tooltip(step=("step", ","), loss=("loss", ".4f"))))
+    page.chart("Loss", {"data": {"name": "steps"}, "layer": layers}, mean)
+    norms = told.all_of("grad_norm")
+    factors = told.all_of("clip_factor")
+    clipped = sum(factor < 1 for factor in factors)
+    note = f"clipped in {clipped:,} of {len(factors):,} steps" if factors else ""
+    wide = norms and min(norms) > 0 and max(norms) > 50 * min(norms)
+    scale = {"type": "log"} if wide else {}
+    _curve(page, "Norm of the gradient", "grad_norm", "norm before clipping", "~g", note, **scale)
+    _curve(page, "Learning rate", "lr", "learning rate", "~g", "")
+
+
+def _rates(page: Page, told: Told, mean: str) -> None:
+    notes = [mean] if mean else []
+    expected = mapping(told.plan.get("step")).get("tokens_per_s")
+    if expected:
+        notes.append(f"the plan expected {expected:,.0f}")
+    flop = mapping(told.plan.get("model")).get("flop_per_token")
+    speeds = told.all_of("tokens_per_s")
+    share = model_flop_share(told.plan, median(speeds)) if speeds else None
+    if flop and share:
+        reached = flop * median(speeds)
+        notes.append(f"{_flop_rate(reached)} of the model: MFU {100 * share[0]:.3g} % {share[1]}")
+    _curve(page, "Tokens a second", "tokens_per_s", "tokens/s", ",.0f", "; ".join(notes), zero=True)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def _computes(plan: Mapping[str, Any]) -> tuple[str, int | None]:
+    """The memory that `memory.peak` is of, and its budget."""
+    unified = mapping(plan.get("machine")).get("unified", True)
+    budget = mapping(mapping(plan.get("plan")).get("budget"))
+    return ("RAM", budget.get("host")) if unified else ("the device", budget.get("device"))
+
+
+def _memory(page: Page, told: Told) -> None:
+    """Tiers as planned, with budgets and measured peaks."""
+    planned, (computes, budget) = mapping(told.plan.get("plan")), _computes(told.plan)
+    unified = computes == "RAM"
+    peaks, process = told.all_of("memory", "peak"), told.all_of("memory", "process")
+    highest = {"RAM": max(peaks if unified else process, default=None),
+               "device": None if unified else max(peaks, default=None)}  # fmt: skip
+    bars, marks = [], []
+    for tier, parts in _planned_memory(told.plan, unified).items():
+        limit = mapping(planned.get("budget")).get("host" if tier == "RAM" else tier)
+        peak, used = highest.get(tier), sum(parts.values())
+        full = max(limit or 0, used, peak or 0)
+        label = f"{tier}, {format_size(full)}"
+        bars += [
+            {"tier": label, "what": what, "share": nbytes / full, "size": format_size(nbytes)}
+            for what, nbytes in parts.items()
+        ]
+        for kind, nbytes in (("budget", limit), ("measured", peak)):
+            if nbytes:
+                near = "right" if nbytes > full / 2 else "left"
+                marks.append({"tier": label, "share": nbytes / full, "kind": kind, "near": near,
+                              "size": format_size(int(nbytes))})  # fmt: skip
+    if bars:
+        page.datasets["tiers"], page.datasets["marks"] = bars, marks
+        title, note = (
+            "Memory of each tier",
+            "bars: planned; lines: the budget, and the peak measured",
+        )
+        page.chart(title, _tiers(len({bar["tier"] for bar in bars})), note)
+    if peaks:
+        note = "resident memory of the process" if unified else "the device's allocator"
+        rules: list[Spec] = []
+        if budget:
+            y = {"field": "peak", "type": "quantitative"}
+            mark = {"type": "rule", "strokeDash": [6, 3]}
+            values = {"values": [{"peak": budget / _GIB}]}
+            rules, note = (
+                [{"data": values, "mark": mark, "encoding": {"y": y}}],
+                f"{note}; dashed: its budget",
+            )
+        title = f"Peak of {computes} in each step"
+        _curve(page, title, "peak", "GiB", ".3~f", note, *rules, zero=True)
+
+
+_PURPOSES = {"process": "process", "weights": "weights", "state": "moments, residual",
+             "gradients": "gradients"}  # fmt: skip
+
+
+def _planned_memory(plan: Mapping[str, Any], unified: bool) -> dict[str, dict[str, int]]:
+    """Bytes by tier and purpose; the rest are buffers. Empty tiers are left out."""
+    found: dict[str, dict[str, int]] = {}
+    estimated = mapping(plan.get("activations"))
+    memory = dict(mapping(mapping(plan.get("plan")).get("memory")))
+    if memory:
+        place = "host" if unified else estimated.get("tier", "device")
+        more = {"activations": estimated.get("total", 0)}
+        memory[place] = {**memory.get(place, {}), **more}
+    for place, parts in memory.items():
+        tier = "RAM" if place == "host" or (unified and place == "device") else place
+        for purpose, nbytes in parts.items():
+            known = purpose == "activations"
+            what = "activations, estimated" if known else _PURPOSES.get(purpose, "buffers")
+            if nbytes:
+                into = found.setdefault(tier, {})
+                into[what] = into.get(what, 0) + int(nbytes)
+    return found
+
+
+def _tiers(count: int) -> Spec:
+    step = max(70, 150 // count)  # pixels of a tier
+    words = {"labelLimit": 90, "labelExpr": "split(datum.label, ', ')"}
+    y = {"field": "tier", "type": "nominal", "title": None, "sort": None, "axis": words}
+    x = quantitative("share", None, "%", scale={"domain": [0, 1]})
+    told = tooltip(tier=("tier", ""), what=("what", ""), size=("size", ""))
+    bars = {
+        "data": {"name": "tiers"},
+        "mark": {"type": "bar", "height": {"band": 0.5}},
+        "encoding": {"y": y, "x": {**x, "stack": "zero"}, "color": {"field": "what", "sort": None},
+                     "tooltip": told},
+    }  # fmt: skip
+    told = tooltip(tier=("tier", ""), kind=("what", ""), size=("size", ""))
+    at = {"y": y, "x": x, "tooltip": told}
+    lines = {
+        "data": {"name": "marks"},
+        "mark": {"type": "tick", "thickness": 2, "height": {"band": 0.7}},
+        "encoding": at,
+    }
+    text = {
+        "data": {"name": "marks"},
+        "mark": {"type": "text", "fontSize": 11, "align": {"expr": "datum.near"},
+                 "dx": {"expr": "datum.near == 'right' ? -4 : 4"},
+                 "dy": {"expr": f"datum.kind == 'budget' ? {-0.34 * step} : {0.36 * step}"}},
+        "encoding": {"y": y, "x": x, "text": {"field": "kind"}},
+    }  # fmt: skip
+    return {"height": step * count, "layer": [bars, lines, text]}
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+def _waits(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Mean seconds of a step by cause, and what is no wait; causes that took nothing left out."""
+    timed = [s for s in steps if _number(s.get("step_s")) is not None]
+    if not timed:
+        return {}
+    found = {
+        cause: fmean(_number(mapping(s.get("stall_s")).get(cause)) or 0.0 for s in timed)
+        for cause in STALLS
+    }
+    whole = fmean(s["step_s"] for s in timed)
+    free = max(whole - sum(found.values()), 0.0)
+    return {_FREE: free} | {cause: s for cause, s in found.items() if s >= 5e-4 * whole}
+
+
+def _times(page: Page, told: Told) -> None:
+    """Where a step's time went."""
+    whole = _waits(told.steps)
+    if not whole:
+        return
+    rows = []
+    for part in _parts(told.steps, BARS):
+        waits = _waits(part)
+        rows += [
+            {"step": part[0]["step"], "to": part[-1]["step"] + 1, "what": _words(cause),
+             "seconds": waits.get(cause, 0.0)}
+            for cause in whole
+        ]  # fmt: skip
+    page.datasets["times"] = rows
+    page.chart(
+        "Where a step's time went",
+        {
+            "data": {"name": "times"},
+            "mark": {"type": "bar"},
+            "encoding": {
+                "x": {**_X, "bin": "binned"}, "x2": {"field": "to"},
+                "y": quantitative("seconds", "seconds a step", stack="zero"),
+                "color": {"field": "what", "sort": None, "legend": {"columns": 1}},
+                "order": {"field": "what", "sort": "ascending"},
+                "tooltip": tooltip(step=("from step", ","), what=("what", ""),
+                                   seconds=("seconds", ".3~g")),
+            },
+        },
+        "seconds of the training thread; all that is not the first is a wait",
+    )  # fmt: skip
+
+
+def _words(cause: str) -> str:
+    return cause if cause == _FREE else f"wait: {cause.replace('_', ' ')}"
+
+
+def _faster(page: Page, told: Told) -> None:
+    """What took the time, and what would take less of it."""
+    whole = _waits(told.steps)
+    total = sum(whole.values())
+    rows = [
+        (f"{seconds / total:.1%}", _words(cause), "" if cause == _FREE else _remedy(cause))
+        for cause, seconds in sorted(whole.items(), key=lambda item: -item[1])
+    ]
+    if rows:
+        waited = 1 - whole[_FREE] / total
+        note = f"a step takes {format_duration(total)}, {waited:.1%} of it waits"
+        step = mapping(told.plan.get("step"))
+        if {"seconds", "binds"} <= set(step):
+            binds = str(step["binds"]).replace("_", " ")
+            note += f"; the plan expected {format_duration(step['seconds'])}, and {binds} to bind"
+        page.table("What a step waited for, and what helps", rows, note)
+    ways = [
+        (
+            f"{way['speed_up']:.2f} x",
+            way["what"] + ("; another training" if way["changes_batch"] else ""),
+            way["how"] or "hardware",
+        )
+        for way in told.plan.get("faster") or ()
+        if {"speed_up", "what", "changes_batch", "how"} <= set(mapping(way))
+    ]
+    if ways:
+        page.table("What a change would gain, by the plan", ways, "each planned again; predicted")
+
+
+def _remedy(cause: str) -> str:
+    return f"{STALLS[cause].meaning}; helps: {STALLS[cause].remedy}".replace("`", "")
+
+
+def _wear(page: Page, told: Told) -> None:
+    """What the drives had to do."""
+    written = math.fsum(_numbers(told.steps, "moved", "disk_write"))
+    read = math.fsum(_numbers(told.steps, "moved", "disk_read"))
+    if not written and not read:
+        return
+    ranks = f" by each of {told.ranks} ranks" if told.ranks > 1 else ""
+    note = f"{format_size(int(read))} read and {format_size(int(written))} written{ranks}"
+    wear, seconds = mapping(told.plan.get("wear")), math.fsum(told.all_of("step_s"))
+    if written and wear.get("rated_bytes") and seconds:
+        share = written * told.ranks / wear["rated_bytes"]
+        days = seconds / share / 86400
+        note += (
+            f": {100 * share:.2g} % of the {wear['rated_bytes'] / 1e12:,.4g} TB that a drive is "
+            f"rated for, which last {days:,.0f} days at this rate"
+        )
+    told_of = tooltip(
+        step=("step", ","), read=("read, GiB", ".3~g"), written=("written, GiB", ".3~g")
+    )
+    lines = [
+        {"mark": {"type": "line", "strokeWidth": 2},
+         "encoding": {"x": _X, "y": quantitative(name, "GiB since the start"),
+                      "color": {"datum": name}}}
+        for name in ("read", "written")
+    ]  # fmt: skip
+    layers = [*_starts(page), *lines, hover("at", _X, told_of)]
+    page.chart("Drives", {"data": {"name": "steps"}, "layer": layers},
+               note + "; checkpoints come on top")  # fmt: skip
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def _parts(steps: Sequence[dict[str, Any]], most: int) -> list[Sequence[dict[str, Any]]]:
+    """Steps in at most so many parts of equal length."""
+    each = max(-(-len(steps) // most), 1)
+    return [steps[first : first + each] for first in range(0, len(steps), each)]
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, or None: metrics say "nan" and "inf" in words."""
+    kept = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if kept else None
+
+
+def _at(record: Mapping[str, Any], keys: Sequence[str]) -> float | None:
+    value: Any = record
+    for key in keys:
+        value = mapping(value).get(key)
+    return _number(value)
+
+
+def _numbers(records: Iterable[Mapping[str, Any]], *keys: str) -> list[float]:
+    return [value for record in records if (value := _at(record, keys)) is not None]
+
+
+def _finite(record: Mapping[str, Any], *keys: str) -> dict[str, float | None]:
+    return {key: _number(record.get(key)) for key in keys}

@@ -1,0 +1,759 @@
+"""A run of `infinity train`, from its directory to its model.
+
+>>> with Run(load_run_config("run.yaml"), resume="auto") as run:
+...     run.prepare()
+...     result = run.train(watcher)
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import shlex
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from infinity._initialize import device_for, initialize
+from infinity.checkpoint.directory import checkpoints, find_tag
+from infinity.checkpoint.durable_reader import DurableReader
+from infinity.checkpoint.durable_runs import read_run
+from infinity.checkpoint.manifest import LATEST_NAME
+from infinity.checkpoint.streams import state_streams
+from infinity.common.files import free_bytes, sync_directory
+from infinity.common.sizes import format_size
+from infinity.config.schema import Config
+from infinity.distributed.context import Ranks, check_alike, find_ranks
+from infinity.engine import Engine
+from infinity.errors import (
+    CheckpointError,
+    ConfigError,
+    DoesNotFitError,
+    InfinityError,
+    MachineError,
+    RemovedError,
+    TransferError,
+    listed,
+)
+from infinity.integrations.huggingface.batches import shared
+from infinity.integrations.huggingface.models import save_pretrained, transformers
+from infinity.model.weight_directory import holds_weights
+from infinity.plan.batch_schedule import Chosen
+from infinity.plan.plan import Plan
+from infinity.storage.cuda import find_device
+from infinity.storage.os_errors import checked_root
+from infinity.storage.run_dir import durable_records, ranks_below, run_records
+from infinity.train.best import Best
+from infinity.train.data import Progress
+from infinity.train.directory import RUN_RECORD, RunDirectory, Session, state_name
+from infinity.train.loop import Compute, Loop, latest
+from infinity.train.metrics import (
+    LastStep,
+    Metrics,
+    Result,
+    Unwritten,
+    Watcher,
+    environment,
+    steps_told,
+)
+from infinity.train.preparation import (
+    Prepared,
+    build,
+    check_schedule,
+    decides_as_before,
+    follow_steps,
+    loss_of,
+    prepare_run,
+    scheduled,
+)
+from infinity.train.sample import record_sample
+from infinity.train.settings import AUTO, RunConfig, as_yaml
+from infinity.train.trackers import Trackers, check_trackers
+from infinity.train.windows import Reel
+
+NEVER = "never"
+_NAMED = ("precision", "gradient_clipping")
+_SCHEDULED = ("lr", "betas", "momentum")  # entries of a group that a schedule may change
+_MAX_SESSIONS = 1000  # of which a run directory keeps the ids
+_WAITS_S = 60.0  # for the first rank, until that says that it is at work
+OTHER = Path("/other/drive")  # what people put their own in the place of
+_HEADING = """\
+What this run was told; in comments what was left to defaults, and what was derived from it.
+This file can be given to `infinity train` again; relative paths are from {}"""
+
+
+class Run:
+    """One run; used in this order: `prepare`, `train`. A context manager: leaving closes.
+
+    `resume` is "never", "auto" (go on with what the directory holds, else begin) or the path of a
+    checkpoint. `ranks` train together, by default as `initialize` finds them: the first writes and
+    tells. `command` is what was typed, for the record. Raises `ConfigError` or `MachineError` for a
+    directory that cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        resume: str = NEVER,
+        ranks: Ranks | None = None,
+        command: Sequence[str] = (),
+    ) -> None:
+        self.config = config
+        self.command = shlex.join(command)
+        self.resume = resume
+        self.ranks = ranks or find_ranks()
+        self._shares_ranks = False  # with an engine, which closes them
+        self._begins = True  # nothing was trained here before
+        self._left: Path | None = None  # the state of another number of ranks, until it is copied
+        with self.ranks.settle("looks for a run"):
+            transformers()  # told before anything is done
+            self.checkpoint = None if resume in (NEVER, AUTO) else _find_checkpoint(Path(resume))
+        self.directory = RunDirectory(config.run_dir, resume=resume != NEVER, ranks=self.ranks)
+        self.prepared: Prepared | None = None
+        self.chosen: Chosen | None = None
+        """The batch schedule and the next one, where the plan chose it."""
+        self.trains = False
+        """Whether there is, or was, an engine."""
+
+    def prepare(self, progress: Progress | None = None) -> Prepared:
+        """Check everything, and make the corpus.
+
+        `progress(done_bytes, total_bytes, what)` follows the corpus. Raises what `prepare_run`
+        does; nothing was trained or allocated then.
+        """
+        directory, ranks = self.directory, self.ranks
+        with ranks.settle("prepares a run"), _first(ranks, progress) as tell:
+            for path in self.config.engine.nvme_path:  # before hours of tokens
+                checked_root(path)
+            if not ranks.rank:
+                check_trackers(self.config.training.report_to)
+            prepared = prepare_run(self.config, directory.tokens, tell, ranks.count)
+        with ranks.settle("plans a run"):
+            if self.config.leaves_batches_to_the_plan:
+                prepared = self._scheduled(prepared)
+            self.prepared = prepared
+            check_schedule(prepared, directory, self.checkpoint)
+            directory.check(decides_as_before(prepared, directory.decided))
+            heading = _HEADING.format(Path.cwd())
+            directory.write("config.yaml", as_yaml(self.config, prepared.derived(), heading))
+        check_alike(ranks, "the run", prepared.decides() | {"training.steps": prepared.steps})
+        return prepared
+
+    def _scheduled(self, prepared: Prepared) -> Prepared:
+        """With micro-batches that the plan of the first rank chose."""
+        ranks, windows = self.ranks, prepared.windows_per_step
+        with ranks.settle("chooses micro-batches"):
+            if not ranks.rank:
+                with closing(find_device(device_for(None, ranks))) as device:
+                    prepared, self.chosen = scheduled(
+                        prepared, self.directory.decided, device, ranks
+                    )
+        engine = shared(prepared.engine, ranks)
+        own = windows // (engine.gradient_accumulation_steps * ranks.count)
+        return replace(prepared, engine=engine, micro_batch=own)
+
+    @property
+    def continues_state(self) -> bool:
+        """Whether its state is on disk already, so that where it rests is settled."""
+        durable = self.config.engine.durable
+        return durable and self.resume == AUTO and self.directory.has_run and not self._moves
+
+    @property
+    def _moves(self) -> bool:
+        """Whether its state is of another number of ranks, which an engine cannot go on with."""
+        record = self.directory.record
+        return bool(record.get("durable")) and record.get("ranks", 1) != self.ranks.count
+
+    def train(self, watcher: Watcher, progress: Progress | None = None) -> Result:
+        """Train to the end, or until the watcher wants to stop, and write what came of it.
+
+        `progress` follows the first write of the state. Raises whatever training can raise;
+        checkpoints that were saved before stay.
+        """
+        prepared, directory, ranks = self.prepared, self.directory, self.ranks
+        assert prepared is not None
+        self._begins = not directory.has_run
+        with directory.beginning(prepared.decides()):
+            with ranks.settle("builds the model"):
+                model = build(self.config, prepared.facts, prepared.engine)
+                compute = loss_of(model)
+                # Defaults stand in config.yaml: only loops of users' own are warned of them.
+                named = {name: getattr(prepared.engine, name) for name in _NAMED}
+                config = self._own_state(prepared.engine).model_copy(update=named)
+            self._shares_ranks = True
+            engine, _, _, _ = initialize(model, config, progress=progress, ranks=ranks)
+            try:
+                with ranks.settle("looks for room"):
+                    self._look_for_room(engine.plan, watcher)
+            except BaseException:
+                engine.close()
+                raise
+        self.trains = True
+        try:
+            with ranks.telling("infinity train"):
+                return self._train(engine, compute, watcher)
+        except BaseException:
+            with suppress(InfinityError):  # a save, or the drive, that fails here says less
+                engine.close()
+            raise
+        finally:
+            engine.close()
+
+    def _train(self, engine: Engine, compute: Compute, watcher: Watcher) -> Result:
+        prepared, directory, ranks = self.prepared, self.directory, self.ranks
+        assert prepared is not None
+        engine.train()
+        training, data = self.config.training, self.config.data
+        if ranks.rank and prepared.engine.seed is not None:
+            torch.manual_seed(prepared.engine.seed + ranks.rank)  # dropout of its own
+        reel = Reel(prepared.train, prepared.micro_batch, training.seed, data.shuffle, ranks)
+        engine.register_state("windows", reel)
+        last_step = LastStep()
+        engine.register_state("last_step", last_step)
+        try:
+            session = self._claim_state(engine) if prepared.engine.durable else None
+            source = self._go_on(engine, reel, prepared)
+            if session is not None and not engine.resumed:
+                engine.register_state("session", session)  # after loading: checkpoints have none
+        except BaseException:
+            if self._begins:
+                directory.forget()
+            raise
+        if source:
+            watcher.note(f"going on from {source}")
+        if note := follow_steps(engine.lr_scheduler, prepared):
+            watcher.note(note)
+        if prepared.engine.durable:
+            self._keep_state()
+        elif directory.record.get("durable"):  # a checkpoint was named to go on from instead
+            directory.remember(durable=False)
+        with ranks.settle("remembers the run"):
+            directory.remember(decides=prepared.decides())
+        best, done = Best(prepared.held_out), reel.taken // prepared.windows_per_step
+        engine.register_state("evaluations", best)  # after loading: older runs have none
+        if best.anew:
+            watcher.note("held-out data are others than before: the best of them begins anew")
+        if not ranks.gather_words(directory.best.is_dir())[0]:
+            best.kept, best.kept_step = math.inf, -1  # those of another directory's run
+        with self._metrics(done, engine.device) as metrics:
+            for note in metrics.notes:
+                watcher.note(note)
+            if self.resume == AUTO:
+                metrics.catch_up(last_step)
+            loop = Loop(
+                prepared, engine, reel, compute, metrics, last_step, directory.checkpoints,
+                watcher, best, self._remember_saved, self._keep_best if self._keeps_best else None,
+            )  # fmt: skip
+            if not loop.ended:
+                directory.remember(complete=False)
+            loop.run()
+            result = self._finish(loop, watcher)
+            metrics.stopped_early = result.stopped_early
+            return result
+
+    @property
+    def _keeps_best(self) -> bool:
+        training = self.config.training
+        wanted = training.keep_best
+        return training.early_stop is not None if wanted is None else wanted
+
+    def _keep_best(self, engine: Engine) -> Path:
+        return self._export(engine, self.directory.best)
+
+    def _export(self, engine: Engine, place: Path) -> Path:
+        """Write the weights for transformers; returns where."""
+        assert self.prepared is not None
+        wanted = self.config.training.export
+        dtype = None if wanted in ("auto", "none") else wanted
+        save_pretrained(engine, place, tokenizer=self.prepared.tokenizer, dtype=dtype)
+        return place
+
+    def _look_for_room(self, plan: Plan, watcher: Watcher) -> None:
+        """Tell where checkpoints will not fit beside each other; a run must not begin without one.
+
+        The state on disk has its place already. Raises `DoesNotFitError`.
+        """
+        training, place = self.config.training, self.directory.path
+        own = self.config.engine.durable and "checkpoint_every" not in training.model_fields_set
+        if own or self.ranks.rank:
+            return
+        each = sum(spec.nbytes for stream in state_streams(plan).values() for spec in stream)
+        free, count = free_bytes(place), training.keep_last + 1
+        what = (
+            f"{place}: a checkpoint takes {format_size(each)}, and {format_size(free)} are free "
+            "there"
+        )
+        if self._begins and free < each:
+            raise DoesNotFitError(
+                what,
+                because=f"{format_size(each - free)} are missing, and without one nothing can go "
+                "on from where it stopped",
+                remedy="run_dir=... on another drive, or room there; with engine.nvme_path also "
+                "engine.durable=true: the state on disk is the checkpoint",
+            )
+        if self._begins and free < count * each:
+            watcher.note(
+                f"{what}: there are {count} while one is written (training.keep_last: "
+                f"{training.keep_last}); those that do not fit are told, and tried again"
+            )
+
+    def _metrics(self, done: int, device: torch.device) -> Metrics:
+        """Of a run that goes on after `done` steps; the first rank writes them."""
+        ranks, directory = self.ranks, self.directory
+        metrics: Metrics | None = None
+        with ranks.settle("opens the metrics"):
+            if not ranks.rank:
+                assert self.prepared is not None
+                facts = environment(device) | {
+                    "ranks": ranks.count,
+                    "num_steps": self.prepared.steps,
+                    "command": self.command,
+                }
+                told = {name: str(value) for name, value in self.prepared.decides().items()}
+                trackers = Trackers(
+                    self.config.training.report_to,
+                    directory.path,
+                    identity=directory.record["id"],
+                    after=done,
+                    settings=told,
+                )
+                metrics = Metrics(directory.metrics, after=done, trackers=trackers, facts=facts)
+        evaluated = [] if metrics is None else sorted(metrics.evaluated)
+        evaluated = ranks.gather_words(evaluated)[0]
+        return Unwritten(evaluated) if metrics is None else metrics
+
+    def _finish(self, loop: Loop, watcher: Watcher) -> Result:
+        """Save, and at the last step export."""
+        prepared, directory = loop.prepared, self.directory
+        stopped = not loop.ended
+        self._save(loop)
+        model = None
+        if not stopped and prepared.config.training.export != "none":
+            model = directory.model
+            if not directory.is_complete or not holds_weights(model):
+                watcher.note("writing the model")
+                self._export(loop.engine, model)
+            watcher.note(f"model: {model}")
+        if loop.unsaved is not None:
+            self._save(loop)  # much may have changed since
+        if loop.unsaved is not None and not prepared.engine.durable:
+            raise _not_saved(loop, loop.unsaved, model)
+        if not stopped:
+            if not directory.is_complete:
+                record_sample(loop)
+            directory.remember(complete=True, steps=loop.step)
+        return Result(
+            steps=loop.step,
+            num_steps=prepared.steps,
+            stopped=stopped,
+            loss=loop.loss,
+            evaluation_before=loop.evaluation_before,
+            evaluation=loop.evaluation,
+            tokens=loop.step * prepared.tokens_per_step,
+            checkpoint=loop.saved or self.last_checkpoint(),
+            model=model,
+            failed_saves=loop.failed_saves,
+            best=loop.best.loss if loop.best.step >= 0 else None,
+            best_step=loop.best.step if loop.best.step >= 0 else None,
+            best_model=directory.best if loop.best.kept_step >= 0 else None,
+            stopped_early=loop.stopped_early,
+            stopped_by=loop.stopped_by if stopped else 0,
+        )
+
+    @staticmethod
+    def _save(loop: Loop) -> None:
+        if loop.prepared.engine.durable:
+            loop.finish_saving()
+        else:
+            loop.save(wait=True)
+
+    def _remember_saved(self) -> None:
+        """Note that there was a whole checkpoint: from now on the run never begins again."""
+        with suppress(InfinityError):  # noted with the next one
+            self.directory.remember(saved=True)
+
+    @property
+    def kept(self) -> str:
+        """A clause that names the state on disk to go on from."""
+        if self.directory.record.get("durable"):
+            return "the last committed step is on disk"
+        checkpoint = latest(self.directory.checkpoints)
+        return (
+            f"the last checkpoint is {checkpoint}" if checkpoint else "no checkpoint is whole yet"
+        )
+
+    # --- going on --------------------------------------------------------------------------------
+
+    @property
+    def state_name(self) -> str:
+        """Below every nvme_path, where its steps are durable; of a run that has begun."""
+        return state_name(self.directory.record, self.directory.path)
+
+    def _own_state(self, config: Config) -> Config:
+        """A durable run has directories of its own, so that it cannot go on from another's.
+
+        What another number of ranks left stays as it is until `_keep_state`.
+        """
+        if not config.durable:
+            if self.resume == AUTO and self.directory.record.get("durable"):
+                raise self._leaves_its_state()
+            return config
+        name, resume = self.state_name, AUTO if self.resume == AUTO else NEVER
+        if resume == AUTO and self.directory.record.get("durable"):
+            left = self._check_state([path / name for path in config.nvme_path])
+            if self._moves:
+                self._remove_states(but=name)  # of a start that died before its copy was whole
+                self._left, resume = left, NEVER
+                record = self.directory.record
+                name = state_name(record, self.directory.path, record.get("state", 0) + 1)
+        paths = tuple(path / name for path in config.nvme_path)
+        for path in paths if not self.ranks.local_rank else ():
+            try:
+                path.mkdir(exist_ok=True)
+                sync_directory(path.parent)
+            except OSError as error:
+                raise MachineError(
+                    f"{path} cannot be made: {error.strerror}",
+                    remedy="engine.nvme_path=... an existing directory that can be written",
+                ) from error
+        return config.model_copy(update={"nvme_path": paths, "resume": resume})
+
+    def _claim_state(self, engine: Engine) -> Session:
+        """Refuse a state with which another copy of the run directory has gone on; see `Session`.
+
+        Raises `CheckpointError`, before anything is committed.
+        """
+        session = Session(self.ranks.gather_words(secrets.token_hex(4))[0])
+        with self.ranks.settle("looks for the session of the state"):
+            if engine.resumed:
+                engine.register_state("session", session)
+            elif self._left is not None:
+                with closing(DurableReader(self._left)) as reader:
+                    session.load_state_dict(
+                        reader.document.run.get("registered", {}).get("session", {})
+                    )
+            known = self.directory.record.get("sessions", [])
+            if session.last and session.last not in known:
+                raise CheckpointError(
+                    f"another copy of {self.directory.path} has continued the state of this run "
+                    f"(session {session.last}, which is not in its {RUN_RECORD})",
+                    because="the run directory was copied, or was set back to an older copy; all "
+                    f"copies share one state below engine.nvme_path, {self.state_name}",
+                    remedy="go on with that copy; or start from a checkpoint in a new run: "
+                    "run_dir=... --resume .../checkpoints/...",
+                )
+            self.directory.remember(sessions=[*known, session.id][-_MAX_SESSIONS:])
+        return session
+
+    def _keep_state(self) -> None:
+        """From now on the run goes on with the state of this engine, and with no other."""
+        number = self.directory.record.get("state", 0) + (self._left is not None)
+        self.directory.remember(
+            durable=True,
+            nvme_path=list(map(str, self.config.engine.nvme_path)),
+            ranks=self.ranks.count,
+            state=number,
+        )
+        self.ranks.meet("keeps its state")
+        if self._left is not None:
+            self._remove_states(but=self.state_name)
+
+    def _remove_states(self, *, but: str) -> None:
+        """Remove what this run kept before and, where it was killed, began to copy."""
+        own = state_name(self.directory.record, self.directory.path, 0)
+        for path in self.config.engine.nvme_path if not self.ranks.local_rank else ():
+            for found in path.iterdir() if path.is_dir() else ():
+                if found.name.startswith(own) and found.name != but:
+                    shutil.rmtree(found, ignore_errors=True)
+
+    def _go_on(self, engine: Engine, reel: Reel, prepared: Prepared) -> str:
+        """Take up what was saved; returns where it was, empty where there is nothing."""
+        if self.checkpoint is not None:
+            self._load(engine, self.checkpoint, reel, prepared)
+            with self.ranks.settle("remembers where it came from"):
+                self.directory.remember(origin=str(self.checkpoint))
+            return f"{self.checkpoint}; its optimizer and schedule go on as they were"
+        if self.resume != AUTO:
+            return ""
+        if self._left is not None:
+            engine.load_checkpoint(self._left)
+        goes_on = engine.resumed or self._left is not None
+        with self.ranks.settle("looks for a checkpoint"):
+            found = self.last_checkpoint()
+            if found is None and not goes_on:
+                found = self._unnamed_checkpoint()
+            if found is not None:
+                self._remember_saved()
+        done = reel.taken // prepared.windows_per_step
+        if found is not None and _step_of(found.name) > done:
+            engine.load_checkpoint(found.parent, found.name)
+            return str(found)
+        origin = self.directory.record.get("origin")
+        if origin and found is None and not goes_on:  # it ended before it had a checkpoint
+            self._load(engine, Path(origin), reel, prepared)
+            return str(origin)
+        return f"the committed step {done}" if goes_on else ""
+
+    def _load(self, engine: Engine, checkpoint: Path, reel: Reel, prepared: Prepared) -> None:
+        """Go on from a checkpoint of another run; raises `ConfigError` for other settings."""
+        here = _hypers(engine)
+        told = engine.load_checkpoint(checkpoint.parent, checkpoint.name)[1] or {}
+        there = _hypers(engine)
+        changed = [
+            f"{name} is {there[name]!r} there, and {value!r} here"
+            for name, value in here.items()
+            if there.get(name, value) != value
+        ]
+        step = reel.taken // prepared.windows_per_step
+        if told.get("step", step) != step:
+            changed.append(
+                f"it is of step {told['step']}, which would be step {step} with the "
+                f"{prepared.windows_per_step} windows of a step here"
+            )
+        if changed:
+            raise ConfigError(
+                f"cannot go on from {checkpoint} with other settings: {listed(changed, 4, '; ')}",
+                because="its optimizer and its schedule go on as they were",
+                remedy="put them back; or begin anew with its weights, model.path=...",
+            )
+
+    def _check_state(self, paths: Sequence[Path]) -> Path:
+        """A directory of the state of a durable run, of any rank.
+
+        Raises `CheckpointError` if it is nowhere to be seen.
+        """
+        there = [path for place in _places(paths) for path in run_records(place)]
+        if not there:
+            raise CheckpointError(
+                f"the run in {self.directory.path} keeps its state below "
+                f"{', '.join(map(str, paths))}, where there is none",
+                because="a drive is not mounted, or the state was moved or removed",
+                remedy="mount it, or engine.nvme_path=... where it is now; a new run needs "
+                "another run_dir=...",
+            )
+        return there[0]
+
+    def _leaves_its_state(self) -> ConfigError:
+        """Return the error for a run whose committed steps would not be gone on with."""
+        directory, told = self.directory, steps_told(self.directory.metrics)
+        paths = directory.record.get("nvme_path") or ["..."]
+        given = f"[{','.join(paths)}]" if len(paths) > 1 else paths[0]
+        checkpoint = latest(directory.checkpoints)
+        instead = f"; or --resume {checkpoint}, and lose the steps since" if checkpoint else ""
+        return ConfigError(
+            f"the run in {directory.path} did {told} steps with engine.durable=true, and keeps its "
+            f"state below engine.nvme_path={given}; here engine.durable is false",
+            because="--resume auto goes on from the last committed step, or not at all",
+            remedy=f"engine.durable=true engine.nvme_path={given}{instead}; a new run needs "
+            "another run_dir=...",
+        )
+
+    def _unnamed_checkpoint(self) -> Path | None:
+        """Return the whole checkpoint of a run that was killed before `latest` named its first.
+
+        None for a run that began and never had a checkpoint: it begins again, and `Metrics` says
+        so. Raises `CheckpointError` where there was one.
+        """
+        directory, told = self.directory, steps_told(self.directory.metrics)
+        root = directory.checkpoints
+        whole = checkpoints(root) if root.is_dir() else []
+        if not directory.record.get("saved", told > 0) and not directory.is_complete:
+            return root / whole[0].tag if whole else None
+        what = f"{root} has no checkpoint" if not whole else f"{root / LATEST_NAME} is missing"
+        raise CheckpointError(
+            f"{what}, but {told} steps were done in {directory.path}",
+            because="it was moved or removed, or is not mounted",
+            remedy=f"--resume {root / whole[0].tag}"
+            if whole
+            else "bring it back; a new run needs another run_dir=...",
+        )
+
+    def last_checkpoint(self) -> Path | None:
+        """What `latest` names; raises `CheckpointError` or `MachineError`."""
+        tag = find_tag(self.directory.checkpoints, None)
+        return None if tag is None else self.directory.checkpoints / tag
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close files and let go of the directory, and of the other ranks; idempotent."""
+        self.directory.close()
+        if not self._shares_ranks:
+            self.ranks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+@contextmanager
+def _first(ranks: Ranks, progress: Progress | None) -> Iterator[Progress | None]:
+    """What is inside is done by the first rank, and only then by the others, which find it done.
+
+    Yields what to call with progress. It tells the others, whose patience has an end.
+    """
+    doing, told_s = "prepares tokens", time.monotonic()
+
+    def tell(done_bytes: int, total_bytes: int, what: str) -> None:
+        nonlocal told_s
+        if progress is not None:
+            progress(done_bytes, total_bytes, what)
+        if time.monotonic() - told_s > _WAITS_S:
+            ranks.meet(doing, 1)
+            told_s = time.monotonic()
+
+    while ranks.rank and ranks.meet(doing, 0)[0][0]:
+        pass
+    yield progress if ranks.rank or ranks.count == 1 else tell
+    if not ranks.rank:
+        ranks.meet(doing, 0)
+
+
+def _not_saved(loop: Loop, error: InfinityError, model: Path | None) -> InfinityError:
+    """How a run ends whose last state could not be saved, after all else was done."""
+    kind = DoesNotFitError if isinstance(error, DoesNotFitError) else MachineError
+    return kind(
+        f"the state after step {loop.step} was not saved: {error.what}; {loop.failed_saves} saves "
+        f"failed; {loop.last_checkpoint}"
+        + (f"; the model is whole: {model}" if model is not None else ""),
+        because=error.because,
+        remedy=f"{error.remedy or 'look at that drive'}; then --resume auto goes on from there",
+    )
+
+
+def _hypers(engine: Engine) -> dict[str, Any]:
+    """The numbers of the optimizer's groups by name, but what a schedule changes."""
+    found: dict[str, Any] = {}
+    for number, group in enumerate(engine.optimizer.param_groups):
+        for name, value in group.items():
+            scheduled = engine.lr_scheduler is not None and name in _SCHEDULED
+            if name == "initial_lr":
+                name = "lr"
+            elif name in ("params", "param_names") or scheduled:
+                continue
+            found[f"{name} of group {number}" if number else name] = _as_plain(value)
+    return found
+
+
+def _as_plain(value: Any) -> Any:
+    return list(map(float, value)) if isinstance(value, list | tuple) else value
+
+
+def _step_of(tag: str) -> int:
+    number = tag.removeprefix("step")
+    return int(number) if number.isdigit() else 0
+
+
+def _find_checkpoint(path: Path) -> Path:
+    """A checkpoint, given itself, its root, or the directory of its run."""
+    path = path.expanduser().absolute()
+    if not path.is_dir():
+        raise ConfigError(
+            f"--resume {path}: there is no such directory",
+            remedy="--resume auto, or a directory below checkpoints/ of a run",
+        )
+    for root in (path, path / "checkpoints"):
+        tag = find_tag(root, None)
+        if tag is not None:
+            return root / tag
+    if not any(name.endswith(".json") for name in os.listdir(path)):
+        raise CheckpointError(f"--resume {path}: there is no checkpoint")
+    return path
+
+
+# --- where the drive of a run's state fails ------------------------------------------------------
+
+
+def elsewhere(error: InfinityError, run: Run, command: Sequence[str]) -> InfinityError:
+    """What to raise for an error of a run that has begun, and was closed: `error`, or more words.
+
+    `command` is what was typed, without --resume.
+    """
+    if removed := next((e for e in _causes(error) if isinstance(e, RemovedError)), None):
+        return removed  # no drive fails
+    found = _of_the_state(error, run)
+    if found is None:
+        return error
+    failure, drive = found
+    copies, given = [], []
+    if _same_drive(run.directory.path, drive):
+        copies.append(run.directory.path)
+        given.append(f"run_dir={OTHER / run.directory.path.name}")
+    checkpoint = latest(run.directory.checkpoints)
+    whole = f"{checkpoint} is whole" if checkpoint else "there is no checkpoint to go on from"
+    update, durable = _committed(run), run.config.engine.durable
+    others = [path for path in run.config.engine.nvme_path if path != drive]
+    if durable and update is None:
+        others = []  # they hold parts of what is lost
+    if update is not None:
+        state = drive / run.state_name
+        copies.append(state)
+        instead = "no checkpoint is there to go on from instead"
+        if checkpoint is not None:
+            again = [*command, f"engine.nvme_path={OTHER}", "--resume", str(checkpoint)]
+            instead = f"if it cannot be copied, `{shlex.join(again)}` goes on from that checkpoint"
+        whole = f"the commit of update {update} in {state} is whole; {instead}"
+    paths = ",".join(map(str, [OTHER, *others]))
+    given.append(f"engine.nvme_path={f'[{paths}]' if others else paths}")
+    steps = [["cp", "-a", *map(str, copies), f"{OTHER}/"]] if copies else []
+    # Where steps were durable, auto refuses to go on without the state.
+    resume = str(checkpoint) if durable and update is None and checkpoint else "auto"
+    steps.append([*command, *given, "--resume", resume])
+    stay = f"; or, to stay: {failure.remedy}" if failure.remedy else ""
+    return MachineError(
+        f"the drive of {drive}, which holds the state of this run, fails: {failure.what}",
+        because="; ".join(part for part in (failure.because, whole) if part),
+        remedy=" && ".join(map(shlex.join, steps))
+        + f"  (with a directory of yours for {OTHER}){stay}",
+    )
+
+
+def _of_the_state(error: BaseException, run: Run) -> tuple[MachineError, Path] | None:
+    """The failure behind an error that names a file of the state, and its nvme_path."""
+    for cause in _causes(error):
+        moved = isinstance(cause, TransferError)
+        if isinstance(cause, MachineError) and (moved or run.trains):
+            text = cause.path if isinstance(cause, TransferError) else cause.what
+            for path in run.config.engine.nvme_path:
+                if f"{path}/" in text and f"{run.directory.path}/" not in text:
+                    return cause, path
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, the one that caused it, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _committed(run: Run) -> int | None:
+    """The update that was committed last; None where there is none, or it cannot be read."""
+    own = [path / run.state_name for path in run.config.engine.nvme_path]
+    steps = []
+    with suppress(InfinityError, OSError):
+        for place in _places(own[:1]) if run.config.engine.durable else ():
+            steps += [read_run(d, _places(own)).record.step for d in durable_records(place)]
+    return min(steps, default=None)  # of several ranks each may have prepared one more
+
+
+def _places(paths: Iterable[Path]) -> list[Path]:
+    """Where run directories may be: one rank's in a path, each of several ranks' in its own."""
+    there = [path for path in paths if path.is_dir()]
+    return [place for path in there for place in (path, *ranks_below(path).values())]
+
+
+def _same_drive(one: Path, other: Path) -> bool:
+    try:
+        return os.stat(one).st_dev == os.stat(other).st_dev
+    except OSError:
+        return False

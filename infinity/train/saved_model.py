@@ -1,0 +1,392 @@
+"""Models of saved state: what they are, their tokenizers, and their values, read one at a time.
+
+A checkpoint holds tensors by name. Which transformers model they make, and with which tokenizer,
+stands in the configuration of the run that saved it, or in the config.json of a directory.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infinity.checkpoint.reader import StateReader
+from infinity.config.schema import Config
+from infinity.errors import ConfigError, InfinityError, listed
+from infinity.integrations.huggingface.meta import meta_model
+from infinity.integrations.huggingface.models import (
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    as_saved,
+    fill_model,
+    find_directory,
+    load_model,
+    name_of_tied,
+    read_config,
+    save_adapters,
+    take_generation_config,
+    without_quantisation,
+    write_model,
+)
+from infinity.model.lazy_tensor import Promised
+from infinity.model.weight_directory import holds_weights
+from infinity.model.weight_files import Outgoing
+from infinity.optim.moments import COMPUTE_DTYPES
+from infinity.train.adapters import adapted, peft
+from infinity.train.directory import run_record
+from infinity.train.preparation import CAUSAL, model_of, source_of
+from infinity.train.settings import AdapterSection, RunConfig, load_run_config
+from infinity.train.texts import TOKENIZER_FILES, Tokenizer, find_tokenizer
+
+CONFIGURATION = "config.yaml"  # of a run
+_ADAPTER_CONFIG = "adapter_config.json"
+_PEFT_PREFIX = "base_model.model."
+_BASE_LAYER = "base_layer"
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A transformers model of which only values are missing.
+
+    Attributes:
+        name: For errors: a path or the id of a repository.
+        base: The model on meta, without adapters.
+        tokenizer: None if there is none.
+        run: Configuration of the run that trained it, if one did.
+        is_chat: Whether it was trained on conversations; None if that is not known.
+    """
+
+    name: str
+    base: Any
+    tokenizer: Tokenizer | None
+    run: RunConfig | None = None
+    is_chat: bool | None = None
+
+    @property
+    def adapter(self) -> AdapterSection | None:
+        """Adapters that were trained over `base`."""
+        return None if self.run is None else self.run.adapter
+
+    @cached_property
+    def module(self) -> Any:
+        """The model on meta as it was trained: with its adapters."""
+        if self.adapter is None:
+            return self.base
+        with torch.device("meta"):
+            return adapted(copy.deepcopy(self.base), self.adapter)
+
+
+def describe(source: str | Path) -> SavedModel:
+    """Describe the model of a run, or of a directory or Hub id with a config.json.
+
+    Raises:
+        ConfigError: It is neither, or transformers knows no such model.
+        MachineError: The Hub does not give what is missing.
+    """
+    path = Path(source).expanduser()
+    record = run_record(path)
+    if record is not None:
+        run = load_run_config(path / CONFIGURATION)
+        facts, tokenizer = model_of(run)
+        base: Any = meta_model(without_quantisation(facts.config), CAUSAL)
+        if (pretrained := source_of(run)) is not None:
+            files = (CONFIG_NAME, GENERATION_CONFIG_NAME)
+            take_generation_config(base, find_directory(pretrained, wanted=files))
+            base.config.name_or_path = pretrained
+        chat = "data.packing" in record.get("decides", {})
+        return SavedModel(str(path), base, tokenizer, run, chat)
+    if (over := _base_of_adapters(path)) is not None:
+        base_model = describe(over)
+        found = _tokenizer_in(path) or base_model.tokenizer
+        return replace(base_model, name=str(source), tokenizer=found)
+    directory = find_directory(
+        source, wanted=(CONFIG_NAME, GENERATION_CONFIG_NAME, *TOKENIZER_FILES)
+    )
+    if not (directory / CONFIG_NAME).exists():
+        raise ConfigError(
+            f"{source} is no model: it has neither the {CONFIG_NAME} of transformers nor the "
+            f"{CONFIGURATION} of a run",
+            remedy="--model DIR names one that has",
+        )
+    base = meta_model(
+        without_quantisation(read_config(directory))
+    )  # state is not, whatever it is of
+    take_generation_config(base, directory)
+    return SavedModel(str(source), base, _tokenizer_in(directory))
+
+
+def holds_model(directory: Path) -> bool:
+    """Return True for a directory of weights or of adapters, as `save_pretrained` writes them."""
+    return holds_weights(directory) or (directory / _ADAPTER_CONFIG).is_file()
+
+
+def load_directory(directory: Path, config: Config) -> nn.Module:
+    """Return the model whose weights, or adapters, are in a directory, in eval mode, frozen.
+
+    Raises as `infinity.huggingface.load_model`.
+    """
+    base = _base_of_adapters(directory)
+    model = load_model(directory if base is None else base, config)
+    if base is not None:
+        model = peft().PeftModel.from_pretrained(model, directory)
+    return model.requires_grad_(False).eval()
+
+
+def _base_of_adapters(directory: Path) -> str | None:
+    """Return the path or Hub id of the model that adapters in a directory are of."""
+    file = directory / _ADAPTER_CONFIG
+    if not file.is_file() or (directory / CONFIG_NAME).exists():
+        return None
+    try:
+        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} names no base model: {error!r}") from error
+    return str(base)
+
+
+def _tokenizer_in(directory: Path) -> Tokenizer | None:
+    try:
+        return find_tokenizer(str(directory))
+    except InfinityError:
+        return None
+
+
+def find_description(directory: Path, state: Path) -> Path | None:
+    """Return the directory that describes the model of saved state, as `describe` takes it.
+
+    Args:
+        directory: What the user named.
+        state: The checkpoint or durable run that was found there. Both are searched, and the two
+            directories above each: those of checkpoints and of the run.
+    """
+    for start in (directory.expanduser().absolute(), state):
+        for path in (start, *start.parents[:2]):
+            if run_record(path) is not None or _is_of_transformers(path / CONFIG_NAME):
+                return path
+    return None
+
+
+def _is_of_transformers(file: Path) -> bool:
+    """Return True if a file is the config of a model; others are called config.json, too."""
+    try:
+        return "model_type" in json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def export_model(
+    model: SavedModel,
+    reader: StateReader,
+    target: Path,
+    *,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    merge: bool = False,
+) -> list[Path]:
+    """Write saved state as transformers' or peft's `save_pretrained` does.
+
+    One tensor at a time is in memory; to merge adapters, one layer.
+
+    Args:
+        model: What the state is of.
+        reader: The state.
+        target: Directory to write to; files appear when all are complete.
+        dtype: Of the weights; None for that of training, float32 for the exact masters.
+        max_shard_bytes: Largest weight file, except for larger tensors.
+        merge: Add the adapters to the weights of the base, and write these.
+
+    Returns:
+        The weight files.
+
+    Raises:
+        ConfigError: The state is of another model; there are no adapters to merge, or merging
+            them would change a weight that is used elsewhere.
+        CheckpointError: The state is damaged.
+        DoesNotFitError, MachineError: It cannot be written.
+    """
+    _check_names(model, reader)
+    if merge and model.adapter is None:
+        raise ConfigError(f"the model of {model.name} has no adapters", remedy="leave out --merge")
+    if model.adapter is not None and not merge:
+        save_adapters(model.module, target, _Values(reader, dtype), model.tokenizer)
+        return sorted(target.glob("*.safetensors"))
+    tensors = as_saved(model.base, _base_tensors(model, reader, dtype, merge=merge))
+    return write_model(model.base, tensors, target, model.tokenizer, max_shard_bytes)
+
+
+def load_values(model: SavedModel, reader: StateReader, precision: str) -> nn.Module:
+    """Return the model in eval mode, frozen, with lazy tensors for `infinity.initialize`.
+
+    Args:
+        model: What the state is of.
+        reader: The state; must stay open until `initialize` has returned.
+        precision: bf16, fp16 or fp32: what the engine will compute in.
+    """
+    _check_names(model, reader)
+    config, run = model.base.config, model.run
+    attention = None if run is None else run.model.attention
+    tensors = as_saved(model.base, _base_tensors(model, reader, None, merge=False))
+    made = fill_model(
+        type(model.base),
+        config,
+        {t.name: Promised(t.shape, t.dtype, t.read) for t in tensors},
+        precision,
+        {} if attention is None else {"attn_implementation": attention},
+        str(reader.directory),
+    )
+    made.generation_config = model.base.generation_config
+    if model.adapter is not None:
+        made = adapted(made, model.adapter)
+        with torch.no_grad():
+            for name, parameter in made.named_parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(reader.master(name))
+    frozen: nn.Module = made.requires_grad_(False).eval()
+    return frozen
+
+
+def engine_config(model: SavedModel, **changes: Any) -> Config:
+    """Return the configuration of an engine that uses the model without training it.
+
+    Args:
+        model: Its run says where weights may rest and in what format; others get the defaults.
+        **changes: Keys of the configuration and their values, which win.
+    """
+    given: dict[str, Any]
+    stored = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}.get(model.base.config.dtype)
+    if model.run is None:
+        given = {"precision": stored or "bf16"}
+    else:
+        engine = model.run.engine_for("auto")
+        kept = {"nvme_path", "precision", "frozen", "budget", "io", "cpu", "prefetch_units"}
+        given = engine.model_dump(exclude_unset=True, include=kept)
+        given["placement"] = {"weights": engine.placement.weights}
+    return Config.model_validate(given | changes)
+
+
+def _tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return, for each name of a parameter, all names of that parameter."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return {name: tuple(names) for names in groups.values() for name in names}
+
+
+def _check_names(model: SavedModel, reader: StateReader) -> None:
+    """Raise `ConfigError` if the state is of another model."""
+    there = {record.name: record.shape for record in reader.manifest.parameters}
+    tied = _tied_names(model.module)
+    problems = [f"{name} is not one of the model's" for name in there if name not in tied]
+    for name, parameter in model.module.named_parameters():
+        held, shape = [other for other in tied[name] if other in there], tuple(parameter.shape)
+        if not held:
+            problems.append(f"it has no {name}")
+        elif len(held) > 1:
+            problems.append(f"{' and '.join(held)} are one tensor in the model")
+        elif there[held[0]] != shape:
+            problems.append(f"{held[0]} has shape {there[held[0]]}, the model's {shape}")
+    if problems:
+        raise ConfigError(
+            f"{reader.directory} holds another model than {model.name} describes: "
+            + listed(problems, 4, "; "),
+            remedy="--model DIR with the config.json of the model that was trained, or "
+            "--model none: weights alone, under the names of training",
+        )
+
+
+class _Values(Mapping[str, Tensor]):
+    """Parameters of saved state by name, each read when it is asked for."""
+
+    def __init__(self, reader: StateReader, dtype: torch.dtype | None) -> None:
+        self._tensors = {tensor.name: tensor for tensor in reader.outgoing(dtype)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name].read()
+
+    def __iter__(self) -> Any:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _base_tensors(
+    model: SavedModel, reader: StateReader, dtype: torch.dtype | None, *, merge: bool
+) -> list[Outgoing]:
+    """Return the tensors of the base under its own names, with `merge` adapters added to them."""
+    tied, layers = _tied_names(model.module), _adapted_layers(model)
+    adapted_by = {_adapted_name(path, layer): path for path, layer in layers.items()}
+    found = []
+    for tensor in reader.outgoing(dtype):
+        names = tied.get(tensor.name, (tensor.name,))  # of a buffer its own
+        there = [n for name in names if (n := _base_name(name, layers)) is not None]
+        if not there:
+            continue
+        read, changed = tensor.read, [n for n in there if n in adapted_by]
+        if merge and changed:
+            if len(there) > 1:
+                raise ConfigError(
+                    f"the adapters of {changed[0].removesuffix('.weight')} cannot be merged",
+                    because=f"{' and '.join(there)} are one tensor, and all would change",
+                    remedy="leave out --merge: adapters are written by themselves",
+                )
+            path = adapted_by[changed[0]]
+            read = partial(_merged, layers[path], path, tensor.dtype, reader)
+        found.append(replace(tensor, name=name_of_tied(model.base, tuple(there)), read=read))
+    return found
+
+
+def _adapted_layers(model: SavedModel) -> dict[str, Any]:
+    """Return the layers of peft by their names; those of parameters are around one another."""
+    if model.adapter is None:
+        return {}
+    kind = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
+    modules = model.module.get_base_model().named_modules()
+    return {name: module for name, module in modules if isinstance(module, kind)}
+
+
+def _base_name(name: str, layers: Mapping[str, Any]) -> str | None:
+    """Return the name of a tensor of peft's model in the base; None for those of adapters."""
+    if not layers:
+        return name
+    parts = name.removeprefix(_PEFT_PREFIX).split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        if ".".join(parts[:count]) in layers:  # the innermost layer of peft that it is in
+            return _without_layers(parts) if parts[count] == _BASE_LAYER else None
+    return ".".join(parts)
+
+
+def _without_layers(parts: Sequence[str]) -> str:
+    """Return a name as it is without layers of peft."""
+    return ".".join(part for part in parts if part != _BASE_LAYER)
+
+
+def _adapted_name(path: str, layer: Any) -> str:
+    """Return the name in the base of the parameter that a layer of peft adapts."""
+    return f"{_without_layers(path.split('.'))}.{getattr(layer, 'parameter_name', 'weight')}"
+
+
+def _merged(layer: Any, path: str, dtype: torch.dtype, reader: StateReader) -> Tensor:
+    """Return the weight of a layer with its adapters, added in fp32 by peft's own rules."""
+    real = copy.deepcopy(layer).to_empty(device="cpu").float()
+    adapted = getattr(real, "parameter_name", "weight")
+    with torch.no_grad():
+        for name, parameter in real.named_parameters():
+            *parents, last = name.split(".")
+            own = _BASE_LAYER not in parents
+            if own or (last == adapted and {*parents} == {_BASE_LAYER}):
+                parameter.copy_(reader.master(f"{_PEFT_PREFIX}{path}.{name}"))
+        real.merge()
+    weight: Tensor = getattr(real.get_base_layer(), adapted).detach().to(dtype)
+    return weight

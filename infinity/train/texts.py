@@ -1,0 +1,367 @@
+"""Texts of a run: the files that are named, what they say, and its tokenizer."""
+
+from __future__ import annotations
+
+import copy
+import glob
+import gzip
+import hashlib
+import importlib
+import io
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from infinity.errors import ConfigError, first_lines, listed
+from infinity.integrations.huggingface.models import find_directory, transformers
+from infinity.train.directory import RUN_RECORD
+from infinity.train.settings import BYTES
+
+T = TypeVar("T")
+HUB = "hub:"
+_ENDINGS = {
+    "text": (".txt", ".text", ".md"),
+    "jsonl": (".jsonl", ".ndjson"),
+    "tokens": (".npy", ".bin"),
+    "parquet": (".parquet",),
+}
+_PIECE = 1 << 20  # characters of a text that are held at once
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file as it was when it was looked at, or a dataset of the Hub (size and time are 0 then).
+
+    `format` is "text", "jsonl", "tokens", "parquet" or "hub"; `modified` is in nanoseconds.
+    """
+
+    path: str
+    format: str
+    size: int = 0
+    modified: int = 0
+
+
+def find_sources(key: str, patterns: Sequence[str], form: str) -> list[Source]:
+    """The files that files, directories and patterns name, in order and once each.
+
+    Of a directory all files with a known ending are taken, those below it as well, but not those of
+    a run; "hub:NAME" is a dataset of the Hub. `key` is that of the configuration, for errors.
+
+    Raises one `ConfigError` that names every pattern that gives nothing.
+    """
+    found: dict[str, Source] = {}
+    problems = []
+    known = _ENDINGS.get(form) or tuple(end for ends in _ENDINGS.values() for end in ends)
+    for pattern in patterns:
+        path = Path(pattern)
+        try:
+            if pattern.startswith(HUB):
+                found.setdefault(pattern, Source(pattern, "hub"))
+                continue
+            if path.is_dir():
+                runs = [record.parent for record in path.rglob(RUN_RECORD)]
+                paths = [
+                    p
+                    for p in sorted(path.rglob("*"))
+                    if _ending(p) in known and not any(map(p.is_relative_to, runs))
+                ]
+                why_none = f"no file in this directory ends in {', '.join(known)}"
+            elif path.exists():
+                paths, why_none = [path], "is neither a file nor a directory"
+            else:
+                paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+                magic = glob.has_magic(pattern)
+                why_none = "no file has such a name" if magic else "does not exist"
+            files = [p.absolute() for p in paths if p.is_file()]
+            problems += [] if files else [f"{pattern}: {why_none}"]
+            for file in files:
+                kinds = (kind for kind, ends in _ENDINGS.items() if _ending(file) in ends)
+                # A .json that is named has rows; among others in a directory it may be anything.
+                rest = "jsonl" if _ending(file) == ".json" else "text"
+                kind = form if form != "auto" else next(kinds, rest)
+                facts = file.stat()
+                source = Source(str(file), kind, facts.st_size, facts.st_mtime_ns)
+                found.setdefault(source.path, source)
+        except OSError as error:
+            problems.append(f"{error.filename or pattern}: {error.strerror}")
+    if problems:
+        raise ConfigError(
+            f"{key}: {listed(problems, 4, '; ')}",
+            remedy="give files, directories, or patterns such as 'texts/**/*.jsonl'",
+        )
+    return list(found.values())
+
+
+def _ending(path: Path) -> str:
+    """The ending, lower case; of "a.jsonl.gz" that is ".jsonl"."""
+    return Path(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
+
+
+# --- what they say -------------------------------------------------------------------------------
+
+
+def read_texts(
+    source: Source, field: str, errors: str, advance: Callable[[int], None]
+) -> Iterator[str | None]:
+    """The texts of a source in pieces that fit memory, cut at ends of lines; None ends a document.
+
+    A text file is one document; a line of JSONL or a row of a dataset is one, in its `field`.
+    Empty documents are left out. `errors` is "strict" or "replace"; `advance` is told how many
+    bytes of the file have been read since.
+
+    Raises `ConfigError` naming file and place for what is not UTF-8, not JSON, or lacks the field.
+    """
+    if source.format == "text":
+
+        def pieces(data: Any) -> Iterator[str | None]:
+            return _pieces([io.TextIOWrapper(data, "utf-8-sig", errors, newline="")])
+
+        yield from _watched(source, advance, pieces)
+    else:
+        rows = read_rows(source, errors, advance)
+        yield from _pieces(_stream(_field(*row, field, errors)) for row in rows)
+
+
+def read_rows(
+    source: Source, errors: str, advance: Callable[[int], None]
+) -> Iterator[tuple[str, Any]]:
+    """The lines of JSONL, or the rows of Parquet or of a dataset of the Hub, and where each is.
+
+    Arguments and errors as of `read_texts`.
+    """
+    if source.format in ("parquet", "hub"):
+        yield from _rows(source)
+        advance(source.size)
+    else:
+        yield from _watched(source, advance, lambda data: _json_rows(source.path, data, errors))
+
+
+def _watched(
+    source: Source, advance: Callable[[int], None], read: Callable[[Any], Iterator[T]]
+) -> Iterator[T]:
+    """What `read` makes of a file, unpacked, while `advance` is told how far that is."""
+    with open(source.path, "rb") as file:
+        packed = source.path.lower().endswith(".gz")
+        data: Any = gzip.GzipFile(fileobj=file) if packed else file
+        told = 0
+        try:
+            for found in read(data):
+                yield found
+                advance(file.tell() - told)
+                told = file.tell()
+        except UnicodeDecodeError as error:
+            near = data.tell() - len(error.object) + error.start
+            raise _not_text(f"{source.path} is not UTF-8 near byte {near}") from None
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ConfigError(f"{source.path} is no whole gzip file: {error}") from error
+        advance(source.size - told)
+
+
+def _stream(text: str) -> IO[str]:
+    return io.StringIO(text, newline="")
+
+
+def _pieces(documents: Iterable[IO[str]]) -> Iterator[str | None]:
+    for document in documents:
+        empty = True
+        while piece := document.read(_PIECE) + document.readline(_PIECE):
+            empty = False
+            yield piece
+        if not empty:
+            yield None
+
+
+def _json_rows(path: str, lines: Iterable[bytes], errors: str) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            yield where, json.loads(line.decode("utf-8-sig", errors))
+        except UnicodeDecodeError:
+            raise _not_text(f"{where} is not UTF-8") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{where} is not JSON: {error}",
+                remedy="one JSON object a line; data.format: text takes the file as plain text",
+            ) from None
+
+
+def _rows(source: Source) -> Iterator[tuple[str, Any]]:
+    """The rows of a Parquet file or of a dataset of the Hub, and where they are."""
+    try:
+        load = importlib.import_module("datasets").load_dataset
+    except ImportError as error:
+        raise ConfigError(
+            f"{source.path} needs the package datasets: {error}",
+            remedy="pip install 'torch-infinity[data]'; text, JSONL and tokens need no package",
+        ) from error
+    name, config, split = [*source.path.removeprefix(HUB).split(":"), "", ""][:3]
+    try:
+        if source.format == "hub":
+            rows = load(name, config or None, split=split or "train", streaming=True)
+        else:
+            rows = load("parquet", data_files=source.path, split="train", streaming=True)
+        for number, row in enumerate(rows, start=1):
+            yield f"{source.path}, row {number}", row
+    except Exception as error:  # of whatever kind its readers raise
+        raise ConfigError(
+            f"{source.path} cannot be read by the package datasets",
+            because=first_lines(error),
+            remedy="hub:NAME:CONFIG:SPLIT names a dataset of the Hub; the last two may be left out",
+        ) from error
+
+
+def _field(where: str, row: Any, field: str, errors: str) -> str:
+    if not isinstance(row, dict) or field not in row:
+        keys = ", ".join(map(repr, row)) if isinstance(row, dict) else "no object"
+        if isinstance(row, list):
+            raise ConfigError(
+                f"{where} is a list",
+                because="each line is to be one object",
+                remedy="jq -c '.[]' FILE > FILE.jsonl",
+            )
+        raise ConfigError(
+            f"{where} has no field {field!r}: it has {keys or 'no fields'}",
+            remedy="data.text_field names the field with the text; conversations have 'messages', "
+            "'prompt' and 'completion', 'instruction' and 'output', or 'conversations'",
+        )
+    text = row[field]
+    if not isinstance(text, str):
+        raise ConfigError(f"{where}: the field {field!r} is {text!r:.60}, no text")
+    return as_utf8(where, text, errors)
+
+
+def as_utf8(where: str, text: str, errors: str) -> str:
+    """A text as UTF-8 has it: half of a surrogate pair is no character, and nothing encodes it."""
+    try:
+        return text.encode("utf-8", errors).decode()
+    except UnicodeEncodeError:
+        raise _not_text(f"{where} is not UTF-8") from None
+
+
+def _not_text(what: str) -> ConfigError:
+    return ConfigError(
+        what,
+        because="it is another encoding, or no text",
+        remedy="convert it, or data.undecodable: replace",
+    )
+
+
+# --- tokenizers ----------------------------------------------------------------------------------
+
+
+class Tokenizer:
+    """A tokenizer of transformers, as a corpus and an export need it.
+
+    `size` is one more than the largest token, `end` the token that ends a document (None where it
+    has none); `identity` is equal for tokenizers that give equal tokens. `wrapped` is that of
+    transformers; `fast` its own of the package tokenizers, which neither cuts nor fills up, None
+    where it has none.
+    """
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        self.name = name
+        self.size = max(tokenizer.get_vocab().values(), default=-1) + 1
+        end = tokenizer.eos_token_id
+        self.end: int | None = end if isinstance(end, int) else None
+        self.wrapped = tokenizer
+        # A copy: what is exported stays as it was.
+        self.fast = copy.deepcopy(getattr(tokenizer, "backend_tokenizer", None))
+        if self.fast is not None:
+            self.fast.no_truncation()
+            self.fast.no_padding()
+            text = self.fast.to_str()
+        else:
+            text = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
+        self.identity = hashlib.sha256(text.encode()).hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """The tokens of each text, without special ones; long texts are not cut."""
+        if self.fast is not None:
+            found = self.fast.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [np.asarray(one.ids, dtype=np.uint32) for one in found]
+        lists = [self.wrapped.encode(text, add_special_tokens=False) for text in texts]
+        return [np.asarray(one, dtype=np.uint32) for one in lists]
+
+    def encode_prompt(self, text: str, *, is_chat: bool) -> Tensor:
+        """Return the tokens of a text to continue, int64, shape (1, number of tokens).
+
+        Args:
+            text: The prompt.
+            is_chat: Render it with the chat template, as a message of the user.
+        """
+        if is_chat:
+            messages = [{"role": "user", "content": text}]
+            text = self.wrapped.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
+        return torch.from_numpy(self.encode([text])[0].astype("int64"))[None]
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> Any:
+        """Write the files that `transformers.AutoTokenizer` reads."""
+        return self.wrapped.save_pretrained(os.fspath(directory))
+
+
+class ByteTokenizer(Tokenizer):
+    """A token is a byte of UTF-8, 256 ends a document: a byte-level BPE without merges."""
+
+    def __init__(self) -> None:
+        kind = transformers().PreTrainedTokenizerFast
+        library = importlib.import_module("tokenizers")  # comes with transformers
+        characters = importlib.import_module("transformers.convert_slow_tokenizer")
+        vocabulary = {char: byte for byte, char in characters.bytes_to_unicode().items()}
+        made = library.Tokenizer(library.models.BPE(vocab=vocabulary, merges=[]))
+        level = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.pre_tokenizer, made.decoder = level, library.decoders.ByteLevel()
+        end = "<|endoftext|>"
+        made.add_special_tokens([library.AddedToken(end, special=True)])
+        super().__init__(
+            BYTES, kind(tokenizer_object=made, eos_token=end, bos_token=end, pad_token=end)
+        )
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """The bytes of each text."""
+        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+
+# What tokenizers of transformers are read from, and the config that says which class one has.
+TOKENIZER_FILES = (
+    "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json",
+    "added_tokens.json", "chat_template*", "config.json",
+)  # fmt: skip
+
+
+def find_tokenizer(source: str) -> Tokenizer:
+    """The tokenizer in a directory or of a Hub id, or that of bytes.
+
+    Raises `ConfigError` where there is none, `MachineError` where the Hub does not give it.
+    """
+    if source == BYTES:
+        return ByteTokenizer()
+    path = Path(source).expanduser()
+    because = "there is no such directory"
+    if path.is_dir() or not (path.is_absolute() or source.startswith((".", "~"))):
+        try:
+            folder = path if path.is_dir() else find_directory(source, wanted=TOKENIZER_FILES)
+            found = transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            if len(found):
+                return Tokenizer(source, found)
+            because = "it has no tokens"
+        except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+            because = first_lines(error)
+    raise ConfigError(
+        f"{source} has no tokenizer that transformers can load",
+        because=because,
+        remedy=f"tokenizer: DIR names another directory with a tokenizer.json; tokenizer: {BYTES} "
+        "needs no files",
+    )

@@ -1,0 +1,266 @@
+"""Windows of a corpus: cut from a row of texts, or packed with whole conversations; their order.
+
+[Note: packed windows]
+Conversations that are packed into one window do not see each other: the positions of each begin
+anew, by which transformers makes an attention mask of blocks on the diagonal, and the loss of each
+first token does not count. So the losses are those of each alone. Which ones share a window is best
+fit decreasing: the longest first, each where it leaves the least room. What is longer than a
+window is cut at its end; what has no token to train on is left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left, insort
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from infinity.distributed.context import ALONE, Ranks
+from infinity.errors import CheckpointError
+from infinity.train.conversations import FIRST, TOKEN, TRAINED
+from infinity.train.data import Corpus
+
+_CHUNK = 1 << 20  # tokens of a corpus that are looked at once
+IGNORED = -100  # a label without a loss
+Ints = NDArray[np.int64]
+
+
+class Windows:
+    """Windows `first` to `end` of a corpus, which do not overlap: int64 tensors of `length`."""
+
+    def __init__(self, corpus: Corpus, length: int, first: int, end: int) -> None:
+        self.corpus = corpus
+        self.length = length
+        self._first, self._end = first, end
+
+    def __len__(self) -> int:
+        return self._end - self._first
+
+    def window(self, index: int) -> Tensor:
+        """Shape (length,): tokens, each of which is trained on."""
+        assert 0 <= index < len(self)
+        start = (self._first + index) * self.length
+        return torch.from_numpy(self.corpus.read(start, self.length))
+
+    def weight(self, index: int) -> int:
+        """Tokens of a window that have a loss."""
+        return self.length - 1
+
+
+class Documents(NamedTuple):
+    """Conversations of a corpus: where each begins, its tokens, and those of them with a loss.
+
+    `cut` of them are longer than a window, and `untrained` have no such token and are left out.
+    """
+
+    starts: Ints
+    lengths: Ints
+    trained: Ints
+    cut: int
+    untrained: int
+
+
+class Packed(Windows):
+    """Windows of whole conversations, several in one where `packing`; see [Note: packed windows].
+
+    A window is int64 of shape (3, length): tokens, labels, positions; or (2, length), without
+    positions, where each conversation has its own. What is left is filled with token 0 without a
+    loss.
+    """
+
+    def __init__(self, corpus: Corpus, length: int, documents: Documents, packing: bool) -> None:
+        super().__init__(corpus, length, 0, 0)
+        self.documents = documents
+        lengths = documents.lengths
+        self._packing = packing
+        self._packs = pack(lengths, length) if packing else [[i] for i in range(len(lengths))]
+        self._end = len(self._packs)
+        self._weights = [int(documents.trained[pack].sum()) for pack in self._packs]
+
+    @property
+    def filled(self) -> float:
+        """The part of all windows that is no padding."""
+        return float(self.documents.lengths.sum() / max(len(self) * self.length, 1))
+
+    def weight(self, index: int) -> int:
+        """Tokens of a window that have a loss."""
+        return self._weights[index]
+
+    def window(self, index: int) -> Tensor:
+        """Shape (3 or 2, length)."""
+        tokens = np.zeros(self.length, np.int64)
+        labels, positions = np.full_like(tokens, IGNORED), np.arange(self.length)
+        at = 0
+        for document in self._packs[index]:
+            count = int(self.documents.lengths[document])
+            marked = self.corpus.read(int(self.documents.starts[document]), count)
+            tokens[at : at + count] = marked & TOKEN
+            found = np.where(marked & TRAINED, marked & TOKEN, IGNORED)
+            labels[at : at + count] = found
+            positions[at : at + count] = np.arange(count)
+            at += count
+        positions[at:] = np.arange(self.length - at)
+        rows = [tokens, labels, positions] if self._packing else [tokens, labels]
+        return torch.from_numpy(np.stack(rows))
+
+
+def pack(lengths: Ints, size: int) -> list[list[int]]:
+    """Which documents share a window of `size` tokens; windows in the order of their first one.
+
+    Best fit decreasing: at most 11/9 of the fewest windows, and one more (Johnson, 1974).
+    """
+    windows: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}
+    rooms: list[int] = []  # that some window has, in order
+    for document in np.argsort(-lengths, kind="stable"):
+        count = int(lengths[document])
+        place = bisect_left(rooms, count)
+        if place == len(rooms):
+            window, room = len(windows), size
+            windows.append([])
+        else:
+            room = rooms[place]
+            window = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[place]
+        windows[window].append(int(document))
+        room -= count
+        if room:
+            if room not in with_room:
+                insort(rooms, room)
+            with_room.setdefault(room, []).append(window)
+    return sorted(sorted(window) for window in windows)
+
+
+def documents_of(corpus: Corpus, length: int) -> Documents:
+    """The conversations of a corpus of marked tokens, of each the first `length` tokens."""
+    chunks = range(0, corpus.num_tokens, _CHUNK)
+
+    def read(start: int) -> Ints:
+        return corpus.read(start, min(_CHUNK, corpus.num_tokens - start))
+
+    starts = np.concatenate(
+        [np.empty(0, np.int64), *(start + np.flatnonzero(read(start) & FIRST) for start in chunks)]
+    )
+    whole = np.diff(np.append(starts, corpus.num_tokens))
+    lengths = np.minimum(whole, length)
+    # How many tokens before each place have a loss, for beginnings and ends together.
+    places = np.concatenate([starts, starts + lengths])
+    order = np.argsort(places, kind="stable")
+    before, done, told = np.zeros(len(places), np.int64), 0, 0
+    for start in chunks:
+        sums = np.concatenate([[0], np.cumsum((read(start) & TRAINED) != 0)])
+        last = int(np.searchsorted(places[order], start + len(sums) - 1, side="right"))
+        before[order[done:last]] = told + sums[places[order[done:last]] - start]
+        done, told = last, told + int(sums[-1])
+    trained = before[len(starts) :] - before[: len(starts)]
+    kept = trained > 0
+    return Documents(
+        starts[kept], lengths[kept], trained[kept],
+        cut=int((whole > length).sum()), untrained=int((~kept).sum()),
+    )  # fmt: skip
+
+
+def split(
+    corpus: Corpus, length: int, held_out: float, packing: bool = True
+) -> tuple[Windows, Windows]:
+    """All windows of a corpus: those to train on, and those of the last `held_out` part of it.
+
+    Of conversations the last part is held out, and each side is packed by itself.
+    """
+    found = documents_of(corpus, length) if corpus.marked else None
+    count = corpus.num_tokens // length if found is None else len(found.starts)
+    kept = int(count * held_out + 0.5)
+    if held_out and count > 1:
+        kept = min(max(kept, 1), count - 1)
+    if found is None:
+        windows = Windows(corpus, length, 0, count - kept)
+        return windows, Windows(corpus, length, count - kept, count)
+
+    def packed(part: slice, found: Documents = found) -> Packed:
+        arrays = found.starts[part], found.lengths[part], found.trained[part]
+        own = Documents(*arrays, found.cut, found.untrained)
+        return Packed(corpus, length, own, packing)
+
+    return packed(slice(0, count - kept)), packed(slice(count - kept, count))
+
+
+class Reel:
+    """Endless micro-batches of windows, epoch after epoch; knows how far it is.
+
+    Of several ranks each takes its own in turn, and all stand where the last of them does.
+
+    Register it with the engine: then a run goes on exactly where it stopped. Each epoch has an
+    order of its own, by numpy's `RandomState`, whose numbers no release of numpy changes.
+    """
+
+    def __init__(
+        self, windows: Windows, micro_batch: int, seed: int, shuffle: bool, ranks: Ranks = ALONE
+    ) -> None:
+        self._windows = windows
+        self._micro_batch = micro_batch
+        self._seed = seed
+        self._shuffle = shuffle
+        self._ranks = ranks
+        self._order: tuple[int, NDArray[np.int64]] | None = None  # of one epoch
+        self.taken = 0
+        """Windows that were handed out, on all ranks, all epochs together."""
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        return self.taken / len(self._windows)
+
+    def next(self) -> Tensor:
+        """`micro_batch` windows, stacked."""
+        first = self.taken + self._ranks.rank * self._micro_batch
+        picked = [self.place(first + i) for i in range(self._micro_batch)]
+        batch = torch.stack([self._windows.window(index) for index in picked])
+        self.taken += self._micro_batch * self._ranks.count
+        return batch
+
+    def weight(self, count: int, ahead: int = 0) -> int:
+        """Tokens with a loss in the `count` windows that come `ahead` windows from here."""
+        first = self.taken + ahead
+        return sum(self._windows.weight(self.place(first + i)) for i in range(count))
+
+    def place(self, number: int) -> int:
+        """Which window comes at `number`, counted over all epochs."""
+        epoch, index = divmod(number, len(self._windows))
+        if not self._shuffle:
+            return index
+        if self._order is None or self._order[0] != epoch:
+            key = hashlib.sha256(f"{self._seed} {epoch}".encode()).digest()
+            random = np.random.RandomState(np.frombuffer(key, "<u4"))
+            self._order = epoch, random.permutation(len(self._windows))
+        return int(self._order[1][index])
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "corpus": self._windows.corpus.identity,
+            "windows": len(self._windows),
+            "length": self._windows.length,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what it is a position in."""
+        return {"taken": self.taken, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there; raises `CheckpointError` if that was in other data."""
+        for name, here in self._identity().items():
+            if state.get(name) != here:
+                raise CheckpointError(
+                    f"the checkpoint was saved in training on other data: {name} was "
+                    f"{state.get(name)}, and is {here}",
+                    because="its position would mean nothing here",
+                    remedy="go on with the files and settings of that run, or start a new one with "
+                    "model.path=... its model/ directory",
+                )
+        self.taken = int(state["taken"])

@@ -1,0 +1,249 @@
+"""Memory limits, rates and plan of an engine on this machine, before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from torch import nn
+
+from infinity.checkpoint.durable_runs import find_run, model_facts
+from infinity.common.malloc import return_freed_memory
+from infinity.config.schema import Config
+from infinity.distributed.context import ALONE, Ranks
+from infinity.distributed.shared_memory import can_share
+from infinity.errors import ConfigError
+from infinity.model.meta_init import Origins
+from infinity.model.partition import (
+    AUTO_DEVICE_BUDGET,
+    PROCESS_BASE_BYTES,
+    Cut,
+    case_for,
+    cut_model,
+    groups_of,
+)
+from infinity.model.shapes import Target, target_of
+from infinity.model.torch_private import storage_address
+from infinity.optim.update import Rule
+from infinity.plan.activations import ActivationModel
+from infinity.plan.budget import Limits
+from infinity.plan.case import Case, activations_on_device, leaving_activations
+from infinity.plan.cost import Rates
+from infinity.plan.forecast import forecast_bytes
+from infinity.plan.layout import UnitLayout, largest_trained_of
+from infinity.plan.machine import PlanMachine, default_host_budget_bytes, read_machine
+from infinity.plan.plan import Plan, RuleFacts
+from infinity.plan.planner import gradient_itemsize, make_plan
+from infinity.profiling.calibration import KnownRates, kept_rates
+from infinity.storage.device import PROCESS, Device
+from infinity.types import Tier
+
+
+def limits_for(
+    config: Config,
+    device: Device,
+    model: nn.Module,
+    ranks: Ranks = ALONE,
+    origins: Origins | None = None,
+) -> Limits:
+    """Budgets: given or derived, less what other engines of this process hold.
+
+    Those of RAM and disk are a machine's: of its ranks each gets an equal part.
+    The process keeps what it holds now, but for parameters; buffers on meta it will come to hold.
+    Without `origins` values that are to come are taken to come whole.
+    """
+    return_freed_memory()
+    device.return_freed_memory()
+    machine = read_machine(config.nvme_path)
+    held = PROCESS.ram()
+    at = {storage_address(p): p for p in model.parameters() if p.device.type == "cpu"}
+    ours = {address: p.untyped_storage().nbytes() for address, p in at.items() if address}
+    coming = sum(b.nbytes for b in model.buffers() if b.is_meta) if device.unified else 0
+    base = machine.own_rss_bytes - sum(ours.values()) - held + coming
+    host = (config.budget.host or default_host_budget_bytes(machine)) // ranks.local_count
+    disk = config.budget.disk
+    if disk is not None:
+        disk = max(disk // ranks.local_count - PROCESS.total(Tier.DISK), 0)
+    if config.budget.host and config.budget.host > machine.host_ram_bytes:
+        raise ConfigError(
+            f"budget.host is {config.budget.host} bytes, but this process may use at most "
+            f"{machine.host_ram_bytes}",
+            because="the machine's RAM, or a cgroup's limit, is smaller",
+            remedy="lower budget.host, or leave it out",
+        )
+    memory = device.memory_bytes()
+    device_budget = config.budget.device
+    if device_budget is None and memory is not None:
+        memory += PROCESS.on_device(device, only_real=True)  # what is free is less than that
+        device_budget = int(memory * AUTO_DEVICE_BUDGET)
+    if device_budget is not None:
+        device_budget = max(device_budget - PROCESS.on_device(device), 0)
+    base = max(base, 0 if held else PROCESS_BASE_BYTES)  # another engine counts the process
+    made = max((p.nbytes for p in model.parameters() if p.is_meta), default=0)
+    if origins is not None:
+        made = origins.most_bytes(model.parameters(), quantises=config.frozen.rest != "as_is")
+    return Limits(device_budget, max(host - held, 0), disk, base, made)
+
+
+def _agreed(limits: Limits, ranks: Ranks) -> Limits:
+    """The least that any rank has: so all make one plan."""
+    if ranks.count == 1:
+        return limits
+    ranks.meet("plans")
+    told = [Limits(**words) for words in ranks.gather_words(asdict(limits))]
+
+    def least(found: Iterable[int | None]) -> int | None:
+        return min((n for n in found if n is not None), default=None)
+
+    return Limits(
+        device=least(one.device for one in told),
+        host=least(one.host for one in told),
+        disk=least(one.disk for one in told),
+        base=max(one.base for one in told),
+        made=max(one.made for one in told),
+        activations=max((n for one in told if (n := one.activations) is not None), default=None),
+    )
+
+
+def facts_of(rule: Rule, layouts: Iterable[UnitLayout]) -> RuleFacts:
+    """What the plan needs to know of the update rule."""
+    return RuleFacts(
+        name=rule.name,
+        moments=rule.moments,
+        whole=rule.whole,
+        tile_elements=rule.tile_elements(largest_trained_of(layouts)),
+        matrix_steps=rule.matrix_steps,
+        notes=rule.notes,
+    )
+
+
+def rates_here(config: Config, device: Device, ranks: Ranks = ALONE) -> KnownRates:
+    """What is kept of this machine's rates: measuring takes seconds, and is for `infinity plan`.
+
+    Of all the machine's ranks together, but for links; see `rates_of_rank`.
+    """
+    paths = config.nvme_path
+    known = all(path.is_dir() for path in paths)  # if not, the disk tier says what is wrong
+    return kept_rates(
+        paths if known else (),
+        device,
+        io=config.io,
+        num_threads=config.cpu.num_threads,
+        gpus=ranks.local_count,
+        nodes=ranks.num_nodes,
+    )
+
+
+def rates_of_rank(config: Config, device: Device, ranks: Ranks) -> KnownRates:
+    """What one rank gets of them: the least that any has, so that all make one plan."""
+    known = rates_here(config, device, ranks)
+    if ranks.count == 1:
+        return known
+    own = known.rates.of_rank(ranks.local_count, ranks.num_nodes, unified=device.unified)
+    ranks.meet("compares rates")
+    told = ranks.gather_words([own.numbers(), known.measured, known.nominal])
+    every = [numbers for numbers, _, _ in told]
+    least = {n: min(one[n] for one in every) for n in every[0] if all(n in one for one in every)}
+    days = [day for _, day, _ in told if day is not None]
+    guessed = tuple(dict.fromkeys(name for _, _, nominal in told for name in nominal))
+    return KnownRates(Rates.of(least), min(days, default=None), guessed)
+
+
+def case_here(
+    name: str,
+    model: nn.Module,
+    facts: Mapping[str, Any],
+    config: Config,
+    device: Device,
+    tokens: int,
+    length: int,
+    *,
+    recompute: bool = False,
+    ranks: Ranks = ALONE,
+) -> tuple[Case, Target, Cut]:
+    """A model on this machine with `tokens` in a micro-batch: the case, the model, its units.
+
+    `length` are the tokens of a sample.
+
+    Of several ranks `tokens` are those of one; each may find another case, where machines differ.
+
+    `facts` are what its own config says, {} where it has none; `recompute` says that it recomputes
+    blocks by itself. Rates are those that are kept, else nominal: nothing is measured here.
+    """
+    groups = groups_of(model, config)
+    cut = cut_model(model, config, groups, None, ranks.count)
+    target = target_of(name, model, facts)
+    known, limits = rates_here(config, device, ranks), limits_for(config, device, model, ranks)
+    paths = [path for path in config.nvme_path if path.is_dir()]
+    machine = PlanMachine.here(paths, device.memory_bytes(), known.rates)
+    machine = replace(machine, nominal=known.nominal, measured=known.measured,
+                      gpus=ranks.local_count, nodes=ranks.num_nodes)  # fmt: skip
+    case = case_for(
+        target, cut, groups, config, machine, tokens,
+        recompute=recompute, base=limits.base, made=limits.made, length=length,
+    )  # fmt: skip
+    return case, target, cut
+
+
+def _leaving_room(
+    limits: Limits, config: Config, device: Device, model: nn.Module, cut: Cut
+) -> Limits:
+    """With what activations are expected to take, where the tokens of a micro-batch are told."""
+    target, settings = target_of("", model, {}), config.activations
+    shape = ActivationModel(cut.layouts, lookups=target.lookups, heads=target.heads)
+    assert settings.tokens is not None
+    found = activations_on_device(
+        shape, settings, settings.tokens, settings.recompute, device.unified
+    )
+    memory = device.memory_bytes()
+    whole = limits.host if memory is None else int(memory * AUTO_DEVICE_BUDGET)
+    assert whole is not None
+    tier = Tier.HOST if device.unified else Tier.DEVICE
+    return leaving_activations(limits, found, tier, whole)
+
+
+def plan_for(
+    model: nn.Module,
+    cut: Cut,
+    config: Config,
+    device: Device,
+    rule: Rule,
+    rates: Rates | None,
+    ranks: Ranks,
+    origins: Origins,
+) -> Plan:
+    """The plan of one engine on this machine; `rates` as `make_plan` takes them."""
+    limits = limits_for(config, device, model, ranks, origins)
+    if config.activations.tokens is not None:
+        limits = _leaving_room(limits, config, device, model, cut)
+    limits = _agreed(limits, ranks)
+    facts = facts_of(rule, cut.layouts)
+    facts = replace(facts, notes=(*facts.notes, *cut.notes))
+    run = None
+    if config.durable:
+        here = model_facts(
+            cut.layouts, config.precision, facts, gradient_itemsize(config, ranks.count)
+        )
+        run = find_run(config.nvme_path, config.resume, here, config.journal, ranks)
+    reason = "" if device.unified else device.why_no_kernels()
+    plan = make_plan(
+        cut.layouts,
+        config,
+        limits,
+        unified=device.unified,
+        rule=facts,
+        device_kernels=reason is None,
+        rates=rates,
+        stored=run.stored if run is not None else None,
+        rank=ranks.rank,
+        nodes=ranks.num_nodes,
+        may_share=config.placement.shared is not False and can_share(ranks),
+    )
+    if plan.micro_batches > 1 and any(unit.is_block for unit in plan.units):
+        whole = replace(plan, micro_batches=1)  # gradients are fp32 either way
+        plan = replace(plan, whole_batch_bytes=forecast_bytes(whole))
+    if reason and Tier.DEVICE in {placement.state for placement in plan.placements}:
+        note = f"state that rests on the device is updated by the host, slower: {reason}"
+        plan = replace(plan, notes=(*plan.notes, note))
+    return plan

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import importlib
+import pickle
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from support.small import (
 from torch import Tensor, nn, optim
 
 import infinity
+from infinity import integrations
 from infinity.errors import CheckpointError, ConfigError, ResidencyError
 from infinity.integrations import deepspeed
 from infinity.integrations.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -565,3 +569,23 @@ def test_an_average_of_an_offloaded_model(tmp_path: Path) -> None:
             torch.testing.assert_close(engine(batch(9)), plain.module(batch(9)))
         engine.load_state_dict(trained)
         assert same(masters(engine), trained)
+
+
+def test_integrations_have_one_module_under_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(integrations.__file__).parent
+    files = [file.relative_to(folder).with_suffix("") for file in folder.rglob("*.py")]
+    names = [".".join(file.parts).removesuffix(".__init__") for file in files]
+    compared = [n for n in names if "stand_in" not in n and n not in ("__init__", "lightning")]
+    assert {"deepspeed.zero", "huggingface.trainer"} <= set(compared)
+    for name in compared:
+        one = importlib.import_module(f"infinity.{name}")
+        assert one is importlib.import_module(f"infinity.integrations.{name}")
+        assert one.__name__ == f"infinity.integrations.{name}"
+    assert pickle.loads(b"cinfinity.deepspeed.zero\nInit\n.") is deepspeed.zero.Init
+    with pytest.raises(ModuleNotFoundError, match=r"infinity\.deepspeed\.nothing"):
+        importlib.import_module("infinity.deepspeed.nothing")
+    monkeypatch.delitem(sys.modules, "infinity.deepspeed.utils.zero_to_fp32")  # for `python -m`
+    monkeypatch.setattr(sys, "argv", ["zero_to_fp32", "--help"])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("infinity.deepspeed.utils.zero_to_fp32", run_name="__main__")
+    assert caught.value.code == 0

@@ -137,13 +137,10 @@ IMPOSSIBLE += [
 
 
 IMPOSSIBLE += [{"ranks": ranks, "nodes": 2} for ranks in (1, 3)]
-# The others have no stacks.
-IMPOSSIBLE += [
-    {"model": name, "experts": count}
-    for name in CASES
-    for count in AXES["experts"][1:]
-    if name != "stacked"
-]
+# The others have no stacks, and nothing is frozen where there are.
+for count in AXES["experts"][1:]:
+    IMPOSSIBLE += [{"model": name, "experts": count} for name in CASES if name != "stacked"]
+    IMPOSSIBLE += [{"frozen": "nf4", "experts": count}]
 # What torch's operations run keeps fp32.
 IMPOSSIBLE += [
     {"optimizer": name, "format": form}

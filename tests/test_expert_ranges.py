@@ -17,6 +17,7 @@ from infinity.errors import ConfigError
 from infinity.model.partition import cut_model, groups_of
 from infinity.model.quantised import quantise
 from infinity.model.shapes import Outline, Shape
+from infinity.plan.forecast import forecast_bytes
 from infinity.plan.layout import Segment, StackRange
 from infinity.types import FrozenFormat
 
@@ -135,3 +136,30 @@ def test_rows_of_a_quantised_stack_are_a_range_of_its_bytes(form: FrozenFormat) 
         )  # fmt: skip
         start = first_frozen_byte(segment)
         assert torch.equal(stack[start : start + rows.numel()], rows)
+
+
+@pytest.mark.parametrize(
+    ("slices", "checkpoint", "within"), [(1, "units", 0.0), (2, "none", 0.0), (4, "units", 0.1)]
+)
+def test_a_plan_counts_the_ranges_that_each_slice_fetches_again(
+    slices: int, checkpoint: str, within: float, tmp_path: Path
+) -> None:
+    """Before anything ran; of many slices it does not know which range is held on to."""
+    config = {
+        "nvme_path": tmp_path,
+        "placement": {"weights": "disk", "moments": "host", "gradients": "host"},
+        "experts_per_unit": 1,
+        "prefetch_units": 0,
+        "activations": {"slices": slices, "checkpoint": checkpoint},
+        "optimizer": {"lr": 1e-5},
+    }
+    engine, *_ = infinity.initialize(CASES["stacked"].build(), config, device="cpu")
+    expected = forecast_bytes(engine.plan)["disk_read"]
+    for step in range(3):  # tokens enough for each expert
+        ids = torch.randint(0, 32, (64, 8), generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(ids))
+        engine.step()
+    assert engine.last_report is not None
+    found = engine.last_report.moved["disk_read"]
+    assert abs(found - expected) <= within * found
+    engine.close()

@@ -75,7 +75,17 @@ def forecast_phases(
     """The same by phase: forward and backward of every micro-batch, in order."""
     course = _course_of(plan, tuple(cycle) if cycle else None)
     sizes = plan.saved.sizes if saved is None else saved
-    return _Bytes(plan, course.cycle, sizes, summed).of(_run(course))
+    again = (0, 0) if cycle else _repeats(plan)
+    return _Bytes(plan, course.cycle, sizes, summed, again).of(_run(course))
+
+
+def _repeats(plan: Plan) -> tuple[int, int]:
+    """Return how often more than once a forward, and a backward, passes a layer's ranges.
+
+    Ranges of experts are passed by each slice, in a recomputation too.
+    """
+    slices = plan.saved.slices
+    return slices - 1, slices * (2 if plan.saved.recompute else 1) - 1
 
 
 def counted_phases(plan: Plan) -> tuple[list[tuple[PhaseBytes, int]], list[PhaseBytes] | None]:
@@ -89,7 +99,8 @@ def counted_phases(plan: Plan) -> tuple[list[tuple[PhaseBytes, int]], list[Phase
     if key not in known:
         known[key] = _counted(_course_of(plan, None))
     counted, more = known[key]
-    moving = _Bytes(plan, _usual_cycle(len(plan.units)), plan.saved.sizes)
+    usual = _usual_cycle(len(plan.units))
+    moving = _Bytes(plan, usual, plan.saved.sizes, again=_repeats(plan))
     phases = [(moving.of_phase(moves), count) for moves, count in counted]
     return phases, None if more is None else [phases[index][0] for index in more]
 
@@ -202,7 +213,7 @@ class _Bytes:
 
     `cycle` are its accesses, `saved` sizes of tensors that each forward saves, and its backward
     brings back, `summed` units whose gradients leave in fp32: all blocks if None, and if the plan
-    has slices.
+    has slices; `again` is the result of `_repeats`.
     """
 
     def __init__(
@@ -211,6 +222,7 @@ class _Bytes:
         cycle: tuple[int, ...],
         saved: tuple[int, ...],
         summed: Collection[int] | None = None,
+        again: tuple[int, int] = (0, 0),
     ) -> None:
         self.plan = plan
         if summed is None:
@@ -226,6 +238,21 @@ class _Bytes:
                 self._on_disk[unit] = size if tier is Tier.DISK else 0
                 self._inward[unit] = 0 if plan.unified or tier is Tier.DEVICE else size
         self._gradients = self._of_gradients(cycle, frozenset(summed))
+        self._again = again
+        self._fetched_again = self._of_repeats() if any(again) else Counter[int]()
+
+    def _of_repeats(self) -> Counter[int]:
+        """Ranges of experts, by group, that are fetched again each time that all layers' are passed:
+        of each class those of a layer that its slots do not hold.
+        """
+        plan, found = self.plan, Counter[int]()
+        ranges = {u.index: u.name.rpartition("[")[0] for u in plan.units if u.is_range}
+        for slot_class in plan.slot_classes:
+            members = [unit for unit in slot_class.members if unit in ranges]
+            held = slot_class.count * len({ranges[unit] for unit in members})
+            for group, count in Counter(self._group[unit] for unit in members).items():
+                found[group] += max(count * (len(members) - held) // len(members), 0)
+        return found
 
     def of(self, phases: Sequence[_PhaseMoves]) -> list[PhaseBytes]:
         """The bytes of every phase; of repeated ones, which share their lists, counted once."""
@@ -246,6 +273,10 @@ class _Bytes:
         if moves.fetched:
             moved["disk_read"] += sum(map(self._on_disk.__getitem__, moves.fetched))
             moved["to_device"] += sum(map(self._inward.__getitem__, moves.fetched))
+        for group, count in self._fetched_again.items():
+            unit, times = self.plan.alike[group].units[0], count * self._again[moves.backward]
+            moved["disk_read"] += times * self._on_disk[unit]
+            moved["to_device"] += times * self._inward[unit]
         _add(self._saved[moves.backward], moved)
         if not moves.backward and not moves.micro_batch:
             moved["disk_write"] += self.plan.commit_bytes // self.plan.durable_every
@@ -270,8 +301,11 @@ class _Bytes:
         """
         others = self.plan.ranks - 1
         brought = [*moves.fetched, *(unit for unit, publish in moves.updated if publish)]
+        counts = Counter(map(self._group.__getitem__, brought))
+        for group, count in self._fetched_again.items():
+            counts[group] += count * self._again[moves.backward]
         nbytes = copied = 0
-        for group, count in Counter(map(self._group.__getitem__, brought)).items():
+        for group, count in counts.items():
             alike = self.plan.alike[group]
             size = others * count * alike.layout.shard_bytes
             if self.plan.is_shared(alike.units[0]):

@@ -99,7 +99,9 @@ class UnitFacts:
     def __init__(self, units: tuple[UnitLayout, ...]) -> None:
         self.units = units
         ids: dict[Any, int] = {}
-        sizes = ((u.numel, u.frozen_bytes, u.dequantised_bytes, u.paired) for u in units)
+        sizes = (
+            (u.numel, u.frozen_bytes, u.dequantised_bytes, u.paired, u.is_range) for u in units
+        )
         self.kinds = [ids.setdefault(key, len(ids)) for key in sizes]
         self.trained = tuple(bool(unit.numel) for unit in units)
         self.largest_quantised = max((u.largest_quantised for u in units), default=0)

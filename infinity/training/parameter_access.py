@@ -262,7 +262,9 @@ class Values:
             assert segment.stack is not None
             origin, first = segment.origin, segment.stack.first
             if origin not in self._taken:
-                self._taken[origin] = torch.empty(segment.full_shape, dtype=value.dtype)
+                self._taken[origin] = torch.empty(
+                    segment.full_shape, dtype=value.dtype, device="cpu"
+                )
             self._taken[origin][first : first + segment.shape[0]] = value
             if first == 0:
                 found[origin] = self._taken.pop(origin)
@@ -325,11 +327,8 @@ class Values:
 
     def shape(self, parameter: int) -> tuple[int, ...]:
         """The parameter's real shape."""
-        return (
-            self.place_of(parameter)[1].full_shape
-            if parameter in self.pieces
-            else (self._places[parameter][1].shape)
-        )
+        segment = self.place_of(parameter)[1]
+        return segment.full_shape if parameter in self.pieces else segment.shape
 
     def name(self, parameter: int) -> str:
         """The parameter's name in the model."""

@@ -24,6 +24,7 @@ from infinity.checkpoint.reader import CheckpointReader
 from infinity.config.schema import Config
 from infinity.distributed.context import ALONE, Ranks
 from infinity.errors import InfinityWarning
+from infinity.huggingface.experts import declare_experts
 from infinity.plan.activations import num_blocks
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.plan.planner import gradient_itemsize
@@ -269,6 +270,7 @@ def with_schedule(
         wish = replace(wish, slices=wish.slices or 1, recompute="all")
     facts = cast(Any, model).config.to_dict()
     tokens = settings.tokens * batches
+    declare_experts(model)
     with closing(find_device(device)) as opened:
         case, _, _ = case_here(
             type(model).__name__, model, facts, config, opened, settings.tokens, tokens // samples,

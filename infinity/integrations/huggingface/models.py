@@ -23,6 +23,7 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError, MachineError, explained, first_lines
 from infinity.integrations.deepspeed.arguments import initialize
 from infinity.integrations.deepspeed.settings import read_settings
+from infinity.integrations.huggingface.experts import declare_experts
 from infinity.model.lazy_tensor import Promised
 from infinity.model.meta_init import Init
 from infinity.model.weight_directory import saving
@@ -365,6 +366,7 @@ def fill_model(
             because=f"unexpected: {', '.join(map(repr, sorted(info['unexpected_keys'])[:4]))}",
             remedy="model_class=... names another class",
         )
+    declare_experts(model)
     return model
 
 
@@ -411,6 +413,7 @@ def build_model(
     with explained(f"{kind.__name__} cannot be built"), Init(settings):
         model = make(facts, dtype=torch.float32, **options)
     assert isinstance(model, nn.Module)
+    declare_experts(model)
     return model
 
 

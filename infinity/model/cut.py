@@ -215,7 +215,7 @@ def _rows_like(stack: nn.Parameter, count: int) -> nn.Parameter:
         return cast("nn.Parameter", Shape(shape, outline.requires_grad))
     import torch  # imported already where there are parameters
 
-    made = torch.zeros((), dtype=stack.dtype).expand(shape)
+    made = torch.zeros((), dtype=stack.dtype, device="cpu").expand(shape)
     return torch.nn.Parameter(made, stack.requires_grad)
 
 

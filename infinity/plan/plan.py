@@ -103,6 +103,7 @@ class UnitFacts:
             (u.numel, u.frozen_bytes, u.dequantised_bytes, u.paired, u.is_range) for u in units
         )
         self.kinds = [ids.setdefault(key, len(ids)) for key in sizes]
+        self.has_ranges = any(unit.is_range for unit in units)
         self.trained = tuple(bool(unit.numel) for unit in units)
         self.largest_quantised = max((u.largest_quantised for u in units), default=0)
         self.dequantised = frozenset(u.index for u in units if u.dequantised_bytes)
@@ -221,6 +222,8 @@ class Plan:
         saved, known = self.saved, self.facts.known
         moves = saved_moves(saved.sizes, saved, unified=self.unified)
         waiting = saved.offload, saved.host_bytes, saved.disk_bytes, saved.slices > 1
+        if self.facts.has_ranges:  # each slice, and a recomputation, fetches them again
+            waiting = (*waiting, saved.slices, saved.recompute)
         moved = (tuple(sorted(one.items())) for one in moves)
         key = (*(getattr(self, name) for name in _BASIS), *waiting, *moved)
         found: int = known.setdefault(key, len(known))

@@ -24,7 +24,7 @@ from infinity.checkpoint.reader import CheckpointReader
 from infinity.config.schema import Config
 from infinity.distributed.context import ALONE, Ranks
 from infinity.errors import InfinityWarning
-from infinity.huggingface.experts import declare_experts
+from infinity.integrations.huggingface.experts import declare_experts
 from infinity.plan.activations import num_blocks
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.plan.planner import gradient_itemsize

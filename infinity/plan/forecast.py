@@ -242,8 +242,9 @@ class _Bytes:
         self._fetched_again = self._of_repeats() if any(again) else Counter[int]()
 
     def _of_repeats(self) -> Counter[int]:
-        """Ranges of experts, by group, that are fetched again each time that all layers' are passed:
-        of each class those of a layer that its slots do not hold.
+        """Ranges of experts, by group, that are fetched again whenever all layers' are passed.
+
+        Of each class those of a layer that its slots do not hold.
         """
         plan, found = self.plan, Counter[int]()
         ranges = {u.index: u.name.rpartition("[")[0] for u in plan.units if u.is_range}
@@ -273,10 +274,10 @@ class _Bytes:
         if moves.fetched:
             moved["disk_read"] += sum(map(self._on_disk.__getitem__, moves.fetched))
             moved["to_device"] += sum(map(self._inward.__getitem__, moves.fetched))
-        for group, count in self._fetched_again.items():
-            unit, times = self.plan.alike[group].units[0], count * self._again[moves.backward]
-            moved["disk_read"] += times * self._on_disk[unit]
-            moved["to_device"] += times * self._inward[unit]
+        for kind, count in self._fetched_again.items():
+            index, times = self.plan.alike[kind].units[0], count * self._again[moves.backward]
+            moved["disk_read"] += times * self._on_disk[index]
+            moved["to_device"] += times * self._inward[index]
         _add(self._saved[moves.backward], moved)
         if not moves.backward and not moves.micro_batch:
             moved["disk_write"] += self.plan.commit_bytes // self.plan.durable_every

@@ -222,10 +222,10 @@ class Plan:
         saved, known = self.saved, self.facts.known
         moves = saved_moves(saved.sizes, saved, unified=self.unified)
         waiting = saved.offload, saved.host_bytes, saved.disk_bytes, saved.slices > 1
-        if self.facts.has_ranges:  # each slice, and a recomputation, fetches them again
-            waiting = (*waiting, saved.slices, saved.recompute)
+        # Each slice, and a recomputation, fetches ranges of experts again.
+        again = (saved.slices, saved.recompute) if self.facts.has_ranges else ()
         moved = (tuple(sorted(one.items())) for one in moves)
-        key = (*(getattr(self, name) for name in _BASIS), *waiting, *moved)
+        key = (*(getattr(self, name) for name in _BASIS), *waiting, *again, *moved)
         found: int = known.setdefault(key, len(known))
         return found
 

@@ -161,11 +161,11 @@ def test_an_unknown_unit_leaves_nothing(tmp_path: Path) -> None:
     assert "'nothing'" in text
 
 
-def test_a_batch_on_the_wrong_device(tmp_path: Path) -> None:
+def test_a_batch_without_values(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         wrong = batch(0).to("meta")
         for arguments in ((wrong,), ([{"x": wrong}],)):
-            with pytest.raises(TrainingError, match=r"is on meta.*computes on cpu[\s\S]*\.to\("):
+            with pytest.raises(TrainingError, match=r"is on meta.*computes on cpu"):
                 engine(*arguments)
         with pytest.raises(TrainingError, match="is on meta"):
             engine(tokens=wrong)

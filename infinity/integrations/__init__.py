@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import InspectLoader, Loader, MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import CodeType, ModuleType
@@ -42,8 +42,10 @@ class _Alias(MetaPathFinder, Loader):
     def get_code(self, name: str) -> CodeType | None:
         """Return its code, for `python -m`."""
         spec = find_spec(_target(name))
-        loader = None if spec is None else spec.loader
-        return loader.get_code(_target(name)) if isinstance(loader, InspectLoader) else None
+        # An editable install wraps the loader in one that is no `InspectLoader`.
+        get_code = getattr(spec and spec.loader, "get_code", None)
+        code: CodeType | None = get_code and get_code(_target(name))
+        return code
 
 
 sys.meta_path.insert(0, _Alias())  # first: the packages' own paths would import copies

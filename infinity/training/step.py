@@ -206,8 +206,8 @@ class Inputs:
         """Move tensors to the device, however deep, and cast floats where `casts` was asked for.
 
         As FSDP2 moves inputs. Numbers (tensors of no dimension) and the batch sizes of a
-        `PackedSequence` stay in RAM. Raises `TrainingError` for a parameter that requires a
-        gradient and has no state for it.
+        `PackedSequence` stay in RAM. Raises `TrainingError` for a tensor on meta, and for a
+        parameter that requires a gradient and has no state for it.
         """
         for name, parameter, trained in zip(
             self._cut.names, self._cut.parameters, self._cut.trained, strict=True
@@ -229,6 +229,12 @@ class Inputs:
         return _map_tensors(arguments, self._prepare)
 
     def _prepare(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "meta" != self._device.type:
+            raise TrainingError(
+                f"an input tensor is on meta, the engine computes on {self._device}",
+                because="a tensor on meta has no values",
+                remedy="make the batch in RAM or on the device",
+            )
         if tensor.dim() or tensor.device.type != "cpu":
             tensor = tensor.to(self._device)
         return tensor.to(self._dtype) if self._casts and tensor.is_floating_point() else tensor

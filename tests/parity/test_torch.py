@@ -78,7 +78,8 @@ def test_bf16(name: str) -> None:
     ours = train(case.build(), batches, config, device=make_device("fake"), groups=case.groups)
     losses, masters = _bf16_emulation(case.build(), batches, config, case.groups)
     assert ours.losses[0] == losses[0]
-    assert ours.losses == pytest.approx(losses, rel=BF16_LOSS)
+    # A rounding may send a token to another expert.
+    assert ours.losses == pytest.approx(losses, rel=BF16_LOSS * (1 + (name == "stacked")))
     for key, value in masters.items():
         torch.testing.assert_close(ours.masters[key], value, rtol=0, atol=BF16_WEIGHT, msg=key)
 

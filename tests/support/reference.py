@@ -96,16 +96,20 @@ def _muon_by_torch(
     gradient: torch.Tensor,
     hyper: Muon,
 ) -> None:
-    """What `torch.optim.Muon` does to the master, a whole matrix."""
+    """What `torch.optim.Muon` does to the master: a matrix, or each of a stack."""
     split = rest is not None and weight.dtype == torch.bfloat16
     master = join_master(weight, rest) if split else weight if rest is None else rest
-    matrix = torch.nn.Parameter(master.view(hyper.shape))
-    matrix.grad = gradient.view(hyper.shape)
+    one = (-1, *hyper.shape[-2:])
+    matrices = [torch.nn.Parameter(matrix) for matrix in master.view(one)]
     entries = Muon.defaults().keys() & inspect.signature(torch.optim.Muon).parameters.keys()
-    optimizer = torch.optim.Muon([matrix], **{name: getattr(hyper, name) for name in entries})
-    optimizer.state[matrix]["momentum_buffer"] = moments[0].values.view(hyper.shape)
+    optimizer = torch.optim.Muon(matrices, **{name: getattr(hyper, name) for name in entries})
+    buffers = moments[0].values.view(one)
+    for matrix, grad, buffer in zip(matrices, gradient.view(one), buffers, strict=True):
+        matrix.grad = grad
+        optimizer.state[matrix]["momentum_buffer"] = buffer
     optimizer.step()
-    _write_weight(weight, rest, canonical(floats(matrix.detach().reshape(-1))))
+    new = torch.stack([matrix.detach() for matrix in matrices])
+    _write_weight(weight, rest, canonical(floats(new.reshape(-1))))
 
 
 def read_moment(moment: Moment, *, signed: bool) -> Fp32Array:

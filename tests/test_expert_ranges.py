@@ -18,7 +18,7 @@ from infinity.model.partition import cut_model, groups_of
 from infinity.model.quantised import quantise
 from infinity.model.shapes import Outline, Shape
 from infinity.plan.forecast import forecast_bytes
-from infinity.plan.layout import Segment, StackRange
+from infinity.plan.layout import Segment, StackRows
 from infinity.types import FrozenFormat
 
 
@@ -132,7 +132,7 @@ def test_rows_of_a_quantised_stack_are_a_range_of_its_bytes(form: FrozenFormat) 
         quantise(value[first : first + count], form, rows)
         segment = Segment(
             "w", 9, part, "bfloat16", count * 128 * 128, rows.numel(), 0, False, -1, form,
-            stack=StackRange(1, first, shape[0]),
+            stack=StackRows(1, first, shape[0]),
         )  # fmt: skip
         start = first_frozen_byte(segment)
         assert torch.equal(stack[start : start + rows.numel()], rows)

@@ -22,7 +22,7 @@ from infinity.common.checksummed_json import read_sealed, write_sealed
 from infinity.common.files import json_lines, read_small, refused
 from infinity.distributed.context import ALONE, Ranks, named_ranks
 from infinity.errors import CheckpointError, ConfigError, InfinityError
-from infinity.plan.layout import PRECISIONS, Segment, StackRange, UnitLayout
+from infinity.plan.layout import PRECISIONS, Segment, StackRows, UnitLayout
 from infinity.plan.plan import Plan, RuleFacts, UnitPlacement
 from infinity.plan.planner import Stored
 from infinity.storage.disk import STATE_NAME
@@ -161,7 +161,7 @@ def _segment_of(facts: Mapping[str, Any]) -> Segment:
     """What `_segment_facts` was made of, without indices."""
     rows = facts.get("rows")
     own = {key: value for key, value in facts.items() if key != "rows"}
-    stack = StackRange(-2, *rows) if rows else None
+    stack = StackRows(-2, *rows) if rows else None
     return Segment(**{**own, "shape": tuple(facts["shape"])}, parameter=-1, group=-1, stack=stack)
 
 

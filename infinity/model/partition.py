@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from infinity.config.schema import Config
 from infinity.errors import ConfigError, listed
 from infinity.model.cut import Cutter, Rows, Stacks, UnitCut, UnitSpec
-from infinity.model.shapes import Outline, Target, is_matrix, is_stack_of_experts, target_of
+from infinity.model.shapes import (
+    Outline,
+    Target,
+    is_expert,
+    is_matrix,
+    is_stack_of_experts,
+    target_of,
+)
 from infinity.optim.rules import RULES, lossy_notes, matrix_steps, reserved_moments
 from infinity.plan.case import Case
 from infinity.plan.cost import USUAL_CONTEXT, Work
@@ -22,7 +29,7 @@ from infinity.plan.layout import (
     SQUARE_BLOCK,
     ParameterFacts,
     Precision,
-    StackRange,
+    StackRows,
     UnitLayout,
     lay_out,
 )
@@ -192,7 +199,7 @@ def _stacks(
             if each % SQUARE_BLOCK:
                 because = f"an expert has {each} elements, no multiple of {SQUARE_BLOCK}"
                 continue
-            facts[index] = replace(fact, stack=StackRange(index, 0, stacks.count))
+            facts[index] = replace(fact, stack=StackRows(index, 0, stacks.count))
             if fact.trained and (whole or fact.whole):
                 because = "the optimizer needs whole parameters"
             elif fact.dtype not in _CASTABLE and not fact.form:
@@ -203,7 +210,8 @@ def _stacks(
             found.append(stacks)
         else:
             refused.setdefault(because, []).append(stacks.path)
-    unknown = [f.name for f in facts if f.parameter not in declared and _looks_like_experts(f)]
+    stacked = (f for f in facts if len(f.shape) == 3 and is_expert(f.name))
+    unknown = [f.name for f in stacked if f.parameter not in declared]
     if unknown:
         refused["the module does not name its stacks (infinity_stacks)"] = unknown
     if not found and not refused and config.experts_per_unit != "auto":
@@ -213,10 +221,6 @@ def _stacks(
         for because, names in refused.items()
     ]
     return found, tuple(notes)
-
-
-def _looks_like_experts(fact: ParameterFacts) -> bool:
-    return len(fact.shape) == 3 and ".experts." in f".{fact.name}"
 
 
 def _sizes(

@@ -113,7 +113,7 @@ PRECISIONS = {precision.name: precision for precision in (BF16, FP16, FP32)}
 
 
 @dataclass(frozen=True, slots=True)
-class StackRange:
+class StackRows:
     """Rows of a parameter that is a stack of experts along its first dimension.
 
     `origin` is the parameter's index, `first` the first row and `total` the number of rows of all.
@@ -146,7 +146,7 @@ class Segment:
     group: int
     form: str = ""
     whole: bool = False
-    stack: StackRange | None = None
+    stack: StackRows | None = None
 
     @property
     def origin(self) -> int:
@@ -347,7 +347,7 @@ class ParameterFacts:
     group: int
     form: str = ""  # of a frozen one that rests quantised: a `FrozenFormat`
     whole: bool = False  # as in `Segment`
-    stack: StackRange | None = None  # as in `Segment`
+    stack: StackRows | None = None  # as in `Segment`
 
     def rows(self, parameter: int, first: int, count: int) -> ParameterFacts:
         """Rows of a stack, as a parameter of another index."""

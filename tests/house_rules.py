@@ -178,30 +178,12 @@ def no_record_stream(sources: Sources) -> list[str]:
 
 
 def documented(sources: Sources) -> list[str]:
-    broken = []
-    for path, text in sources.items():
-        tree = ast.parse(text)
-        if not ast.get_docstring(tree):
-            broken.append(f"{path}: the module has no docstring")
-        broken += [f"{path}:{place}" for place in undocumented(tree.body)]
-    return broken
-
-
-def undocumented(body: list[ast.stmt]) -> Iterator[str]:
-    for node in body:
-        if isinstance(node, ast.If | ast.Try):
-            yield from undocumented([*node.body, *node.orelse])
-        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-        if node.name.startswith("_") or any(
-            d.endswith((".setter", "overload")) for d in decorators
-        ):
-            continue
-        if not ast.get_docstring(node):
-            yield f"{node.lineno}: {node.name} has no docstring"
-        if isinstance(node, ast.ClassDef):
-            yield from undocumented(node.body)
+    """Every module says what it holds; public callables are held to more by another tool."""
+    return [
+        f"{path}: the module has no docstring"
+        for path, text in sources.items()
+        if not ast.get_docstring(ast.parse(text))
+    ]
 
 
 def exports_exist(sources: Sources) -> list[str]:

@@ -43,7 +43,7 @@ for step in range(STEPS):
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    every = engine.ranks.gather_words(losses)  # plain data of all ranks
+    every = engine.ranks.all_gather_object(losses)  # plain data of all ranks
     if rank == 0:
         in_turn = [f"{loss:.9f}" for together in zip(*every, strict=True) for loss in together]
         print(f"step {step + 1:2d}  norm {engine.grad_norm:.12f}  losses {' '.join(in_turn)}")

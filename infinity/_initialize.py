@@ -21,7 +21,7 @@ from infinity.common.crc32c import crc32c_of
 from infinity.common.files import sync_directory
 from infinity.config.schema import Config, load_config
 from infinity.config.settings import Settings
-from infinity.distributed.context import Ranks, check_alike, find_ranks
+from infinity.distributed.context import DistContext, check_alike, find_ranks
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError, InfinityWarning
 from infinity.model.checks import check_model
@@ -77,7 +77,7 @@ def initialize(
     device: Device | torch.device | str | None = None,
     progress: Progress | None = None,
     engine_class: type[Engine] = Engine,
-    ranks: Ranks | None = None,
+    ranks: DistContext | None = None,
 ) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
     """Make an engine that trains a model with offloaded weights, gradients and optimizer state.
 
@@ -142,13 +142,13 @@ def initialize(
 
 
 @contextmanager
-def starting(ranks: Ranks | None) -> Iterator[tuple[Ranks, ExitStack]]:
+def starting(ranks: DistContext | None) -> Iterator[tuple[DistContext, ExitStack]]:
     """Yield the ranks of a start, and a stack of undo callbacks, run if any rank fails."""
     try:
         with ExitStack() as undo:
             group = ranks or find_ranks()
             undo.callback(group.close)
-            with group.settle("initialize()"):
+            with group.collective_section("initialize()"):
                 yield group, undo
             undo.pop_all()
     except InfinityError as error:
@@ -158,7 +158,7 @@ def starting(ranks: Ranks | None) -> Iterator[tuple[Ranks, ExitStack]]:
 
 
 def _make(
-    given: InitArguments, ranks: Ranks, undo: ExitStack
+    given: InitArguments, ranks: DistContext, undo: ExitStack
 ) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
     """An engine, one of `ranks`; what must be undone if another fails goes to `undo`."""
     settings, model, client = given.settings.config, given.model, given.optimizer
@@ -200,7 +200,7 @@ def _make(
         undo.callback(journal.close)
     origins.check()
     for path in settings.nvme_path if not ranks.local_rank else ():
-        remove_dead_ranks(path, ranks.here, ranks.count)
+        remove_dead_ranks(path, ranks.local_ranks, ranks.count)
     own = settings if ranks.count == 1 else _of_rank(settings, ranks)
     undo.callback(_leave, settings, own, ranks)
     parts = Parts(model, cut, plan, own, target, offloaded, origins, given.progress, ranks)
@@ -238,7 +238,7 @@ def _declare_experts(model: nn.Module) -> Callable[[], None]:
 _EXPERTS = "infinity.integrations.huggingface.experts"  # imported where transformers is
 
 
-def _check_alike(told: Settings, ranks: Ranks) -> None:
+def _check_alike(told: Settings, ranks: DistContext) -> None:
     """Raise `ConfigError` for what ranks were not told alike."""
     apart = ("nvme_path", "journal", "trace", "io.weights")
     facts = {n: e["value"] for n, e in told.config.resolved().items() if n not in apart}
@@ -247,7 +247,7 @@ def _check_alike(told: Settings, ranks: Ranks) -> None:
     check_alike(ranks, "the configuration", versions | batches | facts)
 
 
-def device_for(given: Any, ranks: Ranks) -> Any:
+def device_for(given: Any, ranks: DistContext) -> Any:
     """Of several ranks each has a GPU of its own, where none is named by its number."""
     if ranks.count == 1 or isinstance(given, Device):
         return given
@@ -259,7 +259,7 @@ def device_for(given: Any, ranks: Ranks) -> Any:
     return torch.device("cuda", number) if unnumbered else wanted
 
 
-def make_current(device: torch.device, ranks: Ranks) -> None:
+def make_current(device: torch.device, ranks: DistContext) -> None:
     """Of several ranks each has a process: its GPU is what "cuda" means there, and what kernels of
     a model's own run on.
     """
@@ -267,12 +267,12 @@ def make_current(device: torch.device, ranks: Ranks) -> None:
         torch.cuda.set_device(device)
 
 
-def _seed_of_meta(config: Config, ranks: Ranks) -> int | None:
+def _seed_of_meta(config: Config, ranks: DistContext) -> int | None:
     """What values of a model on meta follow from; None: whatever torch's generator says."""
     if config.seed is not None or ranks.count == 1:
         return config.seed
-    ranks.meet("draws a seed")
-    return int(ranks.gather_words(int(torch.randint(2**62, ())))[0])
+    ranks.synchronize("draws a seed")
+    return int(ranks.all_gather_object(int(torch.randint(2**62, ())))[0])
 
 
 _COMPARED = 1024  # elements, from either end of a parameter whose values are in a file
@@ -329,7 +329,7 @@ def _facts_of_plan(plan: Plan) -> dict[str, Any]:
     return facts
 
 
-def _of_rank(config: Config, ranks: Ranks) -> Config:
+def _of_rank(config: Config, ranks: DistContext) -> Config:
     """The configuration with directories of this rank's own; a trace is that of the first rank."""
     paths = tuple(of_rank(checked_root(path), ranks.rank) for path in config.nvme_path)
     for path in paths:
@@ -342,7 +342,7 @@ def _of_rank(config: Config, ranks: Ranks) -> Config:
     return config.model_copy(update=changes)
 
 
-def _leave(config: Config, own: Config, ranks: Ranks) -> None:
+def _leave(config: Config, own: Config, ranks: DistContext) -> None:
     """Give up what one rank has beside its engine: connections, and its directories."""
     for path in own.nvme_path if own is not config else ():
         with suppress(OSError):  # something is left in it
@@ -356,7 +356,7 @@ def _make_plan(
     config: Config,
     device: Device,
     optimizer: OffloadedOptimizer,
-    ranks: Ranks,
+    ranks: DistContext,
     origins: Origins,
 ) -> Plan:
     """The plan of this run, by what is known of this machine's rates."""
@@ -368,7 +368,7 @@ def _make_plan(
 
 
 def _make_loader(
-    training_data: Any, told: Settings, collate_fn: Callable[..., Any] | None, ranks: Ranks
+    training_data: Any, told: Settings, collate_fn: Callable[..., Any] | None, ranks: DistContext
 ) -> Any:
     """Return a loader of a Dataset; anything else unchanged.
 

@@ -242,7 +242,7 @@ class Engine:
             return result
         except Exception as error:
             self._stepper.roll_back(error)
-            self.ranks.tell("a backward", error)
+            self.ranks.broadcast_error("a backward", error)
             if _IN_PLACE in str(error) and isinstance(error, RuntimeError):
                 raise TrainingError(
                     str(error),
@@ -343,7 +343,7 @@ class Engine:
         count = self._window.length
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         try:
-            with self.ranks.telling("a batch"):
+            with self.ranks.propagate_errors("a batch"):
                 for batch in micro_batches_of(data, count):
                     total += train_one(self, batch, loss_fn)
         except Exception:
@@ -565,7 +565,7 @@ class Engine:
         """
         self._check_usable()
         (index,) = targets(parameter, self._index_of)
-        with self.ranks.telling("reads a gradient"):
+        with self.ranks.propagate_errors("reads a gradient"):
             value = self._parts.gradients.read(index).view(parameter.shape)
         state = self._stepper.progress.loss_scale
         return value if state is None else value.float() / state.scale
@@ -582,7 +582,7 @@ class Engine:
         Raises:
             ConfigError: The parameter is frozen, or the shape differs.
         """
-        with self.ranks.telling("sets a gradient"):
+        with self.ranks.propagate_errors("sets a gradient"):
             index = self._index_for(parameter, value)
         state = self._stepper.progress.loss_scale
         scaled = value.float() * (1.0 if state is None else state.scale)
@@ -900,13 +900,13 @@ class Engine:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
-            self.ranks.end_by(error)
+            self.ranks.abort(error)
         self.close()
 
     def _check_usable(self, *, every: bool = False) -> None:
         self._owner.check()
         self._check_open()
-        with self.ranks.telling("uses the engine"):
+        with self.ranks.propagate_errors("uses the engine"):
             self._parts.prefetcher.check()
             self._parts.prefetcher.verify(every=every)
 
@@ -929,7 +929,7 @@ def _fail(reference: weakref.ref[Engine]) -> None:
     engine = reference()
     if engine is not None:
         prefetcher, step = engine._parts.prefetcher, engine._stepper.progress.steps + 1
-        engine.ranks.give_up()
+        engine.ranks.mark_failed()
         prefetcher.failure = prefetcher.failure or TrainingError(
             f"a call was interrupted in the middle, in step {step}"
         )

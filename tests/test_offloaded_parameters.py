@@ -30,7 +30,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.distributed.context import Ranks
+from infinity.distributed.context import DistContext
 from infinity.engine import Engine
 from infinity.errors import EngineClosedError, InfinityWarning, ResidencyError, TrainingError
 from infinity.optim.offloaded import OffloadedOptimizer
@@ -305,7 +305,7 @@ def test_reads_of_several_ranks_give_full_values(tmp_path: Path) -> None:
     models = [small_model() for _ in range(2)]
     config = settings(tmp_path, MIXED | {"whole": False})
 
-    def read(ranks: Ranks) -> list[Tensor]:
+    def read(ranks: DistContext) -> list[Tensor]:
         with make_engine(ranks, models[ranks.rank], config, tmp_path) as engine, torch.no_grad():
             return [p.clone() for p in engine.module.parameters()]
 

@@ -26,7 +26,7 @@ optimizer.zero_grad()
 optimizer.load_state_dict(optimizer.state_dict())
 engine.close()
 """
-ALONE = """
+SINGLE_PROCESS = """
 import copy, pickle, torch, infinity
 parameter = torch.nn.Parameter(torch.zeros(300))
 optimizer = infinity.CPUAdam([parameter], lr=0.1)
@@ -42,7 +42,7 @@ ASK = "import sys; print('torch._dynamo' in sys.modules)"
 
 def test_torchs_compiler_is_not_imported() -> None:
     """One process for both: what the first does is asked before the second begins."""
-    program = "\n".join((ENGINE, ASK, ALONE, ASK))
+    program = "\n".join((ENGINE, ASK, SINGLE_PROCESS, ASK))
     done = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
     )

@@ -40,7 +40,7 @@ from infinity.checkpoint.durable_runs import (
     write_plan,
 )
 from infinity.common.crc32c import crc32c
-from infinity.distributed.context import Ranks
+from infinity.distributed.context import DistContext
 from infinity.errors import CheckpointError
 from infinity.offload.state import ExtentCopies, StateStore, UnitState
 from infinity.offload.transfers import Label, Transfers
@@ -71,7 +71,7 @@ class Durability:
         self.transfers = transfers
         self.store = store
         self.step = 0
-        self._ranks: Ranks = store.ranks
+        self._ranks: DistContext = store.ranks
         self._prepared: CommitRecord | None = None  # on this rank, and not committed
         self._disk = transfers.disk
         self._primary = self._disk.scratches[0]
@@ -112,8 +112,8 @@ class Durability:
         self._records.reserve()
         directories = [scratch.directory for scratch in self._disk.scratches]
         striping = self._disk.striping
-        self._ranks.meet("begins a durable run")
-        first, self._session = self._ranks.gather_words([self._run, _new_session()])[0]
+        self._ranks.synchronize("begins a durable run")
+        first, self._session = self._ranks.all_gather_object([self._run, _new_session()])[0]
         facts = {**facts, "rank": self._ranks.rank, "group": first}
         write_plan(self._primary.path(PLAN_NAME), self._run, facts, self.plan, striping)
         for index, (scratch, used) in enumerate(
@@ -128,7 +128,7 @@ class Durability:
         self.agree()
         tie = {"run": self._run, "primary": str(directories[0])}
         try:
-            with self._ranks.settle("begins a durable run"):
+            with self._ranks.collective_section("begins a durable run"):
                 if len(directories) > 1:
                     self._primary.announce(self._run, directories[1:])
                 for index, scratch in reversed(list(enumerate(self._disk.scratches))):
@@ -184,12 +184,12 @@ class Durability:
         """Commit what is prepared, once it is so on all ranks, which all call this.
 
         Until then nothing may be written to either copy. No optimizer pass may run. Raises
-        `MachineError`, and what `Ranks.meet` raises.
+        `MachineError`, and what `DistContext.synchronize` raises.
         """
         record = self._prepared
         if record is None:
             return
-        self._ranks.meet(f"commits update {record.step}")
+        self._ranks.synchronize(f"commits update {record.step}")
         self._records.commit(record)
         self._prepared = None
         for state in self.store.units:
@@ -340,8 +340,8 @@ class Durability:
         num_units = len(self.store.units)
         found = read_commits(stored.directory, stored.record.run, num_units)
         records = whole_records(stored.directory, found)
-        self._ranks.meet("looks for the last commit")
-        told = self._ranks.gather_words([sorted(records), _new_session()])
+        self._ranks.synchronize("looks for the last commit")
+        told = self._ranks.all_gather_object([sorted(records), _new_session()])
         keys = [[CommitKey(*key) for key in there] for there, _ in told]
         record = records[last_common(keys, stored.directory)]
         self._session = told[0][1]

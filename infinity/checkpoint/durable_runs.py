@@ -20,7 +20,7 @@ from infinity.checkpoint.commits import COMMIT_NAMES, CommitRecord, read_commits
 from infinity.checkpoint.schemas import check_plan
 from infinity.common.checksummed_json import read_sealed, write_sealed
 from infinity.common.files import json_lines, read_small, refused
-from infinity.distributed.context import ALONE, Ranks, named_ranks
+from infinity.distributed.context import SINGLE_PROCESS, DistContext, named_ranks
 from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.plan.layout import PRECISIONS, Segment, StackRows, UnitLayout
 from infinity.plan.plan import Plan, RuleFacts, UnitPlacement
@@ -388,7 +388,7 @@ def find_run(
     resume: str | Path,
     here: Mapping[str, Any],
     journal: Path | None = None,
-    ranks: Ranks = ALONE,
+    ranks: DistContext = SINGLE_PROCESS,
 ) -> StoredRun | None:
     """The durable run to go on from, of several ranks this one's part; None for a new one.
 
@@ -428,8 +428,8 @@ def find_run(
         steps=_durable_steps(journal) if journal is not None else 0,
         misplaced=[str(run) for run in misplaced],
     )
-    ranks.meet("looks for a durable run")
-    every = [_Told(**words) for words in ranks.gather_words(asdict(told))]
+    ranks.synchronize("looks for a durable run")
+    every = [_Told(**words) for words in ranks.all_gather_object(asdict(told))]
     began = [group for group in _groups(every) if _has_begun(group, every)]
     if directory is None:
         group = _chosen(began, every, roots, journal)
@@ -513,22 +513,24 @@ def _chosen(
     return began[0] if began else None
 
 
-def _others_places(roots: Sequence[Path], ranks: Ranks) -> list[Path]:
+def _others_places(roots: Sequence[Path], ranks: DistContext) -> list[Path]:
     """Where ranks that run on other machines would be on this one; one rank of it looks there."""
     if ranks.local_rank or ranks.count == ranks.local_count:
         return []
     others = [item for root in roots for item in ranks_below(root).items()]
-    return [path for number, path in others if number < ranks.count and number not in ranks.here]
+    return [
+        path for number, path in others if number < ranks.count and number not in ranks.local_ranks
+    ]
 
 
-def _own_places(roots: Sequence[Path], ranks: Ranks) -> list[Path]:
+def _own_places(roots: Sequence[Path], ranks: DistContext) -> list[Path]:
     """Where this rank's run directories are."""
     if ranks.count == 1:
         return list(roots)
     return [path for root in roots if (path := of_rank(root, ranks.rank)).is_dir()]
 
 
-def _elsewhere(roots: Sequence[Path], ranks: Ranks) -> list[Path]:
+def _elsewhere(roots: Sequence[Path], ranks: DistContext) -> list[Path]:
     """Where runs of another number of ranks are; one rank of a machine looks there."""
     if ranks.local_rank:
         return []

@@ -110,7 +110,7 @@ def measured_links(refresh: bool = False) -> dict[str, Any] | None:
 
     with closing(find_ranks()) as ranks:
         own = find_device(device_for(None, ranks))
-        with closing(own) as device, ranks.settle("measures links"):
+        with closing(own) as device, ranks.collective_section("measures links"):
             ranks.check(device.torch_device)
             rates, day = cached_links(ranks, device, refresh=refresh)
         found = {"rank": ranks.rank, "gpus": ranks.local_count, "nodes": ranks.num_nodes}

@@ -32,7 +32,7 @@ from infinity.common.sizes import format_count, format_duration
 from infinity.errors import DoesNotFitError, EngineFailedError, InfinityError, MachineError
 
 if TYPE_CHECKING:
-    from infinity.distributed.context import Ranks
+    from infinity.distributed.context import DistContext
     from infinity.train.metrics import Result
     from infinity.train.preparation import Prepared
     from infinity.train.run import Run
@@ -113,15 +113,15 @@ def _train(config: Path, overrides: list[str], resume: str) -> Result:
 
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return _train_on(None, load_run_config(config, overrides), config, overrides, resume)
-    from infinity.distributed.context import find_ranks, is_told
+    from infinity.distributed.context import find_ranks, is_propagated
 
     ranks = find_ranks()
     try:
-        with ranks.settle("reads the configuration"):
+        with ranks.collective_section("reads the configuration"):
             settings = load_run_config(config, overrides)
         return _train_on(ranks, settings, config, overrides, resume)
     except (InfinityError, Stopped, typer.Exit) as error:
-        if ranks.rank and (not isinstance(error, InfinityError) or is_told(error)):
+        if ranks.rank and (not isinstance(error, InfinityError) or is_propagated(error)):
             # The first rank says it. A launcher ends all when one has ended: let it say it.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_LETS_SPEAK_S)
@@ -132,7 +132,7 @@ def _train(config: Path, overrides: list[str], resume: str) -> Result:
 
 
 def _train_on(
-    ranks: Ranks | None, settings: RunConfig, config: Path, overrides: list[str], resume: str
+    ranks: DistContext | None, settings: RunConfig, config: Path, overrides: list[str], resume: str
 ) -> Result:
     from infinity.train.run import Run  # imports torch: after the configuration was read
 
@@ -190,7 +190,7 @@ def _show_plan(run: Run, page: TrainPage) -> None:
 
     assert run.prepared is not None
     ranks, fits = run.ranks, True
-    with ranks.settle("plans a run"):
+    with ranks.collective_section("plans a run"):
         if not ranks.rank:
             with closing(find_device(device_for(None, ranks))) as device:
                 case, target, cut = case_of(run.prepared, device, ranks)
@@ -215,7 +215,7 @@ def _show_plan(run: Run, page: TrainPage) -> None:
                 show_ways(shown, found)
             shown.entry("details", str(run.directory.path / "plan.txt"))
             fits = found["fits"]
-    if not ranks.gather_words(fits)[0]:
+    if not ranks.all_gather_object(fits)[0]:
         raise typer.Exit(DoesNotFitError.exit_code)
 
 

@@ -1,18 +1,20 @@
-"""The processes that train one model together: who they are, and what they say to each other.
+"""Distributed context: ranks, collectives, and errors propagated between ranks.
 
 [Note: collective calls]
-Ranks run the same program, each on its own data, and meet in the same order: where a unit is used,
-where a backward ends, in a step. At each meeting every rank says what it is about to do. Only then
-bytes move. So ranks that went another way, or failed, end in words on all of them, and not in a
-hang: where one says so, all tell each other what they did, and raise. What may fail on one rank
-alone stands in `settle`, which ends in a meeting; and between a meeting and the start of what was
-agreed on there, nothing may fail on one alone.
+Ranks run the same program, each on its own data, and synchronize in the same order: where a unit is
+used, at the end of a backward, in a step. At each synchronization every rank reports the operation
+it is about to start; only then do bytes move. So ranks that diverge or fail raise an error on all
+ranks instead of hanging: if one reports a failure, all exchange their operations and errors, and
+raise. Code that may fail on one rank alone runs in a `collective_section`, which ends with a
+synchronization; between a synchronization and the start of what it agreed on, nothing may fail on
+one rank alone.
 
-An error ends what all ranks did, and they may go on. One whose engine has failed cannot: it says so
-once and meets nobody any more, so from then on whatever needs a meeting fails at once on all.
+An error ends the operation of all ranks, which may continue. A rank whose engine has failed cannot:
+it reports that once and synchronizes no more, so every later synchronization fails at once on all.
 
-Bytes between ranks are started by the training thread alone, in one order on all of them. Weights
-and gradients then move beside compute, and have a channel of their own: no meeting waits for them.
+Transfers between ranks are started by the training thread alone, in the same order on all ranks.
+Weights and gradients then move while compute runs, on a channel of their own, so that no
+synchronization waits for them.
 """
 
 from __future__ import annotations
@@ -47,175 +49,189 @@ from infinity.errors import (
     first_lines,
 )
 
-NOTES = 8  # of a meeting, at most
-_IN_PLACE_BYTES = 1 << 16  # of a rank, from which on gloo is better told part by part
-_HELD_UP = timedelta(minutes=30)  # what a rank may take longer than another, and is not dead yet
-_ROLL_CALL_S = 5.0  # in which those that live, and may be busy, say that they have lost one
-_SAYS_S = 10.0  # before the ranks have found each other: then a rank says what it waits for
+NOTES = 8  # integers that a rank may report at a synchronization
+_IN_PLACE_BYTES = 1 << 16  # of a shard, from which gloo is faster with one broadcast a shard
+_HELD_UP = timedelta(minutes=30)  # a rank that is late by more counts as lost
+_ROLL_CALL_S = 5.0  # for ranks that are alive, and may be busy, to report that they lost one
+_SAYS_S = 10.0  # of the rendezvous, after which a rank warns what it waits for
 _POLLS_S = 0.1
-_STALE_S = 30.0  # in which a process that is started again says what it was told
-_SILENCE = timedelta(seconds=60)  # of a meeting that others do not come to, until it is told
+_STALE_S = 30.0  # for a restarted process to replace its entry in the store
+_SILENCE = timedelta(seconds=60)  # of a synchronization, after which a rank warns
 
 
 class Work(Protocol):
-    """Bytes between ranks that are under way, as an `Event` of `storage/device.py`."""
+    """An asynchronous collective; an `Event` of `storage/device.py`."""
 
     def done(self) -> bool:
-        """Whether they are there; never blocks."""
+        """Return True if the collective has completed. Never blocks."""
 
     def wait(self) -> None:
-        """Block until they are there; raises `MachineError` where the other ranks are lost.
+        """Block until the collective has completed.
 
-        Of NCCL: what the current stream is given from now on comes after them.
+        With NCCL it blocks the current stream, not the host.
+
+        Raises:
+            MachineError: The other ranks are lost.
         """
 
 
-class Done:
-    """Work that is over."""
+class CompletedWork:
+    """Work that has completed."""
 
     def done(self) -> bool:
-        """It is."""
         return True
 
     def wait(self) -> None:
-        """Returns at once."""
+        """Return at once."""
 
 
-class Ranks(ABC):
-    """One of `count` ranks: `rank`. `local_count` of them, numbered `local_rank`, share a machine.
+class DistContext(ABC):
+    """Rank `rank` of `count`, and `local_rank` of the `local_count` ranks on this machine.
 
-    Tensors are uint8 or int64, contiguous unless said otherwise, in host memory or that of the
-    rank's device. Every rank calls the same methods in the same order. Until work is over nobody
-    may touch its tensors.
+    Tensors are uint8 or int64, contiguous unless noted, in host memory or in the memory of the
+    rank's device. Every rank calls the same methods in the same order. The tensors of a collective
+    must not be used until its `Work` has completed.
     """
 
     rank: int
     count: int
     local_rank: int
     local_count: int
-    _given_up = False  # this rank cannot go on
-    _doing = "begins"  # what it met the others for last
-    _last_words: Sequence[Sequence[str]] = ()  # of all ranks, when one of them could not go on
+    _failed = False  # this rank cannot go on
+    _doing = "begins"  # operation of the last synchronization
+    _last_reports: Sequence[Sequence[str]] = ()  # of all ranks, once one of them failed
 
     @abstractmethod
-    def all_gather(self, whole: Tensor, *, beside: bool = False) -> Work:
-        """Start to fill `whole`, as many equal parts as ranks, of which this rank's is there.
+    def all_gather(self, full: Tensor, *, overlap: bool = False) -> Work:
+        """Start an in-place all-gather of `count` equal shards, of which this rank's is set.
 
-        It moves `beside` compute and meetings, or is one of these. In host memory it may be a
-        matrix of which only the rows, the parts, are contiguous.
+        Args:
+            full: Shards of all ranks. In host memory it may be a matrix of (count, n) whose rows
+                alone are contiguous.
+            overlap: Use the channel that runs while compute and synchronizations do.
         """
 
     @abstractmethod
     def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
-        """Start to give part r of `sent` to rank r; part r of `received` is then from rank r.
+        """Start to send shard r of `sent` to rank r, and to receive shard r of `received` from it.
 
-        It moves beside compute and meetings.
+        It runs while compute and synchronizations do.
         """
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Make `tensor`, in host memory, what it is on the rank `source`."""
+        """Copy `tensor`, in host memory, from the rank `source` to all others."""
 
     def check(self, device: torch.device) -> None:  # noqa: B027
-        """Raise `ConfigError` if bytes on this device cannot be sent."""
+        """Raise `ConfigError` if the backend cannot send tensors of this device."""
 
     def close(self) -> None:  # noqa: B027
-        """Let go of connections."""
+        """Release connections."""
 
-    def end_by(self, error: BaseException) -> None:  # noqa: B027
-        """An error ends this rank, which closes: those who miss it are to know."""
+    def abort(self, error: BaseException) -> None:  # noqa: B027
+        """Store the error that ends this rank, for the messages of ranks that lose it."""
 
-    def among(self, sets: Sequence[Sequence[int]], *, by_host: bool = False) -> Ranks:
-        """The one of these disjoint sets that this rank is in, as ranks of their own, to be closed.
+    def new_subgroup(self, sets: Sequence[Sequence[int]], *, by_host: bool = False) -> DistContext:
+        """Return a context over the set of ranks that contains this one; the caller closes it.
 
-        All ranks call it together. `rank` and `count` are of the set, as if all were on one node.
-        They move what is in host memory alone if `by_host`.
+        Args:
+            sets: Disjoint sets of ranks, equal on all ranks, which call this together. In the new
+                context `rank` and `count` are those of the set, as if all were on one node.
+            by_host: Move tensors in host memory only.
         """
         raise NotImplementedError
 
     @property
-    def here(self) -> range:
-        """The numbers of the ranks on this machine."""
+    def local_ranks(self) -> range:
+        """Ranks on this machine."""
         first = self.rank - self.local_rank
         return range(first, first + self.local_count)
 
     @property
     def num_nodes(self) -> int:
-        """How many machines: as many as the ranks fill."""
+        """Number of machines."""
         return -(-self.count // self.local_count)
 
-    # --- made of these ---------------------------------------------------------------------------
+    # --- composed ---------------------------------------------------------------------------------
 
-    def gather(self, own: Tensor) -> Tensor:
-        """(count, n) of every rank's `own` (n), in host memory."""
-        whole = torch.empty((self.count, own.numel()), dtype=own.dtype, device="cpu")
-        whole[self.rank] = own
-        if own.numel():
-            self._await(self.all_gather(whole.view(-1)))
-        return whole
+    def gather(self, local: Tensor) -> Tensor:
+        """Return (count, n) of every rank's `local` (n), in host memory."""
+        full = torch.empty((self.count, local.numel()), dtype=local.dtype, device="cpu")
+        full[self.rank] = local
+        if local.numel():
+            self._await(self.all_gather(full.view(-1)))
+        return full
 
-    def _await(self, meeting: Work) -> None:
-        """Wait for all ranks to come."""
-        meeting.wait()
+    def _await(self, work: Work) -> None:
+        """Wait for a collective that other ranks may be late for."""
+        work.wait()
 
     def num_sharing_processors(self) -> int:
-        """How many ranks of this machine may use some of the processors that this one may use.
+        """Return the number of ranks on this machine that share processors with this one.
 
-        All, unless a launcher binds each to some (`torchrun --numa-binding`).
+        All, unless a launcher binds each rank to some (`torchrun --numa-binding`).
         """
         if self.count == 1:
             return 1
-        self.meet("counts processors")
-        every = self.gather_words(sorted(os.sched_getaffinity(0)))
-        own = set(every[self.rank])
-        return sum(not own.isdisjoint(every[rank]) for rank in self.here)
+        self.synchronize("counts processors")
+        every = self.all_gather_object(sorted(os.sched_getaffinity(0)))
+        local = set(every[self.rank])
+        return sum(not local.isdisjoint(every[rank]) for rank in self.local_ranks)
 
-    def gather_words(self, words: Any) -> list[Any]:
-        """What every rank gave: plain data that JSON can hold."""
-        data = torch.frombuffer(bytearray(json.dumps(words).encode()), dtype=torch.uint8)
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return the `value` of every rank: plain data that JSON can hold."""
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = self.gather(torch.tensor([data.numel()], device="cpu"))[:, 0].tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
         found = self.gather(padded)
         return [json.loads(found[r, :size].numpy().tobytes()) for r, size in enumerate(sizes)]
 
-    def meet(
+    def synchronize(
         self, doing: str, *notes: int, error: BaseException | None = None
     ) -> Sequence[Sequence[int]]:
-        """Meet the other ranks, which must be `doing` the same; returns everyone's `notes`.
+        """Synchronize with the other ranks, which must be doing the same.
 
-        A rank that failed meets the others with its `error`. Raises `TrainingError` on all ranks
-        where one did (but for the one that says it), or where one does something else; without
-        meeting any more where one has said that it cannot go on.
+        Args:
+            doing: Operation, as a verb phrase for messages; compared across ranks.
+            notes: At most `NOTES` integers to exchange.
+            error: Error of this rank, reported to the others, which raise.
+
+        Returns:
+            The notes of every rank.
+
+        Raises:
+            TrainingError: A rank reported an error (on all ranks but that one), does something
+                else, or has failed before.
         """
         if self.count == 1:
             return [notes]
-        if self._last_words:
-            raise _apart(self.rank, self._last_words)
+        if self._last_reports:
+            raise _divergence_error(self.rank, self._last_reports)
         self._doing = doing
-        failed = 0 if error is None else 1 + self._given_up
-        own = [zlib.crc32(doing.encode()), failed, *notes]
+        failed = 0 if error is None else 1 + self._failed
+        local = [zlib.crc32(doing.encode()), failed, *notes]
         assert len(notes) <= NOTES
-        own += [0] * (2 + NOTES - len(own))
-        table = self.gather(torch.tensor(own, device="cpu")).tolist()
-        if any(failed or key != own[0] for key, failed, *_ in table):
-            words = "" if error is None else f"{type(error).__name__}: {error}"
-            told = self.gather_words([doing, words])
+        local += [0] * (2 + NOTES - len(local))
+        table = self.gather(torch.tensor(local, device="cpu")).tolist()
+        if any(failed or key != local[0] for key, failed, *_ in table):
+            message = "" if error is None else f"{type(error).__name__}: {error}"
+            reports = self.all_gather_object([doing, message])
             if any(failed > 1 for _, failed, *_ in table):
-                self._last_words = told
+                self._last_reports = reports
             if error is None:
-                raise _apart(self.rank, told)
+                raise _divergence_error(self.rank, reports)
         return [others for _, _, *others in table]
 
-    def meet_alike(
-        self, doing: str, *notes: int, alike: Mapping[str, int], remedy: str | None = None
+    def assert_equal_across_ranks(
+        self, doing: str, *notes: int, values: Mapping[str, int], remedy: str | None = None
     ) -> Sequence[Sequence[int]]:
-        """`meet`, with what must be `alike` on all ranks; raises `TrainingError` on all if not."""
-        found = self.meet(doing, *notes, *alike.values())
-        for place, what in enumerate(alike, start=len(notes)):
-            if len({told[place] for told in found}) > 1:
-                number = next(r for r, told in enumerate(found) if told[place] != found[0][place])
-                raise _TogetherError(
+        """Synchronize, and raise `TrainingError` on all ranks if one of `values` differs."""
+        found = self.synchronize(doing, *notes, *values.values())
+        for column, what in enumerate(values, start=len(notes)):
+            if len({row[column] for row in found}) > 1:
+                number = next(r for r, row in enumerate(found) if row[column] != found[0][column])
+                raise _CollectiveError(
                     f"ranks 0 and {number} differ ({doing}): {what}",
                     because="each rank must do the same calls, and set the same values; it may be "
                     "that one rank caught an error and continued, or alone set a learning rate",
@@ -223,90 +239,92 @@ class Ranks(ABC):
                 )
         return found
 
-    def meet_to_write(self, what: str, *values: Tensor | None) -> None:
-        """Meet to replace `what` by these whole values, of which each rank writes a part; none are
-        what is there. Raises `TrainingError` on all ranks where they differ.
+    def synchronize_write(self, what: str, *values: Tensor | None) -> None:
+        """Synchronize before a write of full values, of which each rank writes its shard.
+
+        Raises:
+            TrainingError: The values differ between ranks. Raised on all of them.
         """
         if self.count > 1:
             found = [crc32c_of(value) for value in values if value is not None]
-            self.meet_alike(
+            self.assert_equal_across_ranks(
                 f"writes {what}",
-                alike={f"new values of {what}": zlib.crc32(repr(found).encode())},
+                values={f"new values of {what}": zlib.crc32(repr(found).encode())},
                 remedy="make the same edit on all ranks (from one: torch.distributed.broadcast); "
                 "this was not written, nor what comes after it",
             )
 
     @contextmanager
-    def telling(self, doing: str) -> Iterator[None]:
-        """What raises inside is told to the other ranks, which raise where they meet next.
+    def propagate_errors(self, doing: str) -> Iterator[None]:
+        """On an exception, make every other rank raise at its next synchronization.
 
-        What is inside may itself meet.
+        The block may itself synchronize.
         """
         try:
             yield
         except Exception as error:
-            self.tell(doing, error)
+            self.broadcast_error(doing, error)
             raise
 
-    def tell(self, doing: str, told: Exception) -> None:
-        """Meet the other ranks with an error that ends what this one does, unless they know."""
-        error: BaseException = told
-        if self.count == 1 or is_told(error):
+    def broadcast_error(self, doing: str, raised: Exception) -> None:
+        """Report an error to the other ranks, unless they know of it."""
+        error: BaseException = raised
+        if self.count == 1 or is_propagated(error):
             return
-        while error.__cause__ is not None:  # which may be raised in other words again
+        while error.__cause__ is not None:  # which may be raised again as another error
             error = error.__cause__
-        error.add_note(_TOLD)
+        error.add_note(_PROPAGATED)
         with contextlib.suppress(InfinityError):
-            self.meet(doing, error=told)
+            self.synchronize(doing, error=raised)
 
-    def give_up(self) -> None:
-        """This rank cannot go on: the others learn it with the next error that it tells."""
-        self._given_up = self.count > 1
+    def mark_failed(self) -> None:
+        """Make the next reported error final: this rank cannot continue."""
+        self._failed = self.count > 1
 
     @contextmanager
-    def settle(self, doing: str) -> Iterator[None]:
-        """What is inside is done on all ranks, or raises on all: the words of others' errors."""
-        with self.telling(doing):
+    def collective_section(self, doing: str) -> Iterator[None]:
+        """Synchronize after the block, which so raises on all ranks if it does on one."""
+        with self.propagate_errors(doing):
             yield
-        self.meet(doing)
+        self.synchronize(doing)
 
 
-class _TogetherError(TrainingError):
-    """An error that all ranks know of."""
+class _CollectiveError(TrainingError):
+    """An error that all ranks raise."""
 
 
 class _LostError(MachineError):
-    """The other ranks cannot be told anything any more."""
+    """The other ranks can no longer be reached."""
 
 
-_TOLD = "(every rank was told)"
+_PROPAGATED = "(raised on every rank)"
 
 
-def is_told(error: BaseException | None) -> bool:
-    """Whether all ranks know of an error, or of one that it was made from."""
+def is_propagated(error: BaseException | None) -> bool:
+    """Return True if all ranks know of an error, or of one in its chain."""
     while error is not None:
-        if isinstance(error, _TogetherError | _LostError):
+        if isinstance(error, _CollectiveError | _LostError):
             return True
-        if _TOLD in getattr(error, "__notes__", ()):
+        if _PROPAGATED in getattr(error, "__notes__", ()):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
-def _apart(rank: int, told: Sequence[Sequence[str]]) -> TrainingError:
-    """What to raise on `rank`; `told` has of every rank what it did, and its error, if any."""
-    failed = [(r, doing, words) for r, (doing, words) in enumerate(told) if words]
+def _divergence_error(rank: int, reports: Sequence[Sequence[str]]) -> TrainingError:
+    """Return the error to raise on `rank`, by every rank's (operation, error message or "")."""
+    failed = [(r, doing, message) for r, (doing, message) in enumerate(reports) if message]
     if failed:
-        number, doing, words = failed[0]
-        return _TogetherError(
-            f"rank {number} failed ({doing}): {words}",
+        number, doing, message = failed[0]
+        return _CollectiveError(
+            f"rank {number} failed ({doing}): {message}",
             because="ranks train together: what one cannot do ends the step of all",
         )
     others: dict[str, list[int]] = {}
-    for number, (doing, _) in enumerate(told):
+    for number, (doing, _) in enumerate(reports):
         others.setdefault(doing, []).append(number)
     said = "; ".join(f"{doing} on {named_ranks(numbers)}" for doing, numbers in others.items())
-    return _TogetherError(
+    return _CollectiveError(
         f"ranks do different things: {said}",
         because="they must call the engine, and use the model's units, in one order",
         remedy=f"look at the calls of rank {rank} before: ranks need the same number of batches, "
@@ -316,36 +334,33 @@ def _apart(rank: int, told: Sequence[Sequence[str]]) -> TrainingError:
 
 
 def named_ranks(numbers: Sequence[int]) -> str:
-    """Ranks in words."""
+    """Return "rank 3" or "ranks 0, 2"."""
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-class Alone(Ranks):
-    """One rank: nothing moves."""
+class SingleProcess(DistContext):
+    """Context of a single process; collectives do nothing."""
 
     rank = local_rank = 0
     count = local_count = 1
 
-    def all_gather(self, whole: Tensor, *, beside: bool = False) -> Work:
-        """It is whole."""
-        return Done()
+    def all_gather(self, full: Tensor, *, overlap: bool = False) -> Work:
+        return CompletedWork()
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
-        """To oneself."""
         received.copy_(sent)
-        return Done()
+        return CompletedWork()
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """It is so."""
-
-
-ALONE = Alone()
+    def broadcast(self, tensor: Tensor, source: int) -> None: ...
 
 
-class TorchRanks(Ranks):
-    """The ranks of torch's default process group, gloo or NCCL, and of one of gloo beside it.
+SINGLE_PROCESS = SingleProcess()
 
-    A default group that is `owned` was made here: who closes last destroys it.
+
+class TorchDistContext(DistContext):
+    """Context over torch's default process group (gloo or NCCL) and a gloo group for host memory.
+
+    An `owned` default group was created here; the last context to close destroys it.
     """
 
     def __init__(self, *, owned: bool) -> None:
@@ -365,14 +380,13 @@ class TorchRanks(Ranks):
             self._host: Any = dist.new_group(backend="gloo", timeout=_patience(dist.group.WORLD))
         number = self._store.add(f"engines of rank {self.rank}", 1) if self._store else 0
         self._closed = f"engine {number} closed by rank {{}}".format  # a key of the store
-        self._end = ""  # words of the error that ends this rank
-        self._patient = True  # nobody was waited for long yet
+        self._end = ""  # message of the error that ends this rank
+        self._patient = True  # until it has warned of a long wait
         self._group: Any = None  # torch's default
-        self._all: TorchRanks | None = None  # of whom these are some
+        self._all: TorchDistContext | None = None  # the context that this is a subgroup of
         self._members: Sequence[int] = range(self.count)
 
-    def among(self, sets: Sequence[Sequence[int]], *, by_host: bool = False) -> Ranks:
-        """See `Ranks`."""
+    def new_subgroup(self, sets: Sequence[Sequence[int]], *, by_host: bool = False) -> DistContext:
         found = copy.copy(self)
         new = partial(self._dist.new_group, timeout=_patience(self._dist.group.WORLD))
         with self.connected():
@@ -386,53 +400,50 @@ class TorchRanks(Ranks):
         found._all, found._owned = self, False
         return found
 
-    def all_gather(self, whole: Tensor, *, beside: bool = False) -> Work:
-        """See `Ranks`."""
-        parts, dist = whole.view(self.count, -1), self._dist
-        group = self._beside(whole) if beside else self._host
-        many = parts[0].nbytes >= _IN_PLACE_BYTES or not whole.is_contiguous()
+    def all_gather(self, full: Tensor, *, overlap: bool = False) -> Work:
+        shards, dist = full.view(self.count, -1), self._dist
+        group = self._overlapping(full) if overlap else self._host
+        many = shards[0].nbytes >= _IN_PLACE_BYTES or not full.is_contiguous()
         if many and (self._gloo or group is self._host):
-            # Gloo's own fills memory that is taken anew each time, and copies that to `whole`; and
-            # wants it to be contiguous.
+            # Gloo's all-gather allocates a buffer at each call, copies that to `full`, and needs it
+            # to be contiguous.
             send = dist.broadcast
             return self._start(
                 *(
-                    partial(send, part, r, group, async_op=True)
-                    for r, part in zip(self._members, parts, strict=True)
+                    partial(send, shard, r, group, async_op=True)
+                    for r, shard in zip(self._members, shards, strict=True)
                 )
             )
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name
-        flat = whole.view(-1)
-        return self._start(partial(gather, flat, parts[self.rank], group, async_op=True))
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        flat = full.view(-1)
+        return self._start(partial(gather, flat, shards[self.rank], group, async_op=True))
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
-        """See `Ranks`."""
-        group, send = self._beside(sent), self._dist.all_to_all_single
+        group, send = self._overlapping(sent), self._dist.all_to_all_single
         return self._start(lambda: send(received, sent, group=group, async_op=True))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """See `Ranks`."""
         send = self._dist.broadcast
         root = self._members[source]
         self._start(lambda: send(tensor, root, self._host, async_op=True)).wait()
 
-    def _beside(self, tensor: Tensor) -> Any:
-        """The default group, if it is of what reaches the tensor."""
+    def _overlapping(self, tensor: Tensor) -> Any:
+        """Return the default group if its backend reaches the tensor's memory."""
         return self._group if self._gloo or tensor.device.type != "cpu" else self._host
 
     def _start(self, *collectives: Callable[[], Any]) -> Work:
         with self.connected():
             return _TorchWork(self, [collective() for collective in collectives])
 
-    def _await(self, meeting: Work) -> None:
-        """See `Ranks`. Says once that others do not come: torch would wait in silence."""
-        works = meeting.works if isinstance(meeting, _TorchWork) and self._patient else ()
+    def _await(self, work: Work) -> None:
+        """See `DistContext`. Warns once of a long wait: torch waits in silence."""
+        works = work.works if isinstance(work, _TorchWork) and self._patient else ()
         began = time.monotonic()
         try:
-            for work in works:
-                work.wait(_SILENCE)
-        except RuntimeError:  # in vain, or it failed, which it will say again
-            if time.monotonic() - began >= _SILENCE.total_seconds() and not meeting.done():
+            for one in works:
+                one.wait(_SILENCE)
+        except RuntimeError:  # timed out, or failed, which the wait below raises again
+            if time.monotonic() - began >= _SILENCE.total_seconds() and not work.done():
                 self._patient = False
                 rank = (self._all or self).rank
                 warnings.warn(
@@ -443,11 +454,11 @@ class TorchRanks(Ranks):
                     InfinityWarning,
                     stacklevel=4,
                 )
-        meeting.wait()
+        work.wait()
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """What raises inside is that others are lost."""
+        """Turn errors of torch in the block into `MachineError`: the other ranks are lost."""
         try:
             yield
         except (RuntimeError, ValueError) as error:  # ValueError: there is no group any more
@@ -464,7 +475,7 @@ class TorchRanks(Ranks):
             if closed:
                 who = named_ranks([*closed])
                 first = f", for {who} closed the engine, or ended"
-                first += next((f" by {words}" for words in closed.values() if words), "")
+                first += next((f" by {message}" for message in closed.values() if message), "")
                 because = f"all ranks must call the engine, and use the model, together{here}"
                 remedy = (
                     f"look whether {who} ended by an error; else: no `if rank == 0:` around "
@@ -477,8 +488,8 @@ class TorchRanks(Ranks):
             ) from error
 
     def _roll_call(self) -> tuple[dict[int, str], list[int]]:
-        """Which ranks closed their engine, with the error that made them, if any; and which of the
-        others have not lost any: they ended, or hang.
+        """Return the ranks that closed their engine, each with its error's message or "", and the
+        other ranks that have not reported a lost rank: they ended, or hang.
         """
         closed: dict[int, str] = {}
         silent: list[int] = []
@@ -503,7 +514,6 @@ class TorchRanks(Ranks):
         return closed, silent
 
     def check(self, device: torch.device) -> None:
-        """See `Ranks`."""
         if device.type != "cpu" and self._gloo:
             raise ConfigError(
                 f"the process group is of gloo, and the engine computes on {device}",
@@ -511,16 +521,15 @@ class TorchRanks(Ranks):
                 remedy='torch.distributed.init_process_group("nccl"), or leave it to initialize()',
             )
 
-    def end_by(self, error: BaseException) -> None:
-        """See `Ranks`."""
+    def abort(self, error: BaseException) -> None:
         self._end = f"{type(error).__name__}: {first_lines(error)}"
 
     def close(self) -> None:
-        """Destroy what was made here; idempotent."""
+        """Destroy the process groups that were created here. Idempotent."""
         host, self._host = self._host, None
         if host is None or not self._dist.is_initialized():
             return
-        if self._dist.group.WORLD is not self._world:  # whoever destroyed that, ours with it
+        if self._dist.group.WORLD is not self._world:  # destroyed by the user, and ours with it
             return
         _OF_OUR_GROUP.discard(self)
         if self._all is None and self._store is not None:
@@ -532,12 +541,12 @@ class TorchRanks(Ranks):
             self._dist.destroy_process_group(self._group)
 
 
-_OF_OUR_GROUP: weakref.WeakSet[TorchRanks] = weakref.WeakSet()  # a default group made here
+_OF_OUR_GROUP: weakref.WeakSet[TorchDistContext] = weakref.WeakSet()  # a default group made here
 
 
 def _patience(group: Any) -> timedelta:
-    """How long torch's `group` waits for a rank: so do meetings, which are in a group of ours."""
-    with contextlib.suppress(AttributeError, RuntimeError):  # torch has no public name for it
+    """Return the timeout of a process group, for the group that synchronizations use."""
+    with contextlib.suppress(AttributeError, RuntimeError):  # torch has no public accessor
         found = group._get_backend(group._device_types[0]).options._timeout
         if isinstance(found, timedelta):
             return found
@@ -545,9 +554,9 @@ def _patience(group: Any) -> timedelta:
 
 
 class _TorchWork:
-    """Work of torch's, whose errors say who is lost."""
+    """Collectives of torch whose errors name the ranks that are lost."""
 
-    def __init__(self, ranks: TorchRanks, works: Sequence[Any]) -> None:
+    def __init__(self, ranks: TorchDistContext, works: Sequence[Any]) -> None:
         self._ranks = ranks
         self.works = works
 
@@ -562,21 +571,26 @@ class _TorchWork:
                 work.wait()
 
 
-def find_ranks(timeout: timedelta | None = None) -> Ranks:
-    """The ranks of torch's default process group, or those a launcher started; else `ALONE`.
+def find_ranks(timeout: timedelta | None = None) -> DistContext:
+    """Return the context of torch's default process group, or of the ranks a launcher started.
 
-    A launcher such as `torchrun` says so in WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT: then a
-    group is made, of NCCL where there are GPUs, else of gloo, in which who takes longer than
-    `timeout` counts as lost. Raises `ConfigError` where one of these is missing, or not the same on
-    all ranks, `MachineError` where no group can be made.
+    A launcher such as `torchrun` sets WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT: then a default
+    group is created, NCCL where there are GPUs, else gloo. Without either: `SINGLE_PROCESS`.
+
+    Args:
+        timeout: A rank that is late by more counts as lost; 30 minutes by default.
+
+    Raises:
+        ConfigError: One of the variables is missing, or WORLD_SIZE differs between ranks.
+        MachineError: The group cannot be created.
     """
     dist: Any = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         ours = any(user._world is dist.group.WORLD for user in _OF_OUR_GROUP)
-        return TorchRanks(owned=ours) if dist.get_world_size() > 1 else ALONE
+        return TorchDistContext(owned=ours) if dist.get_world_size() > 1 else SINGLE_PROCESS
     count = num_launched()
     if count <= 1:
-        return ALONE
+        return SINGLE_PROCESS
     missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(n)]
     if missing:
         raise ConfigError(
@@ -590,21 +604,21 @@ def find_ranks(timeout: timedelta | None = None) -> Ranks:
     try:
         if _number("RANK", 0):
             _wait_until(_listens, "rank 0", timeout)
-        # A store that waits for nobody: else rank 0 would wait there for ranks that nobody starts.
+        # world_size=1: else rank 0 would wait here, deaf to Ctrl-C, for ranks that never start.
         store, rank, _ = next(dist.rendezvous("env://", world_size=1, timeout=timeout))
         _check_count(store, rank, count, timeout)
         one_machine = _on_this_machine(store, rank, count)[1] == count
         with _by_loopback(one_machine):
-            if one_machine:  # a store that torchrun keeps over restarts has addresses of the dead
+            if one_machine:  # torchrun keeps the store over restarts, with addresses of dead ranks
                 restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
                 store = dist.PrefixStore(f"restart-{restart}", store)
-            # Likewise of a group that this process had before, as that of an engine it has closed.
+            # Likewise for an earlier group of this process, as that of an engine it has closed.
             number = store.add(f"groups of rank {rank}", 1)
             store = dist.PrefixStore(f"group-{number}", store)
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=count, timeout=timeout
             )
-            return TorchRanks(owned=True)
+            return TorchDistContext(owned=True)
     except (RuntimeError, ValueError) as error:
         raise MachineError(
             f"the {count} ranks do not find each other: {first_lines(error)}",
@@ -615,15 +629,16 @@ def find_ranks(timeout: timedelta | None = None) -> Ranks:
 
 def _wait_until(came: Callable[[], bool], who: str, timeout: timedelta) -> None:
     """Poll for other ranks, so that Ctrl-C ends it; warns of a long wait, raises `RuntimeError`."""
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     began, patience_s, says_s = time.monotonic(), timeout.total_seconds(), _SAYS_S
     while not came():
         if (waited_s := time.monotonic() - began) > patience_s:
-            raise RuntimeError(f"{who} did not come to {place} in {waited_s:.0f} s")
+            raise RuntimeError(f"{who} did not come to {address} in {waited_s:.0f} s")
         if waited_s > says_s:
             says_s = patience_s  # once
             warnings.warn(
-                f"rank {_number('RANK', 0)} of {num_launched()} waits for {who} to come to {place}",
+                f"rank {_number('RANK', 0)} of {num_launched()} waits for {who} to come to "
+                f"{address}",
                 InfinityWarning,
                 stacklevel=4,
             )
@@ -632,25 +647,25 @@ def _wait_until(came: Callable[[], bool], who: str, timeout: timedelta) -> None:
 
 def _listens() -> bool:
     """Return True if rank 0, or a launcher for it, takes connections."""
-    place = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
-    with contextlib.suppress(OSError), socket.create_connection(place, timeout=1):
+    address = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
+    with contextlib.suppress(OSError), socket.create_connection(address, timeout=1):
         return True
     return False
 
 
 def _check_count(store: Any, rank: int, count: int, timeout: timedelta) -> None:
-    """Wait for all ranks; raise `ConfigError` where two were started as of different numbers."""
+    """Wait for all ranks; raise `ConfigError` if WORLD_SIZE differs between two of them."""
     key = "WORLD_SIZE of rank {}".format
     store.set(key(rank), str(count))
     for other in range(count):
         _wait_until(partial(store.check, [key(other)]), f"rank {other}", timeout)
         end = None
-        while (told := int(store.get(key(other)))) != count:
-            # A store that is kept over restarts may have what a dead one was told.
+        while (found := int(store.get(key(other)))) != count:
+            # A store that is kept over restarts may hold the entry of a dead process.
             end = end or time.monotonic() + _STALE_S
             if time.monotonic() > end:
                 raise ConfigError(
-                    f"WORLD_SIZE is {count} on rank {rank}, {told} on rank {other}",
+                    f"WORLD_SIZE is {count} on rank {rank}, {found} on rank {other}",
                     because="they were started for different numbers of processes",
                     remedy="start all with one command; on several nodes with the same --nnodes "
                     "and --nproc-per-node on each",
@@ -659,22 +674,22 @@ def _check_count(store: Any, rank: int, count: int, timeout: timedelta) -> None:
 
 
 def num_launched() -> int:
-    """How many processes a launcher started, by its WORLD_SIZE; 1 where there is none."""
+    """Return WORLD_SIZE, or 1 without a launcher."""
     return _number("WORLD_SIZE", 1)
 
 
 def _on_this_machine(store: Any, rank: int, count: int) -> tuple[int, int]:
-    """The number of this rank among those of its machine, and how many these are.
+    """Return the local rank, and the number of ranks on this machine.
 
-    As torchrun or DeepSpeed's launcher says; of others, such as srun, ranks tell by `store` where
-    they are, the ranks of a machine one after the other.
+    Taken from the variables of torchrun or DeepSpeed's launcher. With another launcher, such as
+    srun, ranks compare their machines through `store`.
     """
-    told = _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", 0))
-    if told or store is None:
-        return _number("LOCAL_RANK", rank), told or count
-    here = _this_machine()
-    store.set(f"machine of rank {rank}", here)
-    local = [r for r in range(count) if store.get(f"machine of rank {r}") == here]
+    launched = _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", 0))
+    if launched or store is None:
+        return _number("LOCAL_RANK", rank), launched or count
+    machine = _machine_id()
+    store.set(f"machine of rank {rank}", machine)
+    local = [r for r in range(count) if store.get(f"machine of rank {r}") == machine]
     if local[-1] - local[0] >= len(local):
         raise ConfigError(
             f"{named_ranks(local)} are on one machine, and others between them are not",
@@ -683,15 +698,15 @@ def _on_this_machine(store: Any, rank: int, count: int) -> tuple[int, int]:
     return local.index(rank), len(local)
 
 
-def _this_machine() -> bytes:
-    """Its name, and its kernel's start: containers of one machine may have names of their own."""
+def _machine_id() -> bytes:
+    """Return host name and boot id: containers of one machine may differ in their names."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
         return f"{socket.gethostname()} ".encode() + file.read()
     return socket.gethostname().encode()
 
 
 def launched_rank(name: str) -> int:
-    """This process's RANK or LOCAL_RANK, by a launcher; 0 where there is none."""
+    """Return RANK or LOCAL_RANK, as `name`; 0 without a launcher."""
     return _number(name, 0)
 
 
@@ -704,9 +719,9 @@ def _number(name: str, default: int) -> int:
 
 @contextmanager
 def _by_loopback(one_machine: bool) -> Iterator[None]:
-    """Groups of gloo made inside use the loopback interface where all ranks are on one machine.
+    """Make gloo groups created in the block use the loopback interface, on one machine.
 
-    Else gloo looks for the machine's own name, which containers cannot always resolve.
+    By default gloo resolves the host's name, which fails in some containers.
     """
     name, there = "GLOO_SOCKET_IFNAME", "/sys/class/net/lo"
     wanted = one_machine and name not in os.environ and os.path.exists(there)
@@ -720,20 +735,20 @@ def _by_loopback(one_machine: bool) -> Iterator[None]:
 
 
 def as_json(facts: Any) -> str:
-    """Facts to be compared; of tensors, which print few digits, all of them."""
+    """Serialize facts for comparison, tensors with all their digits."""
     return json.dumps(facts, default=lambda v: v.tolist() if isinstance(v, Tensor) else str(v))
 
 
-def check_alike(ranks: Ranks, what: str, facts: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` on every rank where `facts` (plain data) of two ranks differ.
+def check_alike(ranks: DistContext, what: str, facts: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` on every rank if `facts` (plain data) of two ranks differ.
 
-    It names the first difference, and the ranks; `what` is what the facts are of.
+    The message names the first difference, the ranks, and `what` the facts describe.
     """
     if ranks.count == 1:
         return
     mine = json.loads(as_json(dict(facts)))
-    ranks.meet(f"compares {what}")
-    every = ranks.gather_words(mine)
+    ranks.synchronize(f"compares {what}")
+    every = ranks.all_gather_object(mine)
     for number, theirs in enumerate(every):
         found = _difference(every[0], theirs)
         if found is not None:
@@ -748,7 +763,7 @@ def check_alike(ranks: Ranks, what: str, facts: Mapping[str, Any]) -> None:
 
 
 def _difference(one: Any, other: Any, where: str = "") -> tuple[str, str, str] | None:
-    """Where two pieces of plain data first differ: its place, and both in words."""
+    """Return the path and both values of the first difference between two pieces of plain data."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in [*one, *(k for k in other if k not in one)]:
             inside = f"{where}.{key}" if where else str(key)

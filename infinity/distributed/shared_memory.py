@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from infinity.common.sizes import format_size
-from infinity.distributed.context import Ranks, Work
+from infinity.distributed.context import DistContext, Work
 from infinity.errors import InfinityError, MachineError
 from infinity.plan.layout import UnitLayout
 from infinity.storage.device import HostArena
@@ -27,21 +27,21 @@ _Key = tuple[int, bool]  # a unit, and whether its frozen bytes
 class SharedArena(HostArena):
     """A mapping of the same memory in every rank of a node; all make it, children inherit none."""
 
-    def __init__(self, nbytes: int, ranks: Ranks) -> None:
+    def __init__(self, nbytes: int, ranks: DistContext) -> None:
         """Raises `MachineError` where the system refuses, and on all ranks where one raises."""
         self.nbytes = round_up(max(nbytes, PAGE), PAGE)
         self._carved = 0
-        descriptor, first = -1, ranks.here.start
+        descriptor, first = -1, ranks.local_ranks.start
         identity: tuple[int, ...] = ()
         try:
-            with ranks.settle("shares RAM"), _explained(self.nbytes):
+            with ranks.collective_section("shares RAM"), _explained(self.nbytes):
                 if ranks.rank == first:
                     descriptor = os.memfd_create("infinity-shared")
                     os.ftruncate(descriptor, self.nbytes)
                     identity = _identity(descriptor)
-            words = ranks.gather_words([os.getpid(), descriptor, *identity])
+            words = ranks.all_gather_object([os.getpid(), descriptor, *identity])
             process, number, *told = words[first]
-            with ranks.settle("shares RAM"), _explained(self.nbytes):
+            with ranks.collective_section("shares RAM"), _explained(self.nbytes):
                 if ranks.rank != first:
                     descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
                     if list(_identity(descriptor)) != told:
@@ -73,11 +73,11 @@ def _explained(nbytes: int) -> Iterator[None]:
         ) from error
 
 
-def can_share(ranks: Ranks) -> bool:
+def can_share(ranks: DistContext) -> bool:
     """Whether the ranks of each node, as many on all, can map each other's memory; all ask."""
     if ranks.count == 1:
         return False
-    counts = {count for count, *_ in ranks.meet("asks for shared RAM", ranks.local_count)}
+    counts = {count for count, *_ in ranks.synchronize("asks for shared RAM", ranks.local_count)}
     if len(counts) > 1 or ranks.count != ranks.num_nodes * ranks.local_count:
         return False
     try:
@@ -96,16 +96,16 @@ class SharedWeights:
     """
 
     def __init__(
-        self, units: Mapping[int, UnitLayout], ranks: Ranks, pin: Callable[[HostArena], None]
+        self, units: Mapping[int, UnitLayout], ranks: DistContext, pin: Callable[[HostArena], None]
     ) -> None:
         """`units` by index, their layouts those of a shard. Raises as `SharedArena`."""
         local, nodes = ranks.local_count, ranks.num_nodes
         strides = {unit: round_up(own.shard_bytes, PAGE) for unit, own in units.items()}
         arena = SharedArena(ranks.count * sum(strides.values()), ranks)
-        self._peers: Ranks | None = None
+        self._peers: DistContext | None = None
         if nodes > 1:  # before anything that may fail on one rank alone
             sets = [range(i, ranks.count, local) for i in range(local)]
-            self._peers = ranks.among(sets, by_host=True)
+            self._peers = ranks.new_subgroup(sets, by_host=True)
         self.shards: dict[int, list[Tensor]] = {}  # by unit and rank: uint8
         # Of a unit's trained or frozen bytes: (nodes, n), and what is on its way there.
         self._of_peers: dict[_Key, Tensor] = {}
@@ -151,7 +151,7 @@ class SharedWeights:
         for key in stale:
             self._wait(key)  # for an edition before, which nobody wanted
             assert self._peers is not None
-            self._coming[key] = self._peers.all_gather(self._of_peers[key], beside=True)
+            self._coming[key] = self._peers.all_gather(self._of_peers[key], overlap=True)
             self._current.add(key)
         return sum(self._of_peers[key][1:].numel() for key in stale)
 

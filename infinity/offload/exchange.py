@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from infinity.distributed.context import Ranks
+from infinity.distributed.context import DistContext
 from infinity.errors import MachineError
 from infinity.offload.transfers import Transfers
 from infinity.offload.window import AccumulationWindow
@@ -62,7 +62,7 @@ class GradientExchange:
     """What has arrived of a backward and is not exchanged; `has` gets what any rank had."""
 
     def __init__(
-        self, plan: Plan, transfers: Transfers, ranks: Ranks, take: Taking, has: set[int],
+        self, plan: Plan, transfers: Transfers, ranks: DistContext, take: Taking, has: set[int],
         window: AccumulationWindow,
     ) -> None:  # fmt: skip
         self._plan = plan
@@ -148,8 +148,8 @@ class GradientExchange:
         """Add what is under way; then whether any rank has more to exchange."""
         self._take()
         self._check()
-        told = self._ranks.meet_alike(
-            "ends a backward", bool(self._arrived), alike=self._window.place
+        told = self._ranks.assert_equal_across_ranks(
+            "ends a backward", bool(self._arrived), values=self._window.place
         )
         return any(left for left, *_ in told)
 
@@ -223,7 +223,7 @@ class GradientExchange:
 class NormTree:
     """Folds square sums of blocks that ranks took of what they keep, as one rank folds its own."""
 
-    def __init__(self, plan: Plan, ranks: Ranks, kernels: CpuKernels, moved: Moved) -> None:
+    def __init__(self, plan: Plan, ranks: DistContext, kernels: CpuKernels, moved: Moved) -> None:
         self._ranks = ranks
         self._moved = moved
         self._kernels = kernels
@@ -254,7 +254,7 @@ class NormTree:
                     )
                 told[at : at + count] = blocks
                 at += count
-        self._ranks.meet_alike("ends a step", alike=alike)
+        self._ranks.assert_equal_across_ranks("ends a step", values=alike)
         table = self._ranks.gather(told)
         found, starts = {}, [0] * self._ranks.count
         for parameter in parameters:

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from infinity.distributed.context import Ranks
+from infinity.distributed.context import DistContext
 from infinity.errors import ResidencyError
 from infinity.model.cut import Rows
 from infinity.model.stacks import StackRange, lend_ranges
@@ -33,7 +33,11 @@ class ExpertRanges:
     """Answers `stack_ranges` for the modules of one engine."""
 
     def __init__(
-        self, hooks: Hooks, rows: Sequence[Rows], parameters: Sequence[nn.Parameter], ranks: Ranks
+        self,
+        hooks: Hooks,
+        rows: Sequence[Rows],
+        parameters: Sequence[nn.Parameter],
+        ranks: DistContext,
     ) -> None:
         self._hooks = hooks
         self._parameters = parameters
@@ -56,8 +60,8 @@ class ExpertRanges:
     def _lend(self, rows: Sequence[Rows], counts: Sequence[int] | None) -> Iterator[StackRange]:
         wanted = [counts is None or any(counts[one.first : one.end]) for one in rows]
         if self._ranks.count > 1:
-            with self._ranks.telling("routes tokens to experts"):
-                self._ranks.meet(f"routes tokens to {rows[0].stacks.path}")
+            with self._ranks.propagate_errors("routes tokens to experts"):
+                self._ranks.synchronize(f"routes tokens to {rows[0].stacks.path}")
                 flags = torch.tensor(wanted, dtype=torch.uint8, device="cpu")
                 wanted = self._ranks.gather(flags).any(0).tolist()
         for one, is_wanted in zip(rows, wanted, strict=True):

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.distributed.context import ALONE, Ranks
+from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import TrainingError
 from infinity.offload.exchange import GradientExchange, NormTree
 from infinity.offload.gradient_buffers import GradientWindows, GradientWorker, untimed
@@ -282,7 +282,7 @@ class GradientStore:
         transfers: Transfers,
         kernels: CpuKernels,
         window: AccumulationWindow,
-        ranks: Ranks = ALONE,
+        ranks: DistContext = SINGLE_PROCESS,
     ) -> None:
         self.plan = plan
         self.ranks = ranks
@@ -483,7 +483,7 @@ class GradientStore:
         Raises `TrainingError` where ranks give other ones.
         """
         what = f"the gradient of {self._segments[parameter][1].name!r}"
-        self.ranks.meet_to_write(what, value)
+        self.ranks.synchronize_write(what, value)
         self.finish()
         self.drain()
         self._copies.wait(parameter)
@@ -637,7 +637,7 @@ class GradientStore:
         padded = torch.zeros(max(sizes), dtype=self.dtype, device="cpu")
         if parameter in self._places:
             padded[: sizes[self.ranks.rank]] = self._read(parameter)
-        self.ranks.meet(f"reads the gradient of {segment.name!r}")
+        self.ranks.synchronize(f"reads the gradient of {segment.name!r}")
         table = self.ranks.gather(padded.view(torch.uint8)).view(self.dtype)
         return torch.cat([row[:size] for row, size in zip(table, sizes, strict=True)])
 

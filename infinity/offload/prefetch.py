@@ -116,7 +116,7 @@ class Prefetcher:
             self.bring(unit, bind=bind)
             self._prefetch()
             return
-        with self.ranks.telling(self._using(unit)):
+        with self.ranks.propagate_errors(self._using(unit)):
             self.bring(unit, bind=False)
             self._prefetch()
             with self.transfers.stall("gather", unit):
@@ -158,7 +158,7 @@ class Prefetcher:
         entry, ready, next_units = self.entries[unit], exchange.ready(), self._next_in_slots()
         words = [_HAVE * other + self._has(other) for other in next_units]
         words += [_NOTHING] * (_MAX_AHEAD - len(words))
-        told = self.ranks.meet(self._using(unit), self._has(unit), ready, *words)
+        told = self.ranks.synchronize(self._using(unit), self._has(unit), ready, *words)
         # Until all is started that they agreed on, nothing may fail on one rank alone.
         arrived = self._gather(unit, [has for has, *_ in told])
         ahead = [{w // _HAVE: w % _HAVE for w in words if w >= 0} for _, _, *words in told]
@@ -168,7 +168,7 @@ class Prefetcher:
         exchange.send_ready([theirs for _, theirs, *_ in told])
         if not arrived:
             self.store.settle_brought(unit)
-            self.ranks.meet(f"shares unit {self.plan.units[unit].name!r}")
+            self.ranks.synchronize(f"shares unit {self.plan.units[unit].name!r}")
             self._gather(unit, [_HERE])
         if entry.gathering is not None:
             self.transfers.device.compute_wait(entry.gathering)
@@ -706,7 +706,7 @@ class Prefetcher:
         """Remember the first failure, which is for good, and wake everyone."""
         if isinstance(error, TransferError):
             error = error.untraced()
-        self.ranks.give_up()
+        self.ranks.mark_failed()
         with self.changed:
             self.failure = self.failure or error
             self.changed.notify_all()

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from infinity.common.malloc import free_pages
-from infinity.distributed.context import ALONE, Ranks
+from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.distributed.shared_memory import SharedWeights
 from infinity.model.torch_private import storage_use_count
 from infinity.offload.transfers import Transfers
@@ -134,7 +134,9 @@ class Staged(NamedTuple):
 class StateStore:
     """All units' state at rest, gradients excepted."""
 
-    def __init__(self, plan: Plan, transfers: Transfers, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, plan: Plan, transfers: Transfers, ranks: DistContext = SINGLE_PROCESS
+    ) -> None:
         self.plan = plan
         self.transfers = transfers
         self.ranks = ranks
@@ -292,7 +294,7 @@ class StateStore:
         trained, count = self.plan.units[unit].trained_bytes, self.ranks.count
         whole = whole[: self.plan.units[unit].rest_bytes]
         parts = [part for part in (whole[:trained], whole[trained:]) if part.numel()]
-        starts = [(partial(self.ranks.all_gather, part, beside=True), part) for part in parts]
+        starts = [(partial(self.ranks.all_gather, part, overlap=True), part) for part in parts]
         beside = self.transfers.beside
         return together(
             [beside("all_gather", start, part.numel() // count * (count - 1), after)
@@ -410,7 +412,7 @@ class StateStore:
         own, count = self.read_own(unit, kind), self.ranks.count
         if count == 1:
             return own
-        self.ranks.meet(f"reads {kind.value} of unit {self.plan.units[unit].name!r}")
+        self.ranks.synchronize(f"reads {kind.value} of unit {self.plan.units[unit].name!r}")
         if kind is not Kind.WEIGHT:
             return self.ranks.gather(own).view(-1)
         return torch.cat([self.ranks.gather(part).view(-1) for part in self.cut(unit, own)])
@@ -442,7 +444,7 @@ class StateStore:
         self.edited = True
         if kind is Kind.WEIGHT and self.shared is not None and unit in self.shared:
             self.settle_copies()
-            self.ranks.meet(f"writes weight of unit {self.plan.units[unit].name!r}")
+            self.ranks.synchronize(f"writes weight of unit {self.plan.units[unit].name!r}")
             self.shared.written(unit, frozen=True)
         if kind is Kind.WEIGHT and state.layout.frozen_bytes:
             self.frozen_edition += 1

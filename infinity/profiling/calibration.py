@@ -34,7 +34,7 @@ from torch import Tensor
 
 from infinity.common.files import atomic_write
 from infinity.config.schema import IoConfig
-from infinity.distributed.context import Ranks, Work
+from infinity.distributed.context import DistContext, Work
 from infinity.errors import InfinityWarning
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import COMPUTE_DTYPES, VALUE_DTYPES, Moment
@@ -200,7 +200,7 @@ def kept_links(device: Device, gpus: int, nodes: int) -> _Kept | None:
 
 
 def cached_links(
-    ranks: Ranks, device: Device, *, refresh: bool = False, seconds: float = LINK_SECONDS
+    ranks: DistContext, device: Device, *, refresh: bool = False, seconds: float = LINK_SECONDS
 ) -> tuple[_Numbers, str]:
     """Rates between these ranks, and the day: those kept on every node, or measured now and kept.
 
@@ -211,13 +211,13 @@ def cached_links(
     """
     gpus, nodes = ranks.local_count, ranks.num_nodes
     kept = None if refresh else _read(_links(device, gpus, nodes), LINKS)
-    days = ranks.gather_words(kept)
+    days = ranks.all_gather_object(kept)
     if all(days):
         found = min(days, key=lambda one: one[1])  # one answer, though each node keeps its own
         return found[0], found[1]
     numbers, day = measure_links(ranks, device, seconds), datetime.now(UTC).date().isoformat()
     kinds = [(_links(device, gpus, nodes), numbers)]
-    if {*ranks.gather_words(gpus)} == {gpus} and nodes > 1:  # as many on each
+    if {*ranks.all_gather_object(gpus)} == {gpus} and nodes > 1:  # as many on each
         by_node = [[*range(first, first + gpus)] for first in range(0, ranks.count, gpus)]
         peers = [*zip(*by_node, strict=True)]
         across = _measure_sets(ranks, peers, device, seconds)
@@ -232,7 +232,7 @@ def cached_links(
     if ranks.local_rank == 0:
         for of, rates in kinds:
             _write(of, rates, day)
-    ranks.meet("keeps rates")  # whoever looks for them now finds them
+    ranks.synchronize("keeps rates")  # whoever looks for them now finds them
     return numbers, day
 
 
@@ -243,16 +243,18 @@ def _links(device: Device, *ranks: int) -> dict[str, Any]:
 
 
 def _measure_sets(
-    ranks: Ranks, sets: Sequence[Sequence[int]], device: Device, seconds: float
+    ranks: DistContext, sets: Sequence[Sequence[int]], device: Device, seconds: float
 ) -> dict[str, float]:
     """What each rank of these sets receives while all sets are at it: the slowest one's."""
-    with contextlib.closing(ranks.among(sets)) as own:
+    with contextlib.closing(ranks.new_subgroup(sets)) as own:
         found = measure_links(own, device, seconds)
     slowest = ranks.gather(torch.tensor([*found.values()], dtype=torch.float64)).amin(0)
     return dict(zip(found, slowest.tolist(), strict=True))
 
 
-def measure_links(ranks: Ranks, device: Device, seconds: float = LINK_SECONDS) -> dict[str, float]:
+def measure_links(
+    ranks: DistContext, device: Device, seconds: float = LINK_SECONDS
+) -> dict[str, float]:
     """Bytes per second that each rank receives, while all do, by collective: the slowest rank's.
 
     Of messages as large as a unit's, in the memory that a run sends from.
@@ -261,7 +263,7 @@ def measure_links(ranks: Ranks, device: Device, seconds: float = LINK_SECONDS) -
     arena = device.reserve(2 * nbytes)
     one, other = arena.view(0, nbytes), arena.view(nbytes, nbytes)
     work: dict[str, Callable[[], Work]] = {
-        "all_gather": lambda: ranks.all_gather(one, beside=True),
+        "all_gather": lambda: ranks.all_gather(one, overlap=True),
         "all_to_all": lambda: ranks.all_to_all(other, one),
     }
     numbers, received = {}, nbytes - nbytes // ranks.count

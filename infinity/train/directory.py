@@ -32,7 +32,7 @@ from infinity.common.files import (
     make_directories,
     refused,
 )
-from infinity.distributed.context import ALONE, Ranks
+from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import CheckpointError, ConfigError, MachineError, listed
 
 RUN_RECORD = "run.json"
@@ -66,7 +66,7 @@ class RunDirectory:
     Of several ranks the first locks it and writes to it; the record is the same on all.
     """
 
-    def __init__(self, path: Path, *, resume: bool, ranks: Ranks = ALONE) -> None:
+    def __init__(self, path: Path, *, resume: bool, ranks: DistContext = SINGLE_PROCESS) -> None:
         """Make or open it.
 
         Raises `ConfigError` if it holds a run and `resume` is false, or anything that is no run's,
@@ -79,7 +79,7 @@ class RunDirectory:
         self._lock: LockFile | None = None
         self.record: dict[str, Any] = {}
         self._ranks = ranks
-        with ranks.settle("opens the run's directory"):
+        with ranks.collective_section("opens the run's directory"):
             if not ranks.rank:
                 self._open(resume)
         self._share()
@@ -176,7 +176,7 @@ class RunDirectory:
             "saved": False,  # whether a checkpoint was ever whole
             "decides": _as_kept(decides),
         }
-        with self._ranks.settle("begins a run"):
+        with self._ranks.collective_section("begins a run"):
             self._write_record(self.record)
         self._share()
         try:
@@ -216,7 +216,7 @@ class RunDirectory:
 
     def _share(self) -> None:
         """The record of all ranks is that of the first."""
-        self.record = self._ranks.gather_words(self.record)[0]
+        self.record = self._ranks.all_gather_object(self.record)[0]
 
     def _write_record(self, record: Mapping[str, Any]) -> None:
         if self._ranks.rank:

@@ -112,7 +112,7 @@ class Loop:
 
     def _asked_to_stop(self) -> bool:
         """Whether any rank's watcher was."""
-        told = self.engine.ranks.meet("begins a step", int(self.watcher.stopping))
+        told = self.engine.ranks.synchronize("begins a step", int(self.watcher.stopping))
         self.stopped_by = max(signum for signum, *_ in told)
         return self.stopped_by > 0
 
@@ -135,7 +135,7 @@ class Loop:
         self._saving = self.checkpoints / f"step{self.step}"
         self._saved_step = self.step
         with self._refusals(self.checkpoints, self._failed):
-            with self.engine.ranks.settle("discards a checkpoint"):
+            with self.engine.ranks.collective_section("discards a checkpoint"):
                 # One that is there is of a life of this run that went on from before this step.
                 if not self.engine.ranks.rank:
                     discard(self.checkpoints, self._saving.name)
@@ -164,7 +164,7 @@ class Loop:
                 raise
             error = told
         fatal = isinstance(error, TransferError) and not Path(error.path).is_relative_to(place)
-        if any(worse for worse, *_ in ranks.meet("saves a checkpoint", int(fatal))):
+        if any(worse for worse, *_ in ranks.synchronize("saves a checkpoint", int(fatal))):
             assert error is not None
             raise error
         if error is not None:
@@ -257,7 +257,7 @@ class Loop:
         ranks = self.engine.ranks
         if ranks.count == 1:
             return losses
-        ranks.meet("tells its losses")
+        ranks.synchronize("tells its losses")
         own = torch.stack(list(losses)).cpu().view(torch.int64)
         return list(ranks.gather(own).view(torch.float64).T.flatten())
 

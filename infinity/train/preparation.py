@@ -18,7 +18,7 @@ from infinity.checkpoint.manifest import MANIFEST_NAME
 from infinity.checkpoint.plain import decode
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.config.schema import SCHEDULES, Config
-from infinity.distributed.context import ALONE, Ranks
+from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import (
     ConfigError,
     MachineError,
@@ -689,7 +689,10 @@ def follow_steps(schedule: Any, prepared: Prepared) -> str:
 
 
 def scheduled(
-    prepared: Prepared, decided: Mapping[str, Any], device: Device, ranks: Ranks = ALONE
+    prepared: Prepared,
+    decided: Mapping[str, Any],
+    device: Device,
+    ranks: DistContext = SINGLE_PROCESS,
 ) -> tuple[Prepared, Chosen]:
     """How the tokens of a step pass the model, of a run that says only how many they are.
 
@@ -717,7 +720,9 @@ def scheduled(
     return replace(prepared, engine=chosen.told(prepared.engine), micro_batch=windows), chosen
 
 
-def case_of(prepared: Prepared, device: Device, ranks: Ranks = ALONE) -> tuple[Case, Target, Cut]:
+def case_of(
+    prepared: Prepared, device: Device, ranks: DistContext = SINGLE_PROCESS
+) -> tuple[Case, Target, Cut]:
     """What a run would take, as `case_here` says it; `device` must stay open."""
     facts = prepared.facts
     return case_here(

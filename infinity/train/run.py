@@ -30,7 +30,7 @@ from infinity.checkpoint.streams import state_streams
 from infinity.common.files import free_bytes, sync_directory
 from infinity.common.sizes import format_size
 from infinity.config.schema import Config
-from infinity.distributed.context import Ranks, check_alike, find_ranks
+from infinity.distributed.context import DistContext, check_alike, find_ranks
 from infinity.engine import Engine
 from infinity.errors import (
     CheckpointError,
@@ -102,7 +102,7 @@ class Run:
         self,
         config: RunConfig,
         resume: str = NEVER,
-        ranks: Ranks | None = None,
+        ranks: DistContext | None = None,
         command: Sequence[str] = (),
     ) -> None:
         self.config = config
@@ -112,7 +112,7 @@ class Run:
         self._shares_ranks = False  # with an engine, which closes them
         self._begins = True  # nothing was trained here before
         self._left: Path | None = None  # the state of another number of ranks, until it is copied
-        with self.ranks.settle("looks for a run"):
+        with self.ranks.collective_section("looks for a run"):
             transformers()  # told before anything is done
             self.checkpoint = None if resume in (NEVER, AUTO) else _find_checkpoint(Path(resume))
         self.directory = RunDirectory(config.run_dir, resume=resume != NEVER, ranks=self.ranks)
@@ -129,13 +129,13 @@ class Run:
         does; nothing was trained or allocated then.
         """
         directory, ranks = self.directory, self.ranks
-        with ranks.settle("prepares a run"), _first(ranks, progress) as tell:
+        with ranks.collective_section("prepares a run"), _first(ranks, progress) as tell:
             for path in self.config.engine.nvme_path:  # before hours of tokens
                 checked_root(path)
             if not ranks.rank:
                 check_trackers(self.config.training.report_to)
             prepared = prepare_run(self.config, directory.tokens, tell, ranks.count)
-        with ranks.settle("plans a run"):
+        with ranks.collective_section("plans a run"):
             if self.config.leaves_batches_to_the_plan:
                 prepared = self._scheduled(prepared)
             self.prepared = prepared
@@ -149,7 +149,7 @@ class Run:
     def _scheduled(self, prepared: Prepared) -> Prepared:
         """With micro-batches that the plan of the first rank chose."""
         ranks, windows = self.ranks, prepared.windows_per_step
-        with ranks.settle("chooses micro-batches"):
+        with ranks.collective_section("chooses micro-batches"):
             if not ranks.rank:
                 with closing(find_device(device_for(None, ranks))) as device:
                     prepared, self.chosen = scheduled(
@@ -181,7 +181,7 @@ class Run:
         assert prepared is not None
         self._begins = not directory.has_run
         with directory.beginning(prepared.decides()):
-            with ranks.settle("builds the model"):
+            with ranks.collective_section("builds the model"):
                 model = build(self.config, prepared.facts, prepared.engine)
                 compute = loss_of(model)
                 # Defaults stand in config.yaml: only loops of users' own are warned of them.
@@ -190,14 +190,14 @@ class Run:
             self._shares_ranks = True
             engine, _, _, _ = initialize(model, config, progress=progress, ranks=ranks)
             try:
-                with ranks.settle("looks for room"):
+                with ranks.collective_section("looks for room"):
                     self._look_for_room(engine.plan, watcher)
             except BaseException:
                 engine.close()
                 raise
         self.trains = True
         try:
-            with ranks.telling("infinity train"):
+            with ranks.propagate_errors("infinity train"):
                 return self._train(engine, compute, watcher)
         except BaseException:
             with suppress(InfinityError):  # a save, or the drive, that fails here says less
@@ -234,13 +234,13 @@ class Run:
             self._keep_state()
         elif directory.record.get("durable"):  # a checkpoint was named to go on from instead
             directory.remember(durable=False)
-        with ranks.settle("remembers the run"):
+        with ranks.collective_section("remembers the run"):
             directory.remember(decides=prepared.decides())
         best, done = Best(prepared.held_out), reel.taken // prepared.windows_per_step
         engine.register_state("evaluations", best)  # after loading: older runs have none
         if best.anew:
             watcher.note("held-out data are others than before: the best of them begins anew")
-        if not ranks.gather_words(directory.best.is_dir())[0]:
+        if not ranks.all_gather_object(directory.best.is_dir())[0]:
             best.kept, best.kept_step = math.inf, -1  # those of another directory's run
         with self._metrics(done, engine.device) as metrics:
             for note in metrics.notes:
@@ -308,7 +308,7 @@ class Run:
         """Of a run that goes on after `done` steps; the first rank writes them."""
         ranks, directory = self.ranks, self.directory
         metrics: Metrics | None = None
-        with ranks.settle("opens the metrics"):
+        with ranks.collective_section("opens the metrics"):
             if not ranks.rank:
                 assert self.prepared is not None
                 facts = environment(device) | {
@@ -326,7 +326,7 @@ class Run:
                 )
                 metrics = Metrics(directory.metrics, after=done, trackers=trackers, facts=facts)
         evaluated = [] if metrics is None else sorted(metrics.evaluated)
-        evaluated = ranks.gather_words(evaluated)[0]
+        evaluated = ranks.all_gather_object(evaluated)[0]
         return Unwritten(evaluated) if metrics is None else metrics
 
     def _finish(self, loop: Loop, watcher: Watcher) -> Result:
@@ -430,8 +430,8 @@ class Run:
 
         Raises `CheckpointError`, before anything is committed.
         """
-        session = Session(self.ranks.gather_words(secrets.token_hex(4))[0])
-        with self.ranks.settle("looks for the session of the state"):
+        session = Session(self.ranks.all_gather_object(secrets.token_hex(4))[0])
+        with self.ranks.collective_section("looks for the session of the state"):
             if engine.resumed:
                 engine.register_state("session", session)
             elif self._left is not None:
@@ -461,7 +461,7 @@ class Run:
             ranks=self.ranks.count,
             state=number,
         )
-        self.ranks.meet("keeps its state")
+        self.ranks.synchronize("keeps its state")
         if self._left is not None:
             self._remove_states(but=self.state_name)
 
@@ -477,7 +477,7 @@ class Run:
         """Take up what was saved; returns where it was, empty where there is nothing."""
         if self.checkpoint is not None:
             self._load(engine, self.checkpoint, reel, prepared)
-            with self.ranks.settle("remembers where it came from"):
+            with self.ranks.collective_section("remembers where it came from"):
                 self.directory.remember(origin=str(self.checkpoint))
             return f"{self.checkpoint}; its optimizer and schedule go on as they were"
         if self.resume != AUTO:
@@ -485,7 +485,7 @@ class Run:
         if self._left is not None:
             engine.load_checkpoint(self._left)
         goes_on = engine.resumed or self._left is not None
-        with self.ranks.settle("looks for a checkpoint"):
+        with self.ranks.collective_section("looks for a checkpoint"):
             found = self.last_checkpoint()
             if found is None and not goes_on:
                 found = self._unnamed_checkpoint()
@@ -596,7 +596,7 @@ class Run:
 
 
 @contextmanager
-def _first(ranks: Ranks, progress: Progress | None) -> Iterator[Progress | None]:
+def _first(ranks: DistContext, progress: Progress | None) -> Iterator[Progress | None]:
     """What is inside is done by the first rank, and only then by the others, which find it done.
 
     Yields what to call with progress. It tells the others, whose patience has an end.
@@ -608,14 +608,14 @@ def _first(ranks: Ranks, progress: Progress | None) -> Iterator[Progress | None]
         if progress is not None:
             progress(done_bytes, total_bytes, what)
         if time.monotonic() - told_s > _WAITS_S:
-            ranks.meet(doing, 1)
+            ranks.synchronize(doing, 1)
             told_s = time.monotonic()
 
-    while ranks.rank and ranks.meet(doing, 0)[0][0]:
+    while ranks.rank and ranks.synchronize(doing, 0)[0][0]:
         pass
     yield progress if ranks.rank or ranks.count == 1 else tell
     if not ranks.rank:
-        ranks.meet(doing, 0)
+        ranks.synchronize(doing, 0)
 
 
 def _not_saved(loop: Loop, error: InfinityError, model: Path | None) -> InfinityError:

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from infinity.distributed.context import ALONE, Ranks
+from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import CheckpointError
 from infinity.train.conversations import FIRST, TOKEN, TRAINED
 from infinity.train.data import Corpus
@@ -199,7 +199,12 @@ class Reel:
     """
 
     def __init__(
-        self, windows: Windows, micro_batch: int, seed: int, shuffle: bool, ranks: Ranks = ALONE
+        self,
+        windows: Windows,
+        micro_batch: int,
+        seed: int,
+        shuffle: bool,
+        ranks: DistContext = SINGLE_PROCESS,
     ) -> None:
         self._windows = windows
         self._micro_batch = micro_batch

@@ -25,7 +25,7 @@ from infinity.checkpoint.manifest import FROZEN
 from infinity.checkpoint.ranges import RangeWriter, records_of
 from infinity.checkpoint.streams import Piece, frozen_pieces, pieces
 from infinity.checkpoint.writer import CheckpointWriter, Written, checksums
-from infinity.distributed.context import Ranks
+from infinity.distributed.context import DistContext
 from infinity.errors import InfinityWarning
 from infinity.offload.state import Staged, StateStore
 from infinity.plan.budget import NUM_COPY_BUFFERS, copy_buffer_bytes
@@ -73,7 +73,7 @@ class FrozenBytes:
         self._edition, self._sums = self._store.frozen_edition, {}
         last = self._last
         same = last is not None and last.edition == self._edition
-        told = self._store.ranks.meet("saves a checkpoint", same)
+        told = self._store.ranks.synchronize("saves a checkpoint", same)
         return last.written if last is not None and all(one for one, *_ in told) else None
 
     def check(self, writer: CheckpointWriter) -> None:
@@ -208,18 +208,18 @@ class Saver:
         if together is None or self._thread is None:
             return
         over = 0 if self._thread.is_alive() else 1 if self._error is None else 2
-        told = [state for state, *_ in ranks.meet(doing, over)]
+        told = [state for state, *_ in ranks.synchronize(doing, over)]
         if 2 not in told and 0 in told:
             return
         self._together = None
         self._stop = True
         self._thread.join()
         try:
-            with ranks.settle("saves a checkpoint"):
+            with ranks.collective_section("saves a checkpoint"):
                 if self._error is not None:
                     raise self._error
             ranges = _gather_rows(ranks, together.ranges.rows)
-            with ranks.settle("saves a checkpoint"):
+            with ranks.collective_section("saves a checkpoint"):
                 if together.writer is not None:
                     together.writer.adopt(records_of(ranges, together.ranges.streams))
                     together.publish()
@@ -355,7 +355,7 @@ class Saver:
             put(piece, frozen[piece.place])
 
 
-def _gather_rows(ranks: Ranks, own: Tensor) -> Tensor:
+def _gather_rows(ranks: DistContext, own: Tensor) -> Tensor:
     """Those of all ranks, one after the other."""
     counts = ranks.gather(torch.tensor([own.shape[0]], device="cpu"))[:, 0].tolist()
     padded = torch.zeros((max(counts), own.shape[1]), dtype=own.dtype, device="cpu")

@@ -192,7 +192,7 @@ class Checkpoints:
         rooms.saver.finish()
         tag = tag if tag is not None else f"global_step{self._stepper.progress.steps}"
         check_alike(rooms.ranks, "the checkpoint to save", {"tag": tag})
-        with rooms.ranks.telling("saves a checkpoint"):
+        with rooms.ranks.propagate_errors("saves a checkpoint"):
             self._refuse_loans("saved")
             self._settle()
         gradients = sorted({self._origins[i] for i in rooms.gradients.arrived()})
@@ -204,7 +204,7 @@ class Checkpoints:
                 TensorSpec(self._segments[i].name, self._segments[i].full_shape, dtype)
                 for i in gradients
             ]
-        with rooms.ranks.telling("saves a checkpoint"):
+        with rooms.ranks.propagate_errors("saves a checkpoint"):
             manifest = self._manifest(client_state, buffers)
         if buffers:
             streams[BUFFERS] = [record.spec for record in manifest.buffers]
@@ -213,7 +213,7 @@ class Checkpoints:
         files = {n: f for n, f in files_of(streams).items() if n not in (BUFFERS, GRADIENT)}
         try:
             before = rooms.saver.frozen.begin()
-            with ranks.settle("saves a checkpoint"):
+            with ranks.collective_section("saves a checkpoint"):
                 if ranks.rank == 0:
                     writer = CheckpointWriter(root, tag, streams, before=before, same=(FROZEN,))
                     if by_ranges:
@@ -224,9 +224,9 @@ class Checkpoints:
                     _write(writer, GRADIENT, rooms.gradients.read(index))
             if by_ranges:
                 shared = writer is not None and writer.shares(FROZEN)
-                if ranks.meet("shares frozen files", shared)[0][0]:
+                if ranks.synchronize("shares frozen files", shared)[0][0]:
                     del files[FROZEN]
-                with ranks.settle("opens a checkpoint's files"):
+                with ranks.collective_section("opens a checkpoint's files"):
                     ranges = RangeWriter(temporary_of(root, tag), files)
             publish = partial(
                 _finish, writer, manifest, save_latest=save_latest, keep_last=keep_last
@@ -289,9 +289,9 @@ class Checkpoints:
         if ranks.count > 1:
             own = {name: state[name] for name in OF_EACH_RANK}
             own["buffers"] = self._apart(buffers)
-            with ranks.settle("saves a checkpoint"):
+            with ranks.collective_section("saves a checkpoint"):
                 words = encode(own, "the run's state")
-            state["ranks"] = [decode(found) for found in ranks.gather_words(words)]
+            state["ranks"] = [decode(found) for found in ranks.all_gather_object(words)]
         return encode(state, "the run's state")
 
     def _apart(self, buffers: Sequence[Buffer]) -> dict[str, Tensor]:
@@ -299,8 +299,8 @@ class Checkpoints:
         kept = [b for b in buffers if b.persistent and type(b.value) is Tensor]
         values = {b.names[0]: b.value.detach().cpu().contiguous() for b in kept}
         sums = {n: crc32c_of(v) for n, v in values.items()}
-        self._rooms.ranks.meet("saves a checkpoint")
-        first = self._rooms.ranks.gather_words(sums)[0]
+        self._rooms.ranks.synchronize("saves a checkpoint")
+        first = self._rooms.ranks.all_gather_object(sums)[0]
         apart = {n: v for n, v in values.items() if first.get(n) != sums[n]}
         if sum(v.nbytes for v in apart.values()) <= _MOST_OF_A_RANK:
             return apart
@@ -330,13 +330,13 @@ class Checkpoints:
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """`engine.load_checkpoint`."""
         prefetcher, ranks = self._rooms.prefetcher, self._rooms.ranks
-        with ranks.telling("loads a checkpoint"):
+        with ranks.propagate_errors("loads a checkpoint"):
             if not isinstance(prefetcher.failure, HalfLoadedError):
                 prefetcher.check()
             self._rooms.saver.finish()
             self._refuse_loans("loaded")
         is_run = tag is None and (root / RECORD_NAME).is_file()  # a directory of a durable one
-        with ranks.telling("loads a checkpoint"):
+        with ranks.propagate_errors("loads a checkpoint"):
             found = "" if is_run else find_tag(root, tag)
         check_alike(ranks, "the checkpoint to load", {"tag": found})
         if found is None:
@@ -345,7 +345,7 @@ class Checkpoints:
                 warnings.warn(text, InfinityWarning, stacklevel=3)
             return None, None
         with (
-            ranks.telling("loads a checkpoint"),
+            ranks.propagate_errors("loads a checkpoint"),
             DurableReader(root) if is_run else CheckpointReader(root, found) as reader,
         ):
             client_state = decode(reader.manifest.client_state)
@@ -366,7 +366,7 @@ class Checkpoints:
             if isinstance(prefetcher.failure, HalfLoadedError):
                 prefetcher.failure = None
             try:
-                with ranks.settle("loads a checkpoint"):
+                with ranks.collective_section("loads a checkpoint"):
                     self._replace(reader, wanted, run.get("buffers", {}), full=full)
                     self._restore(reader, run, wanted)
                 self._commit(reader)

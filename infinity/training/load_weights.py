@@ -79,7 +79,7 @@ def load_weights(
     places = _places_of(module) if state is None else state.places()
     with ExitStack() as stack:
         if isinstance(target, Engine):
-            stack.enter_context(target.ranks.settle("loads weights"))
+            stack.enter_context(target.ranks.collective_section("loads weights"))
         files = stack.enter_context(WeightFiles(source))
         match = _match(files, places, rename)
         if match.problems or not match.found or (strict and (match.missing or match.unexpected)):

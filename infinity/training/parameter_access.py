@@ -78,10 +78,10 @@ def share_kept(store: StateStore, updater: Updater, parameters: Collection[int])
     doing = "tells what the optimizer keeps"
     own = {s.parameter for unit in plan.own for s in unit.trained_segments}.intersection(parameters)
     kept = updater.kept()
-    with ranks.telling(doing):
+    with ranks.propagate_errors(doing):
         told = encode({i: kept[i] for i in own & kept.keys()}, "the optimizer's state")
-    ranks.meet(doing)
-    for words in ranks.gather_words(told):  # in the order of parts
+    ranks.synchronize(doing)
+    for words in ranks.all_gather_object(told):  # in the order of parts
         kept |= decode(words)
     updater.keep(kept)
 
@@ -146,7 +146,7 @@ def write_state(
         count = moment.values.numel()
         kernels.encode(values[done : done + count], moment, signed=signed)
         done += count
-    store.ranks.meet_to_write(f"{name} of {segment.name!r}", flat)
+    store.ranks.synchronize_write(f"{name} of {segment.name!r}", flat)
     store.write(layout.index, kind, flat)
 
 
@@ -356,7 +356,7 @@ class Values:
         cached, self._cached = self._cached, None
         if cached is not None and cached.given:
             parts = (cached.weight, cached.rest) if cached.dirty else ()
-            self.store.ranks.meet_to_write(f"unit {cached.layout.name!r}", *parts)
+            self.store.ranks.synchronize_write(f"unit {cached.layout.name!r}", *parts)
         if cached is not None and cached.dirty:
             unit = cached.layout.index
             self.before_change(unit)
@@ -434,7 +434,7 @@ class Values:
                 self._take_back(indices)
             else:  # the others, who write at the end, write nothing either
                 if isinstance(error, Exception):
-                    self.store.ranks.tell("edits values", error)
+                    self.store.ranks.broadcast_error("edits values", error)
                 self._drop(indices)
             raise
         self._take_back(indices)

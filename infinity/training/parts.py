@@ -16,7 +16,7 @@ from infinity.checkpoint.durability import Durability
 from infinity.checkpoint.durable_runs import StoredRun, model_facts, read_run, remarks
 from infinity.common.malloc import return_freed_memory
 from infinity.config.schema import Config
-from infinity.distributed.context import ALONE, Ranks
+from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import EngineFailedError, InfinityError, MachineError
 from infinity.model.meta_init import Origins
 from infinity.model.parameters import Installation, ParameterBinding, move_buffers
@@ -66,7 +66,7 @@ class Parts:
         optimizer: OffloadedOptimizer,
         origins: Origins,
         progress: Progress | None = None,
-        ranks: Ranks = ALONE,
+        ranks: DistContext = SINGLE_PROCESS,
     ) -> None:
         self.ranks = ranks
         self.cut = cut

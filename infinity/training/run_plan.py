@@ -11,7 +11,7 @@ from torch import nn
 from infinity.checkpoint.durable_runs import find_run, model_facts
 from infinity.common.malloc import return_freed_memory
 from infinity.config.schema import Config
-from infinity.distributed.context import ALONE, Ranks
+from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.distributed.shared_memory import can_share
 from infinity.errors import ConfigError
 from infinity.model.meta_init import Origins
@@ -44,7 +44,7 @@ def limits_for(
     config: Config,
     device: Device,
     model: nn.Module,
-    ranks: Ranks = ALONE,
+    ranks: DistContext = SINGLE_PROCESS,
     origins: Origins | None = None,
 ) -> Limits:
     """Budgets: given or derived, less what other engines of this process hold.
@@ -86,12 +86,12 @@ def limits_for(
     return Limits(device_budget, max(host - held, 0), disk, base, made)
 
 
-def _agreed(limits: Limits, ranks: Ranks) -> Limits:
+def _agreed(limits: Limits, ranks: DistContext) -> Limits:
     """The least that any rank has: so all make one plan."""
     if ranks.count == 1:
         return limits
-    ranks.meet("plans")
-    told = [Limits(**words) for words in ranks.gather_words(asdict(limits))]
+    ranks.synchronize("plans")
+    told = [Limits(**words) for words in ranks.all_gather_object(asdict(limits))]
 
     def least(found: Iterable[int | None]) -> int | None:
         return min((n for n in found if n is not None), default=None)
@@ -118,7 +118,7 @@ def facts_of(rule: Rule, layouts: Iterable[UnitLayout]) -> RuleFacts:
     )
 
 
-def rates_here(config: Config, device: Device, ranks: Ranks = ALONE) -> KnownRates:
+def rates_here(config: Config, device: Device, ranks: DistContext = SINGLE_PROCESS) -> KnownRates:
     """What is kept of this machine's rates: measuring takes seconds, and is for `infinity plan`.
 
     Of all the machine's ranks together, but for links; see `rates_of_rank`.
@@ -135,14 +135,14 @@ def rates_here(config: Config, device: Device, ranks: Ranks = ALONE) -> KnownRat
     )
 
 
-def rates_of_rank(config: Config, device: Device, ranks: Ranks) -> KnownRates:
+def rates_of_rank(config: Config, device: Device, ranks: DistContext) -> KnownRates:
     """What one rank gets of them: the least that any has, so that all make one plan."""
     known = rates_here(config, device, ranks)
     if ranks.count == 1:
         return known
     own = known.rates.of_rank(ranks.local_count, ranks.num_nodes, unified=device.unified)
-    ranks.meet("compares rates")
-    told = ranks.gather_words([own.numbers(), known.measured, known.nominal])
+    ranks.synchronize("compares rates")
+    told = ranks.all_gather_object([own.numbers(), known.measured, known.nominal])
     every = [numbers for numbers, _, _ in told]
     least = {n: min(one[n] for one in every) for n in every[0] if all(n in one for one in every)}
     days = [day for _, day, _ in told if day is not None]
@@ -160,7 +160,7 @@ def case_here(
     length: int,
     *,
     recompute: bool = False,
-    ranks: Ranks = ALONE,
+    ranks: DistContext = SINGLE_PROCESS,
 ) -> tuple[Case, Target, Cut]:
     """A model on this machine with `tokens` in a micro-batch: the case, the model, its units.
 
@@ -210,7 +210,7 @@ def plan_for(
     device: Device,
     rule: Rule,
     rates: Rates | None,
-    ranks: Ranks,
+    ranks: DistContext,
     origins: Origins,
 ) -> Plan:
     """The plan of one engine on this machine; `rates` as `make_plan` takes them."""

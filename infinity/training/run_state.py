@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from infinity.distributed.context import ALONE, Ranks
+from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import CheckpointError, ConfigError, InfinityWarning
 from infinity.offload.window import AccumulationWindow
 from infinity.optim.offloaded import OffloadedOptimizer
@@ -78,7 +78,7 @@ def _equal(one: Any, other: Any) -> bool:
 class _OwnBatches(Sampler[int]):
     """The samples of a rank's batches, in order; the next time round from batch `first` on."""
 
-    def __init__(self, dataset: Any, batch_size: int, drop_last: bool, ranks: Ranks) -> None:
+    def __init__(self, dataset: Any, batch_size: int, drop_last: bool, ranks: DistContext) -> None:
         self._dataset = dataset
         self.shuffled = False
         self._batch_size = batch_size
@@ -128,7 +128,12 @@ class ResumableLoader(DataLoader[Any]):
     """
 
     def __init__(
-        self, dataset: Dataset[Any], ranks: Ranks = ALONE, *, shuffled: bool = False, **options: Any
+        self,
+        dataset: Dataset[Any],
+        ranks: DistContext = SINGLE_PROCESS,
+        *,
+        shuffled: bool = False,
+        **options: Any,
     ) -> None:
         self._ranks = ranks
         self._own: _OwnBatches | None = None

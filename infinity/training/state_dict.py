@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from infinity.common.sizes import parse_size
-from infinity.distributed.context import Ranks
+from infinity.distributed.context import DistContext
 from infinity.errors import ConfigError, ResidencyError
 from infinity.model.buffers import persistent_buffers
 from infinity.model.weight_files import Outgoing, write_shards
@@ -182,20 +182,20 @@ class StateDict(Mapping[str, Tensor]):
 
 
 def written_by_first(
-    ranks: Ranks, tensors: Sequence[Outgoing], write: Callable[[], list[Path]]
+    ranks: DistContext, tensors: Sequence[Outgoing], write: Callable[[], list[Path]]
 ) -> list[Path]:
     """What `write`, which reads each of the tensors in their order, returns on the first rank.
 
     The others read with it.
     """
     files: list[Path] = []
-    with ranks.settle("saves weights"):
+    with ranks.collective_section("saves weights"):
         if ranks.rank == 0:
             files = write()
         else:
             for tensor in tensors:
                 tensor.read()
-    return [Path(file) for file in ranks.gather_words([str(file) for file in files])[0]]
+    return [Path(file) for file in ranks.all_gather_object([str(file) for file in files])[0]]
 
 
 class _Told(Mapping[str, Tensor]):
@@ -204,14 +204,14 @@ class _Told(Mapping[str, Tensor]):
     For what chooses by itself what it reads.
     """
 
-    def __init__(self, state: StateDict, ranks: Ranks) -> None:
+    def __init__(self, state: StateDict, ranks: DistContext) -> None:
         self._state = state
         self._ranks = ranks
 
     def tell(self, name: str) -> str:
         """What the first rank reads next; "" ends it."""
-        self._ranks.meet("reads values that the first rank chooses")
-        return str(self._ranks.gather_words(name)[0])
+        self._ranks.synchronize("reads values that the first rank chooses")
+        return str(self._ranks.all_gather_object(name)[0])
 
     def __getitem__(self, name: str) -> Tensor:
         self.tell(name)
@@ -225,10 +225,10 @@ class _Told(Mapping[str, Tensor]):
 
 
 def read_by_first(
-    ranks: Ranks, state: StateDict, use: Callable[[Mapping[str, Tensor]], None]
+    ranks: DistContext, state: StateDict, use: Callable[[Mapping[str, Tensor]], None]
 ) -> None:
     """Let the first rank `use` whole values, in whatever order it likes."""
-    with ranks.settle("saves weights"):
+    with ranks.collective_section("saves weights"):
         told = _Told(state, ranks)
         if ranks.rank == 0:
             use(state if ranks.count == 1 else told)

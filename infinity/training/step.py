@@ -437,7 +437,7 @@ class Stepper:
                 if (lost or self._parts.ranks.count > 1) and self.progress is before:
                     self.roll_back()
             finally:
-                self._parts.ranks.tell(doing, error)
+                self._parts.ranks.broadcast_error(doing, error)
             raise
 
     # --- the step --------------------------------------------------------------------------------

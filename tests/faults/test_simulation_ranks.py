@@ -27,7 +27,7 @@ from torch import Tensor
 
 from infinity.checkpoint.commits import COMMIT_NAMES
 from infinity.checkpoint.durable_reader import DurableReader
-from infinity.distributed.context import Ranks
+from infinity.distributed.context import DistContext
 from infinity.errors import InfinityError
 
 COUNT, STEPS, QUICK = 2, 4, 40
@@ -47,7 +47,7 @@ def go_on(
 
     models = [small_model(num_blocks=1) for _ in range(COUNT)]  # threads share the generator
 
-    def work(ranks: Ranks) -> dict[int, Weights]:
+    def work(ranks: DistContext) -> dict[int, Weights]:
         states: dict[int, Weights] = {}
         with make_engine(ranks, models[ranks.rank], config, world) as engine:
             last = engine.global_steps + 1 if steps is None else steps

@@ -24,7 +24,7 @@ from support.trainer import PLACEMENTS, TIERS, Result, Run, cpu_beside, make_con
 from torch import Tensor
 
 import infinity
-from infinity.distributed.context import Ranks
+from infinity.distributed.context import DistContext
 from infinity.errors import InfinityWarning
 from infinity.offload import activations as activations_module
 from infinity.offload import gradient_buffers as gradient_worker_module
@@ -151,7 +151,7 @@ def test_every_access_of_several_ranks_is_ordered(
     config = make_config(placement, prefetch_units=0, **more)
     models, batches = [CASE.build() for _ in range(2)], CASE.batches(3 * 2 * 2)
 
-    def work(ranks: Ranks) -> list[str]:
+    def work(ranks: DistContext) -> list[str]:
         kernels = update != "no_kernels"
         with ordered_device(seed=1, kernels=kernels, max_delay_s=AT_LAST) as device:
             with make_engine(

@@ -15,7 +15,7 @@ from support.trainer import make_config, same_bits
 from torch import Tensor
 
 from infinity import _initialize
-from infinity.distributed.context import Ranks
+from infinity.distributed.context import DistContext
 from infinity.errors import InfinityError
 from infinity.integrations.huggingface.models import load_model, save_pretrained
 from infinity.model.weight_files import WeightFiles
@@ -49,7 +49,7 @@ def saved(count: int, folder: Path, kind: str) -> dict[str, bytes]:
         models = [on_experts(FAMILIES[kind].build()) for _ in range(count)]
         config = {**config, "frozen": {"rest": "nf4"}}
 
-    def work(ranks: Ranks) -> list[Path]:
+    def work(ranks: DistContext) -> list[Path]:
         with make_engine(ranks, models[ranks.rank], config, nvme) as engine:
             for batch in FAMILY.batches(2)[ranks.rank :: count]:
                 engine.backward(engine(**batch).loss)
@@ -89,7 +89,7 @@ def test_each_byte_of_the_files_of_transformers_is_read_by_one_rank(
     nvme.mkdir()
     bytes_read.clear()
 
-    def work(ranks: Ranks) -> dict[str, Tensor]:
+    def work(ranks: DistContext) -> dict[str, Tensor]:
         with make_engine(ranks, models[ranks.rank], config, nvme) as engine:
             return dict(engine.state_dict())
 

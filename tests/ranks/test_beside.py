@@ -16,7 +16,7 @@ from support.trainer import make_config, make_device, same_bits, train_exactly
 from torch import Tensor, nn
 
 from infinity.config.schema import load_config
-from infinity.distributed.context import Ranks
+from infinity.distributed.context import DistContext
 from infinity.errors import InfinityError
 from infinity.plan.budget import Limits
 from infinity.plan.layout import FP32, ParameterFacts, lay_out
@@ -45,7 +45,7 @@ class Chain(nn.Module):
         return x.square().mean()
 
 
-def trained(ranks: Ranks, folder: Path, config: dict[str, Any]) -> list[Any]:
+def trained(ranks: DistContext, folder: Path, config: dict[str, Any]) -> list[Any]:
     """The log of the last micro-batch, with ("computes", n) where the n-th block does.
 
     It is the second of its step: no update is under way, which would publish units in its time.
@@ -136,7 +136,7 @@ def test_what_one_rank_lacks_is_gathered_on_all(tmp_path: Path) -> None:
     """As where its optimizer pass took other slots: what is in them hangs on time."""
     x = torch.ones(2, WIDTH)
 
-    def work(ranks: Ranks) -> tuple[int, bool]:
+    def work(ranks: DistContext) -> tuple[int, bool]:
         with make_engine(ranks, Chain(), make_config(), tmp_path) as engine, torch.no_grad():
             first, prefetcher, lacking = engine(x), engine._parts.prefetcher, 0
             for slot in prefetcher.ledger.slots if ranks.rank else ():
@@ -212,7 +212,7 @@ def test_a_rank_that_ends_under_a_gather_ends_all_with_words(
 ) -> None:
     config = make_config(("host", "host", "host"))
 
-    def work(ranks: Ranks) -> None:
+    def work(ranks: DistContext) -> None:
         assert isinstance(ranks, ThreadRanks)
         model = Chain()
         with make_engine(ranks, model, config, tmp_path) as engine:
@@ -251,7 +251,7 @@ def test_a_rank_that_ends_under_a_gather_ends_all_with_words(
 def test_an_addition_that_fails_is_told_after_what_was_agreed_on(
     at_the_end: bool, tmp_path: Path
 ) -> None:
-    def work(ranks: Ranks) -> None:
+    def work(ranks: DistContext) -> None:
         model = Chain(more=at_the_end)  # then no unit is ever complete
         with make_engine(ranks, model, make_config(), tmp_path) as engine:
             exchange = engine._parts.gradients.exchange
@@ -284,7 +284,7 @@ def test_a_step_given_up_under_way_leaves_no_trace(tmp_path: Path) -> None:
     )
     models = [GPT.build() for _ in range(2)]
 
-    def work(ranks: Ranks) -> dict[str, Tensor]:
+    def work(ranks: DistContext) -> dict[str, Tensor]:
         model = models[ranks.rank]
         with make_engine(ranks, model, config, tmp_path, groups=GPT.groups) as engine:
             entries = engine._parts.prefetcher.entries

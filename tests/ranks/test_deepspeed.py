@@ -18,7 +18,7 @@ from support.ranks import make_engine, on_ranks
 from support.trainer import make_config, masters_of, train_exactly
 
 import infinity
-from infinity.distributed.context import Ranks
+from infinity.distributed.context import DistContext
 from infinity.errors import ConfigError, TrainingError
 from infinity.integrations import deepspeed
 from infinity.integrations.deepspeed.engine import DeepSpeedEngine
@@ -47,7 +47,7 @@ def configuration(stage: int, folder: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def train(ranks: Ranks, models: Any, config: dict[str, Any]) -> dict[str, Any]:
+def train(ranks: DistContext, models: Any, config: dict[str, Any]) -> dict[str, Any]:
     engine, *_ = infinity.initialize(model=models[ranks.rank], config=config, ranks=ranks)
     assert isinstance(engine, infinity.DeepSpeedEngine)
     with engine:
@@ -98,7 +98,7 @@ def test_windows_that_no_sync_holds_open(tmp_path: Path) -> None:
     one = config | {"gradient_accumulation_steps": 6}
     expected = train_exactly(GPT.build(), batches, one, groups=GPT.groups)
 
-    def work(ranks: Ranks) -> list[float | None]:
+    def work(ranks: DistContext) -> list[float | None]:
         norms, own = [], {"groups": GPT.groups, "engine_class": DeepSpeedEngine}
         with make_engine(ranks, models[ranks.rank], config, tmp_path, **own) as engine:
             assert isinstance(engine, DeepSpeedEngine)
@@ -123,13 +123,13 @@ def test_batch_sizes_are_those_of_all_ranks(tmp_path: Path) -> None:
     words = r"train_batch_size 8 is not .* 2 x gradient_accumulation_steps 1 .* x 3 processes"
     models = [GPT.build() for _ in range(3)]
 
-    def refused(ranks: Ranks) -> None:
+    def refused(ranks: DistContext) -> None:
         with pytest.raises(ConfigError, match=words):
             infinity.initialize(model=models[ranks.rank], config=config, ranks=ranks)
 
     on_ranks(3, refused)
 
-    def changed(ranks: Ranks) -> None:
+    def changed(ranks: DistContext) -> None:
         more = configuration(1, tmp_path, train_batch_size=12)
         engine, *_ = infinity.initialize(model=models[ranks.rank], config=more, ranks=ranks)
         assert isinstance(engine, infinity.DeepSpeedEngine)
@@ -165,7 +165,7 @@ def test_gathered_values_are_those_of_one_rank_and_a_tag_is_replaced_behind_trai
 ) -> None:
     models = [GPT.build() for _ in range(2)]
 
-    def work(ranks: Ranks) -> Any:
+    def work(ranks: DistContext) -> Any:
         model, told = models[ranks.rank], make_config(("host", "host", "host"))
         with make_engine(ranks, model, told, tmp_path, engine_class=DeepSpeedEngine) as engine:
             given = list(engine.module.parameters())

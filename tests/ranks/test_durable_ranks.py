@@ -26,7 +26,7 @@ from torch import Tensor
 
 from infinity.checkpoint.commits import COMMIT_NAMES, CommitFiles, CommitRecord
 from infinity.checkpoint.durable_reader import DurableReader
-from infinity.distributed.context import Ranks
+from infinity.distributed.context import DistContext
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, InfinityError, TransferError
 from infinity.storage.run_dir import Scratch
@@ -169,7 +169,7 @@ def train_durably(
     models = [CASE.build() for _ in range(count)]
     batches = CASE.batches(steps * MICRO_BATCHES)
 
-    def work(ranks: Ranks) -> dict[str, Tensor]:
+    def work(ranks: DistContext) -> dict[str, Tensor]:
         model = models[ranks.rank]
         with make_engine(ranks, model, config, folder, groups=CASE.groups, **own) as engine:
             if load is not None:
@@ -218,7 +218,7 @@ def test_no_rank_commits_what_another_has_not_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the next pass would write over the only step that a rank has that is killed there."""
-    prepare, commit, meet = CommitFiles.prepare, CommitFiles.commit, ThreadRanks.meet
+    prepare, commit, meet = CommitFiles.prepare, CommitFiles.commit, ThreadRanks.synchronize
     arrived: dict[str, threading.Event] = defaultdict(threading.Event)  # the first rank, by step
     prepared = set()
 
@@ -292,7 +292,7 @@ def test_parts_of_ranks_that_changed_places_are_named(tmp_path: Path) -> None:
     """Of machines that each have a drive, and one rank, and are started in another order."""
     models = [CASE.build() for _ in range(4)]
 
-    def start(ranks: Ranks, order: Sequence[int]) -> int:
+    def start(ranks: DistContext, order: Sequence[int]) -> int:
         ranks.local_rank, ranks.local_count = 0, 1
         node = tmp_path / f"node-{order[ranks.rank]}"
         node.mkdir(exist_ok=True)

@@ -16,7 +16,7 @@ from support.ranks import make_engine, on_ranks, together
 from support.small import batch, settings, small_model
 
 from infinity.checkpoint.commits import SmallFile
-from infinity.distributed.context import Ranks
+from infinity.distributed.context import DistContext
 from infinity.errors import InfinityError, TransferError
 from infinity.storage.disk import Disk
 from infinity.training.load_weights import load_weights
@@ -64,7 +64,7 @@ def test_a_rank_that_cannot_go_on_ends_every_later_call(tmp_path: Path) -> None:
     models = [small_model() for _ in range(2)]
     lost = TransferError("the drive is gone", path="/", offset=0, length=1, errno=errno.EIO)
 
-    def work(ranks: Ranks) -> list[str]:
+    def work(ranks: DistContext) -> list[str]:
         said = []
         with make_engine(ranks, models[ranks.rank], small(tmp_path), tmp_path) as engine:
             for number in range(4):
@@ -91,7 +91,7 @@ def test_weights_that_one_rank_cannot_read_are_loaded_on_none(tmp_path: Path) ->
     models = [small_model() for _ in range(2)]
     weights = tmp_path / "weights"
 
-    def work(ranks: Ranks) -> str:
+    def work(ranks: DistContext) -> str:
         with make_engine(ranks, models[ranks.rank], small(tmp_path), tmp_path) as engine:
             engine.save_weights(weights)
             with pytest.raises(InfinityError) as caught:
@@ -107,7 +107,7 @@ def test_weights_that_one_rank_cannot_read_are_loaded_on_none(tmp_path: Path) ->
     assert "nowhere" in found[0]
 
 
-def train(folder: Path, ranks: Ranks, model: Any, steps: int) -> dict[str, torch.Tensor]:
+def train(folder: Path, ranks: DistContext, model: Any, steps: int) -> dict[str, torch.Tensor]:
     config = small(folder) | {"durable": True, "resume": "auto"}
     with make_engine(ranks, model, config, folder) as engine:
         while engine.global_steps < steps:

@@ -13,7 +13,7 @@ from test_rates import folder  # noqa: F401  (a fixture)
 
 import infinity
 from infinity.config.schema import Config
-from infinity.distributed.context import Ranks
+from infinity.distributed.context import DistContext
 from infinity.plan.cost import Rates, nominal, with_links
 from infinity.plan.plan import LINKS
 from infinity.profiling import calibration
@@ -33,7 +33,7 @@ def test_links_are_measured_by_all_ranks_and_kept_for_as_many(
     device = CpuDevice()
     assert kept_links(device, 3, 1) is None
 
-    def work(ranks: Ranks) -> tuple[Any, ...]:
+    def work(ranks: DistContext) -> tuple[Any, ...]:
         assert isinstance(ranks, ThreadRanks)
         first = cached_links(ranks, device, seconds=0.01)
         sent = dict(ranks.sent)
@@ -67,7 +67,7 @@ def test_of_several_nodes_links_inside_and_between_them_are_kept_too(
     monkeypatch.setattr(calibration, "_LINK_BYTES", 3 << 20)
     device, measured = CpuDevice(), calibration.measure_links
 
-    def measure(ranks: Ranks, device: CpuDevice, seconds: float) -> dict[str, float]:
+    def measure(ranks: DistContext, device: CpuDevice, seconds: float) -> dict[str, float]:
         sizes.append(ranks.count)
         return measured(ranks, device, seconds)
 
@@ -75,7 +75,7 @@ def test_of_several_nodes_links_inside_and_between_them_are_kept_too(
     monkeypatch.setattr(calibration, "timed", lambda once: (once(), 1.0)[1])
     monkeypatch.setattr(calibration, "measure_links", measure)
 
-    def work(ranks: Ranks) -> Any:
+    def work(ranks: DistContext) -> Any:
         ranks.local_rank, ranks.local_count = ranks.rank % 2, 2
         return cached_links(ranks, device, seconds=0.01)
 
@@ -102,7 +102,7 @@ def test_of_several_nodes_links_inside_and_between_them_are_kept_too(
 def test_the_slowest_rank_is_what_a_link_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one rank every call takes a second, of the other half of one."""
 
-    def work(ranks: Ranks) -> dict[str, float]:
+    def work(ranks: DistContext) -> dict[str, float]:
         return calibration.measure_links(ranks, CpuDevice(), seconds=4.0)
 
     def timed(once: Any) -> float:
@@ -120,7 +120,7 @@ def test_a_rank_plans_with_its_part_and_the_least_of_all(
 ) -> None:
     base, _ = with_links(nominal(unified=True), 2, unified=True)
 
-    def known(config: Config, device: CpuDevice, ranks: Ranks) -> KnownRates:
+    def known(config: Config, device: CpuDevice, ranks: DistContext) -> KnownRates:
         slower = {"disk_read": 1e9} if ranks.rank else {"all_gather": 7e6}
         nodes = Rates.of(base.numbers() | slower)
         return KnownRates(nodes, f"2026-01-0{ranks.rank + 1}", ("disk_write",) * ranks.rank)
@@ -138,7 +138,7 @@ def test_a_rank_plans_with_its_part_and_the_least_of_all(
     assert (found[0].measured, found[0].nominal) == ("2026-01-01", ("disk_write",))
     models = [small_model() for _ in range(2)]
 
-    def origin(ranks: Ranks) -> str:
+    def origin(ranks: DistContext) -> str:
         given = settings(tmp_path, {"weights": "auto", "moments": "auto", "gradients": "auto"})
         with infinity.initialize(models[ranks.rank], given, ranks=ranks)[0] as engine:
             return engine.plan.rates_origin

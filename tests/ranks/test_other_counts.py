@@ -12,7 +12,7 @@ from support.models import CASES
 from support.ranks import make_engine, on_ranks
 from support.trainer import make_config, train_on
 
-from infinity.distributed.context import Ranks
+from infinity.distributed.context import DistContext
 
 COUNTS = (1, 2, 3, 4)
 TOGETHER = 12  # micro-batches of a step, of all ranks
@@ -34,7 +34,7 @@ def train(
     models = [CASE.build(seed=int(load is not None)) for _ in range(count)]
     save = None if config.get("durable") or load is not None else folder / "saved"
 
-    def work(ranks: Ranks) -> tuple[list[float], str]:
+    def work(ranks: DistContext) -> tuple[list[float], str]:
         with make_engine(ranks, models[ranks.rank], config, nvme, groups=CASE.groups) as engine:
             if load is not None:
                 engine.load_checkpoint(load)

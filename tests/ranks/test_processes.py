@@ -23,7 +23,7 @@ from support.process_memory import SMALL_BYTES, needs_peak
 from support.trainer import make_config, train_exactly
 from torch.distributed import HashStore, TCPStore
 
-from infinity.distributed.context import TorchRanks, _on_this_machine
+from infinity.distributed.context import TorchDistContext, _on_this_machine
 from infinity.errors import ConfigError
 
 TESTS = Path(forked.TESTS)
@@ -150,7 +150,7 @@ def test_ranks_of_a_machine_have_numbers_one_after_the_other(
     store = HashStore()
     store.set("machine of rank 1", "there")
     store.set("machine of rank 2", "here")
-    monkeypatch.setattr("infinity.distributed.context._this_machine", lambda: b"here")
+    monkeypatch.setattr("infinity.distributed.context._machine_id", lambda: b"here")
     with pytest.raises(ConfigError, match="ranks 0, 2 are on one machine, and others between"):
         _on_this_machine(store, 0, 3)
 
@@ -304,7 +304,7 @@ def test_who_closed_because_another_was_lost_is_not_to_blame(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("infinity.distributed.context._ROLL_CALL_S", 0.1)
-    ranks = object.__new__(TorchRanks)
+    ranks = object.__new__(TorchDistContext)
     ranks.rank, ranks.count, ranks._closed = 1, 4, "closed-{}".format
     ranks._store = HashStore()
     for key in ("lost-0", "closed-0"):
@@ -319,7 +319,7 @@ def test_a_group_of_the_users_is_let_go_of_once() -> None:
     """An error in initialize() closes what it may have closed: the error is what is raised."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        ranks = TorchRanks(owned=False)
+        ranks = TorchDistContext(owned=False)
         ranks.close()
         ranks.close()
         assert dist.is_initialized()

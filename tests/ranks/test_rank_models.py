@@ -13,7 +13,7 @@ from support.ranks import make_engine, on_ranks, together, train_ranks
 from support.trainer import make_config, same_bits, train_exactly
 from torch import Tensor, nn
 
-from infinity.distributed.context import Ranks
+from infinity.distributed.context import DistContext
 
 ON_DISK = ("disk", "disk", "disk")
 WIDTH = 16
@@ -40,7 +40,7 @@ def test_generate_gives_each_rank_the_tokens_of_its_own_prompt(tmp_path: Path) -
     models = [family(rank) for rank in range(2)]
     expected = [generate(*family(rank), tokens=5) for rank in range(2)]
 
-    def work(ranks: Ranks) -> list[Tensor]:
+    def work(ranks: DistContext) -> list[Tensor]:
         model, prompt = models[ranks.rank]
         with make_engine(ranks, model, make_config(ON_DISK), tmp_path) as engine:
             engine.eval()
@@ -55,7 +55,7 @@ def test_generate_gives_each_rank_the_tokens_of_its_own_prompt(tmp_path: Path) -
 def test_ranks_that_generate_another_number_of_tokens_are_told_so(tmp_path: Path) -> None:
     models = [family(rank) for rank in range(2)]
 
-    def work(ranks: Ranks) -> None:
+    def work(ranks: DistContext) -> None:
         model, prompt = models[ranks.rank]
         with make_engine(ranks, model, make_config(ON_DISK), tmp_path) as engine:
             generate(engine.module, prompt, 3 + ranks.rank)
@@ -107,7 +107,7 @@ def test_compiled_blocks_give_the_bits_of_one(tmp_path: Path) -> None:
     expected = train_exactly(stack(), batches, {**config, "gradient_accumulation_steps": 2})
     models = [stack() for _ in range(2)]
 
-    def work(ranks: Ranks) -> dict[str, Tensor]:
+    def work(ranks: DistContext) -> dict[str, Tensor]:
         with make_engine(ranks, models[ranks.rank], config, tmp_path) as engine:
             engine._parts.forwards.compile_units(backend="eager")
             assert engine._parts.forwards.num_compiled == 3

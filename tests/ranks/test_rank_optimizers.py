@@ -22,7 +22,7 @@ from support.ranks import make_engine, on_ranks, together, train_over, train_ran
 from support.trainer import make_config, make_device, same_bits, train_exactly
 from torch import Tensor, nn, optim
 
-from infinity.distributed.context import Ranks
+from infinity.distributed.context import DistContext
 from infinity.errors import ConfigError
 from infinity.plan.layout import (
     BF16,
@@ -178,7 +178,7 @@ def test_state_is_told_to_every_rank(name: str, tmp_path: Path) -> None:
     models = [build() for _ in range(4)]
     batches = batches_of(12)
 
-    def work(ranks: Ranks) -> list[dict[str, Any]]:
+    def work(ranks: DistContext) -> list[dict[str, Any]]:
         model, config = models.pop(), config_of(ON_DISK, 6 // ranks.count)
         with make_engine(
             ranks, model, config, tmp_path, groups=groups_of, optimizer=maker
@@ -264,7 +264,7 @@ def test_a_plan_says_what_padding_costs() -> None:
 def test_the_note_is_in_the_plan(tmp_path: Path) -> None:
     models = [build() for _ in range(2)]
 
-    def work(ranks: Ranks) -> str:
+    def work(ranks: DistContext) -> str:
         model, config = models[ranks.rank], config_of(ON_DISK)
         options = {"groups": groups_of, "optimizer": optim.Adafactor}
         with make_engine(ranks, model, config, tmp_path, **options) as engine:
@@ -287,7 +287,7 @@ def test_the_note_is_in_the_plan(tmp_path: Path) -> None:
 def test_optimizers_that_differ_are_refused(other: Maker, words: str, tmp_path: Path) -> None:
     models = [build() for _ in range(2)]
 
-    def work(ranks: Ranks) -> None:
+    def work(ranks: DistContext) -> None:
         maker = other if ranks.rank else optim.NAdam
         make_engine(ranks, models[ranks.rank], config_of(ON_DISK), tmp_path, optimizer=maker)
 
@@ -308,7 +308,7 @@ def test_an_optimizer_that_raises_on_one_rank_ends_the_step_of_all(tmp_path: Pat
                 raise ValueError("a bad day")
             super().step()
 
-    def work(ranks: Ranks) -> None:
+    def work(ranks: DistContext) -> None:
         with make_engine(
             ranks, models[ranks.rank], config_of(IN_RAM), tmp_path, optimizer=Breaks
         ) as engine:

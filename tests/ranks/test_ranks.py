@@ -30,7 +30,7 @@ from torch.utils.data import TensorDataset
 import infinity
 from infinity import _initialize
 from infinity.config.schema import Config, load_config
-from infinity.distributed.context import ALONE, Ranks
+from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, InfinityError, TrainingError
 from infinity.integrations.deepspeed import zero
@@ -76,7 +76,7 @@ def test_each_rank_keeps_its_share_and_no_more(tmp_path: Path) -> None:
     config = make_config(("disk", "host", "host"), precision="bf16")
     models = [GPT.build() for _ in range(count)]
 
-    def work(ranks: Ranks) -> tuple[int, int, int, int]:
+    def work(ranks: DistContext) -> tuple[int, int, int, int]:
         with make_engine(ranks, models[ranks.rank], config, tmp_path) as engine:
             store, plan = engine._parts.store, engine.plan
             in_ram = sum(place.nbytes for unit in store.units for place in unit.memory.values())
@@ -117,7 +117,7 @@ def test_bytes_between_ranks_are_those_of_the_plan(
 def test_what_is_counted_is_what_was_sent(tmp_path: Path) -> None:
     models, batches = [GPT.build() for _ in range(3)], GPT.batches(6)
 
-    def work(ranks: Ranks) -> None:
+    def work(ranks: DistContext) -> None:
         assert isinstance(ranks, ThreadRanks)
         with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
             for batch in batches[ranks.rank :: 3]:
@@ -144,7 +144,7 @@ def test_each_rank_has_directories_of_its_own_on_every_drive(tmp_path: Path) -> 
     expected = train_exactly(GPT.build(), batches, with_micro_batches(config, 3), groups=GPT.groups)
     config |= {"nvme_path": [str(drive) for drive in drives], "io": {"weights": [2, 1]}}
 
-    def work(ranks: Ranks) -> Any:
+    def work(ranks: DistContext) -> Any:
         with make_engine(ranks, models[ranks.rank], config, tmp_path, groups=GPT.groups) as engine:
             for batch in batches[ranks.rank :: 3]:
                 engine.backward(batch.call(engine))
@@ -167,7 +167,7 @@ def test_budgets_are_those_of_the_machine() -> None:
     alone, shared = limits_for(config, device, model), limits_for(config, device, model, ranks)
     assert alone.host is not None
     assert (shared.host, shared.disk) == (alone.host // 4, 2 << 30)
-    default = [limits_for(Config(), device, model, one).host for one in (ALONE, ranks)]
+    default = [limits_for(Config(), device, model, one).host for one in (SINGLE_PROCESS, ranks)]
     assert default[0] is not None
     assert default[1] == pytest.approx(default[0] / 4, rel=0.05)  # more or less RAM is free
 
@@ -188,7 +188,7 @@ def test_threads_are_those_of_the_processors_that_a_rank_is_bound_to(
     own: dict[int, set[int]] = {}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: own.get(threading.get_ident(), {0}))
 
-    def work(ranks: Ranks) -> int:
+    def work(ranks: DistContext) -> int:
         own[threading.get_ident()] = masks[ranks.rank]
         return ranks.num_sharing_processors()
 
@@ -196,7 +196,7 @@ def test_threads_are_those_of_the_processors_that_a_rank_is_bound_to(
 
 
 def test_nodes_may_have_different_numbers_of_ranks() -> None:
-    def work(ranks: Ranks) -> int:
+    def work(ranks: DistContext) -> int:
         ranks.local_rank, ranks.local_count = ((0, 1), (0, 2), (1, 2))[ranks.rank]
         return ranks.num_sharing_processors()
 
@@ -206,7 +206,7 @@ def test_nodes_may_have_different_numbers_of_ranks() -> None:
 def test_limits_are_the_least_of_all_ranks() -> None:
     """Memory is read on each, a moment apart: what is left to activations differs, too."""
 
-    def work(ranks: Ranks) -> Limits:
+    def work(ranks: DistContext) -> Limits:
         rank = ranks.rank
         return run_plan._agreed(Limits(None, 100 - rank, None, rank, rank, 10 * rank), ranks)
 
@@ -224,7 +224,7 @@ def test_the_norm_does_not_show_where_parameters_are_cut() -> None:
     scales = [10 ** (8 * torch.rand(size, generator=generator) - 4) for size in sizes]
     values = [torch.randn(size, generator=generator) * scales[i] for i, size in enumerate(sizes)]
 
-    def work(ranks: Ranks) -> dict[int, float]:
+    def work(ranks: DistContext) -> dict[int, float]:
         layout = lay_out(0, "all", facts, FP32, ranks=ranks.count)
         own = layout.of_shard(ranks.rank)
         with CpuKernels(1) as kernels:
@@ -300,7 +300,7 @@ def test_a_gradient_that_some_ranks_lack_is_added_as_on_one_rank() -> None:
 # --- what goes apart ends in words, on every rank ------------------------------------------------
 
 
-def words_of(count: int, work: Callable[[Ranks], Any]) -> dict[int, str]:
+def words_of(count: int, work: Callable[[DistContext], Any]) -> dict[int, str]:
     """What each rank raises; all do."""
     results, errors = together(count, work)
     assert not results, results
@@ -336,7 +336,7 @@ def one_batch(number: int) -> tuple[Tensor, tuple[int, ...]]:
 def test_another_order_of_units_is_told_with_both(tmp_path: Path) -> None:
     models = same_models(Ordered, 3)
 
-    def work(ranks: Ranks) -> None:
+    def work(ranks: DistContext) -> None:
         with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
             engine(torch.ones(2, 64), (0, 1, 2))
             engine(torch.ones(2, 64), (0, 2, 1) if ranks.rank == 1 else (0, 1, 2))
@@ -355,7 +355,7 @@ def test_an_error_on_one_rank_is_told_on_all(where: str, tmp_path: Path) -> None
     def bad(*args: Any) -> Any:
         raise BadError("the data are bad")
 
-    def work(ranks: Ranks) -> None:
+    def work(ranks: DistContext) -> None:
         model, is_bad = models[ranks.rank], ranks.rank == 1
         options = {"lr_scheduler": lambda optimizer: SimpleNamespace(step=bad)}
         more = options if is_bad and where == "scheduler" else {}
@@ -390,7 +390,7 @@ def test_whoever_catches_an_error_of_one_rank_goes_on_with_the_bits_of_none(
     config = make_config(gradient_accumulation_steps=2)
     models = [same_models(Ordered, 2) for _ in range(2)]
 
-    def train(ranks: Ranks, model: nn.Module, broken: bool) -> tuple[list[Any], list[str]]:
+    def train(ranks: DistContext, model: nn.Module, broken: bool) -> tuple[list[Any], list[str]]:
         raised = []
         with make_engine(ranks, model, config, tmp_path / str(broken)) as engine:
             calls, usual = itertools.count(), getattr(engine._parts.gradients, where, print)
@@ -450,7 +450,7 @@ def test_settings_of_one_rank_alone_are_told_on_all(
 ) -> None:
     models = same_models(Ordered, 2)
 
-    def work(ranks: Ranks) -> None:
+    def work(ranks: DistContext) -> None:
         config = with_micro_batches(make_config(), 2)
         with make_engine(ranks, models[ranks.rank], config, tmp_path) as engine:
             differ(ranks.rank)(engine)
@@ -506,7 +506,7 @@ def test_an_error_while_values_are_edited_is_told_and_nothing_is_written(
             if rank == failing:
                 raise KeyError("lost")
 
-    def work(ranks: Ranks) -> tuple[BaseException, list[Tensor]]:
+    def work(ranks: DistContext) -> tuple[BaseException, list[Tensor]]:
         with make_engine(ranks, models[ranks.rank], make_config(ON_DISK), tmp_path) as engine:
             before = [v.clone() for v in engine.state_dict(master=True).values()]
             with pytest.raises((KeyError, TrainingError)) as caught:
@@ -534,7 +534,7 @@ def test_values_that_ranks_give_must_be_the_same(
     """
     models = same_models(Ordered, 2)
 
-    def work(ranks: Ranks) -> tuple[Tensor, Tensor]:
+    def work(ranks: DistContext) -> tuple[Tensor, Tensor]:
         config = make_config(ON_DISK, precision="bf16", cast_inputs=True)
         with make_engine(ranks, models[ranks.rank], config, tmp_path) as engine:
             before = engine.state_dict(master=True)["blocks.1.weight"].clone()
@@ -556,7 +556,7 @@ def test_values_that_ranks_give_must_be_the_same(
 def test_a_rank_that_ends_early_leaves_nobody_waiting(tmp_path: Path) -> None:
     models = same_models(Ordered, 2)
 
-    def work(ranks: Ranks) -> None:
+    def work(ranks: DistContext) -> None:
         with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
             for _ in range(2 + (ranks.rank == 0)):
                 engine.backward(engine(torch.ones(2, 64), (0, 1, 2)))
@@ -570,7 +570,7 @@ def test_a_rank_that_ends_early_leaves_nobody_waiting(tmp_path: Path) -> None:
 def test_different_calls_are_told_apart(tmp_path: Path) -> None:
     models = same_models(Ordered, 2)
 
-    def work(ranks: Ranks) -> None:
+    def work(ranks: DistContext) -> None:
         with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
             loss = engine(torch.ones(2, 64), (0, 1, 2))
             if ranks.rank == 0:
@@ -595,7 +595,7 @@ def test_configurations_that_differ_are_refused(
 ) -> None:
     models = same_models(Ordered, 2)
 
-    def work(ranks: Ranks) -> None:
+    def work(ranks: DistContext) -> None:
         config = make_config() | (changes if ranks.rank == 1 else {})
         make_engine(ranks, models[ranks.rank], config, tmp_path)
 
@@ -608,7 +608,7 @@ def test_versions_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
     of_thread: dict[int, str] = {}
     monkeypatch.setattr(_initialize, "version", lambda name: of_thread[threading.get_ident()])
 
-    def work(ranks: Ranks) -> None:
+    def work(ranks: DistContext) -> None:
         of_thread[threading.get_ident()] = f"0.{ranks.rank}"
         make_engine(ranks, models[ranks.rank], make_config(), tmp_path)
 
@@ -655,7 +655,7 @@ def test_models_that_differ_are_refused(
     torch.manual_seed(0)
     models.append(other())
 
-    def work(ranks: Ranks) -> None:
+    def work(ranks: DistContext) -> None:
         make_engine(ranks, models[ranks.rank], make_config(), tmp_path)
 
     for told in words_of(3, work).values():
@@ -671,7 +671,7 @@ def test_files_of_weights_that_differ_are_refused(tmp_path: Path) -> None:
         save_file(values, tmp_path / f"{rank}.safetensors")
         values[last] = values[last] + 1
 
-    def work(ranks: Ranks) -> None:
+    def work(ranks: DistContext) -> None:
         with torch.device("meta"):
             model = Gpt()
         infinity.load_weights(model, tmp_path / f"{ranks.rank}.safetensors")
@@ -694,7 +694,7 @@ def test_batches_that_would_overlap_are_refused(
     """Each takes every N-th batch of its own size, of its own data."""
     models = same_models(Ordered, 2)
 
-    def work(ranks: Ranks) -> None:
+    def work(ranks: DistContext) -> None:
         told = {"batch_size": 1, "samples": 8} | (given if ranks.rank else {})
         data = TensorDataset(torch.zeros(told["samples"], 64))
         more = {"training_data": data, "batch_size": told["batch_size"]}
@@ -724,7 +724,7 @@ def test_what_fails_on_one_rank_at_the_start_fails_on_all(tmp_path: Path) -> Non
     def broken(done: int, total: int, what: str) -> None:
         raise RuntimeError("no more light")
 
-    def work(ranks: Ranks) -> None:
+    def work(ranks: DistContext) -> None:
         progress = broken if ranks.rank == 1 else None
         make_engine(ranks, models[ranks.rank], make_config(ON_DISK), tmp_path, progress=progress)
 
@@ -739,7 +739,7 @@ def test_what_fails_on_one_rank_at_the_start_fails_on_all(tmp_path: Path) -> Non
 # --- values, and what else is asked of an engine -------------------------------------------------
 
 
-def tell_all(engine: Engine, ranks: Ranks, weights: Path) -> dict[str, Tensor]:
+def tell_all(engine: Engine, ranks: DistContext, weights: Path) -> dict[str, Tensor]:
     """Values of everything after an edit of everything, by name."""
     found: dict[str, Tensor] = {}
     batches = GPT.batches(8)[ranks.rank :: ranks.count]
@@ -781,7 +781,7 @@ def test_values_are_whole_on_every_rank(placement: tuple[str, str, str], tmp_pat
     models = [GPT.build() for _ in range(4)]
     config = make_config(placement, precision="bf16")
 
-    def work(ranks: Ranks) -> dict[str, Tensor]:
+    def work(ranks: DistContext) -> dict[str, Tensor]:
         model = models.pop()
         own = with_micro_batches(config, 4 // ranks.count)
         with make_engine(ranks, model, own, tmp_path, groups=GPT.groups) as engine:
@@ -804,7 +804,7 @@ def test_a_backward_of_ones_own_and_a_whole_step_in_one_call(
     batches = GPT.batches(12)
     config = make_config(ON_DISK, precision=precision)
 
-    def work(ranks: Ranks, way: str) -> dict[str, Tensor]:
+    def work(ranks: DistContext, way: str) -> dict[str, Tensor]:
         own = with_micro_batches(config, 6 // ranks.count)
         mine = batches[ranks.rank :: ranks.count]
         with make_engine(ranks, models.pop(), own, tmp_path, groups=GPT.groups) as engine:
@@ -927,7 +927,7 @@ def test_a_save_that_fails_fails_on_all_and_training_goes_on(tmp_path: Path) -> 
     nvme.mkdir()
     (saves / "there").mkdir(parents=True)
 
-    def work(ranks: Ranks) -> tuple[str, float | None]:
+    def work(ranks: DistContext) -> tuple[str, float | None]:
         config = make_config(ON_DISK, precision="bf16")
         with make_engine(ranks, models[ranks.rank], config, nvme) as engine:
             kind = CheckpointError if ranks.rank == 0 else TrainingError

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from infinity.checkpoint.ranges import RangeWriter
 from infinity.checkpoint.reader import CheckpointReader
-from infinity.distributed.context import Ranks
+from infinity.distributed.context import DistContext
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError, InfinityWarning
 
@@ -58,7 +58,7 @@ def test_what_all_ranks_are_to_hear_is_said_once(tmp_path: Path) -> None:
     models, empty = [GPT.build() for _ in range(2)], tmp_path / "empty"
     empty.mkdir()
 
-    def work(ranks: Ranks) -> None:
+    def work(ranks: DistContext) -> None:
         (batch,) = GPT.batches(1)
         with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
             assert engine.load_checkpoint(empty) == (None, None)
@@ -101,14 +101,14 @@ def test_a_save_goes_on_behind_training(tmp_path: Path, monkeypatch: pytest.Monk
     at_the_end_of(monkeypatch, lambda: assert_soon(may_end))
     models, saved = [GPT.build() for _ in range(2)], tmp_path / "saved"
 
-    def work(ranks: Ranks) -> list[bool]:
+    def work(ranks: DistContext) -> list[bool]:
         with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
             step(engine, 0)
             engine.save_checkpoint(saved, "one")
             seen = [engine.saving]
             step(engine, 1)
             seen += [engine.saving, (saved / "one").exists()]
-            ranks.meet("has looked")
+            ranks.synchronize("has looked")
             may_end.set()
             engine.finish_saving()
             return [*seen, engine.saving, (saved / "one" / "manifest.json").exists()]
@@ -122,19 +122,19 @@ def test_ranks_load_one_checkpoint(tmp_path: Path) -> None:
 
     saved.mkdir()
 
-    def work(ranks: Ranks) -> list[str]:
+    def work(ranks: DistContext) -> list[str]:
         said = []
         with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
             for number in range(2):
                 step(engine, number)
                 engine.save_checkpoint(saved / str(number), "one")
                 engine.finish_saving()
-            ranks.meet("copies")
+            ranks.synchronize("copies")
             if ranks.rank:
                 shutil.copytree(saved / "0", saved / "damaged")
                 for file in (saved / "damaged" / "one").glob("moment2.safetensors"):
                     file.write_bytes(file.read_bytes()[:-3] + b"bad")
-            ranks.meet("has copied")
+            ranks.synchronize("has copied")
             for root in (str(ranks.rank), "damaged"):
                 with pytest.raises(InfinityError) as caught:
                     engine.load_checkpoint(saved / root)
@@ -155,7 +155,7 @@ def test_what_one_rank_cannot_save_is_told_on_all(tmp_path: Path) -> None:
     """And training goes on."""
     models = [GPT.build() for _ in range(2)]
 
-    def work(ranks: Ranks) -> str:
+    def work(ranks: DistContext) -> str:
         with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
             own = SimpleNamespace(state_dict=lambda: {"of": object() if ranks.rank else 1})
             engine.register_state("own", own)
@@ -193,7 +193,7 @@ def test_buffers_are_each_ranks_own_when_it_goes_on(durable: bool, tmp_path: Pat
     models = [build() for _ in range(6)]
     config = make_config(("disk", "disk", "disk"))
 
-    def train(engine: Engine, ranks: Ranks, steps: Iterable[int]) -> list[float]:
+    def train(engine: Engine, ranks: DistContext, steps: Iterable[int]) -> list[float]:
         losses = []
         for number in steps:
             generator = torch.Generator().manual_seed(10 * number + ranks.rank)
@@ -203,12 +203,12 @@ def test_buffers_are_each_ranks_own_when_it_goes_on(durable: bool, tmp_path: Pat
             losses.append(loss.item())
         return losses
 
-    def sound(ranks: Ranks) -> list[float]:
+    def sound(ranks: DistContext) -> list[float]:
         (folder := tmp_path / "sound").mkdir(exist_ok=True)
         with make_engine(ranks, models.pop(), config, folder) as engine:
             return train(engine, ranks, range(4))
 
-    def stopped(ranks: Ranks) -> list[float]:
+    def stopped(ranks: DistContext) -> list[float]:
         own = config | ({"durable": True, "resume": "auto"} if durable else {})
         (folder := tmp_path / "stopped").mkdir(exist_ok=True)
         with make_engine(ranks, models.pop(), own, folder) as engine:
@@ -228,7 +228,7 @@ def test_buffers_are_each_ranks_own_when_it_goes_on(durable: bool, tmp_path: Pat
 def test_ranks_save_to_one_place(tmp_path: Path) -> None:
     models = [GPT.build() for _ in range(2)]
 
-    def work(ranks: Ranks) -> str:
+    def work(ranks: DistContext) -> str:
         with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
             with pytest.raises(ConfigError) as caught:
                 engine.save_checkpoint(tmp_path / "saves", f"loss-{ranks.rank}")
@@ -248,7 +248,7 @@ def test_frozen_files_are_written_once(shared: bool, tmp_path: Path) -> None:
     config = make_config(("host", "host", "host"))
     config["placement"]["shared"] = shared
 
-    def work(ranks: Ranks) -> Tensor:
+    def work(ranks: DistContext) -> Tensor:
         with make_engine(ranks, models[ranks.rank], config, tmp_path, groups=case.groups) as engine:
             frozen = next(p for p in engine.module.parameters() if not p.requires_grad)
             for number, tag in enumerate("abc"):
@@ -291,7 +291,7 @@ def test_a_save_that_one_rank_waits_for_alone_is_told(
     at_the_end_of(monkeypatch, lambda: assert_soon(may_end))
     models = [GPT.build() for _ in range(2)]
 
-    def work(ranks: Ranks) -> str:
+    def work(ranks: DistContext) -> str:
         with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
             step(engine, 0)
             engine.save_checkpoint(tmp_path / "saved", "one")
@@ -319,15 +319,15 @@ def test_a_drive_that_is_full_for_one_rank_ends_the_save_of_all(
     at_the_end_of(monkeypatch, lambda: setattr(full, "here", True))
     monkeypatch.setattr(os, "pwrite", refuses)
 
-    def work(ranks: Ranks) -> str:
+    def work(ranks: DistContext) -> str:
         with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
             step(engine, 0)
             engine.save_checkpoint(saved, "one")
             with pytest.raises(InfinityError) as caught:
                 engine.finish_saving()
-            ranks.meet("has failed")
+            ranks.synchronize("has failed")
             assert not list(saved.glob("one*"))
-            ranks.meet("has looked")
+            ranks.synchronize("has looked")
             fails.clear()
             step(engine, 1)
             engine.save_checkpoint(saved, "two", wait=True)

@@ -17,7 +17,7 @@ from support.trainer import make_config, make_device, train_exactly
 
 from infinity.config.schema import load_config
 from infinity.distributed import shared_memory
-from infinity.distributed.context import Done, Ranks
+from infinity.distributed.context import CompletedWork, DistContext
 from infinity.distributed.shared_memory import SharedWeights, can_share
 from infinity.engine import Engine
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
@@ -99,7 +99,7 @@ def test_edits_are_seen_by_every_rank_and_nothing_is_left(nodes: int, tmp_path: 
         with torch.no_grad():
             return torch.as_tensor(FROZEN.batches(1)[0].call(engine)).clone()
 
-    def work(ranks: Ranks) -> tuple[torch.Tensor, bool]:
+    def work(ranks: DistContext) -> tuple[torch.Tensor, bool]:
         device = make_device("fake", ranks.rank)
         with make_engine(ranks, models[ranks.rank], config, tmp_path, device=device) as engine:
             first = changed(engine, ranks.rank)
@@ -125,12 +125,12 @@ def test_what_nobody_wanted_is_here_before_it_is_brought_again() -> None:
     """Two editions of a unit at once would land in one place."""
     unit = lay_out(0, "unit", FACTS, FP32, ranks=2)
 
-    def work(ranks: Ranks) -> tuple[list[int], list[tuple[str, str | int]]]:
+    def work(ranks: DistContext) -> tuple[list[int], list[tuple[str, str | int]]]:
         weights = SharedWeights({0: unit.of_shard(ranks.rank)}, ranks, lambda arena: None)
         for value in (1, 2):
             weights.written(0)
             weights.shards[0][ranks.rank].fill_(10 * ranks.rank + value)
-            ranks.meet("wrote")
+            ranks.synchronize("wrote")
             weights.bring(0)
         weights.settle(0)
         assert isinstance(weights._peers, ThreadRanks)
@@ -145,13 +145,13 @@ def test_what_nobody_wanted_is_here_before_it_is_brought_again() -> None:
 def test_what_failed_on_its_way_is_not_here() -> None:
     """Torch's work is over then, too; only who waits for it is told."""
 
-    class Failed(Done):
+    class Failed(CompletedWork):
         def wait(self) -> None:
             raise MachineError("lost")
 
     unit = lay_out(0, "unit", FACTS, FP32, ranks=2)
 
-    def work(ranks: Ranks) -> str:
+    def work(ranks: DistContext) -> str:
         weights = SharedWeights({0: unit.of_shard(ranks.rank)}, ranks, lambda arena: None)
         assert weights._peers is not None
         weights._peers.all_gather = lambda *_, **__: Failed()  # type: ignore[method-assign]
@@ -170,14 +170,14 @@ def test_copies_are_over_before_ranks_meet_for_the_norm(tmp_path: Path) -> None:
     config["placement"]["shared"] = True
     models = [FROZEN.build() for _ in range(2)]
 
-    class Open(Done):
+    class Open(CompletedWork):
         def __init__(self, log: list[tuple[str, str | int]]) -> None:
             self.log = log
 
         def wait(self) -> None:
             self.log.append(("copies", "are over"))
 
-    def work(ranks: Ranks) -> list[str]:
+    def work(ranks: DistContext) -> list[str]:
         assert isinstance(ranks, ThreadRanks)
         with make_engine(ranks, models[ranks.rank], config, tmp_path) as engine:
             engine.backward(FROZEN.batches(2)[ranks.rank].call(engine))

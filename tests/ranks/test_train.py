@@ -16,7 +16,7 @@ from support.ranks import on_ranks
 from support.runs import losses_of, metrics_of, settings, train, write_chat
 
 from infinity.cli.main import main
-from infinity.distributed.context import Ranks
+from infinity.distributed.context import DistContext
 from infinity.errors import ConfigError, MachineError
 from infinity.train.run import Run
 from infinity.train.settings import load_run_config
@@ -154,7 +154,7 @@ def test_ranks_that_see_other_texts_are_told_so(tmp_path: Path) -> None:
         given = write_chat(folder, 200 - number)
         configs.append(load_run_config(settings(folder, **given, run_dir=str(tmp_path / "run"))))
 
-    def prepare(ranks: Ranks) -> None:
+    def prepare(ranks: DistContext) -> None:
         with Run(configs[ranks.rank], ranks=ranks) as run:
             run.prepare()
 

@@ -16,14 +16,14 @@ from support.trainer import make_config, masters_of
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from infinity.distributed.context import ALONE, Alone, Ranks
+from infinity.distributed.context import SINGLE_PROCESS, DistContext, SingleProcess
 from infinity.errors import ConfigError
 from infinity.training.run_state import ResumableLoader
 
 GPT = CASES["gpt"]
 
 
-class One(Alone):
+class One(SingleProcess):
     """A rank of several that has nothing to say."""
 
     def __init__(self, rank: int, count: int) -> None:
@@ -70,7 +70,9 @@ def test_ranks_get_in_turn_what_one_gets(
     count: int, samples: int, drop_last: bool, stream: bool
 ) -> None:
     data = numbers(samples, stream)
-    whole = [told(b) for b in ResumableLoader(data, ALONE, batch_size=2, drop_last=drop_last)]
+    whole = [
+        told(b) for b in ResumableLoader(data, SINGLE_PROCESS, batch_size=2, drop_last=drop_last)
+    ]
     every = samples - samples % 2 if drop_last else samples
     assert [number for found in whole for number in found] == list(range(every))
     loaders = make(count, data, drop_last=drop_last)
@@ -107,7 +109,7 @@ def test_training_and_resuming_on_other_ranks_gives_the_bits_of_one(tmp_path: Pa
     data = TensorDataset(tokens)
     micro_batches, steps = 6, 2
 
-    def train(ranks: Ranks, models: Any, load: bool) -> tuple[list[float], dict[str, Tensor]]:
+    def train(ranks: DistContext, models: Any, load: bool) -> tuple[list[float], dict[str, Tensor]]:
         config = make_config(gradient_accumulation_steps=micro_batches // ranks.count)
         with make_engine(
             ranks, models[ranks.rank], config, tmp_path / "nvme", training_data=data, batch_size=2

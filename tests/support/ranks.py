@@ -21,7 +21,7 @@ from support.trainer import Result, train_on
 from torch import Tensor, nn
 
 from infinity.config.schema import load_config
-from infinity.distributed.context import Done, Ranks, Work
+from infinity.distributed.context import CompletedWork, DistContext, Work
 from infinity.engine import Engine
 from infinity.errors import MachineError
 from infinity.storage.device import Device
@@ -151,7 +151,7 @@ class Group:
             return [there[other] for other in range(self.count)]
 
 
-class ThreadRanks(Ranks):
+class ThreadRanks(DistContext):
     """One of them. Collectives that do not belong together are an error, never a hang."""
 
     def __init__(self, group: Group, rank: int) -> None:
@@ -187,19 +187,19 @@ class ThreadRanks(Ranks):
         assert len(kinds) == 1, f"collectives that do not belong together: {kinds}"
         return [tensor for *_, tensor in found]
 
-    def meet(
+    def synchronize(
         self, doing: str, *notes: int, error: BaseException | None = None
     ) -> Sequence[Sequence[int]]:
         self.log.append(("meets", doing))
-        return super().meet(doing, *notes, error=error)
+        return super().synchronize(doing, *notes, error=error)
 
-    def all_gather(self, whole: Tensor, *, beside: bool = False) -> Work:
+    def all_gather(self, whole: Tensor, *, overlap: bool = False) -> Work:
         parts = whole.view(self.count, -1)
-        if beside:
+        if overlap:
             return self._beside("all_gather", parts[self.rank], parts)
         for part, theirs in zip(parts, self._swap("gather", parts[self.rank]), strict=True):
             part.copy_(theirs)
-        return Done()
+        return CompletedWork()
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
         return self._beside("all_to_all", sent, received.view(self.count, -1))
@@ -214,13 +214,13 @@ class ThreadRanks(Ranks):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         tensor.copy_(self._swap("broadcast", tensor)[source])
 
-    def among(self, sets: Sequence[Sequence[int]], *, by_host: bool = False) -> Ranks:
+    def new_subgroup(self, sets: Sequence[Sequence[int]], *, by_host: bool = False) -> DistContext:
         members = next(members for members in sets if self.rank in members)
         groups = self.group.swap(self.rank, Group(len(members)))
         return ThreadRanks(groups[members[0]], members.index(self.rank))
 
 
-def on_ranks(count: int, work: Callable[[Ranks], T], *, nodes: int = 1) -> list[T]:
+def on_ranks(count: int, work: Callable[[DistContext], T], *, nodes: int = 1) -> list[T]:
     """What `work` returns on each rank. Raises what the first rank that failed by itself raised."""
     results, errors = together(count, work, nodes=nodes)
     failed = sorted(errors.items(), key=lambda item: "lost the others" in str(item[1]))
@@ -230,7 +230,7 @@ def on_ranks(count: int, work: Callable[[Ranks], T], *, nodes: int = 1) -> list[
 
 
 def together(
-    count: int, work: Callable[[Ranks], T], *, nodes: int = 1
+    count: int, work: Callable[[DistContext], T], *, nodes: int = 1
 ) -> tuple[dict[int, T], dict[int, BaseException]]:
     """Results and errors by rank. What they started, they have waited for."""
     # Two threads that import it at once may break CPython 3.11's parser (gh-106905).
@@ -272,7 +272,7 @@ def together(
 
 
 def make_engine(
-    ranks: Ranks,
+    ranks: DistContext,
     model: nn.Module,
     config: Mapping[str, Any],
     folder: Path,
@@ -344,7 +344,7 @@ def train_ranks(
     models = [build() for _ in range(count)]  # here: torch's generator is one for all threads
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
 
-        def work(ranks: Ranks) -> Result:
+        def work(ranks: DistContext) -> Result:
             model, device = models[ranks.rank], devices[ranks.rank]
             with make_engine(
                 ranks, model, config, Path(name), device=device, groups=groups, **options

@@ -17,7 +17,7 @@ from infinity._initialize import initialize as initialize_engine
 from infinity._initialize import starting
 from infinity.config.schema import Config
 from infinity.config.settings import Settings
-from infinity.distributed.context import Ranks
+from infinity.distributed.context import DistContext
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.integrations.deepspeed.engine import DeepSpeedEngine
@@ -73,7 +73,7 @@ class DeepSpeedArguments:
     device: Device | torch.device | str | None = None
     progress: Progress | None = None
     engine_class: type[Engine] | None = None
-    ranks: Ranks | None = None
+    ranks: DistContext | None = None
 
     @classmethod
     def of(cls, positional: Sequence[Any], named: Mapping[str, Any]) -> DeepSpeedArguments:
@@ -161,7 +161,7 @@ def initialize(*positional: Any, **named: Any) -> tuple[Engine, OffloadedOptimiz
     if isinstance(engine := made[0], DeepSpeedEngine):
         with ExitStack() as undo:
             undo.callback(engine.close)
-            with ranks.settle("initialize()"):
+            with ranks.collective_section("initialize()"):
                 watch(engine)
             undo.pop_all()
         if hasattr(given.args, "local_rank"):  # -1 where no launcher passed it

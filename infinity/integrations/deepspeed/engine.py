@@ -510,7 +510,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         check_tag(name)
         place = Path(save_dir).expanduser() / name
         old = place.with_name(name + _REPLACED)
-        with self.ranks.settle("makes room for a checkpoint"):
+        with self.ranks.collective_section("makes room for a checkpoint"):
             if not self.ranks.rank:
                 make_directories(place.parent)
                 _take_back(place.parent)
@@ -524,7 +524,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
                     )
                 shutil.rmtree(old, ignore_errors=True)
                 place.rename(old)
-        waits = self.ranks.meet("makes room for a checkpoint", int(wait or replaces))
+        waits = self.ranks.synchronize("makes room for a checkpoint", int(wait or replaces))
         try:
             saved = super().save_checkpoint(
                 save_dir, name, client_state, save_latest, exclude_frozen_parameters,
@@ -569,7 +569,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         """
         root = Path(load_dir).expanduser()
         if not (root / RECORD_NAME).is_file():
-            with self.ranks.telling("looks for a checkpoint"):
+            with self.ranks.propagate_errors("looks for a checkpoint"):
                 found = find_tag(root, None if tag is None else str(tag))
             before = f"{found}{_REPLACED}"
             if found and not (root / found).exists() and (root / before / MANIFEST_NAME).is_file():
@@ -725,7 +725,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         if save_filename is None:
             state.save(directory, None, "5GiB")
         elif save_filename.endswith(_PICKLED):
-            with self.ranks.settle("saves weights"):
+            with self.ranks.collective_section("saves weights"):
                 values: dict[str, Tensor] = {}
                 for name in state:  # all ranks read, and the first keeps
                     value = state[name]

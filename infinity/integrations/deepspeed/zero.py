@@ -254,7 +254,7 @@ def _in_a_forward(parameter: nn.Parameter) -> ConfigError:
 def _share_values(engine: Engine, parameters: list[nn.Parameter], source: int) -> None:
     """Make values that are at hand, on all ranks, those of one: each writes a shard of its own."""
     if engine.ranks.count > 1:
-        engine.ranks.meet("leaves gathered parameters")
+        engine.ranks.synchronize("leaves gathered parameters")
         for parameter in parameters:
             value = parameter.detach().cpu().contiguous()
             engine.ranks.broadcast(value.view(-1).view(torch.uint8), source)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.config.schema import Config
-from infinity.distributed.context import ALONE, Ranks
+from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import InfinityWarning
 from infinity.integrations.huggingface.experts import declare_experts
 from infinity.plan.activations import num_blocks
@@ -172,7 +172,7 @@ class StepBatches:
     """
 
     def __init__(
-        self, config: Config, samples: int, pad_token: int = 0, ranks: Ranks = ALONE
+        self, config: Config, samples: int, pad_token: int = 0, ranks: DistContext = SINGLE_PROCESS
     ) -> None:
         self.schedule = (config.gradient_accumulation_steps, config.activations.slices)
         self._samples = samples
@@ -198,7 +198,7 @@ class StepBatches:
         So it is on all ranks where it is on one.
         """
         joins = num_items is not None and can_join(batches)
-        told = self._ranks.meet("begins a step of a Trainer", int(joins))
+        told = self._ranks.synchronize("begins a step of a Trainer", int(joins))
         self._held = batches if all(others for others, *_ in told) else ()
         self._handed_over = 0
 
@@ -244,7 +244,7 @@ def with_schedule(
     device: torch.device,
     samples: int,
     decided: Decided,
-    ranks: Ranks = ALONE,
+    ranks: DistContext = SINGLE_PROCESS,
 ) -> Config:
     """A configuration with the fastest schedule that fits, of a step of so many `samples`.
 
@@ -285,12 +285,12 @@ def with_schedule(
     return shared(chosen.told(config), ranks)
 
 
-def shared(config: Config, ranks: Ranks) -> Config:
+def shared(config: Config, ranks: DistContext) -> Config:
     """A configuration with the batch schedule that it has on the first rank."""
     if ranks.count == 1:
         return config
     names = ("gradient_accumulation_steps", "activations")
-    ranks.meet("chooses micro-batches")
+    ranks.synchronize("chooses micro-batches")
     told = config.model_dump(mode="json", exclude_unset=True, include=set(names))
-    raw = config.model_dump(exclude_unset=True) | ranks.gather_words(told)[0]
+    raw = config.model_dump(exclude_unset=True) | ranks.all_gather_object(told)[0]
     return Config.model_validate(raw)

@@ -613,7 +613,7 @@ def _initialize(
     arguments["ranks"] = ranks = arguments.get("ranks") or find_ranks()
     with ExitStack() as undo:
         undo.callback(ranks.close)
-        with ranks.settle("builds the model"):
+        with ranks.collective_section("builds the model"):
             told = read_settings(config, *ways, **given | {"ranks": ranks.count})
             model = build(config=told.config)
             made = prepare(model) if prepare is not None else None

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from infinity.checkpoint.manifest import MANIFEST_NAME
 from infinity.config.schema import Config
-from infinity.distributed.context import Ranks, find_ranks
+from infinity.distributed.context import DistContext, find_ranks
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, EngineClosedError, InfinityWarning
 from infinity.integrations.deepspeed.arguments import initialize
@@ -184,7 +184,7 @@ def save_engine(engine: Engine, folder: str) -> None:
 
     One that is there is of a run that went on from before this step, and goes: as Trainer does.
     """
-    with engine.ranks.settle("saves a checkpoint"):
+    with engine.ranks.collective_section("saves a checkpoint"):
         if not engine.ranks.rank:
             shutil.rmtree(Path(folder) / TAG, ignore_errors=True)
     engine.save_checkpoint(folder, TAG, save_latest=False, wait=True)
@@ -403,7 +403,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         args = self.args
         return int(args.per_device_train_batch_size * args.gradient_accumulation_steps)
 
-    def _with_schedule(self, config: Config, ranks: Ranks) -> Config:
+    def _with_schedule(self, config: Config, ranks: DistContext) -> Config:
         """With the plan's batch schedule, where it may choose: then `_batches` are cut by it."""
         self._batches = None
         theirs = [(name, _Trainer) for name in ("compute_loss", "_prepare_inputs")]

@@ -40,8 +40,8 @@ from infinity.storage.device import Device
 from infinity.storage.os_errors import checked_root, refusal
 from infinity.storage.run_dir import of_rank, remove_dead_ranks
 from infinity.training.checkpoints import check_committed
+from infinity.training.components import EngineComponents
 from infinity.training.initial_write import Progress
-from infinity.training.parts import Parts
 from infinity.training.run_plan import plan_for, rates_of_rank
 from infinity.training.run_state import ResumableLoader
 
@@ -203,13 +203,15 @@ def _make(
         remove_dead_ranks(path, ranks.local_ranks, ranks.count)
     own = settings if ranks.count == 1 else _of_rank(settings, ranks)
     undo.callback(_leave, settings, own, ranks)
-    parts = Parts(model, cut, plan, own, target, offloaded, origins, given.progress, ranks)
-    undo.callback(parts.close)
-    parts.also(partial(_leave, settings, own, ranks), last=True)
-    parts.also(computes_as_before)
+    components = EngineComponents(
+        model, cut, plan, own, target, offloaded, origins, given.progress, ranks
+    )
+    undo.callback(components.close)
+    components.add_cleanup(partial(_leave, settings, own, ranks), last=True)
+    components.add_cleanup(computes_as_before)
     engine = given.engine_class(
         model,
-        parts,
+        components,
         offloaded,
         told,
         lr_scheduler=scheduler,
@@ -218,7 +220,7 @@ def _make(
     )
     undo.callback(engine.close)  # no values: they may not fit RAM
     if isinstance(client, torch.optim.Optimizer):
-        parts.also(_lead(client, offloaded))
+        components.add_cleanup(_lead(client, offloaded))
     if ranks.rank == 0:
         origin = told.start_record()
         asks = any(cut.trained) and not origin

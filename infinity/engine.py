@@ -33,8 +33,8 @@ from infinity.profiling.step_report import StepReport
 from infinity.training.adapted_parameters import AdaptedParameters
 from infinity.training.batches import LossFn, micro_batches_of, train_one
 from infinity.training.checkpoints import Checkpoints, Wanted
+from infinity.training.components import EngineComponents
 from infinity.training.parameter_access import MergeGuard, targets, write_state
-from infinity.training.parts import Parts
 from infinity.training.run_state import ResumableLoader, RunState, Stateful
 from infinity.training.state_dict import ModuleStateHooks, StateDict, state_dict_of
 from infinity.training.step import Given, Inputs, ScaleRules, Stepper
@@ -69,7 +69,7 @@ class Engine:
     def __init__(
         self,
         module: nn.Module,
-        parts: Parts,
+        components: EngineComponents,
         optimizer: OffloadedOptimizer,
         settings: Settings,
         *,
@@ -81,35 +81,35 @@ class Engine:
         self._set_micro_batch_size(settings.batch_size)
         self.module = module
         self.optimizer = optimizer
-        self.plan: Plan = parts.plan
+        self.plan: Plan = components.plan
         self.gradient_clipping = float(config.gradient_clipping)
-        self.ranks = parts.ranks
-        self._parts = parts
+        self.ranks = components.ranks
+        self._components = components
         self._journal = journal
-        self._index_of = {id(p): i for i, p in enumerate(parts.cut.parameters)}
-        self._owner = parts.owner
-        self._window = parts.window
-        self._cycles = parts.cycles
-        self._values = parts.values
-        self._inputs = Inputs(module, parts, casts=config.cast_inputs)
+        self._index_of = {id(p): i for i, p in enumerate(components.cut.parameters)}
+        self._owner = components.owner
+        self._window = components.window
+        self._cycles = components.cycles
+        self._values = components.values
+        self._inputs = Inputs(module, components, casts=config.cast_inputs)
         scale_rules = ScaleRules.of(config.loss_scale) if config.precision == "fp16" else None
         self._stepper = Stepper(
-            parts, optimizer, self._index_of, lr_scheduler, journal, scale_rules
+            components, optimizer, self._index_of, lr_scheduler, journal, scale_rules
         )
-        names = parts.cut.names
+        names = components.cut.names
         run_state = RunState(
-            self._stepper, self._window, optimizer, parts.updater, self._index_of, names
+            self._stepper, self._window, optimizer, components.updater, self._index_of, names
         )
         self._checkpoints = Checkpoints(
-            module, parts, self._stepper, self._values, run_state, self._index_of,
+            module, components, self._stepper, self._values, run_state, self._index_of,
             optimizer.rule.name, config,
         )  # fmt: skip
-        if parts.resumed:
-            self._checkpoints.restore_document(parts.resumed)
+        if components.resumed:
+            self._checkpoints.restore_document(components.resumed)
         self._closed = False
         self._own(module)
         self._owner.fail = partial(_fail, weakref.ref(self))
-        self._finalizer = weakref.finalize(self, parts.drop, weakref.ref(self))
+        self._finalizer = weakref.finalize(self, components.drop, weakref.ref(self))
         optimizer.connect(self.step, self._drop_arrivals)
         _after_fork(self)
         if isinstance(loader, ResumableLoader):
@@ -117,20 +117,20 @@ class Engine:
 
     def _own(self, module: nn.Module) -> None:
         """What the module and its parameters know of the engine, until that is closed or gone."""
-        parts, parameters = self._parts, self._parts.cut.parameters
+        components, parameters = self._components, self._components.cut.parameters
         hooks = ModuleStateHooks(module, self._values, self._index_of)
-        parts.installation.on_new = hooks.add
-        parts.also(hooks.remove)
-        parts.also(AdaptedParameters(module).remove)
-        parts.also(MergeGuard(module, self._values, self._index_of).remove)
-        if not any(parts.cut.trained):
-            parts.also(freeze(parameters))
+        components.installation.on_new = hooks.add
+        components.add_cleanup(hooks.remove)
+        components.add_cleanup(AdaptedParameters(module).remove)
+        components.add_cleanup(MergeGuard(module, self._values, self._index_of).remove)
+        if not any(components.cut.trained):
+            components.add_cleanup(freeze(parameters))
         vars(module)["zero_grad"] = zero_grad_of(module, self._drop_arrivals)
-        parts.also(partial(vars(module).pop, "zero_grad", None))
-        name_engine(parameters, self, parts.access)
-        parts.also(partial(unname_engine, parameters))
+        components.add_cleanup(partial(vars(module).pop, "zero_grad", None))
+        name_engine(parameters, self, components.access)
+        components.add_cleanup(partial(unname_engine, parameters))
         if self._journal is not None:
-            parts.also(self._journal.close, last=True)
+            components.add_cleanup(self._journal.close, last=True)
 
     if not TYPE_CHECKING:  # for a type checker an engine has only what it has itself
 
@@ -184,7 +184,7 @@ class Engine:
             return self._forward(args, kwargs)
 
     def _forward(self, args: Any, kwargs: Any) -> Any:
-        hooks = self._parts.hooks
+        hooks = self._components.hooks
         mark = hooks.mark()
         try:
             torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that move
@@ -230,7 +230,7 @@ class Engine:
         scaled, share = self._scaled(loss), micro_batches * self._window.ranks
         scaled = scaled / share if share > 1 else scaled
         result = loss.detach() / micro_batches if micro_batches > 1 else loss.detach()
-        gradients, hooks = self._parts.gradients, self._parts.hooks
+        gradients, hooks = self._components.gradients, self._components.hooks
         mark = hooks.mark(backward=True)
         try:
             self._window.divisor = 1
@@ -292,7 +292,7 @@ class Engine:
             TransferError: Gradients were lost. Either the step has happened or the window is
                 discarded; `global_steps` and `micro_step` show which.
         """
-        self._parts.saver.warn()
+        self._components.saver.warn()
         self._check_usable()
         self._window.updated = False
         self._check_trains("step()")
@@ -303,12 +303,12 @@ class Engine:
             return
         with self._stepper.together("a step"):
             self._cycles.end()
-            self._parts.prefetcher.verify(every=True)
-            self._parts.prefetcher.release_all(reached=True)
+            self._components.prefetcher.verify(every=True)
+            self._components.prefetcher.release_all(reached=True)
             self._values.take_back_all()
             self._values.settle()
             samples = self._micro_batch_size * self._window.share
-            document = None if self._parts.durability is None else self._checkpoints.document
+            document = None if self._components.durability is None else self._checkpoints.document
             self._stepper.update(self.gradient_clipping, Given(samples, lr_kwargs or {}, document))
             report = self._stepper.last_report
             self._window.updated = report is not None and not report.skipped
@@ -436,7 +436,7 @@ class Engine:
         self._refuse_unscaled()
         self._window.check()
         with self._stepper.together("a backward"):
-            self._parts.gradients.finish()
+            self._components.gradients.finish()
             self._cycles.end()
             self._stepper.count_backward()
 
@@ -566,7 +566,7 @@ class Engine:
         self._check_usable()
         (index,) = targets(parameter, self._index_of)
         with self.ranks.propagate_errors("reads a gradient"):
-            value = self._parts.gradients.read(index).view(parameter.shape)
+            value = self._components.gradients.read(index).view(parameter.shape)
         state = self._stepper.progress.loss_scale
         return value if state is None else value.float() / state.scale
 
@@ -587,9 +587,9 @@ class Engine:
         state = self._stepper.progress.loss_scale
         scaled = value.float() * (1.0 if state is None else state.scale)
         for unit in self._values.units_of(index):
-            self._parts.prefetcher.await_consumed(unit)
+            self._components.prefetcher.await_consumed(unit)
         for piece, rows in self._values.rows(index):
-            self._parts.gradients.replace(piece, scaled[rows].reshape(-1))
+            self._components.gradients.replace(piece, scaled[rows].reshape(-1))
 
     @exclusive
     def set_optimizer_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
@@ -609,14 +609,19 @@ class Engine:
         index = self._index_for(parameter, value)
         self._values.take_back_all()
         self._values.settle()
-        hypers, parts = self.optimizer.hypers(self._index_of), self._parts
+        hypers, components = self.optimizer.hypers(self._index_of), self._components
         for piece, rows in self._values.rows(index):
             place = self._values.place_of(piece)
             self._values.before_change(place[0].index)
             write_state(
-                parts.store, parts.updater, parts.kernels, place, hypers.get(piece), name,
+                components.store,
+                components.updater,
+                components.kernels,
+                place,
+                hypers.get(piece),
+                name,
                 value[rows],
-            )  # fmt: skip
+            )
 
     def _index_for(self, parameter: nn.Parameter, value: Tensor) -> int:
         self._check_usable()
@@ -635,7 +640,7 @@ class Engine:
         self._check_usable()
         self._values.settle()
         for unit in range(len(self.plan.units)):
-            self._parts.store.settle_writes(unit)
+            self._components.store.settle_writes(unit)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -688,7 +693,7 @@ class Engine:
     @property
     def saving(self) -> bool:
         """True while a checkpoint is written in the background."""
-        return self._parts.saver.busy
+        return self._components.saver.busy
 
     @exclusive
     def finish_saving(self) -> None:
@@ -699,7 +704,7 @@ class Engine:
             MachineError: Writing it failed.
         """
         self._check_usable()
-        self._parts.saver.finish()
+        self._components.saver.finish()
 
     @exclusive
     def load_checkpoint(
@@ -735,7 +740,7 @@ class Engine:
         """
         self._owner.check()
         self._check_open()
-        self._parts.prefetcher.verify(every=True)
+        self._components.prefetcher.verify(every=True)
         if custom_load_fn is not None:
             raise ConfigError(
                 "load_checkpoint(custom_load_fn=...) is not supported",
@@ -765,7 +770,7 @@ class Engine:
     @property
     def resumed(self) -> bool:
         """True if `initialize` continued from a committed step (`durable`, `resume`)."""
-        return self._parts.resumed is not None
+        return self._components.resumed is not None
 
     @exclusive
     def restore_random_state(self) -> bool:
@@ -785,7 +790,7 @@ class Engine:
     @property
     def device(self) -> torch.device:
         """Device of computation, where inputs must be."""
-        return self._parts.device.torch_device
+        return self._components.device.torch_device
 
     @property
     def lr_scheduler(self) -> Any:
@@ -823,24 +828,24 @@ class Engine:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings about devices and paths that `initialize` has issued."""
-        disk = self._parts.disk
-        return (*self._parts.device.warnings, *(disk.warnings if disk is not None else ()))
+        disk = self._components.disk
+        return (*self._components.device.warnings, *(disk.warnings if disk is not None else ()))
 
     def forecast(self) -> dict[str, int]:
         """Return the predicted bytes of a step by direction, for the access order seen so far."""
-        sizes = getattr(self._parts.activations, "learnt", None)
-        summed = self._parts.hooks.summed_units if self._window.arrived else None
+        sizes = getattr(self._components.activations, "learnt", None)
+        summed = self._components.hooks.summed_units if self._window.arrived else None
         return forecast_bytes(self.plan, self._cycles.training.sequence, sizes, summed)
 
     def counters(self) -> dict[str, int]:
         """Return the bytes moved since the engine was made by direction, initial state included."""
-        return self._parts.transfers.moved()
+        return self._components.transfers.moved()
 
     def drives(self) -> dict[str, dict[str, Any]]:
         """Return facts about each path in use: device, file system, share of the state, rate,
         bytes, times.
         """
-        return self._parts.disk.drives() if self._parts.disk is not None else {}
+        return self._components.disk.drives() if self._components.disk is not None else {}
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -859,7 +864,7 @@ class Engine:
             DoesNotFitError, MachineError: The last checkpoint could not be written. Everything is
                 released nevertheless.
         """
-        if self._owner.is_here() and not (self._closed and self._parts.closed):
+        if self._owner.is_here() and not (self._closed and self._components.closed):
             self._close(restore)
 
     @exclusive
@@ -868,29 +873,29 @@ class Engine:
         failure: BaseException | None = None
         if not self._closed:
             try:
-                if self._parts.prefetcher.failure is None:
-                    failure = self._parts.prefetcher.find_edit(every=True)
-                self._parts.saver.finish()
+                if self._components.prefetcher.failure is None:
+                    failure = self._components.prefetcher.find_edit(every=True)
+                self._components.saver.finish()
                 if rest and failure is None:
-                    self._parts.rest()
+                    self._components.rest()
                     self._closed = True
                     self._finalizer.detach()
                     return
                 if restore:
                     self._values.take_back_all()
-                    count = self._parts.cut.num_own
+                    count = self._components.cut.num_own
                     values = {i: self._values.read(i) for i in range(count)}
             except BaseException as error:
                 failure = failure or error
         self._closed = True
         try:
-            self._parts.installation.gone = values is None
-            self._parts.close()
+            self._components.installation.gone = values is None
+            self._components.close()
         finally:
-            if self._parts.closed:
+            if self._components.closed:
                 self._finalizer.detach()
             if values is not None:
-                self._parts.binding.restore(values)
+                self._components.binding.restore(values)
                 move_buffers(self.module, torch.device("cpu"), lambda buffer: buffer)
         if failure is not None:
             raise failure
@@ -907,15 +912,15 @@ class Engine:
         self._owner.check()
         self._check_open()
         with self.ranks.propagate_errors("uses the engine"):
-            self._parts.prefetcher.check()
-            self._parts.prefetcher.verify(every=every)
+            self._components.prefetcher.check()
+            self._components.prefetcher.verify(every=every)
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError("the engine is closed", remedy="make a new one")
 
     def _check_trains(self, what: str) -> None:
-        if not any(self._parts.cut.trained):
+        if not any(self._components.cut.trained):
             raise TrainingError(
                 f"{what} of an engine for inference",
                 because="no parameter has optimizer state: the model was frozen, or initialize() "
@@ -928,7 +933,7 @@ def _fail(reference: weakref.ref[Engine]) -> None:
     """A call ended in the middle. A signal handler's: it takes no lock."""
     engine = reference()
     if engine is not None:
-        prefetcher, step = engine._parts.prefetcher, engine._stepper.progress.steps + 1
+        prefetcher, step = engine._components.prefetcher, engine._stepper.progress.steps + 1
         engine.ranks.mark_failed()
         prefetcher.failure = prefetcher.failure or TrainingError(
             f"a call was interrupted in the middle, in step {step}"
@@ -942,7 +947,7 @@ def _after_fork(engine: Engine) -> None:
     def offload() -> None:
         engine = reference()
         if engine is not None and not engine._closed:
-            engine._parts.binding.offload_in_child()
+            engine._components.binding.offload_in_child()
             engine._finalizer.detach()
 
     os.register_at_fork(after_in_child=offload)

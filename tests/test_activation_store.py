@@ -41,7 +41,7 @@ def deep_model() -> SmallModel:
 
 
 def store_of(engine: Engine) -> ActivationStore:
-    store = engine._parts.activations
+    store = engine._components.activations
     assert store is not None
     return store
 
@@ -295,7 +295,10 @@ def test_what_finds_no_room_stays(tmp_path: Path) -> None:
             engine.step()
         loss = engine(batch(2))
         size = 2 * 9 * 16 * 4
-        assert (engine._parts.forwards.recomputed, store_of(engine).num_saved) == (2 * 6, 3 * 6)
+        assert (engine._components.forwards.recomputed, store_of(engine).num_saved) == (
+            2 * 6,
+            3 * 6,
+        )
         # 3 pages are transit, so none rests in RAM; 1 page is on disk
         assert store_of(engine).held == {Tier.DEVICE: 5 * size, Tier.HOST: 0, Tier.DISK: size}
         engine.backward(loss)

@@ -214,7 +214,7 @@ def test_every_parameter_can_be_read_by_name(tmp_path: Path, case: str) -> None:
             reader.read_into("frozen", "fixed.bias", 40, torch.empty(128, dtype=torch.uint8))
     assert reader._parts[0]._files == []
     with durable_engine(paths, gated(), **more, resume="auto") as engine:
-        assert engine._parts.resumed
+        assert engine._components.resumed
 
 
 def test_rot_is_named(tmp_path: Path) -> None:

@@ -479,10 +479,10 @@ def test_a_failed_update_poisons_the_engine(
     with small_engine(tmp_path) as engine:
         train(engine, 1)
         engine.settle()
-        transfers = engine._parts.transfers
+        transfers = engine._components.transfers
         loss = engine(batch(1))
         engine.backward(loss)
-        engine._parts.gradients.settle()
+        engine._components.gradients.settle()
 
         def broken(pieces: Any, **options: Any) -> Any:
             raise OSError(5, "Input/output error")

@@ -445,7 +445,7 @@ def test_groups_are_captured_when_no_update_is_under_way(
     with small_engine(tmp_path) as engine:
         engine.backward(engine(batch(0)))
         engine.step()
-        note(engine._parts.optimizer_pass, "finish")
+        note(engine._components.optimizer_pass, "finish")
         note(engine.optimizer, "hypers")
         engine.optimizer.read_state(next(engine.module.parameters()))
         assert calls == ["finish", "hypers"]

@@ -55,12 +55,12 @@ def from_another_thread() -> None:
 
 def assert_restored(engine: Engine) -> None:
     """Between two calls no stack of ours or of torch's holds anything, nor is SIGINT ours."""
-    hooks = engine._parts.hooks
+    hooks = engine._components.hooks
     assert hooks.saved.depth == 0
     assert not hooks._inside
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch.is_autocast_cache_enabled()
-    assert all(entry.entered == 0 for entry in engine._parts.prefetcher.entries)
+    assert all(entry.entered == 0 for entry in engine._components.prefetcher.entries)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -75,7 +75,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], 
 
 def during(engine: Engine, name: str, action: Callable[[], object]) -> Callable[[], None]:
     """The action happens in the middle of each such call, until what is returned is called."""
-    block, parts = engine.module.blocks[1], engine._parts
+    block, parts = engine.module.blocks[1], engine._components
     if name == "forward":
         return block.up.register_forward_hook(lambda *_: action() and None).remove
     if name == "backward":
@@ -244,7 +244,7 @@ def test_a_wait_is_ended_by_the_second(tmp_path: Path, wait: str) -> None:
     nvme, gate = tmp_path / "nvme", threading.Event()
     nvme.mkdir()
     with small_engine(nvme, arguments={"device": FakeAccelerator(1)}, **TWO) as engine:
-        parts = engine._parts
+        parts = engine._components
         if wait == "for an update":
             parts.optimizer_pass.updates.before_change = lambda unit: gate.wait() and None
             train(engine, 1)
@@ -285,7 +285,7 @@ def test_close_can_be_called_again_when_it_was_ended(
     engine, *_ = infinity.initialize(small_model(), settings(tmp_path))
     train(engine, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(engine._parts.binding, "forget", lambda unit: (ctrl_c(), ctrl_c()))
+        patch.setattr(engine._components.binding, "forget", lambda unit: (ctrl_c(), ctrl_c()))
         with pytest.raises(KeyboardInterrupt):
             engine.close()
     engine.close()

@@ -264,8 +264,8 @@ def test_an_engine_leaves_them(
     unified: bool, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     eight = replace(read_machine(), num_cpus=8, cpu_quota=None)
-    monkeypatch.setattr("infinity.training.parts.read_machine", lambda: eight)
+    monkeypatch.setattr("infinity.training.components.read_machine", lambda: eight)
     device = CpuDevice() if unified else FakeAccelerator()
     told = {"cpu": {"num_threads": 0}}
     with small_engine(tmp_path, arguments={"device": device}, **told) as engine:
-        assert engine._parts.kernels.num_threads == threads
+        assert engine._components.kernels.num_threads == threads

@@ -81,7 +81,7 @@ class SlowWriter:
 
     def on_wait(self, engine: Engine, act: Callable[[], None]) -> None:
         """Do this when somebody begins to wait for bytes that are not copied yet."""
-        changed = engine._parts.saver._changed
+        changed = engine._components.saver._changed
         wait = changed.wait
 
         def told(timeout: float | None = None) -> bool:
@@ -141,7 +141,7 @@ def test_a_pass_waits_for_the_units_it_would_change(
         assert waits.acquire(timeout=60)
         # The update has not begun: all state is as it was.
         segment = engine.plan.units[0].trained_segments[0]
-        at_rest = engine._parts.store.units[0].in_ram(Kind.WEIGHT)
+        at_rest = engine._components.store.units[0].in_ram(Kind.WEIGHT)
         assert at_rest is not None
         held = at_rest.view(torch.float32)
         held = held[segment.offset : segment.offset + segment.numel].view(segment.shape)
@@ -201,7 +201,7 @@ def test_what_fails_behind_the_back_is_told(
             train(engine, 1)
             monkeypatch.setattr(CheckpointWriter, "finish", full)
             engine.save_checkpoint(saved)
-            thread = engine._parts.saver._thread
+            thread = engine._components.saver._thread
             assert thread is not None
             thread.join(600)
             monkeypatch.undo()

@@ -136,7 +136,7 @@ def test_a_close_waits_for_chunks_under_way(tmp_path: Path, place: str) -> None:
     ):
         engine.backward(engine(batch(0)))
         engine.step()
-        streams = engine._parts.optimizer_pass.updates._under_way
+        streams = engine._components.optimizer_pass.updates._under_way
         while not len(streams):
             time.sleep(0.0005)
     assert len(streams) == 0

@@ -280,7 +280,7 @@ def test_what_fails_midway_leaves_no_trace(tmp_path: Path, placement: dict[str, 
             with pytest.raises(kind, match=words):
                 engine.train_batch(data, loss_fn)
             assert (engine.micro_step, engine._window.is_open) == (0, False)
-            assert not engine._parts.gradients.arrived()
+            assert not engine._components.gradients.arrived()
         return clean(engine, tokens)
 
     found = []

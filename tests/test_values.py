@@ -59,7 +59,7 @@ def test_a_state_dict_reads_what_is_asked_for_and_no_more(
 ) -> None:
     with small_engine(tmp_path) as engine:
         read: list[int] = []
-        store = engine._parts.store
+        store = engine._components.store
         original = store.read
         monkeypatch.setattr(store, "read", lambda u, k: read.append(u) or original(u, k))
         state = engine.state_dict()
@@ -328,7 +328,9 @@ def test_reading_waits_for_the_pass(tmp_path: Path, read: str) -> None:
     slow = {"io": {"slow_bytes_per_s": 5_000_000}}
     with small_engine(tmp_path, **slow) as engine:
         train(engine, 1)
-        weight = engine._parts.cut.parameters[engine._parts.cut.names.index("blocks.2.up.weight")]
+        weight = engine._components.cut.parameters[
+            engine._components.cut.names.index("blocks.2.up.weight")
+        ]
         if read == "state_dict":
             value = engine.state_dict()["blocks.2.up.weight"]
         elif read == "module":

@@ -234,7 +234,7 @@ class Infinity(Contender):
         assert report is not None
         return super().facts() | {
             "rates_origin": self.engine.plan.rates_origin,
-            "warnings": list(self.engine._parts.device.warnings),  # not the disk's
+            "warnings": list(self.engine._components.device.warnings),  # not the disk's
             "moved_bytes": dict(report.moved),
             "predicted_bytes": dict(self.engine.plan.predicted_bytes),
             "stall_s": dict(report.stall_s),
@@ -271,7 +271,7 @@ class Infinity(Contender):
 
     def _computed_s(self) -> float:
         """A clock that stands still while the training thread waits."""
-        return time.perf_counter() - sum(self.engine._parts.transfers.stalled_s().values())
+        return time.perf_counter() - sum(self.engine._components.transfers.stalled_s().values())
 
     def close(self) -> None:
         """Remove the scratch files."""

@@ -59,8 +59,8 @@ from infinity.offload.state import StateStore
 from infinity.plan.plan import Plan
 from infinity.storage.run_dir import RECORD_NAME
 from infinity.storage.staging import host_buffer
+from infinity.training.components import EngineComponents
 from infinity.training.parameter_access import Values, share_kept
-from infinity.training.parts import Parts
 from infinity.training.run_state import RunState
 from infinity.training.step import Stepper
 from infinity.types import Kind
@@ -153,7 +153,7 @@ class Checkpoints:
     def __init__(
         self,
         module: nn.Module,
-        rooms: Parts,
+        components: EngineComponents,
         stepper: Stepper,
         values: Values,
         run_state: RunState,
@@ -161,19 +161,21 @@ class Checkpoints:
         rule: str,
         config: Config,
     ) -> None:
-        self._window = rooms.window
+        self._window = components.window
         self.run_state = run_state
         self._module = module
-        self._rooms = rooms
+        self._components = components
         self._stepper = stepper
         self._values = values
         self._index_of = index_of
         self._rule = rule
         self._config = {name: entry["value"] for name, entry in config.resolved().items()}
         # By the model's parameters: of a stack of experts that is cut the first rows.
-        self._segments = {s.origin: s for u in rooms.plan.units for s in u.segments if s.begins}
-        self._origins = {s.parameter: s.origin for u in rooms.plan.units for s in u.segments}
-        self._in_ranges = any(unit.is_range for unit in rooms.plan.units)
+        self._segments = {
+            s.origin: s for u in components.plan.units for s in u.segments if s.begins
+        }
+        self._origins = {s.parameter: s.origin for u in components.plan.units for s in u.segments}
+        self._in_ranges = any(unit.is_range for unit in components.plan.units)
 
     # --- saving ------------------------------------------------------------------------------
 
@@ -188,31 +190,31 @@ class Checkpoints:
         wait: bool,
     ) -> Path:
         """`engine.save_checkpoint`."""
-        rooms = self._rooms
-        rooms.saver.finish()
+        components = self._components
+        components.saver.finish()
         tag = tag if tag is not None else f"global_step{self._stepper.progress.steps}"
-        check_alike(rooms.ranks, "the checkpoint to save", {"tag": tag})
-        with rooms.ranks.propagate_errors("saves a checkpoint"):
+        check_alike(components.ranks, "the checkpoint to save", {"tag": tag})
+        with components.ranks.propagate_errors("saves a checkpoint"):
             self._refuse_loans("saved")
             self._settle()
-        gradients = sorted({self._origins[i] for i in rooms.gradients.arrived()})
+        gradients = sorted({self._origins[i] for i in components.gradients.arrived()})
         buffers = self._saved_buffers()
-        streams = state_streams(rooms.plan)
+        streams = state_streams(components.plan)
         if gradients:
-            dtype = rooms.gradients.dtype
+            dtype = components.gradients.dtype
             streams[GRADIENT] = [
                 TensorSpec(self._segments[i].name, self._segments[i].full_shape, dtype)
                 for i in gradients
             ]
-        with rooms.ranks.propagate_errors("saves a checkpoint"):
+        with components.ranks.propagate_errors("saves a checkpoint"):
             manifest = self._manifest(client_state, buffers)
         if buffers:
             streams[BUFFERS] = [record.spec for record in manifest.buffers]
-        writer, ranges, ranks = None, None, rooms.ranks
+        writer, ranges, ranks = None, None, components.ranks
         by_ranges = ranks.count > 1 or self._in_ranges  # bytes come in another order than files'
         files = {n: f for n, f in files_of(streams).items() if n not in (BUFFERS, GRADIENT)}
         try:
-            before = rooms.saver.frozen.begin()
+            before = components.saver.frozen.begin()
             with ranks.collective_section("saves a checkpoint"):
                 if ranks.rank == 0:
                     writer = CheckpointWriter(root, tag, streams, before=before, same=(FROZEN,))
@@ -221,7 +223,7 @@ class Checkpoints:
                 for buffer in buffers:
                     _write(writer, BUFFERS, buffer.value)
                 for index in gradients:
-                    _write(writer, GRADIENT, rooms.gradients.read(index))
+                    _write(writer, GRADIENT, components.gradients.read(index))
             if by_ranges:
                 shared = writer is not None and writer.shares(FROZEN)
                 if ranks.synchronize("shares frozen files", shared)[0][0]:
@@ -231,18 +233,18 @@ class Checkpoints:
             publish = partial(
                 _finish, writer, manifest, save_latest=save_latest, keep_last=keep_last
             )
-            rooms.saver.start(writer, ranges, publish)
+            components.saver.start(writer, ranges, publish)
         except BaseException:
             for one in (writer, ranges):
-                if one is not None and not rooms.saver.busy:
+                if one is not None and not components.saver.busy:
                     one.abort()
             raise
         if wait:
-            rooms.saver.finish()
+            components.saver.finish()
         return root / tag
 
     def _manifest(self, client_state: Mapping[str, Any], buffers: Sequence[Buffer]) -> Manifest:
-        plan, steps = self._rooms.plan, self._stepper.steps
+        plan, steps = self._components.plan, self._stepper.steps
         aliases = self._aliases()
         parameters = [
             ParameterRecord(
@@ -283,8 +285,8 @@ class Checkpoints:
 
         Of buffers, too: the first rank's are those of the checkpoint.
         """
-        rooms, ranks = self._rooms, self._rooms.ranks
-        share_kept(rooms.store, rooms.updater, self._origins.keys())
+        components, ranks = self._components, self._components.ranks
+        share_kept(components.store, components.updater, self._origins.keys())
         state = self.run_state.capture()
         if ranks.count > 1:
             own = {name: state[name] for name in OF_EACH_RANK}
@@ -299,8 +301,8 @@ class Checkpoints:
         kept = [b for b in buffers if b.persistent and type(b.value) is Tensor]
         values = {b.names[0]: b.value.detach().cpu().contiguous() for b in kept}
         sums = {n: crc32c_of(v) for n, v in values.items()}
-        self._rooms.ranks.synchronize("saves a checkpoint")
-        first = self._rooms.ranks.all_gather_object(sums)[0]
+        self._components.ranks.synchronize("saves a checkpoint")
+        first = self._components.ranks.all_gather_object(sums)[0]
         apart = {n: v for n, v in values.items() if first.get(n) != sums[n]}
         if sum(v.nbytes for v in apart.values()) <= _MOST_OF_A_RANK:
             return apart
@@ -329,11 +331,11 @@ class Checkpoints:
         self, root: Path, tag: str | None, wanted: Wanted
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """`engine.load_checkpoint`."""
-        prefetcher, ranks = self._rooms.prefetcher, self._rooms.ranks
+        prefetcher, ranks = self._components.prefetcher, self._components.ranks
         with ranks.propagate_errors("loads a checkpoint"):
             if not isinstance(prefetcher.failure, HalfLoadedError):
                 prefetcher.check()
-            self._rooms.saver.finish()
+            self._components.saver.finish()
             self._refuse_loans("loaded")
         is_run = tag is None and (root / RECORD_NAME).is_file()  # a directory of a durable one
         with ranks.propagate_errors("loads a checkpoint"):
@@ -390,7 +392,7 @@ class Checkpoints:
 
     def _commit(self, reader: StateReader) -> None:
         """Where steps are durable, make what was loaded the committed state."""
-        durability, steps = self._rooms.durability, self._stepper.progress.global_steps
+        durability, steps = self._components.durability, self._stepper.progress.global_steps
         if durability is None:
             return
         window = None
@@ -402,7 +404,7 @@ class Checkpoints:
             durability.commit(self.document(window), steps)
         except BaseException as error:
             # Which state is committed is not known now: nothing may be written over either.
-            self._rooms.prefetcher.fail(error)
+            self._components.prefetcher.fail(error)
             raise
 
     def _replace(
@@ -411,7 +413,7 @@ class Checkpoints:
         """`own` are buffers in which this rank differs from the first one."""
         self._settle()
         self._window.start_over()
-        self._rooms.gradients.reset()
+        self._components.gradients.reset()
         if full:
             self._load_all(reader)
             self._load_gradients(reader)
@@ -424,7 +426,7 @@ class Checkpoints:
         self, reader: StateReader, run: dict[str, Any], wanted: Wanted, *, full: bool
     ) -> None:
         if full:
-            check_state(reader, self._rooms.plan, self._rule)
+            check_state(reader, self._components.plan, self._rule)
             self._check_window(reader)
         else:
             self._check_weights(reader, strict=wanted.strict)
@@ -475,12 +477,12 @@ class Checkpoints:
             )
 
     def _load_all(self, reader: StateReader) -> None:
-        rooms = self._rooms
-        for layout in rooms.plan.units:
-            rooms.prefetcher.drop(layout.index)
-        load_state(reader, rooms.plan, rooms.store)
-        for layout in rooms.plan.units:
-            rooms.prefetcher.edited(layout.index)
+        components = self._components
+        for layout in components.plan.units:
+            components.prefetcher.drop(layout.index)
+        load_state(reader, components.plan, components.store)
+        for layout in components.plan.units:
+            components.prefetcher.edited(layout.index)
 
     def _load_weights(self, reader: StateReader) -> None:
         there = {p.name for p in reader.manifest.parameters}
@@ -501,13 +503,13 @@ class Checkpoints:
         return packed
 
     def _load_gradients(self, reader: StateReader) -> None:
-        rooms = self._rooms
+        components = self._components
         index_of = {s.name: i for i, s in self._segments.items()}
         for name in reader.names(GRADIENT):
             value = reader.read(GRADIENT, name)
             for piece, rows in self._values.rows(index_of[name]):
-                rooms.gradients.put(piece, value[rows])
-        rooms.gradients.finish()
+                components.gradients.put(piece, value[rows])
+        components.gradients.finish()
 
     # --- durable steps -----------------------------------------------------------------------
 
@@ -552,13 +554,13 @@ class Checkpoints:
 
     def _settle(self) -> None:
         """No update is owed, everything is where it rests, nothing is lent or cached."""
-        rooms = self._rooms
+        components = self._components
         self._values.take_back_all()
-        rooms.gradients.finish()
-        rooms.gradients.settle()
-        rooms.optimizer_pass.finish()
-        for layout in rooms.plan.units:
-            rooms.store.settle_writes(layout.index)
+        components.gradients.finish()
+        components.gradients.settle()
+        components.optimizer_pass.finish()
+        for layout in components.plan.units:
+            components.store.settle_writes(layout.index)
 
     def _refuse_loans(self, what: str) -> None:
         if self._values.lent:

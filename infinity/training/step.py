@@ -51,9 +51,9 @@ from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.profiling.step_log import Journal
 from infinity.profiling.step_report import Meter, StepReport
 from infinity.storage.device import Event
+from infinity.training.components import EngineComponents
 from infinity.training.optimizer_pass import PassJob
 from infinity.training.parameter_access import read_state
-from infinity.training.parts import Parts
 
 # Loss scaling for fp16: by how much the loss is multiplied, by DeepSpeed's rules, step for step.
 #
@@ -195,10 +195,10 @@ _OTHER_DTYPE = re.compile(r"\b(dtype|scalar type|Input type)\b")  # torch's word
 class Inputs:
     """Looks at what a model is called with; with `casts` floats become bf16 or fp16."""
 
-    def __init__(self, module: nn.Module, parts: Parts, *, casts: bool) -> None:
+    def __init__(self, module: nn.Module, components: EngineComponents, *, casts: bool) -> None:
         self._module = module
-        self._cut, self._device = parts.cut, parts.device.torch_device
-        self._dtype = COMPUTE_DTYPES[parts.plan.precision.name]
+        self._cut, self._device = components.cut, components.device.torch_device
+        self._dtype = COMPUTE_DTYPES[components.plan.precision.name]
         self._casts = casts and self._dtype is not torch.float32
         self._told = False
 
@@ -341,7 +341,7 @@ class Stepper:
 
     def __init__(
         self,
-        parts: Parts,
+        components: EngineComponents,
         optimizer: OffloadedOptimizer,
         index_of: Mapping[int, int],
         lr_scheduler: Any,
@@ -353,16 +353,16 @@ class Stepper:
         self.lr_scheduler = lr_scheduler
         self.last_report: StepReport | None = None
         self.steps = [0] * len(index_of)  # updates so far, by parameter index
-        self._parts = parts
-        self._units = parts.plan.units
-        self._prefetcher = parts.prefetcher
-        self._gradients = parts.gradients
-        self._window = parts.window
+        self._components = components
+        self._units = components.plan.units
+        self._prefetcher = components.prefetcher
+        self._gradients = components.gradients
+        self._window = components.window
         self._optimizer = optimizer
         self._index_of = dict(index_of)
         self._journal = journal
-        self._meter = Meter(parts.transfers, parts.hooks.watch)
-        self._timeline = parts.timeline  # until it is over
+        self._meter = Meter(components.transfers, components.hooks.watch)
+        self._timeline = components.timeline  # until it is over
         if self._timeline is not None:
             self._timeline.start()
         optimizer.connect_state(self._read_state)
@@ -399,7 +399,7 @@ class Stepper:
 
     def _warn(self, text: str) -> None:
         """Of what all ranks do one says it."""
-        if self._parts.ranks.rank == 0:
+        if self._components.ranks.rank == 0:
             warnings.warn(text, InfinityWarning, stacklevel=6)
 
     # --- rollback --------------------------------------------------------------------------------
@@ -407,8 +407,8 @@ class Stepper:
     def end_forward(self, error: Exception) -> None:
         """An exception ended a forward: nothing is lost but that."""
         end_checkpoints(error)
-        self._parts.recover()
-        self._parts.cycles.end()
+        self._components.recover()
+        self._components.cycles.end()
 
     def roll_back(self, error: Exception | None = None) -> None:
         """The accumulation window starts over, empty; `error` ended a backward."""
@@ -416,10 +416,10 @@ class Stepper:
             end_checkpoints(error)
         self._window.account()
         self._window.start_over()
-        self._parts.recover()
-        self._parts.hooks.drop_gradients()
+        self._components.recover()
+        self._components.hooks.drop_gradients()
         self._gradients.reset()
-        self._parts.cycles.end()
+        self._components.cycles.end()
 
     @contextmanager
     def together(self, doing: str, *, loses: bool = True) -> Iterator[None]:
@@ -434,10 +434,10 @@ class Stepper:
         except Exception as error:
             lost = loses and _loses_gradients(error)
             try:
-                if (lost or self._parts.ranks.count > 1) and self.progress is before:
+                if (lost or self._components.ranks.count > 1) and self.progress is before:
                     self.roll_back()
             finally:
-                self._parts.ranks.broadcast_error(doing, error)
+                self._components.ranks.broadcast_error(doing, error)
             raise
 
     # --- the step --------------------------------------------------------------------------------
@@ -455,10 +455,10 @@ class Stepper:
         self._gradients.complete()
         # What may fail on one rank alone comes before ranks meet for the norm: then all commit.
         self._gradients.settle()
-        self._parts.store.settle_copies()
+        self._components.store.settle_copies()
         hypers = self._optimizer.hypers(self._index_of)
         self._refuse_others(hypers)
-        alike = self._alike(clipping) if self._parts.ranks.count > 1 else {}
+        alike = self._alike(clipping) if self._components.ranks.count > 1 else {}
         with self._prefetcher.transfers.stall("norm"):
             norm = math.sqrt(self._gradients.square_sum(alike))
         before = self.progress.loss_scale
@@ -470,10 +470,10 @@ class Stepper:
             factor = min(1.0, clipping / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         # Here: streams belong to threads.
         computed = self._prefetcher.transfers.device.compute_event()
-        with self._parts.owner.shut():
+        with self._components.owner.shut():
             job, error = self._commit(norm, factor, culprits, computed, hypers, given)
         if job is not None:
-            self._parts.optimizer_pass.submit(job)
+            self._components.optimizer_pass.submit(job)
         if error is not None:
             raise error
         if culprits:
@@ -508,7 +508,7 @@ class Stepper:
 
     def _refuse_others(self, hypers: Mapping[int, Any]) -> None:
         """Raise for gradients that a step cannot be made of."""
-        cut = self._parts.cut
+        cut = self._components.cut
         for parameter, trained, name in zip(cut.parameters, cut.trained, cut.names, strict=True):
             if trained and parameter.grad is not None:
                 parameter.grad = None
@@ -575,7 +575,7 @@ class Stepper:
             if job is not None:
                 for index in job.steps:
                     self.steps[index] += 1
-                self._parts.updater.begin(hypers, job.steps)
+                self._components.updater.begin(hypers, job.steps)
                 self._prefetcher.make_pending(job.units)
         except ResidencyError as error:
             failure = error
@@ -598,7 +598,7 @@ class Stepper:
         """Everything the optimizer pass depends on, as it is now."""
         arrived = self._gradients.arrived()
         units = self._units
-        order = dict.fromkeys([*self._parts.cycles.training.first_uses(), *range(len(units))])
+        order = dict.fromkeys([*self._components.cycles.training.first_uses(), *range(len(units))])
         return PassJob(
             units=tuple(
                 u for u in order if any(s.parameter in arrived for s in units[u].trained_segments)
@@ -611,20 +611,20 @@ class Stepper:
 
     def _read_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """`OffloadedOptimizer.read_state`."""
-        self._parts.owner.check()
+        self._components.owner.check()
         index = self._index_of.get(id(parameter))
         if index is None:
             raise ConfigError("this parameter does not belong to the engine's module")
-        parts = self._parts
-        parts.optimizer_pass.finish()  # first: groups are captured while no update is under way
+        components = self._components
+        components.optimizer_pass.finish()  # groups are captured while no update runs
         hyper = self._optimizer.hypers(self._index_of).get(index)
-        return read_state(parts.store, parts.updater, index, hyper, self.steps)
+        return read_state(components.store, components.updater, index, hyper, self.steps)
 
     def _report(
         self, norm: float, factor: float, culprits: Sequence[str], scale: ScaleState | None
     ) -> None:
         self.last_report = self._meter.report(
-            self._parts.cycles.mispredictions(),
+            self._components.cycles.mispredictions(),
             step=self.progress.steps,
             grad_norm=norm,
             clip_factor=factor,

@@ -114,7 +114,7 @@ def survive(paths: list[Path], seen: list[int]) -> str:
             assert remove_dead_runs(path) == []
         with durable_engine(paths, gated(), resume="auto", io=IO) as engine:
             assert engine.resumed is False or engine.global_steps == 0
-            assert engine._parts.resumed is not None
+            assert engine._components.resumed is not None
             step(engine)
         return "whole"
     announced = "members" in json.loads((first / "run.json").read_text())

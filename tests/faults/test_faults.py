@@ -388,7 +388,7 @@ def test_a_backward_that_failed_keeps_no_engine_alive(
         with pytest.raises(TransferError):  # noqa: PT012
             engine.backward(loss)
             engine.step()  # a device's gradients are summed behind the backward
-    prefetcher = weakref.ref(engine._parts.prefetcher)
+    prefetcher = weakref.ref(engine._components.prefetcher)
     del engine, loss
     gc.collect()
     assert prefetcher() is None

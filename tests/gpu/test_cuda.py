@@ -40,7 +40,7 @@ def train(
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-        assert not engine._parts.device.warnings
+        assert not engine._components.device.warnings
         return losses, list(engine.state_dict(master=True).values())
 
 

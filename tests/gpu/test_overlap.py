@@ -80,7 +80,7 @@ def train(
             losses.append(loss.item() if streams[0] is None else loss.detach())
         torch.cuda.synchronize()
         losses = [float(loss) for loss in losses]
-        assert not engine._parts.device.warnings
+        assert not engine._components.device.warnings
         return losses, {n: v.clone() for n, v in engine.state_dict(master=True).items()}
 
 

@@ -140,7 +140,7 @@ def test_a_range_without_tokens_is_not_fetched_and_is_updated(tmp_path: Path) ->
     )
     before = engine.state_dict()["model.layers.0.mlp.experts.down_proj"]
     used: list[int] = []
-    prefetcher = engine._parts.prefetcher
+    prefetcher = engine._components.prefetcher
     use = prefetcher.use
     prefetcher.use = lambda unit, **how: (used.append(unit), use(unit, **how))[1]
     engine.backward(few(engine))

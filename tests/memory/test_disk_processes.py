@@ -100,7 +100,7 @@ def test_data_loader_workers_forked_while_a_pass_is_in_flight(tmp_path: Path, ve
             )
             if epoch:
                 assert (
-                    engine._parts.optimizer_pass._job is not None
+                    engine._components.optimizer_pass._job is not None
                 )  # forked in the middle of an optimizer pass
             for tokens in loader:
                 loss = engine(tokens)

@@ -257,6 +257,6 @@ def test_moments_that_begin_with_zeros_are_not_written_to_ram(
             assert sum(written) == 4 * elements  # weights and their residuals
             assert not any(
                 unit.memory[kind].data.any()
-                for unit in engine._parts.store.units
+                for unit in engine._components.store.units
                 for kind in (Kind.MOMENT1, Kind.MOMENT2)
             )

@@ -49,7 +49,7 @@ def measure_engine(case: Case, checkpointing: Checkpointing) -> Measured:
             engine.backward(case.batch(index).call(engine))
             if index == 1:
                 engine.step()
-        engine._parts.gradients.reset()
+        engine._components.gradients.reset()
         return _measure(model, case.batch(0), engine, engine.backward)
 
 

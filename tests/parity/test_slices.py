@@ -214,7 +214,7 @@ def test_each_slice_is_recomputed_by_itself() -> None:
         del sizes[:]
         run.engine.backward(loss)
         assert sizes == [2, 2, 2]
-        assert run.engine._parts.forwards.recomputed == 4 * 3
+        assert run.engine._components.forwards.recomputed == 4 * 3
 
 
 @pytest.mark.parametrize("rows", [5, 7])

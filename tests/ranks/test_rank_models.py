@@ -109,8 +109,8 @@ def test_compiled_blocks_give_the_bits_of_one(tmp_path: Path) -> None:
 
     def work(ranks: DistContext) -> dict[str, Tensor]:
         with make_engine(ranks, models[ranks.rank], config, tmp_path) as engine:
-            engine._parts.forwards.compile_units(backend="eager")
-            assert engine._parts.forwards.num_compiled == 3
+            engine._components.forwards.compile_units(backend="eager")
+            assert engine._components.forwards.num_compiled == 3
             for batch in batches[ranks.rank :: 2]:
                 engine.backward(batch.call(engine))
                 engine.step()

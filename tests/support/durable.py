@@ -91,7 +91,7 @@ def step(engine: Engine, shift: int = 0) -> None:
 def state_of(engine: Engine) -> State:
     """Every byte at rest: weights with the frozen ones, residuals, moments."""
     engine.settle()
-    store = engine._parts.store
+    store = engine._components.store
     kinds = engine.plan.precision.kinds
     return {
         (unit.index, kind.value): store.read(unit.index, kind).clone()

@@ -143,7 +143,7 @@ def shares_ram(job: dict[str, Any]) -> None:
     with init_alone.start(layers(WIDTH, NUM_LAYERS), config) as engine:
         engine.backward(engine(torch.ones(1, WIDTH)).sum())
         engine.step()
-        watch = engine._parts.hooks.watch
+        watch = engine._components.hooks.watch
         less = psutil.Process().memory_info().rss - watch._resident()
         torch.save({"others": engine.plan.shared_bytes, "less": less}, f"{job['out']}-{rank}")
 

@@ -36,7 +36,7 @@ from infinity.offload.owner import exclusive
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.profiling.step_log import Journal
 from infinity.storage.run_dir import RECORD_NAME
-from infinity.training.parts import Parts
+from infinity.training.components import EngineComponents
 from infinity.training.run_state import ResumableLoader
 from infinity.training.state_dict import StateDict, state_dict_of
 from infinity.types import Tier
@@ -97,7 +97,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        parts: Parts,
+        components: EngineComponents,
         optimizer: OffloadedOptimizer,
         settings: Settings,
         *,
@@ -111,16 +111,16 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
             self.translation, self.config = settings.translation, settings.given
         self.training_dataloader = loader
         super().__init__(
-            module, parts, optimizer, settings,
+            module, components, optimizer, settings,
             lr_scheduler=lr_scheduler, loader=loader, journal=journal,
         )  # fmt: skip
         vars(self)["module"] = module  # beside `_modules`: found without __getattr__
 
     def _own(self, module: nn.Module) -> None:
         super()._own(module)
-        parameters = self._parts.cut.parameters
+        parameters = self._components.cut.parameters
         mark(parameters)
-        self._parts.also(partial(unmark, parameters))
+        self._components.add_cleanup(partial(unmark, parameters))
         for part in module.modules():
             vars(part)["_apply"].stays = True
 
@@ -748,7 +748,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         state = Engine.state_dict(self)
         if not exclude_frozen:
             return state
-        required = {i for i, p in enumerate(self._parts.cut.parameters) if p.requires_grad}
+        required = {i for i, p in enumerate(self._components.cut.parameters) if p.requires_grad}
         kept = {name: i for name, i in state.parameters.items() if i in required}
         return StateDict(self._values, kept, state.buffers, master=False)
 
@@ -782,12 +782,12 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
                 InfinityWarning,
                 stacklevel=2,
             )
-        self._parts.forwards.compile_units(backend=backend, **(compile_kwargs or {}))
+        self._components.forwards.compile_units(backend=backend, **(compile_kwargs or {}))
 
     @property
     def is_compiled(self) -> bool:
         """Whether blocks are compiled, or will be when they are first called."""
-        return self._parts.forwards.num_compiled > 0
+        return self._components.forwards.num_compiled > 0
 
     def empty_partition_cache(self) -> None:
         """Do nothing: the plan reserves all device memory, and there is no cache."""
@@ -844,7 +844,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         of the module uses them. If the engine has failed, they are lost.
         """
         if self._owner.is_here() and not self._closed:
-            self._close(restore=False, rest=self._parts.prefetcher.failure is None)
+            self._close(restore=False, rest=self._components.prefetcher.failure is None)
             self._destroyed = True
 
     def _check_open(self) -> None:

@@ -32,7 +32,7 @@ def watch(engine: DeepSpeedEngine) -> None:
         engine._print_every = every
         engine._profile_step = engine._said("flops_profiler.profile_step") if profiles else None
         engine._since = time.perf_counter(), engine.global_samples
-        engine._parts.also(engine.monitor.close)
+        engine._components.add_cleanup(engine.monitor.close)
         engine.optimizer.connect(engine.step, engine._drop_arrivals)
 
 

@@ -203,7 +203,7 @@ class GatheredParameters:
         for parameter in {id(p): p for p in self._params}.values():
             engine = engine_of(parameter)
             if isinstance(engine, Engine) and isinstance(parameter, nn.Parameter):
-                if torch.is_grad_enabled() and engine._parts.hooks.saved.depth:
+                if torch.is_grad_enabled() and engine._components.hooks.saved.depth:
                     raise _in_a_forward(parameter)
                 if not engine.is_materialized(parameter):
                     owned.setdefault(id(engine), (engine, []))[1].append(parameter)

@@ -1,4 +1,4 @@
-"""The parts of one engine, assembled from a model and a config, and taken down again."""
+"""Components of an engine: assembled from a model and a config, and closed in reverse order."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ from infinity.training.resting import Resting
 from infinity.types import Tier
 
 
-class Parts:
-    """Everything an engine is made of; `close` gives everything back, in reverse order."""
+class EngineComponents:
+    """Storage, transfers, hooks and threads of one engine; `close` releases all of them."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class Parts:
         self.device = device
         self._trace: Trace | None = None
         self.timeline: Timeline | None = None
-        self._undo: list[Callable[[], None]] = []  # of what state rests in
-        self._uses: list[Callable[[], None]] = []  # of what trains with it; undone before
+        self._undo: list[Callable[[], None]] = []  # cleanups of the storage
+        self._uses: list[Callable[[], None]] = []  # cleanups of what trains with it; run before
         self._written = False  # the initial state is written; the parameters' own memory is gone
         PROCESS.take(self, plan.tier_bytes, device)
         self._undo.append(self._release)
@@ -163,14 +163,14 @@ class Parts:
             uses.append(self._commit_last)
 
     def _num_threads(self, wanted: int) -> int:
-        """Of the optimizer's CPU kernels: `wanted` of all ranks of the machine, 0 what suits it."""
+        """Return the number of threads for CPU kernels: `wanted`, shared by ranks; 0: the best one."""
         machine, ranks, unified = read_machine(), self.ranks, self.plan.unified
         if wanted:
             return threads_for(wanted, machine.num_cpus, ranks.local_count, unified=unified)
-        own = machine.num_cpus // ranks.num_sharing_processors()
-        if machine.cpu_quota is not None:  # of all together, whatever each is bound to
-            own = min(own, machine.cpu_quota // ranks.local_count)
-        return threads_for(0, own, unified=unified)
+        local = machine.num_cpus // ranks.num_sharing_processors()
+        if machine.cpu_quota is not None:  # of all ranks together, wherever each is bound
+            local = min(local, machine.cpu_quota // ranks.local_count)
+        return threads_for(0, local, unified=unified)
 
     def _fill(
         self,
@@ -179,7 +179,7 @@ class Parts:
         stored: StoredRun | None,
         progress: Progress | None,
     ) -> None:
-        """Bring the first state where it rests: of the run that goes on, or of the model."""
+        """Write the initial state: that of the resumed run, or of the model."""
         index_of = {id(p): i for i, p in enumerate(self.cut.parameters)}
         initial = {
             i: optimizer.rule.initial(hyper) for i, hyper in optimizer.hypers(index_of).items()
@@ -198,7 +198,7 @@ class Parts:
             del initial_write  # and its buffers
 
     def _attach(self, model: nn.Module, config: Config) -> None:
-        """Hooks, forwards and parameter maps, on a model whose state is written."""
+        """Install hooks, forwards and parameter maps on a model whose state is written."""
         cut, plan, uses = self.cut, self.plan, self._uses
         self.owner = Owner(backward_threads=not plan.unified)
         self.values = Values(
@@ -234,7 +234,7 @@ class Parts:
             self.forwards.compile_units()
 
     def recover(self) -> None:
-        """After an exception in a call: nothing bound, nothing in flight."""
+        """Unbind everything and cancel what is in flight, after an exception in a call."""
         self.prefetcher.recover()
         if self.activations is not None:
             self.activations.recover()
@@ -244,10 +244,10 @@ class Parts:
             facts = {"device": str(self.device.torch_device), "host_clock": self.device.host_clock}
             names = [unit.name for unit in self.plan.units]
             self._trace = Trace(config.trace, names, facts, follow=self.device.follow_compute)
-            self._undo.append(self._trace.close)  # last of all: whatever moves is recorded
+            self._undo.append(self._trace.close)  # last, so that every transfer is recorded
 
     def _commit_last(self) -> None:
-        """At the end of a durable run: the step that is under way counts, unless it failed."""
+        """Commit the step in progress at the end of a durable run, unless it failed."""
         durability, self.durability = self.durability, None  # once: Ctrl-C may end the wait
         if durability is not None and self.optimizer_pass.can_finish:
             with contextlib.suppress(EngineFailedError):
@@ -255,7 +255,7 @@ class Parts:
                 durability.finish()
 
     def _let_go(self) -> None:
-        """Make every parameter offloaded: a view would keep slots and state alive."""
+        """Unbind every parameter: a view would keep slots and state alive."""
         if self._written:
             for layout in self.plan.units:
                 self.binding.forget(layout.index)
@@ -264,9 +264,9 @@ class Parts:
         self.forget(state=True)
 
     def forget(self, *, state: bool) -> None:
-        """Drop every reserved range, that of `state` at rest too, whoever refers to the engine.
+        """Free every reserved buffer, those of stored `state` too, even if the engine is referenced.
 
-        A range lives on while a tensor of the user's lies in it.
+        A buffer lives on while a tensor of the user is a view of it.
         """
         names = (
             *(("store",) if state else ()),
@@ -278,26 +278,26 @@ class Parts:
             "saver",
         )
         for name in names:
-            room = getattr(self, name, None)  # those that were made
-            if room is not None:
-                room.forget()
+            component = getattr(self, name, None)  # those that were created
+            if component is not None:
+                component.forget()
         return_freed_memory()
         self.device.return_freed_memory()
 
     def _release(self) -> None:
         PROCESS.release(self)
 
-    def also(self, undo: Callable[[], None], *, last: bool = False) -> None:
-        """Do this too when all is given back: first of all, or `last`."""
+    def add_cleanup(self, undo: Callable[[], None], *, last: bool = False) -> None:
+        """Add a function for `close` to call: before all others, or `last`."""
         if last:
             self._undo.insert(0, undo)
         else:
             self._uses.append(undo)
 
     def drop(self, engine: weakref.ref[Any]) -> None:
-        """`close` at the end of the process; `rest` where nothing refers to the engine any more.
+        """Finalizer: `close` at the end of the process, `rest` if the engine was collected.
 
-        Of several ranks each drops its engine when it likes, and `close` needs no other.
+        On several ranks always `close`, which needs no other rank: ranks collect at other times.
         """
         if engine() is None and self.ranks.count == 1:
             with contextlib.suppress(InfinityError):  # then values are gone, as after a failure
@@ -308,10 +308,9 @@ class Parts:
         self.close()
 
     def rest(self) -> None:
-        """Give everything back but weights: they stay with the module, see `Resting`.
+        """Release everything except weights, which stay with the module (see `Resting`).
 
-        Raises what makes that impossible, such as a failure of the engine; nothing is given back
-        then. All ranks call.
+        All ranks call it. Nothing is released if it raises, as after a failure of the engine.
         """
         if not self.optimizer_pass.can_finish:
             raise MachineError("no thread can finish the updates that are owed")
@@ -340,25 +339,25 @@ class Parts:
             PROCESS.take(left, left.store.keep_weights(), left.device)
 
     def _forget_modules(self) -> None:
-        """Weights that rest end with their module, so nothing that keeps them may refer to it."""
+        """Drop references to the module: weights that outlive the engine must end with the module."""
         for name in ("access", "cut", "cycles", "forwards", "hooks", "installation", "timeline"):
             delattr(self, name)
 
     @property
     def closed(self) -> bool:
-        """Whether everything was given back."""
+        """Return True if everything has been released."""
         return not (self._uses or self._undo)
 
     def close(self) -> None:
-        """Take everything down; every step is tried, the first error is raised at the end.
+        """Run all cleanups; the first error is raised at the end.
 
-        What a second Ctrl-C leaves is done when this is called again.
+        Cleanups that a second Ctrl-C skips run at the next call.
         """
         undo_all(self._uses, self._undo)
 
 
 def undo_all(*lists: list[Callable[[], None]]) -> None:
-    """Call the functions of each list, the last first; raises the first error when all are done."""
+    """Call the functions of each list in reverse; raise the first error when all have run."""
     first: Exception | None = None
     for undo in lists:
         while undo:

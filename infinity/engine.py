@@ -37,7 +37,7 @@ from infinity.training.components import EngineComponents
 from infinity.training.parameter_access import MergeGuard, targets, write_state
 from infinity.training.run_state import ResumableLoader, RunState, Stateful
 from infinity.training.state_dict import ModuleStateHooks, StateDict, state_dict_of
-from infinity.training.step import Given, Inputs, ScaleRules, Stepper
+from infinity.training.step import Inputs, ScaleRules, StepInputs, StepRunner
 
 _IN_PLACE = "has been modified by an inplace operation: [torch."  # torch's own words
 
@@ -93,15 +93,15 @@ class Engine:
         self._values = components.values
         self._inputs = Inputs(module, components, casts=config.cast_inputs)
         scale_rules = ScaleRules.of(config.loss_scale) if config.precision == "fp16" else None
-        self._stepper = Stepper(
+        self._step_runner = StepRunner(
             components, optimizer, self._index_of, lr_scheduler, journal, scale_rules
         )
         names = components.cut.names
         run_state = RunState(
-            self._stepper, self._window, optimizer, components.updater, self._index_of, names
+            self._step_runner, self._window, optimizer, components.updater, self._index_of, names
         )
         self._checkpoints = Checkpoints(
-            module, components, self._stepper, self._values, run_state, self._index_of,
+            module, components, self._step_runner, self._values, run_state, self._index_of,
             optimizer.rule.name, config,
         )  # fmt: skip
         if components.resumed:
@@ -175,7 +175,7 @@ class Engine:
             The outputs of the module.
         """
         self._check_usable()
-        with self._stepper.together("a forward", loses=False):
+        with self._step_runner.together("a forward", loses=False):
             args, kwargs = self._inputs.admit((args, kwargs))
             self._checkpoints.run_state.first_forward()
             self._values.take_back_all()
@@ -195,7 +195,7 @@ class Engine:
             hooks.release(result)
             return result
         except Exception as error:
-            self._stepper.end_forward(error)
+            self._step_runner.end_forward(error)
             self._inputs.explain(error, (args, kwargs))
             raise
         finally:
@@ -238,10 +238,10 @@ class Engine:
             gradients.finish()
             self._cycles.end()
             hooks.release(None)
-            self._stepper.count_backward()
+            self._step_runner.count_backward()
             return result
         except Exception as error:
-            self._stepper.roll_back(error)
+            self._step_runner.roll_back(error)
             self.ranks.broadcast_error("a backward", error)
             if _IN_PLACE in str(error) and isinstance(error, RuntimeError):
                 raise TrainingError(
@@ -299,9 +299,9 @@ class Engine:
         self._end_users_backward()
         self._window.check_step()
         if not self._window.is_last:
-            self._stepper.end_micro_batch()
+            self._step_runner.end_micro_batch()
             return
-        with self._stepper.together("a step"):
+        with self._step_runner.together("a step"):
             self._cycles.end()
             self._components.prefetcher.verify(every=True)
             self._components.prefetcher.release_all(reached=True)
@@ -309,8 +309,10 @@ class Engine:
             self._values.settle()
             samples = self._micro_batch_size * self._window.share
             document = None if self._components.durability is None else self._checkpoints.document
-            self._stepper.update(self.gradient_clipping, Given(samples, lr_kwargs or {}, document))
-            report = self._stepper.last_report
+            self._step_runner.update(
+                self.gradient_clipping, StepInputs(samples, lr_kwargs or {}, document)
+            )
+            report = self._step_runner.last_report
             self._window.updated = report is not None and not report.skipped
 
     @exclusive
@@ -348,7 +350,7 @@ class Engine:
                     total += train_one(self, batch, loss_fn)
         except Exception:
             if self._window.is_open or self._window.has_news:
-                self._stepper.roll_back()
+                self._step_runner.roll_back()
             raise
         return total / count
 
@@ -359,7 +361,7 @@ class Engine:
         For loops that catch an exception between `backward()` and `step()`.
         """
         self._check_usable()
-        self._stepper.roll_back()
+        self._step_runner.roll_back()
 
     @exclusive
     def train(self, mode: bool = True) -> Self:
@@ -426,7 +428,7 @@ class Engine:
                 "number made by .item()",
             )
         self._window.check()
-        state = self._stepper.progress.loss_scale
+        state = self._step_runner.counters.loss_scale
         return loss if state is None else loss.float() * state.scale
 
     def _end_users_backward(self) -> None:
@@ -435,16 +437,16 @@ class Engine:
             return
         self._refuse_unscaled()
         self._window.check()
-        with self._stepper.together("a backward"):
+        with self._step_runner.together("a backward"):
             self._components.gradients.finish()
             self._cycles.end()
-            self._stepper.count_backward()
+            self._step_runner.count_backward()
 
     def _refuse_unscaled(self) -> None:
         """In fp16, gradients that came of a loss that `scale` did not make are dropped."""
-        window, scale = self._window, self._stepper.progress.loss_scale
+        window, scale = self._window, self._step_runner.counters.loss_scale
         if window.has_news and scale is not None and not window.scaled:
-            self._stepper.roll_back()
+            self._step_runner.roll_back()
             raise TrainingError(
                 "gradients came from loss.backward(), and the loss was not scaled",
                 because="in fp16 a loss is multiplied by the loss scale, here "
@@ -457,7 +459,7 @@ class Engine:
     def _drop_arrivals(self) -> None:
         """`zero_grad()` of optimizer or module: drop the window between a backward and `step()`."""
         if self._window.has_news or self._window.backwards:
-            self._stepper.roll_back()
+            self._step_runner.roll_back()
 
     # --- values ----------------------------------------------------------------------------------
 
@@ -567,7 +569,7 @@ class Engine:
         (index,) = targets(parameter, self._index_of)
         with self.ranks.propagate_errors("reads a gradient"):
             value = self._components.gradients.read(index).view(parameter.shape)
-        state = self._stepper.progress.loss_scale
+        state = self._step_runner.counters.loss_scale
         return value if state is None else value.float() / state.scale
 
     @exclusive
@@ -584,7 +586,7 @@ class Engine:
         """
         with self.ranks.propagate_errors("sets a gradient"):
             index = self._index_for(parameter, value)
-        state = self._stepper.progress.loss_scale
+        state = self._step_runner.counters.loss_scale
         scaled = value.float() * (1.0 if state is None else state.scale)
         for unit in self._values.units_of(index):
             self._components.prefetcher.await_consumed(unit)
@@ -795,12 +797,12 @@ class Engine:
     @property
     def lr_scheduler(self) -> Any:
         """Learning rate schedule that `step` advances, or None."""
-        return self._stepper.lr_scheduler
+        return self._step_runner.lr_scheduler
 
     @property
     def last_report(self) -> StepReport | None:
         """Report of the last step: norm, bytes and waits; None before the first."""
-        return self._stepper.last_report
+        return self._step_runner.last_report
 
     @property
     def grad_norm(self) -> float | None:
@@ -810,17 +812,17 @@ class Engine:
     @property
     def loss_scale(self) -> float:
         """Factor of the next loss in backward; 1.0 except in fp16."""
-        return self._stepper.loss_scale
+        return self._step_runner.loss_scale
 
     @property
     def global_steps(self) -> int:
         """Number of steps, including skipped ones, as in DeepSpeed."""
-        return self._stepper.progress.steps
+        return self._step_runner.counters.steps
 
     @property
     def skipped_steps(self) -> int:
         """Number of steps skipped because gradients were not finite."""
-        return self._stepper.progress.skipped_steps
+        return self._step_runner.counters.skipped_steps
 
     def __repr__(self) -> str:
         return self.plan.line(type(self).__name__, type(self.module).__name__, self.device)
@@ -933,7 +935,7 @@ def _fail(reference: weakref.ref[Engine]) -> None:
     """A call ended in the middle. A signal handler's: it takes no lock."""
     engine = reference()
     if engine is not None:
-        prefetcher, step = engine._components.prefetcher, engine._stepper.progress.steps + 1
+        prefetcher, step = engine._components.prefetcher, engine._step_runner.counters.steps + 1
         engine.ranks.mark_failed()
         prefetcher.failure = prefetcher.failure or TrainingError(
             f"a call was interrupted in the middle, in step {step}"

@@ -23,7 +23,7 @@ from infinity.plan.advice import (
     ways_to_fit,
 )
 from infinity.plan.case import Case, Priced, price
-from infinity.plan.cost import Work, nominal
+from infinity.plan.cost import StepWork, nominal
 from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
 from infinity.plan.machine import PlanMachine
 from infinity.plan.plan import RuleFacts
@@ -69,7 +69,7 @@ def case_of(
         units=units(count),
         config=load_config(given),
         machine=machine(host, device, disk),
-        work=Work(tokens, recompute=recompute),
+        work=StepWork(tokens, recompute=recompute),
         rule=RuleFacts(),
     )
 

@@ -17,7 +17,7 @@ from infinity.plan.advice import faster
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.plan.budget import budgeted_bytes
 from infinity.plan.case import MARGIN, Case, Priced, price
-from infinity.plan.cost import Work, nominal
+from infinity.plan.cost import StepWork, nominal
 from infinity.plan.plan import RuleFacts
 from infinity.types import Tier
 
@@ -48,7 +48,7 @@ def case_of(device: int | None, host: int, faster: float, flops: float, **config
         units=tuple(replace(unit, is_block=True) for unit in units(BLOCKS)),
         config=load_config({"nvme_path": "/nvme", "chunk_size": 1 << 14, **config}),
         machine=replace(machine(host, device, 8 * GIB), rates=rates),
-        work=Work(SEQUENCES * LENGTH),
+        work=StepWork(SEQUENCES * LENGTH),
         rule=RuleFacts(),
         base=320 * MIB,
     )
@@ -103,7 +103,7 @@ def test_what_is_asked_for_is_kept() -> None:
 
 
 def test_what_is_advised_cuts_a_step_between_its_samples_too() -> None:
-    case = replace(case_of(*MACHINES["roomy"]), work=Work(3 * LENGTH * 4))
+    case = replace(case_of(*MACHINES["roomy"]), work=StepWork(3 * LENGTH * 4))
     chosen = choose_schedule(case, BatchSchedule(micro_batches=1), 3)
     assert chosen.best is not None
     (way,) = [
@@ -117,7 +117,7 @@ def test_what_is_advised_cuts_a_step_between_its_samples_too() -> None:
 def test_where_ram_computes_its_named_budget_is_for_activations_too() -> None:
     budget = 480 * MIB
     case = case_of(None, 8 * GIB, 1, 1e13, budget={"host": budget})
-    case = replace(case, work=Work(8 * SEQUENCES * LENGTH))
+    case = replace(case, work=StepWork(8 * SEQUENCES * LENGTH))
     best = choose_schedule(case, BatchSchedule(), SEQUENCES).best
     assert best is not None
     assert budgeted_bytes(best.plan)[Tier.HOST] + MARGIN * best.activations.total <= budget

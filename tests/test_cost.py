@@ -14,7 +14,7 @@ from infinity.plan import cost
 from infinity.plan.budget import Limits
 from infinity.plan.cost import (
     Rates,
-    Work,
+    StepWork,
     computing,
     disk_days,
     flop_per_token,
@@ -67,7 +67,7 @@ def test_bytes_fall_into_the_phases_where_they_move() -> None:
 
 def test_the_slowest_resource_decides_each_phase() -> None:
     plan = plan_of(SIZES, placement=ON_DISK | {"gradients": "host"}, prefetch_units=1)
-    cost = step_cost(plan, CPU, Work(tokens=1000))
+    cost = step_cost(plan, CPU, StepWork(tokens=1000))
     forward, backward = cost.phases
     numel = sum(SIZES)
     assert forward.name, backward.name == ("forward 1", "backward 1")
@@ -86,7 +86,7 @@ def test_the_slowest_resource_decides_each_phase() -> None:
 def test_compute_begins_when_the_first_unit_is_updated() -> None:
     plan = plan_of(SIZES, placement=ON_DISK | {"gradients": "host"}, prefetch_units=1)
     slow = replace(CPU, update={"fp32": GB / 1000})  # and so is memory: compute binds
-    forward = step_cost(plan, slow, Work(tokens=1000)).phases[0]
+    forward = step_cost(plan, slow, StepWork(tokens=1000)).phases[0]
     assert forward.binds == "compute and update"
     first = forward.resources["disk"] / len(SIZES)
     assert forward.seconds == pytest.approx(forward.resources["compute and update"] + first)
@@ -98,7 +98,7 @@ def test_disk_traffic_takes_compute_where_the_processors_compute(unified: bool) 
     links = {} if unified else {"to_device": 4 * GB, "from_device": 2 * GB}
     free = replace(CPU, **links)
     costly = replace(free, disk_per_cpu_s=5 * GB)
-    work = Work(tokens=1000)
+    work = StepWork(tokens=1000)
     pairs = zip(
         step_cost(plan, free, work).phases, step_cost(plan, costly, work).phases, strict=True
     )
@@ -168,12 +168,12 @@ def test_products_count_for_matrices_that_are_multiplied() -> None:
     config, limits = load_config({}), Limits(None, None, None)
     plan = make_plan((lay_out(0, "all", facts, BF16),), config, limits, unified=False)
     rates = Rates(GB, GB, GB, compute={"bf16": GB})
-    work = Work(tokens=10, lookups=frozenset({0}))
+    work = StepWork(tokens=10, lookups=frozenset({0}))
     assert flop_per_token(plan.units, work) == 6 * 4096
     forward, backward = step_cost(plan, rates, work).phases
     assert forward.resources["compute"] == pytest.approx(2 * 4096 * 10 / GB)
     assert backward.resources["compute"] == pytest.approx(4 * 4096 * 10 / GB)
-    again = step_cost(plan, rates, Work(tokens=10, recompute="all")).phases[1]
+    again = step_cost(plan, rates, StepWork(tokens=10, recompute="all")).phases[1]
     assert again.resources["compute"] == pytest.approx(6 * (4096 + 64_000) * 10 / GB)
     frozen = [facts[0], replace(facts[1], trained=False, form="nf4")]
     plan = make_plan((lay_out(0, "all", frozen, BF16),), config, limits, unified=False)
@@ -191,9 +191,9 @@ def test_what_stands_between_products_has_rates_of_its_own() -> None:
     config, limits = load_config({}), Limits(None, None, None)
     plan = make_plan((lay_out(0, "all", facts, BF16),), config, limits, unified=False)
     rates = Rates(GB, GB, GB)
-    work = Work(tokens=10, context=4, heads=frozenset({1}))
+    work = StepWork(tokens=10, context=4, heads=frozenset({1}))
 
-    def seconds(work: Work = work, **known: Any) -> list[float]:
+    def seconds(work: StepWork = work, **known: Any) -> list[float]:
         phases = step_cost(plan, replace(rates, **known), work).phases
         return [phase.resources["compute"] for phase in phases]
 
@@ -215,7 +215,7 @@ def test_a_tied_head_is_computed_after_the_last_update() -> None:
     units = tuple(lay_out(i, facts.name, [facts], BF16) for i, facts in enumerate([table, block]))
     config = load_config({"nvme_path": "/nvme", "placement": ON_DISK})
     plan = make_plan(units, config, Limits(None, None, None), unified=False)
-    work = Work(tokens=10, heads=frozenset({0}))
+    work = StepWork(tokens=10, heads=frozenset({0}))
     forward = step_cost(plan, Rates(GB, GB, GB, compute={"bf16": GB}, logits=GB), work).phases[0]
     tail = 2 * (4096 + 64_000) * 10 / GB + 10 * 1000 / 2 / GB
     assert forward.resources["compute"] == pytest.approx(tail)

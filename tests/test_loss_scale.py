@@ -443,10 +443,10 @@ def test_a_durable_run_goes_on_within_a_count(tmp_path: Path) -> None:
             one_step(engine, number, INF if PLAN[number] == "x" else 1.0)
         one_step(engine, 3)
         engine.settle()
-        patience = engine._stepper.progress.loss_scale
+        patience = engine._step_runner.counters.loss_scale
     with make_engine(tmp_path, **changes, resume="auto") as engine:
         assert engine.resumed
-        assert engine._stepper.progress.loss_scale == patience
+        assert engine._step_runner.counters.loss_scale == patience
         one_step(engine, 4, INF)
         assert engine.loss_scale == 512.0
 

@@ -38,7 +38,7 @@ LAYOUTS = {
     "fp16": (FP16, FP32, FP16, MomentFormat.FP32),
 }
 AHEAD = 5  # products of fp32, a tenth of a second of an H100: calls are queued meanwhile
-Work = Callable[[], None]
+StepWork = Callable[[], None]
 
 
 class State:
@@ -80,7 +80,7 @@ class State:
         self.kernels.update_all(self.pieces)
 
 
-def torch_fused(n: int, device: torch.device) -> Work:
+def torch_fused(n: int, device: torch.device) -> StepWork:
     """torch's AdamW with an fp32 gradient, and the bf16 copy of the weights that compute needs."""
     weight = torch.nn.Parameter(torch.randn(n, device=device))
     weight.grad = torch.randn(n, device=device).mul_(1e-3)
@@ -94,7 +94,7 @@ def torch_fused(n: int, device: torch.device) -> Work:
     return step
 
 
-def seconds(work: Work, repeats: int) -> float:
+def seconds(work: StepWork, repeats: int) -> float:
     """Device seconds of one call."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     large = torch.ones(8192, 8192, device="cuda")
@@ -108,7 +108,7 @@ def seconds(work: Work, repeats: int) -> float:
     return start.elapsed_time(end) / 1e3 / repeats
 
 
-def compare(contenders: dict[str, Work], rounds: int, repeats: int) -> dict[str, list[float]]:
+def compare(contenders: dict[str, StepWork], rounds: int, repeats: int) -> dict[str, list[float]]:
     """Seconds per call, by name, in rounds that take all contenders in turn."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for work in contenders.values():
@@ -151,7 +151,7 @@ def measure(kernels: CudaKernels, n: int, rounds: int) -> Iterator[dict[str, obj
             }
     tensor = torch.randn(n, device=kernels.device).to(BF16)
     sums = torch.zeros(1, dtype=torch.float64, device=kernels.device)
-    helpers: dict[str, tuple[Work, int]] = {
+    helpers: dict[str, tuple[StepWork, int]] = {
         "square sum, bf16": (lambda: kernels.square_sums([tensor], sums), 2 * n)
     }
     for name, (work, nbytes) in helpers.items():

@@ -43,7 +43,7 @@ from support.rough import initialize, rough_io
 import infinity
 from infinity.config.schema import IoConfig
 from infinity.model.shapes import target_of
-from infinity.plan.cost import COMPUTE, Rates, StepCost, Work, step_cost
+from infinity.plan.cost import COMPUTE, Rates, StepCost, StepWork, step_cost
 from infinity.plan.machine import read_machine
 from infinity.plan.plan import DIRECTIONS, Plan
 from infinity.profiling.calibration import measure_processors
@@ -110,7 +110,7 @@ class Contender:
     name: str
     engine: infinity.Engine
     rough: dict[str, Any]  # what slows its disk down
-    work: Work
+    work: StepWork
     shape: gpt.GPTConfig
     batch: int
     turns: list[dict[str, float]] = field(default_factory=list)
@@ -166,7 +166,7 @@ def start(
         given["budget"] = {"host": int((own + state / 2) / 0.7)}
     engine = initialize(model, given, poison=None)[0]
     tokens = batch * shape.context
-    work = Work(tokens, context=shape.context, lookups=target.lookups, heads=target.heads)
+    work = StepWork(tokens, context=shape.context, lookups=target.lookups, heads=target.heads)
     return Contender(name, engine, given.get("io", {}), work, shape, batch)
 
 

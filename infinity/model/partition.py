@@ -23,7 +23,7 @@ from infinity.model.shapes import (
 )
 from infinity.optim.rules import RULES, lossy_notes, matrix_steps, reserved_moments
 from infinity.plan.case import Case
-from infinity.plan.cost import USUAL_CONTEXT, Work
+from infinity.plan.cost import USUAL_CONTEXT, StepWork
 from infinity.plan.layout import (
     PRECISIONS,
     SQUARE_BLOCK,
@@ -324,7 +324,7 @@ def case_for(
         units=cut.layouts,
         config=config,
         machine=machine,
-        work=Work(
+        work=StepWork(
             tokens,
             "all" if recompute else 0,
             context=min(length or USUAL_CONTEXT, tokens),

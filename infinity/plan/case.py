@@ -24,7 +24,7 @@ from infinity.plan.activations import (
     plan_saved,
 )
 from infinity.plan.budget import AUTO_SHARE, Limits, budgeted_bytes
-from infinity.plan.cost import StepCost, Work, step_cost
+from infinity.plan.cost import StepCost, StepWork, step_cost
 from infinity.plan.layout import PRECISIONS, UnitLayout, lay_out_again
 from infinity.plan.machine import PlanMachine
 from infinity.plan.plan import Plan, RuleFacts, UnitFacts
@@ -83,7 +83,7 @@ class Case:
     units: tuple[UnitLayout, ...]
     config: Config
     machine: PlanMachine
-    work: Work
+    work: StepWork
     rule: RuleFacts
     base: int = 0
     made: int = 0

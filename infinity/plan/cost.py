@@ -309,7 +309,7 @@ SPLIT_UPDATE_BYTES = 26  # a parameter: 12 of state read and written, 2 of gradi
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepWork:
     """What a user trains: tokens of one micro-batch, and how.
 
     The first `recompute` blocks run again in backward, and blocks in so many `slices`. `context`
@@ -377,7 +377,7 @@ def computing(resources: Mapping[str, float]) -> str:
 
 
 def step_cost(
-    plan: Plan, rates: Rates, work: Work | None = None, cycle: list[int] | None = None
+    plan: Plan, rates: Rates, work: StepWork | None = None, cycle: list[int] | None = None
 ) -> StepCost:
     """The cost of a steady step; without `work` compute costs nothing, which leaves movement."""
     pricing = _Pricing(plan, rates, work, cycle)
@@ -401,7 +401,7 @@ class _Pricing:
     """Seconds of phases of one plan; equal phases are priced once."""
 
     def __init__(
-        self, plan: Plan, rates: Rates, work: Work | None, cycle: list[int] | None
+        self, plan: Plan, rates: Rates, work: StepWork | None, cycle: list[int] | None
     ) -> None:
         self.plan = plan
         self.rates = rates
@@ -540,7 +540,9 @@ class _Elements:
 _NONE = _Elements()
 
 
-def _elements(units: Sequence[UnitLayout], work: Work, more: Iterable[Segment] = ()) -> _Elements:
+def _elements(
+    units: Sequence[UnitLayout], work: StepWork, more: Iterable[Segment] = ()
+) -> _Elements:
     """Of these units, and of `more` parameters. Logits are no sides: they have their rate."""
     matrices, trained, quantised, all_elements, sides, logits = 0.0, 0.0, 0, 0, 0.0, 0
     for segment in (*(segment for unit in units for segment in unit.segments), *more):
@@ -565,13 +567,13 @@ def _over(amount: float, rate: float | None) -> float:
     return amount / rate if rate else 0.0
 
 
-def active_parameters(units: Sequence[UnitLayout], work: Work) -> int:
+def active_parameters(units: Sequence[UnitLayout], work: StepWork) -> int:
     """Parameters that one token uses: of experts the share of all that it is sent to."""
     shares = work.shares
     return round(sum(s.numel * shares.get(s.origin, 1.0) for u in units for s in u.segments))
 
 
-def flop_per_token(units: Sequence[UnitLayout], work: Work) -> float:
+def flop_per_token(units: Sequence[UnitLayout], work: StepWork) -> float:
     """FLOP of the model itself for a token: 6 a matrix element, 4 of what is frozen.
 
     See [Note: compute].

@@ -62,7 +62,7 @@ from infinity.storage.staging import host_buffer
 from infinity.training.components import EngineComponents
 from infinity.training.parameter_access import Values, share_kept
 from infinity.training.run_state import RunState
-from infinity.training.step import Stepper
+from infinity.training.step import StepRunner
 from infinity.types import Kind
 
 # The streams of a checkpoint into state at rest, whatever its placement, unit by unit.
@@ -154,7 +154,7 @@ class Checkpoints:
         self,
         module: nn.Module,
         components: EngineComponents,
-        stepper: Stepper,
+        step_runner: StepRunner,
         values: Values,
         run_state: RunState,
         index_of: Mapping[int, int],
@@ -165,7 +165,7 @@ class Checkpoints:
         self.run_state = run_state
         self._module = module
         self._components = components
-        self._stepper = stepper
+        self._step_runner = step_runner
         self._values = values
         self._index_of = index_of
         self._rule = rule
@@ -192,7 +192,7 @@ class Checkpoints:
         """`engine.save_checkpoint`."""
         components = self._components
         components.saver.finish()
-        tag = tag if tag is not None else f"global_step{self._stepper.progress.steps}"
+        tag = tag if tag is not None else f"global_step{self._step_runner.counters.steps}"
         check_alike(components.ranks, "the checkpoint to save", {"tag": tag})
         with components.ranks.propagate_errors("saves a checkpoint"):
             self._refuse_loans("saved")
@@ -244,7 +244,7 @@ class Checkpoints:
         return root / tag
 
     def _manifest(self, client_state: Mapping[str, Any], buffers: Sequence[Buffer]) -> Manifest:
-        plan, steps = self._components.plan, self._stepper.steps
+        plan, steps = self._components.plan, self._step_runner.steps
         aliases = self._aliases()
         parameters = [
             ParameterRecord(
@@ -262,7 +262,7 @@ class Checkpoints:
         ]
         return Manifest(
             engine_version=version("torch-infinity"),
-            global_steps=self._stepper.progress.steps,
+            global_steps=self._step_runner.counters.steps,
             precision=plan.precision.name,
             rule=self._rule,
             moments=tuple(m.value for m in plan.precision.moments),
@@ -392,7 +392,7 @@ class Checkpoints:
 
     def _commit(self, reader: StateReader) -> None:
         """Where steps are durable, make what was loaded the committed state."""
-        durability, steps = self._components.durability, self._stepper.progress.global_steps
+        durability, steps = self._components.durability, self._step_runner.counters.global_steps
         if durability is None:
             return
         window = None

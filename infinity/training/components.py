@@ -163,7 +163,7 @@ class EngineComponents:
             uses.append(self._commit_last)
 
     def _num_threads(self, wanted: int) -> int:
-        """Return the number of threads for CPU kernels: `wanted`, shared by ranks; 0: the best one."""
+        """Return the number of threads for CPU kernels: `wanted` a machine, or the best for 0."""
         machine, ranks, unified = read_machine(), self.ranks, self.plan.unified
         if wanted:
             return threads_for(wanted, machine.num_cpus, ranks.local_count, unified=unified)
@@ -264,7 +264,7 @@ class EngineComponents:
         self.forget(state=True)
 
     def forget(self, *, state: bool) -> None:
-        """Free every reserved buffer, those of stored `state` too, even if the engine is referenced.
+        """Free every reserved buffer, and stored `state`, even while the engine is referenced.
 
         A buffer lives on while a tensor of the user is a view of it.
         """
@@ -339,7 +339,7 @@ class EngineComponents:
             PROCESS.take(left, left.store.keep_weights(), left.device)
 
     def _forget_modules(self) -> None:
-        """Drop references to the module: weights that outlive the engine must end with the module."""
+        """Drop references to the module: weights that outlive the engine end with the module."""
         for name in ("access", "cut", "cycles", "forwards", "hooks", "installation", "timeline"):
             delattr(self, name)
 

@@ -44,7 +44,7 @@ from infinity.types import Kind
 
 
 @dataclass(frozen=True)
-class PassJob:
+class UpdateJob:
     """Everything one optimizer pass depends on; captured at `step()`.
 
     `hypers` and `steps` are by parameter index and name exactly the parameters to update;
@@ -64,7 +64,7 @@ class PassJob:
 
 
 def tiles_of(
-    job: PassJob,
+    job: UpdateJob,
     plan: Plan,
     layout: UnitLayout,
     chunks: range,
@@ -120,7 +120,7 @@ def tiles_of(
 
 
 @dataclass(eq=False)
-class Work:
+class ChunkUpdate:
     """Chunks, most often one, between their read and their write.
 
     What follows `resting` is of a streamed update. `views` (uint8, of exactly these chunks) are
@@ -159,7 +159,7 @@ class AbortedError(Exception):
     """The engine is closing."""
 
 
-class Updates:
+class UnitUpdater:
     """Brings units through one update after the other; used by the optimizer thread alone."""
 
     def __init__(
@@ -186,7 +186,7 @@ class Updates:
         nbytes = stream_bytes(plan)
         num_streams = NUM_STREAM_BUFFERS if nbytes else 0
         self._streams = BufferPool(num_streams, nbytes, transfers.device, on_device=True)
-        self._under_way: deque[Work] = deque()  # oldest first
+        self._under_way: deque[ChunkUpdate] = deque()  # oldest first
         self._cpu_thread: ThreadPoolExecutor | None = None  # for updates while others stream
         if plan.beside:
             begin = transfers.device.follow_compute
@@ -203,7 +203,7 @@ class Updates:
         self._streams.forget()
         self._target = None
 
-    def run(self, job: PassJob, stopped: Callable[[], bool]) -> None:
+    def run(self, job: UpdateJob, stopped: Callable[[], bool]) -> None:
         """Update every unit of a job; raises `AbortedError` when `stopped`, and what reads raise.
 
         When it returns everything is back, or on its way to the disk.
@@ -221,8 +221,8 @@ class Updates:
                     event.wait()
             self._under_way.clear()
 
-    def _run_chunks(self, job: PassJob, stopped: Callable[[], bool]) -> None:
-        queue: deque[Work] = deque()
+    def _run_chunks(self, job: UpdateJob, stopped: Callable[[], bool]) -> None:
+        queue: deque[ChunkUpdate] = deque()
         order = self._chunks(job)
         pending = next(order, None)
         while pending is not None or queue:
@@ -243,7 +243,7 @@ class Updates:
             self._process(job, queue.popleft())
         self._land_all()
 
-    def _chunks(self, job: PassJob) -> Iterator[tuple[int, range, bool]]:
+    def _chunks(self, job: UpdateJob) -> Iterator[tuple[int, range, bool]]:
         """(unit, chunks taken at once, streamed) in order; a unit somebody waits for comes next."""
         remaining = [u for u in job.units if self._places[u] is not UpdatePlace.DEVICE]
         while remaining:
@@ -255,7 +255,7 @@ class Updates:
 
     # --- on the device -----------------------------------------------------------------------
 
-    def _update_on_device(self, job: PassJob, unit: int) -> Event:
+    def _update_on_device(self, job: UpdateJob, unit: int) -> Event:
         """Queue the update of a unit that rests on the device, all its chunks in one."""
         assert isinstance(self.updater, KernelUpdater)
         state = self.store.units[unit]
@@ -274,8 +274,8 @@ class Updates:
     # --- a chunk of a unit that does not rest there --------------------------------------------
 
     def _issue(
-        self, job: PassJob, unit: int, chunks: range, streamed: bool, buffer: Tensor
-    ) -> Work:
+        self, job: UpdateJob, unit: int, chunks: range, streamed: bool, buffer: Tensor
+    ) -> ChunkUpdate:
         """Start bringing chunks' kinds and gradients where they can be updated from."""
         if chunks.start == 0:
             self.store.settle_writes(unit)
@@ -287,7 +287,9 @@ class Updates:
             by_device=streamed,
             after=job.computed,
         )
-        work = Work(unit, chunks, streamed, buffer, views, waits, set(resting), _NOWHERE, _NOWHERE)
+        work = ChunkUpdate(
+            unit, chunks, streamed, buffer, views, waits, set(resting), _NOWHERE, _NOWHERE
+        )
         work.waits += job.copies.pop(unit, ())
         part = self.plan.part(self.plan.own[unit], Kind.GRADIENT, chunks.start, len(chunks))
         place = self.gradients.places[unit].part(part.start, part.stop - part.start)
@@ -304,7 +306,7 @@ class Updates:
         views[Kind.GRADIENT] = view
         return work
 
-    def _process(self, job: PassJob, work: Work) -> None:
+    def _process(self, job: UpdateJob, work: ChunkUpdate) -> None:
         """Update a chunk, or send it through the device, which ends in `_land`."""
         if not work.streamed:  # a copy of old weights to the device may still read what will change
             work.waits.append(self.prefetcher.entries[work.unit].ready)
@@ -334,7 +336,7 @@ class Updates:
         laps.lap("optimizer_pass", "publish, write back")
         self._finish(work)
 
-    def _submit_cpu_update(self, job: PassJob, work: Work) -> None:
+    def _submit_cpu_update(self, job: UpdateJob, work: ChunkUpdate) -> None:
         """Submit chunks of a streamed unit to the CPU's thread; its first chunks are streamed."""
         assert self._cpu_thread is not None
         work.target = self._target
@@ -343,7 +345,7 @@ class Updates:
         while sum(one.updated is not None for one in self._under_way) > NUM_CPU_UPDATES:
             self._land()
 
-    def _update_on_cpu(self, job: PassJob, work: Work) -> None:
+    def _update_on_cpu(self, job: UpdateJob, work: ChunkUpdate) -> None:
         """Wait for the chunks' copies, then update them; runs on either thread."""
         laps = Laps(self.transfers.trace, work.unit)
         for item in work.waits:
@@ -353,12 +355,12 @@ class Updates:
             self.updater.update(tiles, job.grad_scale)
         laps.lap("update", "update", sum(view.numel() for view in work.views.values()))
 
-    def _give_back(self, work: Work, written: Sequence[Event]) -> None:
+    def _give_back(self, work: ChunkUpdate, written: Sequence[Event]) -> None:
         """Return its buffer, if it has one, to the pool; it is free once `written` has happened."""
         if work.buffer is not _NOWHERE:
             self._staging.give_back(work.buffer, *written)
 
-    def _finish(self, work: Work) -> None:
+    def _finish(self, work: ChunkUpdate) -> None:
         """Chunks are updated; with the last one the unit is."""
         unit, state = work.unit, self.store.units[work.unit]
         count = state.layout.num_chunks(self.plan.chunk_elements)
@@ -369,7 +371,7 @@ class Updates:
             self.prefetcher.updated(unit, after_all(*self._published.pop(unit, ())))
 
     def _tiles(
-        self, job: PassJob, unit: int, chunks: range, views: Mapping[Kind, Tensor]
+        self, job: UpdateJob, unit: int, chunks: range, views: Mapping[Kind, Tensor]
     ) -> list[Tile]:
         """Of all these chunks, whose bytes are in `views`; where cuts may show, one by one."""
         plan, layout, tiles = self.plan, self.plan.own[unit], list[Tile]()
@@ -386,7 +388,7 @@ class Updates:
 
     # --- by the CPU ----------------------------------------------------------------------------
 
-    def _write_back(self, work: Work) -> list[Event]:
+    def _write_back(self, work: ChunkUpdate) -> list[Event]:
         """Copy updated kinds from the buffer to their tiers."""
         state = self.store.units[work.unit]
         staged = {k: work.views[k] for k in state.kinds if state.in_ram(k) is None}
@@ -399,10 +401,10 @@ class Updates:
             events.append(self._send(work, staged))
         return events
 
-    def _send(self, work: Work, views: Mapping[Kind, Tensor]) -> Event:
+    def _send(self, work: ChunkUpdate, views: Mapping[Kind, Tensor]) -> Event:
         return self.store.send(work.unit, work.chunks.start, views, chunks=len(work.chunks))
 
-    def _publish(self, work: Work) -> list[Event]:
+    def _publish(self, work: ChunkUpdate) -> list[Event]:
         """Copy the chunk's new weights into the unit's slot, unless they rest there."""
         if work.target is None or self.store.units[work.unit].on_device(Kind.WEIGHT):
             return []
@@ -418,7 +420,7 @@ class Updates:
         self._published.setdefault(work.unit, []).append(event)
         return [event]
 
-    def _part_of_slot(self, work: Work, slot: Slot) -> Tensor:
+    def _part_of_slot(self, work: ChunkUpdate, slot: Slot) -> Tensor:
         """Where chunks' weights lie in their unit's slot."""
         own, *_ = self.store.shard_in(work.unit, slot.memory)
         layout, chunks = self.plan.own[work.unit], work.chunks
@@ -426,7 +428,7 @@ class Updates:
 
     # --- streamed through the device -----------------------------------------------------------
 
-    def _stream(self, job: PassJob, work: Work) -> None:
+    def _stream(self, job: UpdateJob, work: ChunkUpdate) -> None:
         """Queue chunks' way through the device: in, kernel, out.
 
         Weights are updated in the slot that they are published to, if there is one.
@@ -457,7 +459,7 @@ class Updates:
         self._send_through(work, pieces, after)
 
     def _bring(
-        self, work: Work, kind: Kind, place: Tensor | None = None, after: Event = HAPPENED
+        self, work: ChunkUpdate, kind: Kind, place: Tensor | None = None, after: Event = HAPPENED
     ) -> None:
         """Copy a kind in: to `place`, which is free after `after`, else into the buffer."""
         source = work.views[kind]
@@ -467,7 +469,7 @@ class Updates:
         work.brought.append(kind)
         work.events.append(self.transfers.bring(place, source, after, (work.unit, kind.value)))
 
-    def _send_through(self, work: Work, pieces: Sequence[Piece], after: Event) -> None:
+    def _send_through(self, work: ChunkUpdate, pieces: Sequence[Piece], after: Event) -> None:
         """Queue the kernel behind the copies in and `after`, and the copies back behind it."""
         transfers = self.transfers
         ready = after_all(after, *work.events)
@@ -533,11 +535,11 @@ class OptimizerPass:
         self.durability = durability
         self.transfers = transfers
         self.prefetcher = prefetcher
-        self.updates = Updates(
+        self.updates = UnitUpdater(
             plan, transfers, store, gradients, prefetcher, updater, before_change
         )
         self._names = {s.parameter: s.name for unit in plan.units for s in unit.segments}
-        self._job: PassJob | None = None
+        self._job: UpdateJob | None = None
         self._closing = False
         # What the thread waits on between jobs: woken at every transition, it would hold up whoever
         # computes.
@@ -552,7 +554,7 @@ class OptimizerPass:
         """Start the thread; before training, where an exception ends in `close`."""
         self._thread.start()
 
-    def submit(self, job: PassJob) -> None:
+    def submit(self, job: UpdateJob) -> None:
         """Run a job behind the caller; the previous one must be finished."""
         with self._submitted:
             assert self._job is None
@@ -619,14 +621,14 @@ class OptimizerPass:
         except BaseException as error:
             self.prefetcher.fail(error)
 
-    def _next_job(self) -> PassJob | None:
+    def _next_job(self) -> UpdateJob | None:
         """Wait for the next job and return it; None when the engine closes."""
         with self._submitted:
             while self._job is None and not self._closing:
                 self._submitted.wait()
             return None if self._closing else self._job
 
-    def _run(self, job: PassJob) -> None:
+    def _run(self, job: UpdateJob) -> None:
         self.updates.run(job, lambda: self._closing)
         if self.durability is not None:
             document = job.document

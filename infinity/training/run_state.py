@@ -22,7 +22,7 @@ from infinity.errors import CheckpointError, ConfigError, InfinityWarning
 from infinity.offload.window import AccumulationWindow
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.optim.update import KernelUpdater, Updater
-from infinity.training.step import Progress, Stepper, as_data
+from infinity.training.step import StepRunner, TrainingCounters, as_data
 
 # The states of every random generator a training loop may draw from, taken and put back.
 
@@ -211,7 +211,7 @@ class ResumableLoader(DataLoader[Any]):
 
 
 # The state of the loss scale is saved beside them, for it is of one precision only.
-_COUNTERS = tuple(field.name for field in fields(Progress) if field.name != "loss_scale")
+_COUNTERS = tuple(field.name for field in fields(TrainingCounters) if field.name != "loss_scale")
 _APART = ("params", "param_names")  # of a group: which parameters, rather than what holds of them
 
 
@@ -253,7 +253,7 @@ class RunState:
 
     def __init__(
         self,
-        stepper: Stepper,
+        step_runner: StepRunner,
         window: AccumulationWindow,
         optimizer: OffloadedOptimizer,
         updater: Updater,
@@ -264,7 +264,7 @@ class RunState:
         self._loaded: dict[str, Any] = {}  # of what is not registered yet
         self._rng: dict[str, Any] | None = None  # the generators' states that were put back last
         self._resumed = False  # by `initialize`, and no forward has been since
-        self._stepper = stepper
+        self._step_runner = step_runner
         self._window = window
         self._optimizer = optimizer
         self._updater = updater
@@ -279,14 +279,14 @@ class RunState:
 
     def capture(self) -> dict[str, Any]:
         """The state now; no step may be under way."""
-        scheduler = self._stepper.lr_scheduler
-        progress, window = self._stepper.progress, self._window
+        scheduler = self._step_runner.lr_scheduler
+        progress, window = self._step_runner.counters, self._window
         scale = progress.loss_scale
         within = {"micro_step": window.micro_step, "backwards": window.backwards}
         return {
             "progress": {name: getattr(progress, name) for name in _COUNTERS} | within,
             "loss_scale": None if scale is None else as_data(scale),
-            "steps": dict(zip(self._names, self._stepper.steps, strict=True)),
+            "steps": dict(zip(self._names, self._step_runner.steps, strict=True)),
             "groups": self._groups(),
             "kept": self._kept(),
             "rounding_seed": self._updater.seed if isinstance(self._updater, KernelUpdater) else 0,
@@ -307,7 +307,7 @@ class RunState:
         if optimizer:
             self._check_groups(state["groups"])
             self._check_scale(state)
-        schedule = self._stepper.lr_scheduler
+        schedule = self._step_runner.lr_scheduler
         here = schedule is not None
         if scheduler and schedule is not None and state["scheduler"] is not None:
             _check_kinds(schedule.state_dict(), state["scheduler"], "the learning rate schedule")
@@ -328,7 +328,7 @@ class RunState:
 
     def _check_scale(self, state: Mapping[str, Any]) -> None:
         """Gradients of an open window keep the scale that they were made with."""
-        rules, saved = self._stepper.scale_rules, state.get("loss_scale")
+        rules, saved = self._step_runner.scale_rules, state.get("loss_scale")
         within = state["progress"]["micro_step"] or state["progress"]["backwards"]
         if rules is None or rules.dynamic or saved is None or not within:
             return
@@ -354,25 +354,25 @@ class RunState:
             ) from error
 
     def _restore(self, state: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> None:
-        rules, saved = self._stepper.scale_rules, state.get("loss_scale")
-        scale = self._stepper.progress.loss_scale
+        rules, saved = self._step_runner.scale_rules, state.get("loss_scale")
+        scale = self._step_runner.counters.loss_scale
         if rules is not None and optimizer and saved is not None:
             scale = rules.restored(saved)
         counters = dict(state["progress"])
         within = int(counters.pop("micro_step")), int(counters.pop("backwards"))
-        progress = Progress(**counters, loss_scale=scale)
+        progress = TrainingCounters(**counters, loss_scale=scale)
         self._window.start_over()  # without an optimizer gradients are not loaded either
         if optimizer:
             for group, saved in zip(self._optimizer.param_groups, state["groups"], strict=True):
                 group.update({k: v for k, v in saved["values"].items() if k not in _APART})
             self._keep(state["kept"])
-            self._stepper.steps[:] = [state["steps"][name] for name in self._names]
+            self._step_runner.steps[:] = [state["steps"][name] for name in self._names]
             if isinstance(self._updater, KernelUpdater):
                 self._updater.seed = state["rounding_seed"]
             self._window.micro_step, self._window.backwards = within
-        self._stepper.progress = progress
-        if scheduler and self._stepper.lr_scheduler is not None:
-            self._stepper.lr_scheduler.load_state_dict(state["scheduler"])
+        self._step_runner.counters = progress
+        if scheduler and self._step_runner.lr_scheduler is not None:
+            self._step_runner.lr_scheduler.load_state_dict(state["scheduler"])
         if progress.global_steps:
             self._optimizer.mark_stepped()
         self._loaded = dict(state["registered"])
@@ -411,9 +411,9 @@ class RunState:
 
     def adopt(self, global_steps: int, steps: Mapping[str, int]) -> None:
         """Take the counters of a checkpoint without a run state: one that was imported."""
-        scale = self._stepper.progress.loss_scale
-        self._stepper.progress = Progress(global_steps=global_steps, loss_scale=scale)
-        self._stepper.steps[:] = [steps.get(name, 0) for name in self._names]
+        scale = self._step_runner.counters.loss_scale
+        self._step_runner.counters = TrainingCounters(global_steps=global_steps, loss_scale=scale)
+        self._step_runner.steps[:] = [steps.get(name, 0) for name in self._names]
         if global_steps:
             self._optimizer.mark_stepped()
 

@@ -2,8 +2,8 @@
 
 [Note: commit]
 Units become pending, counters advance, and a job for the optimizer pass holds all that the update
-depends on. `Progress` is one frozen object, replaced as a whole: another one in its place means
-that the step has happened, whatever failed after it.
+depends on. `TrainingCounters` is one frozen object, replaced as a whole: once it is replaced the
+step has happened, whatever fails later.
 
 [Note: exceptions]
 After an exception in a forward nothing is bound and nothing else is lost. After one in a backward
@@ -12,7 +12,7 @@ the accumulation window starts over. A `step()` that raised has happened, or the
 [Note: loss scale]
 Backward starts from the scaled loss; gradients are stored scaled, and the update multiplies by clip
 factor / scale, so unscaling costs nothing. Non-finite gradients show in the square sums. The state
-of the scale is part of `Progress`: it changes with the step or not at all.
+of the scale is part of `TrainingCounters`: it changes with the step or not at all.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from infinity.profiling.step_log import Journal
 from infinity.profiling.step_report import Meter, StepReport
 from infinity.storage.device import Event
 from infinity.training.components import EngineComponents
-from infinity.training.optimizer_pass import PassJob
+from infinity.training.optimizer_pass import UpdateJob
 from infinity.training.parameter_access import read_state
 
 # Loss scaling for fp16: by how much the loss is multiplied, by DeepSpeed's rules, step for step.
@@ -307,7 +307,7 @@ _MANY_BACKWARDS = 16  # of one micro-batch: more than there are losses
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingCounters:
     """Where training is; see [Note: commit]."""
 
     global_steps: int = 0  # those that updated
@@ -324,7 +324,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Given:
+class StepInputs:
     """What the engine gives a step.
 
     `samples` are those of the window, `lr_kwargs` go to the scheduler's step; `document`, where
@@ -336,7 +336,7 @@ class Given:
     document: Callable[[], Mapping[str, Any]] | None
 
 
-class Stepper:
+class StepRunner:
     """Turns accumulated gradients into an optimizer pass; counts steps, per parameter too."""
 
     def __init__(
@@ -349,7 +349,7 @@ class Stepper:
         scale_rules: ScaleRules | None = None,
     ) -> None:
         self.scale_rules = scale_rules
-        self.progress = Progress(loss_scale=scale_rules.start() if scale_rules else None)
+        self.counters = TrainingCounters(loss_scale=scale_rules.start() if scale_rules else None)
         self.lr_scheduler = lr_scheduler
         self.last_report: StepReport | None = None
         self.steps = [0] * len(index_of)  # updates so far, by parameter index
@@ -370,7 +370,7 @@ class Stepper:
     @property
     def loss_scale(self) -> float:
         """What the loss is multiplied by now, and so gradients of this window are; 1.0 if not."""
-        state = self.progress.loss_scale
+        state = self.counters.loss_scale
         return 1.0 if state is None else state.scale
 
     def count_backward(self) -> None:
@@ -395,7 +395,7 @@ class Stepper:
                 f"gradient_accumulation_steps: {count} decides which of them update"
             )
         self._window.end_micro_batch()
-        self.progress = replace(self.progress, micro_batches=self.progress.micro_batches + 1)
+        self.counters = replace(self.counters, micro_batches=self.counters.micro_batches + 1)
 
     def _warn(self, text: str) -> None:
         """Of what all ranks do one says it."""
@@ -428,13 +428,13 @@ class Stepper:
 
         Of several ranks on all of them, whichever failed: else one would add what others drop.
         """
-        before = self.progress
+        before = self.counters
         try:
             yield
         except Exception as error:
             lost = loses and _loses_gradients(error)
             try:
-                if (lost or self._components.ranks.count > 1) and self.progress is before:
+                if (lost or self._components.ranks.count > 1) and self.counters is before:
                     self.roll_back()
             finally:
                 self._components.ranks.broadcast_error(doing, error)
@@ -442,7 +442,7 @@ class Stepper:
 
     # --- the step --------------------------------------------------------------------------------
 
-    def update(self, clipping: float, given: Given) -> None:
+    def update(self, clipping: float, given: StepInputs) -> None:
         """Commit a step from the gradients as they are; the optimizer pass then runs behind the
         caller.
 
@@ -461,7 +461,7 @@ class Stepper:
         alike = self._alike(clipping) if self._components.ranks.count > 1 else {}
         with self._prefetcher.transfers.stall("norm"):
             norm = math.sqrt(self._gradients.square_sum(alike))
-        before = self.progress.loss_scale
+        before = self.counters.loss_scale
         norm /= self.loss_scale
         skipped = not math.isfinite(norm)
         culprits = self._gradients.non_finite() if skipped else []
@@ -495,9 +495,9 @@ class Stepper:
             if rules.is_exhausted(before):
                 raise scale_exhausted(before, culprits)
             return  # the next scale may do
-        if self.progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        if self.counters.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise TrainingError(
-                f"the gradients of {self.progress.skipped_in_a_row} steps in a row were not "
+                f"the gradients of {self.counters.skipped_in_a_row} steps in a row were not "
                 f"finite; first in {culprits[0]!r}",
                 because="the loss is NaN or infinite, or the learning rate diverged, or an "
                 "autograd.Function keeps a weight in ctx without ctx.save_for_backward"
@@ -530,10 +530,10 @@ class Stepper:
 
     def _say_skipped(self, before: ScaleState | None, culprits: Sequence[str]) -> None:
         """Warn once in a row of skipped steps, when it is no search for the loss scale any more."""
-        count, rules = self.progress.skipped_in_a_row, self.scale_rules
+        count, rules = self.counters.skipped_in_a_row, self.scale_rules
         if count != (SCALES_TRIED_IN_SILENCE if rules is not None and rules.dynamic else 1):
             return
-        what = f"step {self.progress.steps} was" if count == 1 else f"{count} steps in a row were"
+        what = f"step {self.counters.steps} was" if count == 1 else f"{count} steps in a row were"
         scale = f", at a loss scale of {before.scale:g}" if before else ""
         self._warn(
             f"{what} skipped: gradients are not finite, first that of {culprits[0]!r}{scale}; "
@@ -543,13 +543,13 @@ class Stepper:
 
     def _commit(
         self, norm: float, factor: float, culprits: Sequence[str], computed: Event,
-        hypers: Mapping[int, Any], given: Given,
-    ) -> tuple[PassJob | None, Exception | None]:  # fmt: skip
+        hypers: Mapping[int, Any], given: StepInputs,
+    ) -> tuple[UpdateJob | None, Exception | None]:  # fmt: skip
         """The step happens: a job for the optimizer pass, and what went wrong after that.
 
         With `culprits`, whose gradients are not finite, it is skipped.
         """
-        skipped, progress = bool(culprits), self.progress
+        skipped, progress = bool(culprits), self.counters
         rules, scale = self.scale_rules, progress.loss_scale
         unscaled = factor / scale.scale if scale is not None else factor
         job = None if skipped else self._make_job(unscaled, computed, hypers)
@@ -558,7 +558,7 @@ class Stepper:
                 f"step {progress.steps + 1} updates nothing: no gradient came to the engine; is "
                 "the loss made of what engine(...) returned, or of another copy of the model?"
             )
-        self.progress = replace(
+        self.counters = replace(
             progress,
             global_steps=progress.global_steps + (not skipped),
             skipped_steps=progress.skipped_steps + skipped,
@@ -594,12 +594,12 @@ class Stepper:
             failure = failure or error
         return job, failure
 
-    def _make_job(self, factor: float, computed: Event, hypers: Mapping[int, Any]) -> PassJob:
+    def _make_job(self, factor: float, computed: Event, hypers: Mapping[int, Any]) -> UpdateJob:
         """Everything the optimizer pass depends on, as it is now."""
         arrived = self._gradients.arrived()
         units = self._units
         order = dict.fromkeys([*self._components.cycles.training.first_uses(), *range(len(units))])
-        return PassJob(
+        return UpdateJob(
             units=tuple(
                 u for u in order if any(s.parameter in arrived for s in units[u].trained_segments)
             ),
@@ -625,7 +625,7 @@ class Stepper:
     ) -> None:
         self.last_report = self._meter.report(
             self._components.cycles.mispredictions(),
-            step=self.progress.steps,
+            step=self.counters.steps,
             grad_norm=norm,
             clip_factor=factor,
             skipped=bool(culprits),

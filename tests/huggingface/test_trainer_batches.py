@@ -125,7 +125,7 @@ def test_a_step_that_is_cut_anew_is_that_of_trainer(
     with ours:
         short = [1, 1] if sizes[0] == 1 else [2]  # a step of one batch
         assert rows == [*sizes * 4, *short, *sizes * 2]
-        assert ours.engine._stepper.progress.micro_batches == len(rows)
+        assert ours.engine._step_runner.counters.micro_batches == len(rows)
         assert_close_history(ours, theirs, TOLERANCE)
         for name, value in theirs.model.state_dict().items():
             torch.testing.assert_close(

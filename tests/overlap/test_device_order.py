@@ -36,7 +36,7 @@ from infinity.offload.transfers import Transfers
 from infinity.storage.device import HAPPENED, HostArena
 from infinity.storage.staging import BufferPool
 from infinity.training import optimizer_pass as streams_module
-from infinity.training.optimizer_pass import Updates
+from infinity.training.optimizer_pass import UnitUpdater
 from infinity.types import PAGE
 
 CASE = CASES["gpt"]
@@ -180,14 +180,14 @@ def forget_the_readers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def publish_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    publish = Updates._publish
+    publish = UnitUpdater._publish
 
-    def too_early(self: Updates, *arguments: Any) -> Any:
+    def too_early(self: UnitUpdater, *arguments: Any) -> Any:
         if self._target is not None:
             self._target.free_after = HAPPENED
         return publish(self, *arguments)
 
-    monkeypatch.setattr(Updates, "_publish", too_early)
+    monkeypatch.setattr(UnitUpdater, "_publish", too_early)
 
 
 def compute_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,13 +236,13 @@ def forget_what_is_landing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def land_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units are lent out while their state is on its way."""
-    land = Updates._land
+    land = UnitUpdater._land
 
-    def too_early(self: Updates) -> None:
+    def too_early(self: UnitUpdater) -> None:
         self._under_way[0].events.clear()
         land(self)
 
-    monkeypatch.setattr(Updates, "_land", too_early)
+    monkeypatch.setattr(UnitUpdater, "_land", too_early)
 
 
 @pytest.mark.parametrize(

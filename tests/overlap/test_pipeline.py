@@ -18,7 +18,7 @@ from support.held import LONG_S
 from torch import Tensor, nn
 
 import infinity
-from infinity.training.optimizer_pass import PassJob, Updates
+from infinity.training.optimizer_pass import UnitUpdater, UpdateJob
 
 BLOCKS, DIM, SLEEP_S = 8, 64, 0.01
 BLOCK_BYTES = 12 * (DIM * DIM + 2048)  # about what one block costs an optimizer pass, each way
@@ -95,15 +95,15 @@ def test_the_next_forward_runs_while_the_pass_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The optimizer pass waits at its last unit for a block that the next step computes."""
-    process = Updates._process
+    process = UnitUpdater._process
     is_forward, in_time = threading.Event(), []
 
-    def gated(self: Updates, job: PassJob, work: Any) -> None:
+    def gated(self: UnitUpdater, job: UpdateJob, work: Any) -> None:
         if work.unit == job.units[-1] and not in_time:
             in_time.append(is_forward.wait(LONG_S))
         process(self, job, work)
 
-    monkeypatch.setattr(Updates, "_process", gated)
+    monkeypatch.setattr(UnitUpdater, "_process", gated)
     with make_engine(tmp_path, prefetch_units=2, slow_bytes_per_s=0) as engine:
         x = torch.randn(2, DIM, dtype=torch.bfloat16)
         engine.backward(engine(x))

@@ -412,7 +412,7 @@ class Giving(Centred):
         return Pair(x, self.act(self.linear(x)))
 
 
-class Given(Centred):
+class StepInputs(Centred):
     def forward(self, x: Tensor, pair: Pair | None = None) -> Tensor:
         assert pair is not None
         return self.act(self.linear(x + pair.y))
@@ -436,7 +436,11 @@ def sequence_first() -> nn.Module:
         (NormedInTraining, {}, "other results in a larger batch"),
         (Appending, {"found": []}, "changes a list or dict that it was given"),
         (Giving, {}, "returns an object that holds tensors"),
-        (Given, {"pair": Pair(torch.ones(1), torch.ones(1))}, "given a Pair that holds tensors"),
+        (
+            StepInputs,
+            {"pair": Pair(torch.ones(1), torch.ones(1))},
+            "given a Pair that holds tensors",
+        ),
         (WithLoss, {}, r"a tensor of shape \(\) for 2 samples"),
         (sequence_first, {}, "batch_first=False"),
         (Masked, {"mask": torch.eye(LENGTH)}, "each sample or for each position"),

@@ -380,7 +380,7 @@ def test_ranks_that_end_at_different_steps_go_back_to_a_common_one(tmp_path: Pat
 
     def fail_on_one(engine: Engine) -> None:
         if engine.ranks.rank == 1 and engine.global_steps == 3:
-            engine._stepper._make_job = lose  # type: ignore[method-assign]
+            engine._step_runner._make_job = lose  # type: ignore[method-assign]
 
     with pytest.raises(InfinityError, match="a gradient was lost"):
         train_durably(2, tmp_path, 4, durable_every=2, before_step=fail_on_one)

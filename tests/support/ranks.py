@@ -30,7 +30,7 @@ HANG_S = 600.0
 T = TypeVar("T")
 
 
-class Given:
+class StepInputs:
     """What one rank gives: its bytes when somebody first takes them, or it ends its own work."""
 
     def __init__(self, kind: tuple[Any, ...], source: Tensor) -> None:
@@ -58,7 +58,7 @@ class Beside:
         self._parts = parts  # that others' bytes come to; this rank's too, if it is not there
         elsewhere = [part for part in parts if part.data_ptr() != own.data_ptr()]
         self.touched = [(own, False), *((part, True) for part in elsewhere)]
-        self._given = Given((what, own.shape, own.dtype), own)
+        self._given = StepInputs((what, own.shape, own.dtype), own)
         for part in elsewhere:
             part.fill_(0xFF)
         self.number = ranks.group.give(ranks.rank, self._given)
@@ -102,7 +102,7 @@ class Group:
         self._table: dict[int, dict[int, Any]] = {}
         self._ended: set[int] = set()
         self._starts = [0] * count
-        self._under_way: dict[int, dict[int, Given]] = {}
+        self._under_way: dict[int, dict[int, StepInputs]] = {}
 
     def ranks(self) -> list[ThreadRanks]:
         return [ThreadRanks(self, rank) for rank in range(self.count)]
@@ -127,7 +127,7 @@ class Group:
             self._table.pop(number - 1, None)  # which all have seen
             return [there[other] for other in range(self.count)]
 
-    def give(self, rank: int, given: Given) -> int:
+    def give(self, rank: int, given: StepInputs) -> int:
         """Start something beside the rounds; returns its number, for `others`."""
         with self._changed:
             number = self._starts[rank]
@@ -140,7 +140,7 @@ class Group:
         with self._changed:
             return len(self._under_way[number]) == self.count
 
-    def others(self, rank: int, number: int) -> list[Given]:
+    def others(self, rank: int, number: int) -> list[StepInputs]:
         """What every rank gave; once all have."""
         with self._changed:
             there = self._under_way[number]

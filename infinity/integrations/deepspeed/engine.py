@@ -153,7 +153,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
-        self._stepper.lr_scheduler = scheduler
+        self._step_runner.lr_scheduler = scheduler
 
     @property
     def gradient_clipping(self) -> Answer:
@@ -243,12 +243,12 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
     @property
     def micro_steps(self) -> int:
         """Number of calls of `step()` since the run began."""
-        return self._stepper.progress.micro_batches
+        return self._step_runner.counters.micro_batches
 
     @property
     def global_samples(self) -> int:
         """Samples of all closed accumulation windows, skipped steps included."""
-        return self._stepper.progress.samples
+        return self._step_runner.counters.samples
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -328,7 +328,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
     @exclusive
     def _drop_arrivals(self) -> None:
         if self._window.has_news:
-            self._stepper.roll_back()
+            self._step_runner.roll_back()
 
     def get_mom(self) -> list[Any]:
         """Return the momentum of each parameter group, or its betas."""

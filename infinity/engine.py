@@ -24,7 +24,7 @@ from infinity.errors import (
 )
 from infinity.model.offloaded_parameter import name_engine, unname_engine
 from infinity.model.parameters import freeze, move_buffers, zero_grad_of
-from infinity.offload.owner import exclusive
+from infinity.offload.call_guard import engine_call
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.plan import Plan
@@ -87,7 +87,7 @@ class Engine:
         self._components = components
         self._journal = journal
         self._index_of = {id(p): i for i, p in enumerate(components.cut.parameters)}
-        self._owner = components.owner
+        self._guard = components.guard
         self._window = components.window
         self._cycles = components.cycles
         self._values = components.values
@@ -108,7 +108,7 @@ class Engine:
             self._checkpoints.restore_document(components.resumed)
         self._closed = False
         self._own(module)
-        self._owner.fail = partial(_fail, weakref.ref(self))
+        self._guard.fail = partial(_fail, weakref.ref(self))
         self._finalizer = weakref.finalize(self, components.drop, weakref.ref(self))
         optimizer.connect(self.step, self._drop_arrivals)
         _after_fork(self)
@@ -163,7 +163,7 @@ class Engine:
         """
         return self.forward(*args, **kwargs)
 
-    @exclusive
+    @engine_call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward without its hooks; see `__call__`.
 
@@ -178,7 +178,7 @@ class Engine:
         with self._step_runner.together("a forward", loses=False):
             args, kwargs = self._inputs.admit((args, kwargs))
             self._checkpoints.run_state.first_forward()
-            self._values.take_back_all()
+            self._values.release_all_materialized()
             self._end_users_backward()
             self._cycles.begin(last_micro_batch=self._window.is_last)
             return self._forward(args, kwargs)
@@ -201,7 +201,7 @@ class Engine:
         finally:
             hooks.restore(mark)
 
-    @exclusive
+    @engine_call
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
@@ -254,7 +254,7 @@ class Engine:
         finally:
             hooks.restore(mark)  # a recomputation pushes pairs of its own
 
-    @exclusive
+    @engine_call
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply a loss by the loss scale, for a backward without the engine.
 
@@ -275,7 +275,7 @@ class Engine:
         self._window.scaled, self._window.divisor = True, 1
         return scaled / self._window.share
 
-    @exclusive
+    @engine_call
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; at the end of the accumulation window, update the parameters.
 
@@ -305,7 +305,7 @@ class Engine:
             self._cycles.end()
             self._components.prefetcher.verify(every=True)
             self._components.prefetcher.release_all(reached=True)
-            self._values.take_back_all()
+            self._values.release_all_materialized()
             self._values.settle()
             samples = self._micro_batch_size * self._window.share
             document = None if self._components.durability is None else self._checkpoints.document
@@ -315,7 +315,7 @@ class Engine:
             report = self._step_runner.last_report
             self._window.updated = report is not None and not report.skipped
 
-    @exclusive
+    @engine_call
     def train_batch(self, data: Any, loss_fn: LossFn | None = None) -> Tensor:
         """Run a complete step: forward, backward and `step()` of every micro-batch.
 
@@ -354,7 +354,7 @@ class Engine:
             raise
         return total / count
 
-    @exclusive
+    @engine_call
     def zero_grad(self) -> None:
         """Discard the gradients of the accumulation window; `micro_step` is 0 again.
 
@@ -363,7 +363,7 @@ class Engine:
         self._check_usable()
         self._step_runner.roll_back()
 
-    @exclusive
+    @engine_call
     def train(self, mode: bool = True) -> Self:
         """Set the module to training mode, as `torch.nn.Module.train`.
 
@@ -455,7 +455,7 @@ class Engine:
                 "step or forward",
             )
 
-    @exclusive
+    @engine_call
     def _drop_arrivals(self) -> None:
         """`zero_grad()` of optimizer or module: drop the window between a backward and `step()`."""
         if self._window.has_news or self._window.backwards:
@@ -463,7 +463,7 @@ class Engine:
 
     # --- values ----------------------------------------------------------------------------------
 
-    @exclusive
+    @engine_call
     def state_dict(self, *, master: bool = False) -> StateDict:
         """Return the names and full values of the module's parameters and persistent buffers.
 
@@ -477,7 +477,7 @@ class Engine:
         self._check_usable()
         return state_dict_of(self.module, self._values, self._index_of, master=master)
 
-    @exclusive
+    @engine_call
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Load full values, one tensor at a time.
 
@@ -493,7 +493,7 @@ class Engine:
         self._check_usable()
         Engine.state_dict(self).load(state, strict=strict)
 
-    @exclusive
+    @engine_call
     def save_weights(
         self,
         directory: str | os.PathLike[str],
@@ -553,9 +553,9 @@ class Engine:
         Args:
             parameter: A parameter of the module.
         """
-        return self._index_of.get(id(parameter)) in self._values.lent
+        return self._index_of.get(id(parameter)) in self._values.materialized_now
 
-    @exclusive
+    @engine_call
     def gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return a copy of a parameter's accumulated gradient; `p.grad` is None.
 
@@ -572,7 +572,7 @@ class Engine:
         state = self._step_runner.counters.loss_scale
         return value if state is None else value.float() / state.scale
 
-    @exclusive
+    @engine_call
     def set_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Replace the accumulated gradient of a parameter.
 
@@ -593,7 +593,7 @@ class Engine:
         for piece, rows in self._values.rows(index):
             self._components.gradients.replace(piece, scaled[rows].reshape(-1))
 
-    @exclusive
+    @engine_call
     def set_optimizer_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Replace one moment of a parameter.
 
@@ -609,7 +609,7 @@ class Engine:
                 holds the state.
         """
         index = self._index_for(parameter, value)
-        self._values.take_back_all()
+        self._values.release_all_materialized()
         self._values.settle()
         hypers, components = self.optimizer.hypers(self._index_of), self._components
         for piece, rows in self._values.rows(index):
@@ -636,7 +636,7 @@ class Engine:
             raise ConfigError(f"{segment.name!r} has shape {segment.full_shape}, got {got}")
         return index
 
-    @exclusive
+    @engine_call
     def settle(self) -> None:
         """Wait until no update is pending and all state is in its tier."""
         self._check_usable()
@@ -646,7 +646,7 @@ class Engine:
 
     # --- checkpoints -----------------------------------------------------------------------------
 
-    @exclusive
+    @engine_call
     def save_checkpoint(
         self,
         directory: str | os.PathLike[str],
@@ -697,7 +697,7 @@ class Engine:
         """True while a checkpoint is written in the background."""
         return self._components.saver.busy
 
-    @exclusive
+    @engine_call
     def finish_saving(self) -> None:
         """Wait until the last checkpoint is on stable storage.
 
@@ -708,7 +708,7 @@ class Engine:
         self._check_usable()
         self._components.saver.finish()
 
-    @exclusive
+    @engine_call
     def load_checkpoint(
         self,
         directory: str | os.PathLike[str],
@@ -740,7 +740,7 @@ class Engine:
             CheckpointError: The checkpoint does not fit (all reasons are listed, nothing was
                 changed), or a tensor is damaged: then load another checkpoint before training.
         """
-        self._owner.check()
+        self._guard.check()
         self._check_open()
         self._components.prefetcher.verify(every=True)
         if custom_load_fn is not None:
@@ -774,7 +774,7 @@ class Engine:
         """True if `initialize` continued from a committed step (`durable`, `resume`)."""
         return self._components.resumed is not None
 
-    @exclusive
+    @engine_call
     def restore_random_state(self) -> bool:
         """Restore the random generators of a resumed run or a loaded checkpoint once more.
 
@@ -866,10 +866,10 @@ class Engine:
             DoesNotFitError, MachineError: The last checkpoint could not be written. Everything is
                 released nevertheless.
         """
-        if self._owner.is_here() and not (self._closed and self._components.closed):
+        if self._guard.is_here() and not (self._closed and self._components.closed):
             self._close(restore)
 
-    @exclusive
+    @engine_call
     def _close(self, restore: bool, *, rest: bool = False) -> None:
         values = None
         failure: BaseException | None = None
@@ -884,7 +884,7 @@ class Engine:
                     self._finalizer.detach()
                     return
                 if restore:
-                    self._values.take_back_all()
+                    self._values.release_all_materialized()
                     count = self._components.cut.num_own
                     values = {i: self._values.read(i) for i in range(count)}
             except BaseException as error:
@@ -911,7 +911,7 @@ class Engine:
         self.close()
 
     def _check_usable(self, *, every: bool = False) -> None:
-        self._owner.check()
+        self._guard.check()
         self._check_open()
         with self.ranks.propagate_errors("uses the engine"):
             self._components.prefetcher.check()

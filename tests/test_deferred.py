@@ -1,4 +1,4 @@
-"""A model built under `Deferral` holds, tensor by tensor, the bits of an ordinary build."""
+"""A model built under `DeferredInitMode` holds, tensor by tensor, the bits of an ordinary build."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.model.lazy_tensor import Deferral
+from infinity.model.lazy_tensor import DeferredInitMode
 
 SMALL = 64  # bytes; so that the tensors of a test's small models are deferred
 
@@ -124,7 +124,7 @@ def test_every_value_is_that_of_an_ordinary_build(
     after_plain = torch.rand(3)
 
     torch.manual_seed(11)
-    with Deferral(threshold) as deferral:
+    with DeferredInitMode(threshold) as deferral:
         model = build()
     assert torch.equal(torch.rand(3), after_plain), "the generator must end where it would have"
 
@@ -152,7 +152,7 @@ def test_every_value_is_that_of_an_ordinary_build(
 
 
 def test_asking_for_a_value_leaves_the_generator_alone() -> None:
-    with Deferral(SMALL) as deferral:
+    with DeferredInitMode(SMALL) as deferral:
         layer = nn.Linear(30, 30)
     before = torch.get_rng_state()
     deferral.value(layer.weight)
@@ -165,7 +165,7 @@ def test_shadows_are_dropped_while_the_model_is_built(monkeypatch: pytest.Monkey
     plain = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(20)))
     torch.manual_seed(1)
     live = []
-    with Deferral(SMALL) as deferral:
+    with DeferredInitMode(SMALL) as deferral:
         layers = []
         for _ in range(20):
             layers.append(nn.Linear(40, 40, bias=False))
@@ -182,7 +182,7 @@ def test_shadows_are_dropped_while_the_model_is_built(monkeypatch: pytest.Monkey
 
 def test_what_was_made_outside_is_not_ours() -> None:
     outside = torch.empty(100, 100, device="meta")
-    with Deferral(SMALL) as deferral:
+    with DeferredInitMode(SMALL) as deferral:
         inside = nn.Linear(30, 30)
         total = outside + 1
     assert not deferral.holds(outside)
@@ -191,7 +191,7 @@ def test_what_was_made_outside_is_not_ours() -> None:
     assert total.is_meta
 
 
-def _storages(deferral: Deferral) -> list[object]:
+def _storages(deferral: DeferredInitMode) -> list[object]:
     return list(deferral._storages.values())
 
 

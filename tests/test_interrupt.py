@@ -36,7 +36,7 @@ import infinity
 from infinity.engine import Engine
 from infinity.errors import EngineFailedError, ResidencyError
 from infinity.model.parameters import GoneParameters
-from infinity.offload.owner import DEFERRAL
+from infinity.offload.call_guard import DEFERRAL
 
 STEPS = 3
 TWO = {"gradient_accumulation_steps": 2}

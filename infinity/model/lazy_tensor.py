@@ -1,8 +1,8 @@
-"""Build a module larger than RAM: run its initialisers, forget the values, make them again later.
+"""Deferred initialization of modules larger than RAM: run initialisers, drop values, replay later.
 
-Inside `Deferral` every large tensor that is made is handed out on the meta device; a *shadow* with
-the real values lives only while it is being worked on. Every operation is carried out once for
-real, so that random numbers are drawn and values that steer the initialiser (a rejection loop)
+Inside `DeferredInitMode` every large tensor is created on the meta device; a *shadow* with the real
+values lives only while operations use it. Every operation is carried out once for real, so that
+random numbers are drawn and values that steer the initialiser (a rejection loop)
 are read exactly as in an ordinary build, and is written to a log with the generator's state.
 `value` repeats the part of the log that one tensor depends on. So the result equals the ordinary
 build bit for bit, whatever the order in which values are asked for, and RAM holds about one
@@ -395,7 +395,7 @@ class _Storage:
 class _Disguise(TorchFunctionMode):
     """Deferred tensors say that they are on the CPU: `torch.nn.init` does nothing on meta."""
 
-    def __init__(self, deferral: Deferral) -> None:
+    def __init__(self, deferral: DeferredInitMode) -> None:
         super().__init__()
         self._answers: dict[Any, Any] = {
             Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
@@ -414,7 +414,7 @@ class _Disguise(TorchFunctionMode):
         return call(*args, **(kwargs or {}))
 
 
-class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
+class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
     """The context in which a model is built; afterwards it answers `value`."""
 
     def __init__(self, threshold_bytes: int = DEFER_FROM_BYTES) -> None:

@@ -32,7 +32,7 @@ from infinity.config.schema import Config, load_config
 from infinity.errors import ConfigError, ResidencyError
 from infinity.model.lazy_tensor import (
     DEFER_FROM_BYTES,
-    Deferral,
+    DeferredInitMode,
     Packed,
     Read,
     keep_promises,
@@ -74,7 +74,7 @@ class Initialisers:
         self._seed = seed
         self._model = model
         self._names = {id(tensor): name for name, tensor in wanted.items()}
-        self._deferral = Deferral(threshold_bytes=1)
+        self._deferral = DeferredInitMode(threshold_bytes=1)
         self._made: dict[int, Tensor] = {}
         self._by_storage: dict[int, int] = {}
         self._filled: set[int] = set()
@@ -263,7 +263,7 @@ class _Mark:
 class _Unwritten(_Mark):
     """On modules built under `Init`: what makes the values, and how tensors were left."""
 
-    def __init__(self, deferral: Deferral) -> None:
+    def __init__(self, deferral: DeferredInitMode) -> None:
         self.deferral = deferral
         self.is_open = True  # the block is running
         self.versions: dict[int, int] = {}  # by id of the tensor, when the block ended
@@ -339,7 +339,7 @@ class Init:
         if self._seed is not None:
             torch.manual_seed(self._seed)
         self._modules = {}
-        self._mark = _Unwritten(Deferral(self._threshold))
+        self._mark = _Unwritten(DeferredInitMode(self._threshold))
         with ExitStack() as undo:
             for register in (
                 registration.register_module_parameter_registration_hook,

@@ -280,12 +280,12 @@ class ParameterBinding:
         self._set(index, self._placeholders[index])
         self.parameters[index].__class__ = self._offloaded[index]
 
-    def lend(self, index: int, value: Tensor) -> None:
+    def bind_materialized(self, index: int, value: Tensor) -> None:
         """Give one parameter a tensor of its own (any dtype), for reading and editing."""
         self._set(index, value)
         del self._left[index]
 
-    def unlend(self, index: int) -> None:
+    def unbind_materialized(self, index: int) -> None:
         """The parameter is offloaded."""
         torch.autograd.graph.increment_version(self.parameters[index])
         self._offload(index)

@@ -70,10 +70,10 @@ class ExpertRanges:
 
     def _read(self, rows: Rows, name: str) -> Tensor:
         origins = dict(rows.stacks.members)
-        lent = [origin in self._hooks.lent for origin in origins.values()]
+        materialized_now = [origin in self._hooks.materialized_now for origin in origins.values()]
         stack = self._parameters[origins[name]]
-        if any(lent):
-            if not all(lent):
+        if any(materialized_now):
+            if not all(materialized_now):
                 raise ResidencyError(
                     f"{rows.stacks.path!r} computes while some of its parameters are materialized",
                     remedy="leave the `with engine.materialized(...)` block first, or materialize "

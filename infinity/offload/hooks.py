@@ -1,7 +1,7 @@
 """Where the engine meets modules and autograd.
 
 [Note: calls]
-While a call runs, what it reaches for is bound, and released when it is over; see `owner.py` and
+While a call runs, what it reaches for is bound, and released when it is over; see `guard.py` and
 [Note: released] in `prefetch.py`. A call is the engine's, or the outermost one of the model or of a
 unit's module, or a backward, whoever started that. What is reached for outside of any stays bound,
 and so do parameters that a call returns.
@@ -32,8 +32,8 @@ from infinity.model.torch_private import (
     top_saved_tensors_hooks,
 )
 from infinity.offload.activations import ActivationStore
+from infinity.offload.call_guard import Call, CallGuard
 from infinity.offload.gradients import GradientStore
-from infinity.offload.owner import Call, Owner
 from infinity.offload.prefetch import Prefetcher
 from infinity.offload.saved_tensors import SavedTensors
 from infinity.offload.slice_sums import SliceSums
@@ -63,8 +63,8 @@ class _Entered(NamedTuple):
 class Hooks:
     """Module hooks of all units, gradient hooks of all parameters, and their removal.
 
-    `lent` are parameters that have a full value of their own now; `write_edits` writes what was
-    edited of others, before a unit is fetched.
+    `materialized_now` are parameters that hold a full value at the moment; `write_edits` writes
+    edits of others before a unit is fetched.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class Hooks:
         prefetcher: Prefetcher,
         gradients: GradientStore,
         window: AccumulationWindow,
-        owner: Owner,
+        guard: CallGuard,
         watch: MemoryWatch,
         activations: ActivationStore | None,
-        lent: Collection[int],
+        materialized_now: Collection[int],
         write_edits: Callable[[], None],
         cuts: Sequence[UnitCut],
         parameters: Sequence[nn.Parameter],
@@ -83,12 +83,12 @@ class Hooks:
     ) -> None:
         self.prefetcher = prefetcher
         self.window = window
-        self.owner = owner
+        self.guard = guard
         self.watch = watch
         self.gradients = gradients
         self.sums = SliceSums()
         self.saved = SavedTensors(prefetcher, gradients.expect, self._backward, activations)
-        self.lent = lent
+        self.materialized_now = materialized_now
         self.write_edits = write_edits
         self._call: Call | None = None  # that a module's hook began
         self._task = -1  # the backward that was last seen to be a call of this thread's
@@ -135,16 +135,16 @@ class Hooks:
             self.prefetcher.transfers.device.join_compute()  # it may be on another stream by now
             return self.sums.read(index, parameter)
         self._refuse_strangers()
-        if index in self.lent:
+        if index in self.materialized_now:
             return parameter
-        self._is_lent(unit)  # raises where a sibling is
+        self._is_materialized_now(unit)  # raises where a sibling is
         self._use(unit)
         return self.sums.read(index, parameter)
 
     def _stack(self, parameter: nn.Parameter) -> Tensor:
         """Return a stack of experts that is cut: to be read between calls, or materialized."""
         self._refuse_strangers()
-        if self.owner.busy and self._stacks[id(parameter)] not in self.lent:
+        if self.guard.busy and self._stacks[id(parameter)] not in self.materialized_now:
             raise ResidencyError(
                 f"a stack of experts of shape {tuple(parameter.shape)} was read whole during a "
                 "call, and its experts travel in ranges",
@@ -164,8 +164,8 @@ class Hooks:
             and entry.bound
             and unit == prefetcher.current
             and not prefetcher.retries
-            and not self.lent
-            and self.owner.computes_here()
+            and not self.materialized_now
+            and self.guard.computes_here()
             and not inside_function_transform()
         )
 
@@ -185,17 +185,17 @@ class Hooks:
         else:
             with torch.inference_mode(False):  # what is bound now may be trained with later
                 self.prefetcher.use(unit)
-        self.prefetcher.look_for_edits(unit, reached=not self.owner.busy)
+        self.prefetcher.look_for_edits(unit, reached=not self.guard.busy)
 
     # --- calls -----------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         """A forward begins, on behalf of the frame that calls the hook."""
         self._refuse_strangers()
-        if self.owner.busy or inside_backward():
+        if self.guard.busy or inside_backward():
             return
         self.prefetcher.transfers.device.join_compute()  # or it raises, while nothing has begun
-        self._call = self.owner.enter(sys._getframe(2))
+        self._call = self.guard.enter(sys._getframe(2))
         try:
             self.prefetcher.verify()
         except BaseException:
@@ -204,14 +204,14 @@ class Hooks:
 
     def _end(self) -> None:
         call, self._call = self._call, None
-        self.owner.leave(call)
+        self.guard.leave(call)
 
     def _enter(self, module: nn.Module, unit: int | None, borrowed: list[int]) -> None:
         self._inside.append(_Entered(module, unit, self.saved.push(), borrowed))
 
     def _is_inside(self, module: nn.Module, unit: int | None) -> bool:
         """Whether its pre-hook went well: torch calls hooks after one that raised, too."""
-        if self.owner.elsewhere() is not None or not self._inside:
+        if self.guard.elsewhere() is not None or not self._inside:
             return False
         return self._inside[-1].module is module and self._inside[-1].unit == unit
 
@@ -238,7 +238,7 @@ class Hooks:
 
     def _join(self) -> None:
         """A backward that the engine was not asked for is a call as well."""
-        if self.owner.busy or not inside_backward():
+        if self.guard.busy or not inside_backward():
             return
         # From the caller's: a frame that referred to itself would stay, and with it those it was
         # called by, and the weights that these hold, until garbage is collected.
@@ -247,13 +247,13 @@ class Hooks:
         while frame is not None:  # up to the outermost backward
             lasting = frame if runs_backward(frame.f_code) else lasting
             frame = frame.f_back
-        call = self.owner.enter(lasting)
+        call = self.guard.enter(lasting)
 
         def end() -> None:
             try:
                 self.prefetcher.release_all()
             finally:
-                self.owner.leave(call)
+                self.guard.leave(call)
 
         after_backward(end)
 
@@ -262,7 +262,7 @@ class Hooks:
         task = backward_task()
         if task == self._task and task >= 0:
             return  # of one backward once is enough
-        self.owner.check()
+        self.guard.check()
         self._join()
         self._task = task
 
@@ -287,7 +287,7 @@ class Hooks:
     # --- units -----------------------------------------------------------------------------------
 
     def _refuse_strangers(self) -> None:
-        self.owner.check()
+        self.guard.check()
         if inside_function_transform():
             raise ResidencyError(
                 "torch.func transforms (grad, vmap, functional_call, ...) cannot run over an "
@@ -304,7 +304,7 @@ class Hooks:
             borrowed: list[int] = []
             try:
                 borrowed += self._borrow(unit, (*args, *kwargs.values()))
-                if not self._is_lent(unit):
+                if not self._is_materialized_now(unit):
                     self._use(unit)
                 self.watch.saw(args)
                 self.watch.at(unit, "forward")
@@ -332,7 +332,7 @@ class Hooks:
         indices = [self._index_of[id(x)] for x in _items(given) if id(x) in self._index_of]
         if not indices:
             return []
-        units = {self._unit_of[i] for i in indices if i not in self.lent} - {unit}
+        units = {self._unit_of[i] for i in indices if i not in self.materialized_now} - {unit}
         borrowed: list[int] = []
         try:
             for other in sorted(units):
@@ -348,18 +348,18 @@ class Hooks:
         for unit in borrowed:
             self.prefetcher.entries[unit].entered -= 1
 
-    def _is_lent(self, unit: int) -> bool:
-        if not self.lent:
+    def _is_materialized_now(self, unit: int) -> bool:
+        if not self.materialized_now:
             return False
-        lent = [i in self.lent for i in self._cuts[unit].parameters]
-        if any(lent) and not all(lent):
+        materialized_now = [i in self.materialized_now for i in self._cuts[unit].parameters]
+        if any(materialized_now) and not all(materialized_now):
             raise ResidencyError(
                 f"unit {self.prefetcher.plan.units[unit].name!r} computes while some of its "
                 "parameters are materialized",
                 remedy="leave the `with engine.materialized(...)` block first, or materialize "
                 "the whole module",
             )
-        return any(lent)
+        return any(materialized_now)
 
     def _after(self, unit: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:

@@ -60,7 +60,7 @@ from infinity.plan.plan import Plan
 from infinity.storage.run_dir import RECORD_NAME
 from infinity.storage.staging import host_buffer
 from infinity.training.components import EngineComponents
-from infinity.training.parameter_access import Values, share_kept
+from infinity.training.parameter_access import ParameterValues, share_kept
 from infinity.training.run_state import RunState
 from infinity.training.step import StepRunner
 from infinity.types import Kind
@@ -155,7 +155,7 @@ class Checkpoints:
         module: nn.Module,
         components: EngineComponents,
         step_runner: StepRunner,
-        values: Values,
+        values: ParameterValues,
         run_state: RunState,
         index_of: Mapping[int, int],
         rule: str,
@@ -555,7 +555,7 @@ class Checkpoints:
     def _settle(self) -> None:
         """No update is owed, everything is where it rests, nothing is lent or cached."""
         components = self._components
-        self._values.take_back_all()
+        self._values.release_all_materialized()
         components.gradients.finish()
         components.gradients.settle()
         components.optimizer_pass.finish()
@@ -563,7 +563,7 @@ class Checkpoints:
             components.store.settle_writes(layout.index)
 
     def _refuse_loans(self, what: str) -> None:
-        if self._values.lent:
+        if self._values.materialized_now:
             raise ResidencyError(
                 f"a checkpoint cannot be {what} while weights are lent out",
                 because="a block of engine.materialized is open",

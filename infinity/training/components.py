@@ -24,11 +24,11 @@ from infinity.model.partition import Cut
 from infinity.model.torch_private import forget_flat_weights
 from infinity.offload.activations import ActivationStore
 from infinity.offload.block_forward import UnitForwards
+from infinity.offload.call_guard import CallGuard
 from infinity.offload.cycles import Cycles
 from infinity.offload.expert_ranges import ExpertRanges
 from infinity.offload.gradients import GradientStore
 from infinity.offload.hooks import Hooks
-from infinity.offload.owner import Owner
 from infinity.offload.prefetch import Prefetcher
 from infinity.offload.sliced_logits import SlicedHeads
 from infinity.offload.state import StateStore
@@ -48,7 +48,7 @@ from infinity.storage.disk import Disk
 from infinity.training.async_save import Saver
 from infinity.training.initial_write import InitialWrite, Progress
 from infinity.training.optimizer_pass import OptimizerPass
-from infinity.training.parameter_access import ParameterAccess, Values
+from infinity.training.parameter_access import ParameterAccess, ParameterValues
 from infinity.training.resting import Resting
 from infinity.types import Tier
 
@@ -200,20 +200,21 @@ class EngineComponents:
     def _attach(self, model: nn.Module, config: Config) -> None:
         """Install hooks, forwards and parameter maps on a model whose state is written."""
         cut, plan, uses = self.cut, self.plan, self._uses
-        self.owner = Owner(backward_threads=not plan.unified)
-        self.values = Values(
-            self.store, self.prefetcher, self.kernels, self.optimizer_pass.finish, self.owner,
+        self.guard = CallGuard(backward_threads=not plan.unified)
+        self.values = ParameterValues(
+            self.store, self.prefetcher, self.kernels, self.optimizer_pass.finish, self.guard,
             before_change=self.saver.await_copied, pieces=cut.pieces,
         )  # fmt: skip
         at_once = logits_at_once(config.activations)
         host = None if config.budget.host is None else config.budget.host // self.ranks.local_count
         watch = MemoryWatch(plan, model, self.device, host, at_once)
         self.hooks = Hooks(
-            self.prefetcher, self.gradients, self.window, self.owner, watch, self.activations,
-            self.values.lent, self.values.flush_edits, cut.units, cut.parameters, cut.trained,
+            self.prefetcher, self.gradients, self.window, self.guard, watch, self.activations,
+            self.values.materialized_now, self.values.flush_edits, cut.units, cut.parameters,
+            cut.trained,
         )  # fmt: skip
         self.access = ParameterAccess(
-            self.values, self.hooks, self.owner, cut.parameters, self.window
+            self.values, self.hooks, self.guard, cut.parameters, self.window
         )
         uses.append(self.hooks.remove)
         self.cycles = Cycles(self.prefetcher)
@@ -314,7 +315,7 @@ class EngineComponents:
         """
         if not self.optimizer_pass.can_finish:
             raise MachineError("no thread can finish the updates that are owed")
-        self.values.take_back_all()
+        self.values.release_all_materialized()
         self.optimizer_pass.finish(closing=True)
         for unit in range(len(self.plan.units)):
             self.store.settle_writes(unit)
@@ -323,7 +324,7 @@ class EngineComponents:
             getattr(left, undo.__name__) if getattr(undo, "__self__", None) is self else undo
             for undo in self._undo
         ]
-        resting = Resting(self.installation.modules, self.binding, self.values, self.owner, left)
+        resting = Resting(self.installation.modules, self.binding, self.values, self.guard, left)
         self.installation.wake = resting.wake
         move_buffers(left.installation.modules[0], torch.device("cpu"), lambda buffer: buffer)
         try:

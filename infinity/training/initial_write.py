@@ -77,7 +77,7 @@ class InitialWrite:
             binding.forget(layout.index)
             for segment in layout.segments:
                 if segment.is_rows and segment.ends_stack:
-                    binding.unlend(segment.origin)
+                    binding.unbind_materialized(segment.origin)
             done += sizes[layout.index]
             if progress is not None:
                 progress(done, sum(sizes), f"writing the initial state: {layout.name}")

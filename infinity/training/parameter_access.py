@@ -1,8 +1,8 @@
-"""Whole values of parameters: read, edited and written back, from and to any tier.
+"""Full values of parameters: read, edited and written back, from and to any tier.
 
-One unit is cached at a time, so that walking through a model in the order of `Values.place` reads
-and writes each unit once; what stands beside weights (residuals, or fp32 masters of fp16 weights)
-is read only for masters and for edits. Nothing here is fast; all of it is exact.
+One unit is cached at a time, so that walking through a model in the order of
+`ParameterValues.place` reads and writes each unit once. Residuals (or the fp32 masters of fp16
+weights) are read only for masters and for edits. Nothing here is fast; all of it is exact.
 
 Of several ranks all must call, and get whole values; of what they write each keeps its own shard.
 """
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from infinity.checkpoint.plain import decode, encode
 from infinity.errors import ConfigError, InfinityWarning, ResidencyError, TransferError
 from infinity.model.quantised import dequantise, quantise_exactly
+from infinity.offload.call_guard import CallGuard, engine_call
 from infinity.offload.hooks import Hooks
-from infinity.offload.owner import Owner, exclusive
 from infinity.offload.prefetch import Prefetcher
 from infinity.offload.state import StateStore
 from infinity.offload.window import AccumulationWindow
@@ -176,7 +176,7 @@ class _CachedUnit:
             old.copy_(new)
 
 
-class Values:
+class ParameterValues:
     """Reads and writes parameters by index; `settle` must lift the pacing and wait for updates.
 
     `pieces` has the parameters that are rows of a stack of experts, by the stack's index, which
@@ -189,7 +189,7 @@ class Values:
         prefetcher: Prefetcher,
         kernels: CpuKernels,
         settle: Callable[[], None],
-        owner: Owner,
+        guard: CallGuard,
         before_change: Callable[[int], None],
         pieces: Mapping[int, Sequence[int]],
     ) -> None:
@@ -198,16 +198,16 @@ class Values:
         self.prefetcher = prefetcher
         self.kernels = kernels
         self.settle = settle
-        self.lent: dict[int, torch.dtype] = {}
+        self.materialized_now: dict[int, torch.dtype] = {}
         self.before_change = before_change  # told of a unit
         self._places = {s.parameter: (u, s) for u in store.plan.units for s in u.segments}
         self._cached: _CachedUnit | None = None
         self._taken: dict[int, Tensor] = {}  # stacks of which some rows were taken
-        self._owner = owner
+        self._guard = guard
 
     # --- single values -----------------------------------------------------------------------
 
-    @exclusive
+    @engine_call
     def read(self, parameter: int, *, master: bool = False) -> Tensor:
         """A fresh CPU tensor: the compute-dtype value, or the fp32 master of a trained one."""
         if parameter in self.pieces:
@@ -270,7 +270,7 @@ class Values:
                 found[origin] = self._taken.pop(origin)
         return found
 
-    @exclusive
+    @engine_call
     def write(self, parameter: int, value: Tensor) -> None:
         """Replace a value. fp32 values of trained parameters become the master as they are;
         values in the compute dtype keep the master where their bits did not change. What rests
@@ -301,7 +301,7 @@ class Values:
             else:
                 self._write_split(cached, weight[block], rest[block], flat[block])
 
-    @exclusive
+    @engine_call
     def write_packed(self, parameter: int, packed: Tensor) -> None:
         """Replace what rests quantised by bytes (uint8) in the same format, as they are."""
         layout, segment = self._places[parameter]
@@ -385,7 +385,7 @@ class Values:
             self.flush()
 
     def _load(self, layout: UnitLayout) -> _CachedUnit:
-        self._owner.check()
+        self._guard.check()
         self.prefetcher.verify(layout.index)
         if self._cached is not None and self._cached.layout is layout:
             return self._cached
@@ -422,7 +422,7 @@ class Values:
     def materialized(self, parameters: Iterable[int], *, master: bool) -> Iterator[None]:
         """Full values bound to the parameters; edits are written back on leaving."""
         indices = sorted(set(parameters))
-        taken = [i for i in indices if i in self.lent]
+        taken = [i for i in indices if i in self.materialized_now]
         if taken:
             name = self.name(taken[0])
             raise ResidencyError(f"parameter {name!r} is materialized already")
@@ -431,57 +431,59 @@ class Values:
             yield
         except BaseException as error:
             if self.store.ranks.count == 1:
-                self._take_back(indices)
+                self._release_materialized(indices)
             else:  # the others, who write at the end, write nothing either
                 if isinstance(error, Exception):
                     self.store.ranks.broadcast_error("edits values", error)
                 self._drop(indices)
             raise
-        self._take_back(indices)
+        self._release_materialized(indices)
 
-    @exclusive
+    @engine_call
     def _lend_all(self, indices: Sequence[int], *, master: bool) -> None:
         for index in indices:
-            self.lend(index, master=master)
+            self.materialize(index, master=master)
 
-    @exclusive
-    def _take_back(self, indices: Collection[int]) -> None:
+    @engine_call
+    def _release_materialized(self, indices: Collection[int]) -> None:
         try:
             for index in indices:
-                self.take_back(index)
+                self.release_materialized(index)
             self.flush()
         except BaseException:
             if self.store.ranks.count > 1:
                 self._drop(indices)
             raise
 
-    @exclusive
+    @engine_call
     def _drop(self, indices: Collection[int]) -> None:
         """End loans, and write nothing."""
         self._cached = None
         for index in indices:
-            if self.lent.pop(index, None) is not None:
-                self.prefetcher.binding.unlend(index)
+            if self.materialized_now.pop(index, None) is not None:
+                self.prefetcher.binding.unbind_materialized(index)
 
-    def lend(self, index: int, *, master: bool) -> None:
+    def materialize(self, index: int, *, master: bool) -> None:
         """Bind a parameter to a full value of its own."""
         value = self.read(index, master=master)
         for unit in self.units_of(index):
             self.prefetcher.drop(unit)
-        self.lent[index] = value.dtype
-        self.prefetcher.binding.lend(index, value.to(self.prefetcher.transfers.device.torch_device))
+        self.materialized_now[index] = value.dtype
+        self.prefetcher.binding.bind_materialized(
+            index, value.to(self.prefetcher.transfers.device.torch_device)
+        )
 
-    def take_back(self, index: int) -> None:
+    def release_materialized(self, index: int) -> None:
         """Write a lent value back and make the parameter offloaded."""
-        if self.lent.pop(index, None) is not None:
+        if self.materialized_now.pop(index, None) is not None:
             try:
                 self.write(index, self.prefetcher.binding.parameters[index].detach())
             finally:
-                self.prefetcher.binding.unlend(index)
+                self.prefetcher.binding.unbind_materialized(index)
 
-    def take_back_all(self) -> None:
+    def release_all_materialized(self) -> None:
         """End every loan that a `load_state_dict` which failed may have left, and flush."""
-        self._take_back(list(self.lent))
+        self._release_materialized(list(self.materialized_now))
 
 
 class ParameterAccess:
@@ -489,15 +491,15 @@ class ParameterAccess:
 
     def __init__(
         self,
-        values: Values,
+        values: ParameterValues,
         hooks: Hooks,
-        owner: Owner,
+        guard: CallGuard,
         parameters: Sequence[nn.Parameter],
         window: AccumulationWindow,
     ) -> None:
         self._values = values
         self._hooks = hooks
-        self._owner = owner
+        self._guard = guard
         self._window = window
         self._warned = False
         self._index_of = {id(p): i for i, p in enumerate(parameters)}
@@ -508,7 +510,7 @@ class ParameterAccess:
 
     def copy(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a copy of the full value on the compute device; None during a call."""
-        if self._owner.busy:
+        if self._guard.busy:
             return None
         value = self._values.read(self._index_of[id(parameter)])
         return value.to(self._values.prefetcher.transfers.device.torch_device)
@@ -527,7 +529,7 @@ class ParameterAccess:
     def note_missing_gradient(self) -> None:
         """Warn once if there are gradients that a loop looks for in `p.grad`."""
         expected = self._window.is_open or self._window.has_news
-        if self._warned or not expected or self._owner.busy:
+        if self._warned or not expected or self._guard.busy:
             return
         self._warned = True
         warnings.warn(
@@ -573,7 +575,9 @@ class MergeGuard:
     take adapters, whose weights and state are the engine's, out of its module for good.
     """
 
-    def __init__(self, module: nn.Module, values: Values, index_of: Mapping[int, int]) -> None:
+    def __init__(
+        self, module: nn.Module, values: ParameterValues, index_of: Mapping[int, int]
+    ) -> None:
         self._values = values
         self._index_of = index_of
         self._guarded: list[tuple[nn.Module, str]] = []
@@ -607,7 +611,7 @@ class MergeGuard:
         if not self._guarded:
             return  # removed: this is a copy's
         indices = [self._index_of.get(id(parameter)) for parameter in layer.parameters()]
-        offloaded = sum(i is not None and i not in self._values.lent for i in indices)
+        offloaded = sum(i is not None and i not in self._values.materialized_now for i in indices)
         if offloaded:
             raise ResidencyError(
                 f"{name}() of a {type(layer).__name__} layer of adapters: {offloaded} of its "

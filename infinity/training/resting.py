@@ -18,9 +18,9 @@ from infinity.common.sizes import format_size
 from infinity.errors import DoesNotFitError
 from infinity.model.offloaded_parameter import gone, name_engine, unname_engine
 from infinity.model.parameters import ParameterBinding, RestingParameters
-from infinity.offload.owner import Owner
+from infinity.offload.call_guard import CallGuard
 from infinity.plan.machine import read_machine
-from infinity.training.parameter_access import Values
+from infinity.training.parameter_access import ParameterValues
 
 
 class Closing(Protocol):
@@ -41,18 +41,18 @@ class Resting:
         self,
         modules: Iterable[nn.Module],
         binding: ParameterBinding,
-        values: Values,
-        owner: Owner,
+        values: ParameterValues,
+        guard: CallGuard,
         parts: Closing,
     ) -> None:
         self._modules = [weakref.ref(module) for module in modules]
         self._binding = binding
         self._values = values
-        self._owner = owner
+        self._guard = guard
         self._parts = parts
         self._left = list(values.store.plan.units)  # still to be read, the last first
         self._lock = threading.RLock()
-        self._finalizer = weakref.finalize(self, _close_here, owner, parts)
+        self._finalizer = weakref.finalize(self, _close_here, guard, parts)
 
     def wake(self) -> None:
         """Give the module its values in RAM, and everything else back.
@@ -62,7 +62,7 @@ class Resting:
             ResidencyError: This is a forked child.
         """
         with self._lock:
-            self._owner.check()
+            self._guard.check()
             if self._parts.closed and self._left:
                 raise gone()
             self._check_fits()
@@ -113,6 +113,6 @@ class Resting:
             )
 
 
-def _close_here(owner: Owner, parts: Closing) -> None:
-    if owner.is_here():
+def _close_here(guard: CallGuard, parts: Closing) -> None:
+    if guard.is_here():
         parts.close()

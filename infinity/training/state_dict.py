@@ -19,7 +19,7 @@ from infinity.errors import ConfigError, ResidencyError
 from infinity.model.buffers import persistent_buffers
 from infinity.model.weight_files import Outgoing, write_shards
 from infinity.optim.moments import COMPUTE_DTYPES
-from infinity.training.parameter_access import Values
+from infinity.training.parameter_access import ParameterValues
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class StateDict(Mapping[str, Tensor]):
     """`engine.state_dict()`: names to full values, each read when it is asked for."""
 
     def __init__(
-        self, values: Values, parameters: Mapping[str, int], buffers: Mapping[str, Tensor],
+        self, values: ParameterValues, parameters: Mapping[str, int], buffers: Mapping[str, Tensor],
         *, master: bool
     ) -> None:  # fmt: skip
         self.parameters = parameters
@@ -167,7 +167,7 @@ class StateDict(Mapping[str, Tensor]):
         return True, (0, False, 0)
 
     def _refuse_loans(self) -> None:
-        if self._values.lent:
+        if self._values.materialized_now:
             raise ResidencyError(
                 "weights cannot be loaded or saved as a whole while some are lent out",
                 because="a block of engine.materialized is open, or load_state_dict of the module "
@@ -252,7 +252,7 @@ def _dtype_of(wanted: torch.dtype | str | None) -> torch.dtype | None:
 
 def state_dict_of(
     module: nn.Module,
-    values: Values,
+    values: ParameterValues,
     index_of: Mapping[int, int],
     *,
     master: bool,
@@ -274,7 +274,9 @@ def copy_into(tensor: Tensor, value: Tensor) -> None:
 class ModuleStateHooks:
     """`module.state_dict()` and `load_state_dict()` on the owned tree give and take full values."""
 
-    def __init__(self, root: nn.Module, values: Values, index_of: Mapping[int, int]) -> None:
+    def __init__(
+        self, root: nn.Module, values: ParameterValues, index_of: Mapping[int, int]
+    ) -> None:
         self.values = values
         self._index_of = index_of
         self._handles: list[RemovableHandle] = []
@@ -310,14 +312,14 @@ class ModuleStateHooks:
     ) -> None:
         for name, index in self._own(module).items():
             value = state.get(prefix + name)
-            if value is not None and index not in self.values.lent:
+            if value is not None and index not in self.values.materialized_now:
                 # Values in the compute dtype keep the master where their bits did not change.
                 compute = self.values.prefetcher.binding.dtypes[index]
-                self.values.lend(index, master=getattr(value, "dtype", None) is not compute)
+                self.values.materialize(index, master=getattr(value, "dtype", None) is not compute)
 
     def _close(self, module: nn.Module, incompatible: object) -> None:
         for index in self._own(module).values():
-            self.values.take_back(index)
+            self.values.release_materialized(index)
 
     def remove(self) -> None:
         """Take the hooks back."""

@@ -470,7 +470,7 @@ class StepRunner:
             factor = min(1.0, clipping / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         # Here: streams belong to threads.
         computed = self._prefetcher.transfers.device.compute_event()
-        with self._components.owner.shut():
+        with self._components.guard.locked():
             job, error = self._commit(norm, factor, culprits, computed, hypers, given)
         if job is not None:
             self._components.optimizer_pass.submit(job)
@@ -611,7 +611,7 @@ class StepRunner:
 
     def _read_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """`OffloadedOptimizer.read_state`."""
-        self._components.owner.check()
+        self._components.guard.check()
         index = self._index_of.get(id(parameter))
         if index is None:
             raise ConfigError("this parameter does not belong to the engine's module")

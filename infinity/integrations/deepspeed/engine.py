@@ -32,7 +32,7 @@ from infinity.integrations.deepspeed.offload_states import (
 from infinity.integrations.deepspeed.settings import DeepSpeedSettings
 from infinity.integrations.deepspeed.source import find_source
 from infinity.integrations.deepspeed.zero import mark, unmark
-from infinity.offload.owner import exclusive
+from infinity.offload.call_guard import engine_call
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.profiling.step_log import Journal
 from infinity.storage.run_dir import RECORD_NAME
@@ -313,7 +313,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         names = {"fp16": torch.float16, "bf16": torch.bfloat16}
         return names.get(self.plan.precision.name, torch.float32), torch.float32
 
-    @exclusive
+    @engine_call
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the last `loss.backward()`; keep those of `engine.backward`.
 
@@ -325,7 +325,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         self._check_usable()
         self._drop_arrivals()
 
-    @exclusive
+    @engine_call
     def _drop_arrivals(self) -> None:
         if self._window.has_news:
             self._step_runner.roll_back()
@@ -586,7 +586,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
 
     # --- values ----------------------------------------------------------------------------------
 
-    @exclusive
+    @engine_call
     def state_dict(
         self,
         *args: Any,
@@ -615,7 +615,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
             self.module, self._values, self._index_of, master=master, prefix=prefix
         )
 
-    @exclusive
+    @engine_call
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> None:
@@ -633,7 +633,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
             state_dict = {name.removeprefix("module."): v for name, v in state_dict.items()}
         super().load_state_dict(state_dict, strict=strict)
 
-    @exclusive
+    @engine_call
     def module_state_dict(
         self,
         destination: dict[str, Tensor] | None = None,
@@ -659,7 +659,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         target.update({prefix + name: state[name] for name in state})
         return target
 
-    @exclusive
+    @engine_call
     def load_module_state_dict(
         self,
         checkpoint: Mapping[str, Any],
@@ -698,7 +698,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         """`module_state_dict()`, by the name under which accelerate asks for it."""
         return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
 
-    @exclusive
+    @engine_call
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike[str],
@@ -754,7 +754,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
 
     # --- memory ----------------------------------------------------------------------------------
 
-    @exclusive
+    @engine_call
     def compile(
         self,
         backend: str = "inductor",
@@ -792,7 +792,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
     def empty_partition_cache(self) -> None:
         """Do nothing: the plan reserves all device memory, and there is no cache."""
 
-    @exclusive
+    @engine_call
     def offload_states(
         self,
         include: Any = None,
@@ -843,7 +843,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         Weights stay with the module, in their compute dtype, as in DeepSpeed; the next `initialize`
         of the module uses them. If the engine has failed, they are lost.
         """
-        if self._owner.is_here() and not self._closed:
+        if self._guard.is_here() and not self._closed:
             self._close(restore=False, rest=self._components.prefetcher.failure is None)
             self._destroyed = True
 

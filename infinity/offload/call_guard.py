@@ -50,7 +50,7 @@ class Lasting(Protocol):
         """Whether it has ended."""
 
 
-class Deferral:
+class SigintDeferral:
     """The handler of SIGINT from the outermost `begin` on the main thread to its `end`."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Deferral:
             raise KeyboardInterrupt
 
 
-DEFERRAL = Deferral()  # signals are the process's
+DEFERRAL = SigintDeferral()  # signals are the process's
 
 
 P = ParamSpec("P")
@@ -146,7 +146,7 @@ def _stack_of(thread: int) -> list[FrameType]:
     return frames
 
 
-class Owner:
+class CallGuard:
     """Remembers the process, and the call under way.
 
     A forked child has neither the engine's slots nor its threads. With `backward_threads` autograd
@@ -202,7 +202,7 @@ class Owner:
             )
 
     @contextmanager
-    def shut(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Nobody may use the engine in the block, this thread neither."""
         self._shut = True
         try:
@@ -242,7 +242,7 @@ class Owner:
             DEFERRAL.end(call)
 
 
-def exclusive(method: Callable[P, R]) -> Callable[P, R]:
+def engine_call(method: Callable[P, R]) -> Callable[P, R]:
     """A method that is a call, of an object with an `_owner`.
 
     What ends it in the middle, and is no `Exception`, is a second Ctrl-C or another signal.
@@ -251,15 +251,15 @@ def exclusive(method: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(method)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
         it: Any = args[0]
-        call = it._owner.enter(sys._getframe())
+        call = it._guard.enter(sys._getframe())
         try:
             return method(*args, **kwargs)
         except Exception:
             raise
         except BaseException:
-            it._owner.fail()
+            it._guard.fail()
             raise
         finally:
-            it._owner.leave(call)
+            it._guard.leave(call)
 
     return alone

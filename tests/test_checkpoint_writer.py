@@ -588,7 +588,7 @@ def test_a_child_that_outlives_its_parent_holds_no_lock(tmp_path: Path) -> None:
     assert lives.wait(forked.HANG_S)
     try:
         assert writer._lock is not None
-        writer._lock.let_go()  # as if this process died
+        writer._lock.close()  # as if this process died
         assert directory.remove_stale(tmp_path) == [tmp_path / "t.tmp"]
     finally:
         child.terminate()

@@ -793,7 +793,7 @@ def test_the_first_minute_on_a_device_that_is_no_gpu(monkeypatch: pytest.MonkeyP
         assert found["warnings"] == []
         assert found["kernels"] == {"fp32": True, "8bit": True}
         assert found["links"].keys() == {"to_device", "from_device", "copies_mixed"}
-        assert found["overlap"].keys() == {"copy_in", "bring", "copy_back"}
+        assert found["overlap"].keys() == {"copy_h2d", "copy_h2d_unordered", "copy_d2h_unordered"}
         assert len(found["training"]["losses"]) == smoke.NUM_STEPS
         assert (found["pinning"]["pinned_gib"], found["pinning"]["stopped"]) == (1 / 32, "")
         assert [len(device.violations) for device in made] == [0] * len(made)

@@ -33,7 +33,7 @@ from infinity.errors import ResidencyError
 from infinity.model.parameters import ParameterMap, placeholder
 from infinity.offload.prefetch import Prefetcher
 from infinity.offload.saved_tensors import SavedTensors
-from infinity.offload.slots import Where
+from infinity.offload.slots import Residency
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]
@@ -455,7 +455,7 @@ def test_where_units_are_is_what_the_ledger_says(tmp_path: Path) -> None:
             for segment in unit.segments:
                 parameter = engine._components.cut.parameters[segment.parameter]
                 if entry.bound:
-                    assert entry.where is Where.RESIDENT
+                    assert entry.residency is Residency.RESIDENT
                     storage = entry.slot.memory.untyped_storage()
                     assert parameter.untyped_storage().data_ptr() == storage.data_ptr()
                 else:
@@ -495,13 +495,13 @@ def test_views_that_live_a_moment_longer_than_their_eviction(
     with small_engine(tmp_path, ON_DISK, **more) as engine:
         expected = train(engine, 3)
     late: list[Any] = []
-    give_up = Prefetcher.give_up
+    give_up = Prefetcher.evict
 
     def give_up_late(self: Prefetcher, unit: int) -> None:
         late[:] = [self.entries[unit].slot.memory.detach()]
         give_up(self, unit)
 
-    monkeypatch.setattr(Prefetcher, "give_up", give_up_late)
+    monkeypatch.setattr(Prefetcher, "evict", give_up_late)
     more = {"model": small_model(num_blocks=8)}
     with small_engine(tmp_path, ON_DISK, **more) as engine:
         assert train(engine, 3) == expected

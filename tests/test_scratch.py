@@ -137,7 +137,7 @@ def test_who_cleans_up_does_not_touch_the_lock_of_a_durable_run(
     durable, other = Scratch.create(tmp_path), Scratch.create(tmp_path)
     durable.keep({})
     durable.remove()
-    other._lock.let_go()  # as a kill does
+    other._lock.close()  # as a kill does
     tried: list[str] = []
 
     class Watched(module.LockFile):

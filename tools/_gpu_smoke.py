@@ -139,8 +139,8 @@ def overlap(make: Make, say: Say, left_s: float) -> dict[str, Any]:
     large @ large  # the first one loads its kernel
     device.compute_event().wait()
     found: dict[str, Any] = {}
-    for name in ("copy_in", "bring", "copy_back"):
-        pair = (here, there) if name == "copy_back" else (there, here)
+    for name in ("copy_h2d", "copy_h2d_unordered", "copy_d2h_unordered"):
+        pair = (here, there) if name == "copy_d2h_unordered" else (there, here)
         for _ in range(10):  # of fp32: a fifth of a second
             large @ large
         compute = device.compute_event()

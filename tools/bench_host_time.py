@@ -60,11 +60,11 @@ class NullDevice(CpuDevice):
         """Enough."""
         return 1 << 30
 
-    def copy_in(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_h2d(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         """Nothing is copied."""
         return HAPPENED
 
-    copy_out = copy_in
+    copy_d2h = copy_h2d
 
     def why_no_kernels(self) -> str | None:
         """There are some, that do nothing."""

@@ -71,15 +71,15 @@ class SlowLinks(NullDevice):
         self._free[way] = begin + nbytes / self._rate
         return Later(self._free[way])
 
-    def copy_in(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_h2d(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         """Takes its time."""
         return self._copy("in", source.numel(), after)
 
-    def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_d2h(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         """Takes its time."""
         return self._copy("out", source.numel(), after)
 
-    bring, copy_back = copy_in, copy_out
+    copy_h2d_unordered, copy_d2h_unordered = copy_h2d, copy_d2h
 
     def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
         """Over when what it waits for is."""

@@ -229,7 +229,7 @@ class _Part:
         for descriptor in (d for d in descriptors if d >= 0):
             os.close(descriptor)
         for lock in locks:
-            lock.let_go()
+            lock.close()
 
     def fill(self, extent: Extent, start: int, target: Tensor) -> None:
         """Read a range of an extent; whole pages are read, and checked."""

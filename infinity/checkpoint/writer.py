@@ -474,7 +474,7 @@ class CheckpointWriter:
         except FileNotFoundError:
             pass
         except OSError:
-            lock.let_go()  # so that the next writer tries again
+            lock.close()  # so that the next writer tries again
         lock.release()
         if self._made_root:
             with suppress(OSError):

@@ -267,15 +267,15 @@ class LockFile:
         if self.held:
             with suppress(OSError):
                 self.path.unlink(missing_ok=True)
-        self.let_go()
+        self.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.let_go()
+        self.close()
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Close the lock file: it stays, and tells the next who takes it what to remove."""
         _held.discard(self)
         descriptor, self._descriptor = self._descriptor, -1
@@ -309,7 +309,7 @@ _held: weakref.WeakSet[LockFile] = weakref.WeakSet()
 
 def _let_go_in_child() -> None:
     for lock in list(_held):
-        lock.let_go()
+        lock.close()
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)

@@ -119,7 +119,7 @@ class ActivationStore:
         dense = dense and tensor.requires_grad and not (tensor.is_conj() or tensor.is_neg())
         if self._arena is None or not dense or nbytes < max(self.plan.min_bytes, 1):
             return None
-        self.tend()
+        self.poll()
         self._drain()
         identity = TensorIdentity(tensor)
         number, self._next = self._next, self._next + 1
@@ -171,7 +171,7 @@ class ActivationStore:
             return False
         record.source, record.tier = source, tier
         target = self._buffer(record)[: record.nbytes]
-        record.left = self.transfers.copy_out(target, _bytes(source), label=LABEL)
+        record.left = self.transfers.copy_d2h(target, _bytes(source), label=LABEL)
         self._going.append(record)
         self._advance(record)
         self._keep_few()
@@ -225,7 +225,7 @@ class ActivationStore:
 
         Raises `EngineClosedError` or `TransferError`.
         """
-        self.tend()
+        self.poll()
         self._drain()
         record = self._records.get(away.number)
         if self._arena is None or record is None:
@@ -292,10 +292,10 @@ class ActivationStore:
         # What was in the target's memory may still be computed with, and the way out under way.
         after = after_all(device.compute_event(), record.left or HAPPENED)
         source = self._buffer(record)[: record.nbytes]
-        record.ready = self.transfers.copy_in(_bytes(target), source, after, LABEL)
+        record.ready = self.transfers.copy_h2d(_bytes(target), source, after, LABEL)
         record.fetched = target
 
-    def tend(self) -> None:
+    def poll(self) -> None:
         """Push on what can be pushed on without waiting; called often from hooks."""
         for record in list(self._going):
             self._advance(record)

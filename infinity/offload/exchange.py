@@ -186,7 +186,7 @@ class GradientExchange:
         start = partial(self._ranks.all_to_all, received, sent)
         after = after_all(self._taken[pair], self._device.compute_event())
         others = nbytes // count * (count - 1)
-        over = self._transfers.beside("all_to_all", start, others, after)
+        over = self._transfers.run_on_comm_stream("all_to_all", start, others, after)
         shards = received.view(dtype).view(count, -1)
         self._under_way.append(_Exchange(unit, there, pair, shards, over))
 

@@ -338,7 +338,7 @@ class GradientWorker:
     def _do(self, task: _Task) -> None:
         try:
             if not self._follows:
-                self._transfers.device.follow_compute()
+                self._transfers.device.attach_worker_thread()
                 self._follows = True
             for event in task.after:
                 event.wait()

@@ -85,7 +85,7 @@ class GradientCopies:
 
     def send(self, unit: int, parameter: int, target: Tensor, source: Tensor) -> Event:
         """Start copying `source` (uint8, on the device) to its place in RAM."""
-        event = self._transfers.copy_out(target, source, label=(unit, "gradient"))
+        event = self._transfers.copy_d2h(target, source, label=(unit, "gradient"))
         self._sent[parameter] = event
         self._under_way.append(Copy(unit, event, source))
         self._nbytes += source.numel()
@@ -421,7 +421,7 @@ class GradientStore:
     def _accumulate_on_device(
         self, unit: int, segment: Segment, gradient: Tensor, *, first: bool
     ) -> None:
-        self.transfers.device.join_compute()
+        self.transfers.device.sync_compute_stream()
         target = part(self.on_device[unit], segment)
         if first:
             target.copy_(gradient)
@@ -462,7 +462,7 @@ class GradientStore:
         self._copies.let_go()
         source = gradient.view(torch.uint8)
         place = worker.place(source.numel())
-        event = self.transfers.copy_out(place[1], source, label=(unit, "gradient"))
+        event = self.transfers.copy_d2h(place[1], source, label=(unit, "gradient"))
         landed = place[1].view(gradient.dtype)
         add = partial(self._sums.add, unit, segment, landed, first=first, complete=complete)
         worker.put(add, [self._copies.sent(segment.parameter), event], gradient, place)

@@ -132,7 +132,7 @@ class Hooks:
         index = self._index_of[id(parameter)]
         unit = self._unit_of[index]
         if self._computes(unit):
-            self.prefetcher.transfers.device.join_compute()  # it may be on another stream by now
+            self.prefetcher.transfers.device.sync_compute_stream()  # it may be another stream now
             return self.sums.read(index, parameter)
         self._refuse_strangers()
         if index in self.materialized_now:
@@ -160,7 +160,7 @@ class Hooks:
         prefetcher = self.prefetcher
         entry = prefetcher.entries[unit]
         return (
-            entry.entered > 0
+            entry.forward_depth > 0
             and entry.bound
             and unit == prefetcher.current
             and not prefetcher.retries
@@ -194,7 +194,7 @@ class Hooks:
         self._refuse_strangers()
         if self.guard.busy or inside_backward():
             return
-        self.prefetcher.transfers.device.join_compute()  # or it raises, while nothing has begun
+        self.prefetcher.transfers.device.sync_compute_stream()  # raises before anything begins
         self._call = self.guard.enter(sys._getframe(2))
         try:
             self.prefetcher.verify()
@@ -313,7 +313,7 @@ class Hooks:
                 if not self._inside:
                     self._end()
                 raise
-            self.prefetcher.entries[unit].entered += 1
+            self.prefetcher.entries[unit].forward_depth += 1
             self._enter(module, unit, borrowed)
             if self.saved.timeline is not None:
                 self.saved.timeline.enter(unit)
@@ -337,7 +337,7 @@ class Hooks:
         try:
             for other in sorted(units):
                 self._use(other)
-                self.prefetcher.entries[other].entered += 1
+                self.prefetcher.entries[other].forward_depth += 1
                 borrowed.append(other)
         except BaseException:
             self._give_back(borrowed)
@@ -346,7 +346,7 @@ class Hooks:
 
     def _give_back(self, borrowed: list[int]) -> None:
         for unit in borrowed:
-            self.prefetcher.entries[unit].entered -= 1
+            self.prefetcher.entries[unit].forward_depth -= 1
 
     def _is_materialized_now(self, unit: int) -> bool:
         if not self.materialized_now:
@@ -367,7 +367,7 @@ class Hooks:
                 return
             if self.saved.timeline is not None:
                 self.saved.timeline.leave()
-            self.prefetcher.entries[unit].entered -= 1
+            self.prefetcher.entries[unit].forward_depth -= 1
             self._leave(output)
 
         return hook
@@ -396,9 +396,9 @@ class Hooks:
             self.gradients.receive(index, gradient)
             del gradient
             self.watch.at(unit, "backward")
-            self.prefetcher.tend()
+            self.prefetcher.poll()
             if self.saved.activations is not None:
-                self.saved.activations.tend()
+                self.saved.activations.poll()
             if self.saved.timeline is not None:
                 self.saved.timeline.backward(unit, arrived=True)
 
@@ -406,7 +406,7 @@ class Hooks:
 
     def mark(self, *, backward: bool = False) -> HookMark:
         """Where all stacks are now, for `restore`; a forward or a backward begins."""
-        self.prefetcher.transfers.device.join_compute()
+        self.prefetcher.transfers.device.sync_compute_stream()
         if backward:
             self.watch.turn()
         if self.saved.timeline is not None:

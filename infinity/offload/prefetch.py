@@ -39,7 +39,7 @@ from infinity.distributed.context import NOTES
 from infinity.errors import EngineFailedError, MachineError, ResidencyError, TransferError
 from infinity.model.parameters import Edit, ParameterBinding
 from infinity.offload.exchange import GradientExchange
-from infinity.offload.slots import Entry, Slot, SlotLedger, Where
+from infinity.offload.slots import Residency, Slot, SlotLedger, UnitEntry
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Transfers
 from infinity.plan import access_order
@@ -101,11 +101,11 @@ class Prefetcher:
 
     def use(self, unit: int, *, bind: bool = True) -> None:
         """Make the unit resident, and bound unless not to `bind`; prefetch along the order."""
-        self.transfers.device.join_compute()
+        self.transfers.device.sync_compute_stream()
         entry = self.entries[unit]
-        if unit == self.current and entry.where is Where.RESIDENT and entry.gathered:
+        if unit == self.current and entry.residency is Residency.RESIDENT and entry.gathered:
             if bind and not entry.bound:  # since a call ended
-                self.bring(unit)
+                self.ensure_resident(unit)
             if self.retries:
                 self._prefetch()
             return
@@ -113,27 +113,27 @@ class Prefetcher:
         if self.order is not None:
             self.order.advance(unit)
         if self.exchange is None:
-            self.bring(unit, bind=bind)
+            self.ensure_resident(unit, bind=bind)
             self._prefetch()
             return
         with self.ranks.propagate_errors(self._using(unit)):
-            self.bring(unit, bind=False)
+            self.ensure_resident(unit, bind=False)
             self._prefetch()
             with self.transfers.stall("gather", unit):
                 self._meet(unit, self.exchange)
             if bind and not entry.bound:
                 self.bind(unit)
 
-    def bring(self, unit: int, *, bind: bool = True) -> None:
+    def ensure_resident(self, unit: int, *, bind: bool = True) -> None:
         """Make the unit resident, and bound unless not to `bind`, whatever it takes."""
         entry = self.entries[unit]
         while True:
             self.check()
-            if entry.where is Where.RESIDENT:
+            if entry.residency is Residency.RESIDENT:
                 break
-            if entry.where is Where.FETCHING:
+            if entry.residency is Residency.FETCHING:
                 self._finish_fetch(unit)
-            elif entry.where is Where.OFFLOADED:
+            elif entry.residency is Residency.OFFLOADED:
                 with self.changed:  # held over both: no update may take the freed slot
                     self._require_slot(unit)
                     self.fetch(unit, Priority.URGENT)
@@ -193,11 +193,13 @@ class Prefetcher:
         for unit in self.order.upcoming(count, wraps=self.wraps):
             entry = self.entries[unit]
             landed = entry.ticket is None or entry.ticket.done()
-            if entry.where is Where.FETCHING and landed:
+            if entry.residency is Residency.FETCHING and landed:
                 with contextlib.suppress(TransferError):  # its use raises that
                     self._finish_fetch(unit)
             # A device with an order of its own waits for the copy; a host would be held up.
-            if entry.where is Where.RESIDENT and (entry.ready.done() or not device.host_clock):
+            if entry.residency is Residency.RESIDENT and (
+                entry.ready.done() or not device.host_clock
+            ):
                 found.append(unit)
         return found
 
@@ -217,7 +219,7 @@ class Prefetcher:
         entry.gathering = together([e for e in (entry.gathering, gathering) if e is not None])
         return True
 
-    def _end_gather(self, entry: Entry) -> None:
+    def _end_gather(self, entry: UnitEntry) -> None:
         """Wait for what is being gathered, and is not wanted any more."""
         gathering, entry.gathering = entry.gathering, None
         if gathering is not None:
@@ -228,7 +230,7 @@ class Prefetcher:
         """Prefetch along an order from now on; it `wraps` unless a step follows its end."""
         self.order, self.wraps = order, wraps
 
-    def tend(self) -> None:
+    def poll(self) -> None:
         """Push on what can be pushed on without waiting; called often from hooks."""
         if self._staging.count:
             for unit, entry in enumerate(self.entries):
@@ -255,10 +257,10 @@ class Prefetcher:
             self.demand = unit
             self.changed.notify_all()
             try:
-                while entry.where is Where.PENDING and self.failure is None:
+                while entry.residency is Residency.PENDING and self.failure is None:
                     if entry.slot is None:
                         self._require_slot(unit)
-                    if entry.where is Where.PENDING:  # it may have waited there
+                    if entry.residency is Residency.PENDING:  # it may have waited there
                         self.changed.wait()
             finally:
                 self.demand = None
@@ -275,10 +277,10 @@ class Prefetcher:
         step, of which parts need no weights.
         """
         entry = self.entries[unit]
-        if entry.where is Where.PENDING:
+        if entry.residency is Residency.PENDING:
             with self.transfers.stall("update", unit), self.changed:
                 self.lift_pacing()
-                while entry.where is Where.PENDING and self.failure is None:
+                while entry.residency is Residency.PENDING and self.failure is None:
                     self.changed.wait()
             self.check()
         if unit in self._updated_there and not entry.ready.done():
@@ -318,11 +320,11 @@ class Prefetcher:
             for slot in self.ledger.slots
             if slot.slot_class == slot_class
             and slot.owner is not None
-            and self.entries[slot.owner].where is Where.FETCHING
+            and self.entries[slot.owner].residency is Residency.FETCHING
         ]
         for unit in sorted(under_way, key=lambda u: (-self._distance(u), u)):
             self._finish_fetch(unit)
-            if self.evict(unit):
+            if self.try_evict(unit):
                 return True
         return False
 
@@ -348,7 +350,7 @@ class Prefetcher:
                 self._copy_landed(unit)
             entry.ticket = None
         with self.changed:
-            self.ledger.move(unit, Where.RESIDENT)
+            self.ledger.move(unit, Residency.RESIDENT)
 
     def _abandon_fetch(self, unit: int) -> None:
         """A fetch that failed, or of weights that are not wanted any more."""
@@ -362,8 +364,8 @@ class Prefetcher:
             self._staging.give_back(entry.staging)
         entry.ticket = entry.staging = None
         with self.changed:
-            self.ledger.give_up(unit)
-            self.ledger.move(unit, Where.OFFLOADED)
+            self.ledger.evict(unit)
+            self.ledger.move(unit, Residency.OFFLOADED)
 
     def _copy_landed(self, unit: int) -> None:
         """Second half of disk -> device: the read has landed in RAM, copy it in."""
@@ -385,7 +387,7 @@ class Prefetcher:
         pairs = [(part, source) for part, source in cut if part.numel()]
         after = entry.slot.free_after
         if not self.store.units[unit].on_device(Kind.WEIGHT):
-            copies = [self.transfers.copy_in(part, source, after, label) for part, source in pairs]
+            copies = [self.transfers.copy_h2d(part, source, after, label) for part, source in pairs]
             entry.ready = together(copies)
             return
         device.compute_wait(after)  # a shard that rests there
@@ -403,7 +405,7 @@ class Prefetcher:
             slot = self.ledger.free_slot(unit)
             assert slot is not None
             self.ledger.assign(unit, slot)
-            entry = self.ledger.move(unit, Where.FETCHING)
+            entry = self.ledger.move(unit, Residency.FETCHING)
         entry.ready, label = HAPPENED, (unit, "weight")
         state = self.store.units[unit]
         source = state.in_ram(Kind.WEIGHT)
@@ -439,7 +441,7 @@ class Prefetcher:
         """
         edited: ResidencyError | None = None
         for unit in units:
-            if self.entries[unit].where is Where.FETCHING:
+            if self.entries[unit].residency is Residency.FETCHING:
                 try:
                     self._finish_fetch(unit)
                 except TransferError:  # nobody needs the stale weights it was to bring
@@ -448,12 +450,12 @@ class Prefetcher:
         with self.changed:
             for unit in units:
                 entry = self.entries[unit]
-                if entry.where is Where.RESIDENT:
+                if entry.residency is Residency.RESIDENT:
                     try:
-                        self.give_up(unit)
+                        self.evict(unit)
                     except ResidencyError as error:
                         edited = edited or error
-                self.ledger.move(unit, Where.PENDING)
+                self.ledger.move(unit, Residency.PENDING)
                 self.store.stale(unit)
             self.paced = True
         self.current = -1
@@ -462,17 +464,17 @@ class Prefetcher:
 
     def drop(self, unit: int) -> None:
         """Forget the unit's copy on the device: what rests was, or will be, edited."""
-        if self.entries[unit].where is Where.FETCHING:
+        if self.entries[unit].residency is Residency.FETCHING:
             self._finish_fetch(unit)
         with self.changed:
             entry = self.entries[unit]
-            if entry.where is not Where.RESIDENT:
+            if entry.residency is not Residency.RESIDENT:
                 return
             try:
-                self.give_up(unit)
+                self.evict(unit)
             finally:  # an edited parameter is gone all the same
                 if entry.slot is None:
-                    self.ledger.move(unit, Where.OFFLOADED)
+                    self.ledger.move(unit, Residency.OFFLOADED)
 
     def edited(self, unit: int) -> None:
         """The unit's weights were edited at rest: graphs made before are stale."""
@@ -517,7 +519,9 @@ class Prefetcher:
             entry = self.entries[unit]
             entry.ready = ready
             entry.updates += 1
-            self.ledger.move(unit, Where.RESIDENT if entry.slot is not None else Where.OFFLOADED)
+            self.ledger.move(
+                unit, Residency.RESIDENT if entry.slot is not None else Residency.OFFLOADED
+            )
 
     def recover(self) -> None:
         """After an exception in a call: nothing is bound, in a slot or being fetched.
@@ -527,15 +531,15 @@ class Prefetcher:
         self.transfers.device.synchronize()
         self.current, self.retries = -1, False
         for unit, entry in enumerate(self.entries):
-            entry.entered = 0
+            entry.forward_depth = 0
             if entry.bound:
                 self.release(unit)
-            if entry.where is Where.FETCHING:
+            if entry.residency is Residency.FETCHING:
                 self._abandon_fetch(unit)
-            elif entry.where is Where.RESIDENT and self.class_of(unit) is not None:
+            elif entry.residency is Residency.RESIDENT and self.class_of(unit) is not None:
                 with self.changed:
-                    self.give_up(unit)
-                    self.ledger.move(unit, Where.OFFLOADED)
+                    self.evict(unit)
+                    self.ledger.move(unit, Residency.OFFLOADED)
 
     # --- who holds slots, who could leave, and leaving: callers hold `changed` -------------------
 
@@ -549,7 +553,7 @@ class Prefetcher:
 
     def is_pending(self, unit: int) -> bool:
         """Whether the optimizer pass owes the unit an update."""
-        return self.entries[unit].where is Where.PENDING
+        return self.entries[unit].residency is Residency.PENDING
 
     def publishes(self, unit: int) -> bool:
         """Whether the optimizer pass brings the unit's new weights into a slot."""
@@ -566,20 +570,20 @@ class Prefetcher:
             unit = slot.owner
             if slot.slot_class == slot_class and unit is not None and unit != self.current:
                 entry = self.entries[unit]
-                if entry.where is Where.RESIDENT and not entry.entered:
+                if entry.residency is Residency.RESIDENT and not entry.forward_depth:
                     found.append(unit)
         return found
 
-    def evict(self, unit: int) -> bool:
+    def try_evict(self, unit: int) -> bool:
         """Give up the unit's slot; False if something still refers to its weights."""
         slot = self.entries[unit].slot
         assert slot is not None
         if self.entries[unit].num_aliases > 0:
             return False
         try:
-            self.give_up(unit)
+            self.evict(unit)
         finally:  # an edited parameter is gone all the same
-            self.ledger.move(unit, Where.OFFLOADED)
+            self.ledger.move(unit, Residency.OFFLOADED)
         # Another thread that looks at our frames keeps their views for a moment longer.
         return slot.is_free()
 
@@ -598,9 +602,9 @@ class Prefetcher:
     def bind_if_resident(self, unit: int) -> None:
         """`bind` where a slot holds the weights."""
         entry = self.entries[unit] if unit >= 0 else None
-        if entry is None or entry.where is not Where.RESIDENT or not entry.gathered:
+        if entry is None or entry.residency is not Residency.RESIDENT or not entry.gathered:
             return
-        self.transfers.device.join_compute()
+        self.transfers.device.sync_compute_stream()
         if not entry.bound:
             self.transfers.device.compute_wait(entry.ready)
             self.ledger.dequantise(unit)
@@ -673,8 +677,8 @@ class Prefetcher:
         self.forget_bound(unit)
         if error is not None and entry.slot is not None and entry.slot.slot_class is not None:
             with self.changed:
-                self.give_up(unit)
-                self.ledger.move(unit, Where.OFFLOADED)
+                self.evict(unit)
+                self.ledger.move(unit, Residency.OFFLOADED)
         return error
 
     def forget_bound(self, unit: int) -> None:
@@ -711,7 +715,7 @@ class Prefetcher:
             self.failure = self.failure or error
             self.changed.notify_all()
 
-    def give_up(self, unit: int) -> None:
+    def evict(self, unit: int) -> None:
         """Unbind, and end the residency; raises `ResidencyError` after it if there was an edit."""
         entry = self.entries[unit]
         slot = entry.slot
@@ -722,7 +726,7 @@ class Prefetcher:
             self.forget_bound(unit)
         self._end_gather(entry)
         slot.free_after = after_all(entry.ready, self.transfers.device.compute_event())
-        self.ledger.give_up(unit)
+        self.ledger.evict(unit)
         if edited is not None:  # the edit is lost, the slot is not
             raise edited
 

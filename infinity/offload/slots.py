@@ -33,7 +33,7 @@ from infinity.storage.device import HAPPENED, Device, DeviceArena, Event, after_
 from infinity.types import FrozenFormat
 
 
-class Where(Enum):
+class Residency(Enum):
     """See [Note: states of a unit's weights]."""
 
     OFFLOADED = "offloaded"
@@ -43,14 +43,14 @@ class Where(Enum):
 
 
 _ALLOWED = {
-    (Where.OFFLOADED, Where.FETCHING),
-    (Where.FETCHING, Where.RESIDENT),
-    (Where.FETCHING, Where.OFFLOADED),  # abandoned
-    (Where.RESIDENT, Where.OFFLOADED),
-    (Where.RESIDENT, Where.PENDING),
-    (Where.OFFLOADED, Where.PENDING),
-    (Where.PENDING, Where.RESIDENT),
-    (Where.PENDING, Where.OFFLOADED),
+    (Residency.OFFLOADED, Residency.FETCHING),
+    (Residency.FETCHING, Residency.RESIDENT),
+    (Residency.FETCHING, Residency.OFFLOADED),  # abandoned
+    (Residency.RESIDENT, Residency.OFFLOADED),
+    (Residency.RESIDENT, Residency.PENDING),
+    (Residency.OFFLOADED, Residency.PENDING),
+    (Residency.PENDING, Residency.RESIDENT),
+    (Residency.PENDING, Residency.OFFLOADED),
 }
 
 
@@ -91,10 +91,10 @@ class Slot:
 
 
 @dataclass(eq=False)
-class Entry:
+class UnitEntry:
     """One unit's line in the ledger."""
 
-    where: Where = Where.OFFLOADED
+    residency: Residency = Residency.OFFLOADED
     slot: Slot | None = None
     bound: bool = False
     views: list[Tensor] = field(default_factory=list)  # of the slot, once it was bound
@@ -104,7 +104,7 @@ class Entry:
     dequantised: bool = False  # what rests quantised stands in the slot as it computes
     updates: int = 0  # how often an optimizer pass, or an edit, replaced the weights
     edits: int = 0  # how often an edit did
-    entered: int = 0  # forward calls of the unit's modules that have not returned
+    forward_depth: int = 0  # forward calls of the unit's modules that have not returned
     ready: Event = HAPPENED  # the copy that filled the slot
     ticket: Event | None = None  # the read that fills the slot, or the buffer it lands in
     staging: Tensor | None = None  # that buffer, where the device has memory of its own
@@ -122,14 +122,14 @@ class SlotLedger:
 
     plan: Plan
     device: Device
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[UnitEntry] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
     changed: threading.Condition = field(init=False)
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
-        self.entries = [Entry() for _ in self.plan.units]
+        self.entries = [UnitEntry() for _ in self.plan.units]
         total = sum(c.slot_bytes * c.count for c in self.plan.slot_classes)
         arena = self.device.reserve(total)
         offset = 0
@@ -164,7 +164,7 @@ class SlotLedger:
             slot.slot_class is not None
             and slot.slot_class <= slot_class
             and slot.owner is not None
-            and self.entries[slot.owner].where is Where.PENDING
+            and self.entries[slot.owner].residency is Residency.PENDING
             for slot in self.slots
         )
 
@@ -173,7 +173,7 @@ class SlotLedger:
         slot = Slot(None, None, 0, weights, owner=unit)
         self.slots.append(slot)
         entry = self.entries[unit]
-        entry.slot, entry.where, entry.gathered = slot, Where.RESIDENT, True
+        entry.slot, entry.residency, entry.gathered = slot, Residency.RESIDENT, True
         entry.dequantised = True
 
     def dequantise(self, unit: int) -> None:
@@ -190,11 +190,11 @@ class SlotLedger:
             dequantise(flat[first : first + segment.nbytes], FrozenFormat(segment.form), value)
         entry.dequantised = True
 
-    def move(self, unit: int, where: Where) -> Entry:
+    def move(self, unit: int, residency: Residency) -> UnitEntry:
         """Make a transition; the caller holds `changed`."""
         entry = self.entries[unit]
-        assert (entry.where, where) in _ALLOWED, (unit, entry.where, where)
-        entry.where = where
+        assert (entry.residency, residency) in _ALLOWED, (unit, entry.residency, residency)
+        entry.residency = residency
         self.changed.notify_all()
         return entry
 
@@ -211,7 +211,7 @@ class SlotLedger:
         entry.slot, entry.gathered, entry.gathering = slot, self.plan.ranks == 1, None
         entry.dequantised = not self.plan.units[unit].dequantised_bytes
 
-    def give_up(self, unit: int) -> None:
+    def evict(self, unit: int) -> None:
         """End the unit's residency; the slot lingers while something refers to it."""
         entry = self.entries[unit]
         slot = entry.slot
@@ -234,7 +234,11 @@ class SlotLedger:
                 continue
             entry = self.entries[slot.owner]
             name = self.plan.units[slot.owner].name
-            why = "inside its forward" if entry.entered else f"referred to, {entry.where.value}"
+            why = (
+                "inside its forward"
+                if entry.forward_depth
+                else f"referred to, {entry.residency.value}"
+            )
             lines.append(f"slot {index}: {name!r} ({why})")
         return ResidencyError(
             f"no slot is free for unit {self.plan.units[unit].name!r}: {'; '.join(lines)}",

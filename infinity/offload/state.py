@@ -295,7 +295,7 @@ class StateStore:
         whole = whole[: self.plan.units[unit].rest_bytes]
         parts = [part for part in (whole[:trained], whole[trained:]) if part.numel()]
         starts = [(partial(self.ranks.all_gather, part, overlap=True), part) for part in parts]
-        beside = self.transfers.beside
+        beside = self.transfers.run_on_comm_stream
         return together(
             [beside("all_gather", start, part.numel() // count * (count - 1), after)
              for start, part in starts]
@@ -309,7 +309,7 @@ class StateStore:
             parts = self.shard_in(unit, whole, rank), self.cut(unit, shard)
             for part, source in zip(*parts, strict=True):
                 if rank != self.ranks.rank and part.numel():
-                    found.append(self.transfers.copy_in(part, source, after, (unit, "weight")))
+                    found.append(self.transfers.copy_h2d(part, source, after, (unit, "weight")))
         self._copies = after_all(self._copies, *found)
         return together(found)
 
@@ -387,7 +387,7 @@ class StateStore:
                     pieces.append((place, view))
                 else:  # not after all compute: the forward that runs meanwhile changes none of it
                     label = (unit, "state")
-                    waits.append(self.transfers.copy_back(view, there, after, label))
+                    waits.append(self.transfers.copy_d2h_unordered(view, there, after, label))
             elif state.on_device(kind):
                 resting.add(kind)
             views[kind] = view

@@ -201,36 +201,38 @@ class Transfers:
         record(trace, direction, kind, unit, event, nbytes, submitted)
         return event
 
-    def copy_in(
+    def copy_h2d(
         self, target: Tensor, source: Tensor, after: Event = HAPPENED, label: Label = NO_LABEL
     ) -> Event:
         """Host to device."""
-        return self._copy("to_device", self.device.copy_in, target, source, after, label)
+        return self._copy("to_device", self.device.copy_h2d, target, source, after, label)
 
-    def copy_out(
+    def copy_d2h(
         self, target: Tensor, source: Tensor, after: Event = HAPPENED, label: Label = NO_LABEL
     ) -> Event:
         """Device to host, after the compute issued so far."""
-        return self._copy("from_device", self.device.copy_out, target, source, after, label)
+        return self._copy("from_device", self.device.copy_d2h, target, source, after, label)
 
-    def bring(
+    def copy_h2d_unordered(
         self, target: Tensor, source: Tensor, after: Event = HAPPENED, label: Label = NO_LABEL
     ) -> Event:
-        """Host to device, held up by no other copy: see `Device.bring`."""
-        return self._copy("to_device", self.device.bring, target, source, after, label)
+        """Host to device, held up by no other copy: see `Device.copy_h2d_unordered`."""
+        return self._copy("to_device", self.device.copy_h2d_unordered, target, source, after, label)
 
-    def copy_back(
+    def copy_d2h_unordered(
         self, target: Tensor, source: Tensor, after: Event = HAPPENED, label: Label = NO_LABEL
     ) -> Event:
-        """Device to host, after `after` alone: see `Device.copy_back`."""
-        return self._copy("from_device", self.device.copy_back, target, source, after, label)
+        """Device to host, after `after` alone: see `Device.copy_d2h_unordered`."""
+        return self._copy(
+            "from_device", self.device.copy_d2h_unordered, target, source, after, label
+        )
 
-    def beside(
+    def run_on_comm_stream(
         self, direction: str, start: Callable[[], Event], nbytes: int, after: Event = HAPPENED
     ) -> Event:
         """To and from other ranks, beside compute: see `Device.beside`. `nbytes` come here."""
         self.count(direction, nbytes)
-        return self.device.beside(start, after)
+        return self.device.run_on_comm_stream(start, after)
 
     def update(self, pieces: Sequence[Piece], after: Event, unit: int) -> Event:
         """A step of the device's kernel over pieces of a unit: see `Device.update`."""

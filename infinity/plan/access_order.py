@@ -142,7 +142,7 @@ class SlotView(Protocol):
     def evictable(self, slot_class: int) -> Collection[int]:
         """Units whose slots of this class could be given up now."""
 
-    def evict(self, unit: int) -> bool:
+    def try_evict(self, unit: int) -> bool:
         """Give up the unit's slot; False if something still reads it."""
 
     def fetch(self, unit: int) -> None:
@@ -157,7 +157,7 @@ def make_slot_free(
     for unit in candidates:
         if distance(unit) <= nearer_than:
             return False
-        if view.evict(unit):
+        if view.try_evict(unit):
             return True
     return False
 

@@ -511,7 +511,7 @@ class _CountedRun:
     def evictable(self, slot_class: int) -> Collection[int]:
         return self.resident[slot_class] - {self.current}
 
-    def evict(self, unit: int) -> bool:
+    def try_evict(self, unit: int) -> bool:
         for slots in self.resident:
             slots.discard(unit)
         return True

@@ -496,10 +496,10 @@ def _copies(device: Device) -> tuple[list[Callable[[Event], Event]], ...]:
     host = [torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in there]
 
     def bring(after: Event) -> Event:
-        return device.copy_in(there[0], host[0], after)
+        return device.copy_h2d(there[0], host[0], after)
 
     def take(after: Event) -> Event:
-        return device.copy_out(host[1], there[1], after)
+        return device.copy_d2h(host[1], there[1], after)
 
     return [bring], [take], [bring, take]
 

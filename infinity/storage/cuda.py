@@ -5,8 +5,7 @@ Compute goes to the stream that the computing thread is on, which may be a side 
 user's. Where the engine finds that it is another one than before, the new one waits for the old
 one: whatever streams a user has, what the engine knows of compute is one chain, and one event ends
 all of it. `torch.cuda.current_stream()` belongs to the calling thread, so threads of the engine
-that only move and update (`follow_compute`) use the stream that was last seen on a thread that
-computes.
+that only move and update (`attach_worker_thread`) use the stream last seen on a computing thread.
 """
 
 from __future__ import annotations
@@ -303,24 +302,24 @@ class CudaDevice(Device):
         taken = torch.cuda.memory_reserved(self.torch_device)
         return max(min(free, int(share * whole) - taken), 0)
 
-    def copy_in(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_h2d(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         """On the copy-in stream."""
         return self._copy(self._in, target, source, after)
 
-    def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_d2h(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         """On the copy-out stream, after the compute issued so far."""
         self._out.wait_stream(self._compute_stream())
         return self._copy(self._out, target, source, after)
 
-    def copy_back(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        """On a stream of its own: no compute that `copy_out` waits for holds it up."""
+    def copy_d2h_unordered(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        """On a stream of its own: no compute that `copy_d2h` waits for holds it up."""
         return self._copy(self._back, target, source, after)
 
-    def bring(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        """On a stream of its own: no slot that `copy_in` waits for holds it up."""
+    def copy_h2d_unordered(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        """On a stream of its own: no slot that `copy_h2d` waits for holds it up."""
         return self._copy(self._bring, target, source, after)
 
-    def beside(self, start: Callable[[], Event], after: Event = HAPPENED) -> Event:
+    def run_on_comm_stream(self, start: Callable[[], Event], after: Event = HAPPENED) -> Event:
         """On a stream of its own, which NCCL's follows and is followed by; the host goes on."""
         _order(self._between, after)
         with torch.cuda.stream(self._between):
@@ -366,7 +365,7 @@ class CudaDevice(Device):
         """The compute stream waits; the host does not."""
         _order(self._compute_stream(), event)
 
-    def join_compute(self) -> None:
+    def sync_compute_stream(self) -> None:
         """See [Note: one chain of compute]."""
         self._compute_stream()
 
@@ -402,7 +401,7 @@ class CudaDevice(Device):
             numbers.copy_(sums, non_blocking=True)
         return _CudaSquareSums(numbers, CudaEvent(stream))
 
-    def follow_compute(self) -> None:
+    def attach_worker_thread(self) -> None:
         """Streams belong to threads, and so does the current GPU; this one has none of its own."""
         torch.cuda.set_device(self.torch_device)
         stay_out_of_captures()

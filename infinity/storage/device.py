@@ -236,7 +236,7 @@ class Device(ABC):
         """Return the free bytes of device memory; None if `unified`."""
 
     @abstractmethod
-    def copy_in(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_h2d(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         """Copy host memory to the device. May return before the copy has ended.
 
         Args:
@@ -249,7 +249,7 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_d2h(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         """Copy device memory to the host, after all compute issued so far. May return early.
 
         Args:
@@ -261,7 +261,7 @@ class Device(ABC):
             The end of the copy.
         """
 
-    def copy_back(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_d2h_unordered(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         """Copy device memory that no compute touches to the host, after `after` alone. May return
         early.
 
@@ -273,9 +273,9 @@ class Device(ABC):
         Returns:
             The end of the copy.
         """
-        return self.copy_out(target, source, after)
+        return self.copy_d2h(target, source, after)
 
-    def bring(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_h2d_unordered(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         """Copy host memory to the device on a stream that no other copy to the device delays.
 
         Args:
@@ -286,7 +286,7 @@ class Device(ABC):
         Returns:
             The end of the copy. May return early.
         """
-        return self.copy_in(target, source, after)
+        return self.copy_h2d(target, source, after)
 
     @abstractmethod
     def compute_event(self) -> Event:
@@ -300,7 +300,7 @@ class Device(ABC):
             event: An event of this device.
         """
 
-    def join_compute(self) -> None:  # noqa: B027
+    def sync_compute_stream(self) -> None:  # noqa: B027
         """Order compute of the calling thread, on any stream, after all compute so far.
 
         Raises:
@@ -340,12 +340,12 @@ class Device(ABC):
         """
         raise MachineError("square sums were asked of the device", because=self.why_no_kernels())
 
-    def follow_compute(self) -> None:  # noqa: B027
+    def attach_worker_thread(self) -> None:  # noqa: B027
         """Mark the calling thread as one that computes nothing: its compute is that of other
         threads.
         """
 
-    def beside(self, start: Callable[[], Event], after: Event = HAPPENED) -> Event:
+    def run_on_comm_stream(self, start: Callable[[], Event], after: Event = HAPPENED) -> Event:
         """Start a transfer between ranks that reads or writes device memory.
 
         Args:
@@ -406,12 +406,12 @@ class CpuDevice(Device):
         """None: the device's memory is the host's."""
         return None
 
-    def copy_in(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_h2d(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         """Copies at once."""
         self.copier(target, source)
         return HAPPENED
 
-    def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_d2h(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         """Copies at once."""
         self.copier(target, source)
         return HAPPENED

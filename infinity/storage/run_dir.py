@@ -124,7 +124,7 @@ class Scratch:
         except BaseException as error:
             shutil.rmtree(new, ignore_errors=True)
             if lock is not None:
-                lock.let_go()
+                lock.close()
             if isinstance(error, OSError):
                 raise refusal(root, error) from error
             raise
@@ -197,7 +197,7 @@ class Scratch:
             what = f"{self.directory} could not be removed"
             raise refused(what, error, remedy=f"rm -r {self.directory}") from error
         finally:
-            self._lock.let_go()
+            self._lock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -333,7 +333,7 @@ def never_began(directory: Path, record: Mapping[str, Any]) -> bool:
 def is_live(directory: Path) -> bool:
     """Whether a process holds the directory's lock."""
     try:
-        LockFile(directory / LOCK_NAME, create=False, shared=True).let_go()
+        LockFile(directory / LOCK_NAME, create=False, shared=True).close()
     except BlockingIOError:
         return True
     except OSError:

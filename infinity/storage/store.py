@@ -132,11 +132,13 @@ class DeviceStore:
 
     def read(self, pieces: Pieces, priority: Priority = Priority.NORMAL) -> Event:
         """Device to host."""
-        return together([self._device.copy_out(buffer, _bytes(place)) for place, buffer in pieces])
+        return together([self._device.copy_d2h(buffer, _bytes(place)) for place, buffer in pieces])
 
     def write(self, pieces: Pieces, priority: Priority = Priority.BACKGROUND) -> Event:
         """Host to device, behind no copy that waits for a slot."""
-        return together([self._device.bring(_bytes(place), buffer) for place, buffer in pieces])
+        return together(
+            [self._device.copy_h2d_unordered(_bytes(place), buffer) for place, buffer in pieces]
+        )
 
 
 def _bytes(place: Range) -> Tensor:

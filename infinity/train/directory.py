@@ -119,7 +119,7 @@ class RunDirectory:
     def close(self) -> None:
         """Let go of it; idempotent."""
         if self._lock is not None:
-            self._lock.let_go()
+            self._lock.close()
 
     # --- the record ------------------------------------------------------------------------------
 

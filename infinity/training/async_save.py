@@ -254,7 +254,7 @@ class Saver:
     def _run(self, part: CheckpointWriter | RangeWriter, write: Callable[[], None]) -> None:
         """Write a part, or nothing of it where that fails."""
         try:
-            self._store.transfers.device.follow_compute()
+            self._store.transfers.device.attach_worker_thread()
             write()
         except BaseException as error:
             part.abort()

@@ -244,7 +244,7 @@ class EngineComponents:
         if config.trace is not None:
             facts = {"device": str(self.device.torch_device), "host_clock": self.device.host_clock}
             names = [unit.name for unit in self.plan.units]
-            self._trace = Trace(config.trace, names, facts, follow=self.device.follow_compute)
+            self._trace = Trace(config.trace, names, facts, follow=self.device.attach_worker_thread)
             self._undo.append(self._trace.close)  # last, so that every transfer is recorded
 
     def _commit_last(self) -> None:

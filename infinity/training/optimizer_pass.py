@@ -189,7 +189,7 @@ class UnitUpdater:
         self._under_way: deque[ChunkUpdate] = deque()  # oldest first
         self._cpu_thread: ThreadPoolExecutor | None = None  # for updates while others stream
         if plan.beside:
-            begin = transfers.device.follow_compute
+            begin = transfers.device.attach_worker_thread
             self._cpu_thread = ThreadPoolExecutor(1, "infinity-cpu-update", begin)
         self._target: Slot | None = None  # that the unit is published to
         self._published: dict[int, list[Event]] = {}  # by unit: copies of its new weights
@@ -300,7 +300,9 @@ class UnitUpdater:
             if there is None:
                 work.waits.append(self.transfers.read([(place, view)], label=label))
             else:
-                work.waits.append(self.transfers.copy_back(view, there, job.computed, label))
+                work.waits.append(
+                    self.transfers.copy_d2h_unordered(view, there, job.computed, label)
+                )
         elif unit in self.gradients.on_device:
             work.resting.add(Kind.GRADIENT)
         views[Kind.GRADIENT] = view
@@ -415,7 +417,7 @@ class UnitUpdater:
         # Beside streamed chunks through their stream: a copy engine that always finds work on one
         # stream can leave another's waiting, on an H100 for 50 ms.
         streams = self._places[work.unit] is UpdatePlace.STREAMED
-        copy = self.transfers.bring if streams else self.transfers.copy_in
+        copy = self.transfers.copy_h2d_unordered if streams else self.transfers.copy_h2d
         event = copy(target, weights, slot.free_after, (work.unit, "weight"))
         self._published.setdefault(work.unit, []).append(event)
         return [event]
@@ -467,7 +469,9 @@ class UnitUpdater:
             place, work.room = work.room[: source.numel()], work.room[source.numel() :]
         work.there[kind] = place
         work.brought.append(kind)
-        work.events.append(self.transfers.bring(place, source, after, (work.unit, kind.value)))
+        work.events.append(
+            self.transfers.copy_h2d_unordered(place, source, after, (work.unit, kind.value))
+        )
 
     def _send_through(self, work: ChunkUpdate, pieces: Sequence[Piece], after: Event) -> None:
         """Queue the kernel behind the copies in and `after`, and the copies back behind it."""
@@ -479,7 +483,9 @@ class UnitUpdater:
         for kind in work.brought:
             if kind is not Kind.GRADIENT:
                 source, label = work.there[kind], (work.unit, kind.value)
-                work.events.append(transfers.copy_back(work.views[kind], source, ready, label))
+                work.events.append(
+                    transfers.copy_d2h_unordered(work.views[kind], source, ready, label)
+                )
         work.there.clear()  # a view of a slot would keep it from being given to another unit
 
     def _land(self) -> None:
@@ -609,7 +615,7 @@ class OptimizerPass:
 
     def _loop(self) -> None:
         try:
-            self.transfers.device.follow_compute()
+            self.transfers.device.attach_worker_thread()
             while (job := self._next_job()) is not None:
                 self._run(job)
                 del job

@@ -177,7 +177,7 @@ def test_members_are_removed_only_if_they_are_of_that_run(tmp_path: Path) -> Non
     second.keep({"run": "other", "primary": str(first.directory), "index": 1})
     third.keep({"run": "r", "primary": str(first.directory), "index": 2})
     for one in (first, second, third):
-        one._lock.let_go()
+        one._lock.close()
     remove_dead_runs(paths_of(tmp_path)[0])
     assert not first.directory.exists()
     assert not third.directory.exists()

@@ -242,11 +242,11 @@ class Gated(FakeAccelerator):
         self.gate = Signal()
         self.sent = 0
 
-    def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_d2h(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         self.sent += 1
         if after.done() and self.sent > self.num_free:
             after = self.gate
-        return super().copy_out(target, source, after)
+        return super().copy_d2h(target, source, after)
 
 
 def trained(path: Path, device: FakeAccelerator | None, **more: object) -> dict[str, Tensor]:

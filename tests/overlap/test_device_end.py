@@ -29,17 +29,17 @@ class Watched(FakeAccelerator):
         self.computing: set[str] = set()
         super().__init__(1, kernels=True, **more)
 
-    def follow_compute(self) -> None:
+    def attach_worker_thread(self) -> None:
         self.followers.add(threading.get_ident())
 
-    def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_d2h(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         if threading.get_ident() not in self.followers:
             self.computing.add(threading.current_thread().name)
-        return super().copy_out(target, source, after)
+        return super().copy_d2h(target, source, after)
 
-    def copy_back(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_d2h_unordered(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         self.back += target.numel()
-        return super().copy_back(target, source, after)
+        return super().copy_d2h_unordered(target, source, after)
 
     def close(self) -> None:
         self.moving = sum(not event.done() for event in set(self._writing.values()))
@@ -107,7 +107,7 @@ def test_state_comes_back_for_the_cpu_without_waiting_for_compute(tmp_path: Path
 class NoFollowers(FakeAccelerator):
     """On which threads of the engine's cannot begin."""
 
-    def follow_compute(self) -> None:
+    def attach_worker_thread(self) -> None:
         raise RuntimeError("the driver is not to be found")
 
 

@@ -201,12 +201,12 @@ def update_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def go_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes back does not wait for the kernel."""
-    copy = Transfers.copy_back
+    copy = Transfers.copy_d2h_unordered
 
     def too_early(self: Transfers, target: Any, source: Any, after: Any, label: Any) -> Any:
         return copy(self, target, source, HAPPENED, label)
 
-    monkeypatch.setattr(Transfers, "copy_back", too_early)
+    monkeypatch.setattr(Transfers, "copy_d2h_unordered", too_early)
 
 
 def reuse_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,10 +312,10 @@ def let_saved_tensors_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def let_restored_tensors_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody keeps what comes back ahead of its use."""
-    copy_in = ActivationStore._copy_in
+    copy_h2d = ActivationStore._copy_in
 
     def too_early(self: ActivationStore, record: Any) -> None:
-        copy_in(self, record)
+        copy_h2d(self, record)
         record.fetched = torch.empty_like(record.fetched)
 
     monkeypatch.setattr(ActivationStore, "_copy_in", too_early)
@@ -357,7 +357,7 @@ def test_what_is_being_copied_may_not_be_written_by_compute() -> None:
         arena = HostArena(4096)
         device.pin(arena)
         gradient = torch.ones(1024)
-        event = device.copy_out(arena.view(0, 4096), gradient.view(torch.uint8))
+        event = device.copy_d2h(arena.view(0, 4096), gradient.view(torch.uint8))
         gradient.sum()
         assert device.violations == []
         gradient.add_(1)
@@ -420,7 +420,7 @@ def test_all_who_pin_are_known() -> None:
     who = {each for each in who if each[0] not in PASSED_ON_BY}
     assert who - NOT_IN_RAM_FOR_LONG == set(PINNED)
     calls = [
-        functions_that_call(name) for name in ("copy_in", "copy_out", "stage", "read", "write")
+        functions_that_call(name) for name in ("copy_h2d", "copy_d2h", "stage", "read", "write")
     ]
     copying = set().union(*calls)
     assert copying >= UNPINNED

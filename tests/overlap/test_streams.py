@@ -74,7 +74,9 @@ def apart(self: OrderedAccelerator) -> Past:
     return self._streams[self._seen]
 
 
-@pytest.mark.parametrize(("name", "mistake"), [("join_compute", never_asked), ("_chain", apart)])
+@pytest.mark.parametrize(
+    ("name", "mistake"), [("sync_compute_stream", never_asked), ("_chain", apart)]
+)
 def test_streams_that_are_no_chain_are_seen(
     name: str, mistake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +104,7 @@ def test_another_stream_than_before_waits_for_that(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     device: Any = bare_cuda_device(monkeypatch)
     device._compute = one
-    device.join_compute()
+    device.sync_compute_stream()
     assert waits == []
     current[0] = other
     for _ in range(2):
@@ -111,7 +113,7 @@ def test_another_stream_than_before_waits_for_that(monkeypatch: pytest.MonkeyPat
     found: list[Any] = []
 
     def follow() -> None:
-        device.follow_compute()
+        device.attach_worker_thread()
         current[0] = one
         found.append(device._compute_stream())
 
@@ -119,11 +121,11 @@ def test_another_stream_than_before_waits_for_that(monkeypatch: pytest.MonkeyPat
     thread.start()
     thread.join()
     assert (found, waits) == ([other], [("other", "one")])
-    device.join_compute()
+    device.sync_compute_stream()
     assert waits[1:] == [("one", "other")]
     capturing[0] = True
     with pytest.raises(ResidencyError, match="while a CUDA graph is being captured"):
-        device.join_compute()
+        device.sync_compute_stream()
 
 
 def test_a_capture_is_refused_and_the_engine_lives(tmp_path: Path) -> None:
@@ -140,7 +142,7 @@ def test_a_capture_is_refused_and_the_engine_lives(tmp_path: Path) -> None:
             finally:
                 self.now = False
 
-        def join_compute(self) -> None:
+        def sync_compute_stream(self) -> None:
             if self.now:
                 raise ResidencyError("a graph is captured")
 

@@ -141,12 +141,12 @@ def test_the_cpu_updates_chunks_while_others_are_on_their_way(
     expected, under_way, threads = run("cpu"), list[int](), set[str]()
     elsewhere: list[Any] = []
     begin, update = Updates._submit_cpu_update, Updates._update_on_cpu
-    copy_in = Transfers.copy_in
+    copy_h2d = Transfers.copy_h2d
 
     def spy(self: Transfers, *arguments: Any) -> Any:
         if threading.current_thread().name == "infinity-optimizer-pass":
             elsewhere.append(arguments[-1])
-        return copy_in(self, *arguments)
+        return copy_h2d(self, *arguments)
 
     def count(self: Updates, job: Any, work: Any) -> None:
         under_way.append(sum(one.streamed for one in self._under_way))
@@ -159,7 +159,7 @@ def test_the_cpu_updates_chunks_while_others_are_on_their_way(
 
     monkeypatch.setattr(Updates, "_submit_cpu_update", count)
     monkeypatch.setattr(Updates, "_update_on_cpu", look)
-    monkeypatch.setattr(Transfers, "copy_in", spy)
+    monkeypatch.setattr(Transfers, "copy_h2d", spy)
     with ordered_device(seed=1, kernels=True) as device, cpu_beside(0.4), at_once(2):
         got = run(device, **STREAMED)
     assert device.violations == []

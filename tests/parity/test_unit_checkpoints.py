@@ -223,7 +223,7 @@ def test_offloaded_inputs_are_not_in_the_devices_memory(device: str) -> None:
                 if store is not None:
                     store._take(0)  # what is under way has left
                     while store._going:
-                        store.tend()
+                        store.poll()
                 kept[name] = live.now() / WIDE
                 engine.backward(loss)
             peaks[name] = live.peak / WIDE

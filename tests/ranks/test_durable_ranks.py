@@ -243,7 +243,7 @@ def test_no_rank_commits_what_another_has_not_prepared(
 
     monkeypatch.setattr(CommitFiles, "prepare", prepares)
     monkeypatch.setattr(CommitFiles, "commit", commits)
-    monkeypatch.setattr(ThreadRanks, "meet", meets)
+    monkeypatch.setattr(ThreadRanks, "synchronize", meets)
     train_durably(2, tmp_path, 2)
     assert ("rank-1", 2) in prepared
 
@@ -316,7 +316,7 @@ def test_what_a_dead_run_of_more_ranks_left_is_removed(tmp_path: Path) -> None:
     for path in left:
         path.mkdir(exist_ok=True)
         scratch = Scratch.create(path)
-        scratch._lock.let_go()  # as a process that is killed does
+        scratch._lock.close()  # as a process that is killed does
         dead.append(scratch.directory)
     train_durably(2, tmp_path, 1)
     assert [path for path in dead if path.exists()] == []

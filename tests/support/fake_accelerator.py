@@ -194,13 +194,13 @@ class FakeAccelerator(Device):
     def memory_bytes(self) -> int | None:
         return self._memory
 
-    def copy_in(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_h2d(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         return self._copy("copy in", target, source, after)
 
-    def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_d2h(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         return self._copy("copy out", target, source, after)
 
-    def copy_back(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_d2h_unordered(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         return self._copy("copy back", target, source, after)
 
     def _copy(self, name: str, target: Tensor, source: Tensor, after: Event) -> Event:

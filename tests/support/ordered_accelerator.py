@@ -240,10 +240,10 @@ class OrderedAccelerator(FakeAccelerator):
 
     # --- the interface -------------------------------------------------------------------------
 
-    def follow_compute(self) -> None:
+    def attach_worker_thread(self) -> None:
         self._silent.follows = True
 
-    def join_compute(self) -> None:
+    def sync_compute_stream(self) -> None:
         with self._books:
             self._chain()
 
@@ -258,16 +258,16 @@ class OrderedAccelerator(FakeAccelerator):
             if isinstance(part, OrderedEvent):
                 part.end()  # compute is now: here it must wait, a GPU's host would not
 
-    def copy_in(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_h2d(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         return self._ordered_copy("copy in", target, source, after, self._past_of(after))
 
-    def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_d2h(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         past = self._past_of(after)
         with self._books:  # and all compute so far
             past.join(self._chain())
         return self._ordered_copy("copy out", target, source, after, past)
 
-    def copy_back(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_d2h_unordered(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         past = self._past_of(after)  # and nothing of compute
         return self._ordered_copy("copy back", target, source, after, past)
 
@@ -319,7 +319,7 @@ class OrderedAccelerator(FakeAccelerator):
         past.copies = {*past.copies, event}
         return event
 
-    def beside(self, start: Callable[[], Event], after: Event = HAPPENED) -> Event:
+    def run_on_comm_stream(self, start: Callable[[], Event], after: Event = HAPPENED) -> Event:
         _Inner(after).wait()
         with self.not_compute():
             work = start()
@@ -334,7 +334,7 @@ class OrderedAccelerator(FakeAccelerator):
         return event
 
     def begin_square_sums(self, tensors: Sequence[Tensor]) -> SquareSums:
-        self.join_compute()
+        self.sync_compute_stream()
         self.computes("square sums", [(*span_of(t), False) for t in tensors])
         return OrderedSums(super().begin_square_sums(tensors), self.compute_event())
 

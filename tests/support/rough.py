@@ -83,13 +83,13 @@ def _begin_poisoned(self: SlotLedger) -> None:
 
     def give_up_poisoned(unit: int) -> None:
         entry, slot = self.entries[unit], self.entries[unit].slot
-        SlotLedger.give_up(self, unit)
+        SlotLedger.evict(self, unit)
         if slot is not None and slot.arena is not None and slot.is_free():
             entry.ready.wait()
             poison(slot.alias())
             slot.free_after = self.device.compute_event()  # poisoning is compute
 
-    self.give_up = give_up_poisoned  # type: ignore[method-assign]
+    self.evict = give_up_poisoned  # type: ignore[method-assign]
 
 
 def initialize(

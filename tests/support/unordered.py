@@ -28,7 +28,7 @@ LEFT_OUT: dict[str, dict[tuple[Any, str], Any]] = {
         (CudaDevice, "_registered_parts"): lambda self, address, nbytes: [(0, nbytes)]
     },
     "what copies out wait for": {
-        (CudaDevice, "copy_out"): lambda self, target, source, after=HAPPENED: _copy(
+        (CudaDevice, "copy_d2h"): lambda self, target, source, after=HAPPENED: _copy(
             self, self._out, target, source, after
         )
     },

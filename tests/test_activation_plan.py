@@ -12,8 +12,8 @@ from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError
 from infinity.plan.activations import away_bytes, block_widths
 from infinity.plan.budget import Limits
-from infinity.plan.case import Case, price
 from infinity.plan.cost import StepWork, nominal
+from infinity.plan.inputs import PlanInput, price
 from infinity.plan.machine import PlanMachine
 from infinity.plan.plan import RuleFacts
 from infinity.plan.planner import make_plan
@@ -84,10 +84,10 @@ def test_on_one_memory_ram_is_no_other_place() -> None:
     assert not disk.predicted_bytes["from_device"]
 
 
-def case_of(activations: dict[str, Any], device: int | None = 1 << 30, **config: Any) -> Case:
+def case_of(activations: dict[str, Any], device: int | None = 1 << 30, **config: Any) -> PlanInput:
     told = load_config({"nvme_path": "/tmp", "activations": activations, **config})
     machine = PlanMachine("m", 8 << 30, device, 64 << 30, 8, nominal(device is None))
-    return Case(UNITS, told, machine, StepWork(TOKENS), RuleFacts())
+    return PlanInput(UNITS, told, machine, StepWork(TOKENS), RuleFacts())
 
 
 UNITS_AGAIN = {"checkpoint": "units"}

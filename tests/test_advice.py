@@ -16,14 +16,14 @@ from infinity.plan.advice import (
     LEAST_CHANGE,
     LEAST_GAIN,
     MOST_MICRO_BATCHES,
-    Way,
+    Suggestion,
     faster,
     round_down,
     round_size,
     ways_to_fit,
 )
-from infinity.plan.case import Case, Priced, price
 from infinity.plan.cost import StepWork, nominal
+from infinity.plan.inputs import PlanEstimate, PlanInput, price
 from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
 from infinity.plan.machine import PlanMachine
 from infinity.plan.plan import RuleFacts
@@ -63,9 +63,9 @@ def case_of(
     tokens: int = 256,
     recompute: Any = 0,
     **config: Any,
-) -> Case:
+) -> PlanInput:
     given = {"nvme_path": "/nvme", **config} if disk else config
-    return Case(
+    return PlanInput(
         units=units(count),
         config=load_config(given),
         machine=machine(host, device, disk),
@@ -74,17 +74,17 @@ def case_of(
     )
 
 
-def typed(way: Way) -> str:
+def typed(way: Suggestion) -> str:
     """What `infinity plan` says is to be typed."""
     return for_plan(of_run=False)(way.changes) or ""
 
 
-def refused(case: Case) -> None:
+def refused(case: PlanInput) -> None:
     with pytest.raises(DoesNotFitError):
         price(case).require_room()
 
 
-def ways_of(case: Case, finer: Sequence[UnitLayout] = ()) -> list[Way]:
+def ways_of(case: PlanInput, finer: Sequence[UnitLayout] = ()) -> list[Suggestion]:
     """The ways, each of which was seen to fit when priced anew."""
     refused(case)
     ways = ways_to_fit(case, finer)
@@ -198,14 +198,14 @@ def test_what_nothing_helps_has_no_ways() -> None:
 # --- faster --------------------------------------------------------------------------------------
 
 
-def slow_case(**more: Any) -> Case:
+def slow_case(**more: Any) -> PlanInput:
     """Most of it rests on disk: 64 MiB of weights with 384 MiB beside them."""
     given = {"host": 96 * MIB, "device": 20 * MIB, "count": 64, "tokens": 4}
     return case_of(**(given | more))
 
 
 @cache
-def slow_ways() -> tuple[Priced, tuple[Way, ...]]:
+def slow_ways() -> tuple[PlanEstimate, tuple[Suggestion, ...]]:
     """The slow case, and all that makes it faster."""
     priced = price(slow_case())
     return priced, tuple(faster(priced, count=20))

@@ -16,8 +16,8 @@ from infinity.errors import DoesNotFitError
 from infinity.plan.advice import faster
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.plan.budget import budgeted_bytes
-from infinity.plan.case import MARGIN, Case, Priced, price
 from infinity.plan.cost import StepWork, nominal
+from infinity.plan.inputs import MARGIN, PlanEstimate, PlanInput, price
 from infinity.plan.plan import RuleFacts
 from infinity.types import Tier
 
@@ -36,7 +36,7 @@ MACHINES = {
 }
 
 
-def case_of(device: int | None, host: int, faster: float, flops: float, **config: Any) -> Case:
+def case_of(device: int | None, host: int, faster: float, flops: float, **config: Any) -> PlanInput:
     rates = nominal(device is None)
     names = ("disk_read", "disk_write", "disk_mixed")
     rates = replace(
@@ -44,7 +44,7 @@ def case_of(device: int | None, host: int, faster: float, flops: float, **config
         compute={"bf16": flops, "fp32": flops},
         **{name: faster * getattr(rates, name) for name in names},
     )
-    return Case(
+    return PlanInput(
         units=tuple(replace(unit, is_block=True) for unit in units(BLOCKS)),
         config=load_config({"nvme_path": "/nvme", "chunk_size": 1 << 14, **config}),
         machine=replace(machine(host, device, 8 * GIB), rates=rates),
@@ -54,7 +54,7 @@ def case_of(device: int | None, host: int, faster: float, flops: float, **config
     )
 
 
-def all_of(case: Case) -> list[Priced]:
+def all_of(case: PlanInput) -> list[PlanEstimate]:
     """Every schedule that fits, priced one after the other: the slow obvious way."""
     found = []
     for count, slices in product((1, 2, 4, 8), (1, 2, 4, 8)):

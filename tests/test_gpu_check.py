@@ -25,8 +25,8 @@ from support.fake_accelerator import FakeAccelerator
 from infinity.common.sizes import parse_size
 from infinity.plan.batch_schedule import BatchSchedule
 from infinity.plan.budget import budgeted_bytes
-from infinity.plan.case import Case, leaving_activations
 from infinity.plan.cost import NOMINAL, Rates, step_cost
+from infinity.plan.inputs import PlanInput, leaving_activations
 from infinity.profiling.trace_reader import Shares, Slice, Timeline
 from infinity.storage.cuda import CudaDevice
 from infinity.types import Tier
@@ -163,7 +163,7 @@ def each(benchmarks: list[Benchmark]) -> list[Any]:
     ]
 
 
-def activation_bytes(case: Case, slices: int) -> int:
+def activation_bytes(case: PlanInput, slices: int) -> int:
     found = case.activations()
     return found.saved // slices + found.boundaries + found.flow + found.gradients + LOGITS_BYTES
 

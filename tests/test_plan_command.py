@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from infinity.cli import plan_report
 from infinity.cli.main import app
-from infinity.cli.plan import Wishes, report_of
+from infinity.cli.plan import SearchOptions, report_of
 from infinity.config.schema import load_config
 from infinity.errors import MachineError
 from infinity.integrations.huggingface.meta import find_target
@@ -641,7 +641,7 @@ def test_blocks_that_differ_a_little_are_blocks(tmp_path: Path, layers: int) -> 
 
 
 def test_no_weights_are_allocated() -> None:
-    wishes = Wishes("70b", device=24 * GIB, host=64 * GIB, disk=2 << 40, tokens=2048)
+    wishes = SearchOptions("70b", device=24 * GIB, host=64 * GIB, disk=2 << 40, tokens=2048)
     with LiveBytes() as live:
         report = report_of(wishes, 10**15)
     assert report["model"]["parameters"] == 68_976_648_192

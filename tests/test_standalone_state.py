@@ -87,7 +87,7 @@ def twice(model: Any, optimizer: Any, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 WAYS = (model_first, optimizer_first, deepcopied, pickled, twice)
-Way = Callable[[Any, Any, torch.dtype], tuple[Any, Any]]
+Suggestion = Callable[[Any, Any, torch.dtype], tuple[Any, Any]]
 
 
 def assert_same(one: nn.ParameterList, other: nn.ParameterList) -> None:
@@ -99,7 +99,9 @@ def assert_same(one: nn.ParameterList, other: nn.ParameterList) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_runs_go_on_and_masters_survive_with_their_parameters(dtype: torch.dtype, way: Way) -> None:
+def test_runs_go_on_and_masters_survive_with_their_parameters(
+    dtype: torch.dtype, way: Suggestion
+) -> None:
     model, optimizer = made(dtype)
     train(model, optimizer, seed=1)
     other, twin = way(model, optimizer, dtype)
@@ -114,7 +116,7 @@ def test_runs_go_on_and_masters_survive_with_their_parameters(dtype: torch.dtype
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", HALVES)
-def test_an_edit_afterwards_wins(dtype: torch.dtype, way: Way) -> None:
+def test_an_edit_afterwards_wins(dtype: torch.dtype, way: Suggestion) -> None:
     model, optimizer = made(dtype)
     train(model, optimizer, seed=1)
     other, twin = way(model, optimizer, dtype)

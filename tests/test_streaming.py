@@ -49,7 +49,7 @@ def with_kernels(seed: int = 0, max_delay_s: float = 0.002) -> FakeAccelerator:
 def by_cpu(engine: infinity.Engine) -> bool:
     """Whether some of what is streamed is updated by the CPU meanwhile."""
     plan = engine.plan
-    each = (plan.passages(*pair) for pair in zip(plan.units, plan.placements, strict=True))
+    each = (plan.chunk_batches(*pair) for pair in zip(plan.units, plan.placements, strict=True))
     return any(not streamed for passages in each for _, streamed in passages)
 
 

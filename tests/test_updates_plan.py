@@ -101,7 +101,7 @@ def test_the_faster_way_is_chosen(
     """14 bytes in: 280 MB/s are 2e7 parameters a second, which the CPU's come on top of."""
     rates = replace(RATES, update={"fp32": cpu}, to_device=link, from_device=link)
     plan = plan_of(IN_RAM, rates=rates)
-    assert (places(plan), plan.beside) == ({place}, share)
+    assert (places(plan), plan.cpu_share) == ({place}, share)
     forced = {
         update: step_cost(plan_of(IN_RAM, update, rates=rates), rates).seconds
         for update in ("cpu", "device")
@@ -115,7 +115,7 @@ def test_the_faster_way_is_chosen(
 
 def test_what_the_cpu_updates_beside_the_links_is_spread_over_each_unit() -> None:
     plan = replace(plan_of(IN_RAM, "device"), beside=0.25, chunks_at_once=2)
-    passages = list(plan.passages(plan.units[0], plan.placements[0]))
+    passages = list(plan.chunk_batches(plan.units[0], plan.placements[0]))
     assert [chunk for chunks, _ in passages for chunk in chunks if chunk >= 12] == [12, 13, 14, 15]
     assert sorted(c for chunks, _ in passages for c in chunks) == list(range(NUMEL // CHUNK))
     assert [len(chunks) if by_device else 0 for chunks, by_device in passages] == [
@@ -136,7 +136,7 @@ def test_the_cpu_takes_several_chunks_at_once_where_it_reaches_all_of_them() -> 
         ({**IN_RAM, "moments": "disk"}, [1] * 16),
     ):
         plan = replace(plan_of(placement, "cpu"), chunks_at_once=5)
-        passages = plan.passages(plan.units[0], plan.placements[0])
+        passages = plan.chunk_batches(plan.units[0], plan.placements[0])
         assert [(len(chunks), by_device) for chunks, by_device in passages] == [
             (length, False) for length in lengths
         ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from infinity.cli.plan import Wishes, report_of
+from infinity.cli.plan import SearchOptions, report_of
 
 GIB = 1 << 30
 PAGE = Path(__file__).parent.parent / "docs" / "bytes.md"
@@ -17,7 +17,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "bytes.md"
 def report() -> dict[str, Any]:
     """`infinity plan 70b --device 24GiB --host 64GiB --disk 2TiB --tokens 32768`."""
     sizes = {"device": 24 * GIB, "host": 64 * GIB, "disk": 2048 * GIB}
-    return report_of(Wishes("70b", tokens=32768, **sizes), 600 * 10**12)
+    return report_of(SearchOptions("70b", tokens=32768, **sizes), 600 * 10**12)
 
 
 def test_the_byte_table_gives_the_numbers_of_the_page(report: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from infinity.model.shapes import target_of
 from infinity.plan.activations import num_blocks
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.plan.budget import budgeted_bytes
-from infinity.plan.case import Case, Priced, price
+from infinity.plan.inputs import PlanEstimate, PlanInput, price
 from infinity.plan.machine import PlanMachine
 from infinity.types import Tier
 
@@ -30,7 +30,7 @@ def told_to_plan(job: dict[str, Any]) -> dict[str, Any]:
 
 def case_of(
     job: dict[str, Any], contender: str, machine: PlanMachine, base: int = PROCESS_BASE_BYTES
-) -> Case:
+) -> PlanInput:
     """The case that a run of a job is; `base` are bytes that the process needs itself.
 
     What the device of `infinity_plan` is held to is all that it has there, activations included.
@@ -59,7 +59,7 @@ def case_of(
 
 def priced_of(
     job: dict[str, Any], contender: str, machine: PlanMachine, base: int = PROCESS_BASE_BYTES
-) -> Priced:
+) -> PlanEstimate:
     """The plan of a run, as it is told or as `infinity_plan` chooses; raises `DoesNotFitError`."""
     if contender != "infinity_plan":
         return price(case_of(job, contender, machine, base))
@@ -71,17 +71,17 @@ def priced_of(
     return best
 
 
-def schedule_line(case: Case) -> str:
+def schedule_line(case: PlanInput) -> str:
     """How the tokens of a step pass the model, in words."""
     return BatchSchedule.of(case).line(num_blocks(case.units))
 
 
-def device_bytes(priced: Priced) -> int:
+def device_bytes(priced: PlanEstimate) -> int:
     """What a plan says that a run takes of the device at most: what it reserves, and the rest."""
     return budgeted_bytes(priced.plan)[Tier.DEVICE] + priced.activations.total
 
 
-def recomputed_share(case: Case) -> float:
+def recomputed_share(case: PlanInput) -> float:
     """Of the blocks: those that run again in backward."""
     again = case.work.recompute
     return 1.0 if again == "all" else again / max(num_blocks(case.units), 1)

@@ -19,8 +19,8 @@ from _gpu_stages import Check
 
 from infinity.common.sizes import format_size
 from infinity.plan.budget import budgeted_bytes
-from infinity.plan.case import Case, price
 from infinity.plan.cost import Rates
+from infinity.plan.inputs import PlanInput, price
 from infinity.plan.machine import PlanMachine
 
 GIB = 1 << 30
@@ -62,7 +62,7 @@ def machine_of(rates: Rates = EXPECTED, device_bytes: int = DEVICE_BYTES) -> Pla
     return PlanMachine("H200", RAM_BYTES, device_bytes, DISK_BYTES, 16, rates)
 
 
-def without_offload(job: dict[str, Any]) -> Case:
+def without_offload(job: dict[str, Any]) -> PlanInput:
     """The same model and tokens, blocks recomputed, on a device that has room for everything."""
     told = {"device_budget": None, "host_budget": None, "state": "auto", "by_engine": False}
     return case_of(job | told, "infinity_ram", machine_of(device_bytes=ENDLESS_BYTES))

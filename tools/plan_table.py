@@ -27,8 +27,8 @@ from infinity.model.named_models import PUBLISHED, SIZES
 from infinity.model.partition import adapter_case, case_for, cut_model, groups_of
 from infinity.model.shapes import Target, named_target
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
-from infinity.plan.case import Case, price
 from infinity.plan.cost import NOMINAL
+from infinity.plan.inputs import PlanInput, price
 from infinity.plan.machine import PlanMachine
 
 GIB = 1 << 30
@@ -40,7 +40,9 @@ HEAD = ("model", "trained", "RAM", *(f"{n} drive{'s' if n > 1 else ''}" for n in
 BEGIN, END = "<!-- made by tools/plan_table.py -->", "<!-- end -->"
 
 
-def case_of(target: Target, kind: str, ram: int, drives: int, tokens: int, length: int) -> Case:
+def case_of(
+    target: Target, kind: str, ram: int, drives: int, tokens: int, length: int
+) -> PlanInput:
     """One model on one machine, all tokens in one micro-batch."""
     config = load_config({"nvme_path": "/nvme"}).with_sliced_logits()
     rates = replace(NOMINAL, **{name: drives * getattr(NOMINAL, name) for name in DISK})
@@ -55,7 +57,7 @@ def case_of(target: Target, kind: str, ram: int, drives: int, tokens: int, lengt
     return case if rest is None else adapter_case(case, target, RANK, rest)
 
 
-def cell(case: Case, samples: int) -> tuple[str, str]:
+def cell(case: PlanInput, samples: int) -> tuple[str, str]:
     """What is predicted, and why nothing is where no schedule fits."""
     chosen = choose_schedule(case, BatchSchedule(), samples)
     if chosen.best is not None:

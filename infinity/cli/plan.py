@@ -33,7 +33,7 @@ DEFAULT_ENDURANCE = "600TB"  # what data sheets promise for common 1 TB drives
 
 
 @dataclass(frozen=True)
-class Wishes:
+class SearchOptions:
     """What was asked for; sizes in bytes, None where the machine or the configuration decides."""
 
     target: str
@@ -266,7 +266,7 @@ def plan(
     Exits with 0 if it fits, 3 if it does not, 2 if the question makes no sense.
     """
     with command():
-        wishes = Wishes(
+        wishes = SearchOptions(
             target=target,
             model=model,
             model_class=model_class,
@@ -300,7 +300,7 @@ def plan(
         _say(wishes, _size("--endurance", endurance) or 0, as_json=as_json, verbose=verbose)
 
 
-def _say(wishes: Wishes, rated_bytes: int, *, as_json: bool, verbose: bool) -> None:
+def _say(wishes: SearchOptions, rated_bytes: int, *, as_json: bool, verbose: bool) -> None:
     with stdout_is_ours(), _no_collections():
         report = report_of(wishes, rated_bytes)
     if as_json:
@@ -325,7 +325,7 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
+def report_of(wishes: SearchOptions, rated_bytes: int) -> dict[str, Any]:
     """The answer, JSON-able; its keys are those of `infinity.cli.plan_report`."""
     from infinity.cli.plan_report import report
     from infinity.cli.remedies import for_plan
@@ -382,7 +382,7 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
     return found if translation is None else found | {"deepspeed": translation.table()}
 
 
-def _step_of(wishes: Wishes, wish: BatchSchedule, ranks: int) -> tuple[int, int]:
+def _step_of(wishes: SearchOptions, wish: BatchSchedule, ranks: int) -> tuple[int, int]:
     """Tokens of a rank's step, and of a sample."""
     pieces = (wish.micro_batches or 1) * (wish.slices or 1)
     if wishes.tokens is None:
@@ -409,7 +409,7 @@ def _check_pieces(wish: BatchSchedule, samples: int) -> None:
         )
 
 
-def _as_trained(config: Config, wishes: Wishes, target: Target) -> Config:
+def _as_trained(config: Config, wishes: SearchOptions, target: Target) -> Config:
     """With logits in slices where `infinity train` and the trainers would have them so."""
     from infinity.model.shapes import Outline
 
@@ -422,7 +422,7 @@ def _as_trained(config: Config, wishes: Wishes, target: Target) -> Config:
     return told_for(target.module, config)
 
 
-def _wish(wishes: Wishes, config: Config) -> BatchSchedule:
+def _wish(wishes: SearchOptions, config: Config) -> BatchSchedule:
     """The parts of the batch schedule that a flag or the configuration names."""
     from infinity.plan.batch_schedule import BatchSchedule
 
@@ -465,7 +465,7 @@ def _find_run(text: str, overrides: list[str]) -> RunConfig | None:
     return load_run_config(path, overrides) if is_run_config(raw) else None
 
 
-def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:
+def _find(wishes: SearchOptions) -> tuple[Config, Target, Translation | None]:
     """The configuration that was asked for, and the model; what a DeepSpeed one came to."""
     from infinity.config.schema import load_config
     from infinity.integrations.deepspeed.config import find_translation
@@ -505,7 +505,7 @@ def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:
     return config, _model(wishes.target if is_model else str(wishes.model), wishes), translation
 
 
-def _flags(wishes: Wishes) -> list[str]:
+def _flags(wishes: SearchOptions) -> list[str]:
     """What flags say of a configuration, as overrides."""
     flags: dict[str, Any] = {
         "precision": wishes.precision,
@@ -517,13 +517,13 @@ def _flags(wishes: Wishes) -> list[str]:
     return [*wishes.keys, *given]
 
 
-def _with_flags(config: Config, wishes: Wishes) -> Config:
+def _with_flags(config: Config, wishes: SearchOptions) -> Config:
     from infinity.config.schema import load_config
 
     return load_config(config, _flags(wishes))
 
 
-def _model(text: str, wishes: Wishes) -> Target:
+def _model(text: str, wishes: SearchOptions) -> Target:
     """The model that `text` names, without values."""
     from infinity.model.named_models import SIZES
     from infinity.model.shapes import named_target, names_a_model
@@ -545,7 +545,7 @@ def _model(text: str, wishes: Wishes) -> Target:
     return find_target(text, wishes.model_class, wishes.lora)
 
 
-def _takes_no_class(wishes: Wishes, name: str, is_settled: bool) -> None:
+def _takes_no_class(wishes: SearchOptions, name: str, is_settled: bool) -> None:
     """Raise `ConfigError` for a class of a model that has one already."""
     if wishes.model_class is not None and is_settled:
         raise ConfigError(
@@ -565,7 +565,7 @@ def _model_of(run: RunConfig) -> Target:
         raise MachineError(error.what, because=error.because, remedy=remedy) from None
 
 
-def _machine(wishes: Wishes, config: Config) -> PlanMachine:
+def _machine(wishes: SearchOptions, config: Config) -> PlanMachine:
     """The machine to plan for, with the sizes that were given."""
     from infinity.plan.cost import DISK, Rates
     from infinity.plan.machine import PlanMachine, may_have_gpu, read_machine_file
@@ -608,7 +608,7 @@ def _machine(wishes: Wishes, config: Config) -> PlanMachine:
     return _sized(machine, wishes)
 
 
-def _assumed_disk(wishes: Wishes) -> tuple[Path, ...]:
+def _assumed_disk(wishes: SearchOptions) -> tuple[Path, ...]:
     """The disk of a model that no drive was named for: where the question was asked.
 
     A configuration says by itself whether there is one.
@@ -617,7 +617,7 @@ def _assumed_disk(wishes: Wishes) -> tuple[Path, ...]:
     return (Path.cwd(),) if is_asked and wishes.disk is None and not wishes.paths else ()
 
 
-def _sized(machine: PlanMachine, wishes: Wishes) -> PlanMachine:
+def _sized(machine: PlanMachine, wishes: SearchOptions) -> PlanMachine:
     """With other sizes; a GPU that is not there brings the rates of a common one."""
     from infinity.plan.cost import COMPUTE, completed
 
@@ -638,7 +638,7 @@ def _sized(machine: PlanMachine, wishes: Wishes) -> PlanMachine:
     return _of_ranks(machine, wishes)
 
 
-def _of_ranks(machine: PlanMachine, wishes: Wishes) -> PlanMachine:
+def _of_ranks(machine: PlanMachine, wishes: SearchOptions) -> PlanMachine:
     """With so many ranks, and the rates between them that were given."""
     from infinity.plan.cost import BETWEEN_NODES
     from infinity.plan.plan import LINKS
@@ -666,7 +666,7 @@ def _of_ranks(machine: PlanMachine, wishes: Wishes) -> PlanMachine:
     )
 
 
-def _on_machine(config: Config, wishes: Wishes, machine: PlanMachine) -> Config:
+def _on_machine(config: Config, wishes: SearchOptions, machine: PlanMachine) -> Config:
     """The configuration with a path where the machine has a disk, and none where it has not."""
     from infinity.plan.advice import SOME_DISK
 

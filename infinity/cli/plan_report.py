@@ -47,16 +47,16 @@ from infinity.errors import DoesNotFitError, InfinityError
 from infinity.model.partition import Cut, adapter_case, cut_model, finer_units, groups_of
 from infinity.model.shapes import Target
 from infinity.plan.activations import num_blocks
-from infinity.plan.advice import LEAST_GAIN, Change, Way, faster, ways_to_fit
+from infinity.plan.advice import LEAST_GAIN, Change, Suggestion, faster, ways_to_fit
 from infinity.plan.batch_schedule import (
     MOST_MICRO_BATCHES,
     BatchSchedule,
-    Chosen,
+    ScheduleResult,
     choose_schedule,
 )
 from infinity.plan.budget import budgeted_bytes
-from infinity.plan.case import Case, Priced, price
 from infinity.plan.cost import PhaseCost, active_parameters, disk_days, flop_per_token
+from infinity.plan.inputs import PlanEstimate, PlanInput, price
 from infinity.plan.layout import UnitLayout
 from infinity.plan.machine import threads_for
 from infinity.plan.plan import DIRECTIONS, Plan
@@ -66,11 +66,11 @@ _KINDS = {"weights": Kind.WEIGHT, "moments and residual": Kind.RESIDUAL, "gradie
 
 
 def report(
-    case: Case,
+    case: PlanInput,
     target: Target,
     cut: Cut,
     rated_bytes: int,
-    chosen: Chosen | None = None,
+    chosen: ScheduleResult | None = None,
     *,
     typed: Typed,
     assumed_tokens: bool = False,
@@ -142,7 +142,7 @@ def report(
     return facts
 
 
-def _adapters(case: Case, target: Target, chosen: Chosen | None) -> list[Way]:
+def _adapters(case: PlanInput, target: Target, chosen: ScheduleResult | None) -> list[Suggestion]:
     """LoRA and QLoRA of the same steps, where all parameters are trained now and they fit.
 
     They are looked for with as many micro-batches as the case has, and with the most, which leave
@@ -167,11 +167,11 @@ def _adapters(case: Case, target: Target, chosen: Chosen | None) -> list[Way]:
             continue
         if found := [priced for priced in tried if priced is not None]:
             change = Change(what, "adapter", (LORA_RANK, None if rest == "as_is" else rest))
-            ways.append(Way((change,), max(found, key=lambda priced: priced.tokens_per_s)))
+            ways.append(Suggestion((change,), max(found, key=lambda priced: priced.tokens_per_s)))
     return ways
 
 
-def _faster_with(found: list[Way], more: list[Way], now: float) -> list[Way]:
+def _faster_with(found: list[Suggestion], more: list[Suggestion], now: float) -> list[Suggestion]:
     gains = [replace(way, speed_up=way.priced.tokens_per_s / now) for way in more if now]
     worth = [way for way in gains if way.speed_up >= LEAST_GAIN]
     return sorted([*found, *worth], key=lambda way: -way.speed_up)
@@ -184,7 +184,7 @@ _ADAPTERS = {
 }
 
 
-def _finer(case: Case, target: Target, cut: Cut) -> tuple[UnitLayout, ...]:
+def _finer(case: PlanInput, target: Target, cut: Cut) -> tuple[UnitLayout, ...]:
     """Smaller units, if there are any."""
     if not (names := finer_units(cut)):
         return ()
@@ -192,7 +192,7 @@ def _finer(case: Case, target: Target, cut: Cut) -> tuple[UnitLayout, ...]:
     return cut_model(target.module, case.config, groups, names, case.machine.ranks).layouts
 
 
-def _model(case: Case, target: Target) -> dict[str, Any]:
+def _model(case: PlanInput, target: Target) -> dict[str, Any]:
     largest = max(case.units, key=lambda unit: unit.slot_bytes)
     return {
         "name": target.name,
@@ -206,7 +206,7 @@ def _model(case: Case, target: Target) -> dict[str, Any]:
     }
 
 
-def _machine(case: Case) -> dict[str, Any]:
+def _machine(case: PlanInput) -> dict[str, Any]:
     machine = case.machine
     names = ("name", "unified", "num_cpus", "host_bytes", "device_bytes", "disk_bytes", "gpus")
     return {name: getattr(machine, name) for name in (*names, "nodes")} | {
@@ -217,12 +217,12 @@ def _machine(case: Case) -> dict[str, Any]:
     }
 
 
-def _activations(case: Case) -> dict[str, Any]:
+def _activations(case: PlanInput) -> dict[str, Any]:
     found = case.activations()
     return {**asdict(found), "total": found.total, "tier": case.compute_tier}
 
 
-def _planned(priced: Priced, rated_bytes: int) -> dict[str, Any]:
+def _planned(priced: PlanEstimate, rated_bytes: int) -> dict[str, Any]:
     """What there is to say of a plan, whether or not activations fit beside it."""
     plan, cost, machine = priced.plan, priced.cost, priced.case.machine
     parameters, rates = max(plan.num_trained, 1), machine.rank_rates.numbers()
@@ -336,7 +336,7 @@ def _phases(phases: Sequence[PhaseCost]) -> list[dict[str, Any]]:
     return found
 
 
-def _ways(ways: Sequence[Way], typed: Typed) -> list[dict[str, Any]]:
+def _ways(ways: Sequence[Suggestion], typed: Typed) -> list[dict[str, Any]]:
     return [
         {
             "what": way.what,

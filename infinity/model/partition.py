@@ -22,8 +22,8 @@ from infinity.model.shapes import (
     target_of,
 )
 from infinity.optim.rules import RULES, lossy_notes, matrix_steps, reserved_moments
-from infinity.plan.case import Case
 from infinity.plan.cost import USUAL_CONTEXT, StepWork
+from infinity.plan.inputs import PlanInput
 from infinity.plan.layout import (
     PRECISIONS,
     SQUARE_BLOCK,
@@ -307,7 +307,7 @@ def case_for(
     base: int = PROCESS_BASE_BYTES,
     made: int,
     length: int | None = None,
-) -> Case:
+) -> PlanInput:
     """The case of a model in units on a machine, with `tokens` in a micro-batch.
 
     `base` and `made` are bytes, see `plan.reserve.Limits`; `length` are the tokens of a sample,
@@ -320,7 +320,7 @@ def case_for(
         matrix_steps=matrix_steps(name, groups),
         notes=(*lossy_notes(form), *cut.notes),
     )
-    return Case(
+    return PlanInput(
         units=cut.layouts,
         config=config,
         machine=machine,
@@ -350,7 +350,7 @@ def finer_units(cut: Cut) -> list[str]:
     return names
 
 
-def adapter_case(case: Case, target: Target, rank: int, rest: str) -> Case:
+def adapter_case(case: PlanInput, target: Target, rank: int, rest: str) -> PlanInput:
     """The same step of `case`, with adapters of a rank trained over a frozen base.
 
     Args:

@@ -16,9 +16,14 @@ from typing import Any
 from infinity.common.sizes import format_size
 from infinity.config.schema import BudgetConfig, PlacementConfig
 from infinity.errors import DoesNotFitError
-from infinity.plan.batch_schedule import MOST_MICRO_BATCHES, BatchSchedule, Chosen, choose_schedule
+from infinity.plan.batch_schedule import (
+    MOST_MICRO_BATCHES,
+    BatchSchedule,
+    ScheduleResult,
+    choose_schedule,
+)
 from infinity.plan.budget import AUTO_SHARE
-from infinity.plan.case import Case, Priced, price
+from infinity.plan.inputs import PlanEstimate, PlanInput, price
 from infinity.plan.layout import UnitLayout
 from infinity.plan.machine import HOST_BUDGET_SHARE
 from infinity.plan.plan import Plan
@@ -42,14 +47,14 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Way:
+class Suggestion:
     """What to change, and what comes of it.
 
     `changes_batch`: the tokens of a step are not the same, so neither is the training.
     """
 
     changes: tuple[Change, ...]
-    priced: Priced
+    priced: PlanEstimate
     lossy: bool = False
     changes_batch: bool = False
     speed_up: float = 1.0
@@ -60,10 +65,10 @@ class Way:
         return ", ".join(change.what for change in self.changes)
 
 
-def way_of(case: Case, priced: Priced) -> Way:
+def way_of(case: PlanInput, priced: PlanEstimate) -> Suggestion:
     """The difference between two cases of one model."""
     after = priced.case
-    return Way(
+    return Suggestion(
         changes=tuple(_differences(case, after)),
         priced=priced,
         lossy=after.config.optimizer.moments != case.config.optimizer.moments,
@@ -75,7 +80,7 @@ def _same(ratio: float) -> bool:
     return abs(ratio - 1) < 0.01  # what rounding micro-batches up makes of it
 
 
-def _differences(case: Case, after: Case) -> Iterator[Change]:
+def _differences(case: PlanInput, after: PlanInput) -> Iterator[Change]:
     old, new = case.config, after.config
     if new.placement != old.placement:
         names = [n for n, wish in new.placement if wish != getattr(old.placement, n)]
@@ -121,7 +126,7 @@ def _differences(case: Case, after: Case) -> Iterator[Change]:
             yield Change(what, tier.value, then)
 
 
-def _step_differences(case: Case, after: Case) -> Iterator[Change]:
+def _step_differences(case: PlanInput, after: PlanInput) -> Iterator[Change]:
     old, new = BatchSchedule.of(case), BatchSchedule.of(after)
     if (old.tokens, old.micro_batches) != (new.tokens, new.micro_batches):
         ratio = _batch(after) / _batch(case)
@@ -146,17 +151,17 @@ def _step_differences(case: Case, after: Case) -> Iterator[Change]:
         yield Change(f"their inputs wait {where[new.offload or 'none']}", "offload", new.offload)
 
 
-def _batch(case: Case) -> int:
+def _batch(case: PlanInput) -> int:
     return case.tokens_per_step
 
 
-def size_of(case: Case, tier: Tier) -> int | None:
+def size_of(case: PlanInput, tier: Tier) -> int | None:
     """Bytes of a tier of the machine; None for a device that is the host."""
     size: int | None = getattr(case.machine, f"{tier}_bytes")
     return size
 
 
-def sized(case: Case, tier: Tier, nbytes: int) -> Case:
+def sized(case: PlanInput, tier: Tier, nbytes: int) -> PlanInput:
     """With so much of a tier, and no budget in the configuration that hides it."""
     sizes: dict[str, Any] = {f"{tier}_bytes": nbytes}
     changed = case.with_machine(**sizes).with_budget(tier, None)
@@ -165,7 +170,7 @@ def sized(case: Case, tier: Tier, nbytes: int) -> Case:
     return changed
 
 
-def _node_limit(case: Case, tier: Tier) -> int:
+def _node_limit(case: PlanInput, tier: Tier) -> int:
     """The budget of a tier: of a device, else of a whole node, as configurations have it."""
     limit: int = getattr(case.limits, tier) or 0
     return limit if tier is Tier.DEVICE else limit * case.machine.gpus
@@ -201,8 +206,11 @@ _COST = {Tier.DISK: 1.0, Tier.HOST: 40.0, Tier.DEVICE: 400.0}
 
 
 def ways_to_fit(
-    case: Case, finer: Sequence[UnitLayout] = (), count: int = 3, chosen: Chosen | None = None
-) -> list[Way]:
+    case: PlanInput,
+    finer: Sequence[UnitLayout] = (),
+    count: int = 3,
+    chosen: ScheduleResult | None = None,
+) -> list[Suggestion]:
     """The cheapest ways to make a case fit that does not; each does. Empty where none was found.
 
     At most `count` that change no number, the smaller formats of moments that are enough, and as
@@ -228,7 +236,7 @@ def ways_to_fit(
     return found
 
 
-def _tried(case: Case, changed: Iterable[Case]) -> list[Way]:
+def _tried(case: PlanInput, changed: Iterable[PlanInput]) -> list[Suggestion]:
     """A way for every changed case that fits."""
     ways = []
     for other in changed:
@@ -241,13 +249,13 @@ def _tried(case: Case, changed: Iterable[Case]) -> list[Way]:
     return ways
 
 
-def _by_speed(case: Case, changed: Iterable[Case]) -> list[Way]:
+def _by_speed(case: PlanInput, changed: Iterable[PlanInput]) -> list[Suggestion]:
     """The ways that fit, the fastest first; a search takes long, so give what `_fits`."""
     ways = _tried(case, changed)
     return sorted(ways, key=lambda way: -way.priced.tokens_per_s)
 
 
-def _exact(case: Case, finer: tuple[UnitLayout, ...]) -> Iterator[Case]:
+def _exact(case: PlanInput, finer: tuple[UnitLayout, ...]) -> Iterator[PlanInput]:
     """Changes that cost time alone: placement, chunks, units, budgets, room for activations."""
     if case.config.placement != PlacementConfig():
         yield case.with_config(placement=PlacementConfig())
@@ -267,7 +275,7 @@ def _exact(case: Case, finer: tuple[UnitLayout, ...]) -> Iterator[Case]:
         yield case.with_budget(case.compute_tier, budget)
 
 
-def _schedules(case: Case, chosen: Chosen | None) -> Chosen:
+def _schedules(case: PlanInput, chosen: ScheduleResult | None) -> ScheduleResult:
     """How else the same tokens a step might pass the model; `chosen` if all was left to that."""
     if chosen is not None and chosen.wish == BatchSchedule():
         return chosen
@@ -276,13 +284,13 @@ def _schedules(case: Case, chosen: Chosen | None) -> Chosen:
     return choose_schedule(case.with_step(of_rank, 1), BatchSchedule(), samples)
 
 
-def _other(case: Case, chosen: Chosen) -> Iterator[Case]:
+def _other(case: PlanInput, chosen: ScheduleResult) -> Iterator[PlanInput]:
     """With the schedule that fits and is fastest, unless it is the one there is."""
     if chosen.best is not None and chosen.best.case != case:
         yield chosen.best.case
 
 
-def _smaller_formats(case: Case) -> Iterator[str]:
+def _smaller_formats(case: PlanInput) -> Iterator[str]:
     """Formats of moments that take less than those of now; only our own rules have them."""
     size = max((f.itemsize for f in case.rule.moments), default=0)
     for form in (MomentFormat.INT8, MomentFormat.BF16):
@@ -290,13 +298,13 @@ def _smaller_formats(case: Case) -> Iterator[str]:
             yield form.value
 
 
-def _larger(case: Case, changed: Case | None, tier: Tier) -> list[Way]:
+def _larger(case: PlanInput, changed: PlanInput | None, tier: Tier) -> list[Suggestion]:
     """The way of a larger tier; none if `changed` is None or does not fit after all.
 
     A search for placement may take more than `_fits` knows of, and may also relieve a tier of what
     could rest elsewhere: so a little more is tried, and then a few times less.
     """
-    ways: list[Way] = []
+    ways: list[Suggestion] = []
     for _ in range(_ATTEMPTS):
         if changed is None or ways:
             break
@@ -315,7 +323,7 @@ def _larger(case: Case, changed: Case | None, tier: Tier) -> list[Way]:
     return ways
 
 
-def _all_larger(case: Case) -> Case | None:
+def _all_larger(case: PlanInput) -> PlanInput | None:
     """All tiers larger: each, the dearest first, then as small as those after it allow."""
     tiers = [tier for tier in reversed(TIERS) if size_of(case, tier) is not None]
     large = case
@@ -328,7 +336,7 @@ def _all_larger(case: Case) -> Case | None:
     return large
 
 
-def _smallest(case: Case, tier: Tier) -> Case | None:
+def _smallest(case: PlanInput, tier: Tier) -> PlanInput | None:
     """The case with the smallest size of a tier with which it fits, to 2 %; None where none does.
 
     None as well where only a budget keeps it from fitting: see `_larger_budgets`.
@@ -342,7 +350,7 @@ def _smallest(case: Case, tier: Tier) -> Case | None:
     return _first_fit(lambda nbytes: sized(case, tier, nbytes), size, _LARGEST[tier])
 
 
-def _larger_budgets(case: Case) -> Iterator[Case]:
+def _larger_budgets(case: PlanInput) -> Iterator[PlanInput]:
     """Budgets in the configuration that would do, on the machine as it is.
 
     A little above the smallest: what a process takes for itself differs from start to start.
@@ -357,7 +365,7 @@ def _larger_budgets(case: Case) -> Iterator[Case]:
                 yield case.with_budget(tier, min(enough, most))
 
 
-def _first_fit(sized: Callable[[int], Case], low: int, largest: int) -> Case | None:
+def _first_fit(sized: Callable[[int], PlanInput], low: int, largest: int) -> PlanInput | None:
     """`low` if it fits, else the smallest size that does, to 2 %, from `LEAST_CHANGE` times it on.
 
     More of a tier never makes a plan fit worse, so that halving finds it.
@@ -383,7 +391,7 @@ def _first_fit(sized: Callable[[int], Case], low: int, largest: int) -> Case | N
     return sized(high)
 
 
-def _fits(case: Case) -> bool:
+def _fits(case: PlanInput) -> bool:
     """Whether some plan fits with room for activations, without a search for the best placement."""
     needed = case.activations().total
     if needed > case.compute_bytes:
@@ -391,7 +399,7 @@ def _fits(case: Case) -> bool:
     return any(_taken(case, p) + needed <= case.compute_bytes for p in case.lowest_plans())
 
 
-def _taken(case: Case, plan: Plan) -> int:
+def _taken(case: PlanInput, plan: Plan) -> int:
     """What placement may take of the memory that activations need as well."""
     used = plan.tier_bytes
     taken = used[Tier.HOST] + used[Tier.DEVICE] if plan.unified else used[Tier.DEVICE]
@@ -410,7 +418,9 @@ def _taken(case: Case, plan: Plan) -> int:
 # --- to make it faster ---------------------------------------------------------------------------
 
 
-def faster(priced: Priced, count: int = 5, chosen: Chosen | None = None) -> list[Way]:
+def faster(
+    priced: PlanEstimate, count: int = 5, chosen: ScheduleResult | None = None
+) -> list[Suggestion]:
     """The changes with the largest predicted gain in tokens per second, best first.
 
     Of several ranks one more GPU, and one more drive, are among them whatever they gain. `chosen`
@@ -418,7 +428,7 @@ def faster(priced: Priced, count: int = 5, chosen: Chosen | None = None) -> list
     """
     case, now = priced.case, priced.tokens_per_s
     rates = case.machine.rank_rates
-    hardware, asked = list(_more_hardware(priced)), list[Case]()
+    hardware, asked = list(_more_hardware(priced)), list[PlanInput]()
     if case.machine.ranks > 1:
         hardware.append(case.with_gpus(case.machine.gpus + 1))
         asked = [c for c in hardware if c.machine.rank_rates.disk_read != rates.disk_read]
@@ -437,11 +447,11 @@ def faster(priced: Priced, count: int = 5, chosen: Chosen | None = None) -> list
     return [w for w in ways if any(w is one for one in best) or _is_of(w, asked)]
 
 
-def _is_of(way: Way, cases: Iterable[Case]) -> bool:
+def _is_of(way: Suggestion, cases: Iterable[PlanInput]) -> bool:
     return any(way.priced.case is case for case in cases)
 
 
-def _same_batch(case: Case, chosen: Chosen | None) -> Iterator[Case]:
+def _same_batch(case: PlanInput, chosen: ScheduleResult | None) -> Iterator[PlanInput]:
     """The same tokens a step in another way through the model, or in another precision."""
     yield from _other(case, _schedules(case, chosen))
     compute = case.machine.rates.compute
@@ -451,7 +461,7 @@ def _same_batch(case: Case, chosen: Chosen | None) -> Iterator[Case]:
         yield case.with_precision("fp32")
 
 
-def _more_hardware(priced: Priced) -> Iterator[Case]:
+def _more_hardware(priced: PlanEstimate) -> Iterator[PlanInput]:
     """One more drive, and RAM: a quarter more, and enough to hold what rests on disk."""
     case = priced.case
     if not any(priced.plan.memory[Tier.DISK].values()):
@@ -474,7 +484,7 @@ def _more_hardware(priced: Priced) -> Iterator[Case]:
             yield sized(case, Tier.HOST, nbytes)
 
 
-def _cost(case: Case, changed: Case) -> float:
+def _cost(case: PlanInput, changed: PlanInput) -> float:
     return sum(
         _COST[tier] * ((size_of(changed, tier) or 0) - (size_of(case, tier) or 0)) for tier in TIERS
     )

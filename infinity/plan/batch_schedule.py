@@ -27,7 +27,7 @@ from infinity.config.schema import ActivationsConfig, Config, Offload, Recompute
 from infinity.errors import DoesNotFitError
 from infinity.plan.activations import block_widths, num_blocks
 from infinity.plan.budget import budgeted_bytes
-from infinity.plan.case import MARGIN, Case, Priced, price
+from infinity.plan.inputs import MARGIN, PlanEstimate, PlanInput, price
 
 LEAST_TOKENS = {True: 64, False: 512}  # of a slice, on a CPU and on a GPU; fewer leave it idle
 PER_DOUBLING = 0.005  # of a step's time: what more slices cost in calls, where all else is equal
@@ -53,7 +53,7 @@ class BatchSchedule:
     sliced_logits: bool = False
 
     @staticmethod
-    def of(case: Case) -> BatchSchedule:
+    def of(case: PlanInput) -> BatchSchedule:
         """That of a case."""
         settings = case.config.activations
         return BatchSchedule(
@@ -117,19 +117,19 @@ class BatchSchedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ScheduleResult:
     """The fastest schedule that fits, and the next one; `best` is None where none fits."""
 
     wish: BatchSchedule
-    best: Priced | None
-    runner_up: Priced | None
-    smallest: Case
+    best: PlanEstimate | None
+    runner_up: PlanEstimate | None
+    smallest: PlanInput
     """The schedule with the least activations, to say what is missing where none fits."""
     samples: int | None
     """Of a step of a rank, as they were told to `choose_schedule`."""
 
     @property
-    def case(self) -> Case:
+    def case(self) -> PlanInput:
         """What to go on with: the fastest, or the smallest where none fits."""
         return self.smallest if self.best is None else self.best.case
 
@@ -143,7 +143,9 @@ class Chosen:
         return config.model_copy(update=changes)
 
 
-def choose_schedule(case: Case, wish: BatchSchedule, samples: int | None = None) -> Chosen:
+def choose_schedule(
+    case: PlanInput, wish: BatchSchedule, samples: int | None = None
+) -> ScheduleResult:
     """The fastest way of a step's tokens through the model that fits.
 
     `case` has all tokens of a step in one micro-batch; `samples` is how many they are,
@@ -156,7 +158,9 @@ def choose_schedule(case: Case, wish: BatchSchedule, samples: int | None = None)
 
 
 class _Search:
-    def __init__(self, case: Case, wish: BatchSchedule, samples: int | None, margin: float) -> None:
+    def __init__(
+        self, case: PlanInput, wish: BatchSchedule, samples: int | None, margin: float
+    ) -> None:
         self.case = case
         self.margin = margin
         unified = case.machine.unified
@@ -169,10 +173,10 @@ class _Search:
         self.blocks = num_blocks(case.units)
         self.has_inputs = bool(block_widths(case.units))  # of blocks, which may wait elsewhere
         self._rooms: dict[tuple[bool, str, int], int | None] = {}
-        self._known: dict[BatchSchedule, Priced | None] = {}
-        self.found: list[Priced] = []
+        self._known: dict[BatchSchedule, PlanEstimate | None] = {}
+        self.found: list[PlanEstimate] = []
 
-    def run(self) -> Chosen:
+    def run(self) -> ScheduleResult:
         fastest, slower = float("inf"), 0
         for count in self._counts():
             tried = [p for p in map(self._priced, self._candidates(count)) if p is not None]
@@ -191,7 +195,7 @@ class _Search:
         ranked = sorted(self.found, key=_seconds)
         first = ranked[0] if ranked else None
         others = (p for p in ranked if first is not None and _way(p) != _way(first))
-        return Chosen(self.wish, first, next(others, None), self._smallest(), self.samples)
+        return ScheduleResult(self.wish, first, next(others, None), self._smallest(), self.samples)
 
     def _counts(self) -> Iterator[int]:
         """Numbers of micro-batches."""
@@ -213,9 +217,9 @@ class _Search:
             return [1]
         return self._parts(max(self.pieces // count, 1), MOST_SLICES)
 
-    def _candidates(self, count: int) -> list[Case]:
+    def _candidates(self, count: int) -> list[PlanInput]:
         """The schedules of so many micro-batches that are worth a plan."""
-        found: list[Case] = []
+        found: list[PlanInput] = []
         for offload in _OFFLOADS if self.wish.offload is None else (self.wish.offload,):
             if not self._may_wait(offload):
                 continue
@@ -235,9 +239,9 @@ class _Search:
             return not self.case.machine.unified
         return bool(self.case.config.nvme_path)
 
-    def _fewest(self, count: int, offload: Offload, again: str) -> Iterator[Case]:
+    def _fewest(self, count: int, offload: Offload, again: str) -> Iterator[PlanInput]:
         """With the fewest slices that fit; and with the most, where all blocks are recomputed."""
-        most: Case | None = None
+        most: PlanInput | None = None
         options = self._slices(count)
         for slices in options:
             case = self._with_recompute(count, slices, offload, again)
@@ -249,7 +253,9 @@ class _Search:
         if most is not None:
             yield most
 
-    def _with_recompute(self, count: int, slices: int, offload: Offload, again: str) -> Case | None:
+    def _with_recompute(
+        self, count: int, slices: int, offload: Offload, again: str
+    ) -> PlanInput | None:
         """With no block recomputed, as few as must be, or all; None where that does not fit."""
         wish = self.wish.recompute
         if again == "few":  # where inputs wait elsewhere, all of them do at first: see `_refine`
@@ -275,18 +281,18 @@ class _Search:
         case = self._of(count, slices, offload, blocks)
         return case if self._has_room(case) else None
 
-    def _of(self, count: int, slices: int, offload: Offload, blocks: Recompute) -> Case:
+    def _of(self, count: int, slices: int, offload: Offload, blocks: Recompute) -> PlanInput:
         tokens = -(-self.tokens // count)
         return self.case.with_schedule(count, tokens, slices, blocks, offload)
 
-    def _has_room(self, case: Case) -> bool:
+    def _has_room(self, case: PlanInput) -> bool:
         room = self._room(case)
         needed = self.margin * case.activations().total
         if room is None:
             return needed <= case.compute_bytes and self._priced(case) is not None
         return needed <= room
 
-    def _room(self, case: Case) -> int | None:
+    def _room(self, case: PlanInput) -> int | None:
         """What is left to activations where everything rests as low as it may.
 
         Nothing where even that does not fit. Without a disk None then: some state has to rest
@@ -301,7 +307,7 @@ class _Search:
             self._rooms[key] = None if lowest is None else case.compute_bytes - lowest
         return self._rooms[key]
 
-    def _priced(self, case: Case) -> Priced | None:
+    def _priced(self, case: PlanInput) -> PlanEstimate | None:
         way = BatchSchedule.of(case)
         if way not in self._known:
             self._known[way] = None
@@ -313,8 +319,8 @@ class _Search:
 
     def _refine(self) -> None:
         """Between as few recomputed blocks as must be and all of them, for the best counts."""
-        best: dict[tuple[int, int], Priced] = {}
-        roomy: dict[int, Priced] = {}
+        best: dict[tuple[int, int], PlanEstimate] = {}
+        roomy: dict[int, PlanEstimate] = {}
         for priced in sorted(self.found, key=_seconds):
             best.setdefault((priced.case.micro_batches, priced.case.work.slices), priced)
             roomy.setdefault(priced.case.micro_batches, priced)
@@ -323,7 +329,7 @@ class _Search:
         for priced in filter(self._may_refine, roomy.values()):
             self._with_inputs_in_ram(priced)
 
-    def _with_inputs_in_ram(self, best: Priced) -> None:
+    def _with_inputs_in_ram(self, best: PlanEstimate) -> None:
         """Where all fits on the device: what inputs of blocks leave there may hold weights."""
         work, offload = best.case.work, best.case.config.activations.offload
         if offload == "none" and self.wish.offload is None and self._may_wait("host"):
@@ -331,10 +337,10 @@ class _Search:
             priced = self._priced(case) if self._has_room(case) else None
             self.found += [priced] if priced is not None else []
 
-    def _may_refine(self, priced: Priced) -> bool:
+    def _may_refine(self, priced: PlanEstimate) -> bool:
         return self.wish.recompute is None and bool(self.blocks and priced.case.work.recompute)
 
-    def _halve(self, best: Priced) -> Priced:
+    def _halve(self, best: PlanEstimate) -> PlanEstimate:
         """Look between the best number so far and its neighbours among those that were tried."""
         now = BatchSchedule.of(best.case)
         low, high = 0, self.blocks
@@ -354,7 +360,7 @@ class _Search:
                 low, high = (middle, high) if middle < at else (low, middle)
         return best
 
-    def _smallest(self) -> Case:
+    def _smallest(self) -> PlanInput:
         """The least activations that wishes allow."""
         wish = self.wish
         counts = [wish.micro_batches] if wish.micro_batches else list(self._counts())
@@ -368,12 +374,12 @@ class _Search:
         return min(options, key=lambda case: case.activations().total)
 
 
-def _way(priced: Priced) -> tuple[Any, ...]:
+def _way(priced: PlanEstimate) -> tuple[Any, ...]:
     """What makes two schedules different ones: more slices of the same are not."""
     found = BatchSchedule.of(priced.case)
     return found.micro_batches, found.recompute, found.offload
 
 
-def _seconds(priced: Priced) -> float:
+def _seconds(priced: PlanEstimate) -> float:
     """Of a step; of two that are equal the one with fewer slices."""
     return priced.cost.seconds * (1 + PER_DOUBLING * math.log2(priced.case.work.slices))

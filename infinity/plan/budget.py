@@ -216,10 +216,10 @@ class _UnitBytes(NamedTuple):
 def _unit_bytes(plan: Plan, alike: Alike) -> _UnitBytes:
     layout, placement = alike.layout, alike.placement
     kind, is_streamed = plan.facts.kinds[layout.index], placement in plan.streamed
-    key = (kind, placement, is_streamed, plan.chunks_at_once, plan.beside, plan.basis)
+    key = (kind, placement, is_streamed, plan.chunks_at_once, plan.cpu_share, plan.basis)
     known: _UnitBytes | None = plan.facts.known.get(key)
     if known is None:
-        chunks = plan.passage(placement)
+        chunks = plan.chunks_per_batch(placement)
         known = plan.facts.known[key] = _UnitBytes(
             weight=layout.shard_bytes,
             state=plan.weight_and_state(layout)[1],
@@ -247,7 +247,7 @@ def _staged_bytes(plan: Plan, alike: Alike) -> int:
     streamed = plan.streamed_chunks(alike.layout, alike.placement)
     all_streamed = streamed == alike.layout.num_chunks(plan.chunk_elements)
     outside = (Tier.DISK,) if all_streamed else _out_of_reach(plan)
-    chunks = plan.passage(alike.placement, by_device=False)
+    chunks = plan.chunks_per_batch(alike.placement, by_device=False)
     return _bytes_at_once(plan, alike, outside, chunks, gradient=True)
 
 

@@ -648,7 +648,7 @@ def share_beside(plan: Plan, rates: Rates) -> float:
     Both hang on it linearly; links have other things to carry behind the same forward, too.
     """
     longer = []  # what links take longer than the CPU's updates
-    for one in (plan, plan.changed(beside=0.5)):
+    for one in (plan, plan.changed(cpu_share=0.5)):
         moved = next(phase.moved for phase in forecast_phases(one) if phase.has_update)
         links = max(rates.copies_s(moved["to_device"], moved["from_device"]))
         longer.append(links - update_s(one, rates)[1])

@@ -339,7 +339,7 @@ class _Bytes:
         plan, alike = self.plan, self.plan.alike[group]
         layout, placement = alike.layout, alike.placement
         kind, streamed = plan.facts.kinds[layout.index], placement in plan.streamed
-        key = (kind, placement, publish, streamed, plan.chunks_at_once, plan.beside, plan.basis)
+        key = (kind, placement, publish, streamed, plan.chunks_at_once, plan.cpu_share, plan.basis)
         known: dict[str, int] | None = plan.facts.known.get(key)
         if known is None:
             known = plan.facts.known[key] = self._update(layout, placement, publish)

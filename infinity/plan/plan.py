@@ -185,7 +185,7 @@ class Plan:
     device_kernels: bool = False  # a device with memory of its own runs our optimizer kernels
     streamed: frozenset[UnitPlacement] = frozenset()  # units placed so: `UpdatePlace.STREAMED`
     chunks_at_once: int = 1  # of a unit that is updated from where it rests in memory
-    beside: float = 0.0  # share of such a unit that the CPU updates while the rest is streamed
+    cpu_share: float = 0.0  # share of such a unit that the CPU updates while the rest is streamed
     rates_origin: str = ""  # of the rates by which placement left to the plan was chosen
     durable: bool = False  # every unit has two extents; steps are committed
     durable_every: int = 1  # steps from one commit to the next
@@ -233,7 +233,7 @@ class Plan:
     def searched(self) -> tuple[Any, ...]:
         """A key of what memory follows from; with the number of micro-batches also movement."""
         return (
-            self.basis, self.placements, self.streamed, self.beside, self.chunks_at_once,
+            self.basis, self.placements, self.streamed, self.cpu_share, self.chunks_at_once,
             self.whole, self.shared, self.prefetch_units,
         )  # fmt: skip
 
@@ -393,7 +393,7 @@ class Plan:
             each, rest = (nbytes(kind, n) for n in (self.chunk_elements, count))
         return slice(chunk * each, last * each + rest)
 
-    def passage(self, placement: UnitPlacement, *, by_device: bool = True) -> int:
+    def chunks_per_batch(self, placement: UnitPlacement, *, by_device: bool = True) -> int:
         """Chunks of a unit placed so that are streamed, or updated by the CPU, at once.
 
         More than one only where all is reached: on disk each is a record. What the CPU updates
@@ -420,10 +420,10 @@ class Plan:
         if placement not in self.streamed:
             return 0
         count = layout.num_chunks(self.chunk_elements)
-        share = self.beside if self.reached(placement, by_device=True) else 0.0
+        share = self.cpu_share if self.reached(placement, by_device=True) else 0.0
         return max(count - round(share * count), min(count, 1))
 
-    def passages(
+    def chunk_batches(
         self, layout: UnitLayout, placement: UnitPlacement
     ) -> Iterator[tuple[range, bool]]:
         """Chunks that an optimizer pass takes at once, and whether they are streamed.
@@ -433,7 +433,7 @@ class Plan:
         """
         count, streamed = layout.num_chunks(self.chunk_elements), 0
         first = by_cpu = self.streamed_chunks(layout, placement)
-        step, own_step = (self.passage(placement, by_device=yes) for yes in (True, False))
+        step, own_step = (self.chunks_per_batch(placement, by_device=yes) for yes in (True, False))
         while streamed < first or by_cpu < count:
             if streamed < first:
                 last = min(streamed + step, first)
@@ -554,7 +554,9 @@ class Plan:
             if alike.layout.numel:
                 counts[update_place(self, alike.units[0]).value] += len(alike.units)
         why = why_only_cpu(self) if len(counts) == 1 else ""
-        meanwhile = f", {self.beside:.0%} of these by the CPU meanwhile" if self.beside else ""
+        meanwhile = (
+            f", {self.cpu_share:.0%} of these by the CPU meanwhile" if self.cpu_share else ""
+        )
         return (_counted(counts) or "nothing is trained") + (f": {why}" if why else meanwhile)
 
     def _moments_line(self) -> str:
@@ -637,7 +639,7 @@ def why_only_cpu(plan: Plan) -> str:
 
 def streamed_calls(plan: Plan, layout: UnitLayout, placement: UnitPlacement) -> int:
     """What a streamed update of a unit placed so asks of the device: copies, and kernels."""
-    passages = -(-plan.streamed_chunks(layout, placement) // plan.passage(placement))
+    passages = -(-plan.streamed_chunks(layout, placement) // plan.chunks_per_batch(placement))
     kinds = [k for k in plan.precision.kinds if placement.of(k) is not Tier.DEVICE]
     return passages * (2 * len(kinds) + (placement.gradient is not Tier.DEVICE) + 1)
 

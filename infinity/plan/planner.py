@@ -223,7 +223,7 @@ def _with_cpu_beside(plan: Plan, limits: Limits, rates: Rates, leave_share: bool
     A rule that multiplies matrices needs whole units, and the device multiplies faster.
     """
     share = 0.0 if plan.rule.matrix_steps else share_beside(plan, rates)
-    changed = with_memory(plan.changed(beside=share), limits)
+    changed = with_memory(plan.changed(cpu_share=share), limits)
     better = share and score(changed, rates) < score(plan, rates)
     return changed if better and fits_as(changed, plan, limits, auto=leave_share) else plan
 

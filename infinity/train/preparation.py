@@ -37,8 +37,8 @@ from infinity.integrations.huggingface.models import (
 )
 from infinity.model.partition import Cut
 from infinity.model.shapes import Target, target_of
-from infinity.plan.batch_schedule import BatchSchedule, Chosen, choose_schedule
-from infinity.plan.case import Case
+from infinity.plan.batch_schedule import BatchSchedule, ScheduleResult, choose_schedule
+from infinity.plan.inputs import PlanInput
 from infinity.storage.device import Device
 from infinity.train.adapters import adapted
 from infinity.train.conversations import Conversations, holds_conversations, use_template
@@ -693,7 +693,7 @@ def scheduled(
     decided: Mapping[str, Any],
     device: Device,
     ranks: DistContext = SINGLE_PROCESS,
-) -> tuple[Prepared, Chosen]:
+) -> tuple[Prepared, ScheduleResult]:
     """How the tokens of a step pass the model, of a run that says only how many they are.
 
     Micro-batches and slices belong to the numbers of a run: one that goes on keeps those that were
@@ -722,7 +722,7 @@ def scheduled(
 
 def case_of(
     prepared: Prepared, device: Device, ranks: DistContext = SINGLE_PROCESS
-) -> tuple[Case, Target, Cut]:
+) -> tuple[PlanInput, Target, Cut]:
     """What a run would take, as `case_here` says it; `device` must stay open."""
     facts = prepared.facts
     return case_here(

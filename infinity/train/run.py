@@ -45,7 +45,7 @@ from infinity.errors import (
 from infinity.integrations.huggingface.batches import shared
 from infinity.integrations.huggingface.models import save_pretrained, transformers
 from infinity.model.weight_directory import holds_weights
-from infinity.plan.batch_schedule import Chosen
+from infinity.plan.batch_schedule import ScheduleResult
 from infinity.plan.plan import Plan
 from infinity.storage.cuda import find_device
 from infinity.storage.os_errors import checked_root
@@ -117,7 +117,7 @@ class Run:
             self.checkpoint = None if resume in (NEVER, AUTO) else _find_checkpoint(Path(resume))
         self.directory = RunDirectory(config.run_dir, resume=resume != NEVER, ranks=self.ranks)
         self.prepared: Prepared | None = None
-        self.chosen: Chosen | None = None
+        self.chosen: ScheduleResult | None = None
         """The batch schedule and the next one, where the plan chose it."""
         self.trains = False
         """Whether there is, or was, an engine."""

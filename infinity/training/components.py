@@ -36,7 +36,7 @@ from infinity.offload.transfers import Transfers
 from infinity.offload.window import AccumulationWindow
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.offloaded import OffloadedOptimizer
-from infinity.plan.case import logits_at_once
+from infinity.plan.inputs import logits_at_once
 from infinity.plan.layout import largest_trained_of
 from infinity.plan.machine import read_machine, threads_for
 from infinity.plan.plan import Plan

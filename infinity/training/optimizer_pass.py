@@ -107,16 +107,16 @@ def tiles_of(
 
 
 # [Note: three under way]
-# A staging buffer in RAM holds one chunk of those kinds that cannot be updated where they rest; one
-# on the device, of a streamed update, what does not rest there. Copies in, kernels and copies out
-# of different chunks overlap, and only events order them; the optimizer thread waits for nothing
-# but the oldest, which must be back before its buffers are filled again. No copy waits for compute:
-# a unit is lent out when its last chunk is back, and until then nobody else can reach it. From RAM
-# to RAM several chunks are streamed at once (`Plan.passage`): a copy costs the host some 100 us of
-# calls, whatever its size. So are several updated by the CPU at once, where it reaches all. One
-# unit follows the other without a gap, unless it must wait. Meanwhile the CPU may update a share of
-# each unit's chunks itself (`Plan.passages`), on a thread of its own: while one is updated the next
-# is queued, and this thread goes on sending others through the device. All land in one order.
+# A staging buffer in RAM holds one chunk of the kinds that cannot be updated in place; one on the
+# device, for a streamed update, those that are not stored there. Copies in, kernels and copies out
+# of different chunks overlap, ordered by events only; the optimizer thread waits for nothing but
+# the oldest chunk, which must be back before its buffers are filled again. No copy waits for
+# compute: a unit becomes available when its last chunk is back. From RAM to RAM several chunks are
+# streamed at once (`Plan.chunks_per_batch`), since a copy costs the host some 100 us of calls at
+# any size; for the same reason the CPU updates several at once, where it addresses all. Units
+# follow each other without a gap, unless one must wait. During a streamed update the CPU may update
+# a share of each unit's chunks (`Plan.chunk_batches`) on a thread of its own: while one is updated
+# the next is queued, and this thread goes on streaming others. All are written in one order.
 
 
 @dataclass(eq=False)
@@ -188,7 +188,7 @@ class UnitUpdater:
         self._streams = BufferPool(num_streams, nbytes, transfers.device, on_device=True)
         self._under_way: deque[ChunkUpdate] = deque()  # oldest first
         self._cpu_thread: ThreadPoolExecutor | None = None  # for updates while others stream
-        if plan.beside:
+        if plan.cpu_share:
             begin = transfers.device.attach_worker_thread
             self._cpu_thread = ThreadPoolExecutor(1, "infinity-cpu-update", begin)
         self._target: Slot | None = None  # that the unit is published to
@@ -250,7 +250,7 @@ class UnitUpdater:
             demand = self.prefetcher.demand
             unit = demand if demand in remaining else remaining[0]
             remaining.remove(unit)
-            for passage in self.plan.passages(self.plan.own[unit], self.plan.placements[unit]):
+            for passage in self.plan.chunk_batches(self.plan.own[unit], self.plan.placements[unit]):
                 yield unit, *passage
 
     # --- on the device -----------------------------------------------------------------------

@@ -28,9 +28,9 @@ from infinity.model.torch_private import storage_address
 from infinity.optim.update import Rule
 from infinity.plan.activations import ActivationModel
 from infinity.plan.budget import Limits
-from infinity.plan.case import Case, activations_on_device, leaving_activations
 from infinity.plan.cost import Rates
 from infinity.plan.forecast import forecast_bytes
+from infinity.plan.inputs import PlanInput, activations_on_device, leaving_activations
 from infinity.plan.layout import UnitLayout, largest_trained_of
 from infinity.plan.machine import PlanMachine, default_host_budget_bytes, read_machine
 from infinity.plan.plan import Plan, RuleFacts
@@ -161,7 +161,7 @@ def case_here(
     *,
     recompute: bool = False,
     ranks: DistContext = SINGLE_PROCESS,
-) -> tuple[Case, Target, Cut]:
+) -> tuple[PlanInput, Target, Cut]:
     """A model on this machine with `tokens` in a micro-batch: the case, the model, its units.
 
     `length` are the tokens of a sample.

@@ -52,7 +52,7 @@ def with_kernels(seed: int = 0) -> FakeAccelerator:
 def num_passages(plan: Plan) -> int:
     """Of all units that are streamed."""
     own = [(unit, plan.placements[unit.index]) for unit in plan.units]
-    return sum(streamed for pair in own for _, streamed in plan.passages(*pair))
+    return sum(streamed for pair in own for _, streamed in plan.chunk_batches(*pair))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_the_same_bits_and_the_forecast_bytes_wherever_state_rests(
     assert got.differences(expected) == []
     assert got.plan is not None
     assert got.report is not None
-    assert got.plan.passage(got.plan.placements[0]) == (1 if "disk" in placement else 2)
+    assert got.plan.chunks_per_batch(got.plan.placements[0]) == (1 if "disk" in placement else 2)
     assert fake.num_updates == STEPS * num_passages(got.plan) > 0
     assert got.report.moved == got.forecast
 
@@ -167,7 +167,7 @@ def test_the_cpu_updates_chunks_while_others_are_on_their_way(
     assert got.plan is not None
     streamed = num_passages(got.plan)
     own = [(unit, got.plan.placements[unit.index]) for unit in got.plan.units]
-    by_cpu = sum(1 for pair in own for _ in got.plan.passages(*pair)) - streamed
+    by_cpu = sum(1 for pair in own for _ in got.plan.chunk_batches(*pair)) - streamed
     assert len(under_way) == STEPS * by_cpu > 0
     assert sum(map(bool, under_way)) > len(under_way) / 2
     assert elsewhere == []

@@ -208,7 +208,7 @@ def cpu_beside(share: float) -> Iterator[None]:
     streaming = planner._streaming
 
     def both(plan: Plan, streamed: frozenset[UnitPlacement], limits: Limits) -> Plan:
-        return with_memory(replace(streaming(plan, streamed, limits), beside=share), limits)
+        return with_memory(replace(streaming(plan, streamed, limits), cpu_share=share), limits)
 
     with mock.patch.object(planner, "_streaming", both):
         yield

@@ -70,7 +70,7 @@ def logits_at_once(settings: ActivationsConfig) -> int | None:
 
 
 @dataclass(frozen=True)
-class Case:
+class PlanInput:
     """Everything that a plan, its times and its activations are computed from.
 
     Units are laid out for the machine's ranks; plan, times and activations are those of one, and
@@ -198,19 +198,19 @@ class Case:
             except DoesNotFitError:
                 continue
 
-    def with_config(self, **changes: Any) -> Case:
+    def with_config(self, **changes: Any) -> PlanInput:
         """With other values in the configuration."""
         return replace(self, config=self.config.model_copy(update=changes))
 
-    def with_budget(self, tier: str, nbytes: int | None) -> Case:
+    def with_budget(self, tier: str, nbytes: int | None) -> PlanInput:
         """With another budget in the configuration; None leaves it to the machine."""
         return self.with_config(budget=self.config.budget.model_copy(update={tier: nbytes}))
 
-    def with_machine(self, **changes: Any) -> Case:
+    def with_machine(self, **changes: Any) -> PlanInput:
         """With other facts of the machine."""
         return replace(self, machine=replace(self.machine, **changes))
 
-    def with_moments(self, name: str) -> Case:
+    def with_moments(self, name: str) -> PlanInput:
         """With moments in another format."""
         form = MomentFormat(name)
         settings = self.config.optimizer.model_copy(update={"moments": name})
@@ -218,13 +218,13 @@ class Case:
         rule = replace(self.rule, moments=(form,) * len(self.rule.moments), notes=notes)
         return replace(self.with_config(optimizer=settings), rule=rule)
 
-    def with_precision(self, name: str) -> Case:
+    def with_precision(self, name: str) -> PlanInput:
         """With all parameters, which must be trained ones, in another precision."""
         precision, whole = PRECISIONS[name], self.rule.whole
         units = lay_out_again(self.units, precision, self.machine.ranks, whole=whole, cast=True)
         return replace(self.with_config(precision=name), units=units)
 
-    def with_gpus(self, gpus: int) -> Case:
+    def with_gpus(self, gpus: int) -> PlanInput:
         """With so many on each node; a step has the same tokens, but for rounding."""
         machine = self.machine.with_ranks(gpus, self.machine.nodes)
         precision, whole = PRECISIONS[self.config.precision], self.rule.whole
@@ -233,14 +233,14 @@ class Case:
         tokens = -(-self.work.tokens * self.machine.ranks // machine.ranks)
         return case.with_step(tokens, self.micro_batches)
 
-    def with_step(self, tokens: int, micro_batches: int) -> Case:
+    def with_step(self, tokens: int, micro_batches: int) -> PlanInput:
         """With other micro-batches, of `tokens` each."""
         case = replace(self, work=replace(self.work, tokens=tokens))
         return case.with_config(gradient_accumulation_steps=micro_batches)
 
     def with_schedule(
         self, micro_batches: int, tokens: int, slices: int, recompute: Recompute, offload: Offload
-    ) -> Case:
+    ) -> PlanInput:
         """With another way of the tokens through the model; see `plan.batch_schedule`."""
         update: dict[str, Any] = {
             "tokens": tokens, "slices": slices, "checkpoint": checkpoint_of(recompute),
@@ -255,10 +255,10 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Priced:
+class PlanEstimate:
     """A case with its plan, and what follows from it."""
 
-    case: Case
+    case: PlanInput
     plan: Plan
     cost: StepCost
     activations: Activations
@@ -295,12 +295,12 @@ class Priced:
         )
 
 
-def price(case: Case) -> Priced:
+def price(case: PlanInput) -> PlanEstimate:
     """The plan of a case with times and activations; raises where no plan fits.
 
-    Activations that find no room are not an error here: see `Priced.missing`.
+    Activations that find no room are not an error here: see `PlanEstimate.missing`.
     """
     plan = case.plan()
-    return Priced(
+    return PlanEstimate(
         case, plan, step_cost(plan, case.machine.rank_rates, case.work), case.activations()
     )

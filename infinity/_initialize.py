@@ -29,8 +29,8 @@ from infinity.model.cut import UnitSpec
 from infinity.model.meta_init import Origins
 from infinity.model.partition import Cut, cut_model
 from infinity.optim.adapter_probe import OptimizerMaker
+from infinity.optim.from_torch import choose_given
 from infinity.optim.lr_schedules import make_schedule
-from infinity.optim.of_torch import choose_given
 from infinity.optim.offloaded import OffloadedOptimizer, mark_stepped
 from infinity.optim.param_groups import check_same, make_optimizer
 from infinity.plan.plan import Plan

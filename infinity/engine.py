@@ -611,7 +611,10 @@ class Engine:
         index = self._index_for(parameter, value)
         self._values.release_all_materialized()
         self._values.settle()
-        hypers, components = self.optimizer.hypers(self._index_of), self._components
+        params_by_index, components = (
+            self.optimizer.params_by_index(self._index_of),
+            self._components,
+        )
         for piece, rows in self._values.rows(index):
             place = self._values.place_of(piece)
             self._values.before_change(place[0].index)
@@ -620,7 +623,7 @@ class Engine:
                 components.updater,
                 components.kernels,
                 place,
-                hypers.get(piece),
+                params_by_index.get(piece),
                 name,
                 value[rows],
             )

@@ -52,9 +52,9 @@ def check_combination(
     source = Rooms(seed=7)
     for number in range(rounds):
         wild = number % 2 == 0
-        hypers = itertools.cycle(HYPERS[rule])
+        params_by_index = itertools.cycle(HYPERS[rule])
         rooms = []
-        for index, (n, h) in enumerate(zip(SIZES, hypers, strict=False)):
+        for index, (n, h) in enumerate(zip(SIZES, params_by_index, strict=False)):
             aligned = (index + number + number // 2) % 2 == 0
             more: dict[str, Any] = {"aligned": aligned, "wild": wild, "first": 128 * n}
             rooms.append(source.make(n, weight, gradient, h, format, **more))
@@ -88,10 +88,10 @@ def test_same_bits_for_every_combination(cuda, cpu, rule: str) -> None:
 
 def test_one_launch_serves_many_parameters_and_groups(cuda, cpu, launcher) -> None:
     source = Rooms(seed=1)
-    hypers = [AdamW(lr=10.0**-k) for k in range(1, 5)]
+    params_by_index = [AdamW(lr=10.0**-k) for k in range(1, 5)]
     for count, kernel in ((40, "update_small"), (41, "update_large"), (340, "update_large")):
         rooms = [
-            source.make(17 * k % 131 + 1, BF16, BF16, hypers[k % 4], MomentFormat.FP32)
+            source.make(17 * k % 131 + 1, BF16, BF16, params_by_index[k % 4], MomentFormat.FP32)
             for k in range(count)
         ]
         for room in rooms:

@@ -446,9 +446,9 @@ def test_groups_are_captured_when_no_update_is_under_way(
         engine.backward(engine(batch(0)))
         engine.step()
         note(engine._components.optimizer_pass, "finish")
-        note(engine.optimizer, "hypers")
+        note(engine.optimizer, "params_by_index")
         engine.optimizer.read_state(next(engine.module.parameters()))
-        assert calls == ["finish", "hypers"]
+        assert calls == ["finish", "params_by_index"]
         monkeypatch.undo()
 
 

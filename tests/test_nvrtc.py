@@ -21,7 +21,7 @@ from support.cuda_pieces import combinations
 from infinity.errors import MachineError
 from infinity.optim import cuda, nvrtc
 from infinity.optim.cuda import CudaKernels
-from infinity.optim.nvrtc import default_folder, keep, kept
+from infinity.optim.cuda_compile import default_folder, keep, kept
 
 CSRC = Path(__file__).parents[1] / "csrc" / "adam"
 ARCHES = ("sm_80", "sm_90")

@@ -13,13 +13,13 @@ import infinity._adam as _adam
 from infinity.config.schema import load_config
 from infinity.integrations.deepspeed.config import translate_deepspeed
 from infinity.optim.cpu import CpuKernels
+from infinity.optim.from_torch import choose_class
 from infinity.optim.moments import Moment
-from infinity.optim.of_torch import choose_class
 from infinity.optim.rules import RULES, twin_of
 from infinity.optim.update import BuiltInRule
 from infinity.types import MomentFormat
 
-KERNELS = {hyper.kernel for rule in BY_KERNEL.values() for hyper in hypers_of(rule)}
+KERNELS = {rule_params.kernel for rule in BY_KERNEL.values() for rule_params in hypers_of(rule)}
 
 
 def test_kernels_are_those_of_the_native_code_and_of_the_reference() -> None:
@@ -40,14 +40,14 @@ def test_a_config_knows_each_rule(name: str) -> None:
 def test_names_and_defaults_are_torchs(name: str) -> None:
     """Of groups and of states; and transformers' classes mean our rules."""
     rule, kind = RULES[name], getattr(torch.optim, name)
-    for hyper in hypers_of(rule):
+    for rule_params in hypers_of(rule):
         parameter = nn.Parameter(torch.ones(3))
-        entries = {key: getattr(hyper, key) for key in rule.defaults()}
+        entries = {key: getattr(rule_params, key) for key in rule.defaults()}
         optimizer = kind([parameter], **entries)
         parameter.grad = torch.ones(3)
         optimizer.step()
         made = {key for key, value in optimizer.state[parameter].items() if value is not None}
-        assert made == {*rule.state_names[: hyper.num_moments], *["step"] * rule.counts}
+        assert made == {*rule.state_names[: rule_params.num_moments], *["step"] * rule.counts}
     theirs = kind([parameter]).defaults
     assert {key: theirs[key] for key in rule.defaults()} == rule.defaults()
     chosen = choose_class(load_config({}), kind, {"lr": 0.5}, []).config.optimizer
@@ -72,19 +72,19 @@ def test_deepspeed_has_them_by_name(name: str) -> None:
 def test_the_engine_runs_them_on_every_format(name: str, kind: MomentFormat) -> None:
     """Moments are reserved, stepped as the reference says, and read by their names."""
     rule = BuiltInRule(name, kind)
-    for hyper in hypers_of(RULES[name]):
-        group = {key: getattr(hyper, key) for key in hyper.defaults()}
+    for rule_params in hypers_of(RULES[name]):
+        group = {key: getattr(rule_params, key) for key in rule_params.defaults()}
         rule.reserve([group])
-        assert rule.capture(group) == hyper
-        assert len(rule.moments) == hyper.num_moments
-        begins = zip(hyper.initial, hyper.unsigned, strict=True)
-        assert all(unsigned or not value for value, unsigned in begins)
+        assert rule.capture(group) == rule_params
+        assert len(rule.moments) == rule_params.num_moments
+        begins = zip(rule_params.initial, rule_params.nonnegative, strict=True)
+        assert all(nonnegative or not value for value, nonnegative in begins)
         tensors = []
         for step in (_step, reference.reference_update):
             weight, gradient = torch.linspace(-1, 1, 300), torch.linspace(2, -3, 300)
             moments = [Moment.zeros(300, form) for form in rule.moments]
             for number in (1, 2):
-                step(weight, None, moments, gradient, hyper, number, key=number)
+                step(weight, None, moments, gradient, rule_params, number, key=number)
             tensors.append([weight, *(moment.values for moment in moments)])
         assert all(same_bits(*pair) for pair in zip(*tensors, strict=True))
 

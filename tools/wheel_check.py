@@ -24,11 +24,12 @@ from pathlib import Path
 import torch
 
 import infinity
-from infinity.optim import nvrtc
+from infinity.optim import cuda_compile
 
-away = [path for path in (Path(infinity.__file__), nvrtc.folder()) if sys.prefix not in str(path)]
+paths = Path(infinity.__file__), cuda_compile.folder()
+away = [path for path in paths if sys.prefix not in str(path)]
 assert not away, f"not of this environment: {away}"
-assert "__global__" in nvrtc.source()
+assert "__global__" in cuda_compile.source()
 Path("state").mkdir()
 torch.manual_seed(0)
 model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))

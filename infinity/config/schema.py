@@ -179,7 +179,7 @@ class _AnyOptimizer(Section):
     def _fits_the_others(cls, value: Any, info: ValidationInfo) -> Any:
         kind = info.data.get("type")
         if kind is not None and (
-            words := RULES[kind].misfit(info.field_name or "", value, info.data)
+            words := RULES[kind].problem(info.field_name or "", value, info.data)
         ):
             raise ValueError(words)
         return value

@@ -25,7 +25,7 @@ from infinity.errors import CheckpointError, ConfigError, InfinityWarning, Train
 from infinity.integrations.deepspeed.arguments import initialize
 from infinity.integrations.deepspeed.settings import read_settings
 from infinity.model.parameters import freeze
-from infinity.optim.of_torch import adopt_scheduler, choose_instance
+from infinity.optim.from_torch import adopt_scheduler, choose_instance
 from infinity.training.load_weights import load_weights
 
 TAG = "engine"  # of the engine's checkpoint, in a checkpoint of Lightning's

@@ -103,14 +103,14 @@ class _Group:
     """Entries of a group that steps have written, and the last of these steps."""
 
     written: Mapping[str, _Written]
-    hyper: Mapping[str, Any] = field(default_factory=dict)  # as captured
+    rule_params: Mapping[str, Any] = field(default_factory=dict)  # as captured
     before: Mapping[str, _Written] = field(default_factory=dict)  # what was written before
-    given: Mapping[str, Any] = field(default_factory=dict)  # `hyper` with that
+    given: Mapping[str, Any] = field(default_factory=dict)  # `rule_params` with that
 
     def write(self, after: Mapping[str, Any]) -> None:
         """Take over what differs `after` the step from what was `given` to it."""
         changed = {
-            key: _Written(value, self.hyper.get(key))
+            key: _Written(value, self.rule_params.get(key))
             for key, value in after.items()
             if key != "params" and not same(value, self.given.get(key))
         }
@@ -239,14 +239,14 @@ class AdaptedOptimizer:
         self._master = torch.empty(tile_elements if kernels is not None else 0, **_HOST_FP32)
         self._gradient = torch.empty(tile_elements, **_HOST_FP32)
 
-    def begin(self, hypers: Mapping[int, Any], steps: Mapping[int, int]) -> None:
+    def begin(self, params_by_index: Mapping[int, Any], steps: Mapping[int, int]) -> None:
         """Take the step with a stand-in for each group; see [Note: group entries]."""
         members: dict[int, list[int]] = {}
-        for index, hyper in hypers.items():
-            members.setdefault(id(hyper), []).append(index)
+        for index, rule_params in params_by_index.items():
+            members.setdefault(id(rule_params), []).append(index)
         self._stepping = {}
         for key, indices in members.items():
-            theirs = hypers[indices[0]]
+            theirs = params_by_index[indices[0]]
             known = next((self._groups[i].written for i in indices if i in self._groups), {})
             written = {k: w for k, w in known.items() if same(theirs.get(k), w.seen)}  # not edited
             given = {**theirs, **{k: entry.value for k, entry in written.items()}}
@@ -291,7 +291,7 @@ class AdaptedOptimizer:
         }
 
     def update(self, tiles: Sequence[Tile], grad_scale: float) -> None:
-        """One step of the optimizer on each tile; `hyper` is its group, `step` is not used."""
+        """Step the optimizer on each tile; `rule_params` is its group, `step` is not used."""
         for tile in tiles:
             self._update(tile, grad_scale)
 
@@ -312,7 +312,7 @@ class AdaptedOptimizer:
     def state_of(
         self,
         parameter: int,
-        hyper: Any,
+        rule_params: Any,
         moments: Sequence[Moment],
         shape: tuple[int, ...],
         step: int,
@@ -338,7 +338,7 @@ class AdaptedOptimizer:
             gradient.mul_(grad_scale)
         parameter = nn.Parameter(master.view(shape))
         parameter.grad = gradient.view(shape)
-        group = self._stepping[id(tile.hyper)]
+        group = self._stepping[id(tile.rule_params)]
         state = self._load(before, tile, parameter, group.given)
         after, left = self._step(group.given, parameter, state)
         if parameter.data_ptr() != master.data_ptr():  # it bound another tensor to .data

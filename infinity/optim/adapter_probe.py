@@ -275,25 +275,33 @@ class _Trial:
         adapted = AdaptedOptimizer(facts, tile_elements=SMALL_ELEMENTS)
         flats = [value.clone().reshape(-1) for _, value in self.values]
         shapes = [tuple(value.shape) for _, value in self.values]
-        hypers = {i: copied(self.options[number]) for i, (number, _) in enumerate(self.values)}
+        params_by_index = {
+            i: copied(self.options[number]) for i, (number, _) in enumerate(self.values)
+        }
         moments = [
             tuple(Moment.zeros(f.numel(), MomentFormat.FP32) for _ in range(facts.num_moments))
             for f in flats
         ]
         for number, gradients in enumerate(self.gradients, 1):
-            adapted.begin(hypers, dict.fromkeys(hypers, number))
+            adapted.begin(params_by_index, dict.fromkeys(params_by_index, number))
             for index, (flat, gradient) in enumerate(zip(flats, gradients, strict=True)):
                 inner = () if facts.whole else (c for c in _CUTS[1:] if c < flat.numel())
                 for first, end in pairwise((0, *inner, flat.numel())):
                     parts = tuple(m.part(first, end) for m in moments[index])
-                    tile = Tile(index, shapes[index], first, flat[first:end], None, parts,
-                                gradient.reshape(-1)[first:end], hypers[index], number)  # fmt: skip
+                    part = gradient.reshape(-1)[first:end]
+                    tile = Tile(
+                        index, shapes[index], first, flat[first:end], None, parts, part,
+                        params_by_index[index], number,
+                    )  # fmt: skip
                     adapted.update([tile], 1.0)
         kept, indices = adapted.kept(), range(len(flats))
         return _Outcome(
             [flat.view(shape) for flat, shape in zip(flats, shapes, strict=True)],
             [adapted.state_of(i, None, moments[i], shapes[i], 0) for i in indices],
-            [hypers[i] | {k: e["value"] for k, e in kept[i]["group"].items()} for i in indices],
+            [
+                params_by_index[i] | {k: e["value"] for k, e in kept[i]["group"].items()}
+                for i in indices
+            ],
             _attributes(facts.worker),
         )
 

@@ -17,7 +17,7 @@ import infinity._adam as _adam
 from infinity.errors import ConfigError, EngineClosedError, InfinityError, ResidencyError
 from infinity.optim.moments import BESIDE, VALUE_DTYPES, Moment
 from infinity.optim.muon import step_stack
-from infinity.optim.rules import Hyper, Muon
+from infinity.optim.rules import Muon, RuleParams
 from infinity.plan.layout import SQUARE_BLOCK
 from infinity.types import MOMENT_BLOCK, MomentFormat
 
@@ -56,7 +56,7 @@ def check_tensor(
 
 def check_piece(piece: Piece, device: torch.device) -> None:
     """Raise unless dtypes, sizes and formats of a piece fit one another."""
-    weight, rest, moments, gradient, hyper, _, _, key, first = piece
+    weight, rest, moments, gradient, rule_params, _, _, key, first = piece
     n = weight.numel()
     check_tensor("weight", weight, n, FLOATS, device)
     rest_dtype = BESIDE[weight.dtype]
@@ -68,9 +68,9 @@ def check_piece(piece: Piece, device: torch.device) -> None:
     if rest is not None and rest_dtype is not None:
         check_tensor("rest", rest, n, (rest_dtype,), device)
     check_tensor("gradient", gradient, n, FLOATS, device)
-    if len(moments) != hyper.num_moments:
+    if len(moments) != rule_params.num_moments:
         raise ConfigError(
-            f"{len(moments)} moments for {hyper}", remedy=f"{hyper.num_moments} moments"
+            f"{len(moments)} moments for {rule_params}", remedy=f"{rule_params.num_moments} moments"
         )
     if not (0 <= key <= _MAX_64_BITS and 0 <= first <= _MAX_64_BITS):
         raise ConfigError(f"key {key} or first {first} is not a number of 64 bits")
@@ -148,7 +148,7 @@ class Piece(NamedTuple):
     rest: torch.Tensor | None
     moments: Sequence[Moment]
     gradient: torch.Tensor
-    hyper: Hyper
+    rule_params: RuleParams
     step: int
     grad_scale: float = 1.0
     key: int = 0
@@ -343,16 +343,16 @@ class CpuKernels:
 def by_kind(pieces: Iterable[Piece]) -> tuple[list[Piece], list[Piece]]:
     """What the kernels update, and the whole matrices that torch's operations do."""
     found = list(pieces)
-    kernels = [piece for piece in found if piece.hyper.kernel]
-    return kernels, [piece for piece in found if not piece.hyper.kernel]
+    kernels = [piece for piece in found if piece.rule_params.kernel]
+    return kernels, [piece for piece in found if not piece.rule_params.kernel]
 
 
 def step_matrices(pieces: Iterable[Piece]) -> None:
     """One step of matrices and stacks of them, on their device, in torch's current stream."""
-    for weight, rest, moments, gradient, hyper, _, grad_scale, _, _ in pieces:
-        assert isinstance(hyper, Muon)
+    for weight, rest, moments, gradient, rule_params, _, grad_scale, _, _ in pieces:
+        assert isinstance(rule_params, Muon)
         with torch.no_grad():
-            step_stack(weight, rest, moments, gradient, hyper, grad_scale)
+            step_stack(weight, rest, moments, gradient, rule_params, grad_scale)
 
 
 def check_pieces(pieces: list[Piece], device: torch.device) -> None:
@@ -381,12 +381,12 @@ def _settings(pieces: list[Piece]) -> list[Setting]:
     """Of every piece; computed once where neighbours share them."""
     settings = []
     setting: Setting = (0, 0, [])
-    hyper: Hyper | None = None
+    rule_params: RuleParams | None = None
     step, grad_scale = 0, 0.0
     for piece in pieces:
         _, _, _, _, own, its_step, its_scale, _, _ = piece
-        if own is not hyper or its_step != step or its_scale != grad_scale:
-            hyper, step, grad_scale = own, its_step, its_scale
+        if own is not rule_params or its_step != step or its_scale != grad_scale:
+            rule_params, step, grad_scale = own, its_step, its_scale
             setting = (_RULES[own.kernel], own.num_moments, list(own.scalars(step, grad_scale)))
         settings.append(setting)
     return settings

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from infinity.errors import MachineError, first_lines
-from infinity.optim import nvrtc
+from infinity.optim import cuda_compile
 from infinity.optim.cpu import FLOATS, Piece, by_kind, check_pieces, check_tensor, step_matrices
 from infinity.optim.rules import SGD
 from infinity.types import MomentFormat
@@ -121,7 +121,7 @@ def variant_of(piece: Piece) -> Variant:
     """The macros that choose the kernel for a segment."""
     moments = piece.moments
     return (
-        ("INFINITY_RULE", piece.hyper.kernel),
+        ("INFINITY_RULE", piece.rule_params.kernel),
         ("INFINITY_LAYOUT", LAYOUTS[piece.weight.dtype]),
         ("INFINITY_GRADIENT", TYPES[piece.gradient.dtype]),
         ("INFINITY_MOMENTS", FORMATS[moments[0].format] if moments else "Exact"),
@@ -142,7 +142,7 @@ def _launches_of(variant: Variant, pieces: list[Piece]) -> Iterator[Launch]:
     rows: dict[bytes, int] = {}  # by bits: +0 and -0 are not the same
     batch: list[tuple[Piece, int]] = []
     for piece in pieces:
-        numbers = piece.hyper.scalars(piece.step, piece.grad_scale)
+        numbers = piece.rule_params.scalars(piece.step, piece.grad_scale)
         scalars = struct.pack(f"{len(numbers)}f", *numbers)
         full = len(rows) == _LargeUpdate.num_rows and scalars not in rows
         if full or len(batch) == _LargeUpdate.num_slots:
@@ -239,7 +239,7 @@ def why_not(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < _OLDEST_DEVICE:
         return f"compute capability {capability[0]}.{capability[1]} is below 7.0"
-    if (reason := nvrtc.why_not()) is not None:
+    if (reason := cuda_compile.why_not()) is not None:
         return reason
     version = int(_checked(_driver().cuDriverGetVersion()))
     if version < _OLDEST_DRIVER:
@@ -296,8 +296,8 @@ class CudaLauncher:
         if found is None:
             with self._lock:
                 if variant not in self._modules:
-                    code = nvrtc.cubin(self._arch, variant)
-                    self._modules[variant] = nvrtc.core().ObjectCode.from_cubin(code)
+                    code = cuda_compile.cubin(self._arch, variant)
+                    self._modules[variant] = cuda_compile.core().ObjectCode.from_cubin(code)
             found = int(self._modules[variant].get_kernel(name).handle)
             self._kernels[variant, name] = found
         return found
@@ -307,10 +307,10 @@ class CudaLauncher:
 
         Each time, since it is of the thread, and others may have made theirs current meanwhile.
         """
-        nvrtc.core().Device(self._index).set_current()
+        cuda_compile.core().Device(self._index).set_current()
 
 
-@cache  # asked for with every launch, as `nvrtc.core` is
+@cache  # asked for with every launch, as `cuda_compile.core` is
 def _driver() -> Any:
     return importlib.import_module("cuda.bindings.driver")
 

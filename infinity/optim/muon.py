@@ -23,20 +23,20 @@ def step_stack(
     rest: Tensor | None,
     moments: Sequence[Moment],
     gradient: Tensor,
-    hyper: Muon,
+    rule_params: Muon,
     grad_scale: float,
 ) -> None:
-    """Update a parameter of `hyper.shape`, a matrix or a stack of them, in place.
+    """Update a parameter of `rule_params.shape`, a matrix or a stack of them, in place.
 
     All tensors are 1-D: see `infinity.optim.cpu.Piece`; the momentum is fp32.
     """
-    *stacked, rows, columns = hyper.shape
-    hyper, size = hyper.of_shape((rows, columns)), rows * columns
+    *stacked, rows, columns = rule_params.shape
+    rule_params, size = rule_params.of_shape((rows, columns)), rows * columns
     for start in range(0, size * math.prod(stacked), size):
         one = slice(start, start + size)
         own = None if rest is None else rest[one]
         momentum = moments[0].values[one]
-        _step_matrix(weight[one], own, momentum, gradient[one], hyper, grad_scale)
+        _step_matrix(weight[one], own, momentum, gradient[one], rule_params, grad_scale)
 
 
 def _step_matrix(
@@ -44,41 +44,41 @@ def _step_matrix(
     rest: Tensor | None,
     momentum: Tensor,
     gradient: Tensor,
-    hyper: Muon,
+    rule_params: Muon,
     grad_scale: float,
 ) -> None:
     """Memory on the way: see `infinity.plan.budget.MATRIX_BYTES`."""
-    shape = hyper.shape
+    shape = rule_params.shape
     scaled = grad_scale != 1.0
     gradient = gradient.to(torch.float32, copy=scaled).view(shape)
     if scaled:
         gradient.mul_(grad_scale)
     momentum = momentum.view(shape)
-    momentum.lerp_(gradient, 1 - hyper.momentum)
-    ahead = gradient.lerp(momentum, hyper.momentum) if hyper.nesterov else momentum
+    momentum.lerp_(gradient, 1 - rule_params.momentum)
+    ahead = gradient.lerp(momentum, rule_params.momentum) if rule_params.nesterov else momentum
     del gradient
-    update = orthogonal(ahead, hyper)
+    update = orthogonal(ahead, rule_params)
     del ahead
     master = _joined(weight, rest)
     view = master.view(shape)
-    view.mul_(1 - hyper.lr * hyper.weight_decay)
-    view.add_(update, alpha=-hyper.adjusted_lr)
+    view.mul_(1 - rule_params.lr * rule_params.weight_decay)
+    view.add_(update, alpha=-rule_params.adjusted_lr)
     if rest is not None:
         _split(master, weight, rest)
 
 
-def orthogonal(matrix: Tensor, hyper: Muon) -> Tensor:
+def orthogonal(matrix: Tensor, rule_params: Muon) -> Tensor:
     """The matrix with singular values near 1, in bf16: `ns_steps` of X -> aX + (bA + cA²)X.
 
     A is X Xᵀ, of the shorter side. Jordan et al. 2024,
     https://kellerjordan.github.io/posts/muon/.
     """
-    a, b, c = hyper.ns_coefficients
+    a, b, c = rule_params.ns_coefficients
     found = matrix.bfloat16()
     if tall := matrix.size(0) > matrix.size(1):
         found = found.T
-    found.div_(found.norm().clamp(min=hyper.eps))
-    for _ in range(hyper.ns_steps):
+    found.div_(found.norm().clamp(min=rule_params.eps))
+    for _ in range(rule_params.ns_steps):
         gram = found @ found.T
         gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         found = torch.addmm(found, gram, found, beta=a)

@@ -155,14 +155,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         call()
 
-    def hypers(self, index_of: Mapping[int, int]) -> dict[int, Any]:
+    def params_by_index(self, index_of: Mapping[int, int]) -> dict[int, Any]:
         """Parameter index -> what its group holds now, as captured."""
         found: dict[int, Any] = {}
         for group in self.param_groups:
-            hyper = self.rule.capture(group)
+            rule_params = self.rule.capture(group)
             for parameter in group["params"]:
                 index = index_of[id(parameter)]
-                found |= dict.fromkeys((index, *self._pieces.get(index, ())), hyper)
+                found |= dict.fromkeys((index, *self._pieces.get(index, ())), rule_params)
         return found
 
     def cut(self, pieces: Mapping[int, Sequence[int]]) -> None:

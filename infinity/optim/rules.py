@@ -12,9 +12,9 @@ DeepSpeed and of transformers, entries of a state, the kernels of CPU and GPU, t
 [Note: other rules]
 A rule that is not elementwise (Muon: momentum, then a matrix made orthogonal) has a line here too,
 but no `kernel`: `infinity/optim/muon.py` runs it in torch's operations on any device. It steps only
-some parameters, whole ones: `Hyper.groups` marks the groups that it takes (`use_muon`), and gives
-the others to a rule with a kernel. How moments are stored (8 bits and others) is no business of a
-rule: it says how many there are, and which are `unsigned`; see `infinity/types.py`.
+full parameters of some groups: `RuleParams.groups` marks these (`use_muon`) and gives the others to
+a rule with a kernel. How moments are stored (8 bits and others) does not concern a rule: it defines
+how many there are, and which are `nonnegative`; see `infinity/types.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OWN = {"of_group": False}  # of a field that is no entry of a parameter group
 
 
 @dataclass(frozen=True)
-class Hyper:
+class RuleParams:
     """What a group says of its rule; the base of all rules.
 
     Fields are the entries of its groups, by torch's names and with torch's defaults: numbers that
@@ -41,7 +41,7 @@ class Hyper:
 
     kernel: ClassVar[str]  # the struct in csrc/adam/update.inl; a property where it depends; or ""
     state_names: ClassVar[tuple[str, ...]]  # torch's names of its moments
-    unsigned: ClassVar[tuple[bool, ...]]  # of each moment, whether it is never negative
+    nonnegative: ClassVar[tuple[bool, ...]]  # of each moment, whether it is never negative
     counts: ClassVar[bool] = True  # whether torch's state has a `step`
     # The entry that is above 0 where there are moments, if they come and go. torch makes them in
     # the first step that has it.
@@ -58,7 +58,7 @@ class Hyper:
         for entry in _entries(type(self)):
             value = getattr(self, entry.name)
             _check(entry, value)
-            if words := self.misfit(entry.name, value, vars(self)):
+            if words := self.problem(entry.name, value, vars(self)):
                 raise ConfigError(f"{entry.name} {words}")
 
     @classmethod
@@ -95,7 +95,7 @@ class Hyper:
         return list(given)
 
     @classmethod
-    def of(cls, group: Mapping[str, Any]) -> Hyper:
+    def of(cls, group: Mapping[str, Any]) -> RuleParams:
         """What a group says now; raises `ConfigError` for what makes no sense, or is not done."""
         fixed = {"amsgrad": False, "bias_correction": True, "decoupled_weight_decay": cls.decoupled}
         for name, done in fixed.items():
@@ -108,7 +108,7 @@ class Hyper:
         return cls(**{e.name: _taken(e.name, e.default, group) for e in _entries(cls)})
 
     @classmethod
-    def misfit(cls, name: str, value: Any, others: Mapping[str, Any]) -> str:
+    def problem(cls, name: str, value: Any, others: Mapping[str, Any]) -> str:
         """What is wrong with an entry beside the `others`; empty if nothing is."""
         return ""
 
@@ -150,7 +150,7 @@ class Hyper:
 
 
 @dataclass(frozen=True)
-class AdamW(Hyper):
+class AdamW(RuleParams):
     """AdamW (Loshchilov & Hutter 2019): decay multiplies the weight."""
 
     lr: float = 1e-3
@@ -161,7 +161,7 @@ class AdamW(Hyper):
 
     kernel = "Adam"
     state_names = ("exp_avg", "exp_avg_sq")
-    unsigned = (False, True)
+    nonnegative = (False, True)
     decoupled = True
     deepspeed = {"weight_decay": 0.0}  # noqa: RUF012
 
@@ -190,7 +190,7 @@ class Adam(AdamW):
 
 
 @dataclass(frozen=True)
-class Lion(Hyper):
+class Lion(RuleParams):
     """Lion (Chen et al. 2023): the sign of an interpolation; weight decay is decoupled."""
 
     lr: float = 1e-4
@@ -200,7 +200,7 @@ class Lion(Hyper):
 
     kernel = "Lion"
     state_names = ("exp_avg",)
-    unsigned = (False,)
+    nonnegative = (False,)
     in_torch = False
     deepspeed = {"lr": 1e-3, "betas": [0.9, 0.999]}  # noqa: RUF012
 
@@ -211,7 +211,7 @@ class Lion(Hyper):
 
 
 @dataclass(frozen=True)
-class SGD(Hyper):
+class SGD(RuleParams):
     """SGD; with momentum 0 it has no moment. Weight decay is L2, as in torch.
 
     `begins` is the step in which the momentum buffer is made: later than 1 where momentum was 0
@@ -227,7 +227,7 @@ class SGD(Hyper):
     begins: int = field(default=1, metadata=_OWN)
 
     state_names = ("momentum_buffer",)
-    unsigned = (False,)
+    nonnegative = (False,)
     counts = False
     switch = "momentum"
     deepspeed = {}  # noqa: RUF012
@@ -243,7 +243,7 @@ class SGD(Hyper):
         return 1 if self.momentum != 0.0 else 0
 
     @classmethod
-    def misfit(cls, name: str, value: Any, others: Mapping[str, Any]) -> str:
+    def problem(cls, name: str, value: Any, others: Mapping[str, Any]) -> str:
         """Nesterov's momentum needs momentum, undamped."""
         momentum, dampening = others.get("momentum", 1.0), others.get("dampening", 0.0)
         if name != "nesterov" or not value or (momentum != 0 and dampening == 0):
@@ -273,7 +273,7 @@ class SGD(Hyper):
 
 
 @dataclass(frozen=True)
-class Adagrad(Hyper):
+class Adagrad(RuleParams):
     """Adagrad (Duchi et al. 2011); one moment, the sum of squares. Weight decay is L2."""
 
     lr: float = 1e-2
@@ -285,7 +285,7 @@ class Adagrad(Hyper):
 
     kernel = "Adagrad"
     state_names = ("sum",)
-    unsigned = (True,)
+    nonnegative = (True,)
     deepspeed = {}  # noqa: RUF012
 
     @property
@@ -299,7 +299,7 @@ class Adagrad(Hyper):
 
 
 @dataclass(frozen=True)
-class Muon(Hyper):
+class Muon(RuleParams):
     """Muon (Jordan et al. 2024) for matrices inside a model, AdamW for all else; as torch's.
 
     Experts that are stacked in one parameter are matrices each. The momentum's matrix is made
@@ -328,7 +328,7 @@ class Muon(Hyper):
 
     kernel = ""
     state_names = ("momentum_buffer",)
-    unsigned = (False,)
+    nonnegative = (False,)
     counts = False
     in_torch = False  # its class there steps matrices alone
     deepspeed = {  # noqa: RUF012
@@ -343,7 +343,7 @@ class Muon(Hyper):
     }  # fmt: skip
 
     @classmethod
-    def misfit(cls, name: str, value: Any, others: Mapping[str, Any]) -> str:
+    def problem(cls, name: str, value: Any, others: Mapping[str, Any]) -> str:
         """Steps of Newton-Schulz and the momentum have upper bounds."""
         if name == "ns_steps" and not 1 <= value < 100:
             return f"is {value}: at least 1, and below 100"
@@ -396,7 +396,7 @@ class Muon(Hyper):
         return {k.removeprefix("adam_"): v for k, v in mine.items()}
 
     @classmethod
-    def of(cls, group: Mapping[str, Any]) -> Hyper:
+    def of(cls, group: Mapping[str, Any]) -> RuleParams:
         """What a group says now: as `AdamW` where AdamW steps it."""
         if not group.get("use_muon", True):
             return AdamW.of({**AdamW.defaults(), **group})
@@ -415,7 +415,7 @@ class Muon(Hyper):
         return self.lr * 0.2 * math.sqrt(max(rows, columns))
 
 
-RULES: dict[str, type[Hyper]] = {
+RULES: dict[str, type[RuleParams]] = {
     rule.__name__: rule for rule in (AdamW, Adam, Lion, SGD, Adagrad, Muon)
 }
 
@@ -437,8 +437,11 @@ def reserved_moments(
 
 def matrix_steps(rule: str, groups: Sequence[Mapping[str, Any]]) -> int:
     """How many times a whole matrix is multiplied to make its update; 0 of a rule with a kernel."""
-    hypers = [RULES[rule].of(group) for group in groups]
-    return max((hyper.ns_steps for hyper in hypers if isinstance(hyper, Muon)), default=0)
+    params_by_index = [RULES[rule].of(group) for group in groups]
+    return max(
+        (rule_params.ns_steps for rule_params in params_by_index if isinstance(rule_params, Muon)),
+        default=0,
+    )
 
 
 def lossy_notes(form: MomentFormat) -> tuple[str, ...]:
@@ -448,7 +451,7 @@ def lossy_notes(form: MomentFormat) -> tuple[str, ...]:
     return (f"moments are stored in {form.value}: lossy, not what fp32 gives",)
 
 
-def _entries(rule: type[Hyper]) -> tuple[Field[Any], ...]:
+def _entries(rule: type[RuleParams]) -> tuple[Field[Any], ...]:
     """The fields of a rule that are entries of its groups."""
     return tuple(entry for entry in fields(rule) if entry.metadata.get("of_group", True))
 

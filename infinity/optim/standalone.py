@@ -30,7 +30,7 @@ from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.cuda import CudaKernels
 from infinity.optim.moments import BESIDE, Moment
 from infinity.optim.offloaded import OffloadedOptimizer, optimizer_method
-from infinity.optim.rules import RULES, AdamW, Hyper, twin_of
+from infinity.optim.rules import RULES, AdamW, RuleParams, twin_of
 from infinity.optim.update import BuiltInRule, step_count
 from infinity.plan.machine import read_machine
 from infinity.types import MomentFormat
@@ -219,13 +219,13 @@ class _Adam(torch.optim.Optimizer):
         pieces: dict[torch.device, list[Piece]] = {}
         stepped: dict[Tensor, _Views] = {}
         for group in self.param_groups:
-            hyper, corrected = _hyper_of(group), group["bias_correction"]
+            rule_params, corrected = _hyper_of(group), group["bias_correction"]
             for parameter in group["params"]:
                 gradient = parameter.grad
                 if gradient is not None and parameter.numel():
                     views = stepped[parameter] = self._views_of(parameter)
                     step = int(views.count) + 1 if corrected else _NO_CORRECTION
-                    piece = self._piece(views, gradient, hyper, step, scale)
+                    piece = self._piece(views, gradient, rule_params, step, scale)
                     pieces.setdefault(views.device, []).append(piece)
         work = [(self._kernels_of(device), some) for device, some in pieces.items()]
         for kernels, some in work:
@@ -237,7 +237,7 @@ class _Adam(torch.optim.Optimizer):
         return loss
 
     def _piece(
-        self, views: _Views, gradient: Tensor, hyper: Hyper, step: int, scale: float
+        self, views: _Views, gradient: Tensor, rule_params: RuleParams, step: int, scale: float
     ) -> Piece:
         if gradient.layout is not torch.strided:
             raise ConfigError(
@@ -248,7 +248,7 @@ class _Adam(torch.optim.Optimizer):
         gradient = gradient.resolve_neg()
         flat = gradient if gradient.is_contiguous() else gradient.contiguous()
         flat = flat if flat.dim() == 1 else flat.view(-1)
-        return Piece(views.weight, rest, views.moments, flat, hyper, step, scale)
+        return Piece(views.weight, rest, views.moments, flat, rule_params, step, scale)
 
     def _views_of(self, parameter: Tensor) -> _Views:
         """What the kernels take; the state is made at the first step, with the master then."""
@@ -383,7 +383,7 @@ class FusedAdam(_Adam):
 # --- groups and states that are given ----------------------------------------------------------
 
 
-def _hyper_of(group: Mapping[str, Any]) -> Hyper:
+def _hyper_of(group: Mapping[str, Any]) -> RuleParams:
     """A group's hyper-parameters now; raises `ConfigError` for what makes no sense."""
     if group["amsgrad"]:
         raise ConfigError(

@@ -13,14 +13,13 @@ from torch import Tensor
 from infinity.errors import ConfigError
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import Moment
-from infinity.optim.rules import RULES, Hyper, lossy_notes, matrix_steps, reserved_moments
+from infinity.optim.rules import RULES, RuleParams, lossy_notes, matrix_steps, reserved_moments
 from infinity.types import MomentFormat
 
 # Tiles: parts of parameters with all their state beside them in one memory, and who updates them.
 #
-# The optimizer pass cuts what it holds into tiles, and an `Updater` does one step on each: here
-# with the kernels, in `adapter.py` with any optimizer of torch's. Neither knows units, tiers or
-# files.
+# The optimizer pass splits chunks into tiles, and an `Updater` steps each: here with the kernels, in
+# `adapter.py` with any `torch.optim` optimizer. Neither knows units, tiers or files.
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +28,9 @@ class Tile:
 
     `weight` is fp32 with `rest` None, bf16 with an int16 residual, or fp16 with the fp32 master;
     `gradient` is fp32, or of the weight's dtype. All are 1-D views of one memory (a device's where
-    that updates), and are updated in place. `parameter` is the parameter's index, `shape` its own
-    whole shape. `hyper` is what
-    `OffloadedOptimizer.hypers` captured, and `step` counts this update from 1. Tiles of one
-    parameter and step come in order.
+    that updates), and are updated in place. `parameter` is the parameter's index, `shape` its full
+    shape, `rule_params` its entry of `OffloadedOptimizer.params_by_index`, and `step` counts this
+    update from 1. Tiles of one parameter and step come in order.
     """
 
     parameter: int
@@ -42,7 +40,7 @@ class Tile:
     rest: Tensor | None
     moments: tuple[Moment, ...]
     gradient: Tensor
-    hyper: Any
+    rule_params: Any
     step: int
 
 
@@ -52,10 +50,10 @@ class Updater(Protocol):
     def update(self, tiles: Sequence[Tile], grad_scale: float) -> None:
         """Update tiles in place; gradients are multiplied by the scale first."""
 
-    def begin(self, hypers: Mapping[int, Any], steps: Mapping[int, int]) -> None:
+    def begin(self, params_by_index: Mapping[int, Any], steps: Mapping[int, int]) -> None:
         """A step is committed: tiles of the parameters in `steps` will come.
 
-        `hypers` are those of all parameters that groups hold, also without a gradient.
+        `params_by_index` are those of all parameters that groups hold, also without a gradient.
         """
 
     def kept(self) -> dict[int, dict[str, Any]]:
@@ -67,7 +65,7 @@ class Updater(Protocol):
     def state_of(
         self,
         parameter: int,
-        hyper: Any,
+        rule_params: Any,
         moments: Sequence[Moment],
         shape: tuple[int, ...],
         step: int,
@@ -119,18 +117,18 @@ class BuiltInRule:
         self._reserved = False
         self._matrices: set[int] = set()  # ids of the parameters that rest as whole matrices
 
-    def capture(self, group: Mapping[str, Any]) -> Hyper:
+    def capture(self, group: Mapping[str, Any]) -> RuleParams:
         """The group's hyper-parameters now."""
-        hyper = RULES[self.name].of(group)
-        if self._reserved and hyper.num_moments > len(self.moments):
-            name = hyper.switch
+        rule_params = RULES[self.name].of(group)
+        if self._reserved and rule_params.num_moments > len(self.moments):
+            name = rule_params.switch
             raise ConfigError(
                 f"group[{name!r}] is {group[name]}, but was 0 when the engine was made",
                 because=f"no memory was reserved for what {name} keeps",
                 remedy=f"set it back to 0 and call step() again; to use {name} later, start with "
                 f"optimizer.{name} above 0: a schedule may change it then",
             )
-        whole = not hyper.kernel
+        whole = not rule_params.kernel
         matrices = self._matrices
         if (
             (whole or matrices)
@@ -142,7 +140,7 @@ class BuiltInRule:
                 because="where and how they rest was decided when the engine was made",
                 remedy="put them back and call step() again; or make an engine over these groups",
             )
-        return hyper
+        return rule_params
 
     def reserve(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """As many moments as the group that needs the most."""
@@ -156,7 +154,7 @@ class BuiltInRule:
         """Nothing is copied."""
         return 0
 
-    def initial(self, captured: Hyper) -> tuple[float, ...]:
+    def initial(self, captured: RuleParams) -> tuple[float, ...]:
         """What is not zeros; few rules begin with anything else."""
         return captured.initial if any(captured.initial) else ()
 
@@ -196,8 +194,10 @@ class KernelUpdater:
         return [self._piece(tile, grad_scale) for tile in tiles]
 
     def _piece(self, tile: Tile, grad_scale: float) -> Piece:
-        hyper = self._begun_at(tile.parameter, tile.hyper, tile.step).of_shape(tile.shape)
-        moments = tile.moments[: hyper.num_moments]
+        rule_params = self._begun_at(tile.parameter, tile.rule_params, tile.step).of_shape(
+            tile.shape
+        )
+        moments = tile.moments[: rule_params.num_moments]
         exact = all(moment.format.is_exact for moment in moments)
         name = self._names[tile.parameter]
         return Piece(
@@ -205,23 +205,23 @@ class KernelUpdater:
             tile.rest,
             moments,
             tile.gradient,
-            hyper,
+            rule_params,
             tile.step,
             grad_scale,
             0 if exact else rounding_key(self.seed, name, tile.step),
             tile.first,
         )
 
-    def _begun_at(self, parameter: int, hyper: Hyper, step: int) -> Hyper:
+    def _begun_at(self, parameter: int, rule_params: RuleParams, step: int) -> RuleParams:
         """The hyper-parameters of one parameter, which say when its moments were made."""
-        if not hyper.switch or not hyper.num_moments:
-            return hyper
-        return hyper.begun_at(self._begun.setdefault(parameter, step))
+        if not rule_params.switch or not rule_params.num_moments:
+            return rule_params
+        return rule_params.begun_at(self._begun.setdefault(parameter, step))
 
-    def begin(self, hypers: Mapping[int, Any], steps: Mapping[int, int]) -> None:
+    def begin(self, params_by_index: Mapping[int, Any], steps: Mapping[int, int]) -> None:
         """From now on `kept` tells of this step."""
         for parameter, step in steps.items():
-            self._begun_at(parameter, hypers[parameter], step)
+            self._begun_at(parameter, params_by_index[parameter], step)
 
     def kept(self) -> dict[int, dict[str, Any]]:
         """What is kept of each parameter beside its moments, as data that can be saved."""
@@ -231,15 +231,15 @@ class KernelUpdater:
         """Go on with what `kept` gave."""
         self._begun = {parameter: entry["begins"] for parameter, entry in saved.items()}
 
-    def moment_names(self, parameter: int, hyper: Hyper) -> tuple[str, ...]:
+    def moment_names(self, parameter: int, rule_params: RuleParams) -> tuple[str, ...]:
         """torch's names of the moments that `state_of` tells of this parameter."""
-        begun = not hyper.switch or parameter in self._begun
-        return hyper.state_names[: hyper.num_moments] if begun else ()
+        begun = not rule_params.switch or parameter in self._begun
+        return rule_params.state_names[: rule_params.num_moments] if begun else ()
 
     def state_of(
         self,
         parameter: int,
-        hyper: Hyper,
+        rule_params: RuleParams,
         moments: Sequence[Moment],
         shape: tuple[int, ...],
         step: int,
@@ -248,14 +248,16 @@ class KernelUpdater:
 
         SGD's buffer is there from its first step with momentum on, as torch's is.
         """
-        state: dict[str, Any] = {"step": step_count(step)} if hyper.counts else {}
-        if hyper.switch:
+        state: dict[str, Any] = {"step": step_count(step)} if rule_params.counts else {}
+        if rule_params.switch:
             kept = moments if parameter in self._begun else ()
         else:
-            kept = moments[: hyper.num_moments]
-        for name, moment, unsigned in zip(hyper.state_names, kept, hyper.unsigned, strict=False):
+            kept = moments[: rule_params.num_moments]
+        for name, moment, nonnegative in zip(
+            rule_params.state_names, kept, rule_params.nonnegative, strict=False
+        ):
             values = torch.empty(moment.values.numel(), dtype=torch.float32, device="cpu")
-            self.kernels.decode(moment, values, signed=not unsigned)
+            self.kernels.decode(moment, values, signed=not nonnegative)
             state[name] = values.view(shape)
         return state
 

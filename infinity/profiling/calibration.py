@@ -457,9 +457,9 @@ def pieces_in(
     for first in range(0, count, size):
         part = slice(first, min(first + size, count))
         kept = [moment.part(part.start, part.stop) for moment in moments]
-        hyper = AdamW(lr=1e-4)
+        rule_params = AdamW(lr=1e-4)
         pieces.append(
-            Piece(weight[part], residual[part], kept, gradient[part], hyper, 100, first=first)
+            Piece(weight[part], residual[part], kept, gradient[part], rule_params, 100, first=first)
         )
     return pieces
 

@@ -182,7 +182,8 @@ class EngineComponents:
         """Write the initial state: that of the resumed run, or of the model."""
         index_of = {id(p): i for i, p in enumerate(self.cut.parameters)}
         initial = {
-            i: optimizer.rule.initial(hyper) for i, hyper in optimizer.hypers(index_of).items()
+            i: optimizer.rule.initial(rule_params)
+            for i, rule_params in optimizer.params_by_index(index_of).items()
         }
         self._uses.append(self.binding.return_to_meta)
         self.binding.leave_meta()

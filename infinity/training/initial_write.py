@@ -165,7 +165,7 @@ class InitialWrite:
                         (last - first,), initial[index], dtype=torch.float32, device="cpu"
                     )
                     part = moment.part(first, last)
-                    self.kernels.encode(values, part, signed=False)  # see `Hyper.initial`
+                    self.kernels.encode(values, part, signed=False)  # see `RuleParams.initial`
 
     def _write_frozen(self, layout: UnitLayout, parameters: Sequence[nn.Parameter]) -> None:
         if not layout.frozen_bytes:

@@ -47,7 +47,7 @@ from infinity.types import Kind
 class UpdateJob:
     """Everything one optimizer pass depends on; captured at `step()`.
 
-    `hypers` and `steps` are by parameter index and name exactly the parameters to update;
+    `params_by_index` and `steps` are by parameter index and name exactly the parameters to update;
     `steps` counts this update, from 1. `computed` is the end of the compute that made the
     gradients, and read the weights that are about to change. `copies` has the gradients' copies
     that are still on their way to RAM, by unit; the optimizer pass takes them out as it waits for
@@ -55,7 +55,7 @@ class UpdateJob:
     """
 
     units: tuple[int, ...]
-    hypers: Mapping[int, Any]
+    params_by_index: Mapping[int, Any]
     steps: Mapping[int, int]
     grad_scale: float
     computed: Event
@@ -88,7 +88,7 @@ def tiles_of(
     tiles = []
     for segment in layout.trained_segments:
         first, last = segment.within(start, count)
-        if first >= last or segment.parameter not in job.hypers:
+        if first >= last or segment.parameter not in job.params_by_index:
             continue
         tiles.append(
             Tile(
@@ -99,7 +99,7 @@ def tiles_of(
                 rest=None if rests is None else rests[first:last],
                 moments=tuple(m.part(first, last) for k, m in moments.items() if segment.keeps(k)),
                 gradient=gradients[first:last],
-                hyper=job.hypers[segment.parameter],
+                rule_params=job.params_by_index[segment.parameter],
                 step=job.steps[segment.parameter],
             )
         )

@@ -39,7 +39,7 @@ from infinity.types import FrozenFormat, Kind
 
 
 def read_state(
-    store: StateStore, updater: Updater, parameter: int, hyper: Any, steps: Sequence[int]
+    store: StateStore, updater: Updater, parameter: int, rule_params: Any, steps: Sequence[int]
 ) -> dict[str, Any]:
     """The state of one parameter, by torch's names; moments as fresh fp32 tensors of its shape.
 
@@ -54,7 +54,7 @@ def read_state(
                 moments = [_moment(store, layout, segment, kind) for kind in kinds]
                 index, shape = segment.parameter, segment.shape
                 share_kept(store, updater, {index})
-                states.append(updater.state_of(index, hyper, moments, shape, steps[index]))
+                states.append(updater.state_of(index, rule_params, moments, shape, steps[index]))
     if len(states) > 1:  # of rows of a stack
         return {
             name: torch.cat([state[name] for state in states])
@@ -119,7 +119,7 @@ def write_state(
     updater: Updater,
     kernels: CpuKernels,
     place: tuple[UnitLayout, Segment],
-    hyper: Any,
+    rule_params: Any,
     name: str,
     value: Tensor,
 ) -> None:
@@ -128,7 +128,7 @@ def write_state(
     No update may be owed. Raises `ConfigError` for a name that is no moment there.
     """
     layout, segment = place
-    names = updater.moment_names(segment.parameter, hyper) if _is_ours(updater) else ()
+    names = updater.moment_names(segment.parameter, rule_params) if _is_ours(updater) else ()
     if name not in names:
         raise ConfigError(
             f"{segment.name!r} has no optimizer state {name!r} that can be written",
@@ -139,7 +139,7 @@ def write_state(
         )
     index = names.index(name)
     kind, plan = store.plan.precision.moment_kinds[index], store.plan
-    signed, flat = not hyper.unsigned[index], store.read(layout.index, kind)
+    signed, flat = not rule_params.unsigned[index], store.read(layout.index, kind)
     values = value.detach().to("cpu", torch.float32).contiguous().view(-1)
     done = 0
     for moment in _parts_of(plan, layout, segment, kind, flat):

@@ -456,8 +456,8 @@ class StepRunner:
         # What may fail on one rank alone comes before ranks meet for the norm: then all commit.
         self._gradients.settle()
         self._components.store.settle_copies()
-        hypers = self._optimizer.hypers(self._index_of)
-        self._refuse_others(hypers)
+        params_by_index = self._optimizer.params_by_index(self._index_of)
+        self._refuse_others(params_by_index)
         alike = self._alike(clipping) if self._components.ranks.count > 1 else {}
         with self._prefetcher.transfers.stall("norm"):
             norm = math.sqrt(self._gradients.square_sum(alike))
@@ -471,7 +471,7 @@ class StepRunner:
         # Here: streams belong to threads.
         computed = self._prefetcher.transfers.device.compute_event()
         with self._components.guard.locked():
-            job, error = self._commit(norm, factor, culprits, computed, hypers, given)
+            job, error = self._commit(norm, factor, culprits, computed, params_by_index, given)
         if job is not None:
             self._components.optimizer_pass.submit(job)
         if error is not None:
@@ -506,7 +506,7 @@ class StepRunner:
                 + ("; or leave loss_scale.value out: then the scale is found" if before else ""),
             )
 
-    def _refuse_others(self, hypers: Mapping[int, Any]) -> None:
+    def _refuse_others(self, params_by_index: Mapping[int, Any]) -> None:
         """Raise for gradients that a step cannot be made of."""
         cut = self._components.cut
         for parameter, trained, name in zip(cut.parameters, cut.trained, cut.names, strict=True):
@@ -520,7 +520,7 @@ class StepRunner:
                     remedy="engine.set_gradient(parameter, value) after a backward",
                 )
         for index in self._gradients.arrived():
-            if index not in hypers:
+            if index not in params_by_index:
                 raise TrainingError(
                     f"{cut.names[index]!r} has a gradient, and is in no group of the optimizer "
                     "any more",
@@ -543,7 +543,7 @@ class StepRunner:
 
     def _commit(
         self, norm: float, factor: float, culprits: Sequence[str], computed: Event,
-        hypers: Mapping[int, Any], given: StepInputs,
+        params_by_index: Mapping[int, Any], given: StepInputs,
     ) -> tuple[UpdateJob | None, Exception | None]:  # fmt: skip
         """The step happens: a job for the optimizer pass, and what went wrong after that.
 
@@ -552,7 +552,7 @@ class StepRunner:
         skipped, progress = bool(culprits), self.counters
         rules, scale = self.scale_rules, progress.loss_scale
         unscaled = factor / scale.scale if scale is not None else factor
-        job = None if skipped else self._make_job(unscaled, computed, hypers)
+        job = None if skipped else self._make_job(unscaled, computed, params_by_index)
         if job is not None and not job.units:
             self._warn(
                 f"step {progress.steps + 1} updates nothing: no gradient came to the engine; is "
@@ -575,7 +575,7 @@ class StepRunner:
             if job is not None:
                 for index in job.steps:
                     self.steps[index] += 1
-                self._components.updater.begin(hypers, job.steps)
+                self._components.updater.begin(params_by_index, job.steps)
                 self._prefetcher.make_pending(job.units)
         except ResidencyError as error:
             failure = error
@@ -594,7 +594,9 @@ class StepRunner:
             failure = failure or error
         return job, failure
 
-    def _make_job(self, factor: float, computed: Event, hypers: Mapping[int, Any]) -> UpdateJob:
+    def _make_job(
+        self, factor: float, computed: Event, params_by_index: Mapping[int, Any]
+    ) -> UpdateJob:
         """Everything the optimizer pass depends on, as it is now."""
         arrived = self._gradients.arrived()
         units = self._units
@@ -603,7 +605,7 @@ class StepRunner:
             units=tuple(
                 u for u in order if any(s.parameter in arrived for s in units[u].trained_segments)
             ),
-            hypers={i: hypers[i] for i in arrived},
+            params_by_index={i: params_by_index[i] for i in arrived},
             steps={i: self.steps[i] + 1 for i in arrived},
             grad_scale=factor,
             computed=computed,
@@ -617,8 +619,8 @@ class StepRunner:
             raise ConfigError("this parameter does not belong to the engine's module")
         components = self._components
         components.optimizer_pass.finish()  # groups are captured while no update runs
-        hyper = self._optimizer.hypers(self._index_of).get(index)
-        return read_state(components.store, components.updater, index, hyper, self.steps)
+        rule_params = self._optimizer.params_by_index(self._index_of).get(index)
+        return read_state(components.store, components.updater, index, rule_params, self.steps)
 
     def _report(
         self, norm: float, factor: float, culprits: Sequence[str], scale: ScaleState | None

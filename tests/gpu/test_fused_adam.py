@@ -48,10 +48,10 @@ def test_same_bits_as_the_cpu(gpu, cpu, rule: str) -> None:
         _, weight, gradient, format = combination
         source = Rooms(seed=7)
         for aligned, wild in itertools.product((True, False), repeat=2):
-            hypers = itertools.cycle(HYPERS[rule])
+            params_by_index = itertools.cycle(HYPERS[rule])
             rooms = [
                 source.make(n, weight, gradient, h, format, aligned=aligned, wild=wild)
-                for n, h in zip(SIZES, hypers, strict=False)
+                for n, h in zip(SIZES, params_by_index, strict=False)
             ]
             there = [room.copy("cuda:0") for room in rooms]
             gpu.update_all([room.piece for room in there])
@@ -76,9 +76,9 @@ def test_same_bits_after_many_steps(gpu, cpu, step_count: int) -> None:
 @pytest.mark.parametrize("count", [40, 300, 700])
 def test_many_parameters_and_groups(gpu, cpu, count: int) -> None:
     source = Rooms(seed=1)
-    hypers = [AdamW(lr=10.0**-k) for k in range(1, 5)]
+    params_by_index = [AdamW(lr=10.0**-k) for k in range(1, 5)]
     rooms = [
-        source.make(977 * k % 9001 + 1, BF16, BF16, hypers[k % 4], MomentFormat.FP32)
+        source.make(977 * k % 9001 + 1, BF16, BF16, params_by_index[k % 4], MomentFormat.FP32)
         for k in range(count)
     ]
     there = [room.copy("cuda:0") for room in rooms]

@@ -13,7 +13,7 @@ from support.hf_runs import FP32, assert_close_history, llama, trainer_for
 from infinity.config.schema import Config
 from infinity.errors import ConfigError
 from infinity.integrations.huggingface.trainer import InfinityTrainer
-from infinity.optim.of_torch import adopt_scheduler, choose_instance
+from infinity.optim.from_torch import adopt_scheduler, choose_instance
 from infinity.optim.offloaded import mark_stepped
 from infinity.optim.param_groups import make_optimizer
 

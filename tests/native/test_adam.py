@@ -61,7 +61,7 @@ def pools() -> Iterator[list[CpuKernels]]:
     n=SIZES,
     layout=st.sampled_from(LAYOUTS),
     gradient_dtype=st.sampled_from(FLOATS),
-    hyper=st.sampled_from(HYPERS),
+    rule_params=st.sampled_from(HYPERS),
     kind=st.sampled_from(MomentFormat),
     step=st.sampled_from([1, 2, 7, 100_000]),
     grad_scale=st.sampled_from([1.0, 0.37, 2.0**-16]),
@@ -70,15 +70,15 @@ def pools() -> Iterator[list[CpuKernels]]:
     wild=st.booleans(),
 )
 def test_update_equals_reference(
-    pools, seed, n, layout, gradient_dtype, hyper, kind, step, grad_scale, key, block, wild
+    pools, seed, n, layout, gradient_dtype, rule_params, kind, step, grad_scale, key, block, wild
 ) -> None:
     source = Source(seed)
-    state = source.whole_state(n, layout, hyper, kind, wild=wild)
+    state = source.whole_state(n, layout, rule_params, kind, wild=wild)
     gradient = source.floats(n, gradient_dtype, wild=wild)
     first = block * MOMENT_BLOCK
     if kind is not MomentFormat.INT8:
         first += seed % MOMENT_BLOCK
-    given_ = (gradient, hyper, step, grad_scale, key, first)
+    given_ = (gradient, rule_params, step, grad_scale, key, first)
     want = state.copy()
     reference_update(want.weight, want.rest, want.moments, *given_)
     for pool in pools:
@@ -89,17 +89,21 @@ def test_update_equals_reference(
 
 @pytest.mark.parametrize("kind", MomentFormat)
 @pytest.mark.parametrize("hyper", HYPERS, ids=repr)
-def test_every_rule_layout_and_gradient_equals_reference(pools, hyper, kind) -> None:
+def test_every_rule_layout_and_gradient_equals_reference(pools, rule_params, kind) -> None:
     source = Source(17)
     for layout in LAYOUTS:
         for gradient_dtype in FLOATS:
-            state = source.whole_state(1033, layout, hyper, kind)
+            state = source.whole_state(1033, layout, rule_params, kind)
             gradient = source.floats(1033, gradient_dtype)
             want = state.copy()
-            reference_update(want.weight, want.rest, want.moments, gradient, hyper, 3, 0.5, 9, 256)
+            reference_update(
+                want.weight, want.rest, want.moments, gradient, rule_params, 3, 0.5, 9, 256
+            )
             for pool in pools[::4]:
                 got = state.copy()
-                update_one(pool, got.weight, got.rest, got.moments, gradient, hyper, 3, 0.5, 9, 256)
+                update_one(
+                    pool, got.weight, got.rest, got.moments, gradient, rule_params, 3, 0.5, 9, 256
+                )
                 assert_same(got.tensors, want.tensors)
 
 
@@ -108,25 +112,34 @@ def test_every_rule_layout_and_gradient_equals_reference(pools, hyper, kind) -> 
     seed=st.integers(0, 2**32),
     n=st.integers(1, 3000),
     kind=st.sampled_from(MomentFormat),
-    hyper=st.sampled_from(HYPERS),
+    rule_params=st.sampled_from(HYPERS),
     cuts=st.lists(st.integers(0, 3000), max_size=5),
 )
-def test_the_cut_does_not_show(pools, seed, n, kind, hyper, cuts) -> None:
+def test_the_cut_does_not_show(pools, seed, n, kind, rule_params, cuts) -> None:
     """Pieces, in one job or in several, give the bits of the whole."""
     source = Source(seed)
-    whole = source.whole_state(n, "split", hyper, kind)
+    whole = source.whole_state(n, "split", rule_params, kind)
     gradient = source.floats(n, BF16)
     pieces, alone = whole.copy(), whole.copy()
     step, scale, key, first = 5, 0.25, 77, 2**32 - 2048
     update_one(
-        pools[-1], whole.weight, whole.rest, whole.moments, gradient, hyper, step, scale, key, first
+        pools[-1],
+        whole.weight,
+        whole.rest,
+        whole.moments,
+        gradient,
+        rule_params,
+        step,
+        scale,
+        key,
+        first,
     )
     grain = MOMENT_BLOCK if kind is MomentFormat.INT8 else 1
     marks = sorted({min(n, cut // grain * grain) for cut in cuts} | {0, n})
     made = []
     for start, end in pairwise(marks):
         part = pieces.part(start, end)
-        rest = (gradient[start:end], hyper, step, scale, key, first + start)
+        rest = (gradient[start:end], rule_params, step, scale, key, first + start)
         made.append(Piece(part.weight, part.rest, part.moments, *rest))
         other = alone.part(start, end)
         update_one(pools[0], other.weight, other.rest, other.moments, *rest)

@@ -46,15 +46,15 @@ def errors_in_ulps(
 
 @pytest.mark.parametrize("hyper", [ADAMW, L2], ids=["adamw", "l2"])
 @pytest.mark.parametrize("split", [True, False], ids=["split", "fp32"])
-def test_twenty_steps_agree_with_torch(hyper, split) -> None:
+def test_twenty_steps_agree_with_torch(rule_params, split) -> None:
     """Every step starts from torch's state; seen: 2.2 ulp of the largest term of a sum (AVX2)."""
     n = 40_000
     source = Source(11)
     weight = torch.nn.Parameter(source.floats(n, torch.float32, wild=False).clone())
-    kind = torch.optim.AdamW if hyper.decoupled else torch.optim.Adam
+    kind = torch.optim.AdamW if rule_params.decoupled else torch.optim.Adam
     optimizer = kind(
-        [weight], lr=hyper.lr, betas=hyper.betas, eps=hyper.eps,
-        weight_decay=hyper.weight_decay, foreach=False, fused=False,
+        [weight], lr=rule_params.lr, betas=rule_params.betas, eps=rule_params.eps,
+        weight_decay=rule_params.weight_decay, foreach=False, fused=False,
     )  # fmt: skip
     moments = [torch.zeros(n), torch.zeros(n)]
     worst = [0.0, 0.0, 0.0]
@@ -66,17 +66,21 @@ def test_twenty_steps_agree_with_torch(hyper, split) -> None:
             ours = [moment.clone() for moment in moments]
             if split:
                 halves = split_master(master)
-                update_one(pool, *halves, [Moment(one) for one in ours], gradient, hyper, step)
+                update_one(
+                    pool, *halves, [Moment(one) for one in ours], gradient, rule_params, step
+                )
                 master = join_master(*halves)
             else:
-                update_one(pool, master, None, [Moment(one) for one in ours], gradient, hyper, step)
+                update_one(
+                    pool, master, None, [Moment(one) for one in ours], gradient, rule_params, step
+                )
             weight.grad = gradient.clone()
             optimizer.step()
             state = optimizer.state[weight]
             moments = [state["exp_avg"].clone(), state["exp_avg_sq"].clone()]
             after = [t.detach().numpy() for t in (weight, *moments)]
             results = [t.numpy() for t in (master, *ours)]
-            found = errors_in_ulps(before, after, results, hyper.scalars(step))
+            found = errors_in_ulps(before, after, results, rule_params.scalars(step))
             worst = [max(pair) for pair in zip(worst, found, strict=True)]
     assert max(worst) <= 2.5, worst
 

@@ -139,7 +139,7 @@ def test_denormal_moments(kernels) -> None:
 @pytest.mark.parametrize("kind", [MomentFormat.BF16_STOCHASTIC, INT8])
 def test_stochastic_rounding_is_right_on_average(kernels, kind) -> None:
     """Adagrad's sum stays (the gradient is 0), so only rounding moves it; many keys average out."""
-    hyper = Adagrad(lr=0.0)
+    rule_params = Adagrad(lr=0.0)
     n = 64 * MOMENT_BLOCK
     exact = torch.exp2(-torch.linspace(0, 9, n))
     exact[::MOMENT_BLOCK] = 1.0
@@ -149,7 +149,7 @@ def test_stochastic_rounding_is_right_on_average(kernels, kind) -> None:
     rounds = 400
     for key in range(rounds):
         moment = start.clone()
-        update_one(kernels, torch.zeros(n), None, [moment], gradient, hyper, 1, key=key)
+        update_one(kernels, torch.zeros(n), None, [moment], gradient, rule_params, 1, key=key)
         total += decoded(kernels, moment, signed=False).double()
     want = decoded(kernels, start, signed=False).double() + gradient.double() ** 2
     step = want * (2.0**-7 if kind is MomentFormat.BF16_STOCHASTIC else 2.0**-3)

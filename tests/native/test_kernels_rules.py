@@ -13,12 +13,12 @@ from support.adam_values import BY_KERNEL, Source, update_one
 from infinity.errors import ConfigError
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import Moment
-from infinity.optim.rules import RULES, SGD, Adagrad, Adam, AdamW, Hyper, Lion
+from infinity.optim.rules import RULES, SGD, Adagrad, Adam, AdamW, Lion, RuleParams
 from infinity.optim.update import KernelUpdater, Tile
 from infinity.types import MomentFormat
 
 Make = Callable[..., torch.optim.Optimizer]
-CASES: list[tuple[Hyper, Make, dict[str, Any]]] = [
+CASES: list[tuple[RuleParams, Make, dict[str, Any]]] = [
     (SGD(lr=0.1), torch.optim.SGD, {"lr": 0.1}),
     (
         SGD(lr=0.1, weight_decay=0.01, maximize=True),
@@ -54,27 +54,29 @@ CASES: list[tuple[Hyper, Make, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("hyper", "make", "arguments"), CASES, ids=lambda case: str(case))
-def test_ten_steps_follow_torch(hyper, make, arguments) -> None:
+def test_ten_steps_follow_torch(rule_params, make, arguments) -> None:
     """Step by step from the start; only torch's fused operations may differ, by roundings."""
     source = Source(41)
     n = 3000
     theirs = torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(1)))
     ours = theirs.detach().clone()
     optimizer = make([theirs], foreach=False, **arguments)
-    moments = [Moment(torch.full((n,), value)) for value in hyper.initial[: hyper.num_moments]]
+    moments = [
+        Moment(torch.full((n,), value)) for value in rule_params.initial[: rule_params.num_moments]
+    ]
     with CpuKernels(1) as kernels:
         for step in range(1, 11):
             gradient = source.floats(n, torch.float32, wild=False)
             theirs.grad = gradient.clone()
             optimizer.step()
-            update_one(kernels, ours, None, moments, gradient, hyper, step)
+            update_one(kernels, ours, None, moments, gradient, rule_params, step)
             torch.testing.assert_close(ours, theirs.detach(), rtol=2e-5, atol=2e-6)
     assert not torch.equal(ours, torch.zeros(n))
 
 
 def test_lion_is_its_definition() -> None:
     source = Source(42)
-    hyper = Lion(lr=0.01, weight_decay=0.1)
+    rule_params = Lion(lr=0.01, weight_decay=0.1)
     p, m = np.zeros(2000), np.zeros(2000)
     ours, moment = torch.zeros(2000), Moment(torch.zeros(2000))
     with CpuKernels(1) as kernels:
@@ -83,7 +85,7 @@ def test_lion_is_its_definition() -> None:
             g = gradient.double().numpy()
             p = p * (1 - 0.01 * 0.1) - 0.01 * np.sign(0.9 * m + 0.1 * g)
             m = 0.99 * m + 0.01 * g
-            update_one(kernels, ours, None, [moment], gradient, hyper, step)
+            update_one(kernels, ours, None, [moment], gradient, rule_params, step)
     np.testing.assert_allclose(ours.numpy(), p, rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(moment.values.numpy(), m, rtol=1e-5, atol=1e-7)
 
@@ -100,11 +102,11 @@ def test_lion_keeps_a_nan_visible() -> None:
 def test_the_first_momentum_is_the_gradient() -> None:
     moment = Moment.zeros(8, MomentFormat.FP32)
     gradient = torch.arange(8.0)
-    hyper = SGD(lr=1.0, momentum=0.9, dampening=0.5)
+    rule_params = SGD(lr=1.0, momentum=0.9, dampening=0.5)
     with CpuKernels(1) as kernels:
-        update_one(kernels, torch.zeros(8), None, [moment], gradient, hyper, 1)
+        update_one(kernels, torch.zeros(8), None, [moment], gradient, rule_params, 1)
         assert torch.equal(moment.values, gradient)
-        update_one(kernels, torch.zeros(8), None, [moment], gradient, hyper, 2)
+        update_one(kernels, torch.zeros(8), None, [moment], gradient, rule_params, 2)
     torch.testing.assert_close(moment.values, 0.9 * gradient + 0.5 * gradient)
 
 
@@ -121,16 +123,16 @@ def test_momentum_that_begins_later_begins_with_the_gradient() -> None:
             parameter.grad = torch.sin(torch.arange(300.0) * step)
             theirs.param_groups[0]["momentum"] = momentum
             theirs.step()
-            hyper = SGD(lr=0.1, momentum=momentum, dampening=0.3)
+            rule_params = SGD(lr=0.1, momentum=momentum, dampening=0.3)
             tiles = [
                 Tile(1, (300,), first, ours[first:end], None, (moment.part(first, end),),
-                     parameter.grad[first:end], hyper, step)
+                     parameter.grad[first:end], rule_params, step)
                 for first, end in ((0, 128), (128, 300))
             ]  # fmt: skip
             for tile in tiles:
                 updater.update([tile], 1.0)
             torch.testing.assert_close(ours, parameter.detach(), rtol=1e-6, atol=1e-7)
-            state = updater.state_of(1, hyper, [moment], (300,), step)
+            state = updater.state_of(1, rule_params, [moment], (300,), step)
             assert state.keys() == {k for k, v in theirs.state[parameter].items() if v is not None}
         assert updater.kept() == {1: {"begins": 4}}
     buffer = theirs.state[parameter]["momentum_buffer"]
@@ -138,11 +140,11 @@ def test_momentum_that_begins_later_begins_with_the_gradient() -> None:
 
 
 def test_where_momentum_began_is_known_from_the_commit_on_and_can_be_saved() -> None:
-    hypers = {0: SGD(0.1), 1: SGD(0.1, momentum=0.9), 2: SGD(0.1, momentum=0.9)}
+    params_by_index = {0: SGD(0.1), 1: SGD(0.1, momentum=0.9), 2: SGD(0.1, momentum=0.9)}
     with CpuKernels(1) as kernels:
         updater, other = (KernelUpdater(kernels, ["a", "b", "c"], 0) for _ in range(2))
-        updater.begin(hypers, {0: 7, 1: 7})
-        updater.begin(hypers, {0: 8, 1: 8, 2: 1})
+        updater.begin(params_by_index, {0: 7, 1: 7})
+        updater.begin(params_by_index, {0: 8, 1: 8, 2: 1})
         other.keep(updater.kept())
         assert other.kept() == updater.kept() == {1: {"begins": 7}, 2: {"begins": 1}}
 

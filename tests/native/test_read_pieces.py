@@ -29,11 +29,13 @@ def kernels() -> Iterator[CpuKernels]:
 
 def pieces(layout: str, kind: MomentFormat, n: int, *, first: int = 256) -> list[Piece]:
     source, made = Source(5), []
-    for number, hyper in enumerate(HYPERS):
-        state = source.whole_state(n, layout, hyper, kind, wild=False)
+    for number, rule_params in enumerate(HYPERS):
+        state = source.whole_state(n, layout, rule_params, kind, wild=False)
         gradient = torch.linspace(-1, 1, n).to((torch.float32, torch.bfloat16)[number % 2])
-        moments = state.moments[: hyper.num_moments]
-        made.append(Piece(state.weight, state.rest, moments, gradient, hyper, 3, 0.5, 77, first))
+        moments = state.moments[: rule_params.num_moments]
+        made.append(
+            Piece(state.weight, state.rest, moments, gradient, rule_params, 3, 0.5, 77, first)
+        )
     return made
 
 

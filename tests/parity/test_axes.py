@@ -44,7 +44,7 @@ from infinity.storage.device import Device
 
 TIGHT = 0.5  # below the gradient norm of most steps: it acts
 SCALE = ScaleWords(initial=2.0**16, window=2, hysteresis=2)  # the first steps overflow
-Choice = dict[str, Any]
+OptimizerChoice = dict[str, Any]
 NONE = CHECKPOINTINGS[0]
 RECOMPUTED = Checkpointing("non_reentrant", "block")  # what the engine's own is in plain torch
 OFFLOADED = {"checkpoint": "units", "tokens": 2 * LENGTH, "min_bytes": 1}
@@ -107,7 +107,7 @@ COMPUTATION = ("model", "precision", "micro_batches", "clipping", "recompute", "
                "optimizer", "format", "frozen", "ranks")  # fmt: skip
 PLACEMENT = ("device", "weights", "moments", "gradients")
 COSTLY = ("ranks", "micro_batches")
-BASE: Choice = {name: values[0] for name, values in AXES.items()} | {
+BASE: OptimizerChoice = {name: values[0] for name, values in AXES.items()} | {
     "weights": "disk",
     "moments": "disk",
     "gradients": "disk",
@@ -149,18 +149,18 @@ IMPOSSIBLE += [
 ]
 
 
-def possible(row: Choice) -> bool:
+def possible(row: OptimizerChoice) -> bool:
     return not any(part.items() <= row.items() for part in IMPOSSIBLE)
 
 
-def batches_of(choice: Choice) -> list[Batch]:
+def batches_of(choice: OptimizerChoice) -> list[Batch]:
     """Of three steps; in fp16 the first steps overflow."""
     steps = 4 if choice["precision"] == "fp16" else 3
     together = choice["micro_batches"] * choice["ranks"]
     return CASES[choice["model"]].batches(steps * together)
 
 
-def config_of(choice: Choice) -> dict[str, Any]:
+def config_of(choice: OptimizerChoice) -> dict[str, Any]:
     activations = RECOMPUTE[choice["recompute"]][1] | {"slices": choice["slices"]}
     config = make_config(
         (choice["weights"], choice["moments"], choice["gradients"]),
@@ -188,7 +188,7 @@ def config_of(choice: Choice) -> dict[str, Any]:
     return config
 
 
-def plain(choice: Choice) -> Result:
+def plain(choice: OptimizerChoice) -> Result:
     """The computation without an engine."""
     return _plain(tuple(choice[axis] for axis in COMPUTATION))
 
@@ -214,7 +214,7 @@ def _plain(computation: tuple[Any, ...]) -> Result:
     return train_exactly(model, batches, config, **given)
 
 
-def device_of(choice: Choice, seed: int) -> Device | str:
+def device_of(choice: OptimizerChoice, seed: int) -> Device | str:
     if choice["device"] == "kernels":
         return FakeAccelerator(seed, max_delay_s=0.001, kernels=True)
     return make_device(choice["device"], seed)
@@ -223,7 +223,7 @@ def device_of(choice: Choice, seed: int) -> Device | str:
 class Trained:
     """One engine, or two of which the second goes on from a checkpoint of the first."""
 
-    def __init__(self, choice: Choice, seed: int) -> None:
+    def __init__(self, choice: OptimizerChoice, seed: int) -> None:
         self.choice, self.seed = choice, seed
         self.case = CASES[choice["model"]]
         self.losses: list[float] = []
@@ -246,7 +246,7 @@ class Trained:
 
     def _part(
         self,
-        choice: Choice,
+        choice: OptimizerChoice,
         batches: Sequence[Batch],
         *,
         save: Path | None = None,
@@ -274,7 +274,7 @@ class Trained:
         return replace(result, losses=self.losses, norms=self.norms)
 
 
-def steady(choice: Choice, expected: Result) -> bool:
+def steady(choice: OptimizerChoice, expected: Result) -> bool:
     """Whether the last step moves what every step does."""
     if isinstance(expected, HalfResult) and any(expected.overflows[-2:]):
         return False  # a step that is skipped publishes nothing, and the next fetches nothing anew
@@ -282,7 +282,7 @@ def steady(choice: Choice, expected: Result) -> bool:
     return choice["model"] != "reused" or not choice["recompute"].startswith("reentrant")
 
 
-def check(choice: Choice, seed: int = 0) -> list[str]:
+def check(choice: OptimizerChoice, seed: int = 0) -> list[str]:
     """Train as chosen; what differs from the plain computation, and from the forecast."""
     expected = plain(choice)
     if choice["clipping"] and max(expected.norms) <= choice["clipping"]:
@@ -316,7 +316,7 @@ def test_the_base() -> None:
 
 
 @cache
-def pairwise(**fixed: Any) -> list[Choice]:
+def pairwise(**fixed: Any) -> list[OptimizerChoice]:
     """Choices in which every pair of values of two axes occurs that is possible with `fixed`.
 
     Greedy: the best of a few rows, each begun with a pair that is still missing, and then filled
@@ -330,7 +330,7 @@ def pairwise(**fixed: Any) -> list[Choice]:
         for b in AXES[other]
         if possible(fixed | {one: a, other: b})
     }
-    rows: list[Choice] = []
+    rows: list[OptimizerChoice] = []
     while missing:
         wanted = Counter(value for pair in missing for value in pair)
         begun = sorted((sum(wanted[v] for v in pair), sorted(pair)) for pair in missing)[-20:]
@@ -341,8 +341,8 @@ def pairwise(**fixed: Any) -> list[Choice]:
 
 
 def filled(
-    fixed: Choice, pair: list[tuple[str, str]], missing: set[Any], chance: random.Random
-) -> Choice:
+    fixed: OptimizerChoice, pair: list[tuple[str, str]], missing: set[Any], chance: random.Random
+) -> OptimizerChoice:
     """A row with these values, {} if that led to none; of equally good values one of few runs."""
     row = fixed | {axis: next(v for v in AXES[axis] if repr(v) == told) for axis, told in pair}
 
@@ -359,7 +359,7 @@ def filled(
     return {axis: row[axis] for axis in AXES}
 
 
-def pairs_of(row: Choice) -> set[frozenset[tuple[str, str]]]:
+def pairs_of(row: OptimizerChoice) -> set[frozenset[tuple[str, str]]]:
     named = [(axis, repr(value)) for axis, value in row.items()]
     return {frozenset(pair) for pair in itertools.combinations(named, 2)}
 

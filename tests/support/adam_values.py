@@ -12,7 +12,7 @@ from support.rounding import split_master, to_fp16
 
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import Moment
-from infinity.optim.rules import RULES, SGD, Adam, AdamW, Hyper
+from infinity.optim.rules import RULES, SGD, Adam, AdamW, RuleParams
 from infinity.types import MomentFormat
 
 BF16 = torch.bfloat16
@@ -23,7 +23,7 @@ LAYOUTS = ("fp32", "split", "fp16")
 BY_KERNEL = {name: rule for name, rule in RULES.items() if rule.kernel}
 
 
-def hypers_of(rule: type[Hyper]) -> tuple[Hyper, Hyper]:
+def hypers_of(rule: type[RuleParams]) -> tuple[RuleParams, RuleParams]:
     """A rule as it is, and with all of its numbers at work, uphill."""
     numbers = {
         name: (0.8, 0.95) if isinstance(default, tuple) else 0.1
@@ -47,8 +47,8 @@ SECTIONS: dict[str, dict[str, Any]] = {
     }
     for name, rule in RULES.items()
 }
-HYPERS: tuple[Hyper, ...] = (
-    *(hyper for rule in BY_KERNEL.values() for hyper in hypers_of(rule)),
+HYPERS: tuple[RuleParams, ...] = (
+    *(rule_params for rule in BY_KERNEL.values() for rule_params in hypers_of(rule)),
     AdamW(lr=3e-4, betas=(0.4, 0.95), weight_decay=0.0, maximize=True),
     Adam(lr=1.0, betas=(0.0, 0.0), eps=0.0, weight_decay=0.0),
     SGD(lr=0.1, weight_decay=0.01, maximize=True),
@@ -112,30 +112,30 @@ class Source:
         room[7 : 7 + n] = residual
         return [weights, room[7 : 7 + n], moment1, moment2]
 
-    def moment(self, n: int, kind: MomentFormat, *, unsigned: bool, wild: bool = True) -> Moment:
+    def moment(self, n: int, kind: MomentFormat, *, nonnegative: bool, wild: bool = True) -> Moment:
         """Any values in any format, at an offset of its own; 8-bit codes may be any bytes."""
         values = self.floats(n, torch.float32, wild=wild)
-        if unsigned and (self.random.integers(0, 4) or not wild):
+        if nonnegative and (self.random.integers(0, 4) or not wild):
             values.abs_()
         fresh = Moment.zeros(n, kind)
         room = torch.zeros(n + 32, dtype=fresh.values.dtype)
         offset = int(self.random.integers(0, 16))
         moment = fresh._replace(values=room[offset : offset + n])
         write_moment(
-            moment, values.abs_().numpy() if unsigned else values.numpy(), signed=not unsigned
+            moment, values.abs_().numpy() if nonnegative else values.numpy(), signed=not nonnegative
         )
         if kind is MomentFormat.INT8 and wild and self.random.integers(0, 2):
             moment.values.copy_(torch.from_numpy(self.random.integers(0, 256, n, dtype=np.uint8)))
         return moment
 
     def whole_state(
-        self, n: int, layout: str, hyper: Hyper, kind: MomentFormat, *, wild: bool = True
+        self, n: int, layout: str, rule_params: RuleParams, kind: MomentFormat, *, wild: bool = True
     ) -> State:
         """Weight, rest and moments of `n` elements for a rule, all at odd offsets."""
         master = self.floats(n, torch.float32, wild=wild)
         moments = [
-            self.moment(n, kind, unsigned=unsigned, wild=wild)
-            for unsigned in hyper.unsigned[: hyper.num_moments]
+            self.moment(n, kind, nonnegative=nonnegative, wild=wild)
+            for nonnegative in rule_params.nonnegative[: rule_params.num_moments]
         ]
         if layout == "fp32":
             return State(master, None, moments)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from infinity.optim import nvrtc
+from infinity.optim import cuda_compile
 from infinity.optim.cuda import Launch, Variant
 
 _HERE = Path(__file__).parent
@@ -55,7 +55,7 @@ class HostLauncher:
 @cache
 def _library(variant: Variant) -> ctypes.CDLL:
     source = _HERE / "cuda_on_host.cpp"
-    parts = (nvrtc.source(), source.read_text(), (_HERE / "cuda_on_host.h").read_text())
+    parts = (cuda_compile.source(), source.read_text(), (_HERE / "cuda_on_host.h").read_text())
     digest = hashlib.sha256(repr((parts, variant, _FLAGS)).encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / f"infinity-cuda-on-host-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -63,7 +63,7 @@ def _library(variant: Variant) -> ctypes.CDLL:
     if not target.exists():
         written = folder / f"{digest}.{os.getpid()}.so"
         command = [compiler() or "c++", *_FLAGS, *_WARNINGS, f"-I{_HERE}"]
-        command += [f"-I{nvrtc.folder()}", *(f"-D{name}={value}" for name, value in variant)]
+        command += [f"-I{cuda_compile.folder()}", *(f"-D{name}={value}" for name, value in variant)]
         subprocess.run([*command, "-o", str(written), str(source)], check=True)
         os.replace(written, target)
     return ctypes.CDLL(str(target))

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from infinity.optim.cpu import Piece
 from infinity.optim.moments import VALUE_DTYPES, Moment
-from infinity.optim.rules import Hyper
+from infinity.optim.rules import RuleParams
 from infinity.types import MomentFormat
 
 FP32, BF16, FP16 = FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = tuple(MomentFormat)
 REST = {FP32: None, BF16: torch.int16, FP16: FP32}
 # Hyper-parameters by kernel: what differs within a tuple are scalars, hence rows of one table.
-HYPERS: dict[str, tuple[Hyper, ...]] = {
-    kernel: tuple(hyper for hyper in ALL_HYPERS if hyper.kernel == kernel)
-    for kernel in dict.fromkeys(hyper.kernel for hyper in ALL_HYPERS)
+HYPERS: dict[str, tuple[RuleParams, ...]] = {
+    kernel: tuple(rule_params for rule_params in ALL_HYPERS if rule_params.kernel == kernel)
+    for kernel in dict.fromkeys(rule_params.kernel for rule_params in ALL_HYPERS)
 }
 _PATTERNS = "0 1 7fff 8000 7fffff 800000 3f7fffff 3f800000 3f808000 7f7fffff 7f800000 7fc00000"
 _SPECIAL = np.array([int(pattern, 16) for pattern in _PATTERNS.split()], dtype=np.uint32)
@@ -41,7 +41,7 @@ class Room:
     storage: Tensor  # uint8
     places: dict[str, tuple[int, int, torch.dtype]]  # name -> first byte, number of bytes, dtype
     format: MomentFormat
-    hyper: Hyper
+    rule_params: RuleParams
     step: int
     grad_scale: float
     key: int
@@ -59,7 +59,7 @@ class Room:
         assert weight is not None
         assert gradient is not None
         moments = []
-        for k in range(self.hyper.num_moments):
+        for k in range(self.rule_params.num_moments):
             values = self[f"moment{k}"]
             assert values is not None
             moments.append(Moment(values, self[f"scales{k}"], self.format))
@@ -68,7 +68,7 @@ class Room:
             self["rest"],
             moments,
             gradient,
-            self.hyper,
+            self.rule_params,
             self.step,
             self.grad_scale,
             self.key,
@@ -94,7 +94,7 @@ class Rooms:
         n: int,
         weight: torch.dtype,
         gradient: torch.dtype,
-        hyper: Hyper,
+        rule_params: RuleParams,
         format: MomentFormat,
         *,
         aligned: bool = True,
@@ -103,18 +103,20 @@ class Rooms:
     ) -> Room:
         tensors = self._weights(n, weight, wild)
         tensors["gradient"] = self._floats(n, gradient, wild)
-        for k in range(hyper.num_moments):
+        for k in range(rule_params.num_moments):
             if format is MomentFormat.INT8:
                 tensors[f"moment{k}"] = self._codes(n)
                 tensors[f"scales{k}"] = self._scales(format.num_scales(n), wild)
                 continue
             values = self._floats(n, VALUE_DTYPES[format], wild)
-            tensors[f"moment{k}"] = values.abs() if hyper.unsigned[k] and not wild else values
+            tensors[f"moment{k}"] = (
+                values.abs() if rule_params.nonnegative[k] and not wild else values
+            )
         storage, places = self._pack(tensors, aligned)
         grad_scale = float(self.random.choice([1.0, 0.125, 0.3]))
         step = int(self.random.integers(1, 50))
         key = int(self.random.integers(0, 2**64, dtype=np.uint64))
-        return Room(storage, places, format, hyper, step, grad_scale, key, first)
+        return Room(storage, places, format, rule_params, step, grad_scale, key, first)
 
     def _pack(
         self, tensors: dict[str, Tensor], aligned: bool

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from infinity.config.schema import Config
 from infinity.optim.moments import Moment
-from infinity.optim.rules import Hyper
+from infinity.optim.rules import RuleParams
 from infinity.optim.update import rounding_key
 
 
@@ -77,7 +77,7 @@ class _Half:
 
     parameter: nn.Parameter
     name: str
-    hyper: Hyper
+    rule_params: RuleParams
     master: Tensor
     moments: list[Moment]
     gradient: Tensor | None = None
@@ -172,7 +172,7 @@ class _Exactly:
             half.step += 1
             key = rounding_key(self.settings.seed or 0, half.name, half.step)
             weight = half.parameter.data.view(-1)
-            reference_update(weight, half.master, half.moments, half.gradient, half.hyper,
+            reference_update(weight, half.master, half.moments, half.gradient, half.rule_params,
                              half.step, factor / scale, key)  # fmt: skip
 
 
@@ -186,8 +186,8 @@ class _ByTorch:
         groups = [
             {
                 "params": [self.masters[id(half)]],
-                "lr": half.hyper.lr,
-                "weight_decay": half.hyper.weight_decay,
+                "lr": half.rule_params.lr,
+                "weight_decay": half.rule_params.weight_decay,
             }
             for half in halves
         ]
@@ -212,14 +212,14 @@ def _halves(
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None,
 ) -> list[_Half]:
     """In the model's order."""
-    hypers = hypers_by_parameter(model, settings, groups)
+    params_by_index = hypers_by_parameter(model, settings, groups)
     found = []
     for name, parameter in model.named_parameters():
-        if id(parameter) in hypers:
+        if id(parameter) in params_by_index:
             master = parameter.detach().float().reshape(-1).clone()
-            hyper = hypers[id(parameter)]
-            moments = fresh_moments(hyper, master.numel(), settings)
-            found.append(_Half(parameter, name, hyper, master, moments))
+            rule_params = params_by_index[id(parameter)]
+            moments = fresh_moments(rule_params, master.numel(), settings)
+            found.append(_Half(parameter, name, rule_params, master, moments))
     return found
 
 

@@ -43,7 +43,7 @@ from support.rounding import (
 )
 
 from infinity.optim.moments import Moment
-from infinity.optim.rules import Hyper, Muon
+from infinity.optim.rules import Muon, RuleParams
 from infinity.types import MomentFormat
 
 SQUARE_BLOCK = 4096  # elements; with SQUARE_LANES the definition of the square sum, not a knob
@@ -57,29 +57,31 @@ def reference_update(
     rest: torch.Tensor | None,
     moments: Sequence[Moment],
     gradient: torch.Tensor,
-    hyper: Hyper,
+    rule_params: RuleParams,
     step: int,
     grad_scale: float = 1.0,
     key: int = 0,
     first: int = 0,
 ) -> None:
     """What `CpuKernels.update` does, with the same arguments."""
-    if isinstance(hyper, Muon):
-        _muon_by_torch(weight, rest, moments, gradient.float() * grad_scale, hyper)
+    if isinstance(rule_params, Muon):
+        _muon_by_torch(weight, rest, moments, gradient.float() * grad_scale, rule_params)
         return
     if weight.dtype == torch.float16:
         assert rest is not None
         p = floats(rest)
     else:
         p = floats(weight) if rest is None else floats(join_master(weight, rest))
-    old = [read_moment(m, signed=not s) for m, s in zip(moments, hyper.unsigned, strict=False)]
+    old = [
+        read_moment(m, signed=not s) for m, s in zip(moments, rule_params.nonnegative, strict=False)
+    ]
     with np.errstate(all="ignore"):
-        new, values = _KERNELS[hyper.kernel](
-            p, floats(gradient), old, hyper.scalars(step, grad_scale)
+        new, values = _KERNELS[rule_params.kernel](
+            p, floats(gradient), old, rule_params.scalars(step, grad_scale)
         )
     bits = random_bits(key, first, weight.numel())
     for index, (moment, value) in enumerate(zip(moments, values, strict=True)):
-        signed = not hyper.unsigned[index]
+        signed = not rule_params.nonnegative[index]
         random: U32Array | None = None
         if moment.format is MomentFormat.BF16_STOCHASTIC:
             random = random_for_bf16(bits, index)
@@ -94,15 +96,15 @@ def _muon_by_torch(
     rest: torch.Tensor | None,
     moments: Sequence[Moment],
     gradient: torch.Tensor,
-    hyper: Muon,
+    rule_params: Muon,
 ) -> None:
     """What `torch.optim.Muon` does to the master: a matrix, or each of a stack."""
     split = rest is not None and weight.dtype == torch.bfloat16
     master = join_master(weight, rest) if split else weight if rest is None else rest
-    one = (-1, *hyper.shape[-2:])
+    one = (-1, *rule_params.shape[-2:])
     matrices = [torch.nn.Parameter(matrix) for matrix in master.view(one)]
     entries = Muon.defaults().keys() & inspect.signature(torch.optim.Muon).parameters.keys()
-    optimizer = torch.optim.Muon(matrices, **{name: getattr(hyper, name) for name in entries})
+    optimizer = torch.optim.Muon(matrices, **{name: getattr(rule_params, name) for name in entries})
     buffers = moments[0].values.view(one)
     for matrix, grad, buffer in zip(matrices, gradient.view(one), buffers, strict=True):
         matrix.grad = grad

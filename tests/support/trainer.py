@@ -38,7 +38,7 @@ from infinity.config.schema import Config, load_config
 from infinity.engine import Engine
 from infinity.model.partition import complete_groups
 from infinity.optim.moments import Moment
-from infinity.optim.rules import RULES, Hyper
+from infinity.optim.rules import RULES, RuleParams
 from infinity.optim.update import rounding_key
 from infinity.plan import planner
 from infinity.plan.budget import Limits, with_memory
@@ -367,7 +367,7 @@ class _Master:
 
     parameter: nn.Parameter
     name: str
-    hyper: Hyper
+    rule_params: RuleParams
     weight: Tensor
     residual: Tensor | None
     moments: list[Moment]
@@ -383,7 +383,7 @@ class _Master:
             self.residual,
             self.moments,
             self.gradient,
-            self.hyper,
+            self.rule_params,
             self.step,
             factor,
             rounding_key(seed, self.name, self.step),
@@ -493,24 +493,24 @@ def _masters(
     split: bool,
 ) -> dict[int, _Master]:
     """By id of the parameter, in the model's order."""
-    hypers = hypers_by_parameter(model, settings, groups)
+    params_by_index = hypers_by_parameter(model, settings, groups)
     masters: dict[int, _Master] = {}
     for name, parameter in model.named_parameters():
-        if id(parameter) not in hypers:
+        if id(parameter) not in params_by_index:
             continue
-        hyper = hypers[id(parameter)]
+        rule_params = params_by_index[id(parameter)]
         flat = parameter.detach().float().reshape(-1).clone()
         weight, residual = split_master(flat) if split else (flat, None)
-        moments = fresh_moments(hyper, flat.numel(), settings)
-        masters[id(parameter)] = _Master(parameter, name, hyper, weight, residual, moments)
+        moments = fresh_moments(rule_params, flat.numel(), settings)
+        masters[id(parameter)] = _Master(parameter, name, rule_params, weight, residual, moments)
     return masters
 
 
-def fresh_moments(hyper: Hyper, size: int, settings: Config) -> list[Moment]:
+def fresh_moments(rule_params: RuleParams, size: int, settings: Config) -> list[Moment]:
     """A rule's moments before its first step."""
     kind = MomentFormat(settings.optimizer.moments)
-    moments = [Moment.zeros(size, kind) for _ in range(hyper.num_moments)]
-    for moment, initial in zip(moments, hyper.initial, strict=False):
+    moments = [Moment.zeros(size, kind) for _ in range(rule_params.num_moments)]
+    for moment, initial in zip(moments, rule_params.initial, strict=False):
         if initial:
             write_moment(moment, np.full(size, initial, np.float32), signed=False)
     return moments
@@ -520,7 +520,7 @@ def hypers_by_parameter(
     model: nn.Module,
     settings: Config,
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None,
-) -> dict[int, Hyper]:
+) -> dict[int, RuleParams]:
     """By id of the parameter, its rule; groups may override entries."""
     rule, given = RULES[settings.optimizer.type], [dict(g) for g in torch_groups(model, groups)]
     return {

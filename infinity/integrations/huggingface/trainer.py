@@ -51,14 +51,14 @@ from infinity.integrations.huggingface.settings import (
 )
 from infinity.integrations.huggingface.step_log import StepLog
 from infinity.model.lazy_tensor import Promised
-from infinity.optim.lr_schedules import make_schedule
-from infinity.optim.of_torch import (
-    Choice,
+from infinity.optim.from_torch import (
+    OptimizerChoice,
     adopt_scheduler,
     choose_class,
     choose_instance,
     without_optimizer,
 )
+from infinity.optim.lr_schedules import make_schedule
 from infinity.training.load_weights import load_weights
 from infinity.training.run_state import capture_rng, restore_rng
 
@@ -419,25 +419,25 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         self._batches = StepBatches(config, self._samples, pad_token_of(self), ranks)
         return config
 
-    def _choose(self, given: torch.optim.Optimizer | None) -> Choice:
+    def _choose(self, given: torch.optim.Optimizer | None) -> OptimizerChoice:
         settings = self._settings_now()
         config = settings.config
         if not any(p.requires_grad for p in self.model.parameters()):
-            return Choice(without_optimizer(config), None)  # to evaluate, or to predict
+            return OptimizerChoice(without_optimizer(config), None)  # to evaluate, or to predict
         if given is not None:
             return choose_instance(config, given, named=settings.names_optimizer)
         if settings.names_optimizer and settings.translation is not None:
             trained = [p for p in self.model.parameters() if p.requires_grad]
             # One group, as transformers makes where DeepSpeed makes the optimizer: all decay.
             decay = config.optimizer.parameters()["weight_decay"]
-            return Choice(config, [{"params": trained, "weight_decay": decay}])
+            return OptimizerChoice(config, [{"params": trained, "weight_decay": decay}])
         if self.optimizer_cls_and_kwargs is not None:
             kind, options = self.optimizer_cls_and_kwargs
         else:
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
         groups = self._groups()
         if settings.names_optimizer:
-            return Choice(config, groups)
+            return OptimizerChoice(config, groups)
         return choose_class(config, kind, options, groups)
 
     def _groups(self) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ _OFF = {"amsgrad": False, "adjust_lr_fn": None}
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OptimizerChoice:
     """What `initialize` gets: `optimizer` is None where `config` names a built-in rule.
 
     `groups` is None where that is an instance, which has its own.
@@ -41,7 +41,7 @@ class Choice:
     optimizer: Any = None
 
 
-def choose_given(config: Config, given: Any, groups: Any) -> Choice:
+def choose_given(config: Config, given: Any, groups: Any) -> OptimizerChoice:
     """Return what `initialize(optimizer=given, model_parameters=groups)` trains with.
 
     torch's own AdamW, Adam, SGD and Adagrad, as an instance or a class, are the built-in
@@ -53,7 +53,7 @@ def choose_given(config: Config, given: Any, groups: Any) -> Choice:
     if (kind not in _RULES and type(given) is not _MUON) or config.optimizer.model_fields_set - {
         "moments"
     }:
-        return Choice(config, groups, given)
+        return OptimizerChoice(config, groups, given)
     if not isinstance(given, type):
         return choose_instance(config, given, named=False)
     defaults = {
@@ -63,10 +63,12 @@ def choose_given(config: Config, given: Any, groups: Any) -> Choice:
     }
     rule = _rule_of(kind, defaults)
     assert rule is not None, "a rule of torch's with its own defaults is one of ours"
-    return Choice(_with_rule(config, *rule), groups)
+    return OptimizerChoice(_with_rule(config, *rule), groups)
 
 
-def choose_class(config: Config, kind: Any, options: Mapping[str, Any], groups: Groups) -> Choice:
+def choose_class(
+    config: Config, kind: Any, options: Mapping[str, Any], groups: Groups
+) -> OptimizerChoice:
     """A class and its arguments, as `Trainer.get_optimizer_cls_and_kwargs` gives them.
 
     `groups` may hold a weight decay each; groups among the arguments, by the names that
@@ -87,10 +89,10 @@ def choose_class(config: Config, kind: Any, options: Mapping[str, Any], groups: 
         )
     rule = _rule_of(kind, options)
     if rule is None:
-        return Choice(without_optimizer(config), groups, lambda gs: kind(gs, **options))
+        return OptimizerChoice(without_optimizer(config), groups, lambda gs: kind(gs, **options))
     name, parameters = rule
     defaults = {"weight_decay": 0.0, **parameters}
-    return Choice(_with_rule(config, name, defaults), groups)
+    return OptimizerChoice(_with_rule(config, name, defaults), groups)
 
 
 def _are_groups(given: Any, kind: type) -> bool:
@@ -101,7 +103,9 @@ def _are_groups(given: Any, kind: type) -> bool:
     return all(isinstance(g, Mapping) and "params" in g and known.issuperset(g) for g in given)
 
 
-def choose_instance(config: Config, given: torch.optim.Optimizer, *, named: bool) -> Choice:
+def choose_instance(
+    config: Config, given: torch.optim.Optimizer, *, named: bool
+) -> OptimizerChoice:
     """An optimizer object over the model's parameters; `named`: the configuration has one too.
 
     The engine's groups will be its: the same objects, so that schedules over it go on.
@@ -125,12 +129,12 @@ def choose_instance(config: Config, given: torch.optim.Optimizer, *, named: bool
     rules = [_rule_of(type(given), options) for options in told]
     first = rules[0] if rules else None
     if first is None or any(rule is None or rule[0] != first[0] for rule in rules):
-        return Choice(without_optimizer(config), None, given)
+        return OptimizerChoice(without_optimizer(config), None, given)
     if first[0] == "Muon":
         for group in given.param_groups:
             group["use_muon"] = True  # embeddings, too, if they were given
             group["adjust_lr_fn"] = group["adjust_lr_fn"] or "original"  # torch's default
-    return Choice(_with_rule(config, *first), given.param_groups)
+    return OptimizerChoice(_with_rule(config, *first), given.param_groups)
 
 
 def adopt_scheduler(scheduler: Any, given: torch.optim.Optimizer) -> None:

@@ -16,10 +16,9 @@ from infinity.optim.moments import Moment
 from infinity.optim.rules import RULES, RuleParams, lossy_notes, matrix_steps, reserved_moments
 from infinity.types import MomentFormat
 
-# Tiles: parts of parameters with all their state beside them in one memory, and who updates them.
-#
-# The optimizer pass splits chunks into tiles, and an `Updater` steps each: here with the kernels, in
-# `adapter.py` with any `torch.optim` optimizer. Neither knows units, tiers or files.
+# The optimizer pass splits chunks into tiles (ranges of a parameter with all their state in one
+# memory), and an `Updater` steps each: here with the kernels, in `adapter.py` with any `torch.optim`
+# optimizer. Neither knows units, tiers or files.
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError, InfinityWarning
 from infinity.model.checks import check_model
 from infinity.model.cut import UnitSpec
-from infinity.model.meta_init import Origins
+from infinity.model.meta_init import InitialValues
 from infinity.model.partition import Cut, cut_model
 from infinity.optim.adapter_probe import OptimizerMaker
 from infinity.optim.from_torch import choose_given
@@ -171,7 +171,7 @@ def _make(
         torch.manual_seed(settings.seed)
     if settings.durable:
         check_committed(model)
-    origins = Origins(model, _seed_of_meta(settings, ranks))
+    initial_values = InitialValues(model, _seed_of_meta(settings, ranks))
     groups = given.model_parameters
     if groups is not None:
         groups = list(groups)
@@ -186,9 +186,9 @@ def _make(
     cut = cut_model(model, settings, trained, given.units, ranks.count, whole=rule.whole)
     offloaded.cut(cut.pieces)
     if ranks.count > 1:
-        check_alike(ranks, "the model", _facts_of(cut, origins))
+        check_alike(ranks, "the model", _facts_of(cut, initial_values))
         check_alike(ranks, "the optimizer", _facts_of_optimizer(offloaded))
-    plan = _make_plan(model, cut, settings, target, offloaded, ranks, origins)
+    plan = _make_plan(model, cut, settings, target, offloaded, ranks, initial_values)
     if ranks.count > 1:
         check_alike(ranks, "the plan", _facts_of_plan(plan))
     scheduler = None
@@ -198,13 +198,13 @@ def _make(
     journal = Journal(settings.journal) if settings.journal and not ranks.rank else None
     if journal is not None:
         undo.callback(journal.close)
-    origins.check()
+    initial_values.check()
     for path in settings.nvme_path if not ranks.local_rank else ():
         remove_dead_ranks(path, ranks.local_ranks, ranks.count)
     own = settings if ranks.count == 1 else _of_rank(settings, ranks)
     undo.callback(_leave, settings, own, ranks)
     components = EngineComponents(
-        model, cut, plan, own, target, offloaded, origins, given.progress, ranks
+        model, cut, plan, own, target, offloaded, initial_values, given.progress, ranks
     )
     undo.callback(components.close)
     components.add_cleanup(partial(_leave, settings, own, ranks), last=True)
@@ -280,7 +280,7 @@ def _seed_of_meta(config: Config, ranks: DistContext) -> int | None:
 _COMPARED = 1024  # elements, from either end of a parameter whose values are in a file
 
 
-def _facts_of(cut: Cut, origins: Origins) -> dict[str, Any]:
+def _facts_of(cut: Cut, initial_values: InitialValues) -> dict[str, Any]:
     """What ranks must have alike: all parameters, their units, and their values.
 
     Of values in files the first and last; of those that will be made, which takes time, those of
@@ -296,8 +296,8 @@ def _facts_of(cut: Cut, origins: Origins) -> dict[str, Any]:
     for index, parameter in enumerate(cut.parameters[: cut.num_own]):
         size, name = parameter.numel(), cut.names[index]
         count = min(size, _COMPARED)
-        first = origins.pieces(parameter, 0, count)
-        last = origins.pieces(parameter, size - count, count)
+        first = initial_values.pieces(parameter, 0, count)
+        last = initial_values.pieces(parameter, size - count, count)
         if first and last:
             for end, pieces in (("first", first), ("last", last)):
                 value = torch.cat([read().flatten() for read in pieces])
@@ -308,7 +308,7 @@ def _facts_of(cut: Cut, origins: Origins) -> dict[str, Any]:
             facts[f"values of {name}"] = crc32c_of(parameter)
     if made:
         index = min(made, key=made.__getitem__)
-        value = origins.value(cut.parameters[index])
+        value = initial_values.value(cut.parameters[index])
         facts[f"values of {cut.names[index]}"] = crc32c_of(value)
     return facts
 
@@ -359,11 +359,11 @@ def _make_plan(
     device: Device,
     optimizer: OffloadedOptimizer,
     ranks: DistContext,
-    origins: Origins,
+    initial_values: InitialValues,
 ) -> Plan:
     """The plan of this run, by what is known of this machine's rates."""
     known = rates_of_rank(config, device, ranks)
-    plan = plan_for(model, cut, config, device, optimizer.rule, known.rates, ranks, origins)
+    plan = plan_for(model, cut, config, device, optimizer.rule, known.rates, ranks, initial_values)
     if "auto" in config.placement.model_dump().values():
         plan = replace(plan, rates_origin=known.origin)
     return plan

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import ConfigError, ResidencyError
-from infinity.model.meta_init import Origins, remember_values
+from infinity.model.meta_init import InitialValues, remember_values
 from infinity.storage.device import PROCESS
 
 SMALL = 64  # bytes; so that nearly every tensor of a test's small models is deferred
@@ -169,7 +169,7 @@ def test_the_seed_of_the_config_seeds_the_block() -> None:
     torch.manual_seed(1)
     with infinity.Init({"seed": 8}, threshold_bytes=SMALL):
         layer = nn.Linear(20, 20)
-    assert torch.equal(Origins(layer).value(layer.weight), expected.weight)
+    assert torch.equal(InitialValues(layer).value(layer.weight), expected.weight)
     with infinity.Init(infinity.load_config({"seed": 8})):
         real = nn.Linear(20, 20)
     assert torch.equal(real.weight, expected.weight)
@@ -199,7 +199,7 @@ def test_deep_copies_inside_the_block_are_ours() -> None:
         return copy.deepcopy(nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)))
 
     plain, model = build(), under_init(build)
-    origins = Origins(model)
+    origins = InitialValues(model)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert mine.is_meta
         assert torch.equal(origins.value(mine), theirs)
@@ -422,7 +422,7 @@ def test_without_a_seed_values_come_from_torch_s(tmp_path: Path) -> None:
 
 def test_making_values_leaves_the_generator_alone() -> None:
     model = on_meta()
-    origins = Origins(model, seed=1)
+    origins = InitialValues(model, seed=1)
     before = torch.get_rng_state()
     origins.check()
     origins.value(model.blocks[0].up.weight)
@@ -435,7 +435,7 @@ def test_real_values_among_meta_ones_are_kept(tmp_path: Path) -> None:
     real = torch.full((32, 16), 7.0)
     layer = model.encoder.layers[0]
     layer.linear1.weight = nn.Parameter(real.clone())
-    origins = Origins(model, seed=2)
+    origins = InitialValues(model, seed=2)
     origins.check()
     values = {name: origins.value(p) for name, p in model.named_parameters()}
     assert torch.equal(layer.linear1.weight, real)
@@ -494,7 +494,7 @@ class Rotary(nn.Module):
 
 def test_the_protocol_of_hugging_face() -> None:
     model = on_meta(Pretrained)
-    origins = Origins(model, seed=3)
+    origins = InitialValues(model, seed=3)
     origins.check()
     tensors = [*model.named_parameters(), *model.named_buffers()]
     values = {name: origins.value(tensor) for name, tensor in tensors}
@@ -510,7 +510,7 @@ def test_the_protocol_of_hugging_face() -> None:
     assert torch.equal(values["plain.running_var"], torch.ones(16)), "no word of it in the family"
     assert torch.equal(values["plain.num_batches_tracked"], torch.tensor(0))
     assert all(t.is_meta for _, t in tensors), "the model itself is as it was"
-    again = Origins(model, seed=3)
+    again = InitialValues(model, seed=3)
     for name, tensor in reversed(tensors):
         assert torch.equal(again.value(tensor), values[name]), name
 
@@ -569,7 +569,7 @@ def test_an_initialiser_that_fails_is_named() -> None:
 
     model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Broken()))
     with pytest.raises(ConfigError, match=r"'1\.weight'[\s\S]*module '1'.*no luck[\s\S]*Init\(\)"):
-        Origins(model, 1).check()
+        InitialValues(model, 1).check()
 
 
 # --- values that are read ---------------------------------------------------------------------

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import ConfigError
-from infinity.model.lazy_tensor import Promised
+from infinity.model.lazy_tensor import LazyTensor
 from infinity.model.torch_private import tensor_without_memory
 
 
@@ -24,13 +24,13 @@ class Source:
         self.reads += 1
         return self.values.clone()
 
-    def promise(self) -> Promised:
-        return Promised(tuple(self.values.shape), self.values.dtype, self.read)
+    def promise(self) -> LazyTensor:
+        return LazyTensor(tuple(self.values.shape), self.values.dtype, self.read)
 
 
 def test_a_tensor_without_memory_says_what_it_would_be() -> None:
-    made = tensor_without_memory(Promised, (1 << 20, 1 << 20), torch.bfloat16)
-    assert type(made) is Promised
+    made = tensor_without_memory(LazyTensor, (1 << 20, 1 << 20), torch.bfloat16)
+    assert type(made) is LazyTensor
     assert (made.shape, made.dtype) == ((1 << 20, 1 << 20), torch.bfloat16)
     assert made.device == torch.device("cpu")
     assert not made.is_meta
@@ -42,7 +42,7 @@ def test_operations_promise_and_read_nothing() -> None:
     both = torch.cat([stacked, stacked], dim=1)
     parts = both.chunk(3, dim=0)
     weight = nn.Parameter(parts[1][0, 2:5])
-    assert isinstance(weight, Promised)
+    assert isinstance(weight, LazyTensor)
     assert isinstance(weight, nn.Parameter)
     assert [s.reads for s in sources] == [0, 0, 0]
     real = torch.stack([s.values for s in sources]).transpose(1, 2)

@@ -40,7 +40,7 @@ from infinity.checkpoint.streams import Piece, frozen_pieces, pieces, state_stre
 from infinity.common.crc32c import crc32c
 from infinity.common.files import LockFile
 from infinity.errors import CheckpointError, MachineError, listed
-from infinity.offload.state import Promising, UnitState, promise_extents
+from infinity.offload.state import ExtentAllocator, UnitState, promise_extents
 from infinity.plan.plan import Plan
 from infinity.storage.disk import STATE_NAME, Extent, stored_checksums, wrong_pages
 from infinity.storage.run_dir import lock_durable
@@ -285,7 +285,7 @@ class _Part:
 
 
 def committed(
-    plan: Plan, record: CommitRecord, disk: Promising
+    plan: Plan, record: CommitRecord, disk: ExtentAllocator
 ) -> Iterator[list[tuple[Extent, list[Piece]]]]:
     """Yield the extents of each active copy in the order of a record, with what each holds.
 

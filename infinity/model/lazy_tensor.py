@@ -112,7 +112,7 @@ Read = Callable[[], Tensor]
 
 
 @runtime_checkable
-class InPieces(Protocol):
+class ChunkedRead(Protocol):
     """A `Read` some of whose elements can be read alone."""
 
     @property
@@ -144,8 +144,8 @@ class Packed(Protocol):
 
 
 def pieces_of(read: Read, shape: Sequence[int], first: int, count: int) -> list[Read] | None:
-    """`InPieces.pieces`, of any `Read` that is to give a tensor of this shape."""
-    if isinstance(read, InPieces) and tuple(read.shape) == tuple(shape):
+    """`ChunkedRead.pieces`, of any `Read` that is to give a tensor of this shape."""
+    if isinstance(read, ChunkedRead) and tuple(read.shape) == tuple(shape):
         return read.pieces(first, count)
     return None
 
@@ -153,7 +153,7 @@ def pieces_of(read: Read, shape: Sequence[int], first: int, count: int) -> list[
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-class Promised(Tensor):
+class LazyTensor(Tensor):
     """A CPU tensor without memory; `value` makes it, each time anew.
 
     Casts between floating types change `dtype`, not what `value` returns: an fp32 file gives fp32
@@ -164,9 +164,9 @@ class Promised(Tensor):
     is_window = True  # others see a change of it: a tensor of a file, or a view
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> Promised:
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> LazyTensor:
         """`read` returns values of this shape, on the CPU."""
-        made: Promised = tensor_without_memory(cls, shape, dtype)
+        made: LazyTensor = tensor_without_memory(cls, shape, dtype)
         made._read = read
         return made
 
@@ -186,9 +186,9 @@ class Promised(Tensor):
     ) -> Any:
         inherited: Any = super().__torch_function__
         result = inherited(call, types, args, kwargs or {})
-        if call == _SET_DATA and isinstance(args[0], Promised):
+        if call == _SET_DATA and isinstance(args[0], LazyTensor):
             given = args[1]
-            args[0]._read = given._read if isinstance(given, Promised) else given.detach
+            args[0]._read = given._read if isinstance(given, LazyTensor) else given.detach
         return result
 
     @classmethod
@@ -197,7 +197,7 @@ class Promised(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         mutated = mutated_arguments(call, args, kwargs)
-        if mutated and not any(isinstance(tensor, Promised) for tensor in mutated):
+        if mutated and not any(isinstance(tensor, LazyTensor) for tensor in mutated):
             call(*tree_map(_made, args), **tree_map(_made, kwargs))
             return mutated[0]  # a copy into memory
         if mutated:
@@ -216,13 +216,13 @@ class Promised(Tensor):
                 make: Read = _Result(shape, call, args, kwargs, number)
                 if _only_casts(call, args[0], meta):
                     make = args[0].read
-                made = Promised(shape, meta.dtype, make)
+                made = LazyTensor(shape, meta.dtype, make)
                 made.is_window = only_makes_views(call)
                 results[index] = made
         return results if several else results[0]
 
 
-def keep_promises(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Read]]]:
+def resolve_lazy_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Read]]]:
     """Put meta tensors in place of promises; yields modules with how to read their parameters.
 
     Parameters stay the same objects. Raises `ConfigError` for one that is tied to something by
@@ -232,7 +232,7 @@ def keep_promises(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Read]
     for path, module in model.named_modules():
         found = {}
         for name, parameter in module._parameters.items():
-            if isinstance(parameter, Promised):
+            if isinstance(parameter, LazyTensor):
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 meta = nn.Parameter(empty, parameter.requires_grad)
                 reads[id(parameter)] = parameter._read
@@ -248,7 +248,7 @@ def _changed(tensor: Tensor, call: Any, args: Any, kwargs: Any) -> Tensor:
 
     One on a weight would have to change what others see of it.
     """
-    if not isinstance(tensor, Promised) or tensor.is_window:
+    if not isinstance(tensor, LazyTensor) or tensor.is_window:
         raise ConfigError(
             f"{call} changes a weight in place before the engine has it",
             remedy="change it after initialize(), inside `with engine.materialized(...)`",
@@ -282,7 +282,7 @@ class _Result:
         return chosen
 
     def pieces(self, first: int, count: int) -> list[Read] | None:
-        """See `InPieces`: of what only lays tensors side by side, as experts that are fused."""
+        """See `ChunkedRead`: of what only lays tensors side by side, as experts that are fused."""
         if self.call in _SAME_ORDER:
             return _pieces(self.args[0], first, count)
         if self.call not in _JOINS:
@@ -325,14 +325,14 @@ class _AsOfNow:
 
 
 def _as_of_now(leaf: Any) -> Any:
-    if not isinstance(leaf, Promised):
+    if not isinstance(leaf, LazyTensor):
         return leaf
     return _AsOfNow(leaf._read, tuple(leaf.shape), leaf.dtype)
 
 
 def _pieces(leaf: Any, first: int, count: int) -> list[Read] | None:
-    promised = isinstance(leaf, _AsOfNow)
-    return pieces_of(leaf.read, leaf.shape, first, count) if promised else None
+    lazy = isinstance(leaf, _AsOfNow)
+    return pieces_of(leaf.read, leaf.shape, first, count) if lazy else None
 
 
 def _is_packed(leaf: Any) -> bool:
@@ -342,7 +342,7 @@ def _is_packed(leaf: Any) -> bool:
 def _made(leaf: Any) -> Any:
     if isinstance(leaf, _AsOfNow):
         return leaf.read()
-    return leaf.value() if isinstance(leaf, Promised) else leaf
+    return leaf.value() if isinstance(leaf, LazyTensor) else leaf
 
 
 DEFER_FROM_BYTES = 256 << 10  # smaller tensors are simply made

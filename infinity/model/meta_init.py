@@ -1,7 +1,7 @@
 """Models larger than RAM from the start: built without memory, filled when the engine takes over.
 
 `Init` builds a model whose large tensors are on the meta device and can be made again bit for
-bit, `remember_values` says where a model's values are to be read from, and `Origins` is what
+bit, `remember_values` says where a model's values are to be read from, and `InitialValues` is what
 `initialize` asks, one tensor at a time.
 
 [Note: origin of values]
@@ -35,8 +35,8 @@ from infinity.model.lazy_tensor import (
     DeferredInitMode,
     Packed,
     Read,
-    keep_promises,
     pieces_of,
+    resolve_lazy_tensors,
     storage_key,
 )
 
@@ -409,7 +409,7 @@ def is_building(threshold_bytes: int = DEFER_FROM_BYTES) -> bool:
     return made.untyped_storage().device.type == "meta"
 
 
-class Origins:
+class InitialValues:
     """Where the tensors of a model take their first values from.
 
     In this order: `remember_values`, the tensor itself if it is real, its `Init`, the initialisers
@@ -420,7 +420,7 @@ class Origins:
     """
 
     def __init__(self, model: nn.Module, seed: int | None = None) -> None:
-        for module, read in keep_promises(model):
+        for module, read in resolve_lazy_tensors(model):
             remember_values(module, read)
         self._model = model
         self._read: dict[int, Read] = {}
@@ -552,7 +552,7 @@ class _Checked:
         return value
 
     def pieces(self, first: int, count: int) -> list[Read] | None:
-        """See `InPieces`."""
+        """See `ChunkedRead`."""
         return pieces_of(self.read, self.shape, first, count)
 
 

@@ -560,7 +560,7 @@ class StoredTensor:
         return self.files.facts[self.name].shape
 
     def pieces(self, first: int, count: int) -> list[Callable[[], Tensor]] | None:
-        """See `lazy_tensor.InPieces`."""
+        """See `lazy_tensor.ChunkedRead`."""
         return self.files.pieces(self.name, first, count)
 
 

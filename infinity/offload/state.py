@@ -54,7 +54,7 @@ from infinity.storage.store import MemoryRange, Range, Store, together
 from infinity.types import PAGE, Kind, Tier, round_up
 
 
-class Promising(Protocol):
+class ExtentAllocator(Protocol):
     """What extents are promised by: a disk, before it is allocated."""
 
     def extent(self, nbytes: int, owner: str = "", cuts: Sequence[int] = ()) -> Extent:
@@ -477,7 +477,7 @@ class StateStore:
                     self.transfers.write([(new, buffer)], label=label).wait()
 
 
-def promise_extents(plan: Plan, unit: UnitState, disk: Promising) -> None:
+def promise_extents(plan: Plan, unit: UnitState, disk: ExtentAllocator) -> None:
     """Promise a unit's extents: of each copy its records, then its frozen bytes."""
     layout = unit.layout
     unit.record = plan.whole_record(layout) if plan.durable else plan.record(layout)
@@ -492,7 +492,7 @@ def promise_extents(plan: Plan, unit: UnitState, disk: Promising) -> None:
             unit.frozen_copies.append(disk.extent(layout.frozen_bytes, owner))
 
 
-def _promise(unit: UnitState, chunk: int, count: int, disk: Promising) -> Extent:
+def _promise(unit: UnitState, chunk: int, count: int, disk: ExtentAllocator) -> Extent:
     """One more record for a chunk of a unit."""
     cuts = [unit.record.offset(kind, count) for kind in unit.record.kinds]
     owner = f"unit {unit.layout.name!r}, chunk {chunk}"

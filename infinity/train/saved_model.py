@@ -36,7 +36,7 @@ from infinity.integrations.huggingface.models import (
     without_quantisation,
     write_model,
 )
-from infinity.model.lazy_tensor import Promised
+from infinity.model.lazy_tensor import LazyTensor
 from infinity.model.weight_directory import holds_weights
 from infinity.model.weight_files import Outgoing
 from infinity.optim.moments import COMPUTE_DTYPES
@@ -240,7 +240,7 @@ def load_values(model: SavedModel, reader: StateReader, precision: str) -> nn.Mo
     made = fill_model(
         type(model.base),
         config,
-        {t.name: Promised(t.shape, t.dtype, t.read) for t in tensors},
+        {t.name: LazyTensor(t.shape, t.dtype, t.read) for t in tensors},
         precision,
         {} if attention is None else {"attn_implementation": attention},
         str(reader.directory),

@@ -18,7 +18,7 @@ from infinity.common.malloc import return_freed_memory
 from infinity.config.schema import Config
 from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import EngineFailedError, InfinityError, MachineError
-from infinity.model.meta_init import Origins
+from infinity.model.meta_init import InitialValues
 from infinity.model.parameters import Installation, ParameterBinding, move_buffers
 from infinity.model.partition import Cut
 from infinity.model.torch_private import forget_flat_weights
@@ -64,7 +64,7 @@ class EngineComponents:
         config: Config,
         device: Device,
         optimizer: OffloadedOptimizer,
-        origins: Origins,
+        initial_values: InitialValues,
         progress: Progress | None = None,
         ranks: DistContext = SINGLE_PROCESS,
     ) -> None:
@@ -80,7 +80,7 @@ class EngineComponents:
         PROCESS.take(self, plan.tier_bytes, device)
         self._undo.append(self._release)
         try:
-            self._assemble(model, config, optimizer, origins, progress)
+            self._assemble(model, config, optimizer, initial_values, progress)
         except BaseException:
             self.close()
             raise
@@ -90,7 +90,7 @@ class EngineComponents:
         model: nn.Module,
         config: Config,
         optimizer: OffloadedOptimizer,  # not kept: it refers to the engine
-        origins: Origins,  # nor is this: it may hold values
+        initial_values: InitialValues,  # nor is this: it may hold values
         progress: Progress | None,
     ) -> None:
         plan, cut, undo, uses = self.plan, self.cut, self._undo, self._uses
@@ -142,15 +142,15 @@ class EngineComponents:
         self.optimizer_pass.open()
         renew_references = forget_flat_weights(model)
         uses.append(renew_references)
-        self._fill(optimizer, origins, stored, progress)
+        self._fill(optimizer, initial_values, stored, progress)
         self.binding.settle()
         renew_references()
         self._written = True
         self.gradients.open()
         if self.activations is not None:
             self.activations.write_once()
-        move_buffers(model, self.device.torch_device, origins.value)
-        origins.forget()
+        move_buffers(model, self.device.torch_device, initial_values.value)
+        initial_values.forget()
         return_freed_memory()  # of values that have been written
         self._attach(model, config)
         if self.disk is not None:
@@ -175,7 +175,7 @@ class EngineComponents:
     def _fill(
         self,
         optimizer: OffloadedOptimizer,
-        origins: Origins,
+        initial_values: InitialValues,
         stored: StoredRun | None,
         progress: Progress | None,
     ) -> None:
@@ -193,7 +193,7 @@ class EngineComponents:
             self.durability.fill_memory(progress)
         else:
             initial_write = InitialWrite(
-                self.plan, self.transfers, self.store, self.kernels, initial, origins
+                self.plan, self.transfers, self.store, self.kernels, initial, initial_values
             )
             initial_write.write(self.cut.parameters, self.binding, progress)
             del initial_write  # and its buffers

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from infinity.errors import ConfigError
 from infinity.model.lazy_tensor import Packed, Read
-from infinity.model.meta_init import PIECE_ELEMENTS, Origins
+from infinity.model.meta_init import PIECE_ELEMENTS, InitialValues
 from infinity.model.parameters import ParameterBinding
 from infinity.model.quantised import join_rows, quantise_exactly
 from infinity.offload.state import StateStore
@@ -46,14 +46,14 @@ class InitialWrite:
         store: StateStore,
         kernels: CpuKernels,
         initial: Mapping[int, tuple[float, ...]],
-        origins: Origins,
+        initial_values: InitialValues,
     ) -> None:
         self.plan = plan
         self.transfers = transfers
         self.store = store
         self.kernels = kernels
         self.initial = initial
-        self._values = _Current(origins)
+        self._values = _Current(initial_values)
         self._chunk = min(plan.chunk_elements, max((u.numel for u in plan.own), default=0))
         record = Record(plan.precision.kinds, plan.precision)
         self._buffers = BufferPool(2, record.nbytes(self._chunk))
@@ -244,8 +244,8 @@ def _initial_write_bytes(plan: Plan, layout: UnitLayout) -> int:
 class _Current:
     """The values of the parameter that is being written; those of the last are let go first."""
 
-    def __init__(self, origins: Origins) -> None:
-        self._origins = origins
+    def __init__(self, initial_values: InitialValues) -> None:
+        self._origins = initial_values
         self._parameter: nn.Parameter | None = None
         self._flat = torch.empty(0)
 
@@ -271,7 +271,7 @@ class _Current:
             first += into.numel()
 
     def pieces(self, parameter: nn.Parameter, first: int, count: int) -> list[Read] | None:
-        """See `Origins.pieces`."""
+        """See `InitialValues.pieces`."""
         return self._origins.pieces(parameter, first, count)
 
     def forget(self) -> None:

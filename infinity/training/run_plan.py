@@ -14,7 +14,7 @@ from infinity.config.schema import Config
 from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.distributed.shared_memory import can_share
 from infinity.errors import ConfigError
-from infinity.model.meta_init import Origins
+from infinity.model.meta_init import InitialValues
 from infinity.model.partition import (
     AUTO_DEVICE_BUDGET,
     PROCESS_BASE_BYTES,
@@ -45,13 +45,13 @@ def limits_for(
     device: Device,
     model: nn.Module,
     ranks: DistContext = SINGLE_PROCESS,
-    origins: Origins | None = None,
+    initial_values: InitialValues | None = None,
 ) -> Limits:
     """Budgets: given or derived, less what other engines of this process hold.
 
     Those of RAM and disk are a machine's: of its ranks each gets an equal part.
     The process keeps what it holds now, but for parameters; buffers on meta it will come to hold.
-    Without `origins` values that are to come are taken to come whole.
+    Without `initial_values` values that are to come are taken to come whole.
     """
     return_freed_memory()
     device.return_freed_memory()
@@ -81,8 +81,10 @@ def limits_for(
         device_budget = max(device_budget - PROCESS.on_device(device), 0)
     base = max(base, 0 if held else PROCESS_BASE_BYTES)  # another engine counts the process
     made = max((p.nbytes for p in model.parameters() if p.is_meta), default=0)
-    if origins is not None:
-        made = origins.most_bytes(model.parameters(), quantises=config.frozen.rest != "as_is")
+    if initial_values is not None:
+        made = initial_values.most_bytes(
+            model.parameters(), quantises=config.frozen.rest != "as_is"
+        )
     return Limits(device_budget, max(host - held, 0), disk, base, made)
 
 
@@ -211,10 +213,10 @@ def plan_for(
     rule: Rule,
     rates: Rates | None,
     ranks: DistContext,
-    origins: Origins,
+    initial_values: InitialValues,
 ) -> Plan:
     """The plan of one engine on this machine; `rates` as `make_plan` takes them."""
-    limits = limits_for(config, device, model, ranks, origins)
+    limits = limits_for(config, device, model, ranks, initial_values)
     if config.activations.tokens is not None:
         limits = _leaving_room(limits, config, device, model, cut)
     limits = _agreed(limits, ranks)

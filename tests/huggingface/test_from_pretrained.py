@@ -367,7 +367,7 @@ def test_room_is_kept_for_a_piece_of_what_files_hold_and_for_the_whole_of_what_i
     facts.hidden_size, facts.intermediate_size = 64, 128
     hf.MixtralForCausalLM(facts).save_pretrained(tmp_path)
     model = load_model(tmp_path)
-    origins = meta_init.Origins(model)
+    origins = meta_init.InitialValues(model)
     parameters = list(model.parameters())
     assert origins.most_bytes(parameters, quantises=True) == 4000
     stack = model.model.layers[0].mlp.experts.gate_up_proj.requires_grad_(False)
@@ -378,7 +378,7 @@ def test_room_is_kept_for_a_piece_of_what_files_hold_and_for_the_whole_of_what_i
     with torch.device("meta"):
         made = hf.MixtralForCausalLM(facts)
     largest = max(p.nbytes for p in made.parameters())
-    assert meta_init.Origins(made).most_bytes(made.parameters(), quantises=False) == largest
+    assert meta_init.InitialValues(made).most_bytes(made.parameters(), quantises=False) == largest
 
 
 @needs_peak
@@ -421,7 +421,7 @@ def test_keywords_of_transformers_are_of_the_config_or_refused(tmp_path: Path) -
     model = load_model(tmp_path, model_class=kind, model_kwargs=told)
     assert (model.num_labels, model.score.out_features) == (5, 5)
     assert model.config.attention_dropout == 0.25
-    meta_init.Origins(model).forget()
+    meta_init.InitialValues(model).forget()
     with pytest.raises(ConfigError, match="model_kwargs has subfolder, dtype") as caught:
         load_model(tmp_path, model_kwargs={"subfolder": "a", "dtype": torch.float32})
     assert "precision in the configuration" in str(caught.value)

@@ -34,7 +34,7 @@ from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, InfinityError, TrainingError
 from infinity.integrations.deepspeed import zero
-from infinity.model.meta_init import Origins
+from infinity.model.meta_init import InitialValues
 from infinity.offload.exchange import NormTree
 from infinity.optim.cpu import CpuKernels
 from infinity.plan.budget import Limits
@@ -827,13 +827,13 @@ def test_a_backward_of_ones_own_and_a_whole_step_in_one_call(
 def test_models_without_memory_are_made_by_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(ON_DISK, precision="bf16", seed=3)
     made: dict[int, set[int]] = {}
-    lock, value, seed = threading.RLock(), Origins.value, torch.manual_seed
+    lock, value, seed = threading.RLock(), InitialValues.value, torch.manual_seed
 
     def seeded(number: int) -> torch.Generator:
         with lock:  # not while another rank's values are made
             return seed(number)
 
-    def counted(self: Origins, tensor: Tensor) -> Tensor:
+    def counted(self: InitialValues, tensor: Tensor) -> Tensor:
         with lock:  # torch's generator, which values are made with, is one for all threads
             made.setdefault(threading.get_ident(), set()).add(id(tensor))
             return value(self, tensor)
@@ -843,7 +843,7 @@ def test_models_without_memory_are_made_by_shares(monkeypatch: pytest.MonkeyPatc
         with infinity.Init(threshold_bytes=1) if deferred else nullcontext():
             return Gpt()
 
-    monkeypatch.setattr(Origins, "value", counted)
+    monkeypatch.setattr(InitialValues, "value", counted)
     monkeypatch.setattr(torch, "manual_seed", seeded)
     batches = GPT.batches(6)
     expected = train_exactly(build(deferred=False), batches, with_micro_batches(config, 2))

@@ -24,7 +24,7 @@ from infinity.errors import ConfigError, MachineError, explained, first_lines
 from infinity.integrations.deepspeed.arguments import initialize
 from infinity.integrations.deepspeed.settings import read_settings
 from infinity.integrations.huggingface.experts import declare_experts
-from infinity.model.lazy_tensor import Promised
+from infinity.model.lazy_tensor import LazyTensor
 from infinity.model.meta_init import Init
 from infinity.model.weight_directory import saving
 from infinity.model.weight_files import Outgoing, StoredTensor, WeightFiles, write_shards
@@ -247,13 +247,13 @@ def as_saved(
     for tensor in tensors:
         if tensor.name not in ignored:
             read = partial(last.read, tensor.name, tensor.read)
-            given[tensor.name] = Promised(tensor.shape, tensor.dtype, read)
+            given[tensor.name] = LazyTensor(tensor.shape, tensor.dtype, read)
     if original_format:
         conversions = importlib.import_module("transformers.core_model_loading")
         given = conversions.revert_weight_conversion(module, given)
     outgoing = []
     for name, value in given.items():
-        assert isinstance(value, Promised)
+        assert isinstance(value, LazyTensor)
         outgoing.append(Outgoing(name, tuple(value.shape), value.dtype, value.value))
     return outgoing
 
@@ -504,7 +504,7 @@ def _told(facts: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 def _promise(files: WeightFiles, name: str) -> Tensor:
     facts = files.facts[name]
-    return Promised(facts.shape, facts.dtype, StoredTensor(files, name))
+    return LazyTensor(facts.shape, facts.dtype, StoredTensor(files, name))
 
 
 def _num_promised(model: nn.Module) -> int:
@@ -512,10 +512,10 @@ def _num_promised(model: nn.Module) -> int:
     count = 0
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if isinstance(buffer, Promised):
+            if isinstance(buffer, LazyTensor):
                 module._buffers[name] = buffer.value().to(buffer.dtype)
     for parameter in model.parameters():
-        count += isinstance(parameter, Promised)
+        count += isinstance(parameter, LazyTensor)
     return count
 
 

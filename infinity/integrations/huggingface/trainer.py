@@ -50,7 +50,7 @@ from infinity.integrations.huggingface.settings import (
     refuse_arguments,
 )
 from infinity.integrations.huggingface.step_log import StepLog
-from infinity.model.lazy_tensor import Promised
+from infinity.model.lazy_tensor import LazyTensor
 from infinity.optim.from_torch import (
     OptimizerChoice,
     adopt_scheduler,
@@ -703,7 +703,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
 
     # Weights tensor by tensor from where they rest, which all ranks read.
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        absent = any(p.is_meta or isinstance(p, Promised) for p in self.model.parameters())
+        absent = any(p.is_meta or isinstance(p, LazyTensor) for p in self.model.parameters())
         if state_dict is not None or (self.engine is None and not absent):
             super()._save(output_dir, state_dict)
             return

@@ -17,8 +17,8 @@ from infinity.optim.rules import RULES, RuleParams, lossy_notes, matrix_steps, r
 from infinity.types import MomentFormat
 
 # The optimizer pass splits chunks into tiles (ranges of a parameter with all their state in one
-# memory), and an `Updater` steps each: here with the kernels, in `adapter.py` with any `torch.optim`
-# optimizer. Neither knows units, tiers or files.
+# memory), and an `Updater` steps each: here with kernels, in `adapter.py` with any optimizer of
+# `torch.optim`. Neither knows units, tiers or files.
 
 
 @dataclass(frozen=True, slots=True)

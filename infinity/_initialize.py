@@ -25,9 +25,9 @@ from infinity.distributed.context import DistContext, check_alike, find_ranks
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError, InfinityWarning
 from infinity.model.checks import check_model
-from infinity.model.cut import UnitSpec
 from infinity.model.meta_init import InitialValues
-from infinity.model.partition import Cut, cut_model
+from infinity.model.partition import Partition, partition_model
+from infinity.model.partitioner import UnitSpec
 from infinity.optim.adapter_probe import OptimizerMaker
 from infinity.optim.from_torch import choose_given
 from infinity.optim.lr_schedules import make_schedule
@@ -183,16 +183,18 @@ def _make(
     offloaded = make_optimizer(model, settings, choice.groups, choice.optimizer, trains=told.trains)
     rule, trained = offloaded.rule, offloaded.param_groups
     computes_as_before = undo.callback(_declare_experts(model))
-    cut = cut_model(model, settings, trained, given.units, ranks.count, whole=rule.whole)
-    offloaded.cut(cut.pieces)
+    partition = partition_model(
+        model, settings, trained, given.units, ranks.count, whole=rule.whole
+    )
+    offloaded.split_stacks(partition.pieces)
     if ranks.count > 1:
-        check_alike(ranks, "the model", _facts_of(cut, initial_values))
+        check_alike(ranks, "the model", _facts_of(partition, initial_values))
         check_alike(ranks, "the optimizer", _facts_of_optimizer(offloaded))
-    plan = _make_plan(model, cut, settings, target, offloaded, ranks, initial_values)
+    plan = _make_plan(model, partition, settings, target, offloaded, ranks, initial_values)
     if ranks.count > 1:
         check_alike(ranks, "the plan", _facts_of_plan(plan))
     scheduler = None
-    if any(cut.trained):
+    if any(partition.trained):
         scheduler = _make_scheduler(settings, offloaded, given.lr_scheduler, client)
     loader = _make_loader(given.training_data, told, given.collate_fn, ranks)
     journal = Journal(settings.journal) if settings.journal and not ranks.rank else None
@@ -204,7 +206,7 @@ def _make(
     own = settings if ranks.count == 1 else _of_rank(settings, ranks)
     undo.callback(_leave, settings, own, ranks)
     components = EngineComponents(
-        model, cut, plan, own, target, offloaded, initial_values, given.progress, ranks
+        model, partition, plan, own, target, offloaded, initial_values, given.progress, ranks
     )
     undo.callback(components.close)
     components.add_cleanup(partial(_leave, settings, own, ranks), last=True)
@@ -223,7 +225,7 @@ def _make(
         components.add_cleanup(_lead(client, offloaded))
     if ranks.rank == 0:
         origin = told.start_record()
-        asks = any(cut.trained) and not origin
+        asks = any(partition.trained) and not origin
         left_open = _left_open(told.config, groups, client) if asks else ""
         _announce(engine, told.config, origin, left_open, journal)
     return engine, offloaded, loader, scheduler
@@ -280,21 +282,21 @@ def _seed_of_meta(config: Config, ranks: DistContext) -> int | None:
 _COMPARED = 1024  # elements, from either end of a parameter whose values are in a file
 
 
-def _facts_of(cut: Cut, initial_values: InitialValues) -> dict[str, Any]:
+def _facts_of(partition: Partition, initial_values: InitialValues) -> dict[str, Any]:
     """What ranks must have alike: all parameters, their units, and their values.
 
     Of values in files the first and last; of those that will be made, which takes time, those of
     the smallest matrix, or where there is none tensor: vectors are often constants.
     """
-    facts: dict[str, Any] = {"units": [unit.name for unit in cut.layouts]}
-    for unit in cut.layouts:
+    facts: dict[str, Any] = {"units": [unit.name for unit in partition.layouts]}
+    for unit in partition.layouts:
         for s in unit.segments:
             facts[s.name] = f"{s.shape}, {s.dtype}, " + (
                 f"trained in group {s.group}" if s.trained else "frozen"
             )
     made: dict[int, tuple[bool, int]] = {}
-    for index, parameter in enumerate(cut.parameters[: cut.num_own]):
-        size, name = parameter.numel(), cut.names[index]
+    for index, parameter in enumerate(partition.parameters[: partition.num_own]):
+        size, name = parameter.numel(), partition.names[index]
         count = min(size, _COMPARED)
         first = initial_values.pieces(parameter, 0, count)
         last = initial_values.pieces(parameter, size - count, count)
@@ -308,8 +310,8 @@ def _facts_of(cut: Cut, initial_values: InitialValues) -> dict[str, Any]:
             facts[f"values of {name}"] = crc32c_of(parameter)
     if made:
         index = min(made, key=made.__getitem__)
-        value = initial_values.value(cut.parameters[index])
-        facts[f"values of {cut.names[index]}"] = crc32c_of(value)
+        value = initial_values.value(partition.parameters[index])
+        facts[f"values of {partition.names[index]}"] = crc32c_of(value)
     return facts
 
 
@@ -354,7 +356,7 @@ def _leave(config: Config, own: Config, ranks: DistContext) -> None:
 
 def _make_plan(
     model: nn.Module,
-    cut: Cut,
+    partition: Partition,
     config: Config,
     device: Device,
     optimizer: OffloadedOptimizer,
@@ -363,7 +365,9 @@ def _make_plan(
 ) -> Plan:
     """The plan of this run, by what is known of this machine's rates."""
     known = rates_of_rank(config, device, ranks)
-    plan = plan_for(model, cut, config, device, optimizer.rule, known.rates, ranks, initial_values)
+    plan = plan_for(
+        model, partition, config, device, optimizer.rule, known.rates, ranks, initial_values
+    )
     if "auto" in config.placement.model_dump().values():
         plan = replace(plan, rates_origin=known.origin)
     return plan

@@ -86,7 +86,7 @@ class Engine:
         self.ranks = components.ranks
         self._components = components
         self._journal = journal
-        self._index_of = {id(p): i for i, p in enumerate(components.cut.parameters)}
+        self._index_of = {id(p): i for i, p in enumerate(components.partition.parameters)}
         self._guard = components.guard
         self._window = components.window
         self._cycles = components.cycles
@@ -96,7 +96,7 @@ class Engine:
         self._step_runner = StepRunner(
             components, optimizer, self._index_of, lr_scheduler, journal, scale_rules
         )
-        names = components.cut.names
+        names = components.partition.names
         run_state = RunState(
             self._step_runner, self._window, optimizer, components.updater, self._index_of, names
         )
@@ -117,13 +117,13 @@ class Engine:
 
     def _own(self, module: nn.Module) -> None:
         """What the module and its parameters know of the engine, until that is closed or gone."""
-        components, parameters = self._components, self._components.cut.parameters
+        components, parameters = self._components, self._components.partition.parameters
         hooks = ModuleStateHooks(module, self._values, self._index_of)
         components.installation.on_new = hooks.add
         components.add_cleanup(hooks.remove)
         components.add_cleanup(AdaptedParameters(module).remove)
         components.add_cleanup(MergeGuard(module, self._values, self._index_of).remove)
-        if not any(components.cut.trained):
+        if not any(components.partition.trained):
             components.add_cleanup(freeze(parameters))
         vars(module)["zero_grad"] = zero_grad_of(module, self._drop_arrivals)
         components.add_cleanup(partial(vars(module).pop, "zero_grad", None))
@@ -888,7 +888,7 @@ class Engine:
                     return
                 if restore:
                     self._values.release_all_materialized()
-                    count = self._components.cut.num_own
+                    count = self._components.partition.num_own
                     values = {i: self._values.read(i) for i in range(count)}
             except BaseException as error:
                 failure = failure or error
@@ -925,7 +925,7 @@ class Engine:
             raise EngineClosedError("the engine is closed", remedy="make a new one")
 
     def _check_trains(self, what: str) -> None:
-        if not any(self._components.cut.trained):
+        if not any(self._components.partition.trained):
             raise TrainingError(
                 f"{what} of an engine for inference",
                 because="no parameter has optimizer state: the model was frozen, or initialize() "

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from infinity import losses
 from infinity.config.schema import load_config
 from infinity.losses import chunked_cross_entropy
-from infinity.model.partition import cut_model
+from infinity.model.partition import partition_model
 from infinity.model.shapes import target_of
 from infinity.plan.activations import CHUNK_TOKENS, LOGIT_BYTES, ActivationModel, Activations
 from infinity.plan.layout import (
@@ -35,7 +35,7 @@ from presets import build
 def estimate(model: nn.Module, tokens: int, precision: str, recompute: bool = False) -> Activations:
     config = load_config({"precision": precision})
     target = target_of("test", model, {})
-    cut = cut_model(model, config, [{"params": list(model.parameters())}], None)
+    cut = partition_model(model, config, [{"params": list(model.parameters())}], None)
     layouts = cut.layouts
     shape = ActivationModel(layouts, lookups=target.lookups, heads=target.heads)
     return shape.of(tokens, recompute="all" if recompute else 0)

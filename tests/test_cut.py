@@ -8,21 +8,21 @@ from support.small import SmallModel
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.model.cut import OUTSIDE, REST_SHARE, Cutter, UnitCut
+from infinity.model.partitioner import OUTSIDE, REST_SHARE, Partitioner, UnitModules
 
 
-def cut_by_name(model: nn.Module) -> dict[str, UnitCut]:
-    cuts = Cutter(model).cut()
+def cut_by_name(model: nn.Module) -> dict[str, UnitModules]:
+    cuts = Partitioner(model).cut()
     assert len({c.name for c in cuts}) == len(cuts)
     return {c.name: c for c in cuts}
 
 
-def assert_each_parameter_once(model: nn.Module, cuts: list[UnitCut]) -> None:
+def assert_each_parameter_once(model: nn.Module, cuts: list[UnitModules]) -> None:
     indices = sorted(i for c in cuts for i in c.parameters)
     assert indices == list(range(len(list(model.parameters()))))
 
 
-def share(model: nn.Module, cut: UnitCut) -> float:
+def share(model: nn.Module, cut: UnitModules) -> float:
     sizes = [p.numel() for p in model.parameters()]
     return sum(sizes[i] for i in cut.parameters) / sum(sizes)
 
@@ -70,13 +70,13 @@ def test_repeated_blocks_are_units_and_a_large_embedding_stands_alone() -> None:
 
 
 def test_units_come_in_module_order() -> None:
-    firsts = [c.parameters[0] for c in Cutter(SmallModel()).cut()]
+    firsts = [c.parameters[0] for c in Partitioner(SmallModel()).cut()]
     assert firsts == sorted(firsts)
 
 
 def test_a_tied_weight_belongs_to_one_unit() -> None:
     model = SmallModel()
-    cutter = Cutter(model)
+    cutter = Partitioner(model)
     assert "head.weight" not in cutter.names
     assert_each_parameter_once(model, cutter.cut())
 
@@ -86,7 +86,7 @@ def test_a_block_that_is_used_twice_is_one_unit() -> None:
     model = nn.ModuleDict(
         {"a": nn.ModuleList([block, nn.Linear(8, 8), block]), "b": nn.Linear(8, 2)}
     )
-    cuts = Cutter(model).cut()
+    cuts = Partitioner(model).cut()
     assert_each_parameter_once(model, cuts)
     assert sum(block in c.modules for c in cuts) == 1
 
@@ -101,7 +101,7 @@ def test_what_is_as_large_as_half_a_block_stands_alone_in_a_deep_model() -> None
             "head": nn.Linear(8, 12, bias=False),
         }
     )
-    cutter = Cutter(deep)
+    cutter = Partitioner(deep)
     cuts = cutter.cut()
     assert [cut.name for cut in cuts if not cut.name.startswith("blocks")] == [
         "embedding",
@@ -119,7 +119,7 @@ def test_leftovers_are_packed_into_units_no_larger_than_a_block() -> None:
             **{f"w{m}": nn.Linear(m, 1, bias=False) for m in (30, 31, 29, 28, 27, 9)},
         }
     )
-    cutter = Cutter(deep)
+    cutter = Partitioner(deep)
     sizes = {
         cut.name: sum(cutter.parameters[i].numel() for i in cut.parameters)
         for cut in cutter.cut()
@@ -134,7 +134,7 @@ def test_each_expert_is_a_unit() -> None:
     experts = [n for n in cuts if ".experts." in n]
     assert experts == [f"blocks.{b}.experts.{e}" for b in range(2) for e in range(4)]
     block = cuts["blocks.0"]  # what is left of the block: router and output
-    names = Cutter(model).names
+    names = Partitioner(model).names
     assert [names[i] for i in block.parameters] == [
         "blocks.0.router.weight",
         "blocks.0.router.bias",
@@ -153,7 +153,7 @@ def test_small_leftovers_travel_together_but_in_packs_of_bounded_size() -> None:
     model = nn.ModuleDict({"big": nn.Linear(64, 64)})
     for index in range(40):
         model[f"small{index:02}"] = nn.Linear(4, 5 + index)  # no two alike, each small
-    cuts = Cutter(model).cut()
+    cuts = Partitioner(model).cut()
     assert_each_parameter_once(model, cuts)
     rest = [c for c in cuts if c.name.startswith(OUTSIDE)]
     assert len(rest) >= 2
@@ -162,7 +162,7 @@ def test_small_leftovers_travel_together_but_in_packs_of_bounded_size() -> None:
 
 def test_unequal_convolutions_are_not_one_giant_unit() -> None:
     model = UnevenCnn()
-    cuts = Cutter(model).cut()
+    cuts = Partitioner(model).cut()
     assert_each_parameter_once(model, cuts)
     assert len(cuts) >= 4
     largest = max(p.numel() for p in model.parameters()) / sum(
@@ -256,11 +256,11 @@ def test_stages_of_other_widths_and_a_pair_of_stacks_are_no_blocks() -> None:
     pair = nn.ModuleDict(
         {name: nn.ModuleList(DenseBlock(16) for _ in range(n)) for name, n in (("a", 2), ("b", 3))}
     )
-    assert all(cut.name.count(".") == 1 for cut in Cutter(pair).cut() if cut.is_block)
+    assert all(cut.name.count(".") == 1 for cut in Partitioner(pair).cut() if cut.is_block)
 
 
 def test_one_bare_layer_is_one_unit() -> None:
-    cuts = Cutter(nn.Linear(4, 4)).cut()
+    cuts = Partitioner(nn.Linear(4, 4)).cut()
     assert len(cuts) == 1
     assert cuts[0].parameters == [0, 1]
 
@@ -268,17 +268,17 @@ def test_one_bare_layer_is_one_unit() -> None:
 def test_parameters_that_hang_on_the_root_are_cut_too() -> None:
     model = SmallModel()
     model.scale = nn.Parameter(torch.ones(3))
-    assert_each_parameter_once(model, Cutter(model).cut())
+    assert_each_parameter_once(model, Partitioner(model).cut())
 
 
 def test_equal_norms_are_not_blocks() -> None:
     model = nn.Sequential(*[nn.LayerNorm(8) for _ in range(64)], nn.Linear(8, 8))
-    assert all(len(c.modules) > 1 for c in Cutter(model).cut() if c.name.startswith(OUTSIDE))
+    assert all(len(c.modules) > 1 for c in Partitioner(model).cut() if c.name.startswith(OUTSIDE))
 
 
 def test_an_explicit_list_overrides_by_name_module_and_group() -> None:
     model = SmallModel(num_blocks=4)
-    cuts = Cutter(model).cut(["blocks.0", model.blocks[1], ["blocks.2", "blocks.3"]])
+    cuts = Partitioner(model).cut(["blocks.0", model.blocks[1], ["blocks.2", "blocks.3"]])
     names = [c.name for c in cuts]
     assert names[:1] == ["embedding"]
     assert {"blocks.0", "blocks.1", "blocks.2+blocks.3"} < set(names)
@@ -287,10 +287,10 @@ def test_an_explicit_list_overrides_by_name_module_and_group() -> None:
 
 def test_an_explicit_list_need_not_name_everything() -> None:
     model = SmallModel(num_blocks=2)
-    cuts = Cutter(model).cut(["blocks"])
+    cuts = Partitioner(model).cut(["blocks"])
     assert_each_parameter_once(model, cuts)
     assert "blocks" in [c.name for c in cuts]
-    assert_each_parameter_once(model, Cutter(model).cut([]))
+    assert_each_parameter_once(model, Partitioner(model).cut([]))
 
 
 @pytest.mark.parametrize("spec", ["block.0", nn.Linear(2, 2), ["blocks.0", "nothing"]])
@@ -298,4 +298,4 @@ def test_an_unknown_unit_is_named(spec: object) -> None:
     with pytest.raises(
         ConfigError, match=r"which is not a module of the model[\s\S]*named_modules"
     ):
-        Cutter(SmallModel()).cut([spec])  # type: ignore[list-item]
+        Partitioner(SmallModel()).cut([spec])  # type: ignore[list-item]

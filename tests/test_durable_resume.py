@@ -120,7 +120,7 @@ def test_a_run_whose_units_had_other_names_is_resumed(
     """Leftovers outside blocks were called "rest"; the names are in its plan.json."""
     run = durable(Run({"precision": "bf16"}), resume="auto")
     with monkeypatch.context() as before:
-        before.setattr("infinity.model.cut.OUTSIDE", "rest")
+        before.setattr("infinity.model.partitioner.OUTSIDE", "rest")
         with run.engine(tmp_path, DISK, seed=1) as engine:
             micro_step(engine, 0)
     (directory,) = tmp_path.glob("infinity-run-*")

@@ -14,7 +14,7 @@ import infinity
 from infinity.checkpoint.streams import first_frozen_byte
 from infinity.config.schema import load_config
 from infinity.errors import ConfigError
-from infinity.model.partition import cut_model, groups_of
+from infinity.model.partition import groups_of, partition_model
 from infinity.model.quantised import quantise
 from infinity.model.shapes import Outline, Shape
 from infinity.plan.forecast import forecast_bytes
@@ -24,7 +24,7 @@ from infinity.types import FrozenFormat
 
 def cut(model: Any, experts: Any, **more: Any) -> Any:
     config = load_config({"experts_per_unit": experts, "precision": "bf16", **more})
-    return cut_model(model, config, groups_of(model, config), None)
+    return partition_model(model, config, groups_of(model, config), None)
 
 
 def test_ranges_cover_each_expert_once_in_the_order_of_layers() -> None:
@@ -72,7 +72,7 @@ def test_experts_that_cannot_be_cut_are_named_with_the_reason() -> None:
     assert cut(model, 1).notes == (
         "experts travel with their layer, uncut: 0: an expert has 15 elements, no multiple of 4096",
     )
-    whole = cut_model(Stacked(), load_config({"experts_per_unit": 1}), [{"params": []}], None)
+    whole = partition_model(Stacked(), load_config({"experts_per_unit": 1}), [{"params": []}], None)
     assert any(unit.is_range for unit in whole.layouts)  # frozen ones have no optimizer
     unnamed = nn.ModuleDict({"experts": nn.Module()})
     unnamed["experts"].register_parameter("w", nn.Parameter(torch.zeros(2, 4, 4)))

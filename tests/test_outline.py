@@ -14,7 +14,7 @@ from infinity.config.schema import load_config
 from infinity.errors import ConfigError, MachineError, explained
 from infinity.integrations.huggingface.meta import find_target, published_target
 from infinity.model.named_models import PUBLISHED, SIZES
-from infinity.model.partition import cut_model, groups_of
+from infinity.model.partition import groups_of, partition_model
 from infinity.model.shapes import named_target, read_model_config
 from infinity.plan.machine import may_have_gpu
 
@@ -45,7 +45,7 @@ def test_a_named_size_is_the_model_of_transformers(name: str, tmp_path: Path) ->
         names = [name for name, _ in getattr(theirs.module, walk)()]
         assert [name for name, _ in getattr(ours.module, walk)()] == names
     settings = load_config({})
-    cuts = [cut_model(t.module, settings, groups_of(t.module, settings), None)
+    cuts = [partition_model(t.module, settings, groups_of(t.module, settings), None)
             for t in (ours, theirs)]  # fmt: skip
     assert cuts[0].layouts == cuts[1].layouts
     assert cuts[0].dtype_names == cuts[1].dtype_names

@@ -22,7 +22,7 @@ from infinity.config.schema import load_config
 from infinity.errors import MachineError
 from infinity.integrations.huggingface.meta import find_target
 from infinity.model.named_models import NAMED
-from infinity.model.partition import cut_model, groups_of
+from infinity.model.partition import groups_of, partition_model
 from infinity.model.shapes import named_target
 from infinity.plan.activations import passes
 from infinity.plan.cost import COMPUTE, COPIES, DEVICE_UPDATE, Rates, nominal
@@ -341,7 +341,7 @@ def test_fused_experts_are_a_block_and_see_their_share_of_the_tokens(tmp_path: P
     assert model["flop_per_token"] == 6 * (matrices - 1000 * 256 - experts / 2)
     assert "7.2M parameters, 4.1M active a token" in run(str(tmp_path), *DESKTOP)[1]
     settings = load_config({})
-    cut = cut_model(target.module, settings, groups_of(target.module, settings), None)
+    cut = partition_model(target.module, settings, groups_of(target.module, settings), None)
     stacks = [s for unit in cut.layouts for s in unit.segments if s.parameter in target.shares]
     assert [passes(stack, target.shares) for stack in stacks] == [4.0] * 4
 

@@ -453,7 +453,7 @@ def test_where_units_are_is_what_the_ledger_says(tmp_path: Path) -> None:
         engine.backward(engine(batch(0)))
         for unit, entry in zip(engine.plan.units, prefetcher.entries, strict=True):
             for segment in unit.segments:
-                parameter = engine._components.cut.parameters[segment.parameter]
+                parameter = engine._components.partition.parameters[segment.parameter]
                 if entry.bound:
                     assert entry.residency is Residency.RESIDENT
                     storage = entry.slot.memory.untyped_storage()

@@ -26,7 +26,7 @@ from support.trainer import Run, make_config, make_device
 import infinity
 from infinity.config.schema import load_config
 from infinity.errors import ConfigError, MachineError
-from infinity.model.cut import OUTSIDE
+from infinity.model.partitioner import OUTSIDE
 from infinity.offload.transfers import STALLS
 from infinity.profiling.trace_reader import (
     Shares,

@@ -328,8 +328,8 @@ def test_reading_waits_for_the_pass(tmp_path: Path, read: str) -> None:
     slow = {"io": {"slow_bytes_per_s": 5_000_000}}
     with small_engine(tmp_path, **slow) as engine:
         train(engine, 1)
-        weight = engine._components.cut.parameters[
-            engine._components.cut.names.index("blocks.2.up.weight")
+        weight = engine._components.partition.parameters[
+            engine._components.partition.names.index("blocks.2.up.weight")
         ]
         if read == "state_dict":
             value = engine.state_dict()["blocks.2.up.weight"]

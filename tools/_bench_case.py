@@ -10,7 +10,7 @@ from _bench_model import outline
 
 from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError
-from infinity.model.partition import PROCESS_BASE_BYTES, case_for, cut_model, groups_of
+from infinity.model.partition import PROCESS_BASE_BYTES, case_for, groups_of, partition_model
 from infinity.model.shapes import target_of
 from infinity.plan.activations import num_blocks
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
@@ -40,7 +40,7 @@ def case_of(
     groups = groups_of(model, config)
     case = case_for(
         target_of(job["model"], model, {}),
-        cut_model(model, config, groups, None),
+        partition_model(model, config, groups, None),
         groups,
         config,
         machine,

@@ -24,7 +24,7 @@ from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError
 from infinity.integrations.huggingface.meta import published_target
 from infinity.model.named_models import PUBLISHED, SIZES
-from infinity.model.partition import adapter_case, case_for, cut_model, groups_of
+from infinity.model.partition import adapter_case, case_for, groups_of, partition_model
 from infinity.model.shapes import Target, named_target
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.plan.cost import NOMINAL
@@ -48,7 +48,7 @@ def case_of(
     rates = replace(NOMINAL, **{name: drives * getattr(NOMINAL, name) for name in DISK})
     machine = PlanMachine("table", ram * GIB, DEVICE, drives * SPACE, 16, rates)
     groups = groups_of(target.module, config)
-    cut = cut_model(target.module, config, groups, None)
+    cut = partition_model(target.module, config, groups, None)
     made = max(p.nbytes for p in target.module.parameters())
     case = case_for(
         target, cut, groups, config, machine, tokens, recompute=False, made=made, length=length

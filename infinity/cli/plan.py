@@ -329,7 +329,7 @@ def report_of(wishes: SearchOptions, rated_bytes: int) -> dict[str, Any]:
     """The answer, JSON-able; its keys are those of `infinity.cli.plan_report`."""
     from infinity.cli.plan_report import report
     from infinity.cli.remedies import for_plan
-    from infinity.model.partition import case_for, cut_model, finer_units, groups_of
+    from infinity.model.partition import case_for, finer_units, groups_of, partition_model
     from infinity.plan.batch_schedule import choose_schedule
 
     source, target, translation = _find(wishes)
@@ -348,15 +348,15 @@ def report_of(wishes: SearchOptions, rated_bytes: int) -> dict[str, Any]:
         )
     config = _on_machine(_as_trained(source, wishes, target), wishes, machine)
     groups = groups_of(target.module, config)
-    cut = cut_model(target.module, config, groups, None, machine.ranks)
-    if wishes.finer_units and (parts := finer_units(cut)):
-        cut = cut_model(target.module, config, groups, parts, machine.ranks)
+    partition = partition_model(target.module, config, groups, None, machine.ranks)
+    if wishes.finer_units and (parts := finer_units(partition)):
+        partition = partition_model(target.module, config, groups, parts, machine.ranks)
     wish = _wish(wishes, config)
     tokens, length = _step_of(wishes, wish, machine.ranks)
     samples = max(tokens // length, 1)
     case = case_for(
         target,
-        cut,
+        partition,
         groups,
         config,
         machine,
@@ -370,7 +370,7 @@ def report_of(wishes: SearchOptions, rated_bytes: int) -> dict[str, Any]:
     found = report(
         chosen.case,
         target,
-        cut,
+        partition,
         rated_bytes,
         chosen,
         typed=for_plan(of_run=wishes.run is not None),

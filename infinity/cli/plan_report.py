@@ -44,7 +44,13 @@ from typing import Any
 from infinity._version import __version__
 from infinity.cli.remedies import Typed
 from infinity.errors import DoesNotFitError, InfinityError
-from infinity.model.partition import Cut, adapter_case, cut_model, finer_units, groups_of
+from infinity.model.partition import (
+    Partition,
+    adapter_case,
+    finer_units,
+    groups_of,
+    partition_model,
+)
 from infinity.model.shapes import Target
 from infinity.plan.activations import num_blocks
 from infinity.plan.advice import LEAST_GAIN, Change, Suggestion, faster, ways_to_fit
@@ -68,7 +74,7 @@ _KINDS = {"weights": Kind.WEIGHT, "moments and residual": Kind.RESIDUAL, "gradie
 def report(
     case: PlanInput,
     target: Target,
-    cut: Cut,
+    partition: Partition,
     rated_bytes: int,
     chosen: ScheduleResult | None = None,
     *,
@@ -126,7 +132,9 @@ def report(
         try:
             priced = known if known is not None and known.case is case else price(case)
         except DoesNotFitError:
-            smaller = _finer(case, target, cut)  # of use for large buffers, not for activations
+            smaller = _finer(
+                case, target, partition
+            )  # of use for large buffers, not for activations
             raise
         facts |= _planned(priced, rated_bytes)
         facts["activations"] |= {"room": priced.room, "missing": priced.missing}
@@ -184,12 +192,12 @@ _ADAPTERS = {
 }
 
 
-def _finer(case: PlanInput, target: Target, cut: Cut) -> tuple[UnitLayout, ...]:
+def _finer(case: PlanInput, target: Target, partition: Partition) -> tuple[UnitLayout, ...]:
     """Smaller units, if there are any."""
-    if not (names := finer_units(cut)):
+    if not (names := finer_units(partition)):
         return ()
     groups = groups_of(target.module, case.config)
-    return cut_model(target.module, case.config, groups, names, case.machine.ranks).layouts
+    return partition_model(target.module, case.config, groups, names, case.machine.ranks).layouts
 
 
 def _model(case: PlanInput, target: Target) -> dict[str, Any]:

@@ -193,11 +193,11 @@ def _show_plan(run: Run, page: TrainPage) -> None:
     with ranks.collective_section("plans a run"):
         if not ranks.rank:
             with closing(find_device(device_for(None, ranks))) as device:
-                case, target, cut = case_of(run.prepared, device, ranks)
+                case, target, partition = case_of(run.prepared, device, ranks)
                 found = report(
                     case,
                     target,
-                    cut,
+                    partition,
                     parse_size(DEFAULT_ENDURANCE),
                     run.chosen,
                     typed=for_train(run.prepared.config, run.prepared.length),

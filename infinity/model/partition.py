@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from infinity.config.schema import Config
 from infinity.errors import ConfigError, listed
-from infinity.model.cut import Cutter, Rows, Stacks, UnitCut, UnitSpec
+from infinity.model.partitioner import Partitioner, Rows, Stacks, UnitModules, UnitSpec
 from infinity.model.shapes import (
     Outline,
     Target,
@@ -53,7 +53,7 @@ MANY_RANGES = 256
 
 
 @dataclass
-class Cut:
+class Partition:
     """The module's parameters, and the units they were cut into.
 
     `dtype_names` are torch's names of what parameters are while they compute. Rows of stacks of
@@ -65,7 +65,7 @@ class Cut:
     parameters: list[nn.Parameter]
     trained: list[bool]
     dtype_names: list[str]
-    units: list[UnitCut]
+    units: list[UnitModules]
     layouts: tuple[UnitLayout, ...]
     num_own: int = 0
     rows: list[Rows] = field(default_factory=list)
@@ -127,7 +127,7 @@ def complete_groups(model: nn.Module | Outline, config: Config, groups: Groups) 
     )
 
 
-def cut_model(
+def partition_model(
     model: nn.Module | Outline,
     config: Config,
     groups: Groups,
@@ -135,12 +135,12 @@ def cut_model(
     ranks: int = 1,
     *,
     whole: bool = False,
-) -> Cut:
+) -> Partition:
     """Cut into units and lay them out for `ranks`; trained is what the optimizer's groups hold.
 
     `whole` says that its rule needs whole parameters, all of them.
     """
-    cutter = Cutter(model)
+    cutter = Partitioner(model)
     precision = PRECISIONS[config.precision]
     group_of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
     of_muon = not RULES[config.optimizer.type].kernel  # other rules' groups may say the same word
@@ -177,13 +177,13 @@ def cut_model(
     )
     trained = [fact.trained for fact in facts]
     dtypes = [fact.dtype for fact in facts]
-    return Cut(
+    return Partition(
         cutter.names, cutter.parameters, trained, dtypes, cuts, layouts, cutter.num_own, rows, notes
     )
 
 
 def _stacks(
-    cutter: Cutter, facts: list[ParameterFacts], config: Config, *, whole: bool
+    cutter: Partitioner, facts: list[ParameterFacts], config: Config, *, whole: bool
 ) -> tuple[list[Stacks], tuple[str, ...]]:
     """Return the stacks that may be cut, marked in `facts`, and notes on those that may not."""
     found: list[Stacks] = []
@@ -258,7 +258,9 @@ def _sizes(
     return found
 
 
-def _quantised(cutter: Cutter, facts: list[ParameterFacts], config: Config) -> list[ParameterFacts]:
+def _quantised(
+    cutter: Partitioner, facts: list[ParameterFacts], config: Config
+) -> list[ParameterFacts]:
     """The same, with frozen matrices and stacks of matrices in the format they shall rest in."""
     form = FrozenFormat(config.frozen.rest)
     keep, where = set(config.frozen.keep), dict[int, bool]()  # by id: is a matrix in all modules
@@ -297,7 +299,7 @@ def _quantised(cutter: Cutter, facts: list[ParameterFacts], config: Config) -> l
 
 def case_for(
     target: Target,
-    cut: Cut,
+    cut: Partition,
     groups: Groups,
     config: Config,
     machine: PlanMachine,
@@ -339,7 +341,7 @@ def case_for(
     )
 
 
-def finer_units(cut: Cut) -> list[str]:
+def finer_units(cut: Partition) -> list[str]:
     """Names of the parts of every block, smaller units; none where blocks have no parts."""
     names = []
     for unit in cut.units:
@@ -366,7 +368,7 @@ def adapter_case(case: PlanInput, target: Target, rank: int, rest: str) -> PlanI
     frozen = case.config.frozen.model_copy(update={"rest": rest})
     config = case.config.model_copy(update={"frozen": frozen})
     groups = groups_of(adapted.module, config)
-    cut = cut_model(adapted.module, config, groups, None, case.machine.ranks)
+    cut = partition_model(adapted.module, config, groups, None, case.machine.ranks)
     found = case_for(
         adapted,
         cut,

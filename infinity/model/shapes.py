@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # The outline of a model: modules and parameters by name and shape, without torch.
 #
-# Whoever looks at a module to plan for it (`cut.Cutter`, `target.target_of`) asks no more than
+# Whoever looks at a module to plan for it (`cut.Partitioner`, `target.target_of`) asks no more than
 # what stands here, and gets it from a `torch.nn.Module` in the same words. Importing torch takes
 # longer than most plans.
 

@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from infinity.errors import ConfigError, InfinityWarning, TrainingError, first_lines
 from infinity.model.buffers import Rerun
-from infinity.model.cut import UnitCut
 from infinity.model.parameters import ParameterMap
+from infinity.model.partitioner import UnitModules
 from infinity.model.torch_private import inside_backward, same_flat_weights
 from infinity.offload.hooks import Hooks
 from infinity.offload.slice_sums import SlicedCall, SliceSums
@@ -210,7 +210,7 @@ class Slicer:
         self,
         module: nn.Module,
         plain: Forward,
-        cut: UnitCut,
+        cut: UnitModules,
         count: int,
         sums: SliceSums,
     ) -> None:
@@ -446,7 +446,7 @@ class UnitForwards:
     def __init__(
         self,
         hooks: Hooks,
-        cuts: Sequence[UnitCut],
+        cuts: Sequence[UnitModules],
         parameters: Sequence[nn.Parameter],
         plan: SavedPlan,
     ) -> None:
@@ -523,7 +523,7 @@ class _Block:
         plan: SavedPlan,
         module: nn.Module,
         unit: int,
-        cut: UnitCut,
+        cut: UnitModules,
         alone: bool,
         again: bool,
     ) -> None:
@@ -633,7 +633,7 @@ class _Block:
         return kept
 
 
-def blocks_of(cut: UnitCut) -> list[nn.Module]:
+def blocks_of(cut: UnitModules) -> list[nn.Module]:
     """The modules of a unit that are worth running apart: not single layers of torch's."""
     if not cut.is_block:
         return []

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from infinity.distributed.context import DistContext
 from infinity.errors import ResidencyError
-from infinity.model.cut import Rows
+from infinity.model.partitioner import Rows
 from infinity.model.stacks import StackRange, lend_ranges
 from infinity.offload.hooks import Hooks
 

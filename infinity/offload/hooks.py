@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import ResidencyError, TrainingError
-from infinity.model.cut import UnitCut
+from infinity.model.partitioner import UnitModules
 from infinity.model.torch_private import (
     SavedTensorHooks,
     after_backward,
@@ -77,7 +77,7 @@ class Hooks:
         activations: ActivationStore | None,
         materialized_now: Collection[int],
         write_edits: Callable[[], None],
-        cuts: Sequence[UnitCut],
+        cuts: Sequence[UnitModules],
         parameters: Sequence[nn.Parameter],
         trained: Sequence[bool],
     ) -> None:

@@ -165,7 +165,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 found |= dict.fromkeys((index, *self._pieces.get(index, ())), rule_params)
         return found
 
-    def cut(self, pieces: Mapping[int, Sequence[int]]) -> None:
+    def split_stacks(self, pieces: Mapping[int, Sequence[int]]) -> None:
         """Set the parameters, by index, that are rows of a parameter of the groups."""
         self._pieces = dict(pieces)
 

@@ -35,7 +35,7 @@ from infinity.integrations.huggingface.models import (
     read_config,
     transformers,
 )
-from infinity.model.partition import Cut
+from infinity.model.partition import Partition
 from infinity.model.shapes import Target, target_of
 from infinity.plan.batch_schedule import BatchSchedule, ScheduleResult, choose_schedule
 from infinity.plan.inputs import PlanInput
@@ -722,7 +722,7 @@ def scheduled(
 
 def case_of(
     prepared: Prepared, device: Device, ranks: DistContext = SINGLE_PROCESS
-) -> tuple[PlanInput, Target, Cut]:
+) -> tuple[PlanInput, Target, Partition]:
     """What a run would take, as `case_here` says it; `device` must stay open."""
     facts = prepared.facts
     return case_here(

@@ -20,7 +20,7 @@ from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import EngineFailedError, InfinityError, MachineError
 from infinity.model.meta_init import InitialValues
 from infinity.model.parameters import Installation, ParameterBinding, move_buffers
-from infinity.model.partition import Cut
+from infinity.model.partition import Partition
 from infinity.model.torch_private import forget_flat_weights
 from infinity.offload.activations import ActivationStore
 from infinity.offload.block_forward import UnitForwards
@@ -59,7 +59,7 @@ class EngineComponents:
     def __init__(
         self,
         model: nn.Module,
-        cut: Cut,
+        partition: Partition,
         plan: Plan,
         config: Config,
         device: Device,
@@ -69,7 +69,7 @@ class EngineComponents:
         ranks: DistContext = SINGLE_PROCESS,
     ) -> None:
         self.ranks = ranks
-        self.cut = cut
+        self.partition = partition
         self.plan = plan
         self.device = device
         self._trace: Trace | None = None
@@ -93,7 +93,7 @@ class EngineComponents:
         initial_values: InitialValues,  # nor is this: it may hold values
         progress: Progress | None,
     ) -> None:
-        plan, cut, undo, uses = self.plan, self.cut, self._undo, self._uses
+        plan, partition, undo, uses = self.plan, self.partition, self._undo, self._uses
         self._open_trace(config)
         undo.append(self._give_memory_back)  # when nothing moves and nothing is pinned any more
         undo += [self.device.close, self.device.synchronize]  # kernels write to what is given back
@@ -126,12 +126,18 @@ class EngineComponents:
             uses.append(self.durability.close)
             self.resumed = self.durability.document if stored is not None else None
         self.binding = ParameterBinding(
-            plan.units, cut.parameters, cut.dtypes, self.device.torch_device, cut.names
+            plan.units,
+            partition.parameters,
+            partition.dtypes,
+            self.device.torch_device,
+            partition.names,
         )
         self.prefetcher = Prefetcher(plan, self.transfers, self.store, self.binding)
         self.prefetcher.exchange = self.gradients.exchange
         rule, seed = optimizer.rule, config.seed or 0
-        self.updater = rule.updater(self.kernels, cut.names, largest_trained_of(cut.layouts), seed)
+        self.updater = rule.updater(
+            self.kernels, partition.names, largest_trained_of(partition.layouts), seed
+        )
         self.saver = Saver(plan, self.store)
         self.optimizer_pass = OptimizerPass(
             plan, self.transfers, self.store, self.gradients, self.prefetcher, self.updater,
@@ -180,7 +186,7 @@ class EngineComponents:
         progress: Progress | None,
     ) -> None:
         """Write the initial state: that of the resumed run, or of the model."""
-        index_of = {id(p): i for i, p in enumerate(self.cut.parameters)}
+        index_of = {id(p): i for i, p in enumerate(self.partition.parameters)}
         initial = {
             i: optimizer.rule.initial(rule_params)
             for i, rule_params in optimizer.params_by_index(index_of).items()
@@ -195,35 +201,35 @@ class EngineComponents:
             initial_write = InitialWrite(
                 self.plan, self.transfers, self.store, self.kernels, initial, initial_values
             )
-            initial_write.write(self.cut.parameters, self.binding, progress)
+            initial_write.write(self.partition.parameters, self.binding, progress)
             del initial_write  # and its buffers
 
     def _attach(self, model: nn.Module, config: Config) -> None:
         """Install hooks, forwards and parameter maps on a model whose state is written."""
-        cut, plan, uses = self.cut, self.plan, self._uses
+        partition, plan, uses = self.partition, self.plan, self._uses
         self.guard = CallGuard(backward_threads=not plan.unified)
         self.values = ParameterValues(
             self.store, self.prefetcher, self.kernels, self.optimizer_pass.finish, self.guard,
-            before_change=self.saver.await_copied, pieces=cut.pieces,
+            before_change=self.saver.await_copied, pieces=partition.pieces,
         )  # fmt: skip
         at_once = logits_at_once(config.activations)
         host = None if config.budget.host is None else config.budget.host // self.ranks.local_count
         watch = MemoryWatch(plan, model, self.device, host, at_once)
         self.hooks = Hooks(
             self.prefetcher, self.gradients, self.window, self.guard, watch, self.activations,
-            self.values.materialized_now, self.values.flush_edits, cut.units, cut.parameters,
-            cut.trained,
+            self.values.materialized_now, self.values.flush_edits, partition.units,
+            partition.parameters, partition.trained,
         )  # fmt: skip
         self.access = ParameterAccess(
-            self.values, self.hooks, self.guard, cut.parameters, self.window
+            self.values, self.hooks, self.guard, partition.parameters, self.window
         )
         uses.append(self.hooks.remove)
         self.cycles = Cycles(self.prefetcher)
         self.hooks.watch_root(model, *self.cycles.around_calls())
-        self.forwards = UnitForwards(self.hooks, cut.units, cut.parameters, plan.saved)
+        self.forwards = UnitForwards(self.hooks, partition.units, partition.parameters, plan.saved)
         uses.append(self.forwards.remove)
         if at_once is not None:
-            heads = SlicedHeads(model, self.hooks, cut.parameters, self.forwards.warn_once)
+            heads = SlicedHeads(model, self.hooks, partition.parameters, self.forwards.warn_once)
             uses.append(heads.remove)
         if self._trace is not None:
             self.timeline = Timeline(
@@ -231,7 +237,9 @@ class EngineComponents:
             )
         self.installation = Installation(model, self.hooks.touch)
         uses.append(self.installation.remove)
-        uses.append(ExpertRanges(self.hooks, cut.rows, cut.parameters, self.ranks).remove)
+        uses.append(
+            ExpertRanges(self.hooks, partition.rows, partition.parameters, self.ranks).remove
+        )
         if config.compile:
             self.forwards.compile_units()
 

@@ -18,10 +18,10 @@ from infinity.model.meta_init import InitialValues
 from infinity.model.partition import (
     AUTO_DEVICE_BUDGET,
     PROCESS_BASE_BYTES,
-    Cut,
+    Partition,
     case_for,
-    cut_model,
     groups_of,
+    partition_model,
 )
 from infinity.model.shapes import Target, target_of
 from infinity.model.torch_private import storage_address
@@ -163,7 +163,7 @@ def case_here(
     *,
     recompute: bool = False,
     ranks: DistContext = SINGLE_PROCESS,
-) -> tuple[PlanInput, Target, Cut]:
+) -> tuple[PlanInput, Target, Partition]:
     """A model on this machine with `tokens` in a micro-batch: the case, the model, its units.
 
     `length` are the tokens of a sample.
@@ -174,7 +174,7 @@ def case_here(
     blocks by itself. Rates are those that are kept, else nominal: nothing is measured here.
     """
     groups = groups_of(model, config)
-    cut = cut_model(model, config, groups, None, ranks.count)
+    partition = partition_model(model, config, groups, None, ranks.count)
     target = target_of(name, model, facts)
     known, limits = rates_here(config, device, ranks), limits_for(config, device, model, ranks)
     paths = [path for path in config.nvme_path if path.is_dir()]
@@ -182,18 +182,18 @@ def case_here(
     machine = replace(machine, nominal=known.nominal, measured=known.measured,
                       gpus=ranks.local_count, nodes=ranks.num_nodes)  # fmt: skip
     case = case_for(
-        target, cut, groups, config, machine, tokens,
+        target, partition, groups, config, machine, tokens,
         recompute=recompute, base=limits.base, made=limits.made, length=length,
     )  # fmt: skip
-    return case, target, cut
+    return case, target, partition
 
 
 def _leaving_room(
-    limits: Limits, config: Config, device: Device, model: nn.Module, cut: Cut
+    limits: Limits, config: Config, device: Device, model: nn.Module, partition: Partition
 ) -> Limits:
     """With what activations are expected to take, where the tokens of a micro-batch are told."""
     target, settings = target_of("", model, {}), config.activations
-    shape = ActivationModel(cut.layouts, lookups=target.lookups, heads=target.heads)
+    shape = ActivationModel(partition.layouts, lookups=target.lookups, heads=target.heads)
     assert settings.tokens is not None
     found = activations_on_device(
         shape, settings, settings.tokens, settings.recompute, device.unified
@@ -207,7 +207,7 @@ def _leaving_room(
 
 def plan_for(
     model: nn.Module,
-    cut: Cut,
+    partition: Partition,
     config: Config,
     device: Device,
     rule: Rule,
@@ -218,19 +218,19 @@ def plan_for(
     """The plan of one engine on this machine; `rates` as `make_plan` takes them."""
     limits = limits_for(config, device, model, ranks, initial_values)
     if config.activations.tokens is not None:
-        limits = _leaving_room(limits, config, device, model, cut)
+        limits = _leaving_room(limits, config, device, model, partition)
     limits = _agreed(limits, ranks)
-    facts = facts_of(rule, cut.layouts)
-    facts = replace(facts, notes=(*facts.notes, *cut.notes))
+    facts = facts_of(rule, partition.layouts)
+    facts = replace(facts, notes=(*facts.notes, *partition.notes))
     run = None
     if config.durable:
         here = model_facts(
-            cut.layouts, config.precision, facts, gradient_itemsize(config, ranks.count)
+            partition.layouts, config.precision, facts, gradient_itemsize(config, ranks.count)
         )
         run = find_run(config.nvme_path, config.resume, here, config.journal, ranks)
     reason = "" if device.unified else device.why_no_kernels()
     plan = make_plan(
-        cut.layouts,
+        partition.layouts,
         config,
         limits,
         unified=device.unified,

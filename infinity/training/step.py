@@ -197,7 +197,7 @@ class Inputs:
 
     def __init__(self, module: nn.Module, components: EngineComponents, *, casts: bool) -> None:
         self._module = module
-        self._cut, self._device = components.cut, components.device.torch_device
+        self._cut, self._device = components.partition, components.device.torch_device
         self._dtype = COMPUTE_DTYPES[components.plan.precision.name]
         self._casts = casts and self._dtype is not torch.float32
         self._told = False
@@ -508,8 +508,10 @@ class StepRunner:
 
     def _refuse_others(self, params_by_index: Mapping[int, Any]) -> None:
         """Raise for gradients that a step cannot be made of."""
-        cut = self._components.cut
-        for parameter, trained, name in zip(cut.parameters, cut.trained, cut.names, strict=True):
+        partition = self._components.partition
+        for parameter, trained, name in zip(
+            partition.parameters, partition.trained, partition.names, strict=True
+        ):
             if trained and parameter.grad is not None:
                 parameter.grad = None
                 raise TrainingError(
@@ -522,8 +524,8 @@ class StepRunner:
         for index in self._gradients.arrived():
             if index not in params_by_index:
                 raise TrainingError(
-                    f"{cut.names[index]!r} has a gradient, and is in no group of the optimizer "
-                    "any more",
+                    f"{partition.names[index]!r} has a gradient, and is in no group of the "
+                    "optimizer any more",
                     because="groups, or parameters in them, were removed",
                     remedy="requires_grad_(False) freezes it; or a group with lr 0",
                 )

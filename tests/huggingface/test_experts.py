@@ -21,7 +21,7 @@ from torch import Tensor
 
 import infinity
 from infinity.config.schema import load_config
-from infinity.model.partition import cut_model, groups_of
+from infinity.model.partition import groups_of, partition_model
 from infinity.model.quantised import from_parts
 from infinity.model.shapes import target_of
 from infinity.plan.activations import ActivationModel
@@ -271,7 +271,7 @@ def test_the_estimate_counts_stacks_that_adapters_are_added_to(recompute: bool) 
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
     config = load_config({"precision": "fp32"})
-    units = cut_model(model, config, groups_of(model, config), None).layouts
+    units = partition_model(model, config, groups_of(model, config), None).layouts
     target = target_of("", model, one.config().to_dict())
     shape = ActivationModel(units, lookups=target.lookups, heads=target.heads, shares=target.shares)
     given = torch.arange(256).remainder(VOCABULARY)[None]

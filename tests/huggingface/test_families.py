@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import infinity
 from infinity.config.schema import load_config
 from infinity.integrations.huggingface.meta import find_target
-from infinity.model.partition import cut_model, groups_of
+from infinity.model.partition import groups_of, partition_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -111,7 +111,7 @@ def test_a_build_without_memory_has_the_values_of_an_ordinary_one(
         model.config.architectures = [family.model]  # as `save_pretrained` does
         model.config.save_pretrained(tmp_path)
         target, config = find_target(str(tmp_path)), load_config(settings)
-        cut = cut_model(target.module, config, groups_of(target.module, config), None)
+        cut = partition_model(target.module, config, groups_of(target.module, config), None)
         assert cut.layouts == engine.plan.units
 
 

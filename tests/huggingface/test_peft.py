@@ -21,7 +21,7 @@ from infinity.config.schema import load_config
 from infinity.errors import ResidencyError
 from infinity.integrations.huggingface.meta import find_target
 from infinity.integrations.huggingface.models import load_model
-from infinity.model.partition import cut_model, groups_of
+from infinity.model.partition import groups_of, partition_model
 from infinity.types import FrozenFormat
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -151,7 +151,9 @@ def test_the_plan_of_adapters_is_that_of_the_run(base: Path, tmp_path: Path) -> 
     with engine:
         found = engine.plan.units
     target, settings = find_target(str(base), lora=4), load_config(told)
-    planned = cut_model(target.module, settings, groups_of(target.module, settings), None).layouts
+    planned = partition_model(
+        target.module, settings, groups_of(target.module, settings), None
+    ).layouts
     assert [(u.numel, u.frozen_bytes, u.slot_bytes) for u in planned] == [
         (u.numel, u.frozen_bytes, u.slot_bytes) for u in found
     ]

@@ -747,7 +747,7 @@ def tell_all(engine: Engine, ranks: DistContext, weights: Path) -> dict[str, Ten
         engine.backward(batch.call(engine))
         engine.step()
     names = {id(p): name for name, p in engine.module.named_parameters()}
-    parameters = engine._components.cut.parameters
+    parameters = engine._components.partition.parameters
     for parameter in parameters:
         state = engine.optimizer.read_state(parameter)
         found |= {f"{names[id(parameter)]}.{k}": torch.as_tensor(v) for k, v in state.items()}

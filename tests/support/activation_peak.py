@@ -18,7 +18,7 @@ from torch import nn
 
 import infinity
 from infinity.config.schema import load_config
-from infinity.model.partition import Cut, cut_model, groups_of
+from infinity.model.partition import Partition, groups_of, partition_model
 from infinity.model.shapes import target_of
 from infinity.plan.activations import ActivationModel, Activations
 
@@ -71,10 +71,10 @@ def batch(name: str) -> torch.Tensor:
     return torch.randint(0, shape.vocab_size, (rows, tokens // rows), generator=generator)
 
 
-def cut(name: str, model: nn.Module) -> Cut:
+def cut(name: str, model: nn.Module) -> Partition:
     """The units of a case."""
     config = load_config({"precision": CASES[name][1]})
-    return cut_model(model, config, groups_of(model, config), None)
+    return partition_model(model, config, groups_of(model, config), None)
 
 
 def estimated(name: str, model: nn.Module) -> Activations:

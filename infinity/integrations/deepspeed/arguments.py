@@ -24,7 +24,7 @@ from infinity.integrations.deepspeed.engine import DeepSpeedEngine
 from infinity.integrations.deepspeed.processes import init_distributed
 from infinity.integrations.deepspeed.settings import DeepSpeedSettings, read_settings
 from infinity.integrations.deepspeed.watched_engine import watch
-from infinity.model.cut import UnitSpec
+from infinity.model.partitioner import UnitSpec
 from infinity.optim.adapter_probe import OptimizerMaker
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.storage.device import Device

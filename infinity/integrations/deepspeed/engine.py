@@ -118,7 +118,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
 
     def _own(self, module: nn.Module) -> None:
         super()._own(module)
-        parameters = self._components.cut.parameters
+        parameters = self._components.partition.parameters
         mark(parameters)
         self._components.add_cleanup(partial(unmark, parameters))
         for part in module.modules():
@@ -748,7 +748,9 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         state = Engine.state_dict(self)
         if not exclude_frozen:
             return state
-        required = {i for i, p in enumerate(self._components.cut.parameters) if p.requires_grad}
+        required = {
+            i for i, p in enumerate(self._components.partition.parameters) if p.requires_grad
+        }
         kept = {name: i for name, i in state.parameters.items() if i in required}
         return StateDict(self._values, kept, state.buffers, master=False)
 

@@ -29,7 +29,7 @@ REST_SHARE = 8  # leftovers are packed into units of at most 1/8 of all paramete
 
 
 @dataclass
-class UnitCut:
+class UnitModules:
     """A unit before it has a layout: its name, the modules to hook, its parameter indices."""
 
     name: str
@@ -55,14 +55,14 @@ class Rows:
     stacks: Stacks
     first: int
     end: int
-    unit: UnitCut
+    unit: UnitModules
     parameters: dict[str, int] = field(default_factory=dict)
 
 
 UnitSpec: TypeAlias = "str | nn.Module | Sequence[str | nn.Module]"
 
 
-class Cutter:
+class Partitioner:
     """One pass over a module; `parameters` and `names` are deduplicated, in module order.
 
     Of an outline, which answers in the same words, the units hold outlines.
@@ -93,8 +93,8 @@ class Cutter:
         return found
 
     def cut_stacks(
-        self, cuts: list[UnitCut], sizes: Sequence[tuple[Stacks, int]]
-    ) -> tuple[list[UnitCut], list[Rows]]:
+        self, cuts: list[UnitModules], sizes: Sequence[tuple[Stacks, int]]
+    ) -> tuple[list[UnitModules], list[Rows]]:
         """Move stacks out of their units, into units of a few experts.
 
         Rows become parameters of their own, behind those of the model.
@@ -106,7 +106,7 @@ class Cutter:
                 cut.parameters = [i for i in cut.parameters if i not in origins]
             for first in range(0, stacks.count, size):
                 end = min(first + size, stacks.count)
-                rows = Rows(stacks, first, end, UnitCut(f"{stacks.path}[{first}:{end}]", []))
+                rows = Rows(stacks, first, end, UnitModules(f"{stacks.path}[{first}:{end}]", []))
                 for name, origin in stacks.members:
                     rows.parameters[name] = len(self.parameters)
                     self.names.append(self.names[origin])
@@ -124,7 +124,7 @@ class Cutter:
         cuts.sort(key=lambda c: origin_of.get(c.parameters[0], (c.parameters[0], 0)))
         return cuts, found
 
-    def cut(self, units: Sequence[UnitSpec] | None = None) -> list[UnitCut]:
+    def cut(self, units: Sequence[UnitSpec] | None = None) -> list[UnitModules]:
         """The units, in module order; an explicit list overrides what it names."""
         cuts = [self._explicit(spec) for spec in units] if units is not None else []
         if units is None:
@@ -134,7 +134,7 @@ class Cutter:
         cuts = [c for c in cuts if c.parameters]
         return sorted(cuts, key=lambda c: c.parameters[0])
 
-    def _explicit(self, spec: UnitSpec) -> UnitCut:
+    def _explicit(self, spec: UnitSpec) -> UnitModules:
         alone = isinstance(spec, str) or hasattr(spec, "named_parameters")
         members = cast("Sequence[str | nn.Module]", [spec] if alone else spec)
         by_name = dict(self.root.named_modules())
@@ -148,7 +148,9 @@ class Cutter:
                     remedy="use names from model.named_modules()",
                 )
             modules.append(module)
-        cut = UnitCut("+".join(names[id(m)] or "model" for m in modules), modules, is_block=True)
+        cut = UnitModules(
+            "+".join(names[id(m)] or "model" for m in modules), modules, is_block=True
+        )
         for module in modules:
             cut.parameters.extend(self._take(module))
         return cut
@@ -160,27 +162,27 @@ class Cutter:
         self._taken.update(fresh)
         return fresh
 
-    def _blocks(self, module: nn.Module, prefix: str) -> Iterator[UnitCut]:
+    def _blocks(self, module: nn.Module, prefix: str) -> Iterator[UnitModules]:
         """Outermost repeated children, each a unit; experts inside them first."""
         stacked = _stacked(module)
         for name, child in module.named_children():
             path = f"{prefix}{name}"
             if id(child) in stacked:
                 yield from self._experts(child, f"{path}.")
-                yield UnitCut(path, [child], self._take(child), is_block=True)
+                yield UnitModules(path, [child], self._take(child), is_block=True)
             else:
                 yield from self._blocks(child, f"{path}.")
 
-    def _experts(self, block: nn.Module, prefix: str) -> Iterator[UnitCut]:
+    def _experts(self, block: nn.Module, prefix: str) -> Iterator[UnitModules]:
         for name, child in block.named_modules():
             if is_list(child):
                 repeated = _repeated(child)
                 for key, expert in child.named_children():
                     if id(expert) in repeated:
                         path = f"{prefix}{name}.{key}"
-                        yield UnitCut(path, [expert], self._take(expert))
+                        yield UnitModules(path, [expert], self._take(expert))
 
-    def _leftovers(self, block: int) -> Iterator[UnitCut]:
+    def _leftovers(self, block: int) -> Iterator[UnitModules]:
         """Modules outside every block: large ones alone, the others packed in order.
 
         `block` is the number of elements of the largest unit so far, 0 where there is none.
@@ -188,7 +190,7 @@ class Cutter:
         alone, most = self._total / ALONE_SHARE, self._total / REST_SHARE
         if block:
             alone, most = min(alone, block / 2), min(most, block)
-        rest = UnitCut(OUTSIDE, [])
+        rest = UnitModules(OUTSIDE, [])
         size = count = 0
         for name, module in self.root.named_modules():
             own = self._take(module, recurse=False)
@@ -196,12 +198,12 @@ class Cutter:
                 continue
             numel = sum(self.parameters[i].numel() for i in own)
             if numel >= alone:
-                yield UnitCut(name or "model", [module], own)
+                yield UnitModules(name or "model", [module], own)
                 continue
             if rest.parameters and size + numel > most:
                 yield rest
                 count += 1
-                rest, size = UnitCut(f"{OUTSIDE}.{count}", []), 0
+                rest, size = UnitModules(f"{OUTSIDE}.{count}", []), 0
             rest.modules.append(module)
             rest.parameters.extend(own)
             size += numel

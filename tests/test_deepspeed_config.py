@@ -23,7 +23,7 @@ import infinity
 from infinity.config.schema import DEEPSPEED_NAMES, Config, LossScaleConfig, load_config
 from infinity.errors import ConfigError
 from infinity.integrations.deepspeed.config import Translation, translate_deepspeed
-from infinity.integrations.deepspeed.key_table import TABLE, Key, Verdict
+from infinity.integrations.deepspeed.key_table import TABLE, Key, KeyStatus
 from infinity.integrations.deepspeed.keys import KEYS, OLD_NAMES, SECTIONS, names_in
 from infinity.integrations.deepspeed.settings import read_settings
 from infinity.integrations.deepspeed.source import find_source, is_deepspeed
@@ -270,11 +270,11 @@ SAMPLES = {
 }
 
 
-def of(verdict: Verdict) -> list[Key]:
+def of(verdict: KeyStatus) -> list[Key]:
     return [key for key in KEYS.values() if key.verdict is verdict]
 
 
-@each(of(Verdict.DONE))
+@each(of(KeyStatus.DONE))
 def test_a_key_that_is_done(key: Key) -> None:
     value, expected, beside = DONE[key.name]
     found = translated({**beside, key.name: value})
@@ -292,7 +292,7 @@ def test_a_key_that_is_done(key: Key) -> None:
     assert told["note"]
 
 
-@each(of(Verdict.ACCEPTED))
+@each(of(KeyStatus.ACCEPTED))
 def test_a_key_that_changes_nothing(key: Key) -> None:
     kind = key.kind
     value = SAMPLES[kind] if isinstance(kind, str) else kind[-1]
@@ -307,7 +307,7 @@ def test_a_key_that_changes_nothing(key: Key) -> None:
     assert len(key.note) < 100
 
 
-@each(of(Verdict.REFUSED))
+@each(of(KeyStatus.REFUSED))
 def test_a_key_that_is_refused_where_it_is_on(key: Key) -> None:
     on, off, *where = REFUSED[key.name]
     given: dict[str, Any] = where[0] if where else {}
@@ -322,13 +322,13 @@ def test_a_key_that_is_refused_where_it_is_on(key: Key) -> None:
 
 
 def test_every_row_has_a_case_and_every_case_a_row() -> None:
-    assert DONE.keys() == {key.name for key in of(Verdict.DONE)}
-    assert REFUSED.keys() == {key.name for key in of(Verdict.REFUSED)}
+    assert DONE.keys() == {key.name for key in of(KeyStatus.DONE)}
+    assert REFUSED.keys() == {key.name for key in of(KeyStatus.REFUSED)}
     assert len(KEYS) == len(TABLE), "a key stands in the table twice"
     for key in KEYS.values():
         assert key.default, key.name
         assert key.note, key.name
-        assert bool(key.when) == bool(key.remedy) == (key.verdict is Verdict.REFUSED)
+        assert bool(key.when) == bool(key.remedy) == (key.verdict is KeyStatus.REFUSED)
 
 
 @each(KEYS.values())

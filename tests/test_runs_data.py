@@ -20,17 +20,17 @@ from infinity.common.files import LockFile
 from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError
 from infinity.integrations.huggingface.models import hub
 from infinity.train import data, texts
-from infinity.train.data import Recipe, prepare
+from infinity.train.data import CorpusSpec, prepare
 from infinity.train.preparation import BYTES_END, BYTES_SIZE, prepare_run, read_facts
 from infinity.train.settings import load_run_config
 from infinity.train.texts import ByteTokenizer, Tokenizer, find_sources, find_tokenizer
-from infinity.train.windows import Reel, Windows, split
+from infinity.train.windows import BatchIterator, Windows, split
 
 END = BYTES_END
 
 
-def recipe(*paths: Path, form: str = "auto", **changes: Any) -> Recipe:
-    made = Recipe(
+def recipe(*paths: Path, form: str = "auto", **changes: Any) -> CorpusSpec:
+    made = CorpusSpec(
         sources=find_sources("data.train", [str(path) for path in paths], form),
         tokenizer=ByteTokenizer(),
         size=BYTES_SIZE,
@@ -42,7 +42,7 @@ def recipe(*paths: Path, form: str = "auto", **changes: Any) -> Recipe:
     return replace(made, **changes)
 
 
-def tokens_of(made: Recipe, cache: Path) -> list[int]:
+def tokens_of(made: CorpusSpec, cache: Path) -> list[int]:
     corpus = prepare(made, cache)
     return [int(token) for token in corpus.read(0, corpus.num_tokens)]
 
@@ -274,20 +274,20 @@ def test_a_reel_shows_every_window_once_an_epoch_and_goes_on(tmp_path: Path) -> 
     train, held = split(corpus, 4, 0.2)
     assert (len(train), len(held)) == (20, 5)
     assert held.window(0).tolist() == [80, 81, 82, 83]
-    reel = Reel(train, 3, seed=7, shuffle=True)
+    reel = BatchIterator(train, 3, seed=7, shuffle=True)
     seen = [int(row[0]) // 4 for _ in range(20) for row in reel.next()]
     assert all(sorted(seen[e * 20 : e * 20 + 20]) == list(range(20)) for e in range(3))
     assert seen[:20] != seen[20:40]
     assert reel.epoch == 3.0
-    first = Reel(train, 3, seed=7, shuffle=True)
+    first = BatchIterator(train, 3, seed=7, shuffle=True)
     for _ in range(5):
         first.next()
-    second = Reel(train, 3, seed=7, shuffle=True)
+    second = BatchIterator(train, 3, seed=7, shuffle=True)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert [second.next().tolist() for _ in range(5)] == [first.next().tolist() for _ in range(5)]
     with pytest.raises(CheckpointError, match="seed was 7, and is 8"):
-        Reel(train, 3, seed=8, shuffle=True).load_state_dict(first.state_dict())
-    plain = Reel(Windows(corpus, 4, 0, 3), 2, seed=7, shuffle=False)
+        BatchIterator(train, 3, seed=8, shuffle=True).load_state_dict(first.state_dict())
+    plain = BatchIterator(Windows(corpus, 4, 0, 3), 2, seed=7, shuffle=False)
     assert [int(row[0]) for _ in range(3) for row in plain.next()] == [0, 4, 8, 0, 4, 8]
 
 

@@ -36,7 +36,7 @@ from infinity.train.data import Corpus
 from infinity.train.preparation import scheduled
 from infinity.train.run import Run
 from infinity.train.settings import load_run_config
-from infinity.train.windows import Reel, split
+from infinity.train.windows import BatchIterator, split
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def reference_losses(raw: dict[str, Any], data: Path) -> tuple[list[float], Any]
     (directory,) = [path for path in data.iterdir() if path.is_dir()]
     corpus = Corpus(directory)
     windows, _ = split(corpus, LENGTH, 0.1)
-    reel = Reel(windows, 2, 0, True)
+    reel = BatchIterator(windows, 2, 0, True)
     order = [reel.place(i) for i in range(6 * 4)]
     tokens = corpus.read(0, corpus.num_tokens)
     torch.manual_seed(0)

@@ -242,7 +242,7 @@ class _Stop:
 
 
 class TrainPage(ProgressLine):
-    """Follows one run; implements `infinity.train.metrics.Watcher`.
+    """Follows one run; implements `infinity.train.metrics.TrainCallback`.
 
     `begun` says that steps are being made, `signum` is the signal that asked to stop, or 0.
     """

@@ -40,7 +40,7 @@ Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class CorpusSpec:
     """What a corpus is made from; `size` is the number of tokens that the model knows.
 
     `conversations` says how rows become tokens, None where they hold texts.
@@ -126,7 +126,7 @@ class Corpus:
         return np.concatenate([np.empty(0, np.int64), *parts], dtype=np.int64, casting="unsafe")
 
 
-def prepare(recipe: Recipe, cache: Path, progress: Progress | None = None) -> Corpus:
+def prepare(recipe: CorpusSpec, cache: Path, progress: Progress | None = None) -> Corpus:
     """The corpus of a recipe: the one in `cache` if there is one, else it is made.
 
     `progress(done_bytes, total_bytes, what)` is called while it is made. Raises `ConfigError` for
@@ -150,7 +150,7 @@ def prepare(recipe: Recipe, cache: Path, progress: Progress | None = None) -> Co
     return Corpus(directory)
 
 
-def _make(recipe: Recipe, partial: Path, directory: Path, progress: Progress | None) -> None:
+def _make(recipe: CorpusSpec, partial: Path, directory: Path, progress: Progress | None) -> None:
     """Make it in `partial`, and give it its name."""
     total, done = sum(source.size for source in recipe.sources), 0
 
@@ -175,7 +175,7 @@ def _make(recipe: Recipe, partial: Path, directory: Path, progress: Progress | N
         raise
 
 
-def _fill(recipe: Recipe, directory: Path, advance: Advance) -> dict[str, Any]:
+def _fill(recipe: CorpusSpec, directory: Path, advance: Advance) -> dict[str, Any]:
     """Write the tokens, and return what the index says."""
     digest, segments, documents = hashlib.sha256(), [], 0
     if recipe.tokenizer is not None and any(s.format != "tokens" for s in recipe.sources):
@@ -209,7 +209,7 @@ def _fill(recipe: Recipe, directory: Path, advance: Advance) -> dict[str, Any]:
     return found | ({"marked": True} if recipe.conversations else {})
 
 
-def _tokenised(recipe: Recipe, advance: Advance) -> Iterator[tuple[NDArray[Any], bool]]:
+def _tokenised(recipe: CorpusSpec, advance: Advance) -> Iterator[tuple[NDArray[Any], bool]]:
     """The tokens of all texts in order, and whether a document ends with them."""
     tokenizer, end = recipe.tokenizer, [] if recipe.end is None else [recipe.end]
     assert tokenizer is not None
@@ -237,7 +237,9 @@ def _tokenised(recipe: Recipe, advance: Advance) -> Iterator[tuple[NDArray[Any],
     yield from encoded()
 
 
-def _adopt(source: Source, recipe: Recipe, update: Callable[[Any], None], advance: Advance) -> Any:
+def _adopt(
+    source: Source, recipe: CorpusSpec, update: Callable[[Any], None], advance: Advance
+) -> Any:
     """A file of tokens as a segment; all of it is read once, for `update` and to be checked."""
     numpys = source.path.lower().endswith(".npy")
     if not numpys and recipe.token_dtype is None:

@@ -35,9 +35,9 @@ from infinity.errors import (
 )
 from infinity.plan.machine import high_water_bytes
 from infinity.train.best import Best
-from infinity.train.metrics import LastStep, Metrics, Watcher
+from infinity.train.metrics import LastStep, Metrics, TrainCallback
 from infinity.train.preparation import Prepared
-from infinity.train.windows import Reel
+from infinity.train.windows import BatchIterator
 
 _RECENT = 50  # steps that a forecast of the time left is made of
 _SOON = 10  # a save that failed is tried again after this part of the steps between two
@@ -56,12 +56,12 @@ class Loop:
 
     prepared: Prepared
     engine: Engine
-    reel: Reel
+    reel: BatchIterator
     loss_of: Compute
     metrics: Metrics
     last_step: LastStep
     checkpoints: Path
-    watcher: Watcher
+    watcher: TrainCallback
     best: Best
     remember_saved: Callable[[], None]
     keep_best: Callable[[Engine], Path] | None = None

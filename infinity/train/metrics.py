@@ -68,7 +68,7 @@ class Result:
         return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items()}
 
 
-class Watcher(Protocol):
+class TrainCallback(Protocol):
     """Implemented by whoever shows a run."""
 
     def begin(self, done: int, num_steps: int) -> None:

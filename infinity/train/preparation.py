@@ -42,7 +42,7 @@ from infinity.plan.inputs import PlanInput
 from infinity.storage.device import Device
 from infinity.train.adapters import adapted
 from infinity.train.conversations import Conversations, holds_conversations, use_template
-from infinity.train.data import Corpus, Progress, Recipe, prepare
+from infinity.train.data import Corpus, CorpusSpec, Progress, prepare
 from infinity.train.directory import RunDirectory
 from infinity.train.settings import (
     AUTO,
@@ -425,7 +425,7 @@ def prepare_run(
         engine = engine.model_copy(update={"activations": waits})
 
     def corpus(files: Sequence[Source]) -> Corpus:
-        recipe = Recipe(
+        recipe = CorpusSpec(
             sources=files,
             tokenizer=tokenizer if any(s.format != "tokens" for s in files) else None,
             size=facts.vocabulary,

@@ -58,8 +58,8 @@ from infinity.train.metrics import (
     LastStep,
     Metrics,
     Result,
+    TrainCallback,
     Unwritten,
-    Watcher,
     environment,
     steps_told,
 )
@@ -76,7 +76,7 @@ from infinity.train.preparation import (
 from infinity.train.sample import record_sample
 from infinity.train.settings import AUTO, RunConfig, as_yaml
 from infinity.train.trackers import Trackers, check_trackers
-from infinity.train.windows import Reel
+from infinity.train.windows import BatchIterator
 
 NEVER = "never"
 _NAMED = ("precision", "gradient_clipping")
@@ -171,7 +171,7 @@ class Run:
         record = self.directory.record
         return bool(record.get("durable")) and record.get("ranks", 1) != self.ranks.count
 
-    def train(self, watcher: Watcher, progress: Progress | None = None) -> Result:
+    def train(self, watcher: TrainCallback, progress: Progress | None = None) -> Result:
         """Train to the end, or until the watcher wants to stop, and write what came of it.
 
         `progress` follows the first write of the state. Raises whatever training can raise;
@@ -206,14 +206,16 @@ class Run:
         finally:
             engine.close()
 
-    def _train(self, engine: Engine, compute: Compute, watcher: Watcher) -> Result:
+    def _train(self, engine: Engine, compute: Compute, watcher: TrainCallback) -> Result:
         prepared, directory, ranks = self.prepared, self.directory, self.ranks
         assert prepared is not None
         engine.train()
         training, data = self.config.training, self.config.data
         if ranks.rank and prepared.engine.seed is not None:
             torch.manual_seed(prepared.engine.seed + ranks.rank)  # dropout of its own
-        reel = Reel(prepared.train, prepared.micro_batch, training.seed, data.shuffle, ranks)
+        reel = BatchIterator(
+            prepared.train, prepared.micro_batch, training.seed, data.shuffle, ranks
+        )
         engine.register_state("windows", reel)
         last_step = LastStep()
         engine.register_state("last_step", last_step)
@@ -275,7 +277,7 @@ class Run:
         save_pretrained(engine, place, tokenizer=self.prepared.tokenizer, dtype=dtype)
         return place
 
-    def _look_for_room(self, plan: Plan, watcher: Watcher) -> None:
+    def _look_for_room(self, plan: Plan, watcher: TrainCallback) -> None:
         """Tell where checkpoints will not fit beside each other; a run must not begin without one.
 
         The state on disk has its place already. Raises `DoesNotFitError`.
@@ -329,7 +331,7 @@ class Run:
         evaluated = ranks.all_gather_object(evaluated)[0]
         return Unwritten(evaluated) if metrics is None else metrics
 
-    def _finish(self, loop: Loop, watcher: Watcher) -> Result:
+    def _finish(self, loop: Loop, watcher: TrainCallback) -> Result:
         """Save, and at the last step export."""
         prepared, directory = loop.prepared, self.directory
         stopped = not loop.ended
@@ -473,7 +475,7 @@ class Run:
                 if found.name.startswith(own) and found.name != but:
                     shutil.rmtree(found, ignore_errors=True)
 
-    def _go_on(self, engine: Engine, reel: Reel, prepared: Prepared) -> str:
+    def _go_on(self, engine: Engine, reel: BatchIterator, prepared: Prepared) -> str:
         """Take up what was saved; returns where it was, empty where there is nothing."""
         if self.checkpoint is not None:
             self._load(engine, self.checkpoint, reel, prepared)
@@ -501,7 +503,9 @@ class Run:
             return str(origin)
         return f"the committed step {done}" if goes_on else ""
 
-    def _load(self, engine: Engine, checkpoint: Path, reel: Reel, prepared: Prepared) -> None:
+    def _load(
+        self, engine: Engine, checkpoint: Path, reel: BatchIterator, prepared: Prepared
+    ) -> None:
         """Go on from a checkpoint of another run; raises `ConfigError` for other settings."""
         here = _hypers(engine)
         told = engine.load_checkpoint(checkpoint.parent, checkpoint.name)[1] or {}

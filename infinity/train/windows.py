@@ -189,7 +189,7 @@ def split(
     return packed(slice(0, count - kept)), packed(slice(count - kept, count))
 
 
-class Reel:
+class BatchIterator:
     """Endless micro-batches of windows, epoch after epoch; knows how far it is.
 
     Of several ranks each takes its own in turn, and all stand where the last of them does.

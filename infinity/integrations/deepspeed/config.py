@@ -22,7 +22,7 @@ from infinity.config.schema import (
     load_config,
 )
 from infinity.errors import ConfigError, did_you_mean, listed, mistakes
-from infinity.integrations.deepspeed.key_table import Key, Verdict
+from infinity.integrations.deepspeed.key_table import Key, KeyStatus
 from infinity.integrations.deepspeed.keys import (
     BUILT_IN,
     KEYS,
@@ -69,7 +69,7 @@ class Translation:
 
     def summary(self) -> str:
         """Return one line: the number of keys in effect, and the keys without effect."""
-        idle = [row.key for row in self.rows if row.verdict is Verdict.ACCEPTED]
+        idle = [row.key for row in self.rows if row.verdict is KeyStatus.ACCEPTED]
         done = f"{len(self.rows) - len(idle)} keys of the DeepSpeed configuration are in effect"
         return f"{done}; without effect here: {listed(idle, 6) or 'none'}"
 
@@ -242,9 +242,9 @@ class _Draft:
         target[last] = value
         self.initial_values[name] = key
 
-    def note(self, key: str, text: str, verdict: Verdict | None = None) -> None:
+    def note(self, key: str, text: str, verdict: KeyStatus | None = None) -> None:
         """Say what became of a key; makes a row for a key that was not given."""
-        row = self.rows.get(key) or Row(key, None, Verdict.ACCEPTED, "")
+        row = self.rows.get(key) or Row(key, None, KeyStatus.ACCEPTED, "")
         self.rows[key] = replace(row, note=text, verdict=verdict or row.verdict)
 
     def problem(self, key: str, text: str) -> None:
@@ -259,7 +259,9 @@ class _Draft:
     def leave_to_client(self, section: str, argument: str) -> None:
         """Note that an argument of `initialize` wins over a section."""
         for key in [name for name in self.rows if name.startswith(f"{section}.")]:
-            self.note(key, f"not used: initialize({argument}=...) wins, as there", Verdict.ACCEPTED)
+            self.note(
+                key, f"not used: initialize({argument}=...) wins, as there", KeyStatus.ACCEPTED
+            )
 
     def read(self, section: str, written: str, name: object, value: Any) -> None:
         """Take one name in a section, which was perhaps `written` by an old name."""
@@ -271,11 +273,11 @@ class _Draft:
         full = OLD_NAMES.get(full, full)
         if not section and "." in name and full in KEYS:  # as TRL writes some of a reference model
             note = "not looked at, as there: it stands outside its section"
-            self.rows[f'"{name}"'] = Row(f'"{name}"', value, Verdict.ACCEPTED, note)
+            self.rows[f'"{name}"'] = Row(f'"{name}"', value, KeyStatus.ACCEPTED, note)
             return
         key = KEYS.get(full)
         if key is None and section in OPEN:
-            key = Key(full, "anything", "its own default", Verdict.DONE, "passed on")
+            key = Key(full, "anything", "its own default", KeyStatus.DONE, "passed on")
         if key is not None:
             self._read_key(key, where, value)
         elif full in SECTIONS:
@@ -293,12 +295,12 @@ class _Draft:
         name = key.name
         shown = "***" if name.endswith("api_key") and value is not None else value
         if value is None:
-            self.rows.setdefault(name, Row(where, None, Verdict.ACCEPTED, "null: not given"))
+            self.rows.setdefault(name, Row(where, None, KeyStatus.ACCEPTED, "null: not given"))
             return
         is_auto = isinstance(value, str) and value == "auto"
         if is_auto and name not in self.fill:
             self.autos.add(name)
-            self.rows[name] = Row(where, shown, Verdict.ACCEPTED, f"auto: {_when_auto(key)}")
+            self.rows[name] = Row(where, shown, KeyStatus.ACCEPTED, f"auto: {_when_auto(key)}")
             return
         try:
             read = read_value(key.kind, self.fill[name] if is_auto else value)
@@ -314,18 +316,18 @@ class _Draft:
         self.written[name], self.given[name] = where, read
         note = f"{key.note} (auto, filled in with {read!r})" if is_auto else key.note
         self.rows[name] = Row(where, shown, key.verdict, note)
-        if key.verdict is Verdict.REFUSED and REFUSED_IF[key.when](read):
+        if key.verdict is KeyStatus.REFUSED and REFUSED_IF[key.when](read):
             what = "a section that is on" if isinstance(shown, Mapping) else repr(shown)
             self.problem(where, f"{what} is refused: {key.note}; {key.remedy}")
-        elif key.verdict is Verdict.REFUSED:
-            self.note(name, "off, as here", Verdict.ACCEPTED)
+        elif key.verdict is KeyStatus.REFUSED:
+            self.note(name, "off, as here", KeyStatus.ACCEPTED)
 
 
 def _when_auto(key: Key) -> str:
     """What an "auto" that nobody filled in comes to."""
-    if key.verdict is Verdict.ACCEPTED:
+    if key.verdict is KeyStatus.ACCEPTED:
         return key.note
-    if key.verdict is Verdict.REFUSED:
+    if key.verdict is KeyStatus.REFUSED:
         return "off"
     if key.name.startswith(("zero_optimization.", "aio.")):
         return "left to the plan, and our defaults"
@@ -511,7 +513,7 @@ def _batch(draft: _Draft) -> None:
     draft.set("gradient_accumulation_steps", steps, _BATCH[2])
     for name, value in zip(_BATCH, sizes, strict=True):
         if name in draft.autos:
-            draft.note(name, f"auto: {value}, from the others", Verdict.DONE)
+            draft.note(name, f"auto: {value}, from the others", KeyStatus.DONE)
 
 
 def _precision(draft: _Draft) -> None:
@@ -521,10 +523,12 @@ def _precision(draft: _Draft) -> None:
         draft.problem("bf16.enabled", "bf16 and fp16 cannot both be enabled; keep one of them")
     if bf16 is None and "bf16.enabled" in draft.autos:
         bf16 = True
-        draft.note("bf16.enabled", "auto: nobody filled it in, so bf16", Verdict.DONE)
+        draft.note("bf16.enabled", "auto: nobody filled it in, so bf16", KeyStatus.DONE)
     chosen = "bf16" if bf16 else "fp16" if fp16 else "fp32"
     if chosen == "fp32":
-        draft.note("bf16.enabled", "neither bf16 nor fp16 is enabled: fp32, as there", Verdict.DONE)
+        draft.note(
+            "bf16.enabled", "neither bf16 nor fp16 is enabled: fp32, as there", KeyStatus.DONE
+        )
     draft.set("precision", chosen, "fp16.enabled" if chosen == "fp16" else "bf16.enabled")
     if draft.given.get(f"{chosen}.auto_cast"):
         draft.set("cast_inputs", True, f"{chosen}.auto_cast")
@@ -533,10 +537,10 @@ def _precision(draft: _Draft) -> None:
         if key.name not in draft.given or not key.ours.startswith(_SCALE):
             continue
         if chosen != "fp16":
-            draft.note(key.name, "not used: fp16 is not enabled", Verdict.ACCEPTED)
+            draft.note(key.name, "not used: fp16 is not enabled", KeyStatus.ACCEPTED)
         elif static and key.name != "fp16.loss_scale":
             text = f"not used: the scale is {static:g} all the time"
-            draft.note(key.name, text, Verdict.ACCEPTED)
+            draft.note(key.name, text, KeyStatus.ACCEPTED)
         else:
             draft.set(key.ours, draft.given[key.name], key.name)
     wanted = draft.given.get("data_types.param_dtype")
@@ -578,7 +582,7 @@ def _placement(draft: _Draft) -> None:
             draft.problem(path_key, text)
         elif device is not None:
             tier, where = _TIERS[device]
-            draft.note(device_key, f"{kind} rest {where}", Verdict.DONE)
+            draft.note(device_key, f"{kind} rest {where}", KeyStatus.DONE)
             if section == "offload_optimizer":
                 tier = _by_ratio(draft, tier)
             draft.set(f"placement.{kind}", tier, device_key)
@@ -588,7 +592,7 @@ def _placement(draft: _Draft) -> None:
             for one in path:
                 paths.setdefault(one, path_key)
         elif path is not None:
-            draft.note(path_key, "not used: device is not nvme", Verdict.ACCEPTED)
+            draft.note(path_key, "not used: device is not nvme", KeyStatus.ACCEPTED)
     if paths:
         draft.set("nvme_path", list(paths), next(iter(paths.values())))
     for section in _OFFLOADED if len(paths) > 1 else ():
@@ -603,13 +607,13 @@ def _by_ratio(draft: _Draft, tier: str) -> str:
     if ratio >= 1.0 or tier == "device":
         return tier
     if tier == "disk":
-        draft.note(key, "not used with nvme, as there", Verdict.ACCEPTED)
+        draft.note(key, "not used with nvme, as there", KeyStatus.ACCEPTED)
         return tier
     where = "device" if ratio == 0 else "auto"
     text = "none is offloaded" if ratio == 0 else "the plan decides which units' moments stay"
-    draft.note(key, f"{text} on the GPU; the numbers are the same", Verdict.DONE)
+    draft.note(key, f"{text} on the GPU; the numbers are the same", KeyStatus.DONE)
     device = f"{_ZERO}.offload_optimizer.device"
-    draft.note(device, f"moments: {where}, because of ratio {ratio:g}", Verdict.DONE)
+    draft.note(device, f"moments: {where}, because of ratio {ratio:g}", KeyStatus.DONE)
     return where
 
 
@@ -672,8 +676,8 @@ def _built_in(draft: _Draft, kind: str) -> None:
     if rule == "Muon" and params.get("ns_method") != "standard":
         words += f"; {_NS_METHOD}"
         if "ns_method" in params:
-            draft.note(f"{_PARAMS}.ns_method", f"not used: {_NS_METHOD}", Verdict.ACCEPTED)
-    draft.note(_TYPE, words, Verdict.DONE)
+            draft.note(f"{_PARAMS}.ns_method", f"not used: {_NS_METHOD}", KeyStatus.ACCEPTED)
+    draft.note(_TYPE, words, KeyStatus.DONE)
     draft.set("optimizer.type", rule, _TYPE)
     keys = RULES[rule].deepspeed_keys or {name: (name,) for name in takes}
     known = [*keys, *(s for s in _SWITCHES if is_adam or s not in _ADAMS_OWN)]
@@ -709,7 +713,7 @@ def _moments(draft: _Draft, params: Mapping[str, Any]) -> None:
         draft.set("optimizer.moments", "bf16", switch)
     elif params.get("fp32_optimizer_states") is False:
         draft.set("optimizer.moments", "bf16", key)
-        draft.note(key, "moments are stored in bf16: lossy", Verdict.DONE)
+        draft.note(key, "moments are stored in bf16: lossy", KeyStatus.DONE)
 
 
 def _why_not(kind: str, params: Mapping[str, Any]) -> str:
@@ -746,14 +750,14 @@ def _scheduler(draft: _Draft) -> None:
     if kind is None:
         return
     told = "DeepSpeed's, value for value" if kind in SCHEDULES else "torch's"
-    draft.note(_SCHEDULE, told, Verdict.DONE)
+    draft.note(_SCHEDULE, told, KeyStatus.DONE)
     # What was "auto": the largest rate is the optimizer's; numbers of steps nobody can guess.
     params = draft.below(section)
     autos = [name for name in SCHEDULES.get(kind, ()) if f"{section}.{name}" in draft.autos]
     lr = draft.given.get(f"{_PARAMS}.lr")
     if "warmup_max_lr" in autos and lr is not None:
         params["warmup_max_lr"] = lr
-        draft.note(f"{section}.warmup_max_lr", f"auto: the optimizer's lr, {lr:g}", Verdict.DONE)
+        draft.note(f"{section}.warmup_max_lr", f"auto: the optimizer's lr, {lr:g}", KeyStatus.DONE)
     missing = sorted({"warmup_num_steps", "total_num_steps"}.intersection(autos))
     if missing and draft.lenient:
         draft.note(_SCHEDULE, f"left out of the plan: {', '.join(missing)} is auto")

@@ -22,7 +22,7 @@ When: TypeAlias = Literal[
 ]
 
 
-class Verdict(StrEnum):
+class KeyStatus(StrEnum):
     """Treatment of a key: applied, without effect, or refused."""
 
     DONE = "done"
@@ -49,7 +49,7 @@ class Key:
     name: str
     kind: Kind | tuple[str, ...]
     default: str
-    verdict: Verdict
+    verdict: KeyStatus
     note: str
     when: When = ""
     remedy: str = ""
@@ -65,19 +65,19 @@ def _done(
     ours: str = "",
     old: tuple[str, ...] = (),
 ) -> Key:
-    return Key(name, kind, default, Verdict.DONE, note, ours=ours, old=old)
+    return Key(name, kind, default, KeyStatus.DONE, note, ours=ours, old=old)
 
 
 def _accepted(
     name: str, kind: Kind | tuple[str, ...], default: str, note: str, old: tuple[str, ...] = ()
 ) -> Key:
-    return Key(name, kind, default, Verdict.ACCEPTED, note, old=old)
+    return Key(name, kind, default, KeyStatus.ACCEPTED, note, old=old)
 
 
 def _refused(
     name: str, kind: Kind, default: str, when: When, note: str, remedy: str = "leave it out"
 ) -> Key:
-    return Key(name, kind, default, Verdict.REFUSED, note, when, remedy)
+    return Key(name, kind, default, KeyStatus.REFUSED, note, when, remedy)
 
 
 def _section(section: str, *keys: Key) -> Iterator[Key]:

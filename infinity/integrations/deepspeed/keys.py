@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from infinity.integrations.deepspeed.key_table import OLD_SECTIONS, TABLE, Kind, Verdict, When
+from infinity.integrations.deepspeed.key_table import OLD_SECTIONS, TABLE, KeyStatus, Kind, When
 from infinity.optim.rules import RULES
 
 # DeepSpeed's names of the built-in rules, of which it ignores the case.
@@ -26,7 +26,7 @@ class Row:
 
     key: str
     given: Any
-    verdict: Verdict
+    verdict: KeyStatus
     note: str
 
     def as_dict(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from infinity.plan.batch_schedule import BatchSchedule
 from infinity.plan.budget import budgeted_bytes
 from infinity.plan.cost import NOMINAL, Rates, step_cost
 from infinity.plan.inputs import PlanInput, leaving_activations
-from infinity.profiling.trace_reader import Shares, Slice, Timeline
+from infinity.profiling.trace_reader import Shares, Slice, TraceTimeline
 from infinity.storage.cuda import CudaDevice
 from infinity.types import Tier
 
@@ -394,10 +394,10 @@ def test_links_are_looked_at_while_state_passes() -> None:
         track: tuple(one for one in copies if one.track == track)
         for track in ("to_device", "from_device")
     }
-    shares = Shares(Timeline("here", {}, tracks, 0, True))
+    shares = Shares(TraceTimeline("here", {}, tracks, 0, True))
     assert links_in_pass(shares) == (50 + 50 + 70 + 10 + 30) / 3.0
     without = {"step": tracks["step"], "to_device": tracks["to_device"][:1]}
-    assert links_in_pass(Shares(Timeline("here", {}, without, 0, True))) is None
+    assert links_in_pass(Shares(TraceTimeline("here", {}, without, 0, True))) is None
 
 
 def plain_report(step_s: float) -> dict[str, Any]:

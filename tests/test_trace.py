@@ -31,7 +31,7 @@ from infinity.offload.transfers import STALLS
 from infinity.profiling.trace_reader import (
     Shares,
     Slice,
-    Timeline,
+    TraceTimeline,
     overlap,
     read_timeline,
     union,
@@ -51,7 +51,7 @@ def traced(
     kind: str = "cpu",
     steps: int = 4,
     **more: Any,
-) -> tuple[Timeline, list[Any]]:
+) -> tuple[TraceTimeline, list[Any]]:
     """The trace of a run of some steps of two micro-batches, and their reports."""
     more = {"gradient_accumulation_steps": 2, "trace": str(path / "t.json"), **more}
     (path / "nvme").mkdir(exist_ok=True)
@@ -78,7 +78,7 @@ def check_nesting(slices: Sequence[Slice]) -> None:
         open_until.append(one.end)
 
 
-def check_sane(timeline: Timeline) -> None:
+def check_sane(timeline: TraceTimeline) -> None:
     assert timeline.complete
     assert timeline.num_dropped == 0
     for slices in timeline.tracks.values():

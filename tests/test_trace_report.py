@@ -19,7 +19,7 @@ from infinity.profiling.trace_reader import (
     SHOWN,
     Interval,
     Shares,
-    Timeline,
+    TraceTimeline,
     binds,
     clip,
     length,
@@ -67,7 +67,7 @@ def test_sets_of_times() -> None:
 Spans = dict[str, list[tuple[int, int]]]  # track (or "stall:cause") -> spans in ticks
 
 
-def written(path: Path, spans: Spans, steps: list[tuple[int, int]], **facts: Any) -> Timeline:
+def written(path: Path, spans: Spans, steps: list[tuple[int, int]], **facts: Any) -> TraceTimeline:
     """A trace file with these slices, read back."""
     trace = Trace(path, ["unit"], facts)
 

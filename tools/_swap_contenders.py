@@ -20,7 +20,7 @@ import torch
 
 from infinity.common.sizes import format_size
 from infinity.swap_benchmark.contenders import Sample, UnavailableError, checked, timed
-from infinity.swap_benchmark.load import NUM_SLOTS, Load, Piece, Span, Testbed, open_file
+from infinity.swap_benchmark.load import NUM_SLOTS, ChunkRequest, Load, Span, Testbed, open_file
 
 
 class _Buffered:
@@ -94,7 +94,7 @@ class AiofilesLoop(_Buffered):
 
 def _buffers(
     testbed: Testbed, load: Load, file_index: int, block_size: int
-) -> Iterator[tuple[Piece, int, memoryview]]:
+) -> Iterator[tuple[ChunkRequest, int, memoryview]]:
     """Yield (piece, start, what to read into or write from) for each block of one file."""
     num_reads = 0
     for piece, start, nbytes in load.blocks(file_index, block_size):
@@ -260,8 +260,8 @@ class DeepSpeedHandle:
 
     def _move(
         self,
-        reads: list[tuple[int, Piece]],
-        writes: list[tuple[int, Piece]],
+        reads: list[tuple[int, ChunkRequest]],
+        writes: list[tuple[int, ChunkRequest]],
         targets: list[Any],
         sources: list[Any],
     ) -> None:
@@ -284,7 +284,7 @@ class DeepSpeedHandle:
         for handle in busy:
             self._handles[handle].wait()
 
-    def _start(self, call: str, handle: int, found: tuple[int, Piece], tensor: Any) -> None:
+    def _start(self, call: str, handle: int, found: tuple[int, ChunkRequest], tensor: Any) -> None:
         file_index, piece = found
         path = str(self._testbed.file_paths[file_index])
         if getattr(self._handles[handle], call)(tensor, path, piece.offset) != 0:

@@ -36,7 +36,7 @@ from infinity.checkpoint.manifest import (
 )
 from infinity.checkpoint.plain import encode
 from infinity.checkpoint.reader import StateReader, damaged
-from infinity.checkpoint.streams import Piece, frozen_pieces, pieces, state_streams
+from infinity.checkpoint.streams import StreamRange, frozen_pieces, pieces, state_streams
 from infinity.common.crc32c import crc32c
 from infinity.common.files import LockFile
 from infinity.errors import CheckpointError, MachineError, listed
@@ -88,7 +88,7 @@ class DurableReader(StateReader):
         self._specs = {
             stream: {spec.name: spec for spec in found} for stream, found in specs.items()
         }
-        self._where: dict[tuple[str, str], list[tuple[_Part, Extent, Piece]]] = {}
+        self._where: dict[tuple[str, str], list[tuple[_Part, Extent, StreamRange]]] = {}
         for part in self._parts:
             for extent, held in part.extents:
                 for piece in held:
@@ -157,7 +157,7 @@ class _Part:
         self.plan = plan_of(run.facts, run.stored.placements)
         self.record: CommitRecord
         self.document: Document
-        self.extents: list[tuple[Extent, list[Piece]]] = []
+        self.extents: list[tuple[Extent, list[StreamRange]]] = []
         self._foreign: dict[int, CheckpointError] = {}  # by offset of extents without checksums
         self._striping = run.striping
         self._stripes = Stripes(len(self.directories), run.striping.stripe_bytes)
@@ -269,7 +269,7 @@ class _Part:
             why = f"checksums of {self.directory} cannot be read: {error.strerror}"
             raise CheckpointError(why) from error
 
-    def _place(self, extent: Extent, start: int, held: Sequence[Piece]) -> str:
+    def _place(self, extent: Extent, start: int, held: Sequence[StreamRange]) -> str:
         """A damaged page of an extent, and whose bytes it holds."""
         (piece,) = self._stripes.pieces(extent.offset + start, PAGE)
         names = [
@@ -286,7 +286,7 @@ class _Part:
 
 def committed(
     plan: Plan, record: CommitRecord, disk: ExtentAllocator
-) -> Iterator[list[tuple[Extent, list[Piece]]]]:
+) -> Iterator[list[tuple[Extent, list[StreamRange]]]]:
     """Yield the extents of each active copy in the order of a record, with what each holds.
 
     `disk` promises them. Of each unit there are two lists: trained state, and frozen parameters.

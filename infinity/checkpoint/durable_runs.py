@@ -421,7 +421,7 @@ def find_run(
     named = None
     if directory is not None and (directory / PLAN_NAME).exists():
         named = read_run(directory, roots).group
-    told = _Told(
+    told = _FoundRun(
         fitting={group: (str(run), run.sequences) for group, run in runs.items()},
         signs=[f"{path}: {why}" for path, why in signs],
         named=named,
@@ -429,7 +429,7 @@ def find_run(
         misplaced=[str(run) for run in misplaced],
     )
     ranks.synchronize("looks for a durable run")
-    every = [_Told(**words) for words in ranks.all_gather_object(asdict(told))]
+    every = [_FoundRun(**words) for words in ranks.all_gather_object(asdict(told))]
     began = [group for group in _groups(every) if _has_begun(group, every)]
     if directory is None:
         group = _chosen(began, every, roots, journal)
@@ -452,7 +452,7 @@ def find_run(
 
 
 @dataclass(frozen=True)
-class _Told:
+class _FoundRun:
     """What one rank tells the others of what it found.
 
     `fitting` has by group what to call its part of a run, and the sequence numbers of its commits;
@@ -468,18 +468,18 @@ class _Told:
     misplaced: list[str]
 
 
-def _groups(every: Sequence[_Told]) -> list[str]:
+def _groups(every: Sequence[_FoundRun]) -> list[str]:
     return list(dict.fromkeys(group for one in every for group in one.fitting))
 
 
-def _has_begun(group: str, every: Sequence[_Told]) -> bool:
+def _has_begun(group: str, every: Sequence[_FoundRun]) -> bool:
     """Whether a run was marked on all ranks, or has gone beyond its first commit on one."""
     parts = [one.fitting[group] for one in every if group in one.fitting]
     return len(parts) == len(every) or any(max(numbers) > 0 for _, numbers in parts)
 
 
 def _chosen(
-    began: Sequence[str], every: Sequence[_Told], roots: Sequence[Path], journal: Path | None
+    began: Sequence[str], every: Sequence[_FoundRun], roots: Sequence[Path], journal: Path | None
 ) -> str | None:
     """Of what all ranks told: the group to go on from without having been named, if any."""
     if signs := [sign for one in every for sign in one.signs]:

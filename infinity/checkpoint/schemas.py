@@ -52,7 +52,7 @@ def _fitting(kind: type[_D], value: Any, where: str) -> _D:
 # --- plan.json of a durable run ------------------------------------------------------------------
 
 
-class _Segment(_Document):
+class _SegmentSchema(_Document):
     name: str
     shape: list[_Count]
     dtype: str
@@ -85,7 +85,7 @@ class _Unit(_Document):
     numel: _Count
     frozen_bytes: _Count
     paired: _Positive | None = None
-    segments: list[_Segment]
+    segments: list[_SegmentSchema]
 
     @model_validator(mode="after")
     def _holds_its_segments(self) -> Self:
@@ -145,7 +145,7 @@ def check_plan(facts: Mapping[str, Any], where: str) -> None:
 # --- the state of a run --------------------------------------------------------------------------
 
 
-class _Group(_Document):
+class _GroupSchema(_Document):
     parameters: list[str]
     values: dict[str, Any]
 
@@ -162,7 +162,7 @@ class _RunState(_Document):
     progress: dict[str, _Count] = {}
     loss_scale: _Scale | None = None
     steps: dict[str, _Count] = {}
-    groups: list[_Group] = []
+    groups: list[_GroupSchema] = []
     kept: dict[str, Any] = {}
     rounding_seed: _Count = 0
     scheduler: dict[str, Any] | None = None

@@ -20,7 +20,7 @@ from infinity.types import MOMENT_BLOCK, Kind, MomentFormat
 _SCALE_BYTES = torch.float32.itemsize
 
 
-class Piece(NamedTuple):
+class StreamRange(NamedTuple):
     """Some bytes of a tensor: from `first` of it on, which lie at `start` of a chunk's part."""
 
     stream: str
@@ -52,7 +52,7 @@ def state_streams(plan: Plan) -> dict[str, list[TensorSpec]]:
     return {stream: tensors for stream, tensors in streams.items() if tensors}
 
 
-def pieces(plan: Plan, layout: UnitLayout, chunk: int, kind: Kind) -> Iterator[Piece]:
+def pieces(plan: Plan, layout: UnitLayout, chunk: int, kind: Kind) -> Iterator[StreamRange]:
     """What a chunk's part of a state kind holds of the tensors of its stream, and of scales."""
     start, count = layout.chunk(chunk, plan.chunk_elements)
     size, form = _dtype_of(plan, kind).itemsize, _scaled(plan, kind)
@@ -62,11 +62,11 @@ def pieces(plan: Plan, layout: UnitLayout, chunk: int, kind: Kind) -> Iterator[P
         if first >= last or not segment.keeps(kind):
             continue
         element = start + first - segment.offset + segment.first_element
-        yield Piece(stream, segment.name, element * size, first * size, (last - first) * size)
+        yield StreamRange(stream, segment.name, element * size, first * size, (last - first) * size)
         if form:
             assert first % MOMENT_BLOCK == element % MOMENT_BLOCK == 0, segment
             block, blocks = first // MOMENT_BLOCK, form.num_scales(last - first)
-            yield Piece(
+            yield StreamRange(
                 _scales_of(kind),
                 segment.name,
                 element // MOMENT_BLOCK * _SCALE_BYTES,
@@ -75,7 +75,7 @@ def pieces(plan: Plan, layout: UnitLayout, chunk: int, kind: Kind) -> Iterator[P
             )
 
 
-def frozen_pieces(layout: UnitLayout, rank: int | None = None) -> Iterator[Piece]:
+def frozen_pieces(layout: UnitLayout, rank: int | None = None) -> Iterator[StreamRange]:
     """What the frozen bytes of a unit hold; with `rank`, those of that rank."""
     start, nbytes = 0, layout.frozen_bytes
     if rank is not None:
@@ -86,7 +86,7 @@ def frozen_pieces(layout: UnitLayout, rank: int | None = None) -> Iterator[Piece
         last = min(segment.offset + segment.nbytes, start + nbytes)
         if first < last:
             byte = first_frozen_byte(segment) + first - segment.offset
-            yield Piece(FROZEN, segment.name, byte, first - start, last - first)
+            yield StreamRange(FROZEN, segment.name, byte, first - start, last - first)
 
 
 def first_frozen_byte(segment: Segment) -> int:

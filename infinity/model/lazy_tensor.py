@@ -129,7 +129,7 @@ class ChunkedRead(Protocol):
 
 
 @runtime_checkable
-class Packed(Protocol):
+class PackedRead(Protocol):
     """A `Read` of elements of one quantised matrix."""
 
     @property
@@ -336,7 +336,7 @@ def _pieces(leaf: Any, first: int, count: int) -> list[Read] | None:
 
 
 def _is_packed(leaf: Any) -> bool:
-    return any(isinstance(read, Packed) for read in _pieces(leaf, 0, 1) or ())
+    return any(isinstance(read, PackedRead) for read in _pieces(leaf, 0, 1) or ())
 
 
 def _made(leaf: Any) -> Any:
@@ -354,7 +354,7 @@ _OVERWRITES = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_", "rand
 
 
 @dataclass(frozen=True)
-class _Place:
+class _LoggedTensor:
     """A deferred tensor as an argument in the log."""
 
     storage: int
@@ -370,7 +370,7 @@ class _Place:
 
 @dataclass
 class _Entry:
-    """One operation: what to call, with `_Place`s for deferred tensors; what it reads and makes."""
+    """One logged call, with a `_LoggedTensor` for each deferred tensor, and its storages."""
 
     call: Any
     args: Any
@@ -501,7 +501,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
             for t in tensors_in(results_on_meta(call, args, kwargs))
         )
 
-    def _carry_out(self, call: Any, args: Any, kwargs: Any, places: Sequence[_Place]) -> Any:
+    def _carry_out(self, call: Any, args: Any, kwargs: Any, places: Sequence[_LoggedTensor]) -> Any:
         state = generator_state(call, args, kwargs)
         logged_args, logged_kwargs = tree_map(self._to_log, (args, kwargs))
         reads = tuple(dict.fromkeys(p.storage for p in places))
@@ -552,7 +552,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         return _place(value) if self.holds(value) else value.detach().clone()
 
     def _overwritten(
-        self, call: Any, mutated: Sequence[Tensor], places: Sequence[_Place]
+        self, call: Any, mutated: Sequence[Tensor], places: Sequence[_LoggedTensor]
     ) -> int | None:
         """The storage whose past does not matter any more: all of it is written, and not read."""
         if call.overloadpacket.__name__ not in _OVERWRITES or len(mutated) != 1:
@@ -662,8 +662,8 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _place(tensor: Tensor) -> _Place:
-    return _Place(
+def _place(tensor: Tensor) -> _LoggedTensor:
+    return _LoggedTensor(
         storage_key(tensor),
         tensor.dtype,
         tuple(tensor.size()),
@@ -676,7 +676,7 @@ def _empty(nbytes: int) -> torch.UntypedStorage:
     return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
 
 
-def _view(storage: torch.UntypedStorage, place: _Place) -> Tensor:
+def _view(storage: torch.UntypedStorage, place: _LoggedTensor) -> Tensor:
     base = torch.empty(0, dtype=place.dtype)
     return base.set_(storage, place.offset, place.size, place.stride)
 
@@ -688,7 +688,7 @@ def _real(value: Any, shadows: dict[int, torch.UntypedStorage]) -> Any:
 
 
 def _from_log(value: Any, shadows: dict[int, torch.UntypedStorage], state: Tensor | None) -> Any:
-    if isinstance(value, _Place):
+    if isinstance(value, _LoggedTensor):
         return _view(shadows[value.storage], value)
     if isinstance(value, torch.Generator):  # the model's own; it has moved on since
         assert state is not None
@@ -700,5 +700,5 @@ def _arguments(entry: _Entry, shadows: dict[int, torch.UntypedStorage]) -> Any:
     return tree_map(lambda x: _from_log(x, shadows, entry.state), (entry.args, entry.kwargs))
 
 
-def _places(value: Any) -> list[_Place]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, _Place)]
+def _places(value: Any) -> list[_LoggedTensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, _LoggedTensor)]

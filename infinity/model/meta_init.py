@@ -33,7 +33,7 @@ from infinity.errors import ConfigError, ResidencyError
 from infinity.model.lazy_tensor import (
     DEFER_FROM_BYTES,
     DeferredInitMode,
-    Packed,
+    PackedRead,
     Read,
     pieces_of,
     resolve_lazy_tensors,
@@ -241,10 +241,10 @@ def _no_initialiser(names: list[str], error: ConfigError | None = None) -> Confi
     )
 
 
-_M = TypeVar("_M", bound="_Mark")
+_M = TypeVar("_M", bound="_InitMark")
 
 
-class _Mark:
+class _InitMark:
     """A forward pre-hook by which a module remembers; it goes along with copies."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -260,7 +260,7 @@ class _Mark:
         )
 
 
-class _Unwritten(_Mark):
+class _Unwritten(_InitMark):
     """On modules built under `Init`: what makes the values, and how tensors were left."""
 
     def __init__(self, deferral: DeferredInitMode) -> None:
@@ -285,7 +285,7 @@ class _Unwritten(_Mark):
         return self
 
 
-class _Remembered(_Mark):
+class _Remembered(_InitMark):
     """On the module that `remember_values` got: functions that read values, by name."""
 
     def __init__(self, read: Mapping[str, Read]) -> None:
@@ -473,7 +473,7 @@ class InitialValues:
             if inside is None:
                 return tensor.nbytes
             is_whole = quantises and not tensor.requires_grad
-            if is_whole or any(isinstance(read, Packed) for read in inside[:1]):
+            if is_whole or any(isinstance(read, PackedRead) for read in inside[:1]):
                 whole = math.prod(tensor.shape[-2:]) * tensor.element_size()
                 return (1 + (tensor.dim() > 2)) * whole
             return 4 * min(tensor.numel(), PIECE_ELEMENTS)
@@ -484,7 +484,7 @@ class InitialValues:
         """The model has its values: it need not remember anything, and neither need we."""
         for module in self._model.modules():
             hooks = module._forward_pre_hooks
-            for key in [key for key, hook in hooks.items() if isinstance(hook, _Mark)]:
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _InitMark)]:
                 del hooks[key]
         self._read.clear()
         self._initialisers = None
@@ -561,8 +561,8 @@ def _marks(module: nn.Module, kind: type[_M]) -> list[_M]:
     return [hook for hook in hooks if isinstance(hook, kind)]
 
 
-def _put(module: nn.Module, mark: _Mark) -> None:
-    if not any(known is mark for known in _marks(module, _Mark)):
+def _put(module: nn.Module, mark: _InitMark) -> None:
+    if not any(known is mark for known in _marks(module, _InitMark)):
         module.register_forward_pre_hook(mark)
 
 

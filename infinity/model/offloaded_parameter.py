@@ -77,7 +77,7 @@ def _nothing() -> None:
     """Refer to no engine."""
 
 
-class _Mark:
+class _EngineMark:
     """Weak references to the engine of a parameter and its `Access`; not copied or pickled."""
 
     def __init__(self, engine: object | None, access: Access) -> None:
@@ -93,7 +93,7 @@ class _Mark:
 
 def name_engine(parameters: Iterable[nn.Parameter], engine: object | None, access: Access) -> None:
     """Set the engine of parameters, if there is one, and the access to their values."""
-    mark = _Mark(engine, access)
+    mark = _EngineMark(engine, access)
     for parameter in parameters:
         setattr(parameter, _NAME, mark)
 
@@ -107,7 +107,7 @@ def unname_engine(parameters: Iterable[nn.Parameter]) -> None:
 def engine_of(tensor: Tensor) -> Any:
     """Return the engine that a parameter belongs to, or None."""
     mark = getattr(tensor, _NAME, None)
-    return mark.engine() if isinstance(mark, _Mark) else None
+    return mark.engine() if isinstance(mark, _EngineMark) else None
 
 
 class OffloadedParameter:
@@ -127,7 +127,7 @@ class OffloadedParameter:
                 found = func(*args, **kwargs)
             if name == "grad" and found is None and not is_set:
                 mark = vars(args[0]).get(_NAME)
-                if isinstance(mark, _Mark) and (access := mark.access()) is not None:
+                if isinstance(mark, _EngineMark) and (access := mark.access()) is not None:
                     access.note_missing_gradient()
             return found
         if _edits(name, args, kwargs, is_set=is_set):
@@ -247,7 +247,7 @@ def gone() -> EngineClosedError:
 
 def _access(parameter: Any) -> Access:
     mark = vars(parameter).get(_NAME)
-    access: Access | None = mark.access() if isinstance(mark, _Mark) else None
+    access: Access | None = mark.access() if isinstance(mark, _EngineMark) else None
     if access is None:
         raise gone()
     return access

@@ -566,7 +566,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """Elements of one quantised matrix of `files`, to be read later; see `lazy_tensor.Packed`."""
+    """Elements of one quantised matrix of `files`, read later; see `lazy_tensor.PackedRead`."""
 
     files: WeightFiles
     name: str

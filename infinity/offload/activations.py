@@ -43,7 +43,7 @@ class Away:
 
 
 @dataclass(eq=False, slots=True)
-class Record:
+class SavedTensor:
     """One saved tensor: what it is, where it waits, and what is under way."""
 
     away: weakref.ref[Away]
@@ -97,11 +97,11 @@ class ActivationStore:
             self._extent = transfers.disk.extent(plan.disk_bytes, "activations")
         self._pool = Ranges(plan.host_bytes)
         self._disk = Ranges(plan.disk_bytes)
-        self._records: dict[int, Record] = {}
+        self._records: dict[int, SavedTensor] = {}
         self._known: dict[TensorIdentity, weakref.ref[Away]] = {}
         self._retired: list[tuple[Event, int | None, int, object]] = []  # see `_bury`
-        self._going: list[Record] = []
-        self._coming: list[Record] = []
+        self._going: list[SavedTensor] = []
+        self._coming: list[SavedTensor] = []
         self._seen: list[int] = []
         self._next = 0
         self.num_saved = 0  # since the start
@@ -130,7 +130,7 @@ class ActivationStore:
             record.uses, record.order = record.uses + 1, number
             return away
         away = Away(number)
-        record = Record(
+        record = SavedTensor(
             weakref.ref(away), number, nbytes, tensor.dtype, tensor.shape, tensor._version, identity
         )
         self._records[number] = record
@@ -155,7 +155,7 @@ class ActivationStore:
         free = self._pool.free_bytes
         return Tier.HOST if free >= (1 + TRANSIT) * rounded else Tier.DISK
 
-    def _send(self, record: Record, source: Tensor, tier: Tier) -> bool:
+    def _send(self, record: SavedTensor, source: Tensor, tier: Tier) -> bool:
         """Start the way out; False where there is no room."""
         if tier is Tier.DEVICE:
             return False
@@ -189,7 +189,7 @@ class ActivationStore:
                 record.left.wait()
             self._advance(record)
 
-    def _advance(self, record: Record, *, wait: bool = False) -> bool:
+    def _advance(self, record: SavedTensor, *, wait: bool = False) -> bool:
         """Push on with the way out; whether it is over."""
         if record.source is not None:
             assert record.left is not None
@@ -247,14 +247,14 @@ class ActivationStore:
             record.fetched = None
         return tensor
 
-    def _prefetch(self, record: Record) -> None:
+    def _prefetch(self, record: SavedTensor) -> None:
         """Start the way back of what was saved before this one."""
         records = self._records.values()
         before = [r for r in records if r.order < record.order and r.left and not r.given]
         for other in sorted(before, key=lambda r: r.order)[-AHEAD:]:
             self._start(other, wait=False)
 
-    def _start(self, record: Record, *, wait: bool) -> None:
+    def _start(self, record: SavedTensor, *, wait: bool) -> None:
         """Start the way back, unless it is under way; without `wait` only where nothing waits."""
         if record.fetched is not None or record.reading is not None:
             return
@@ -274,7 +274,7 @@ class ActivationStore:
         record.reading = self.transfers.read([piece], priority, LABEL)
         self._coming.append(record)
 
-    def _land(self, record: Record) -> None:
+    def _land(self, record: SavedTensor) -> None:
         """Second half of disk -> device."""
         if record.reading is None:
             return
@@ -286,7 +286,7 @@ class ActivationStore:
         if record in self._coming:
             self._coming.remove(record)
 
-    def _copy_in(self, record: Record) -> None:
+    def _copy_in(self, record: SavedTensor) -> None:
         device = self.transfers.device
         target = torch.empty(record.shape, dtype=record.dtype, device=device.torch_device)
         # What was in the target's memory may still be computed with, and the way out under way.
@@ -368,7 +368,7 @@ class ActivationStore:
         if self._seen and not self._records:
             self.sizes, self._seen = tuple(self._seen), []
 
-    def _bury(self, record: Record) -> None:
+    def _bury(self, record: SavedTensor) -> None:
         record.end_requests()
         for records in (self._going, self._coming):
             if record in records:
@@ -379,7 +379,7 @@ class ActivationStore:
             record.extent = None
         self._known.pop(record.identity, None)
 
-    def _retire(self, record: Record) -> None:
+    def _retire(self, record: SavedTensor) -> None:
         """The record's span is free, and its tensors may go, once nothing copies them."""
         event = after_all(record.left or HAPPENED, record.ready)
         held = (record.buffer, record.source, record.fetched)
@@ -395,7 +395,7 @@ class ActivationStore:
                 if span is not None:
                     self._pool.give(span, nbytes)
 
-    def _buffer(self, record: Record) -> Tensor:
+    def _buffer(self, record: SavedTensor) -> Tensor:
         """The whole pages that a record has in the pool, or beside it."""
         if record.buffer is not None:
             return record.buffer
@@ -403,7 +403,7 @@ class ActivationStore:
         assert record.span is not None
         return self._arena.view(record.span, round_up(record.nbytes, PAGE))
 
-    def _part(self, record: Record) -> Extent:
+    def _part(self, record: SavedTensor) -> Extent:
         assert self._extent is not None
         assert record.extent is not None
         return self._extent.part(record.extent, round_up(record.nbytes, PAGE))

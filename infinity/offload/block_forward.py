@@ -109,7 +109,7 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TensorPosition:
     """Where a tensor stood."""
 
     index: int
@@ -122,7 +122,7 @@ def take_apart(value: Any, tensors: list[Tensor]) -> Any:
     """
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         tensors.append(value)
-        return _Place(len(tensors) - 1)
+        return _TensorPosition(len(tensors) - 1)
     if type(value) in (tuple, list):
         return type(value)(take_apart(item, tensors) for item in value)
     if type(value) is dict:
@@ -132,7 +132,7 @@ def take_apart(value: Any, tensors: list[Tensor]) -> Any:
 
 def put_together(shape: Any, tensors: Sequence[Tensor]) -> Any:
     """What was taken apart, with these tensors."""
-    if isinstance(shape, _Place):
+    if isinstance(shape, _TensorPosition):
         return tensors[shape.index]
     if type(shape) in (tuple, list):
         return type(shape)(put_together(item, tensors) for item in shape)
@@ -146,13 +146,13 @@ def leaves(shape: Any) -> Iterator[Any]:
     if type(shape) in (tuple, list, dict):
         for item in shape.values() if type(shape) is dict else shape:
             yield from leaves(item)
-    elif not isinstance(shape, _Place):
+    elif not isinstance(shape, _TensorPosition):
         yield shape
 
 
 def is_as_given(value: Any, shape: Any, tensors: Sequence[Tensor]) -> bool:
     """Whether what was put together is as it was: nobody put anything into its lists and dicts."""
-    if isinstance(shape, _Place):
+    if isinstance(shape, _TensorPosition):
         return value is tensors[shape.index]
     if type(shape) is dict:
         same = value.keys() == shape.keys()

@@ -1,10 +1,10 @@
 """Where the engine meets modules and autograd.
 
 [Note: calls]
-While a call runs, what it reaches for is bound, and released when it is over; see `guard.py` and
-[Note: released] in `prefetch.py`. A call is the engine's, or the outermost one of the model or of a
-unit's module, or a backward, whoever started that. What is reached for outside of any stays bound,
-and so do parameters that a call returns.
+Parameters that a call uses are bound while it runs, and released when it returns; see
+`call_guard.py` and [Note: released] in `prefetch.py`. A call is one of the engine's, the outermost
+call of the model or of a unit's module, or a backward. Parameters accessed outside a call stay
+bound, and so do parameters that a call returns.
 """
 
 from __future__ import annotations

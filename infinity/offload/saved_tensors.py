@@ -35,7 +35,7 @@ from infinity.offload.activations import (
     modified_in_place,
 )
 from infinity.offload.prefetch import Prefetcher
-from infinity.profiling.step_report import Timeline
+from infinity.profiling.step_report import StepTracer
 
 # Packing is paid for every tensor that autograd saves, some forty a block: so these are tuples, and
 # a tensor that is kept as it is only (the tensor, its version).
@@ -88,7 +88,7 @@ class SavedTensors:
             self._addresses[address] = slot
             self._first = min(self._first or address, address)
             self._end = max(self._end, address + slot.memory.numel())
-        self.timeline: Timeline | None = None  # while a trace is recorded
+        self.timeline: StepTracer | None = None  # while a trace is recorded
         self.activations = activations  # takes inputs of recomputed blocks
         # The context, our pair, and whether a checkpoint's pair is below it.
         self._stack: list[tuple[Any, SavedTensorHooks, bool]] = []

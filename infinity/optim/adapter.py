@@ -99,7 +99,7 @@ class _Kept:
 
 
 @dataclass
-class _Group:
+class _GroupWrites:
     """Entries of a group that steps have written, and the last of these steps."""
 
     written: Mapping[str, _Written]
@@ -231,8 +231,8 @@ class AdaptedOptimizer:
         self.facts = facts
         self.kernels = kernels
         self._kept: dict[int, _Kept] = {}  # by parameter
-        self._groups: dict[int, _Group] = {}  # by parameter
-        self._stepping: dict[int, _Group] = {}  # by the id of what was captured
+        self._groups: dict[int, _GroupWrites] = {}  # by parameter
+        self._stepping: dict[int, _GroupWrites] = {}  # by the id of what was captured
         # Of a parameter's last tile: where it ended, and what was kept before that step.
         self._last: dict[int, tuple[int, _Kept | None]] = {}
         self._worker = facts.worker
@@ -250,7 +250,7 @@ class AdaptedOptimizer:
             known = next((self._groups[i].written for i in indices if i in self._groups), {})
             written = {k: w for k, w in known.items() if same(theirs.get(k), w.seen)}  # not edited
             given = {**theirs, **{k: entry.value for k, entry in written.items()}}
-            group = self._stepping[key] = _Group(written, theirs, written, given)
+            group = self._stepping[key] = _GroupWrites(written, theirs, written, given)
             self._groups.update((index, group) for index in indices)
             if not self.facts.writes:
                 continue
@@ -284,7 +284,7 @@ class AdaptedOptimizer:
             if "scalars" in entry
         }
         self._groups = {
-            index: _Group(
+            index: _GroupWrites(
                 {k: _Written(e["value"], e.get("seen")) for k, e in kept["group"].items()}
             )
             for index, kept in saved.items()

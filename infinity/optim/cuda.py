@@ -63,7 +63,7 @@ class Launch(NamedTuple):
     arguments: tuple[ctypes.Structure, ...]
 
 
-class _Segment(ctypes.Structure):
+class _KernelSegment(ctypes.Structure):
     _fields_ = [
         ("weight", ctypes.c_uint64),
         ("rest", ctypes.c_uint64),
@@ -108,7 +108,7 @@ def _update_table(rows: int, slots: int) -> type[Any]:
             ("num_segments", ctypes.c_uint32),
             ("unused", ctypes.c_uint32),
             ("scalars", (ctypes.c_float * _NUM_SCALARS) * rows),
-            ("segments", _Segment * slots),
+            ("segments", _KernelSegment * slots),
         ]
 
     return UpdateTable
@@ -168,7 +168,7 @@ def _launch(variant: Variant, batch: list[tuple[Piece, int]], rows: dict[bytes, 
     return Launch(variant, name, tiles, THREADS, (table,))
 
 
-def _fill(segment: _Segment, piece: Piece) -> None:
+def _fill(segment: _KernelSegment, piece: Piece) -> None:
     tensors = {"weight": piece.weight, "rest": piece.rest, "gradient": piece.gradient}
     for number, moment in enumerate(piece.moments, 1):
         tensors[f"moment{number}"] = moment.values

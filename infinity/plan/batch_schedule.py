@@ -153,11 +153,11 @@ def choose_schedule(
     that are not None are kept. Where RAM computes, activations get `MARGIN` more than estimated,
     unless nothing fits with that; of a device's own memory something is left over anyway.
     """
-    chosen = _Search(case, wish, samples, MARGIN if case.machine.unified else 1.0).run()
-    return chosen if chosen.best else _Search(case, wish, samples, 1.0).run()
+    chosen = _ScheduleSearch(case, wish, samples, MARGIN if case.machine.unified else 1.0).run()
+    return chosen if chosen.best else _ScheduleSearch(case, wish, samples, 1.0).run()
 
 
-class _Search:
+class _ScheduleSearch:
     def __init__(
         self, case: PlanInput, wish: BatchSchedule, samples: int | None, margin: float
     ) -> None:

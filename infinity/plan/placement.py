@@ -44,7 +44,7 @@ def best_placement(plan: Plan, fields: Sequence[str], limits: Limits, rates: Rat
     `fields` are of `FIELDS`. What `plan` itself is over its budgets is not made worse; whoever
     calls refuses it then.
     """
-    search = _Search(plan.placements, fields, limits, rates)
+    search = _PlacementSearch(plan.placements, fields, limits, rates)
     fastest = search.all_fastest(plan)
     if fastest is not None:
         return fastest
@@ -119,7 +119,7 @@ def with_whole_units(plan: Plan, wish: bool | None, limits: Limits) -> Plan:
     return best
 
 
-class _Search:
+class _PlacementSearch:
     def __init__(
         self, start: tuple[UnitPlacement, ...], fields: Sequence[str], limits: Limits, rates: Rates
     ) -> None:

@@ -93,10 +93,10 @@ class Meter:
 class Listener(Protocol):
     """Whoever tells a timeline of modules and gradients finds it there, while there is one."""
 
-    timeline: Timeline | None
+    timeline: StepTracer | None
 
 
-class Timeline:
+class StepTracer:
     """Records steps `first` to `last` of this run, counted from 1; skipped ones count.
 
     The trace is closed one step later, when the last update that is traced has long been over;

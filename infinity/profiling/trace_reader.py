@@ -48,7 +48,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class TraceTimeline:
     """A whole trace: slices by track in the order they began, and what is said of it.
 
     `complete` tells whether the trace was closed; `num_dropped` counts events that are missing.
@@ -65,7 +65,7 @@ class Timeline:
         return tuple(s for track in tracks for s in self.tracks.get(track, ()))
 
 
-def read_timeline(path: str | os.PathLike[str]) -> Timeline:
+def read_timeline(path: str | os.PathLike[str]) -> TraceTimeline:
     """Read a trace that `trace: path` made; a missing end is no error.
 
     Raises `MachineError` where the file cannot be read, `TraceError` where it is something else.
@@ -108,7 +108,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
     ordered = {
         track: tuple(sorted(s, key=lambda x: (x.begin, -x.end))) for track, s in tracks.items()
     }
-    return Timeline(str(where), facts, ordered, dropped, complete)
+    return TraceTimeline(str(where), facts, ordered, dropped, complete)
 
 
 def parse_events(text: str) -> Iterator[dict[str, Any]]:
@@ -299,7 +299,7 @@ class Shares:
     `whole` is the same for all steps together; None where there is none.
     """
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: TraceTimeline) -> None:
         self.timeline = timeline
         self._measure(timeline)
         steps = timeline.of("step")
@@ -310,7 +310,7 @@ class Shares:
             name = f"all {len(steps)} steps" if len(steps) > 1 else steps[0].what
             self.whole = self._step(name, window)
 
-    def _measure(self, timeline: Timeline) -> None:
+    def _measure(self, timeline: TraceTimeline) -> None:
         """When each track was busy, and compute waited."""
         self._busy = {track: union(_spans(timeline.of(track))) for track in _TRACKS}
         self._busy["disk"] = union(self._busy["disk_read"] + self._busy["disk_write"])

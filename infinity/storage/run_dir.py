@@ -43,7 +43,7 @@ RECORD_FORMAT, RECORD_VERSION = "torch-infinity-run", 3
 
 
 @dataclass(frozen=True)
-class _Record:
+class _OwnerRecord:
     """Members of a record that are relied on."""
 
     durable: bool
@@ -61,7 +61,7 @@ def read_record(directory: Path) -> dict[str, Any]:
     Raises `OSError`, and `ValueError` for one that is damaged or cannot be.
     """
     record = read_sealed(directory / RECORD_NAME, RECORD_FORMAT, RECORD_VERSION)
-    made(_Record, record)
+    made(_OwnerRecord, record)
     paths = *made(tuple[str, ...], record.get("members", []), "members"), record.get("primary", "")
     if any("\0" in path for path in paths):
         raise ValueError("it names a directory that cannot be")

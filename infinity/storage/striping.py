@@ -218,7 +218,7 @@ def _block_device(number: int) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FileRange:
     """A range of one path's file; `offset` and `nbytes` in bytes."""
 
     path_index: int
@@ -307,14 +307,14 @@ class Stripes:
         self._paths.append(path)
         self._offsets.append(offset)
 
-    def pieces(self, start: int, nbytes: int) -> Iterator[Piece]:
+    def pieces(self, start: int, nbytes: int) -> Iterator[FileRange]:
         """The ranges that hold `nbytes` from the logical offset `start`, in logical order."""
         index, end = bisect_right(self._starts, start) - 1, start + nbytes
         while start < end:
             last = self._starts[index + 1] if index + 1 < len(self._starts) else end
             size = min(last, end) - start
             offset = self._offsets[index] + (start - self._starts[index])
-            yield Piece(self._paths[index], offset, size)
+            yield FileRange(self._paths[index], offset, size)
             start += size
             index += 1
 
@@ -344,7 +344,7 @@ class _Dealer:
         self._room = room
         self._by_part: dict[int, list[int]] = {}
 
-    def deal(self, part: int, nbytes: int) -> Iterator[Piece]:
+    def deal(self, part: int, nbytes: int) -> Iterator[FileRange]:
         """Where a stripe of some part of a record goes: whole, but for the last scraps of room."""
         mine = self._by_part.setdefault(part, [0] * len(self.used))
         while nbytes:
@@ -356,7 +356,7 @@ class _Dealer:
             else:
                 path = max(range(len(left)), key=lambda p: left[p])
                 size = min(nbytes, left[path])
-            yield Piece(path, self.used[path], size)
+            yield FileRange(path, self.used[path], size)
             self.used[path] += size
             mine[path] += size
             nbytes -= size

@@ -22,8 +22,8 @@ from infinity.errors import InfinityError
 from infinity.swap_benchmark.load import (
     NUM_SLOTS,
     Array,
+    ChunkRequest,
     Load,
-    Piece,
     Testbed,
     address_of,
     mapped,
@@ -173,7 +173,7 @@ class EngineContender:
             file.close()
 
 
-_Block = tuple[Piece, int, int]
+_Block = tuple[ChunkRequest, int, int]
 
 
 class PlainThreads:

@@ -44,7 +44,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChunkRequest:
     """One chunk to move; `index` is its number in the file and selects its pattern."""
 
     is_write: bool
@@ -76,7 +76,7 @@ class Load:
         """Number of test files, one per path."""
         return len(self.reads)
 
-    def pieces(self, file_index: int) -> Iterator[Piece]:
+    def pieces(self, file_index: int) -> Iterator[ChunkRequest]:
         """Yield the chunks of one file in order; mixed loads alternate reads and writes."""
         reads = _chunks(self.reads[file_index], False, self.chunk_bytes)
         writes = _chunks(self.writes[file_index], True, self.chunk_bytes)
@@ -87,7 +87,7 @@ class Load:
         for pair in zip(reads, writes, strict=True):
             yield from pair
 
-    def blocks(self, file_index: int, block_bytes: int) -> Iterator[tuple[Piece, int, int]]:
+    def blocks(self, file_index: int, block_bytes: int) -> Iterator[tuple[ChunkRequest, int, int]]:
         """Yield (piece, offset in it, bytes) of one file; mixed loads alternate blocks."""
         pieces = list(self.pieces(file_index))
         group = 2 if self.mode == "mixed" else 1
@@ -98,12 +98,12 @@ class Load:
                     yield piece, start, nbytes
 
 
-def _chunks(span: Span | None, is_write: bool, chunk_bytes: int) -> Iterator[Piece]:
+def _chunks(span: Span | None, is_write: bool, chunk_bytes: int) -> Iterator[ChunkRequest]:
     if span is None:
         return
     for _ in range(span.num_passes):
         for offset in range(span.offset, span.offset + span.nbytes, chunk_bytes):
-            yield Piece(is_write, offset, offset // chunk_bytes)
+            yield ChunkRequest(is_write, offset, offset // chunk_bytes)
 
 
 def make_load(

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infinity.errors import ConfigError, first_lines
-from infinity.train.texts import Source, Tokenizer, as_utf8, read_rows
+from infinity.train.texts import TextSource, Tokenizer, as_utf8, read_rows
 
 FIRST, TRAINED = 1 << 30, 1 << 31
 TOKEN = FIRST - 1
@@ -63,7 +63,7 @@ class _Rendered(NamedTuple):
     plain: bool
 
 
-def holds_conversations(sources: Sequence[Source], text_field: str, errors: str) -> bool:
+def holds_conversations(sources: Sequence[TextSource], text_field: str, errors: str) -> bool:
     """Whether the first row of all sources is a conversation, and has no text of its own."""
     rows = chain.from_iterable(read_rows(source, errors, lambda _: None) for source in sources)
     _, row = next(rows, ("", None))

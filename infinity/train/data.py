@@ -28,7 +28,7 @@ from infinity.common.checksummed_json import read_sealed, write_sealed
 from infinity.common.files import FOLDER_MODE, LockFile, open_new, refused, sync_directory
 from infinity.errors import CheckpointError, ConfigError, MachineError
 from infinity.train.conversations import TOKEN, Conversations
-from infinity.train.texts import Source, Tokenizer, read_rows, read_texts
+from infinity.train.texts import TextSource, Tokenizer, read_rows, read_texts
 
 _FORMAT, FORMAT = "torch-infinity-tokens", 3
 _INDEX, _TOKENS, _PARTIAL, _LOCK = "index.json", "tokens.bin", ".partial-", ".lock"
@@ -46,7 +46,7 @@ class CorpusSpec:
     `conversations` says how rows become tokens, None where they hold texts.
     """
 
-    sources: Sequence[Source]
+    sources: Sequence[TextSource]
     tokenizer: Tokenizer | None
     size: int
     end: int | None
@@ -64,7 +64,7 @@ class CorpusSpec:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class _Segment(NamedTuple):
+class _TokenRange(NamedTuple):
     """Tokens in a file; the path may be relative to the corpus's, `offset` is in bytes."""
 
     path: str
@@ -98,7 +98,7 @@ class Corpus:
         path, remedy = directory / _INDEX, f"rm -r {directory}, and start again: it is made anew"
         try:
             index = read_sealed(path, _FORMAT, FORMAT)
-            self._segments = [_Segment(*facts) for facts in index["segments"]]
+            self._segments = [_TokenRange(*facts) for facts in index["segments"]]
             self.identity: str = index["identity"]
             self.num_documents: int = index["documents"]
             self.marked: bool = index.get("marked", False)
@@ -199,7 +199,7 @@ def _fill(recipe: CorpusSpec, directory: Path, advance: Advance) -> dict[str, An
                 remedy="tokenizer: auto takes the model's own; a new model: "
                 f"model.config.vocab_size={largest + 1}",
             )
-        segments.append(_Segment(_TOKENS, dtype.str, 0, count))
+        segments.append(_TokenRange(_TOKENS, dtype.str, 0, count))
     for source in recipe.sources:
         if source.format == "tokens":
             segments.append(_adopt(source, recipe, digest.update, advance))
@@ -238,7 +238,7 @@ def _tokenised(recipe: CorpusSpec, advance: Advance) -> Iterator[tuple[NDArray[A
 
 
 def _adopt(
-    source: Source, recipe: CorpusSpec, update: Callable[[Any], None], advance: Advance
+    source: TextSource, recipe: CorpusSpec, update: Callable[[Any], None], advance: Advance
 ) -> Any:
     """A file of tokens as a segment; all of it is read once, for `update` and to be checked."""
     numpys = source.path.lower().endswith(".npy")
@@ -250,11 +250,11 @@ def _adopt(
     try:
         if numpys:
             mapped: Any = np.load(source.path, mmap_mode="r", allow_pickle=False)
-            segment = _Segment(source.path, mapped.dtype.str, mapped.offset, mapped.size)
+            segment = _TokenRange(source.path, mapped.dtype.str, mapped.offset, mapped.size)
         else:
             kind = np.dtype(recipe.token_dtype).newbyteorder("<")
             mapped = np.memmap(source.path, kind, "r")
-            segment = _Segment(source.path, kind.str, 0, mapped.size)
+            segment = _TokenRange(source.path, kind.str, 0, mapped.size)
     except (ValueError, EOFError, AttributeError) as error:
         what = "is no .npy file" if numpys else f"is no file of {recipe.token_dtype}"
         because = f"it has {source.size} bytes: it is cut short, empty, or of another kind"

@@ -47,7 +47,7 @@ _WHAT_MAKES_TOKENS = (
 
 
 @dataclass(frozen=True)
-class _Record:
+class _RunRecord:
     """Members of `run.json` that are relied on."""
 
     id: str
@@ -202,7 +202,7 @@ class RunDirectory:
         path = self.path / RUN_RECORD
         try:
             record = read_sealed(path, _FORMAT, _VERSION)
-            made(_Record, record)
+            made(_RunRecord, record)
             for name in ("nvme_path", "sessions"):
                 made(tuple[str, ...], record.get(name, []), name)
             if not isinstance(record["decides"], dict):
@@ -267,7 +267,7 @@ def run_record(path: Path) -> dict[str, Any] | None:
     """Return the record of the run in a directory; None if it holds no run, or a damaged record."""
     try:
         record = read_sealed(path / RUN_RECORD, _FORMAT, _VERSION)
-        made(_Record, record)
+        made(_RunRecord, record)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return record

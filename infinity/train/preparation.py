@@ -50,7 +50,7 @@ from infinity.train.settings import (
     AdapterSection,
     RunConfig,
 )
-from infinity.train.texts import Source, Tokenizer, find_sources, find_tokenizer
+from infinity.train.texts import TextSource, Tokenizer, find_sources, find_tokenizer
 from infinity.train.windows import Packed, Windows, split
 from infinity.training.run_plan import case_here
 
@@ -424,7 +424,7 @@ def prepare_run(
         waits = engine.activations.model_copy(update=tokens)
         engine = engine.model_copy(update={"activations": waits})
 
-    def corpus(files: Sequence[Source]) -> Corpus:
+    def corpus(files: Sequence[TextSource]) -> Corpus:
         recipe = CorpusSpec(
             sources=files,
             tokenizer=tokenizer if any(s.format != "tokens" for s in files) else None,
@@ -466,7 +466,7 @@ def prepare_run(
     )
 
 
-def _holds_conversations(config: RunConfig, sources: Sequence[Source]) -> bool:
+def _holds_conversations(config: RunConfig, sources: Sequence[TextSource]) -> bool:
     """Whether rows are conversations; raises `ConfigError` where that cannot be."""
     data = config.data
     others = [source for source in sources if source.format in ("text", "tokens")]

@@ -38,7 +38,7 @@ _PIECE = 1 << 20  # characters of a text that are held at once
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """A file as it was when it was looked at, or a dataset of the Hub (size and time are 0 then).
 
     `format` is "text", "jsonl", "tokens", "parquet" or "hub"; `modified` is in nanoseconds.
@@ -50,7 +50,7 @@ class Source:
     modified: int = 0
 
 
-def find_sources(key: str, patterns: Sequence[str], form: str) -> list[Source]:
+def find_sources(key: str, patterns: Sequence[str], form: str) -> list[TextSource]:
     """The files that files, directories and patterns name, in order and once each.
 
     Of a directory all files with a known ending are taken, those below it as well, but not those of
@@ -58,14 +58,14 @@ def find_sources(key: str, patterns: Sequence[str], form: str) -> list[Source]:
 
     Raises one `ConfigError` that names every pattern that gives nothing.
     """
-    found: dict[str, Source] = {}
+    found: dict[str, TextSource] = {}
     problems = []
     known = _ENDINGS.get(form) or tuple(end for ends in _ENDINGS.values() for end in ends)
     for pattern in patterns:
         path = Path(pattern)
         try:
             if pattern.startswith(HUB):
-                found.setdefault(pattern, Source(pattern, "hub"))
+                found.setdefault(pattern, TextSource(pattern, "hub"))
                 continue
             if path.is_dir():
                 runs = [record.parent for record in path.rglob(RUN_RECORD)]
@@ -89,7 +89,7 @@ def find_sources(key: str, patterns: Sequence[str], form: str) -> list[Source]:
                 rest = "jsonl" if _ending(file) == ".json" else "text"
                 kind = form if form != "auto" else next(kinds, rest)
                 facts = file.stat()
-                source = Source(str(file), kind, facts.st_size, facts.st_mtime_ns)
+                source = TextSource(str(file), kind, facts.st_size, facts.st_mtime_ns)
                 found.setdefault(source.path, source)
         except OSError as error:
             problems.append(f"{error.filename or pattern}: {error.strerror}")
@@ -110,7 +110,7 @@ def _ending(path: Path) -> str:
 
 
 def read_texts(
-    source: Source, field: str, errors: str, advance: Callable[[int], None]
+    source: TextSource, field: str, errors: str, advance: Callable[[int], None]
 ) -> Iterator[str | None]:
     """The texts of a source in pieces that fit memory, cut at ends of lines; None ends a document.
 
@@ -132,7 +132,7 @@ def read_texts(
 
 
 def read_rows(
-    source: Source, errors: str, advance: Callable[[int], None]
+    source: TextSource, errors: str, advance: Callable[[int], None]
 ) -> Iterator[tuple[str, Any]]:
     """The lines of JSONL, or the rows of Parquet or of a dataset of the Hub, and where each is.
 
@@ -146,7 +146,7 @@ def read_rows(
 
 
 def _watched(
-    source: Source, advance: Callable[[int], None], read: Callable[[Any], Iterator[T]]
+    source: TextSource, advance: Callable[[int], None], read: Callable[[Any], Iterator[T]]
 ) -> Iterator[T]:
     """What `read` makes of a file, unpacked, while `advance` is told how far that is."""
     with open(source.path, "rb") as file:
@@ -196,7 +196,7 @@ def _json_rows(path: str, lines: Iterable[bytes], errors: str) -> Iterator[tuple
             ) from None
 
 
-def _rows(source: Source) -> Iterator[tuple[str, Any]]:
+def _rows(source: TextSource) -> Iterator[tuple[str, Any]]:
     """The rows of a Parquet file or of a dataset of the Hub, and where they are."""
     try:
         load = importlib.import_module("datasets").load_dataset

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from infinity.checkpoint.manifest import FROZEN
 from infinity.checkpoint.ranges import RangeWriter, records_of
-from infinity.checkpoint.streams import Piece, frozen_pieces, pieces
+from infinity.checkpoint.streams import StreamRange, frozen_pieces, pieces
 from infinity.checkpoint.writer import CheckpointWriter, Written, checksums
 from infinity.distributed.context import DistContext
 from infinity.errors import InfinityWarning
@@ -43,7 +43,7 @@ from infinity.types import Kind
 
 
 Sums = dict[int, tuple[int, ...]]
-Put = Callable[[Piece, Tensor], None]  # takes what a piece says
+Put = Callable[[StreamRange, Tensor], None]  # takes what a piece says
 
 
 @dataclass(frozen=True)

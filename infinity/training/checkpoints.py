@@ -33,7 +33,7 @@ from infinity.checkpoint.ranges import RangeWriter
 from infinity.checkpoint.reader import CheckpointReader, StateReader
 from infinity.checkpoint.schemas import check_run_state
 from infinity.checkpoint.streams import (
-    Piece,
+    StreamRange,
     first_frozen_byte,
     frozen_pieces,
     pieces,
@@ -125,7 +125,7 @@ def load_state(reader: StateReader, plan: Plan, store: StateStore) -> None:
             store.write_own(layout.index, kind, flat)
 
 
-def _fill(reader: StateReader, flat: Tensor, held: Iterable[Piece]) -> None:
+def _fill(reader: StateReader, flat: Tensor, held: Iterable[StreamRange]) -> None:
     for piece in held:
         reader.read_into(piece.stream, piece.name, piece.first, flat[piece.place])
 

@@ -41,7 +41,7 @@ from infinity.plan.layout import largest_trained_of
 from infinity.plan.machine import read_machine, threads_for
 from infinity.plan.plan import Plan
 from infinity.profiling.memory_watch import MemoryWatch
-from infinity.profiling.step_report import Timeline
+from infinity.profiling.step_report import StepTracer
 from infinity.profiling.trace_recorder import Trace
 from infinity.storage.device import PROCESS, CpuDevice, Device
 from infinity.storage.disk import Disk
@@ -73,7 +73,7 @@ class EngineComponents:
         self.plan = plan
         self.device = device
         self._trace: Trace | None = None
-        self.timeline: Timeline | None = None
+        self.timeline: StepTracer | None = None
         self._undo: list[Callable[[], None]] = []  # cleanups of the storage
         self._uses: list[Callable[[], None]] = []  # cleanups of what trains with it; run before
         self._written = False  # the initial state is written; the parameters' own memory is gone
@@ -103,11 +103,7 @@ class EngineComponents:
         if isinstance(self.device, CpuDevice):
             self.device.copier = self.kernels.copy
         stored = read_run(Path(plan.resumed), config.nvme_path) if plan.resumed else None
-        self.disk: Disk | None = None
-        if any(plan.memory[Tier.DISK].values()):
-            io = config.io.model_copy(update={"verify": plan.verify})
-            self.disk = Disk(config.nvme_path, io, stored.striping if stored else None)
-            undo.append(self.disk.close)
+        self.disk = self._open_disk(config, stored)
         self.transfers = Transfers(self.device, self.disk)
         self.store = StateStore(plan, self.transfers, self.ranks)
         self.window = AccumulationWindow(plan)
@@ -167,6 +163,14 @@ class EngineComponents:
                 if self.durability is not None:
                     self.durability.begin(facts)
             uses.append(self._commit_last)
+
+    def _open_disk(self, config: Config, stored: StoredRun | None) -> Disk | None:
+        if not any(self.plan.memory[Tier.DISK].values()):
+            return None
+        io = config.io.model_copy(update={"verify": self.plan.verify})
+        disk = Disk(config.nvme_path, io, stored.striping if stored else None)
+        self._undo.append(disk.close)
+        return disk
 
     def _num_threads(self, wanted: int) -> int:
         """Return the number of threads for CPU kernels: `wanted` a machine, or the best for 0."""
@@ -232,7 +236,7 @@ class EngineComponents:
             heads = SlicedHeads(model, self.hooks, partition.parameters, self.forwards.warn_once)
             uses.append(heads.remove)
         if self._trace is not None:
-            self.timeline = Timeline(
+            self.timeline = StepTracer(
                 self._trace, self.transfers, self.hooks.saved, *config.trace_steps
             )
         self.installation = Installation(model, self.hooks.touch)

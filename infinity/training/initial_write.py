@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.errors import ConfigError
-from infinity.model.lazy_tensor import Packed, Read
+from infinity.model.lazy_tensor import PackedRead, Read
 from infinity.model.meta_init import PIECE_ELEMENTS, InitialValues
 from infinity.model.parameters import ParameterBinding
 from infinity.model.quantised import join_rows, quantise_exactly
@@ -213,7 +213,7 @@ class InitialWrite:
         pieces = self._values.pieces(parameter, index * numel, numel)
         found = list[tuple[int, Tensor]]()
         for piece in pieces or () if form in NATIVE else ():
-            if isinstance(piece, Packed) and (stored := piece.packed(form)) is not None:
+            if isinstance(piece, PackedRead) and (stored := piece.packed(form)) is not None:
                 found.append((piece.shape[0], stored))
         if found and len(found) == len(pieces or ()):
             try:

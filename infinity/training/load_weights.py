@@ -238,7 +238,7 @@ def _refusal(source: str | os.PathLike[str], match: _Match, *, strict: bool) -> 
 
 
 @dataclass
-class _Swap:
+class _Prefix:
     """Another beginning of names; `pairs` maps names of the file to what they become."""
 
     old: str
@@ -254,7 +254,7 @@ def _best_swap(
     missing: Sequence[Place],
     unexpected: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
-) -> _Swap | None:
+) -> _Prefix | None:
     """The exchange of beginnings that turns most unexpected names into missing ones, if many."""
     absent = {name: place.shape for place in missing for name in place.names}
     given = list(unexpected)
@@ -266,7 +266,7 @@ def _best_swap(
             if not common:
                 continue
             tail = ".".join(name.split(".")[-common:])
-            swap = _Swap(sample.removesuffix(tail), name.removesuffix(tail))
+            swap = _Prefix(sample.removesuffix(tail), name.removesuffix(tail))
             for other in given:
                 new = swap.new + other.removeprefix(swap.old)
                 if other.startswith(swap.old) and absent.get(new) == shapes[other]:

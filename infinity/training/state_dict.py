@@ -198,7 +198,7 @@ def written_by_first(
     return [Path(file) for file in ranks.all_gather_object([str(file) for file in files])[0]]
 
 
-class _Told(Mapping[str, Tensor]):
+class _BroadcastReads(Mapping[str, Tensor]):
     """Values that the first rank reads, which tells the others of each, so that they read it too.
 
     For what chooses by itself what it reads.
@@ -229,7 +229,7 @@ def read_by_first(
 ) -> None:
     """Let the first rank `use` whole values, in whatever order it likes."""
     with ranks.collective_section("saves weights"):
-        told = _Told(state, ranks)
+        told = _BroadcastReads(state, ranks)
         if ranks.rank == 0:
             use(state if ranks.count == 1 else told)
             told.tell("")

@@ -77,7 +77,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
 
     Args:
         module: The model to train.
-        parts: Tiers, threads and buffers that the engine drives, and closes.
+        components: Tiers, threads and buffers that the engine drives, and closes.
         optimizer: Parameter groups, and the update rule.
         settings: Configuration, and how a DeepSpeed configuration was translated.
         lr_scheduler: Stepped with the engine; None for none.

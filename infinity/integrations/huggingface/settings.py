@@ -176,7 +176,7 @@ def _check_full_eval(args: Any, config: Config) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _NamedArgument:
     """A value of TrainingArguments, and how it is called: there, by us and by DeepSpeed."""
 
     argument: str
@@ -185,7 +185,7 @@ class _Told:
     theirs: str
 
 
-def _told(args: Any, precision: str) -> list[_Told]:
+def _told(args: Any, precision: str) -> list[_NamedArgument]:
     """What a configuration may leave out, and has to agree with where it does not."""
     steps, adam, params = "gradient_accumulation_steps", "adam_beta1, adam_beta2", _PARAMS
     decay = args.weight_decay
@@ -193,21 +193,23 @@ def _told(args: Any, precision: str) -> list[_Told]:
     ranks = args.world_size
     total = f"per_device_train_batch_size x {steps}" + (f" x {ranks}" if ranks > 1 else "")
     betas = (args.adam_beta1, args.adam_beta2)
-    flag = [_Told(f"{precision}=True", precision, "precision", "precision")]
+    flag = [_NamedArgument(f"{precision}=True", precision, "precision", "precision")]
     return [
         *(flag if args.bf16 or args.fp16 else ()),
-        _Told("per_device_train_batch_size", micro, "", "train_micro_batch_size_per_gpu"),
-        _Told(steps, args.gradient_accumulation_steps, steps, steps),
-        _Told(total, micro * args.gradient_accumulation_steps * ranks, "", "train_batch_size"),
-        _Told(
+        _NamedArgument("per_device_train_batch_size", micro, "", "train_micro_batch_size_per_gpu"),
+        _NamedArgument(steps, args.gradient_accumulation_steps, steps, steps),
+        _NamedArgument(
+            total, micro * args.gradient_accumulation_steps * ranks, "", "train_batch_size"
+        ),
+        _NamedArgument(
             "max_grad_norm", float(args.max_grad_norm or 0.0), "gradient_clipping",
             "gradient_clipping",
         ),
-        _Told("learning_rate", args.learning_rate, "optimizer.lr", f"{params}.lr"),
-        _Told(adam, betas, "optimizer.betas", f"{params}.betas"),
-        _Told("adam_epsilon", args.adam_epsilon, "optimizer.eps", f"{params}.eps"),
-        _Told("weight_decay", decay, "optimizer.weight_decay", f"{params}.weight_decay"),
-        _Told("learning_rate", args.learning_rate, "", "scheduler.params.warmup_max_lr"),
+        _NamedArgument("learning_rate", args.learning_rate, "optimizer.lr", f"{params}.lr"),
+        _NamedArgument(adam, betas, "optimizer.betas", f"{params}.betas"),
+        _NamedArgument("adam_epsilon", args.adam_epsilon, "optimizer.eps", f"{params}.eps"),
+        _NamedArgument("weight_decay", decay, "optimizer.weight_decay", f"{params}.weight_decay"),
+        _NamedArgument("learning_rate", args.learning_rate, "", "scheduler.params.warmup_max_lr"),
     ]  # fmt: skip
 
 
@@ -299,7 +301,7 @@ def _translated(
 # --- what differs ------------------------------------------------------------------------------
 
 
-def _check_same(given: Mapping[str, Any], told: Mapping[str, _Told], remedy: str) -> None:
+def _check_same(given: Mapping[str, Any], told: Mapping[str, _NamedArgument], remedy: str) -> None:
     problems = [
         f"\n  - {name}: {value!r} in the configuration, {told[name].value!r} by TrainingArguments "
         f"({told[name].argument})"

@@ -27,7 +27,7 @@ HEIGHT = 210  # pixels of a chart
 
 
 @dataclass
-class Page:
+class ReportPage:
     """What a page holds, in order; `datasets` are rows that charts name."""
 
     title: str

@@ -20,7 +20,7 @@ from infinity.common.files import json_lines, read_small
 from infinity.common.sizes import format_count, format_duration, format_parameters, format_size
 from infinity.errors import CheckpointError, ConfigError, MachineError, first_lines
 from infinity.offload.transfers import STALLS
-from infinity.train.report.page import Page, Spec, hover, mapping, quantitative, tooltip
+from infinity.train.report.page import ReportPage, Spec, hover, mapping, quantitative, tooltip
 
 PAGE = "report.html"  # in the run's directory
 POINTS = 800  # of a curve; of longer runs a point is several steps
@@ -37,7 +37,7 @@ _X: Spec = {
 
 
 @dataclass(frozen=True)
-class Told:
+class RunFacts:
     """What a run's directory says; `plan` is empty where it has none."""
 
     path: Path
@@ -68,7 +68,7 @@ class Told:
         return [value for value in found if value is not None]
 
 
-def read_run(path: Path) -> Told:
+def read_run(path: Path) -> RunFacts:
     """Read a run's directory. Raises `ConfigError` where there is none, `MachineError`."""
     lives: list[dict[str, Any]] = []
     events = ("step", "evaluation", "not saved", "sample")
@@ -91,7 +91,7 @@ def read_run(path: Path) -> Told:
         config = ""
         with suppress(FileNotFoundError, ValueError):
             config = read_small(path / "config.yaml").decode()
-        told = Told(
+        told = RunFacts(
             path,
             found["step"],
             found["evaluation"],
@@ -113,10 +113,10 @@ def read_run(path: Path) -> Told:
 
 
 def write_run_page(path: Path, out: Path | None = None) -> Path:
-    """Write the page of the run in `path`, there or to `out`; returns where it is.
+    """Write the page of the run in `path`, there or to `out`, and return its path.
 
-    Raises what `read_run` and `Page.write` do, and `CheckpointError` where its files hold what no
-    run writes.
+    Raises:
+        CheckpointError: Its files hold values that no run writes; and see `read_run`.
     """
     told = read_run(path.absolute())
     out = path.absolute() / PAGE if out is None else out
@@ -132,9 +132,9 @@ def write_run_page(path: Path, out: Path | None = None) -> Path:
     return out
 
 
-def run_page(told: Told) -> Page:
+def run_page(told: RunFacts) -> ReportPage:
     """Everything there is to see."""
-    page = Page(f"{told.path.name}: {mapping(told.plan.get('model')).get('name', 'a run')}")
+    page = ReportPage(f"{told.path.name}: {mapping(told.plan.get('model')).get('name', 'a run')}")
     for text, look in _state(told):
         page.say(text, look)
     page.facts(_last_start(told))
@@ -165,7 +165,7 @@ def run_page(told: Told) -> Page:
 # --- the head ------------------------------------------------------------------------------------
 
 
-def _state(told: Told) -> Iterable[tuple[str, str]]:
+def _state(told: RunFacts) -> Iterable[tuple[str, str]]:
     """How it ended, and what it ran on: (text, look)."""
     done = max((s["step"] for s in told.steps), default=0)
     of = f" of {told.num_steps:,}" if told.num_steps else ""
@@ -201,7 +201,7 @@ def _state(told: Told) -> Iterable[tuple[str, str]]:
         yield "; ".join(words), "soft"
 
 
-def _last_start(told: Told) -> Iterable[tuple[str, str]]:
+def _last_start(told: RunFacts) -> Iterable[tuple[str, str]]:
     """When, where and how it was started last: (name, value). Older runs do not record all."""
     life = told.lives[-1] if told.lives else {}
     if command := life.get("command"):
@@ -216,7 +216,7 @@ def _last_start(told: Told) -> Iterable[tuple[str, str]]:
         yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def _facts(told: Told) -> Iterable[tuple[str, str, str]]:
+def _facts(told: RunFacts) -> Iterable[tuple[str, str, str]]:
     """Tiles: (what, number, a word more)."""
     losses, held_out = told.all_of("loss"), _numbers(told.evaluations, "loss")
     if losses:
@@ -273,7 +273,7 @@ def _flop_rate(rate: float) -> str:
 # --- curves --------------------------------------------------------------------------------------
 
 
-def _curves(told: Told) -> list[dict[str, Any]]:
+def _curves(told: RunFacts) -> list[dict[str, Any]]:
     """Rows for curves: means of as many steps that `POINTS` are enough; peaks are the largest."""
     rows = []
     written = read = 0.0
@@ -297,7 +297,14 @@ def _curves(told: Told) -> list[dict[str, Any]]:
 
 
 def _curve(
-    page: Page, title: str, field: str, unit: str, form: str, note: str, *more: Spec, **scale: Any
+    page: ReportPage,
+    title: str,
+    field: str,
+    unit: str,
+    form: str,
+    note: str,
+    *more: Spec,
+    **scale: Any,
 ) -> None:
     """One line over steps."""
     told = tooltip(step=("step", ","), **{field: (unit, form)})
@@ -310,7 +317,7 @@ def _curve(
     page.chart(title, {"data": {"name": "steps"}, "layer": layers}, note)
 
 
-def _starts(page: Page) -> list[Spec]:
+def _starts(page: ReportPage) -> list[Spec]:
     """Where the run went on."""
     if not page.datasets["starts"]:
         return []
@@ -318,7 +325,7 @@ def _starts(page: Page) -> list[Spec]:
     return [{"data": {"name": "starts"}, "mark": mark, "encoding": {"x": _X}}]
 
 
-def _losses(page: Page, told: Told, mean: str) -> None:
+def _losses(page: ReportPage, told: RunFacts, mean: str) -> None:
     y = quantitative("loss", "nats a token", scale={"zero": False})
     layers: list[Spec] = [
         *_starts(page),
@@ -344,7 +351,7 @@ def _losses(page: Page, told: Told, mean: str) -> None:
     _curve(page, "Learning rate", "lr", "learning rate", "~g", "")
 
 
-def _rates(page: Page, told: Told, mean: str) -> None:
+def _rates(page: ReportPage, told: RunFacts, mean: str) -> None:
     notes = [mean] if mean else []
     expected = mapping(told.plan.get("step")).get("tokens_per_s")
     if expected:
@@ -368,7 +375,7 @@ def _computes(plan: Mapping[str, Any]) -> tuple[str, int | None]:
     return ("RAM", budget.get("host")) if unified else ("the device", budget.get("device"))
 
 
-def _memory(page: Page, told: Told) -> None:
+def _memory(page: ReportPage, told: RunFacts) -> None:
     """Tiers as planned, with budgets and measured peaks."""
     planned, (computes, budget) = mapping(told.plan.get("plan")), _computes(told.plan)
     unified = computes == "RAM"
@@ -482,7 +489,7 @@ def _waits(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {_FREE: free} | {cause: s for cause, s in found.items() if s >= 5e-4 * whole}
 
 
-def _times(page: Page, told: Told) -> None:
+def _times(page: ReportPage, told: RunFacts) -> None:
     """Where a step's time went."""
     whole = _waits(told.steps)
     if not whole:
@@ -518,7 +525,7 @@ def _words(cause: str) -> str:
     return cause if cause == _FREE else f"wait: {cause.replace('_', ' ')}"
 
 
-def _faster(page: Page, told: Told) -> None:
+def _faster(page: ReportPage, told: RunFacts) -> None:
     """What took the time, and what would take less of it."""
     whole = _waits(told.steps)
     total = sum(whole.values())
@@ -551,7 +558,7 @@ def _remedy(cause: str) -> str:
     return f"{STALLS[cause].meaning}; helps: {STALLS[cause].remedy}".replace("`", "")
 
 
-def _wear(page: Page, told: Told) -> None:
+def _wear(page: ReportPage, told: RunFacts) -> None:
     """What the drives had to do."""
     written = math.fsum(_numbers(told.steps, "moved", "disk_write"))
     read = math.fsum(_numbers(told.steps, "moved", "disk_read"))

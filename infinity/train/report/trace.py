@@ -17,14 +17,14 @@ from infinity.profiling.trace_reader import (
     verdict,
 )
 from infinity.profiling.trace_recorder import TRACKS
-from infinity.train.report.page import Page, Spec, quantitative, tooltip
+from infinity.train.report.page import ReportPage, Spec, quantitative, tooltip
 
 MOST = 20_000  # slices of a page; of longer traces it has the first steps that fit
 _NAMES = 130  # pixels of the names of tracks
 _ROW = 30  # pixels of a track
 
 
-def trace_page(shares: Shares, only: StepShares | None = None) -> Page:
+def trace_page(shares: Shares, only: StepShares | None = None) -> ReportPage:
     """Everything there is to see, of one step if asked for; tracks without a slice are left out.
 
     Raises `InfinityError` where no step was completed.
@@ -35,7 +35,7 @@ def trace_page(shares: Shares, only: StepShares | None = None) -> Page:
         raise InfinityError("no step was completed while the trace was recorded")
     data = report_data(shares, 6, only)
     drawn, slices = _drawn(shares, steps)
-    page = Page(f"Trace of {timeline.path.rpartition('/')[2]}: {whole.name}")
+    page = ReportPage(f"Trace of {timeline.path.rpartition('/')[2]}: {whole.name}")
     page.say(verdict(whole))
     for note in data["notes"]:
         page.say(note, "bad")
@@ -104,7 +104,7 @@ def _track(track: str) -> str:
     return TRACKS.get(track, track).replace("_", " ")
 
 
-def _timeline(page: Page, drawn: list[StepShares]) -> None:
+def _timeline(page: ReportPage, drawn: list[StepShares]) -> None:
     """Steps above, where a part is chosen by dragging; all tracks of that part below."""
     since = drawn[0].begin
     page.datasets["steps"] = [

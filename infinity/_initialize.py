@@ -42,6 +42,7 @@ from infinity.storage.run_dir import of_rank, remove_dead_ranks
 from infinity.training.checkpoints import check_committed
 from infinity.training.components import EngineComponents
 from infinity.training.initial_write import Progress
+from infinity.training.resting import take_over
 from infinity.training.run_plan import plan_for, rates_of_rank
 from infinity.training.run_state import ResumableLoader
 
@@ -169,9 +170,10 @@ def _make(
     ranks.check(target.torch_device)
     if settings.seed is not None:
         torch.manual_seed(settings.seed)
+    resting = take_over(model, ranks, undo)
     if settings.durable:
         check_committed(model)
-    initial_values = InitialValues(model, _seed_of_meta(settings, ranks))
+    initial_values = InitialValues(model, _seed_of_meta(settings, ranks), resting)
     groups = given.model_parameters
     if groups is not None:
         groups = list(groups)

@@ -32,6 +32,7 @@ CONFIGS = {
     "cifar": {"train_batch_size": 16, **ADAM},
     "with_accelerate": {"train_batch_size": 4, **ADAM},
     "hf_trainer": {**AUTO, "gradient_clipping": "auto"},
+    "hf_trainer_again": {**AUTO, "gradient_clipping": "auto"},
     "bert": ADAM,
     "ranks": {**AUTO, "gradient_clipping": "auto"},
     "with_trl": {**AUTO, "gradient_clipping": "auto"},

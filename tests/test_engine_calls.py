@@ -931,27 +931,36 @@ def test_a_skipped_step_was_not_applied(tmp_path: Path) -> None:
         assert (engine.global_steps, engine.skipped_steps, engine.global_samples) == (2, 1, 2)
 
 
+@pytest.mark.parametrize("fits", [True, False])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_destroyed_engine_leaves_weights_that_the_next_one_takes(
-    tmp_path: Path, placement: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, placement: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Into RAM if it has room for all, else one by one, also after an attempt that failed."""
     model, given = small_model(), settings(tmp_path, PLACEMENTS[placement], precision="bf16")
     engine = infinity.initialize(model, given, engine_class=DeepSpeedEngine)[0]
     assert isinstance(engine, DeepSpeedEngine)
     small.train(engine, 2)
     expected = engine.module_state_dict()
     engine.destroy()
-    with pytest.raises(EngineClosedError, match=r"destroyed[\s\S]*model_wrapped"):
+    with pytest.raises(EngineClosedError, match="was destroyed"):
         engine.step()
+    engine.destroy()
     machine = replace(read_machine(), host_available_bytes=0)
     with monkeypatch.context() as patch:
         patch.setattr(resting, "read_machine", lambda: machine)
         with pytest.raises(DoesNotFitError, match="more RAM, and 0 B are available"):
             model.state_dict()
-    engine.destroy()
-    with small_engine(tmp_path, PLACEMENTS[placement], model, precision="bf16") as following:
-        assert same(following.module_state_dict(), expected)
-        small.train(following, 1)
+        with pytest.raises(DoesNotFitError):
+            infinity.initialize(model, {**given, "budget": {"host": "1KiB"}})
+        with pytest.raises(DoesNotFitError, match="more RAM, and 0 B are available"):
+            next(model.parameters()).mul_(1)
+        if fits:
+            patch.undo()
+        with small_engine(tmp_path, PLACEMENTS[placement], model, precision="bf16") as following:
+            assert len(list(tmp_path.glob("infinity-run-*"))) == (placement != "device")
+            assert same(following.module_state_dict(), expected)
+            small.train(following, 1)
 
 
 class PlainLoss(nn.Module):

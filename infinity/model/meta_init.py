@@ -412,18 +412,21 @@ def is_building(threshold_bytes: int = DEFER_FROM_BYTES) -> bool:
 class InitialValues:
     """Where the tensors of a model take their first values from.
 
-    In this order: `remember_values`, the tensor itself if it is real, its `Init`, the initialisers
-    of its module (below; there values follow from `seed`, drawn if it is None).
+    In this order: `remember_values`, `known` (by id of the tensor), the tensor itself if it is
+    real, its `Init`, the initialisers of its module (below; there values follow from `seed`, drawn
+    if it is None).
     Sources are looked up once, by identity, so parameters may become offloaded meanwhile.
 
     Raises `ConfigError` for tensors on meta that were changed, cast or copied after their `Init`.
     """
 
-    def __init__(self, model: nn.Module, seed: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, seed: int | None = None, known: Mapping[int, Read] | None = None
+    ) -> None:
         for module, read in resolve_lazy_tensors(model):
             remember_values(module, read)
         self._model = model
-        self._read: dict[int, Read] = {}
+        self._read: dict[int, Read] = dict(known or {})
         self._initialisers: Initialisers | None = None
         self._remember()
         named: dict[int, tuple[str, Tensor]] = {}

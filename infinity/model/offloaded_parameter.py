@@ -57,6 +57,9 @@ _LIKE_OTHER = frozenset(("view_as", "reshape_as", "expand_as", "type_as"))  # th
 class Access(Protocol):
     """Access to the values of an engine's offloaded parameters; raises `ResidencyError`."""
 
+    def wake(self) -> None:
+        """Give the parameters their values for good if there is no engine any more."""
+
     def fetch(self, parameter: Any) -> Tensor:
         """Make the parameter resident; return it, or the view to read in its place."""
 
@@ -130,9 +133,13 @@ class OffloadedParameter:
                 if isinstance(mark, _EngineMark) and (access := mark.access()) is not None:
                     access.note_missing_gradient()
             return found
+        found = [p for p in _tensors((args, kwargs)) if isinstance(p, OffloadedParameter)]
+        for parameter in found:
+            if isinstance(parameter, OffloadedParameter):  # the first may have woken the others
+                _access(parameter).wake()
         if _edits(name, args, kwargs, is_set=is_set):
             raise _refused(name, "an offloaded parameter")
-        found = [p for p in _tensors((args, kwargs)) if isinstance(p, OffloadedParameter)]
+        found = [p for p in found if isinstance(p, OffloadedParameter)]
         recorded = torch.is_grad_enabled() and name not in ("data", "detach")
         values: dict[int, Tensor] = {}
         for parameter in found:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -136,6 +136,7 @@ class Edit:
         )
 
 
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _Shape = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]  # strides; where it starts
 
 
@@ -170,6 +171,15 @@ class ParameterBinding:
     # --- initial write
     # ---------------------------------------------------------------------------------
 
+    def to_meta(self, indices: Iterable[int]) -> None:
+        """Put offloaded parameters on meta; `leave_meta` undoes it. Raises as that does."""
+        for index in indices:
+            parameter = self.parameters[index]
+            parameter.__class__ = self._classes[index]
+            self._refuse_hooks(index, parameter)
+            empty = torch.empty(parameter.shape, dtype=self.dtypes[index], device="meta")
+            self._swap(index, parameter, nn.Parameter(empty, parameter.requires_grad))
+
     def leave_meta(self) -> None:
         """Make parameters that are on meta offloaded; `return_to_meta` undoes it.
 
@@ -200,10 +210,12 @@ class ParameterBinding:
         other.__class__ = parameter.__class__ = self._classes[index]
         other.__dict__.update(parameter.__dict__)
         swap_parameters(self._names[index], _ON_META, parameter, other)
+        for name in _HOOKS:  # dicts stay, but empty as they are the new tensor does not look there
+            setattr(parameter, name, None)
 
     def _refuse_hooks(self, index: int, parameter: nn.Parameter) -> None:
-        # They would stay behind with the meta tensor, and never run.
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        # They would stay behind with the other tensor, and never run.
+        for name in _HOOKS:
             if getattr(parameter, name, None):
                 raise _tied_down(self._names[index], _ON_META, "it has a hook")
 
@@ -421,20 +433,28 @@ def _once_awake(name: str) -> Callable[..., Any]:
     return method
 
 
+class Wakes(Protocol):
+    """Values that rest."""
+
+    def wake(self) -> None:
+        """Give modules plain dicts of parameters that have their values."""
+
+
 class RestingParameters(dict[str, nn.Parameter | None]):
     """`module._parameters` while values rest where an engine left them that is gone.
 
-    `wake` is called before values are asked for, or replaced: it gives the module a plain dict.
+    They wake when a parameter is reached for or replaced. Iterating does not wake: a parameter does
+    when it is used.
     """
 
-    def __init__(self, module: nn.Module, wake: Callable[[], None]) -> None:
+    def __init__(self, module: nn.Module, resting: Wakes) -> None:
         super().__init__(dict.items(module._parameters))
         self._module = weakref.ref(module)
-        self._wake = wake
+        self.resting = resting
 
     def awake(self) -> dict[str, nn.Parameter | None]:
         """Return the module's plain dict, its parameters with their values."""
-        self._wake()
+        self.resting.wake()
         module = self._module()
         assert module is not None
         return module._parameters
@@ -443,9 +463,8 @@ class RestingParameters(dict[str, nn.Parameter | None]):
     __setitem__ = _once_awake("__setitem__")
     __delitem__ = _once_awake("__delitem__")
     __reduce_ex__ = _once_awake("__reduce_ex__")
-    clear, copy, get, items = map(_once_awake, ("clear", "copy", "get", "items"))
-    pop, popitem, setdefault = map(_once_awake, ("pop", "popitem", "setdefault"))
-    update, values = map(_once_awake, ("update", "values"))
+    clear, copy, get, pop = map(_once_awake, ("clear", "copy", "get", "pop"))
+    popitem, setdefault, update = map(_once_awake, ("popitem", "setdefault", "update"))
 
 
 def refuse_copy() -> NoReturn:
@@ -534,7 +553,7 @@ class Installation:
 
     def __init__(self, root: nn.Module, touch: Touch) -> None:
         self.gone = False  # whether the values will be
-        self.wake: Callable[[], None] | None = None  # or else may be asked for, by this
+        self.resting: Wakes | None = None  # or else rest here
         self.on_new: Callable[[nn.Module], None] = lambda module: None
         self._touch = touch
         self._held = {id(parameter) for parameter in root.parameters()}
@@ -572,14 +591,16 @@ class Installation:
         self._take(path, module)
 
     def remove(self) -> None:
-        """Plain dicts and methods again; see `gone` and `wake`."""
+        """Plain dicts and methods again; see `gone` and `resting`."""
         kind: Callable[..., Any] = GoneParameters if self.gone else dict
         for module in self.modules:
             if isinstance(module._parameters, ParameterMap):
                 plain = module._parameters
-                resting = self.wake and RestingParameters(module, self.wake)
-                module.__dict__["_parameters"] = kind(plain) if resting is None else resting
+                found = kind(plain)
+                if self.resting is not None:
+                    found = RestingParameters(module, self.resting)
+                module.__dict__["_parameters"] = found
                 module.__dict__["_modules"] = dict(module._modules)
             module.__dict__.pop("_apply", None)
             module.__dict__.pop("flatten_parameters", None)
-        self.modules, self.wake = [], None
+        self.modules, self.resting = [], None

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.errors import ConfigError, EngineClosedError, ResidencyError
+from infinity.model.offloaded_parameter import OffloadedParameter
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.cuda import CudaKernels
 from infinity.optim.moments import BESIDE, Moment
@@ -134,7 +135,8 @@ class _Adam(torch.optim.Optimizer):
         try:
             _hyper_of(self.param_groups[-1])
             for parameter in self.param_groups[-1]["params"]:
-                self._check(parameter)
+                if not isinstance(parameter, OffloadedParameter):  # else when it steps
+                    self._check(parameter)
         except BaseException:
             self.param_groups.pop()
             raise

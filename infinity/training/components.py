@@ -337,8 +337,9 @@ class EngineComponents:
             getattr(left, undo.__name__) if getattr(undo, "__self__", None) is self else undo
             for undo in self._undo
         ]
+        self.values.come_to_rest()
         resting = Resting(self.installation.modules, self.binding, self.values, self.guard, left)
-        self.installation.wake = resting.wake
+        self.installation.resting = resting
         move_buffers(left.installation.modules[0], torch.device("cpu"), lambda buffer: buffer)
         try:
             undo_all(self._uses)

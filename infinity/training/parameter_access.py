@@ -203,6 +203,7 @@ class ParameterValues:
         self._places = {s.parameter: (u, s) for u in store.plan.units for s in u.segments}
         self._cached: _CachedUnit | None = None
         self._taken: dict[int, Tensor] = {}  # stacks of which some rows were taken
+        self._at_rest = False
         self._guard = guard
 
     # --- single values -----------------------------------------------------------------------
@@ -244,6 +245,10 @@ class ParameterValues:
         if segment.form:
             return self._dequantised(segment, weight)
         return weight.view(segment.shape).clone()
+
+    def come_to_rest(self) -> None:
+        """Only read from now on: nothing is resident or edited, and no update is owed."""
+        self._at_rest = True
 
     def take(self, layout: UnitLayout) -> dict[int, Tensor]:
         """Return all values of a unit, by parameter, which rest nowhere else from then on; of a
@@ -386,11 +391,13 @@ class ParameterValues:
 
     def _load(self, layout: UnitLayout) -> _CachedUnit:
         self._guard.check()
-        self.prefetcher.verify(layout.index)
+        if not self._at_rest:
+            self.prefetcher.verify(layout.index)
         if self._cached is not None and self._cached.layout is layout:
             return self._cached
-        self.flush()
-        self.settle()
+        if not self._at_rest:
+            self.flush()
+            self.settle()
         self._cached = _CachedUnit(layout, self.store.read(layout.index, Kind.WEIGHT))
         return self._cached
 
@@ -503,6 +510,9 @@ class ParameterAccess:
         self._window = window
         self._warned = False
         self._index_of = {id(p): i for i, p in enumerate(parameters)}
+
+    def wake(self) -> None:
+        """Do nothing: the engine is there."""
 
     def fetch(self, parameter: nn.Parameter) -> Tensor:
         """Make the parameter resident, as access by attribute does."""

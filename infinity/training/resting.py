@@ -1,21 +1,26 @@
 """Weights that stay with their module when its engine is gone.
 
-They rest where the engine left them, without optimizer state, until the module is asked for a
-parameter: then all of them become ordinary tensors in RAM, in the dtype they computed in, unit by
-unit. A module that dies first takes them along, and nothing is read.
+They rest where the engine left them, without optimizer state, until a parameter is used: then all
+of them become ordinary tensors in RAM, in the dtype they computed in, unit by unit. A module that
+dies first takes them along, and nothing is read. The next engine of the module reads them one at a
+time where RAM has no room for all.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from infinity.common.sizes import format_size
-from infinity.errors import DoesNotFitError
+from infinity.distributed.context import DistContext
+from infinity.errors import ConfigError, DoesNotFitError
+from infinity.model.lazy_tensor import Read
 from infinity.model.offloaded_parameter import gone, name_engine, unname_engine
 from infinity.model.parameters import ParameterBinding, RestingParameters
 from infinity.offload.call_guard import CallGuard
@@ -70,11 +75,50 @@ class Resting:
                 self._binding.restore(self._values.take(self._left[-1]))
                 self._left.pop()
             unname_engine(self._binding.parameters)
-            for reference in self._modules:
-                module = reference()
-                if module is not None and isinstance(module._parameters, RestingParameters):
-                    module.__dict__["_parameters"] = dict(dict.items(module._parameters))
+            for module in self._resting_modules():
+                module.__dict__["_parameters"] = dict(dict.items(module._parameters))
             self._finalizer()
+
+    def materialize(self) -> tuple[dict[int, Read], Callable[[], None]]:
+        """Put the module's parameters on meta; return how to read them, by id, and an undo.
+
+        Values are read from where they rest, one at a time, for an engine that takes them over.
+
+        Raises:
+            ConfigError: Something else is tied to a parameter by more than a Python reference.
+        """
+        with self._lock:
+            self._guard.check()
+            binding, modules = self._binding, self._resting_modules()
+            index_of = {id(p): i for i, p in enumerate(binding.parameters)}
+            reads: dict[int, Read] = {
+                id(p): partial(self._values.read, index_of[id(p)])
+                for module in modules
+                for p in module._parameters.values()
+                if p is not None
+            }
+            undo = partial(self._end_loan, {module: module._parameters for module in modules})
+            try:
+                for module in modules:
+                    module.__dict__["_parameters"] = dict(dict.items(module._parameters))
+                binding.to_meta(index_of[key] for key in reads)
+            except ConfigError:
+                undo()
+                raise
+            return reads, undo
+
+    def _end_loan(self, parameters: Mapping[nn.Module, dict[str, nn.Parameter | None]]) -> None:
+        self._binding.leave_meta()
+        self._binding.settle()
+        for unit in self._values.store.plan.units:
+            self._binding.forget(unit.index)
+        for module, resting in parameters.items():
+            module.__dict__["_parameters"] = resting
+        self.answer()
+
+    def _resting_modules(self) -> list[nn.Module]:
+        found = (reference() for reference in self._modules)
+        return [m for m in found if m is not None and isinstance(m._parameters, RestingParameters)]
 
     def fetch(self, parameter: nn.Parameter) -> Tensor:
         """Give the module its values, and return the parameter."""
@@ -96,13 +140,23 @@ class Resting:
         """Answer references to parameters that were kept; see `offloaded_parameter.Access`."""
         name_engine(self._binding.parameters, None, self)
 
-    def _check_fits(self) -> None:
+    @property
+    def fits(self) -> bool:
+        """Whether the values fit in half of the available RAM."""
+        needed, available = self._sizes()
+        return 2 * needed <= available
+
+    def _sizes(self) -> tuple[int, int]:
+        """Return the net RAM that `wake` takes at most, and the available RAM."""
         store, most, now = self._values.store, 0, 0
         for unit in reversed(self._left):
             values = sum(s.numel * self._values.dtype(s.parameter).itemsize for s in unit.segments)
             most = max(most, now + values)
             now += values - store.freed_by_taking(unit.index)
-        available = read_machine().host_available_bytes
+        return most, read_machine().host_available_bytes
+
+    def _check_fits(self) -> None:
+        most, available = self._sizes()
         if most > available:
             raise DoesNotFitError(
                 f"the module's weights take {format_size(most)} more RAM, and "
@@ -111,6 +165,34 @@ class Resting:
                 remedy="free RAM and use the module again; or train, evaluate and save with one "
                 "engine: engine.save_weights() before it is released",
             )
+
+
+def take_over(model: nn.Module, ranks: DistContext, undo: ExitStack) -> dict[int, Read]:
+    """Return functions that read the values a dropped engine left, by id of the parameter.
+
+    Empty where RAM has room for all: then the module gets them.
+
+    Of several ranks each has a shard of the values, so all read all of them here.
+    """
+    resting = {
+        id(rests): rests
+        for module in model.modules()
+        if isinstance(module._parameters, RestingParameters)
+        if isinstance(rests := module._parameters.resting, Resting)
+    }
+    reads: dict[int, Read] = {}
+    for rests in resting.values():
+        if ranks.count > 1 or rests.fits:
+            rests.wake()
+            continue
+        try:
+            materialized_now, end = rests.materialize()
+        except ConfigError:
+            rests.wake()
+        else:
+            reads |= materialized_now
+            undo.callback(end)
+    return reads
 
 
 def _close_here(guard: CallGuard, parts: Closing) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -848,14 +849,33 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         if self._guard.is_here() and not self._closed:
             self._close(restore=False, rest=self._components.prefetcher.failure is None)
             self._destroyed = True
+            _let_trainers_prepare_anew()
 
     def _check_open(self) -> None:
         if self._destroyed:
             raise EngineClosedError(
                 "the engine was destroyed",
-                because="engine.destroy() was called, as accelerate's free_memory() does, and so "
-                "the train() of transformers' Trainer",
-                remedy="initialize() the module anew: it has its weights; between two train() of a "
-                "Trainer, or its evaluate() and train(): trainer.model_wrapped = trainer.model",
+                because="engine.destroy() was called, as accelerate's free_memory() does",
+                remedy="initialize() the module anew: it has its weights",
             )
         super()._check_open()
+
+
+def _let_trainers_prepare_anew() -> None:
+    """Make transformers' Trainer prepare the module of a destroyed engine again.
+
+    Its `train()` begins with `accelerator.free_memory()`, which destroys the engine of an earlier
+    `train()` or `evaluate()`, and would then use that engine as a model that is wrapped already.
+    """
+    trainer: Any = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    theirs = getattr(trainer, "_wrap_model", None)
+    if theirs is None or hasattr(theirs, "__wrapped__"):
+        return
+
+    @wraps(theirs)
+    def wrap_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model, DeepSpeedEngine) and model._destroyed:
+            model = model.module
+        return theirs(self, model, *args, **kwargs)
+
+    trainer._wrap_model = wrap_model

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -92,6 +92,7 @@ class Engine:
         self._cycles = components.cycles
         self._values = components.values
         self._inputs = Inputs(module, components, casts=config.cast_inputs)
+        self._autocast = config.autocast
         scale_rules = ScaleRules.of(config.loss_scale) if config.precision == "fp16" else None
         self._step_runner = StepRunner(
             components, optimizer, self._index_of, lr_scheduler, journal, scale_rules
@@ -189,7 +190,8 @@ class Engine:
         try:
             torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that move
             hooks.saved.push()
-            result = self.module(*args, **kwargs)
+            with self._casts():
+                result = self.module(*args, **kwargs)
             if not torch.is_grad_enabled():
                 self._cycles.end_call()
             hooks.release(result)
@@ -200,6 +202,11 @@ class Engine:
             raise
         finally:
             hooks.restore(mark)
+
+    def _casts(self) -> AbstractContextManager[Any]:
+        if not self._autocast:
+            return nullcontext()  # autocast of the caller's stays
+        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
     @engine_call
     def backward(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
+import infinity
 from infinity.checkpoint.reader import CheckpointReader, join
 from infinity.cli.main import app
 from infinity.errors import CheckpointError, ConfigError
@@ -276,6 +277,24 @@ def test_without_moments_the_weights_are_imported(tmp_path: Path) -> None:
 
 
 # --- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("universal", [False, True])
+def test_an_engine_that_loads_one_says_how_to_import_it(tmp_path: Path, universal: bool) -> None:
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "checkpoint": {"load_universal": universal},
+    }
+    root = DATA / "z1-fp32"
+    if universal:  # DeepSpeed looks for this name, not for `latest`
+        root = tmp_path
+        (root / "latest_universal").write_text("t")
+        (root / "t/zero").mkdir(parents=True)
+    with infinity.initialize(model=nn.Linear(2, 2), config=config)[0] as engine:
+        for tag in (None, "t") if universal else (None,):
+            with pytest.raises(CheckpointError, match=r"wrote\n.*import-deepspeed .* OUT"):
+                engine.load_checkpoint(root, tag)
 
 
 class Evil:

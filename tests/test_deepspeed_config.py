@@ -105,6 +105,9 @@ DONE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "gradient_accumulation_steps": (2, {"gradient_accumulation_steps": 2}, {}),
     "gradient_clipping": (0.5, {"gradient_clipping": 0.5}, {}),
     "dataloader_drop_last": (True, {}, {}),
+    "managed_gradient_accumulation": (False, {}, {}),
+    "torch_autocast.enabled": (True, {"autocast": True}, {}),
+    "torch_autocast.dtype": ("bfloat16", {"autocast": True}, {"torch_autocast.enabled": True}),
     "bf16.enabled": (True, {"precision": "bf16"}, {}),
     "bf16.bf16_optimizer_states": (True, {"optimizer.moments": "bf16"}, {"bf16.enabled": True}),
     "bf16.auto_cast": (True, {"cast_inputs": True}, {"bf16.enabled": True}),
@@ -211,8 +214,6 @@ DONE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 # Of each key that may be refused: a value that is, and one that is not.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "managed_gradient_accumulation": (False, True),
-    "torch_autocast.enabled": (True, False),
     "amp": ({"enabled": True, "opt_level": "O1"}, {"enabled": False, "opt_level": "O1"}),
     "data_types.buffer_dtype": ("fp32", None),
     f"{PARAMS}.bias_correction": (False, True),
@@ -226,7 +227,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     f"{ZERO}.mics_shard_size": (4, -1),
     f"{ZERO}.zenflow": ({"topk_ratio": 0.1}, None),
     "aio.use_gds": (True, False),
-    "checkpoint.load_universal": (True, False),
     "compile.deepcompile": (True, False),
     "compile.autoep_non_moe": (True, False),
     "sequence_parallel_size": (2, 1),
@@ -695,10 +695,17 @@ def test_an_old_name_means_the_new_one(old: str) -> None:
     assert key.name in text
 
 
+def test_autocast_needs_fp32_and_bfloat16() -> None:
+    on = {"torch_autocast.enabled": True}
+    assert "keep one of them" in refusal({**on, "bf16.enabled": True})
+    assert "needs loss scaling" in refusal({**on, "torch_autocast.dtype": "torch.float16"})
+    assert not translated({"torch_autocast.dtype": "float16"}).config.autocast
+
+
 def test_every_mistake_is_told_at_once() -> None:
     text = refusal(
         {
-            "train_batch_size": 3, "gradient_accumulation_steps": 2, "torch_autocast.enabled": True,
+            "train_batch_size": 3, "gradient_accumulation_steps": 2, "amp": {"enabled": True},
             f"{ZERO}.stage": 4, f"{ZERO}.stge": 3, f"{OFFLOAD}.device": "nvme",
             "aio.queue_depth": 1000, "aio.block_size": 5000, "optimizer.type": "Lamb",
             "scheduler.type": "None", "aio.thread_count": 2, "aio.intra_op_parallelism": 3,

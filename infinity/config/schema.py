@@ -555,6 +555,8 @@ class Config(Section):
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     cast_inputs: bool = False
     """In bf16 and fp16: floating inputs are cast to these, as by DeepSpeed's auto_cast."""
+    autocast: bool = False
+    """In fp32: calls of the engine run under `torch.autocast` in bf16."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig | None = None
@@ -606,6 +608,14 @@ class Config(Section):
         precision = info.data.get("precision")
         if value.model_fields_set and precision not in (None, "fp16"):
             raise ValueError(f"is for precision: fp16; nothing is scaled in {precision}")
+        return value
+
+    @field_validator("autocast")
+    @classmethod
+    def _casts_fp32(cls, value: bool, info: ValidationInfo) -> bool:
+        precision = info.data.get("precision")
+        if value and precision not in (None, "fp32"):
+            raise ValueError(f"is for precision: fp32; it is {precision}, which needs no casts")
         return value
 
     @field_validator("durable")

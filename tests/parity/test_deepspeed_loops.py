@@ -113,6 +113,15 @@ def by_accelerate(engine: deepspeed.Engine, loss: Tensor, steps: int) -> None:
         engine.step()
 
 
+def by_caller(engine: deepspeed.Engine, loss: Tensor, steps: int) -> None:
+    """A window is the backwards between two calls of `step`."""
+    count = vars(engine).setdefault("_test_count", 0) + 1
+    vars(engine)["_test_count"] = count
+    engine.backward(loss)
+    if count % steps == 0:
+        engine.step()
+
+
 def offloaded(name: str, path: Path) -> dict[str, Any]:
     """A section of `OFFLOADS`, with the path that its disks are at."""
     zero = copy.deepcopy(OFFLOADS[name])
@@ -127,6 +136,7 @@ def offloaded(name: str, path: Path) -> dict[str, Any]:
     [
         *diagonal([by_engine, by_user, by_accelerate], [2, 4, 1], ["fp32", "bf16"], [*OFFLOADS]),
         (by_accelerate, 4, "bf16", "stage3_nvme"),
+        (by_caller, 4, "bf16", "stage3_nvme"),
     ],
 )
 def test_accumulation_offload_precision(
@@ -137,6 +147,7 @@ def test_accumulation_offload_precision(
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": steps,
+        "managed_gradient_accumulation": loop is not by_caller,
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
         "bf16": {"enabled": precision == "bf16"},

@@ -236,10 +236,10 @@ def without_cache() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "name", "inside"),
-    diagonal(CHECKPOINTINGS, ["gpt", "reused"], [False, False, True]),
+    ("checkpointing", "name", "where"),
+    diagonal(CHECKPOINTINGS, ["gpt", "reused"], ["around", "configured", "inside"]),
 )
-def test_autocast_equals_plain_torch(name: str, checkpointing: Any, inside: bool) -> None:
+def test_autocast_equals_plain_torch(name: str, checkpointing: Any, where: str) -> None:
     """Weights in fp32, products in bf16: the same bits as without an engine, in several placement.
 
     Without autocast's cache, as in an engine: with it a weight that is used twice is cast once,
@@ -250,15 +250,17 @@ def test_autocast_equals_plain_torch(name: str, checkpointing: Any, inside: bool
 
     def model() -> nn.Module:
         made = case.build(checkpointing=checkpointing)
-        return Inside(made) if inside else made
+        return Inside(made) if where == "inside" else made
 
-    used = batches if inside else [around(batch) for batch in batches]
+    cast = batches if where == "inside" else [around(batch) for batch in batches]
+    used = cast if where == "around" else batches
     with without_cache():
-        expected = train_exactly(model(), used, make_config())
+        expected = train_exactly(model(), cast, make_config())
     plain = train_exactly(case.build(checkpointing=checkpointing), batches, make_config())
     assert expected.losses != plain.losses  # autocast acts
     for number, (placement, device) in enumerate(
         [(SIMPLEST, "cpu"), (("disk", "host", "disk"), "fake")]
     ):
-        found = train(model(), used, make_config(placement), device=make_device(device, number))
+        config = make_config(placement) | {"autocast": where == "configured"}
+        found = train(model(), used, config, device=make_device(device, number))
         assert found.differences(expected) == [], (placement, device)

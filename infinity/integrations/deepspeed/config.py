@@ -7,8 +7,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from infinity.integrations.deepspeed.keys import (
     Row,
     names_in,
     read_value,
+    rows_as_text,
 )
 from infinity.integrations.deepspeed.source import find_source
 from infinity.optim.rules import RULES, twin_of
@@ -72,20 +72,6 @@ class Translation:
         idle = [row.key for row in self.rows if row.verdict is KeyStatus.ACCEPTED]
         done = f"{len(self.rows) - len(idle)} keys of the DeepSpeed configuration are in effect"
         return f"{done}; without effect here: {listed(idle, 6) or 'none'}"
-
-
-def rows_as_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A heading, and a line for each row of `Translation.table`."""
-    cells = [
-        (row["key"], "" if row["given"] is None else json.dumps(row["given"]), row["verdict"])
-        for row in rows
-    ]
-    widths = [max(map(len, column), default=0) for column in zip(*cells, strict=True)]
-    lines = ["the DeepSpeed configuration, key by key:"]
-    for found, row in zip(cells, rows, strict=True):
-        columns = [text.ljust(width) for text, width in zip(found, widths, strict=True)]
-        lines.append("  ".join(["", *columns, row["note"]]).rstrip())
-    return "\n".join(lines)
 
 
 def translate_deepspeed(
@@ -516,6 +502,17 @@ def _batch(draft: _Draft) -> None:
             draft.note(name, f"auto: {value}, from the others", KeyStatus.DONE)
 
 
+def _autocast(draft: _Draft, precision: str) -> None:
+    enabled, dtype = "torch_autocast.enabled", draft.given.get("torch_autocast.dtype", "bfloat16")
+    if "bf" not in dtype:
+        text = f'{dtype} needs loss scaling; write "fp16": {{"enabled": true}}, or "bfloat16"'
+        draft.problem("torch_autocast.dtype", text)
+    elif precision != "fp32":
+        draft.problem(enabled, f"true, and {precision}.enabled too; keep one of them")
+    else:
+        draft.set("autocast", True, enabled)
+
+
 def _precision(draft: _Draft) -> None:
     """The bf16 and fp16 sections; neither means fp32, as there."""
     bf16, fp16 = draft.given.get("bf16.enabled"), draft.given.get("fp16.enabled")
@@ -532,6 +529,8 @@ def _precision(draft: _Draft) -> None:
     draft.set("precision", chosen, "fp16.enabled" if chosen == "fp16" else "bf16.enabled")
     if draft.given.get(f"{chosen}.auto_cast"):
         draft.set("cast_inputs", True, f"{chosen}.auto_cast")
+    if draft.given.get("torch_autocast.enabled"):
+        _autocast(draft, chosen)
     static = draft.given.get("fp16.loss_scale", 0)  # where it is above 0; else dynamic
     for key in KEYS.values():
         if key.name not in draft.given or not key.ours.startswith(_SCALE):

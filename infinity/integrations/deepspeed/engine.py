@@ -20,8 +20,15 @@ from infinity.checkpoint.manifest import MANIFEST_NAME, check_tag
 from infinity.common.files import atomic_write, make_directories
 from infinity.config.settings import Settings
 from infinity.engine import Engine
-from infinity.errors import ConfigError, EngineClosedError, InfinityWarning, TrainingError
+from infinity.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineClosedError,
+    InfinityWarning,
+    TrainingError,
+)
 from infinity.integrations.deepspeed.config_methods import STAGE, ConfigMethods
+from infinity.integrations.deepspeed.import_checkpoint import is_zero
 from infinity.integrations.deepspeed.monitors import MonitorMaster, get_monitor_config
 from infinity.integrations.deepspeed.names import refused, table
 from infinity.integrations.deepspeed.offload_states import (
@@ -60,6 +67,26 @@ def _take_back(root: Path) -> None:
         if not place.exists() and (old / MANIFEST_NAME).is_file() and is_ours_alone(old):
             with suppress(OSError):
                 old.rename(place)
+
+
+def _refuse_theirs(root: Path, tag: str | None, universal: bool) -> None:
+    """Raise `CheckpointError` for a checkpoint that DeepSpeed has written."""
+    if tag is None:
+        kind = "universal " if universal and (root / "latest_universal").is_file() else None
+    elif (root / tag / MANIFEST_NAME).is_file():
+        kind = None
+    elif (root / tag / "zero").is_dir():
+        kind = "universal "
+    else:
+        kind = "" if is_zero(root, tag) else None
+    if kind is not None:
+        command = f"infinity checkpoint import-deepspeed {root} OUT"
+        raise CheckpointError(
+            f"{root / (tag or '')} has a {kind}checkpoint that DeepSpeed wrote",
+            remedy=f"{command}, of the ZeRO checkpoint that it was made of, and load OUT"
+            if kind
+            else f"{command}, and load OUT",
+        )
 
 
 class Answer(float):
@@ -115,6 +142,8 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
             module, components, optimizer, settings,
             lr_scheduler=lr_scheduler, loader=loader, journal=journal,
         )  # fmt: skip
+        if not self._said("managed_gradient_accumulation"):
+            self.set_gradient_accumulation_boundary(True)  # by each step()
         vars(self)["module"] = module  # beside `_modules`: found without __getattr__
 
     def _own(self, module: nn.Module) -> None:
@@ -346,7 +375,15 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         """Return True if the run computes in bf16."""
         return self.plan.precision.name == "bf16"
 
-    amp_enabled = torch_autocast_enabled = _always(False)  # the precision is that of the plan
+    def torch_autocast_enabled(self) -> bool:
+        """Return True if calls run under `torch.autocast`, which the engine opens."""
+        return self._autocast
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        """Return the dtype of `torch.autocast`, None if the engine does not open it."""
+        return torch.bfloat16 if self._autocast else None
+
+    amp_enabled = _always(False)  # the precision is that of the plan
     autotuning_enabled = is_deepcompile_enabled = is_deepcompile_active = _always(False)
     curriculum_learning_enabled = data_efficiency_enabled = _always(False)
     data_sampling_enabled = random_ltd_enabled = _always(False)
@@ -572,6 +609,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         if not (root / RECORD_NAME).is_file():
             with self.ranks.propagate_errors("looks for a checkpoint"):
                 found = find_tag(root, None if tag is None else str(tag))
+                _refuse_theirs(root, found, self._said("checkpoint.load_universal"))
             before = f"{found}{_REPLACED}"
             if found and not (root / found).exists() and (root / before / MANIFEST_NAME).is_file():
                 tag = before

@@ -6,10 +6,11 @@ whole number, and so is text that is a number.
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,20 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, bool) and isinstance(value, numbers.Integral):
         return int(value)  # NumPy's too
     return value if value is None or isinstance(value, bool | float | str) else str(value)
+
+
+def rows_as_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A heading, and a line for each row of `Translation.table`."""
+    cells = [
+        (row["key"], "" if row["given"] is None else json.dumps(row["given"]), row["verdict"])
+        for row in rows
+    ]
+    widths = [max(map(len, column), default=0) for column in zip(*cells, strict=True)]
+    lines = ["the DeepSpeed configuration, key by key:"]
+    for found, row in zip(cells, rows, strict=True):
+        columns = [text.ljust(width) for text, width in zip(found, widths, strict=True)]
+        lines.append("  ".join(["", *columns, row["note"]]).rstrip())
+    return "\n".join(lines)
 
 
 KEYS = {key.name: key for key in TABLE}

@@ -182,7 +182,7 @@ def test_many_steps_in_a_row_that_are_not_finite_are_an_error(
 ) -> None:
     with small_engine(tmp_path, model=Poisonable()) as engine:
         with pytest.raises(  # noqa: PT012
-            TrainingError, match=r"20 steps in a row were not finite; first in 'inner"
+            TrainingError, match=r"20 steps in a row .*'inner[\s\S]*view of a weight"
         ):
             for _ in range(30):
                 engine.backward(engine(batch(0), math.nan))

@@ -500,7 +500,8 @@ class StepRunner:
                 f"the gradients of {self.counters.skipped_in_a_row} steps in a row were not "
                 f"finite; first in {culprits[0]!r}",
                 because="the loss is NaN or infinite, or the learning rate diverged, or an "
-                "autograd.Function keeps a weight in ctx without ctx.save_for_backward"
+                "autograd.Function keeps a weight in ctx without ctx.save_for_backward, or the "
+                "loss uses a view of a weight that was read outside a call of the engine"
                 + (f", or the loss scale {before.scale:g} is too large" if before else ""),
                 remedy="lower the learning rate, or look at the loss and the data"
                 + ("; or leave loss_scale.value out: then the scale is found" if before else ""),
@@ -539,8 +540,9 @@ class StepRunner:
         scale = f", at a loss scale of {before.scale:g}" if before else ""
         self._warn(
             f"{what} skipped: gradients are not finite, first that of {culprits[0]!r}{scale}; "
-            "weights stay as they were. Likely causes: the loss or the data of this batch; the "
-            "next warning comes after a step that was not skipped",
+            "weights stay as they were. Likely causes: the loss or the data of this batch, or a "
+            "view of a weight that was read outside a call of the engine; the next warning comes "
+            "after a step that was not skipped",
         )
 
     def _commit(

@@ -17,17 +17,22 @@ kept here, never in the user's group: updates run behind the user's back. It hol
 or a scheduler, changes the entry: until the group's value differs from the one the adapted
 optimizer saw when it wrote. To write the value that is there already is no edit.
 
-All tiles of a step begin with the entries that the group had before it, and each leaves the same
-ones behind: the trial refuses what writes otherwise. Parameters without a gradient, or that another
-rank updates, have no tile, and a group may have none: so a stand-in takes each step first, without
-a gradient where the whole group has none, as in plain torch. That is left out of optimizers that
-write nothing in the trial.
+All tiles of a step begin with the entries that the group had before it. Parameters without a
+gradient, or that another rank updates, have no tile, and a group may have none: so a small
+parameter takes each step first, without a gradient where the whole group has none, as in plain
+torch. What it leaves in the group is the group's from then on.
 
-[Note: rehearsal]
-What an adapted optimizer keeps may depend on its group: momentum that is switched on needs a
-buffer. So small parameters go ahead: when an entry of a group is switched, one that has gone all
-the way with the group and one that begins take two steps with it, before the commit. What they
-cannot do is refused while nothing has changed.
+[Note: one parameter does not see another]
+An update is handed one parameter. What it could carry to the next one has to be kept between two
+calls of `step()`: in the group, in an attribute of the optimizer or of its class, or in `state`
+under another key than the parameter. All of these are compared after every tile. A group must be
+left as the small parameter left it, attributes as they were, and `state` with one key; else the
+update ends with an error that names the entry, before anything uses its result. That holds for the
+values of the model, in every step.
+
+It does not show two things: a value that several parameters of one call make together, such as the
+norm of all gradients, and memory outside of the optimizer (a global variable). `adapter_rule.py`
+looks for the first, and for random numbers, before every step, with small parameters.
 """
 
 from __future__ import annotations
@@ -37,18 +42,17 @@ import math
 import numbers
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from infinity.errors import ConfigError, InfinityError, TrainingError
+from infinity.errors import InfinityError, TrainingError
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import Moment
 from infinity.optim.update import Tile
-from infinity.types import MomentFormat
 
 _HOST_FP32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
 # Below torch's grain of 32768, from which on it cuts loops between threads.
@@ -57,7 +61,11 @@ TILE_ELEMENTS = 1 << 14
 # Of small parameters that things are tried out on, by their number of dimensions.
 SMALL_SHAPES = {0: (), 1: (512,), 2: (16, 32), 3: (4, 8, 16), 4: (4, 4, 4, 8)}
 SMALL_ELEMENTS = 512
-_REHEARSED_STEPS = 2  # the first makes state, the second uses it
+COUPLED = (
+    "it mixes parameters (D-Adaptation and Prodigy estimate one step size for all), draws random "
+    "numbers, or keeps state outside of state[p] and its group"
+)
+SEPARATE = "use an optimizer that treats every parameter separately, such as torch.optim.AdamW"
 
 MakeState = Callable[[Mapping[str, Any], nn.Parameter], dict[str, Any]]
 
@@ -67,8 +75,7 @@ class AdapterFacts:
     """An adapted optimizer and what was found out about it.
 
     `worker` is an instance without parameters. `tensor_names` are the entries of its state that
-    have one value per element or so, `num_moments` how many of them a parameter has at most; it
-    `writes` to groups.
+    have one value per element or so, `num_moments` how many of them a parameter has at most.
     `make_state` is there where its constructor makes state: (group, parameter) -> state.
     """
 
@@ -79,7 +86,6 @@ class AdapterFacts:
     whole: bool = False
     tensor_names: frozenset[str] = frozenset()
     num_moments: int = 0
-    writes: bool = True
     make_state: MakeState | None = None
 
 
@@ -91,175 +97,109 @@ class _Written(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Captured:
+    """A copy of a group's entries, and the shapes of its parameters."""
+
+    entries: Mapping[str, Any]
+    shapes: frozenset[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
 class _Kept:
-    """What is kept of one parameter beside its moments; replaced after its last tile of a step."""
+    """State of one parameter besides its moments; replaced after its last tile of a step."""
 
     scalars: Mapping[str, Any] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # in order of the moments
 
 
 @dataclass
-class _GroupWrites:
+class Group:
     """Entries of a group that steps have written, and the last of these steps."""
 
     written: Mapping[str, _Written]
     rule_params: Mapping[str, Any] = field(default_factory=dict)  # as captured
     before: Mapping[str, _Written] = field(default_factory=dict)  # what was written before
     given: Mapping[str, Any] = field(default_factory=dict)  # `rule_params` with that
+    has_stepped: bool = False
 
     def write(self, after: Mapping[str, Any]) -> None:
-        """Take over what differs `after` the step from what was `given` to it."""
+        """Take over what differs `after` the step from what was `given` to it.
+
+        Raises `_CouplingError` if that is not what the step of another parameter left.
+        """
         changed = {
             key: _Written(value, self.rule_params.get(key))
             for key, value in after.items()
             if key != "params" and not same(value, self.given.get(key))
         }
-        self.written = {**self.before, **changed}
+        written = {**self.before, **changed}
+        if self.has_stepped:
+            for key in {**written, **self.written}:
+                if not same(written.get(key), self.written.get(key)):
+                    here, there = after.get(key), self.written.get(key, _Written(None, None)).value
+                    raise _CouplingError(
+                        f"group[{key!r}] is {here!r} after this parameter, {there!r} after another"
+                    )
+        self.written, self.has_stepped = written, True
 
 
-_Small = tuple[Mapping[int, Any], Sequence[Moment]]  # what is kept: nothing before the first step
-
-
-@dataclass(frozen=True)
-class _Rehearsed:
-    """A group as it was when last rehearsed, and the small parameters that go with it."""
-
-    values: Mapping[str, Any]
-    outlines: Mapping[str, Any]
-    small: Mapping[tuple[int, ...], _Small]  # by shape
-
-
-class AdapterRule:
-    """The rule that an adapted optimizer is; see `infinity.optim.update.Rule`."""
-
-    def __init__(self, facts: AdapterFacts) -> None:
-        self.facts = facts
-        self.name = facts.name
-        self.whole = facts.whole
-        self.matrix_steps = 0
-        self.moments = (MomentFormat.FP32,) * facts.num_moments
-        parts = "whole parameters" if facts.whole else f"tiles of {TILE_ELEMENTS} elements"
-        self.notes: tuple[str, ...] = (
-            f"{facts.name} is run by torch on {parts}: slower than the built-in rules",
-        )
-        self._rehearsed: dict[int, _Rehearsed] = {}  # by the id of the first parameter
-
-    def capture(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of the group, without its parameters.
-
-        Raises `ConfigError` for an edit that needs state which was not planned.
-        """
-        captured = copied({k: v for k, v in group.items() if k not in ("params", "param_names")})
-        parameters = group["params"]
-        if not parameters:
-            return captured
-        known = self._rehearsed.get(id(parameters[0]))
-        outlines = {key: outline(value) for key, value in captured.items()}
-        if known is None or outlines != known.outlines:
-            shapes = {small_shape(p.shape, whole=self.whole) for p in parameters}
-            try:
-                small = {shape: self._rehearse(captured, known, shape) for shape in shapes}
-            except Exception as error:
-                raise self._refusal(captured, known, error) from error
-            self._rehearsed[id(parameters[0])] = _Rehearsed(captured, outlines, small)
-        return captured
-
-    def _rehearse(
-        self, captured: dict[str, Any], known: _Rehearsed | None, shape: tuple[int, ...]
-    ) -> _Small:
-        """Two steps of small parameters; raises what the adapted optimizer raises.
-
-        The worker is shared: groups are captured only while no update is under way.
-        """
-        numel = math.prod(shape)
-        begun: _Small = {}, [Moment.zeros(numel, form) for form in self.moments]
-        for kept, values in [begun] if known is None else [begun, known.small[shape]]:
-            adapted = AdaptedOptimizer(self.facts, SMALL_ELEMENTS)
-            adapted.keep(kept)
-            with torch.device("cpu"):  # whatever the default is: the pass has a thread without
-                weight, moments = (
-                    torch.linspace(0.5, 1, numel, dtype=torch.float32),
-                    tuple(m.clone() for m in values),
-                )
-                for step in range(1, _REHEARSED_STEPS + 1):
-                    adapted.begin({0: captured}, {0: step})
-                    tile = Tile(0, shape, 0, weight, None, moments, weight.clone(), captured, step)
-                    adapted.update([tile], 1.0)
-        return adapted.kept(), moments
-
-    def _refusal(
-        self, captured: Mapping[str, Any], known: _Rehearsed | None, error: Exception
-    ) -> ConfigError:
-        what = error.what if isinstance(error, InfinityError) else repr(error)
-        edits = {} if known is None else differences(known.values, captured)
-        names = " and ".join(edits) or "the group"
-        return ConfigError(
-            f"{self.name} cannot step with {' and '.join(edits.values()) or 'its groups'}",
-            because=f"tried on a small parameter: {what}; the stored state was planned "
-            "from the groups that initialize() got",
-            remedy=f"set {names} back and call step() again; to use it later, let initialize() "
-            f"get it switched on ({names} > 0, say): a schedule may change it then",
-        )
-
-    def reserve(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """The trial has found what is kept; later edits are compared with these groups."""
-        for group in groups:
-            self.capture(group)
-
-    def tile_elements(self, largest: int) -> int:
-        """Whole parameters, or tiles that torch steps in one thread."""
-        return largest if self.whole else min(largest, TILE_ELEMENTS)
-
-    def initial(self, captured: Any) -> tuple[float, ...]:
-        """An adapted optimizer fills its state by itself."""
-        return ()
-
-    def updater(
-        self, kernels: CpuKernels, names: Sequence[str], largest: int, seed: int
-    ) -> AdaptedOptimizer:
-        """The adapted optimizer."""
-        return AdaptedOptimizer(self.facts, self.tile_elements(largest), kernels)
+class _CouplingError(Exception):
+    """A step left something that is neither its parameter's nor the same for all."""
 
 
 class AdaptedOptimizer:
     """Runs an adapted optimizer's `step()` on tiles; used by one thread."""
 
     def __init__(
-        self, facts: AdapterFacts, tile_elements: int, kernels: CpuKernels | None = None
+        self,
+        facts: AdapterFacts,
+        tile_elements: int,
+        kernels: CpuKernels | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         """`kernels` joins and splits masters; without them weights must be fp32."""
         self.facts = facts
         self.kernels = kernels
+        self._names = names
         self._kept: dict[int, _Kept] = {}  # by parameter
-        self._groups: dict[int, _GroupWrites] = {}  # by parameter
-        self._stepping: dict[int, _GroupWrites] = {}  # by the id of what was captured
+        self._groups: dict[int, Group] = {}  # by parameter
+        self._stepping: dict[int, Group] = {}  # by the id of what was captured
         # Of a parameter's last tile: where it ended, and what was kept before that step.
         self._last: dict[int, tuple[int, _Kept | None]] = {}
         self._worker = facts.worker
+        self._attributes = copy.deepcopy(
+            _attributes(facts.worker), {id(facts.worker): facts.worker}
+        )
         self._master = torch.empty(tile_elements if kernels is not None else 0, **_HOST_FP32)
         self._gradient = torch.empty(tile_elements, **_HOST_FP32)
 
-    def begin(self, params_by_index: Mapping[int, Any], steps: Mapping[int, int]) -> None:
-        """Take the step with a stand-in for each group; see [Note: group entries]."""
+    def grouped(self, params_by_index: Mapping[int, Captured]) -> list[tuple[list[int], Group]]:
+        """Return the parameters of each group, and its entries before a step with `params_by_index`."""
         members: dict[int, list[int]] = {}
         for index, rule_params in params_by_index.items():
             members.setdefault(id(rule_params), []).append(index)
-        self._stepping = {}
-        for key, indices in members.items():
-            theirs = params_by_index[indices[0]]
+        found = []
+        for indices in members.values():
+            theirs = params_by_index[indices[0]].entries
             known = next((self._groups[i].written for i in indices if i in self._groups), {})
             written = {k: w for k, w in known.items() if same(theirs.get(k), w.seen)}  # not edited
             given = {**theirs, **{k: entry.value for k, entry in written.items()}}
-            group = self._stepping[key] = _GroupWrites(written, theirs, written, given)
+            found.append((indices, Group(written, theirs, written, given)))
+        return found
+
+    def begin(self, params_by_index: Mapping[int, Any], steps: Mapping[int, int]) -> None:
+        """Take the step with a small parameter for each group; see [Note: group entries]."""
+        self._stepping = {}
+        for indices, group in self.grouped(params_by_index):
+            self._stepping[id(params_by_index[indices[0]])] = group
             self._groups.update((index, group) for index in indices)
-            if not self.facts.writes:
-                continue
-            with suppress(Exception), torch.device("cpu"):  # where it takes no such parameter
+            with suppress(Exception), on_cpu():  # where it takes no such parameter
                 shape = SMALL_SHAPES[1 + self.facts.whole]
                 stand_in = nn.Parameter(torch.ones(shape, dtype=torch.float32))
                 if not steps.keys().isdisjoint(indices):
                     stand_in.grad = torch.ones_like(stand_in)
-                group.write(self._step(given, stand_in, self._fresh(given, stand_in))[0])
+                fresh = self._fresh(group.given, stand_in)
+                group.write(self._step(group.given, stand_in, fresh)[0])
 
     def kept(self) -> dict[int, dict[str, Any]]:
         """What is kept of each parameter beside its moments, as data that can be saved."""
@@ -284,9 +224,7 @@ class AdaptedOptimizer:
             if "scalars" in entry
         }
         self._groups = {
-            index: _GroupWrites(
-                {k: _Written(e["value"], e.get("seen")) for k, e in kept["group"].items()}
-            )
+            index: Group({k: _Written(e["value"], e.get("seen")) for k, e in kept["group"].items()})
             for index, kept in saved.items()
         }
 
@@ -303,8 +241,14 @@ class AdaptedOptimizer:
         if tile.first != end:  # the first tile of a step, wherever what a rank has of it begins
             before = self._kept.get(tile.parameter)
         after = before
-        for part in [tile] if self.facts.whole else _cut(tile):
-            after = self._run(part, before, grad_scale)
+        try:
+            for part in [tile] if self.facts.whole else _cut(tile):
+                after = self._run(part, before, grad_scale)
+            self._check_attributes()
+        except InfinityError:
+            raise
+        except Exception as error:
+            raise self._failure(tile, error) from error
         self._last[tile.parameter] = tile.first + count, before
         if after is not None:
             self._kept[tile.parameter] = after
@@ -341,14 +285,36 @@ class AdaptedOptimizer:
         group = self._stepping[id(tile.rule_params)]
         state = self._load(before, tile, parameter, group.given)
         after, left = self._step(group.given, parameter, state)
+        group.write(after)
         if parameter.data_ptr() != master.data_ptr():  # it bound another tensor to .data
             master.copy_(parameter.detach().reshape(-1))
         kept = self._collect(tile, left, before or _Kept())
         if tile.rest is not None:
             assert self.kernels is not None
             self.kernels.split(master, tile.weight, tile.rest)
-        group.write(after)
         return kept
+
+    def _check_attributes(self) -> None:
+        now, known = _attributes(self._worker), self._attributes
+        if not same(now, known):
+            changed = [k for k in {**known, **now} if not same(now.get(k), known.get(k))]
+            raise _CouplingError(f"it changes its attribute {changed[0]!r}")
+
+    def _failure(self, tile: Tile, error: Exception) -> TrainingError:
+        name = repr(self._names[tile.parameter]) if self._names else "a small parameter"
+        if isinstance(error, _CouplingError):
+            alone = f"{self.facts.name} does not update {name} alone: " if self._names else ""
+            return TrainingError(f"{alone}{error}", because=COUPLED, remedy=SEPARATE)
+        tensors = {"values": tile.weight, "gradient": tile.gradient}
+        zeros = [what for what, tensor in tensors.items() if not tensor.any()]
+        return TrainingError(
+            f"{self.facts.name} raised {error!r} when it updated {name} of shape {tile.shape}",
+            because=f"zeros in all of its {' and '.join(zeros)}: an optimizer may divide by their "
+            "norm"
+            if zeros
+            else None,
+            remedy=f"use another optimizer, or keep {name} out of model_parameters",
+        )
 
     def _step(
         self, given: Mapping[str, Any], parameter: nn.Parameter, state: dict[str, Any]
@@ -363,6 +329,9 @@ class AdaptedOptimizer:
         try:
             with torch.no_grad():
                 self._worker.step()
+            for key in self._worker.state:
+                if key is not parameter:
+                    raise _CouplingError(f"it changes state[{key!r}]")
             return group, self._worker.state.get(parameter, {})
         finally:
             self._worker.param_groups = []
@@ -408,9 +377,14 @@ class AdaptedOptimizer:
             f"{self.facts.name} keeps {name!r} of shape {tuple(value.shape)} and dtype "
             f"{value.dtype} for a tile of {room} elements; {len(tile.moments)} fp32 state tensors "
             "were planned",
-            because="it did not do so when it was tried out on small parameters",
+            because="it did not do so in the trial, which planned them",
             remedy="use an optimizer whose state has the same form for all parameters",
         )
+
+
+def on_cpu() -> AbstractContextManager[Any]:
+    """Make the CPU the default device; as a mode of torch's it would slow down every call."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def is_per_element(name: str, value: Any, tensor_names: frozenset[str]) -> bool:
@@ -441,29 +415,29 @@ def _cut(tile: Tile) -> Iterator[Tile]:
 # --- entries of groups -------------------------------------------------------------------------
 
 
-def outline(value: Any) -> Any:
-    """What of an entry may decide which state is kept: of a number its sign, not its size."""
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, numbers.Real):
-        number: Any = value
-        return (number > 0) - (number < 0)
-    if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape), bool(value.any())
-    if isinstance(value, Mapping):
-        return tuple((key, outline(item)) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(map(outline, value))
-    return type(value)
-
-
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
-    """The entries whose outline differs -> what they are and were, in words."""
+    """Return the entries that were switched on or off, or replaced, and a text for each."""
     return {
         key: f"group[{key!r}] {new.get(key)!r}, which was {old.get(key)!r}"
         for key in {**old, **new}
-        if outline(old.get(key)) != outline(new.get(key))
+        if not same(old.get(key), new.get(key)) and not _are_rates(old.get(key), new.get(key))
     }
+
+
+def _are_rates(*values: Any) -> bool:
+    return all(isinstance(v, numbers.Real) and v for v in values)
+
+
+def _attributes(worker: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what an optimizer stores in itself, and in its class, but groups and state."""
+    kinds = [k for k in type(worker).__mro__ if not k.__module__.startswith(("torch.", "builtins"))]
+    found = {
+        key: value
+        for kind in reversed(kinds)
+        for key, value in vars(kind).items()
+        if isinstance(value, numbers.Number | Tensor | list | dict | set)
+    }
+    return found | {k: v for k, v in vars(worker).items() if k not in ("param_groups", "state")}
 
 
 def copied(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -475,13 +449,24 @@ def copied(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two entries are equal; NaN and objects are the same only as one object."""
+    """Whether two values are equal: tensors bit for bit, NaN as NaN, objects by attributes."""
     if one is other:
         return True
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-            return False
-        return one.dtype is other.dtype and torch.equal(one, other)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype is other.dtype and one.shape == other.shape and _same_bits(one, other)
+    if isinstance(one, numbers.Real) and isinstance(other, numbers.Real):
+        return one == other or (one != one and other != other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
+    if type(one) is not type(other):
+        return False
+    if hasattr(one, "__dict__"):
+        return same(vars(one), vars(other))
     return bool(one == other)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*raw)

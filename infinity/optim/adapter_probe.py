@@ -1,12 +1,12 @@
-"""Trying an adapted optimizer out on small parameters: what it keeps, and whether it may be cut
-into tiles.
+"""Trial of an adapted optimizer on small parameters: which state it keeps, and whether it may be
+cut into tiles.
 
-The trial compares plain use of the optimizer with our use of it, bit for bit: flat tiles first,
-then whole parameters. Two parameters of each kind, one of them of zeros, get gradients of
-magnitudes far apart, so that what an optimizer takes from one to another shows. All that a step may
-leave for the next is compared: parameters, `state`, the entries of groups and the optimizer's
-attributes. What equals neither is refused: it mixes parameters, draws random numbers, or keeps
-state elsewhere.
+The trial compares plain use of the optimizer with the engine's use of it, bit for bit: flat tiles
+first, then whole parameters. Two parameters of each kind, one of them of zeros, get gradients of
+magnitudes far apart, so that a value that passes from one to another shows. All that a step may
+leave for the next is compared: parameters, `state` and the entries of groups. An optimizer whose
+results differ in both is refused. What it does later is checked in every step: see
+[Note: one parameter does not see another] and [Note: small parameters step first].
 """
 
 from __future__ import annotations
@@ -16,19 +16,25 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from infinity.errors import ConfigError, ResidencyError
+from infinity.errors import ConfigError, InfinityError, ResidencyError
 from infinity.optim.adapter import (
+    COUPLED,
+    SEPARATE,
     SMALL_ELEMENTS,
     AdaptedOptimizer,
     AdapterFacts,
+    Captured,
     MakeState,
     copied,
     is_per_element,
+    on_cpu,
+    same,
     small_shape,
 )
 from infinity.optim.moments import Moment
@@ -41,9 +47,10 @@ _HOST_FP32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 _NOTHING = object()
 MAX_MOMENTS = 6  # of `plan.layout.MOMENTS`
 _CUTS = (0, 128, 384, 512)  # tiles of a probe of 512 elements
-# Magnitude of gradients (for every second parameter its inverse), steps, and groups at most:
-# clipping and trust ratios act in some of them, warm-ups end in the long one.
-_TRIALS = ((1.0, 24, 4), (1e-9, 3, None), (1e3, 3, None))
+# Magnitudes of gradients, for every second parameter its inverse: clipping and trust ratios act in
+# some of them. Steps, and groups at most, of a trial with each: warm-ups end in the long one.
+SCALES = (1.0, 1e-9, 1e3)
+_TRIALS = tuple(zip(SCALES, (24, 3, 3), (4, None, None), strict=True))
 _REFUSED = {
     "LBFGS": "it computes the loss again several times a step, by a closure",
     "SparseAdam": "it takes sparse gradients, and gradient ranges here are dense",
@@ -83,7 +90,7 @@ def open_adapter(
     worker = _without_parameters(instance, real.values())
     make_state = _state_maker(make, instance) if has_state and make is not None else None
     facts = AdapterFacts(name, worker, made, instance.defaults, make_state=make_state)
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]), on_cpu():
         return _try_out(facts)
 
 
@@ -173,42 +180,56 @@ def _state_maker(make: OptimizerMaker, instance: torch.optim.Optimizer) -> MakeS
 
 
 @dataclass(frozen=True)
-class _Outcome:
-    """All that a trial left: by small parameter, and the attributes of the optimizer.
+class Small:
+    """State of a small parameter: besides its moments, as `kept` has it, and these."""
 
-    `elsewhere` are names of what steps changed that is kept neither by parameter nor by group.
-    """
+    kept: Mapping[str, Any]
+    moments: Sequence[Moment]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that a trial left, by small parameter; `smalls` if it was stepped by tiles."""
 
     parameters: list[Tensor]
     states: list[dict[str, Any]]
     groups: list[dict[str, Any]]
-    attributes: dict[str, Any]
-    elsewhere: tuple[str, ...] = ()
+    smalls: Sequence[Small] = ()
 
-    def difference(self, other: _Outcome) -> str:
-        """What is not the same, bit for bit, as in plain use; empty if nothing is."""
-        if other.elsewhere:
-            return f"steps change {other.elsewhere[0]}"
-        for one, two in zip(self.parameters, other.parameters, strict=True):
-            if not _same_value(one, two):
+    def difference(self, plain: Outcome) -> str:
+        """Return the first entry that differs in a bit from plain use, or an empty string."""
+        for one, two in zip(self.parameters, plain.parameters, strict=True):
+            if not same(one, two):
                 return f"a parameter of shape {tuple(one.shape)} differs"
         for what, ours, theirs in (
-            ("state[p]", self.states, other.states),
-            ("its group", self.groups, other.groups),
-            ("its attributes", [self.attributes], [other.attributes]),
+            ("state[p]", self.states, plain.states),
+            ("its group", self.groups, plain.groups),
         ):
-            for mine, plain in zip(ours, theirs, strict=True):
-                for name in {**mine, **plain}:
-                    if not _same_value(mine.get(name, _NOTHING), plain.get(name, _NOTHING)):
+            for mine, other in zip(ours, theirs, strict=True):
+                for name in {**mine, **other}:
+                    if not same(mine.get(name, _NOTHING), other.get(name, _NOTHING)):
                         return f"{name!r} of {what} differs"
         return ""
 
 
-class _Trial:
-    """Small parameters in the model's groups, two for each number of dimensions: one of zeros."""
+class Trial:
+    """Small parameters in groups, stepped as in plain torch, and tile by tile.
 
-    def __init__(self, facts: AdapterFacts, scale: float, steps: int, groups: int | None) -> None:
+    There are two of each shape, the second one of zeros, whose first gradient is zeros too if
+    there are several steps. `groups` are entries and shapes; a parameter in `starts`, by its
+    index, has stepped before.
+    """
+
+    def __init__(
+        self,
+        facts: AdapterFacts,
+        groups: Sequence[tuple[Mapping[str, Any], Iterable[tuple[int, ...]]]],
+        scale: float,
+        steps: int = 1,
+        starts: Mapping[int, Small] = MappingProxyType({}),
+    ) -> None:
         self.facts = facts
+        self.starts = starts
         chance = torch.Generator().manual_seed(1)
         profile = torch.ones(SMALL_ELEMENTS, dtype=torch.float32)
         profile[: _CUTS[1]] = 0.05  # so that tiles differ in their means
@@ -219,69 +240,77 @@ class _Trial:
 
         self.options: list[dict[str, Any]] = []
         self.values: list[tuple[int, Tensor]] = []  # number of the group, values
-        for number, group in enumerate(facts.groups[:groups]):
-            options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        for number, (entries, shapes) in enumerate(groups):
+            options = copied(entries)
             if isinstance(options.get("lr"), float) and options["lr"] == 0:
                 options["lr"] = 1e-3  # a schedule may begin with 0, where nothing shows
             self.options.append(options)
-            shapes = sorted({small_shape(p.shape, whole=True) for p in group["params"]}, key=len)
-            for shape in shapes:
+            for shape in sorted({small_shape(shape, whole=True) for shape in shapes}, key=len):
                 self.values += [(number, draw(shape)), (number, torch.zeros(shape, **_HOST_FP32))]
         scales = (scale, 1 / scale)
         self.gradients = [
             [draw(v.shape) * scales[i % 2] for i, (_, v) in enumerate(self.values)]
             for _ in range(steps)
         ]
-        for gradient in self.gradients[0][1::2]:
+        for gradient in self.gradients[0][1::2] if steps > 1 else ():
             gradient.zero_()
 
-    def plain(self) -> _Outcome:
+    def compare(self, facts: AdapterFacts, plain: Outcome) -> tuple[str, Sequence[Small]]:
+        """Return the first difference between tiles and plain use, if any, and what tiles left."""
+        try:
+            tiled = self.tiled(facts)
+        except InfinityError as error:
+            return error.what, ()
+        except Exception as error:
+            return repr(error), ()
+        return tiled.difference(plain), tiled.smalls
+
+    def _adapted(self, facts: AdapterFacts) -> tuple[AdaptedOptimizer, list[Sequence[Moment]]]:
+        facts = replace(facts, worker=_without_parameters(facts.worker, ()))
+        adapted = AdaptedOptimizer(facts, tile_elements=SMALL_ELEMENTS)
+        adapted.keep({index: small.kept for index, small in self.starts.items()})
+        return adapted, [
+            [m.clone() for m in self.starts[index].moments]
+            if index in self.starts
+            else [Moment.zeros(v.numel(), MomentFormat.FP32) for _ in range(facts.num_moments)]
+            for index, (_, v) in enumerate(self.values)
+        ]
+
+    def plain(self) -> Outcome:
         """Plain use: all groups together in one optimizer."""
-        worker = _without_parameters(self.facts.worker, ())
+        adapted, moments = self._adapted(self.facts)
+        worker = adapted.facts.worker
         mine = [nn.Parameter(value.clone()) for _, value in self.values]
-        worker.param_groups = [{**copy.deepcopy(o), "params": []} for o in self.options]
-        for (number, _), parameter in zip(self.values, mine, strict=True):
+        worker.param_groups = [{**copied(o), "params": []} for o in self.options]
+        for index, ((number, value), parameter) in enumerate(zip(self.values, mine, strict=True)):
             group = worker.param_groups[number]
             group["params"].append(parameter)
-            if self.facts.make_state is not None:
+            if index in self.starts:
+                shape = tuple(value.shape)
+                worker.state[parameter] = adapted.state_of(index, None, moments[index], shape, 0)
+            elif self.facts.make_state is not None:
                 worker.state[parameter] = self.facts.make_state(group, parameter)
         for gradients in self.gradients:
             for parameter, gradient in zip(mine, gradients, strict=True):
                 parameter.grad = gradient.clone()
             with torch.no_grad():
                 worker.step()
-        before, after = map(_attributes, (self.facts.worker, worker))
-        changed = {k: v for k, v in after.items() if not _same_value(v, before.get(k, _NOTHING))}
+        flags = {name: value for name, value in vars(worker).items() if isinstance(value, bool)}
+        vars(self.facts.worker).update(flags)  # as steps leave them: of the first one, say
         groups = [worker.param_groups[number] for number, _ in self.values]
-        return _Outcome(
+        return Outcome(
             [p.detach() for p in mine],
             [dict(worker.state.get(p, {})) for p in mine],
             [{k: v for k, v in group.items() if k != "params"} for group in groups],
-            after,
-            (
-                *(f"state[{k!r}]" for k in worker.state if not any(k is p for p in mine)),
-                *(f"its attribute {k!r}" for k, v in changed.items() if not isinstance(v, bool)),
-            ),
         )
 
-    def wrote(self, outcome: _Outcome) -> bool:
-        """Whether steps changed an entry of a group."""
-        before = [self.options[number] for number, _ in self.values]
-        return not _same_value(before, outcome.groups)
-
-    def tiled(self, facts: AdapterFacts) -> _Outcome:
+    def tiled(self, facts: AdapterFacts) -> Outcome:
         """Our use: tile by tile, or parameter by parameter."""
-        facts = replace(facts, worker=_without_parameters(facts.worker, ()))
-        adapted = AdaptedOptimizer(facts, tile_elements=SMALL_ELEMENTS)
+        adapted, moments = self._adapted(facts)
         flats = [value.clone().reshape(-1) for _, value in self.values]
         shapes = [tuple(value.shape) for _, value in self.values]
-        params_by_index = {
-            i: copied(self.options[number]) for i, (number, _) in enumerate(self.values)
-        }
-        moments = [
-            tuple(Moment.zeros(f.numel(), MomentFormat.FP32) for _ in range(facts.num_moments))
-            for f in flats
-        ]
+        captured = [Captured(copied(options), frozenset()) for options in self.options]
+        params_by_index = {index: captured[number] for index, (number, _) in enumerate(self.values)}
         for number, gradients in enumerate(self.gradients, 1):
             adapted.begin(params_by_index, dict.fromkeys(params_by_index, number))
             for index, (flat, gradient) in enumerate(zip(flats, gradients, strict=True)):
@@ -295,57 +324,55 @@ class _Trial:
                     )  # fmt: skip
                     adapted.update([tile], 1.0)
         kept, indices = adapted.kept(), range(len(flats))
-        return _Outcome(
+        written = [{k: e["value"] for k, e in kept[i].pop("group").items()} for i in indices]
+        return Outcome(
             [flat.view(shape) for flat, shape in zip(flats, shapes, strict=True)],
             [adapted.state_of(i, None, moments[i], shapes[i], 0) for i in indices],
-            [
-                params_by_index[i] | {k: e["value"] for k, e in kept[i]["group"].items()}
-                for i in indices
-            ],
-            _attributes(facts.worker),
+            [{**params_by_index[i].entries, **written[i]} for i in indices],
+            [Small({"group": {}, **kept[i]}, moments[i]) for i in indices],
         )
-
-
-def _attributes(worker: torch.optim.Optimizer) -> dict[str, Any]:
-    return {k: v for k, v in vars(worker).items() if k not in ("param_groups", "state")}
 
 
 def _try_out(facts: AdapterFacts) -> AdapterFacts:
     """The facts completed; raises `ConfigError` if plain use cannot be had in parts."""
-    trials = [_Trial(facts, *how) for how in _TRIALS]
+    groups = [
+        (
+            {k: v for k, v in group.items() if k not in ("params", "param_names")},
+            {tuple(p.shape) for p in group["params"]},
+        )
+        for group in facts.groups
+    ]
+    trials = [Trial(facts, groups[:most], scale, steps) for scale, steps, most in _TRIALS]
     try:
         torch.manual_seed(1)
         plain = [trial.plain() for trial in trials]
     except Exception as error:
         raise ConfigError(
-            f"{facts.name} cannot step small parameters of the model's groups: {error}",
-            because="an engine's step() has neither a closure nor sparse gradients",
+            f"{facts.name} cannot step small parameters of the model's groups: {error!r}",
+            because="they have random values, or zeros, and an engine's step() has neither a "
+            "closure nor sparse gradients",
             remedy="use an optimizer whose step() takes no argument; of one with modes pass a "
             "function of groups that calls its train() before it returns it",
         ) from error
-    facts = replace(_with_names(facts, plain), writes=any(map(_Trial.wrote, trials, plain)))
+    facts = _with_names(facts, plain)
     _require_change(facts, trials[0], plain[0])
     torch.manual_seed(2)  # so that nobody equals by drawing the same random numbers
     problem = ""
     for whole in (False, True):
         candidate = replace(facts, whole=whole)
-        try:
-            found = (t.tiled(candidate).difference(p) for t, p in zip(trials, plain, strict=True))
-            problem = next(filter(None, found), "")
-        except Exception as error:
-            problem = repr(error)
+        found = (t.compare(candidate, p)[0] for t, p in zip(trials, plain, strict=True))
+        problem = next(filter(None, found), "")
         if not problem:
             return candidate
     raise ConfigError(
         f"{facts.name} does not give the same result when parameters are updated one at a time: "
         f"{problem}",
-        because="it mixes parameters (D-Adaptation and Prodigy estimate one step size for all), "
-        "draws random numbers, or keeps state outside of state[p] and its group",
-        remedy="use an optimizer that treats every parameter separately, such as torch.optim.AdamW",
+        because=COUPLED,
+        remedy=SEPARATE,
     )
 
 
-def _with_names(facts: AdapterFacts, plain: Sequence[_Outcome]) -> AdapterFacts:
+def _with_names(facts: AdapterFacts, plain: Sequence[Outcome]) -> AdapterFacts:
     names: set[str] = set()
     most = 0
     for outcome in plain:
@@ -372,7 +399,7 @@ def _with_names(facts: AdapterFacts, plain: Sequence[_Outcome]) -> AdapterFacts:
     return replace(facts, tensor_names=frozenset(names), num_moments=most)
 
 
-def _require_change(facts: AdapterFacts, trial: _Trial, plain: _Outcome) -> None:
+def _require_change(facts: AdapterFacts, trial: Trial, plain: Outcome) -> None:
     for (_, old), new in list(zip(trial.values, plain.parameters, strict=True))[::2]:
         if torch.equal(old, new):
             raise ConfigError(
@@ -380,27 +407,3 @@ def _require_change(facts: AdapterFacts, trial: _Trial, plain: _Outcome) -> None
                 because="its step() does not go by param_groups, or a learning rate is 0",
                 remedy="pass an optimizer that updates the parameters of param_groups",
             )
-
-
-def _same_value(one: Any, other: Any) -> bool:
-    """Whether two values have the same bits; objects are compared by their attributes."""
-    if one is other:
-        return True
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype is other.dtype and one.shape == other.shape and _same_bits(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same_value(one[k], other[k]) for k in one)
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same_value, one, other))
-    if isinstance(one, float):
-        return repr(one) == repr(other)  # NaN equals NaN
-    if hasattr(one, "__dict__"):
-        return _same_value(vars(one), vars(other))
-    return bool(one == other)
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
-    return torch.equal(*raw)

@@ -11,8 +11,8 @@ from torch import nn
 from infinity.config.schema import Config
 from infinity.errors import ConfigError
 from infinity.model.partition import complete_groups
-from infinity.optim.adapter import AdapterRule
 from infinity.optim.adapter_probe import OptimizerMaker, open_adapter
+from infinity.optim.adapter_rule import AdapterRule
 from infinity.optim.offloaded import OffloadedOptimizer, refuse_hooks
 from infinity.optim.rules import RULES, SGD
 from infinity.optim.standalone import built_in_of

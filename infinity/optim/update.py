@@ -46,6 +46,9 @@ class Tile:
 class Updater(Protocol):
     """Does one step of an update rule on tiles."""
 
+    def check(self, params_by_index: Mapping[int, Any]) -> None:
+        """Raise `ConfigError` for groups that a step cannot be made with; nothing has changed."""
+
     def update(self, tiles: Sequence[Tile], grad_scale: float) -> None:
         """Update tiles in place; gradients are multiplied by the scale first."""
 
@@ -210,6 +213,9 @@ class KernelUpdater:
             0 if exact else rounding_key(self.seed, name, tile.step),
             tile.first,
         )
+
+    def check(self, params_by_index: Mapping[int, Any]) -> None:
+        """Do nothing: `BuiltInRule.capture` has."""
 
     def _begun_at(self, parameter: int, rule_params: RuleParams, step: int) -> RuleParams:
         """The hyper-parameters of one parameter, which say when its moments were made."""

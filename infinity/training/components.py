@@ -191,9 +191,11 @@ class EngineComponents:
     ) -> None:
         """Write the initial state: that of the resumed run, or of the model."""
         index_of = {id(p): i for i, p in enumerate(self.partition.parameters)}
+        params_by_index = optimizer.params_by_index(index_of)
+        self.updater.check(params_by_index)
         initial = {
-            i: optimizer.rule.initial(rule_params)
-            for i, rule_params in optimizer.params_by_index(index_of).items()
+            index: optimizer.rule.initial(rule_params)
+            for index, rule_params in params_by_index.items()
         }
         self._uses.append(self.binding.return_to_meta)
         self.binding.leave_meta()

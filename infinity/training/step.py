@@ -457,6 +457,7 @@ class StepRunner:
         self._gradients.settle()
         self._components.store.settle_copies()
         params_by_index = self._optimizer.params_by_index(self._index_of)
+        self._components.updater.check(params_by_index)
         self._refuse_others(params_by_index)
         alike = self._alike(clipping) if self._components.ranks.count > 1 else {}
         with self._prefetcher.transfers.stall("norm"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from support.rounding import split_master
 from support.trainer import PLACEMENTS, Run, make_config, make_device, same_bits, train, train_torch
 from torch import Tensor, nn, optim
 
-from infinity.errors import ConfigError, DoesNotFitError
-from infinity.optim.adapter import TILE_ELEMENTS, AdapterRule
+from infinity.errors import ConfigError, DoesNotFitError, EngineFailedError
+from infinity.optim.adapter import TILE_ELEMENTS
 from infinity.optim.adapter_probe import open_adapter
+from infinity.optim.adapter_rule import AdapterRule
 from infinity.optim.update import BuiltInRule
 
 STEPS = 4
@@ -355,9 +357,9 @@ class _Idle(SignedMomentum):
         (optim.SparseAdam, "sparse gradients"),
         (_GlobalNorm, "mixes parameters"),
         (_ClipsLate, "mixes parameters"),
-        (_OneRateForAll, "one at a time: 'estimate' of its group differs"),
-        (_WatchesAll, "one at a time: steps change its attribute 'largest'"),
-        (_SharedState, "one at a time: steps change state['shared']"),
+        (_OneRateForAll, "one at a time: group['estimate'] is"),
+        (_WatchesAll, "one at a time: it changes its attribute 'largest'"),
+        (_SharedState, "one at a time: it changes state['shared']"),
         (_HiddenCount, "keeps state outside"),
         (_Noisy, "draws random numbers"),
         (_Closure, "closure"),
@@ -371,6 +373,182 @@ class _Idle(SignedMomentum):
 )
 def test_what_cannot_be_run_is_refused_by_name_and_reason(given: Any, words: str) -> None:
     assert words in refusal(given)
+
+
+# --- coupling that begins late -----------------------------------------------------------------
+
+
+class _Late(optim.Optimizer):
+    """Steps every parameter alone until update 26, from which on `couple` is called first."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+        rate = self.couple() if self.is_late() else 1.0
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    count = self.state[p].setdefault("count", torch.zeros(()))
+                    p.sub_(p.grad, alpha=rate * group["lr"] / float(count.add_(1)))
+
+    def is_late(self) -> bool:
+        return bool(self.param_groups[0]["k"] > 25)
+
+    def couple(self) -> float:
+        raise NotImplementedError
+
+    def norm(self) -> float:
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        return float(torch.stack([grad.norm() for grad in grads]).norm())
+
+
+class _LateNorm(_Late):
+    def couple(self) -> float:
+        return 1 / (1 + self.norm())
+
+
+class _LateByAge(_LateNorm):
+    """Goes by the count of each parameter, not of the group."""
+
+    def is_late(self) -> bool:
+        return any(float(state["count"]) > 24 for state in self.state.values())
+
+
+class _LateEstimate(_Late):
+    def couple(self) -> float:
+        self.param_groups[0]["estimate"] = self.norm()
+        return 1.0
+
+
+class _LateAttribute(_Late):
+    def couple(self) -> float:
+        self.largest = self.norm()
+        return 1.0
+
+
+class _LateState(_Late):
+    def couple(self) -> float:
+        shared: Any = self.state["shared"]
+        shared["norm"] = self.norm()
+        return 1.0
+
+
+class _LateNoise(_Late):
+    def couple(self) -> float:
+        return float(torch.rand(()))
+
+
+def small_run(given: Any, **more: Any) -> Run:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, 3))
+    return Run(model, config_of(**more), device="cpu", optimizer=given)
+
+
+def small_step(run: Run, number: int) -> None:
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number))
+    run.engine.backward(run.engine(x).square().mean())
+    run.engine.step()
+
+
+@pytest.mark.parametrize(
+    ("given", "words", "resumes"),
+    [
+        (_LateNorm, "a parameter of shape", False),
+        (_LateByAge, "a parameter of shape", True),
+        (_LateEstimate, "group['estimate']", False),
+        (_LateAttribute, "its attribute 'largest'", False),
+        (_LateState, "state['shared']", False),
+        (_LateNoise, "a parameter of shape", False),
+    ],
+)
+def test_coupling_that_begins_late_is_refused_before_the_step(
+    given: Any, words: str, resumes: bool, tmp_path: Path
+) -> None:
+    """By small parameters that are as old as the model's; nothing has changed then."""
+    run = small_run(given)
+    for number in range(25):
+        small_step(run, number)
+    if resumes:
+        with run:
+            run.engine.save_checkpoint(tmp_path, wait=True)
+        run = small_run(given)
+        run.engine.load_checkpoint(tmp_path)
+    with run:
+        before = run.masters()
+        with pytest.raises(ConfigError, match="cannot take the next step") as caught:
+            small_step(run, 25)
+        assert words in str(caught.value)
+        assert "mixes parameters" in str(caught.value)
+        assert run.engine.global_steps == 25
+        assert all(same_bits(v, before[k]) for k, v in run.masters().items())
+
+
+class _LargeOnes(SignedMomentum):
+    """Writes, once a parameter is larger than any that it was tried on, something of it."""
+
+    def __init__(self, params: Any, where: str = "group") -> None:
+        super().__init__(params)
+        self.where = where
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.numel() > 512:
+                    self.write(group, p)
+                p.sub_(p.grad, alpha=group["lr"])
+
+    def write(self, group: dict[str, Any], p: Tensor) -> None:
+        if self.where == "divides":
+            group["lr"] / float(p.sum())
+        elif self.where == "group":
+            group["largest"] = float(p.grad.abs().max())  # type: ignore[union-attr]
+        elif self.where == "attribute":
+            self.flag = True
+        elif self.where == "class":
+            type(self).seen = 1
+        else:
+            self.state["shared"]["seen"] = 1  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("group", r"group\['largest'\]"),
+        ("attribute", "its attribute 'flag'"),
+        ("class", "its attribute 'seen'"),
+        ("state", r"state\['shared'\]"),
+    ],
+)
+def test_coupling_by_values_of_the_model_is_refused_in_the_update(where: str, words: str) -> None:
+    with small_run(lambda groups: _LargeOnes(groups, where)) as run:
+        small_step(run, 0)
+        with pytest.raises(EngineFailedError, match=words) as caught:
+            run.engine.settle()
+        assert "_LargeOnes does not update '0.weight' alone" in str(caught.value)
+
+
+def test_a_parameter_that_the_optimizer_cannot_step_is_named() -> None:
+    """A weight of zeros, larger than those of the trial."""
+
+    def maker(groups: list[dict[str, Any]]) -> optim.Optimizer:
+        return _LargeOnes(groups, "divides")
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, 3))
+    nn.init.zeros_(model[0].weight)
+    with Run(model, config_of(), device="cpu", optimizer=maker) as run:
+        small_step(run, 0)
+        with pytest.raises(EngineFailedError) as caught:
+            run.engine.settle()
+    for word in ("_LargeOnes raised ZeroDivisionError", "'0.weight'", "zeros in all of its values"):
+        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize("given", [_GlobalNorm, _OneRateForAll])

@@ -136,6 +136,7 @@ class CommitRecord:
         checksums: CRC32C of the page checksums of each unit's active copies, its trained state and
             then its frozen parameters; empty if none are kept.
         document: Result of `Document.to_json`.
+        plan: Checksum of the `plan.json` that the state was written by; empty in runs of before.
         when: UTC, ISO 8601.
     """
 
@@ -147,6 +148,7 @@ class CommitRecord:
     frozen_copies: tuple[int, ...]
     checksums: tuple[int, ...]
     document: Any
+    plan: str = ""
     when: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property

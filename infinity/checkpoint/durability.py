@@ -36,6 +36,7 @@ from infinity.checkpoint.durable_runs import (
     PLAN_NAME,
     SUMS_NAME,
     StoredRun,
+    plan_checksum,
     state_tag,
     write_plan,
 )
@@ -77,6 +78,7 @@ class Durability:
         self._primary = self._disk.scratches[0]
         self._run = self._primary.directory.name.rpartition("-")[2]
         self._session = ""
+        self._plan_checksum = "" if stored is None else plan_checksum(stored.facts)
         self._sequence = 0
         self._since = 0  # steps since the last commit
         self.document: Mapping[str, Any] | None = {}  # of the last step
@@ -115,7 +117,8 @@ class Durability:
         self._ranks.synchronize("begins a durable run")
         first, self._session = self._ranks.all_gather_object([self._run, _new_session()])[0]
         facts = {**facts, "rank": self._ranks.rank, "group": first}
-        write_plan(self._primary.path(PLAN_NAME), self._run, facts, self.plan, striping)
+        path = self._primary.path(PLAN_NAME)
+        self._plan_checksum = write_plan(path, self._run, facts, self.plan, striping)
         for index, (scratch, used) in enumerate(
             zip(self._disk.scratches, striping.used, strict=True)
         ):
@@ -225,6 +228,7 @@ class Durability:
             frozen_copies=tuple(state.frozen_copy.active for state in units),
             checksums=tuple(self._checksums[i] for i in sorted(self._checksums)),
             document=document,
+            plan=self._plan_checksum,
         )
         assert self._prepared is None
         self._records.prepare(record)

@@ -19,6 +19,7 @@ from infinity._version import __version__
 from infinity.checkpoint.commits import COMMIT_NAMES, CommitRecord, read_commits, whole_records
 from infinity.checkpoint.schemas import check_plan
 from infinity.common.checksummed_json import read_sealed, write_sealed
+from infinity.common.crc32c import crc32c
 from infinity.common.files import json_lines, read_small, refused
 from infinity.distributed.context import SINGLE_PROCESS, DistContext, named_ranks
 from infinity.errors import CheckpointError, ConfigError, InfinityError
@@ -176,10 +177,15 @@ def _without_names(units: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in unit.items() if key != "name"} for unit in units]
 
 
+def plan_checksum(facts: Mapping[str, Any]) -> str:
+    """Return the checksum of the members of a `plan.json` that commit records hold."""
+    return f"{crc32c(json.dumps(facts, sort_keys=True).encode()):08x}"
+
+
 def write_plan(
     path: Path, run: str, facts: Mapping[str, Any], plan: Plan, striping: Striping
-) -> None:
-    """Write `plan.json`, for good; raises `MachineError`."""
+) -> str:
+    """Write `plan.json`, for good, and return its checksum; raises `MachineError`."""
     content = {
         "engine_version": __version__,
         "run": run,
@@ -199,6 +205,7 @@ def write_plan(
         write_sealed(path, _FORMAT, _VERSION, content, 0o600)
     except OSError as error:
         raise refused(f"{path} could not be written", error) from error
+    return plan_checksum(content)
 
 
 def plan_of(facts: Mapping[str, Any], placements: Sequence[Any]) -> Plan:
@@ -253,6 +260,13 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
     found = read_commits(directory, facts["run"], len(facts["units"]))
     records = whole_records(directory, found)
     commit = records[max(records)]
+    if commit.plan and commit.plan != plan_checksum(facts):
+        raise CheckpointError(
+            f"{directory / PLAN_NAME} is not the plan of the state in its directory: it has "
+            f"CRC32C {plan_checksum(facts)}, update {commit.step} was committed with {commit.plan}",
+            because="it was changed, or is of another run: names and ranges may be shifted",
+            remedy=f"restore {PLAN_NAME} from the copy that the other files are of",
+        )
     members = _members(directory, facts, roots)
     striping = Striping(
         directories=members,

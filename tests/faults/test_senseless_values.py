@@ -13,6 +13,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,60 @@ def test_files_of_a_durable_run_with_senseless_values_are_refused(
         command("checkpoint", "inspect", str(durable))
 
     try_each([durable / name for name in names], door)
+
+
+def of_one_shape(document: Document) -> tuple[Document, Document]:
+    """Two trained parameters of one shape."""
+    found = [s for unit in document["units"] for s in unit["segments"] if s["trained"]]
+    return next(two for two in combinations(found, 2) if two[0]["shape"] == two[1]["shape"])
+
+
+def swap_names(document: Document) -> None:
+    one, two = of_one_shape(document)
+    one["name"], two["name"] = two["name"], one["name"]
+
+
+def swap_offsets(document: Document) -> None:
+    one, two = next(
+        two
+        for unit in document["units"]
+        for two in combinations([s for s in unit["segments"] if s["trained"]], 2)
+        if two[0]["numel"] == two[1]["numel"]
+    )
+    one["offset"], two["offset"] = two["offset"], one["offset"]
+
+
+def swap_units(document: Document) -> None:
+    document["units"].reverse()
+
+
+def rename(document: Document) -> None:
+    of_one_shape(document)[0]["name"] = "other"
+
+
+def cut_chunks(document: Document) -> None:
+    document["chunk_elements"] *= 2
+
+
+@pytest.mark.parametrize("shift", [swap_names, swap_offsets, swap_units, rename, cut_chunks])
+def test_a_plan_that_is_not_of_the_state_is_refused(
+    durable: Path, shift: Callable[[Document], None]
+) -> None:
+    """It is valid alone; the bytes that it finds would be another parameter's."""
+    path = durable / "plan.json"
+    before = path.read_bytes()
+    document = unseal(before)
+    shift(document)
+    path.write_bytes(seal(document))
+    try:
+        for verb, *more in (["inspect"], ["verify"], ["export", str(durable.parent / "out")]):
+            result = CliRunner().invoke(app, ["checkpoint", verb, str(durable), *more])
+            assert result.exit_code == 5, result.stderr
+            words = " ".join((result.stdout + result.stderr).split())
+            assert "plan.json is not the plan of the state" in words
+    finally:
+        path.write_bytes(before)
+    assert command("checkpoint", "inspect", str(durable)) == 0
 
 
 def test_the_state_of_a_run_with_senseless_values_is_refused(tmp_path: Path) -> None:

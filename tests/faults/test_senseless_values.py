@@ -239,6 +239,13 @@ def test_a_report_of_senseless_values_is_refused(trained: Path, name: str) -> No
     assert command("report", str(trained / "run")) == 0
 
 
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev", "/proc/self", __file__])
+def test_a_report_of_what_is_no_run_is_refused(path: str) -> None:
+    result = CliRunner().invoke(app, ["report", path])
+    assert result.exit_code == 2
+    assert "holds no run" in result.stderr
+
+
 @pytest.mark.parametrize("name", ["plan.json", "metrics.jsonl"])
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 def test_a_report_does_not_wait_for_what_has_no_end(

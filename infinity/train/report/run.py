@@ -107,6 +107,11 @@ def read_run(path: Path) -> RunFacts:
                 + ("has no step" if metrics.exists() else "is not there"),
                 remedy="infinity report RUN_DIR: what run_dir: of `infinity train` names",
             )
+    except NotADirectoryError as error:
+        raise ConfigError(
+            f"{path} holds no run: it is not a directory",
+            remedy="infinity report RUN_DIR: what run_dir: of `infinity train` names",
+        ) from error
     except OSError as error:
         raise MachineError(f"{error.filename} cannot be read: {error.strerror}") from error
     return told

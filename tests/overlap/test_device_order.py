@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_accelerator import PASSED_ON_BY, UNPINNED, asker
+from support.grids import diagonal
 from support.models import CASES
 from support.ordered_accelerator import OrderedAccelerator, ordered_device
 from support.ranks import make_engine, on_ranks
@@ -93,12 +94,16 @@ def in_order(placement: tuple[str, str, str], micro_batches: int, **more: Any) -
 UPDATES = ("no_kernels", "cpu", "device")
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
-def test_every_access_is_ordered(placement: tuple[str, str, str]) -> None:
-    """Each three of where weights, moments and gradients are and who updates meet in a row."""
-    weights, moments, gradients = map(TIERS.index, placement)
-    update = UPDATES[(weights + moments + gradients) % 3]
+# Each pair of where weights, moments and gradients are and of the update; and squares in RAM of
+# gradients that are late.
+ORDERED = [(w, m, (w + m) % 3, UPDATES[(w + 2 * m) % 3]) for w in range(3) for m in range(3)]
+ORDERED.append((1, 1, 1, "no_kernels"))
+
+
+@pytest.mark.parametrize(("weights", "moments", "gradients", "update"), ORDERED)
+def test_every_access_is_ordered(weights: int, moments: int, gradients: int, update: str) -> None:
     micro_batches, soon = 1 + (moments + gradients) % 2, bool((weights + gradients) % 2)
+    placement = (TIERS[weights], TIERS[moments], TIERS[gradients])
     ordered(placement, update, micro_batches, soon)
 
 
@@ -149,7 +154,7 @@ def test_every_access_of_several_ranks_is_ordered(
     more: dict[str, Any] = {"precision": "bf16", "gradient_accumulation_steps": 2}
     more |= {} if update == "no_kernels" else {"update": update}
     config = make_config(placement, prefetch_units=0, **more)
-    models, batches = [CASE.build() for _ in range(2)], CASE.batches(3 * 2 * 2)
+    models, batches = [CASE.build() for _ in range(2)], CASE.batches(2 * 2 * 2)
 
     def work(ranks: DistContext) -> list[str]:
         kernels = update != "no_kernels"
@@ -165,8 +170,7 @@ def test_every_access_of_several_ranks_is_ordered(
     assert on_ranks(2, work) == [[], []]
 
 
-@pytest.mark.parametrize("offload", OFFLOADS)
-@pytest.mark.parametrize("place", range(4), ids=["ram", "device", "disk", "mixed"])
+@pytest.mark.parametrize(("place", "offload"), diagonal(range(4), [*OFFLOADS]))
 def test_every_access_is_ordered_where_activations_leave(place: int, offload: str) -> None:
     number = place + list(OFFLOADS).index(offload)
     placement = (IN_RAM, ON_DEVICE, ON_DISK, MIXED)[place]
@@ -389,19 +393,24 @@ PINNED: dict[tuple[str, str], tuple[tuple[str, str, str], dict[str, Any]]] = {
 }
 
 
-def functions_that_call(name: str) -> set[tuple[str, str]]:
-    """(module, function) of all in `infinity` that call a method of this name."""
+@cache
+def called_names() -> dict[tuple[str, str], set[str]]:
+    """Names of the methods and functions called by each (module, function) of `infinity`."""
     root = Path(infinity.__file__).parent
-    found = set()
+    found: dict[tuple[str, str], set[str]] = {}
     for path in root.rglob("*.py"):
         module = ".".join(path.relative_to(root.parent).with_suffix("").parts)
-        text = path.read_text(encoding="utf-8")
-        for function in ast.walk(ast.parse(text)) if f"{name}(" in text else ():
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(function, ast.FunctionDef):
                 calls = (n.func for n in ast.walk(function) if isinstance(n, ast.Call))
-                if any(name in (getattr(c, "attr", ""), getattr(c, "id", "")) for c in calls):
-                    found.add((module, function.name))
+                names = {getattr(c, "attr", getattr(c, "id", "")) for c in calls}
+                found.setdefault((module, function.name), set()).update(names)
     return found
+
+
+def functions_that_call(name: str) -> set[tuple[str, str]]:
+    """(module, function) of all in `infinity` that call a method of this name."""
+    return {each for each, names in called_names().items() if name in names}
 
 
 # Who reserves what is not pinned: buffers of the first write, and memory of the device itself. What
@@ -478,16 +487,16 @@ def waits_by_step(
     return device, waits
 
 
-@pytest.mark.parametrize("update", ["cpu", "device"])
 @pytest.mark.parametrize(
-    ("placement", "micro_batches"),
+    ("placement", "update", "micro_batches"),
     [
-        (IN_RAM, 1),
-        (IN_RAM, 2),
-        (ON_DEVICE, 1),
-        (ON_DISK, 2),
-        (MIXED, 1),
-        (("host", "host", "device"), 2),
+        (IN_RAM, "cpu", 1),
+        (IN_RAM, "device", 1),
+        (IN_RAM, "device", 2),
+        (ON_DEVICE, "cpu", 1),
+        (ON_DISK, "cpu", 2),
+        (MIXED, "device", 1),
+        (("host", "host", "device"), "device", 2),
     ],
 )
 def test_the_host_waits_once_a_step_for_the_norm(
@@ -504,8 +513,9 @@ def test_the_host_waits_once_a_step_for_the_norm(
         assert waits == [{}] * len(waits)
 
 
-@pytest.mark.parametrize("offload", ["host", "disk"])
-@pytest.mark.parametrize("placement", [IN_RAM, ON_DISK, ON_DEVICE], ids="-".join)
+@pytest.mark.parametrize(
+    ("placement", "offload"), diagonal([IN_RAM, ON_DISK, ON_DEVICE], ["disk", "host", "disk"])
+)
 def test_the_host_does_not_wait_for_activations(
     placement: tuple[str, str, str], offload: str
 ) -> None:

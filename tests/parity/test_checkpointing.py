@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from support.grids import diagonal
 from support.models import CASES, CHECKPOINTINGS, Batch, Case, Checkpointing, block_calls
 from support.trainer import LiveBytes, Run, SavedBytes, cast_frozen, make_config
 from torch import Tensor, nn
@@ -68,8 +69,7 @@ def _measure(model: nn.Module, batch: Batch, called: object, backward: object) -
     return Measured(loss.item(), after_forward, live.peak, forwards, recomputed)
 
 
-@pytest.mark.parametrize("checkpointing", CHECKPOINTINGS, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "checkpointing"), diagonal([*CASES], CHECKPOINTINGS), ids=str)
 def test_recomputes_and_keeps_what_plain_torch_does(
     name: str, checkpointing: Checkpointing
 ) -> None:
@@ -97,8 +97,7 @@ def test_checkpointing_saves_memory_here_too(mode: str, place: str) -> None:
     assert with_it.after_forward < share * without.after_forward
 
 
-@pytest.mark.parametrize("checkpointing", CHECKPOINTINGS, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "checkpointing"), diagonal([*CASES], CHECKPOINTINGS), ids=str)
 def test_hooks_of_the_user_see_every_saved_tensor_but_weights(
     name: str, checkpointing: Checkpointing
 ) -> None:

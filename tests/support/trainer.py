@@ -49,6 +49,8 @@ from infinity.types import MomentFormat
 
 TIERS = ("device", "host", "disk")
 PLACEMENTS = [(w, m, g) for w in TIERS for m in TIERS for g in TIERS]
+# A third of them, in which each pair of tiers of two kinds occurs.
+PAIRED = [p for p in PLACEMENTS if sum(map(TIERS.index, p)) % 3 == 0]
 SIMPLEST = ("device", "device", "device")
 
 

@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import types
 from collections import deque
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.forked import Program
 from support.patience import wait_until
 from torch import Tensor
 from typer.testing import CliRunner
@@ -572,19 +572,13 @@ def test_an_engine_that_lies_is_found_out(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("bench")
-    command = [sys.executable, str(TOOL), "--path", str(path), "--gib", "0.0625"]
-    command += ["--rounds", "2", "--sample-s", "0.02", "--chunk", "1MiB", "--json"]
-    found = subprocess.run(
-        [*command, "--compare", "fio,plain,buffered,aiofiles"],
-        env=os.environ | {"PATH": "/nonexistent"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr
+    arguments = ["--path", str(path), "--gib", "0.0625", "--rounds", "2", "--sample-s", "0.02"]
+    arguments += ["--chunk", "1MiB", "--json", "--compare", "fio,plain,buffered,aiofiles"]
+    with Program(TOOL, *arguments, PATH="/nonexistent") as program:
+        code, out, error = program.end()
+    assert code == 0, error
     assert list(path.iterdir()) == []
-    result: dict[str, Any] = json.loads(found.stdout)  # one object, and nothing else
+    result: dict[str, Any] = json.loads(out)  # one object, and nothing else
     return result
 
 
@@ -687,26 +681,17 @@ def test_a_signal_ends_it_and_leaves_nothing(
     arguments = ["--path", str(tmp_path), "--gib", "0.0625", "--rounds", "4000"]
     arguments += ["--sample-s", "0.01", "--chunk", "1MiB", "--json"]
     with_fio = shutil.which("fio") is not None and phase == "choosing the reference"
-    process = subprocess.Popen(
-        [sys.executable, str(TOOL), *arguments],
-        env=os.environ | ({} if with_fio else {"PATH": "/nonexistent"}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stderr is not None
-        assert any(phase in line for line in process.stderr)
+    with Program(TOOL, *arguments, **({} if with_fio else {"PATH": "/nonexistent"})) as program:
+        pid = program.process.pid
+        assert pid is not None
+        assert wait_until(lambda: phase in program.err.read_text())
         fios: list[int] = []
         if with_fio:
-            assert wait_until(lambda: fios.extend(children_named("fio", process.pid)) or fios)
-        process.send_signal(signum)
-        process.send_signal(signum)  # an impatient one must not leave files behind
-        out, error = process.communicate(timeout=600)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 128 + signum, error
+            assert wait_until(lambda: fios.extend(children_named("fio", pid)) or fios)
+        program.signal(signum)
+        program.signal(signum)  # an impatient one must not leave files behind
+        code, out, error = program.end()
+    assert code == 128 + signum, error
     assert out == ""
     assert f"stopped by {signum.name}" in error
     assert "Traceback" not in error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import subprocess
 import sys
 from typing import Any
 
@@ -178,18 +177,6 @@ def test_function_transforms_are_seen() -> None:
     torch.func.vmap(function)(torch.ones(2, 2))
     function(torch.ones(2))
     assert seen == [False, True, True, False]
-
-
-def test_a_dispatch_mode_does_not_import_the_compiler() -> None:
-    """80 MiB and seconds, for turning off what nobody has turned on."""
-    code = (
-        "import sys, infinity\n"
-        "with infinity.Init():\n"
-        "    import torch\n"
-        "    torch.nn.Linear(1024, 1024)\n"
-        "assert 'torch._dynamo' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class _Calls(TorchFunctionMode):

@@ -27,7 +27,7 @@ from support.trainer import (
 from torch import Tensor, nn
 
 DISK = ("disk", "disk", "disk")
-STEPS = 12
+STEPS = 6
 # fp32: both compute the same gradients to the last bit in the first step. torch's update fuses
 # multiply and add and its square root is not correctly rounded: some ulp of each weight a step.
 # eps is raised because some gradients are zero but for rounding (a key's bias under softmax), and

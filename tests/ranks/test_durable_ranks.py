@@ -8,7 +8,7 @@ import shutil
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, InfinityError, TransferError
 from infinity.storage.run_dir import Scratch
 
-MICRO_BATCHES = 6
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "disk": ON_DISK,
     "mixed": MIXED,
@@ -157,30 +156,37 @@ def train_durably(
     load: Path | None = None,
     optimizer: Maker | None = None,
     before_step: Callable[[Engine], None] = lambda _: None,
+    together: int = 2,
     **more: Any,
 ) -> dict[str, Tensor]:
-    """Train ranks that are threads, from wherever they resume, up to a step; the masters."""
+    """Train ranks that are threads, from wherever they resume, up to a step; the masters.
+
+    A step has `together` micro-batches on all ranks.
+    """
     config = make_config(("disk", "host", "disk"), precision="bf16", seed=5)
     config |= {"durable": True, "durable_every": 1} | more
-    config["gradient_accumulation_steps"] = MICRO_BATCHES // count
+    config["gradient_accumulation_steps"] = max(1, together // count)
     if optimizer is not None:
         config.pop("optimizer")
     own = {} if optimizer is None else {"optimizer": optimizer}
     models = [CASE.build() for _ in range(count)]
-    batches = CASE.batches(steps * MICRO_BATCHES)
+    batches = CASE.batches(steps * together)
 
     def work(ranks: DistContext) -> dict[str, Tensor]:
         model = models[ranks.rank]
         with make_engine(ranks, model, config, folder, groups=CASE.groups, **own) as engine:
             if load is not None:
                 engine.load_checkpoint(load)
-            for batch in batches[engine.global_steps * MICRO_BATCHES :][ranks.rank :: count]:
+            for batch in batches[engine.global_steps * together :][ranks.rank :: count]:
                 engine.backward(batch.call(engine))
                 before_step(engine)
                 engine.step()
             return {n: v.clone() for n, v in engine.state_dict(master=True).items()}
 
     return on_ranks(count, work)[0]
+
+
+train_six = partial(train_durably, together=6)  # on one, two or three ranks
 
 
 def parts_of(folder: Path, rank: int) -> list[Path]:
@@ -191,15 +197,15 @@ def test_another_number_of_ranks_reads_the_last_commit(tmp_path: Path) -> None:
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     for folder in (first, second, third):
         folder.mkdir()
-    expected = train_durably(1, third, 6)
-    train_durably(3, first, 2)
+    expected = train_six(1, third, 6)
+    train_six(3, first, 2)
     (own,) = parts_of(first, 0)
     with pytest.raises(ConfigError, match="it is of 3 ranks, here are 2: start as many") as caught:
-        train_durably(2, first, 4, resume="auto")
+        train_six(2, first, 4, resume="auto")
     assert "engine.load_checkpoint(of that directory)" in str(caught.value)
     with pytest.raises(ConfigError, match="it is of 3 ranks, here are 1"):
-        train_durably(1, first, 4, resume="auto")
-    train_durably(2, second, 4, load=own)
+        train_six(1, first, 4, resume="auto")
+    train_six(2, second, 4, load=own)
     (other,) = parts_of(second, 1)
     (there,) = third.glob("infinity-run-*")
     with DurableReader(other) as two, DurableReader(there) as one:
@@ -209,7 +215,7 @@ def test_another_number_of_ranks_reads_the_last_commit(tmp_path: Path) -> None:
     code, out, _ = run("verify", second)
     assert code == 0
     assert f"{parts_of(second, 0)[0]}: sound" in out
-    found = train_durably(2, second, 6, resume="auto")
+    found = train_six(2, second, 6, resume="auto")
     assert found.keys() == expected.keys()
     assert [n for n, value in found.items() if not torch.equal(value, expected[n])] == []
 
@@ -255,14 +261,14 @@ def test_what_optimizers_of_torch_keep_is_committed(tmp_path: Path, name: str) -
     folders = [tmp_path / str(number) for number in range(4)]
     for folder in folders:
         folder.mkdir()
-    expected = train_durably(1, folders[0], 3, optimizer=optimizer)
+    expected = train_six(1, folders[0], 3, optimizer=optimizer)
     for count in (1, 2):
-        train_durably(count, folders[count], 1, optimizer=optimizer)
-        train_durably(count, folders[count], 2, optimizer=optimizer, resume="auto")
+        train_six(count, folders[count], 1, optimizer=optimizer)
+        train_six(count, folders[count], 2, optimizer=optimizer, resume="auto")
     (own,) = parts_of(folders[2], 0)
     for values in (
-        train_durably(1, folders[1], 3, optimizer=optimizer, resume="auto"),
-        train_durably(3, folders[3], 3, load=own, optimizer=optimizer),
+        train_six(1, folders[1], 3, optimizer=optimizer, resume="auto"),
+        train_six(3, folders[3], 3, load=own, optimizer=optimizer),
     ):
         assert [n for n, v in values.items() if not torch.equal(v, expected[n])] == []
 

@@ -32,14 +32,13 @@ FROZEN = CASES["frozen"]
 FACTS = [ParameterFacts("w", 0, (1 << 18,), "float32", 1 << 18, 4, True, 0)]
 
 
-@pytest.mark.parametrize("name", ["gpt", "frozen"])
 @pytest.mark.parametrize(
-    ("count", "nodes", "device", "placement", "whole"),
-    [(2, 1, "fake", ("host", "host", "host"), False),
-     (3, 1, "fake", ("host", "disk", "host"), True),
-     (2, 1, "cpu", ("device", "host", "host"), False),
-     (4, 2, "fake", ("host", "host", "host"), False),
-     (2, 2, "cpu", ("device", "host", "host"), True)],
+    ("name", "count", "nodes", "device", "placement", "whole"),
+    [("gpt", 2, 1, "fake", ("host", "host", "host"), False),
+     ("frozen", 3, 1, "fake", ("host", "disk", "host"), True),
+     ("gpt", 2, 1, "cpu", ("device", "host", "host"), False),
+     ("frozen", 4, 2, "fake", ("host", "host", "host"), False),
+     ("gpt", 2, 2, "cpu", ("device", "host", "host"), True)],
 )  # fmt: skip
 def test_the_bits_and_the_bytes(
     name: str, count: int, nodes: int, device: str, placement: tuple[str, str, str], whole: bool

@@ -76,7 +76,7 @@ def backends() -> list[str]:
 AXES: dict[str, list[Any]] = {
     "model": list(CASES),
     "precision": ["bf16", "fp32", "fp16"],
-    "micro_batches": [1, 3],
+    "micro_batches": [1, 2],
     "clipping": [TIGHT, 0.0],
     "recompute": list(RECOMPUTE),
     "slices": [1, 2],
@@ -118,7 +118,7 @@ BASE: OptimizerChoice = {name: values[0] for name, values in AXES.items()} | {
 IMPOSSIBLE = [
     {"model": "routed", "slices": 2},
     {"recompute": "reentrant-inside", "slices": 2},
-    {"model": "reused", "slices": 2, "micro_batches": 3},
+    {"model": "reused", "slices": 2, "micro_batches": 2},
 ]
 # Nothing is frozen in the others.
 IMPOSSIBLE += [{"model": name, "frozen": "nf4"} for name in CASES if name != "frozen"]
@@ -130,7 +130,7 @@ IMPOSSIBLE += [
     for part in (
         {"model": "routed"},
         {"model": "buffered"},
-        {"model": "reused", "slices": 2},  # as with three micro-batches
+        {"model": "reused", "slices": 2},  # as with two micro-batches
         *({"model": "reused", "recompute": name} for name in RECOMPUTE if "reentrant" in name),
     )
 ]
@@ -233,8 +233,8 @@ class Trained:
         batches, ranks = batches_of(self.choice), self.choice["ranks"]
         if not self.choice["resume"]:
             return self._part(self.choice, batches)
-        # Within a window.
-        cut = ranks * (len(batches) // ranks // 2 + (self.choice["micro_batches"] > 1))
+        half = len(batches) // ranks // 2
+        cut = ranks * (half + (1 - half % 2) * (self.choice["micro_batches"] > 1))  # in a window
         after = dict(zip(TIERS, (*TIERS[1:], TIERS[0]), strict=True))
         other = {kind: after[self.choice[kind]] for kind in ("weights", "moments", "gradients")}
         if self.choice["model"] == "stacked":

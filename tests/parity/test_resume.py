@@ -122,9 +122,18 @@ def micro_step(engine: Engine, index: int) -> float:
     return float(loss.detach())
 
 
+STRAIGHT: dict[tuple[str, int], Ending] = {}  # of runs that differ in their config alone
+
+
 def straight(folder: Path, run: Run, num: int) -> Ending:
+    key, plain = (repr(run.config), num), type(run) is Run and run.arguments is Run.arguments
+    if plain and key in STRAIGHT:
+        return STRAIGHT[key]
     with run.engine(folder / "straight", SIMPLEST, seed=1) as engine:
-        return ending(engine, [micro_step(engine, i) for i in range(num)])
+        found = ending(engine, [micro_step(engine, i) for i in range(num)])
+    if plain and run.device == "cpu":
+        STRAIGHT[key] = found
+    return found
 
 
 def resumed(
@@ -176,7 +185,7 @@ def test_every_pair_of_placements(tmp_path: Path, first: Any, second: Any, preci
     assert resumed(tmp_path, run, 5, 3, first, second).differences(expected) == []
 
 
-@pytest.mark.parametrize(("place", "leaves"), diagonal(PLACED, [False, True]))
+@pytest.mark.parametrize(("place", "leaves"), diagonal(PLACED[2:4], [False, True]))
 def test_from_and_to_a_device_with_memory_of_its_own(
     tmp_path: Path, place: Any, leaves: bool
 ) -> None:

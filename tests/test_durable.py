@@ -27,6 +27,7 @@ from support.durable import (
     undisturbed,
 )
 from support.fake_accelerator import FakeAccelerator
+from support.grids import diagonal
 from support.small import batch, settings, small_model
 from torch import nn
 
@@ -185,8 +186,7 @@ def test_a_run_goes_on_where_it_was_closed(tmp_path: Path, case: str) -> None:
         assert len(list(path.iterdir())) == 1
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("placement", "seed"), diagonal([*PLACEMENTS], range(2)))
 def test_a_device_of_its_own(tmp_path: Path, placement: str, seed: int) -> None:
     """Kinds that rest there are copied out for a commit, and back in."""
     more = {"nvme_path": str(tmp_path), "durable": True, "durable_every": 2, "resume": "auto"}
@@ -268,8 +268,7 @@ def test_how_often_is_chosen_by_what_it_costs(tmp_path: Path) -> None:
 # --- edits ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("placement", "precision"), diagonal([*PLACEMENTS], ["fp32", "bf16"]))
 def test_an_edit_belongs_to_the_next_commit(tmp_path: Path, placement: str, precision: str) -> None:
     """Of trained and of frozen parameters; before that commit it never happened."""
     more: dict[str, Any] = {

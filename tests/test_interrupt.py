@@ -19,6 +19,7 @@ import torch
 from support import rough
 from support.backward_thread import backward_on_a_thread
 from support.fake_accelerator import FakeAccelerator
+from support.grids import diagonal
 from support.small import (
     ON_DISK,
     assert_nothing_left,
@@ -109,8 +110,10 @@ def struck_once(engine: Engine, name: str, how: Callable[[], None] = ctrl_c) -> 
     assert_restored(engine)
 
 
-@pytest.mark.parametrize("how", [ctrl_c, from_another_thread])
-@pytest.mark.parametrize("device", ["cpu", "fake", "backward on a thread"])
+@pytest.mark.parametrize(
+    ("device", "how"),
+    diagonal(["cpu", "fake", "backward on a thread"], [ctrl_c, from_another_thread]),
+)
 def test_it_waits_for_the_end_of_the_call(
     tmp_path: Path,
     device: str,
@@ -184,8 +187,10 @@ def test_an_edit_of_a_materialized_block_is_written(tmp_path: Path) -> None:
 # --- the second one -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["forward", "backward", "step", "commit", "save", "load", "read"])
-@pytest.mark.parametrize("durable", [False, True], ids=["", "durable"])
+@pytest.mark.parametrize(
+    ("name", "durable"),
+    diagonal(["forward", "backward", "step", "commit", "save", "load", "read"], [False, True]),
+)
 def test_the_second_ends_the_call_and_the_engine(
     tmp_path: Path,
     name: str,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.durable import PLACEMENTS, equal, gated, state_of, undisturbed
 from support.fake_accelerator import FakeAccelerator
+from support.grids import diagonal
 from support.ordered_accelerator import ordered_device
 from support.small import (
     MIXED,
@@ -102,11 +103,12 @@ def test_a_durable_run_goes_on_where_it_was_closed(tmp_path: Path, placement: st
         assert not fake.violations
 
 
-@pytest.mark.parametrize("update", ["cpu", "device"])
 @pytest.mark.parametrize(
-    "placement",
-    [ON_DEVICE, {**ON_DEVICE, "weights": "disk"}, {**IN_RAM, "weights": "device"}, IN_RAM],
-    ids=["device", "weights_on_disk", "weights_on_device", "ram"],
+    ("placement", "update"),
+    diagonal(
+        [ON_DEVICE, {**ON_DEVICE, "weights": "disk"}, {**IN_RAM, "weights": "device"}, IN_RAM],
+        ["cpu", "device"],
+    ),
 )
 def test_a_commit_reads_state_after_what_is_queued_for_them(
     tmp_path: Path, placement: dict[str, str], update: str

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.grids import diagonal
 from support.patience import wait_until
 from support.rough import rough_io
 from support.runs import metrics_of, settings, train
@@ -276,8 +277,10 @@ def follow(error: str, other: Path) -> str:
     return said
 
 
-@pytest.mark.parametrize("name", ["read", "write"])
-@pytest.mark.parametrize("kind", ["durable", "durable on two", "checkpoints", "one drive", "bare"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    diagonal(["durable", "durable on two", "checkpoints", "one drive", "bare"], ["read", "write"]),
+)
 def test_the_drive_of_the_state_fails_and_the_run_goes_on_elsewhere(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

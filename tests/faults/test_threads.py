@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
+from support.grids import diagonal
 from support.leaks import descriptors, native_threads, threads
 from support.patience import wait_until
 from support.small import (
@@ -248,9 +249,14 @@ def test_two_threads_without_a_lock_get_errors_and_right_numbers(
 # --- engines that nobody closed ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize("when", ["made", "forward", "backward", "step", "reached", "saving"])
-@pytest.mark.parametrize("place", ["disk", "device", "accelerator"])
+@pytest.mark.parametrize(
+    ("when", "place", "asks"),
+    diagonal(
+        ["made", "forward", "backward", "step", "reached", "saving"],
+        ["disk", "device", "accelerator"],
+        [False, True],
+    ),
+)
 def test_a_dropped_engine_gives_back_all_but_weights_which_end_with_its_module(
     tmp_path: Path, place: str, when: str, asks: bool
 ) -> None:

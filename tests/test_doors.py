@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forked import Program
 
 import infinity
 from infinity.errors import ConfigError
@@ -251,7 +252,10 @@ def test_as_deepspeed_must_come_first(tmp_path: Path) -> None:
         "assert find_spec('deepspeed.comm.comm') and find_spec('deepspeed')",
         "assert not isinstance(3, theirs) and not hasattr(deepspeed, 'nothing')",
     ]
-    told = run(tmp_path, "-c", "\n".join(lines))
+    (script := tmp_path / "script.py").write_text("\n".join(lines))
+    with Program(script) as program:
+        code, told, error = program.end()
+    assert code == 0, error
     assert "deepspeed is imported already" in told
     assert "deepspeed.inference.v2 is not here" in told
     assert "engine for inference" in told

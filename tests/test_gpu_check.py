@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,8 @@ import psutil
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
+from support.forked import Program
+from support.patience import wait_until
 
 from infinity.common.sizes import parse_size
 from infinity.plan.batch_schedule import BatchSchedule
@@ -119,18 +122,10 @@ def test_a_test_that_hangs_says_where_and_others_go_on(tmp_path: Path) -> None:
 
 def test_a_contender_ends_with_who_asks(tmp_path: Path) -> None:
     options = ["--model", "gpt-tiny", "--only", "torch_ram", "--steps", "1000000"]
-    asking = subprocess.Popen(
-        [sys.executable, str(ROOT / "tools" / "bench_step.py"), *options, "--path", str(tmp_path)],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert asking.stderr is not None
-    for line in asking.stderr:
-        if "is ready" in line:
-            break
-    (contender,) = psutil.Process(asking.pid).children()
-    asking.kill()
-    asking.wait()
+    with Program(ROOT / "tools" / "bench_step.py", *options, "--path", str(tmp_path)) as asking:
+        assert wait_until(lambda: "is ready" in asking.err.read_text())
+        (contender,) = psutil.Process(asking.process.pid).children()
+        asking.signal(signal.SIGKILL)
     _, alive = psutil.wait_procs([contender], timeout=600)
     assert not alive
 

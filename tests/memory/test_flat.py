@@ -14,6 +14,7 @@ import pytest
 import torch
 from support import forked
 from support.fake_accelerator import FakeAccelerator
+from support.grids import diagonal
 from support.process_memory import SMALL_BYTES, count_held, held_bytes
 from support.small import MIXED, ON_DISK, batch, settings, small_model, train
 
@@ -53,8 +54,7 @@ def open_files() -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("steps", "saves"), [(30, 10), pytest.param(200, 20, marks=pytest.mark.big)]
 )
-@pytest.mark.parametrize("device", ["cpu", "fake"])
-@pytest.mark.parametrize("placement", [ON_DISK, MIXED], ids=["disk", "mixed"])
+@pytest.mark.parametrize(("placement", "device"), diagonal([MIXED, ON_DISK], ["cpu", "fake"]))
 def test_many_steps_and_saves(
     tmp_path: Path, placement: dict[str, str], device: str, steps: int, saves: int
 ) -> None:

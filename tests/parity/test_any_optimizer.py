@@ -40,24 +40,24 @@ def test_fp32_equals_plain_torch(name: str) -> None:
         CASE.build(), batches, config_of(), groups=CASE.groups, make_optimizer=maker
     )
     number = list(ELEMENTWISE | WHOLE).index(name)
-    for placement in (DISK, PLACEMENTS[(number * 5) % 27])[number % 2 :]:
-        ours = train(
-            CASE.build(),
-            batches,
-            config_of(placement),
-            device=make_device("fake", number),
-            groups=CASE.groups,
-            optimizer=maker,
-        )
-        assert ours.losses == theirs.losses
-        for key, value in theirs.masters.items():
-            assert same_bits(ours.masters[key], value), key
-        assert ours.report is not None
-        assert ours.report.moved == ours.forecast
-        assert ours.plan is not None
-        chunks = [u.num_chunks(ours.plan.chunk_elements) for u in ours.plan.units]
-        assert (max(chunks) == 1) == (name in WHOLE)
-        assert any("slower" in note for note in ours.plan.notes)
+    placement = (DISK, PLACEMENTS[(number * 5) % 27])[number % 2]
+    ours = train(
+        CASE.build(),
+        batches,
+        config_of(placement),
+        device=make_device("fake", number),
+        groups=CASE.groups,
+        optimizer=maker,
+    )
+    assert ours.losses == theirs.losses
+    for key, value in theirs.masters.items():
+        assert same_bits(ours.masters[key], value), key
+    assert ours.report is not None
+    assert ours.report.moved == ours.forecast
+    assert ours.plan is not None
+    chunks = [u.num_chunks(ours.plan.chunk_elements) for u in ours.plan.units]
+    assert (max(chunks) == 1) == (name in WHOLE)
+    assert any("slower" in note for note in ours.plan.notes)
 
 
 class Matrices(nn.Module):

@@ -37,6 +37,7 @@ PLACES = [
     ("fake", DISK),
     ("fake", ("host", "disk", "device")),
 ]
+SOME = PLACES[1::2]  # `test_axes.py` has every placement
 Gradients = dict[str, Tensor]
 
 
@@ -144,7 +145,7 @@ def spectral() -> nn.Module:
     return Spectral()
 
 
-@pytest.mark.parametrize("place", diagonal(PLACES), ids=str)
+@pytest.mark.parametrize("place", SOME, ids=str)
 def test_conjugated_weights(place: Any) -> None:
     def use(model: Callable[..., Any], backward: Callable[..., Any]) -> None:
         backward(model(ids(1)))
@@ -242,7 +243,7 @@ def test_a_weight_that_is_held_while_others_are_used(tmp_path: Path) -> None:
             assert torch.equal(engine.gradient(parameter), grads[name]), name
 
 
-@pytest.mark.parametrize("place", diagonal(PLACES), ids=str)
+@pytest.mark.parametrize("place", SOME, ids=str)
 def test_unequal_micro_batches(place: tuple[str, tuple[str, str, str]]) -> None:
     device, placement = place
     case = CASES["gpt"]
@@ -270,7 +271,7 @@ class PartlyUsed(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
-@pytest.mark.parametrize(("place", "micro_batches"), diagonal(PLACES, [1, 2]))
+@pytest.mark.parametrize(("place", "micro_batches"), diagonal(SOME, [1, 2]))
 def test_what_gets_no_gradient_is_untouched(place: Any, micro_batches: int) -> None:
     """No weight decay and no step counted, as in torch, where `grad` is None."""
     device, placement = place
@@ -299,7 +300,7 @@ def seeded(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return build
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", SOME, ids=str)
 def test_eval_between_steps_changes_nothing(place: tuple[str, tuple[str, str, str]]) -> None:
     device, placement = place
     config = make_config(placement, precision="bf16", gradient_accumulation_steps=2)
@@ -423,7 +424,7 @@ class Odd(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.flatten())
 
 
-@pytest.mark.parametrize(("place", "precision"), diagonal(PLACES, ["fp32", "bf16"]))
+@pytest.mark.parametrize(("place", "precision"), diagonal(SOME, ["fp32", "bf16"]))
 def test_odd_parameters_and_dropout(place: Any, precision: str) -> None:
     device, placement = place
     config = make_config(placement, precision=precision, gradient_accumulation_steps=2)
@@ -443,7 +444,7 @@ def weights_in_a_loss_outside(model: Any, backward: Callable[..., Any]) -> None:
     backward(loss + 0.1 * penalty + 0.1 * module.blocks[3].down.weight.abs().pow(3).sum())
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", SOME, ids=str)
 def test_weights_in_a_loss_outside_the_engine_call(place: Any) -> None:
     """Right, or an error: autograd saves a leaf as itself, which pins nothing."""
     build, use = CASES["gpt"].build, weights_in_a_loss_outside

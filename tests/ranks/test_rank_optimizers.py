@@ -98,9 +98,9 @@ CHOICES = [
     ("ASGD", 2, ("host", "disk", "device"), "fp16", "fake"),
     ("Adagrad", 3, ("disk", "host", "host"), "bf16", "cpu"),  # its constructor makes state
     ("own", 3, ON_DISK, "fp32", "fake"),
-    ("Adafactor", 2, ON_DISK, "bf16", "cpu"),
+    pytest.param("Adafactor", 2, ON_DISK, "bf16", "cpu", marks=pytest.mark.big),
     ("Adafactor", 3, ("device", "host", "disk"), "fp32", "fake"),
-    ("TrustRatio", 3, ON_DISK, "fp32", "cpu"),
+    pytest.param("TrustRatio", 3, ON_DISK, "fp32", "cpu", marks=pytest.mark.big),
     ("TrustRatio", 2, IN_RAM, "bf16", "fake"),
 ]
 
@@ -199,7 +199,10 @@ def test_state_is_told_to_every_rank(name: str, tmp_path: Path) -> None:
                 assert same_bits(torch.as_tensor(mine[key]), torch.as_tensor(value)), key
 
 
-@pytest.mark.parametrize(("name", "placement"), [("own", ON_DISK), ("Adafactor", IN_RAM)])
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [("own", ON_DISK), pytest.param("Adafactor", IN_RAM, marks=pytest.mark.big)],
+)
 def test_saved_on_some_ranks_resumed_on_others(
     name: str, placement: tuple[str, str, str], tmp_path: Path
 ) -> None:

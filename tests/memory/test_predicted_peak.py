@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support import forked
 from support.measured_run import measure
 from support.process_memory import SMALL_BYTES, needs_peak
@@ -54,9 +55,14 @@ def found_by(path: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return dict(zip(runs, forked.call(measure, jobs), strict=True))
 
 
+QUICK = ("a device of its own", "gradients in RAM", "all in RAM", "by budget")
+
+
 @needs_peak
-def test_the_peaks_are_those_that_were_planned(tmp_path: Path) -> None:
-    found = found_by(tmp_path, RUNS | {"initial_write": INITIAL_WRITE})
+@pytest.mark.parametrize("names", [QUICK, pytest.param(tuple(RUNS), marks=pytest.mark.big)])
+def test_the_peaks_are_those_that_were_planned(tmp_path: Path, names: tuple[str, ...]) -> None:
+    runs = {name: RUNS[name] for name in names}
+    found = found_by(tmp_path, runs | {"initial_write": INITIAL_WRITE})
     assert_initial_write_takes_one_large_value_more(found.pop("initial_write"))
     for name, one in found.items():
         host, ram = one["memory"]["host"], ram_of(one)

@@ -174,7 +174,7 @@ class AdaptedOptimizer:
         self._gradient = torch.empty(tile_elements, **_HOST_FP32)
 
     def grouped(self, params_by_index: Mapping[int, Captured]) -> list[tuple[list[int], Group]]:
-        """Return the parameters of each group, and its entries before a step with `params_by_index`."""
+        """Return the parameters of each group, and its entries before a step."""
         members: dict[int, list[int]] = {}
         for index, rule_params in params_by_index.items():
             members.setdefault(id(rule_params), []).append(index)

@@ -180,9 +180,11 @@ def _make(
     if isinstance(client, torch.optim.Optimizer):
         check_same(client, groups)
     choice = choose_given(settings, client, groups)
-    told = replace(given.settings, config=choice.config)
-    settings = told.config
-    offloaded = make_optimizer(model, settings, choice.groups, choice.optimizer, trains=told.trains)
+    start = replace(given.settings, config=choice.config)
+    settings = start.config
+    offloaded = make_optimizer(
+        model, settings, choice.groups, choice.optimizer, trains=start.trains
+    )
     rule, trained = offloaded.rule, offloaded.param_groups
     computes_as_before = undo.callback(_declare_experts(model))
     partition = partition_model(
@@ -198,7 +200,7 @@ def _make(
     scheduler = None
     if any(partition.trained):
         scheduler = _make_scheduler(settings, offloaded, given.lr_scheduler, client)
-    loader = _make_loader(given.training_data, told, given.collate_fn, ranks)
+    loader = _make_loader(given.training_data, start, given.collate_fn, ranks)
     journal = Journal(settings.journal) if settings.journal and not ranks.rank else None
     if journal is not None:
         undo.callback(journal.close)
@@ -217,7 +219,7 @@ def _make(
         model,
         components,
         offloaded,
-        told,
+        start,
         lr_scheduler=scheduler,
         loader=loader,
         journal=journal,
@@ -226,10 +228,10 @@ def _make(
     if isinstance(client, torch.optim.Optimizer):
         components.add_cleanup(_lead(client, offloaded))
     if ranks.rank == 0:
-        origin = told.start_record()
+        origin = start.start_record()
         asks = any(partition.trained) and not origin
-        left_open = _left_open(told.config, groups, client) if asks else ""
-        _announce(engine, told.config, origin, left_open, journal)
+        left_open = _left_open(start.config, groups, client) if asks else ""
+        _announce(engine, start.config, origin, left_open, journal)
     return engine, offloaded, loader, scheduler
 
 
@@ -244,11 +246,11 @@ def _declare_experts(model: nn.Module) -> Callable[[], None]:
 _EXPERTS = "infinity.integrations.huggingface.experts"  # imported where transformers is
 
 
-def _check_alike(told: Settings, ranks: DistContext) -> None:
+def _check_alike(settings: Settings, ranks: DistContext) -> None:
     """Raise `ConfigError` for what ranks were not told alike."""
     apart = ("nvme_path", "journal", "trace", "io.weights")
-    facts = {n: e["value"] for n, e in told.config.resolved().items() if n not in apart}
-    batches = {"samples of a micro-batch": told.batch_size, "drop_last": told.drop_last}
+    facts = {n: e["value"] for n, e in settings.config.resolved().items() if n not in apart}
+    batches = {"samples of a micro-batch": settings.batch_size, "drop_last": settings.drop_last}
     versions = {"infinity": version("torch-infinity"), "torch": torch.__version__}
     check_alike(ranks, "the configuration", versions | batches | facts)
 
@@ -376,24 +378,27 @@ def _make_plan(
 
 
 def _make_loader(
-    training_data: Any, told: Settings, collate_fn: Callable[..., Any] | None, ranks: DistContext
+    training_data: Any,
+    settings: Settings,
+    collate_fn: Callable[..., Any] | None,
+    ranks: DistContext,
 ) -> Any:
     """Return a loader of a Dataset; anything else unchanged.
 
     With `shuffles` anything with a length and items gets a loader, which shuffles them.
     """
     has_items = all(hasattr(training_data, name) for name in ("__getitem__", "__len__"))
-    if not (isinstance(training_data, Dataset) or (told.shuffles and has_items)):
+    if not (isinstance(training_data, Dataset) or (settings.shuffles and has_items)):
         return training_data
     if has_items:
         check_alike(ranks, "training_data", {"number of samples": len(training_data)})
     return ResumableLoader(
         training_data,
         ranks,
-        shuffled=told.shuffles,
-        batch_size=told.batch_size,
+        shuffled=settings.shuffles,
+        batch_size=settings.batch_size,
         collate_fn=collate_fn,
-        drop_last=told.drop_last,
+        drop_last=settings.drop_last,
     )
 
 

@@ -426,7 +426,7 @@ def test_a_narrow_terminal_keeps_the_bar_and_the_time_left() -> None:
     page, written = TrainPage(), io.StringIO()
     page._console = Console(file=written, force_terminal=True, width=80, soft_wrap=True)
     with page:
-        page.told(record)
+        page.on_record(record)
     lines = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", written.getvalue()).splitlines()
     shown = [line for line in lines if "ETA 4 min 24 s" in line]
     assert shown

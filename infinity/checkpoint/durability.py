@@ -345,10 +345,10 @@ class Durability:
         found = read_commits(stored.directory, stored.record.run, num_units)
         records = whole_records(stored.directory, found)
         self._ranks.synchronize("looks for the last commit")
-        told = self._ranks.all_gather_object([sorted(records), _new_session()])
-        keys = [[CommitKey(*key) for key in there] for there, _ in told]
+        reports = self._ranks.all_gather_object([sorted(records), _new_session()])
+        keys = [[CommitKey(*key) for key in there] for there, _ in reports]
         record = records[last_common(keys, stored.directory)]
-        self._session = told[0][1]
+        self._session = reports[0][1]
         for path, why in found.items():
             if isinstance(why, str):
                 self._disk.warnings.append(

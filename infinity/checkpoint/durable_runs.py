@@ -435,7 +435,7 @@ def find_run(
     named = None
     if directory is not None and (directory / PLAN_NAME).exists():
         named = read_run(directory, roots).group
-    told = _FoundRun(
+    found_here = _FoundRun(
         fitting={group: (str(run), run.sequences) for group, run in runs.items()},
         signs=[f"{path}: {why}" for path, why in signs],
         named=named,
@@ -443,7 +443,7 @@ def find_run(
         misplaced=[str(run) for run in misplaced],
     )
     ranks.synchronize("looks for a durable run")
-    every = [_FoundRun(**words) for words in ranks.all_gather_object(asdict(told))]
+    every = [_FoundRun(**words) for words in ranks.all_gather_object(asdict(found_here))]
     began = [group for group in _groups(every) if _has_begun(group, every)]
     if directory is None:
         group = _chosen(began, every, roots, journal)

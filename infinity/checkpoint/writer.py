@@ -405,8 +405,8 @@ class CheckpointWriter:
         if not problems:
             problems += disagreements(manifest, self._specs)
         if problems:
-            told = listed(problems, separator="; ")
-            raise ConfigError(f"the checkpoint {self.path} is not complete: {told}")
+            message = listed(problems, separator="; ")
+            raise ConfigError(f"the checkpoint {self.path} is not complete: {message}")
 
     def _finish_files(self) -> list[FileRecord]:
         records: list[FileRecord] = []

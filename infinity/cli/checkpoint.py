@@ -259,7 +259,7 @@ def verify(
 def _is_sound(place: Path, opened: Opener) -> bool:
     """Read every byte, and print what is wrong; whether it is sound, as far as can be known."""
     problems: list[str] = []
-    told = ""
+    verdict = ""
     try:
         with opened() as reader, ProgressLine() as line:
             done = 0
@@ -270,9 +270,9 @@ def _is_sound(place: Path, opened: Opener) -> bool:
                 line.progress(done, reader.nbytes, f"reading {place}")
 
             problems += reader.verify(seen)
-            told = f"sound, {format_size(reader.nbytes)}"
+            verdict = f"sound, {format_size(reader.nbytes)}"
             if not reader.verified:
-                told = (
+                verdict = (
                     f"plan and commit record are sound; of the state, {format_size(reader.nbytes)},"
                     " no checksums were kept (io.verify was off), so nothing can be said"
                 )
@@ -280,7 +280,7 @@ def _is_sound(place: Path, opened: Opener) -> bool:
         problems.append(error.what)
     for problem in problems:
         print(problem)
-    print(f"{place}: {f'damaged, {len(problems)} problem(s)' if problems else told}", flush=True)
+    print(f"{place}: {f'damaged, {len(problems)} problem(s)' if problems else verdict}", flush=True)
     return not problems
 
 

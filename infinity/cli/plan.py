@@ -417,30 +417,30 @@ def _as_trained(config: Config, wishes: SearchOptions, target: Target) -> Config
         return config
     if isinstance(target.module, Outline):
         return config.with_sliced_logits()
-    from infinity.integrations.huggingface.models import told_for
+    from infinity.integrations.huggingface.models import choose_logits
 
-    return told_for(target.module, config)
+    return choose_logits(target.module, config)
 
 
 def _wish(wishes: SearchOptions, config: Config) -> BatchSchedule:
     """The parts of the batch schedule that a flag or the configuration names."""
     from infinity.plan.batch_schedule import BatchSchedule
 
-    told, run = BatchSchedule.named_by(config.activations), wishes.run
+    schedule, run = BatchSchedule.named_by(config.activations), wishes.run
     fixed = "gradient_accumulation_steps" in config.model_fields_set
     if run is not None:
         fixed = not run.leaves_batches_to_the_plan
         if run.model.gradient_checkpointing:  # by the model: blocks stay whole
-            told = replace(told, slices=config.activations.slices, recompute="all")
+            schedule = replace(schedule, slices=config.activations.slices, recompute="all")
     if fixed:
-        told = replace(told, micro_batches=config.gradient_accumulation_steps)
+        schedule = replace(schedule, micro_batches=config.gradient_accumulation_steps)
     given: dict[str, Any] = {
         "micro_batches": wishes.micro_batches,
         "slices": wishes.slices,
         "recompute": wishes.recompute,
         "offload": wishes.offload,
     }
-    return replace(told, **{key: value for key, value in given.items() if value is not None})
+    return replace(schedule, **{key: value for key, value in given.items() if value is not None})
 
 
 def _recomputed(all_of_them: bool | None, number: int | None) -> Recompute | None:

@@ -258,10 +258,10 @@ class TrainPage(ProgressLine):
         """What is going to be done, with the numbers."""
         corpus, windows = prepared.train.corpus, len(prepared.train)
         tokens = corpus.num_tokens
-        told = f" in {corpus.num_documents:,} conversations" if corpus.marked else ""
+        of_conversations = f" in {corpus.num_documents:,} conversations" if corpus.marked else ""
         self.note(
-            f"{prepared.facts.name}: {format_count(tokens)} tokens{told}, {windows:,} windows of "
-            f"{prepared.length:,} to train on"
+            f"{prepared.facts.name}: {format_count(tokens)} tokens{of_conversations}, "
+            f"{windows:,} windows of {prepared.length:,} to train on"
             + (f", {len(prepared.evaluate):,} held out" if prepared.evaluate is not None else "")
             + f"; {prepared.steps:,} steps of {prepared.tokens_per_step:,} tokens, "
             f"{prepared.steps * prepared.windows_per_step / windows:.3g} epochs"
@@ -276,7 +276,7 @@ class TrainPage(ProgressLine):
         self.pause()
         self.begun = True
 
-    def told(self, record: Mapping[str, Any]) -> None:
+    def on_record(self, record: Mapping[str, Any]) -> None:
         """One step, or a held-out loss."""
         step = record["step"]
         if record["event"] == "step":
@@ -319,8 +319,8 @@ class TrainPage(ProgressLine):
             rows.append(["loss of the last step", f"{result.loss:.4f}"])
         if result.evaluation is not None:
             before = result.evaluation_before
-            told = "" if before is None else f" ({before:.4f} at the beginning)"
-            rows.append(["held-out loss", f"{result.evaluation:.4f}{told}"])
+            initially = "" if before is None else f" ({before:.4f} at the beginning)"
+            rows.append(["held-out loss", f"{result.evaluation:.4f}{initially}"])
         if result.best is not None and result.best_step != result.steps:
             rows.append(["best of them", f"{result.best:.4f} at step {result.best_step}"])
         if result.best_model is not None:

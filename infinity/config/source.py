@@ -57,9 +57,9 @@ def explain(
         )
     found: dict[tuple[int | str, ...], list[str]] = {}
     for detail in error.errors(include_url=False):
-        # Told above; and a default that waits for another value fails only because that one did.
-        told = detail["type"] == "extra_forbidden" and detail["loc"][0] in foreign
-        if not told and detail["type"] != "default_factory_not_called":
+        # Reported above; and a default that waits for another value fails only because that one did.
+        is_foreign = detail["type"] == "extra_forbidden" and detail["loc"][0] in foreign
+        if not is_foreign and detail["type"] != "default_factory_not_called":
             if detail["loc"] and _ALTERNATIVE.fullmatch(str(detail["loc"][-1])):
                 detail["loc"] = detail["loc"][:-1]
             found.setdefault(detail["loc"], []).append(_problem(schema, detail))
@@ -89,8 +89,8 @@ def _problem(schema: type[BaseModel], detail: ErrorDetails) -> str:
             words = _words(detail["ctx"]["expected"])
             near = [word for word in _MEANT.get(str(given).lower(), ()) if word in words]
             hint = did_you_mean((near or [str(given)])[0], words)
-            told = f"{name}: should be {detail['ctx']['expected']}, got {given!r}"
-            return f"{told}; {hint}".rstrip("; ")
+            message = f"{name}: should be {detail['ctx']['expected']}, got {given!r}"
+            return f"{message}; {hint}".rstrip("; ")
         case _:
             message = detail["msg"].removeprefix("Input ")
             return f"{name}: {message[:1].lower()}{message[1:]}, got {given!r}"

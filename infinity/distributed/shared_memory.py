@@ -39,12 +39,12 @@ class SharedArena(HostArena):
                     descriptor = os.memfd_create("infinity-shared")
                     os.ftruncate(descriptor, self.nbytes)
                     identity = _identity(descriptor)
-            words = ranks.all_gather_object([os.getpid(), descriptor, *identity])
-            process, number, *told = words[first]
+            reports = ranks.all_gather_object([os.getpid(), descriptor, *identity])
+            process, number, *expected = reports[first]
             with ranks.collective_section("shares RAM"), _explained(self.nbytes):
                 if ranks.rank != first:
                     descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-                    if list(_identity(descriptor)) != told:
+                    if list(_identity(descriptor)) != expected:
                         # In a container of its own that number may be any process's.
                         raise OSError(f"process {process} is not rank {first} here")
                 self._map = mmap.mmap(descriptor, self.nbytes)

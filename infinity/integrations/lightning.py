@@ -214,8 +214,8 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
                 remedy="one; parameters that learn otherwise can be groups of it",
             )
         given: Any = self.optimizers[0] if fits else None
-        told = read_settings(self._given, batch_size=1, optimizer=given)
-        config, groups, optimizer = self._agreed(told.config, trainer), None, None
+        settings = read_settings(self._given, batch_size=1, optimizer=given)
+        config, groups, optimizer = self._agreed(settings.config, trainer), None, None
         if given is None:
             self._thaw = freeze(module.parameters())
         else:
@@ -224,7 +224,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
             config, groups, optimizer = choice.config, choice.groups, choice.optimizer
         self.engine, ours, *_ = initialize(
             module,
-            replace(told, config=config),
+            replace(settings, config=config),
             model_parameters=groups,
             optimizer=optimizer,
             device=self.root_device,
@@ -239,7 +239,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
     def _agreed(self, config: Config, trainer: Any) -> Config:
         """The configuration with what the Trainer says; raises `ConfigError` where they differ."""
         kind = self._precision.precision.partition("-")[0]
-        told = {
+        arguments = {
             "precision": (f"precision={kind!r}", _PRECISION.get(kind), "fp32"),
             "gradient_accumulation_steps": (
                 "accumulate_grad_batches", trainer.accumulate_grad_batches, 1,
@@ -247,7 +247,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
             "gradient_clipping": ("gradient_clip_val", float(trainer.gradient_clip_val or 0), 0.0),
         }  # fmt: skip
         update: dict[str, Any] = {"cast_inputs": True}
-        for key, (argument, value, default) in told.items():
+        for key, (argument, value, default) in arguments.items():
             if value is None:
                 raise ConfigError(f"Trainer({argument})", remedy='"bf16-true", "16-true" or 32')
             ours = getattr(config, key)

@@ -173,8 +173,8 @@ def names_a_model(text: str) -> bool:
         if "/" in text or path.suffix.lower() in (".json", ".yaml", ".yml"):
             raise ConfigError(f"{path} does not exist", remedy=_GIVE)
         hint = did_you_mean(text.lower(), NAMED, cutoff=0.4)
-        told = f"{text!r} is no model known by name, and no file; {hint}".rstrip("; ")
-        raise ConfigError(told, remedy=_GIVE)
+        message = f"{text!r} is no model known by name, and no file; {hint}".rstrip("; ")
+        raise ConfigError(message, remedy=_GIVE)
     if path.suffix.lower() in (".yaml", ".yml"):
         return False
     raw = _json_of(path)

@@ -107,9 +107,9 @@ class GradientExchange:
         found[parameter] = gradient
 
     def ready(self) -> int:
-        """A word for other ranks: which unit is complete, and how wide; 0 for none.
+        """Return the report for other ranks: the unit that is complete, and its width; 0 for none.
 
-        Adds what is there before, and waits for nothing. Raises what that raised.
+        Adds exchanged gradients that have arrived; never blocks. Raises a pending error.
         """
         self._take(all_but=len(self._pairs))
         self._check()
@@ -118,12 +118,12 @@ class GradientExchange:
                 return 2 * (unit + 1) + self._is_wide(unit)
         return 0
 
-    def send_ready(self, told: Collection[int]) -> None:
-        """Start to exchange what all ranks say that is complete, by what they `told` of `ready`."""
-        units = {word // 2 - 1 for word in told}
+    def send_ready(self, ready: Collection[int]) -> None:
+        """Start to exchange the unit that all ranks reported as complete; see `ready`."""
+        units = {value // 2 - 1 for value in ready}
         if len(units) == 1 and (unit := units.pop()) >= 0:
             there = [self._wanted[unit]] * self._ranks.count
-            self._start(unit, there, wide=any(word % 2 for word in told))
+            self._start(unit, there, wide=any(value % 2 for value in ready))
 
     def finish(self) -> None:
         """The backward is over: exchange what is left, and add everything."""
@@ -136,10 +136,10 @@ class GradientExchange:
                 torch.tensor(flags, dtype=torch.uint8, device="cpu")
             ).tolist()
             num_parameters = len(self._parameters)
-            told = [{p for p, there in zip(self._parameters, row, strict=False) if there}
+            reported = [{p for p, there in zip(self._parameters, row, strict=False) if there}
                     for row in table]  # fmt: skip
             for unit, wanted in enumerate(self._wanted):
-                there = [parameters & wanted for parameters in told]
+                there = [parameters & wanted for parameters in reported]
                 if any(there):
                     wide = any(row[num_parameters + unit] for row in table)
                     self._start(unit, there, wide=wide)
@@ -148,10 +148,10 @@ class GradientExchange:
         """Add what is under way; then whether any rank has more to exchange."""
         self._take()
         self._check()
-        told = self._ranks.assert_equal_across_ranks(
+        reported = self._ranks.assert_equal_across_ranks(
             "ends a backward", bool(self._arrived), values=self._window.place
         )
-        return any(left for left, *_ in told)
+        return any(left for left, *_ in reported)
 
     def _check(self) -> None:
         if self._failed is not None:
@@ -227,7 +227,7 @@ class NormTree:
         self._ranks = ranks
         self._moved = moved
         self._kernels = kernels
-        self._told = {p: told for unit in plan.units for p, told in unit.told_squares.items()}
+        self._counts = {p: n for unit in plan.units for p, n in unit.reported_squares.items()}
         self._sums = {s.parameter: s.num_sums for u in plan.units for s in u.trained_segments}
 
     def fold(
@@ -239,10 +239,10 @@ class NormTree:
         `own` has the sums (fp64) of this rank's blocks of each of the `parameters`; the same
         parameters on all ranks. Of one that lies in one shard only the sums themselves are told.
         """
-        sizes = {p: self._told[p] for p in parameters}
-        length = max(sum(told[r] for told in sizes.values()) for r in range(self._ranks.count))
+        sizes = {p: self._counts[p] for p in parameters}
+        length = max(sum(counts[r] for counts in sizes.values()) for r in range(self._ranks.count))
         self._moved("all_gather", 8 * length * (self._ranks.count - 1))
-        told, at = torch.zeros(length, dtype=torch.float64, device="cpu"), 0
+        sums, at = torch.zeros(length, dtype=torch.float64, device="cpu"), 0
         for parameter in parameters:
             count = sizes[parameter][self._ranks.rank]
             if count:
@@ -252,10 +252,10 @@ class NormTree:
                     blocks = torch.tensor(
                         self._fold(parameter, blocks), dtype=torch.float64, device="cpu"
                     )
-                told[at : at + count] = blocks
+                sums[at : at + count] = blocks
                 at += count
         self._ranks.assert_equal_across_ranks("ends a step", values=alike)
-        table = self._ranks.gather(told)
+        table = self._ranks.gather(sums)
         found, starts = {}, [0] * self._ranks.count
         for parameter in parameters:
             parts = []

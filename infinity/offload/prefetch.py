@@ -158,14 +158,14 @@ class Prefetcher:
         entry, ready, next_units = self.entries[unit], exchange.ready(), self._next_in_slots()
         words = [_HAVE * other + self._has(other) for other in next_units]
         words += [_NOTHING] * (_MAX_AHEAD - len(words))
-        told = self.ranks.synchronize(self._using(unit), self._has(unit), ready, *words)
+        reports = self.ranks.synchronize(self._using(unit), self._has(unit), ready, *words)
         # Until all is started that they agreed on, nothing may fail on one rank alone.
-        arrived = self._gather(unit, [has for has, *_ in told])
-        ahead = [{w // _HAVE: w % _HAVE for w in words if w >= 0} for _, _, *words in told]
+        arrived = self._gather(unit, [has for has, *_ in reports])
+        ahead = [{w // _HAVE: w % _HAVE for w in words if w >= 0} for _, _, *words in reports]
         for other in ahead[0]:
             if all(other in theirs for theirs in ahead):
                 self._gather(other, [theirs[other] for theirs in ahead])
-        exchange.send_ready([theirs for _, theirs, *_ in told])
+        exchange.send_ready([theirs for _, theirs, *_ in reports])
         if not arrived:
             self.store.settle_brought(unit)
             self.ranks.synchronize(f"shares unit {self.plan.units[unit].name!r}")
@@ -203,13 +203,13 @@ class Prefetcher:
                 found.append(unit)
         return found
 
-    def _gather(self, unit: int, told: Collection[int]) -> bool:
+    def _gather(self, unit: int, availability: Collection[int]) -> bool:
         """Start to fill the unit's slot with what the other ranks keep, if one lacks it; all start
         it now. Where shards of other nodes have to come first they are asked for: False.
         """
-        if min(told) == _WHOLE:
+        if min(availability) == _WHOLE:
             return True
-        if min(told) == _OWN:
+        if min(availability) == _OWN:
             self.store.bring(unit)
             return False
         entry = self.entries[unit]

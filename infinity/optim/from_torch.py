@@ -125,8 +125,8 @@ def choose_instance(
             remedy="give a new one",
         )
     # What somebody else keeps in a group, as a name or a schedule's limits, is no setting.
-    told = [{k: v for k, v in g.items() if k in given.defaults} for g in given.param_groups]
-    rules = [_rule_of(type(given), options) for options in told]
+    options_of = [{k: v for k, v in g.items() if k in given.defaults} for g in given.param_groups]
+    rules = [_rule_of(type(given), options) for options in options_of]
     first = rules[0] if rules else None
     if first is None or any(rule is None or rule[0] != first[0] for rule in rules):
         return OptimizerChoice(without_optimizer(config), None, given)
@@ -158,17 +158,17 @@ def _rule_of(kind: type, options: Mapping[str, Any]) -> tuple[str, dict[str, Any
     if "decoupled_weight_decay" in options:
         name = twin_of(name, decoupled=bool(options["decoupled_weight_decay"]))
     takes = RULES[name].defaults()
-    told = {}
+    options_given = {}
     for key, value in options.items():
         if key in _OFF and value == _OFF[key]:
             continue
         if key in takes:
-            told[key] = value
+            options_given[key] = value
         elif key not in (*_HINTS, "decoupled_weight_decay"):
             return None
-    if any(isinstance(value, torch.Tensor) for value in told.values()):
+    if any(isinstance(value, torch.Tensor) for value in options_given.values()):
         return None
-    return name, told
+    return name, options_given
 
 
 def _with_rule(config: Config, name: str, parameters: Mapping[str, Any]) -> Config:

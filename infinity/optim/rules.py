@@ -366,13 +366,13 @@ class Muon(RuleParams):
         """
         found = []
         for group in given:
-            told = group.get("use_muon")
-            if told:
+            marked = group.get("use_muon")
+            if marked:
                 for name, value in cls._entries_of(options, by_muon=True).items():
                     group.setdefault(name, value)
                 found.append(group)
                 continue
-            chosen = [is_hidden(p) if told is None else bool(told) for p in group["params"]]
+            chosen = [is_hidden(p) if marked is None else bool(marked) for p in group["params"]]
             for takes in (True, False):
                 mine = [p for p, it in zip(group["params"], chosen, strict=True) if it is takes]
                 entries = cls._entries_of(options, by_muon=takes)

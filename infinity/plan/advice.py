@@ -142,8 +142,8 @@ def _step_differences(case: PlanInput, after: PlanInput) -> Iterator[Change]:
         some = f"{new.recompute} blocks recomputed" if new.recompute else "no block recomputed"
         what = "blocks recomputed in backward" if new.recompute == "all" else some
         yield Change(what, "recompute", new.recompute)
-    told = [one.config.activations.tokens for one in (case, after)]
-    if old == new and told[0] is None and told[1] is not None:
+    token_limits = [one.config.activations.tokens for one in (case, after)]
+    if old == new and token_limits[0] is None and token_limits[1] is not None:
         what = "as much left to activations as they are expected to take"
         yield Change(what, "activations.tokens", new.tokens)
     if old.offload != new.offload:

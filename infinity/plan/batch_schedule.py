@@ -133,7 +133,7 @@ class ScheduleResult:
         """What to go on with: the fastest, or the smallest where none fits."""
         return self.smallest if self.best is None else self.best.case
 
-    def told(self, config: Config) -> Config:
+    def applied_to(self, config: Config) -> Config:
         """A configuration with the schedule in it, as `initialize` takes it."""
         found = self.case
         changes = {

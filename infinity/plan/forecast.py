@@ -314,7 +314,7 @@ class _Bytes:
             else:
                 nbytes += size
         if moves.backward and moves.micro_batch + 1 == self.plan.micro_batches:
-            nbytes += 8 * others * self.plan.facts.num_told
+            nbytes += 8 * others * self.plan.facts.num_reported_squares
         return nbytes, copied
 
     def _between_hosts(self, moves: _PhaseMoves) -> int:

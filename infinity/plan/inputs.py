@@ -158,12 +158,12 @@ class PlanInput:
         )
 
     def _with_tokens(self, config: Config) -> Config:
-        """With the tokens of a micro-batch told where only the case knows them."""
-        told = config.activations
-        if told.offload == "none" or told.tokens is not None:
+        """Return `config` with the tokens of a micro-batch, if the work defines them."""
+        activations = config.activations
+        if activations.offload == "none" or activations.tokens is not None:
             return config
-        told = told.model_copy(update={"tokens": self.work.tokens})
-        return config.model_copy(update={"activations": told})
+        activations = activations.model_copy(update={"tokens": self.work.tokens})
+        return config.model_copy(update={"activations": activations})
 
     def plan(self, config: Config | None = None) -> Plan:
         """The plan of this case; raises `DoesNotFitError` or `ConfigError`."""

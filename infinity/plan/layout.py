@@ -269,7 +269,7 @@ class UnitLayout:
         return tuple(map(self._shard, range(self.shards)))
 
     @cached_property
-    def told_squares(self) -> dict[int, tuple[int, ...]]:
+    def reported_squares(self) -> dict[int, tuple[int, ...]]:
         """Parameter -> how many square sums each rank tells the others of it, for the norm.
 
         Those of all its blocks there; of a parameter that lies in one shard only their sum, of a
@@ -288,9 +288,9 @@ class UnitLayout:
         }
 
     @cached_property
-    def num_told(self) -> tuple[int, ...]:
+    def num_reported_squares(self) -> tuple[int, ...]:
         """The same of all parameters together, by rank."""
-        return tuple(map(sum, zip(*self.told_squares.values(), strict=True)))
+        return tuple(map(sum, zip(*self.reported_squares.values(), strict=True)))
 
     def _shard(self, rank: int) -> UnitLayout:
         start, count = rank * self.shard_numel, self.shard_numel

@@ -555,8 +555,8 @@ def _rate(value: Any) -> Any:
         return float(parse_size(value.strip().removesuffix("/s")))
     except ConfigError as error:
         why = f" ({error.because})" if error.because else ""
-        told = f'should be a rate like 3e9 or "3.0 GB/s", got {value!r}{why}'
-        raise ValueError(told) from None
+        message = f'should be a rate like 3e9 or "3.0 GB/s", got {value!r}{why}'
+        raise ValueError(message) from None
 
 
 _Rate: TypeAlias = Annotated[float, BeforeValidator(_rate), Field(gt=0, allow_inf_nan=False)]

@@ -129,10 +129,10 @@ class UnitFacts:
         return block_widths(self.units)
 
     @cached_property
-    def num_told(self) -> int:
+    def num_reported_squares(self) -> int:
         """The most square sums that a rank sends to another, for the norm."""
-        told = (unit.num_told for unit in self.units if unit.numel)
-        return max(map(sum, zip(*told, strict=True)), default=0)
+        counts = (unit.num_reported_squares for unit in self.units if unit.numel)
+        return max(map(sum, zip(*counts, strict=True)), default=0)
 
 
 # Fields of a plan that a search for placement leaves as they are, and its costs follow from.
@@ -566,8 +566,9 @@ class Plan:
             return "no moments"
         words = [f.value if f.is_exact else f"{f.value} (lossy)" for f in formats]
         count = len(self.precision.moments)
-        told = f"{count} moment{'s' if count > 1 else ''} in {' and '.join(words)}"
-        return f"{told}, of matrices 1" if any(u.paired is not None for u in self.units) else told
+        moments = f"{count} moment{'s' if count > 1 else ''} in {' and '.join(words)}"
+        paired = any(unit.paired is not None for unit in self.units)
+        return f"{moments}, of matrices 1" if paired else moments
 
     def _durable_line(self) -> str:
         """How often a step is committed, and what that costs."""

@@ -21,7 +21,7 @@ class Best:
         self.last, self.worse = -1, 0
         self.kept, self.kept_step = math.inf, -1
 
-    def told(self, step: int, loss: float) -> None:
+    def on_evaluation(self, step: int, loss: float) -> None:
         """A held-out loss, in nats a token; one that is not finite is never the best."""
         better = loss < self.loss
         if better:

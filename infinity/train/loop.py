@@ -112,8 +112,8 @@ class Loop:
 
     def _asked_to_stop(self) -> bool:
         """Whether any rank's watcher was."""
-        told = self.engine.ranks.synchronize("begins a step", int(self.watcher.stopping))
-        self.stopped_by = max(signum for signum, *_ in told)
+        reported = self.engine.ranks.synchronize("begins a step", int(self.watcher.stopping))
+        self.stopped_by = max(signum for signum, *_ in reported)
         return self.stopped_by > 0
 
     @property
@@ -159,10 +159,10 @@ class Loop:
             yield
         except _REFUSALS as refused:
             error = refused
-        except TrainingError as told:  # by the rank that it was refused on
+        except TrainingError as reported:  # by the rank that it was refused on
             if ranks.count == 1:
                 raise
-            error = told
+            error = reported
         fatal = isinstance(error, TransferError) and not Path(error.path).is_relative_to(place)
         if any(worse for worse, *_ in ranks.synchronize("saves a checkpoint", int(fatal))):
             assert error is not None
@@ -293,7 +293,7 @@ class Loop:
             if not self._told_metrics:
                 self.watcher.note(f"training goes on without metrics: {error.what}")
             self._told_metrics = True
-        self.watcher.told(record | more)
+        self.watcher.on_record(record | more)
 
     def _diverged(self, loss: float, lr: float) -> TrainingError:
         if self.step == 1:
@@ -318,7 +318,7 @@ class Loop:
             return
         loss, count = self.evaluate()
         self.evaluation = loss
-        best.told(self.step, loss)
+        best.on_evaluation(self.step, loss)
         if self.step not in self.metrics.evaluated:
             self.record(
                 {

@@ -74,7 +74,7 @@ class TrainCallback(Protocol):
     def begin(self, done: int, num_steps: int) -> None:
         """Training begins, behind `done` steps."""
 
-    def told(self, record: Mapping[str, Any]) -> None:
+    def on_record(self, record: Mapping[str, Any]) -> None:
         """A line of `metrics.jsonl`; that of a step with `num_steps` and `left_s`, to the last."""
 
     def note(self, text: str) -> None:
@@ -132,14 +132,14 @@ class Metrics:
         try:
             found = list(_lines(path))
             kept = [(line, record) for line, record in found if record["step"] <= after]
-            told = _last(record for _, record in found)
-            if told > after:
+            recorded = _last(record for _, record in found)
+            if recorded > after:
                 asides = (path.with_suffix(f".{number}.jsonl") for number in count(1))
                 aside = next(p for p in asides if not p.exists())
                 with atomic_write(aside) as file:
                     file.write(path.read_bytes())
                 self.notes.append(
-                    f"{path.name} told of steps up to {told}, and the run goes on from {after}: "
+                    f"{path.name} has steps up to {recorded}, and the run goes on from {after}: "
                     f"what it was is in {aside.name}"
                 )
             with atomic_write(path) as file:
@@ -232,7 +232,7 @@ class Unwritten(Metrics):
         """Nothing to close."""
 
 
-def steps_told(path: Path) -> int:
+def recorded_steps(path: Path) -> int:
     """The last step that a `metrics.jsonl` tells of; 0 where there is none."""
     with suppress(OSError):
         return _last(record for _, record in _lines(path))

@@ -407,7 +407,7 @@ def prepare_run(
     size, end = (None, None) if tokenizer is None else (tokenizer.size, tokenizer.end)
     facts = problems.of(lambda: read_facts(config, size, end))
     length = 0 if facts is None else problems.of(lambda: _length(config, facts)) or 0
-    problems.tell()
+    problems.raise_all()
     assert facts is not None
     ending = _end(config, tokenizer, facts) if needs_text else None
     conversations = None
@@ -497,7 +497,7 @@ class _Problems:
             self._found.append(error)
             return None
 
-    def tell(self) -> None:
+    def raise_all(self) -> None:
         if len(self._found) == 1:
             raise self._found[0]
         if self._found:
@@ -627,12 +627,12 @@ def check_schedule(prepared: Prepared, directory: RunDirectory, checkpoint: Path
     if scheduler is None or scheduler.type in SCHEDULES:
         return
     saved = directory.decided.get(_SCHEDULE)
-    told = [(f"the run in {directory.path}", saved)]
+    schedules = [(f"the run in {directory.path}", saved)]
     if checkpoint and (checkpoint / MANIFEST_NAME).is_file():
         with CheckpointReader(checkpoint.parent, checkpoint.name) as reader:
             run = decode(reader.manifest.run)
-        told.append((str(checkpoint), run.get("scheduler") if isinstance(run, dict) else None))
-    for where, params in told:
+        schedules.append((str(checkpoint), run.get("scheduler") if isinstance(run, dict) else None))
+    for where, params in schedules:
         for name, value in scheduler.params.items():
             before = params.get(name) if isinstance(params, Mapping) else None
             if value != AUTO or not isinstance(before, int) or before == steps:
@@ -717,7 +717,7 @@ def scheduled(
     whole = case.with_step(own * prepared.length, 1)
     chosen = choose_schedule(whole, wish, own)
     windows = own // chosen.case.micro_batches
-    return replace(prepared, engine=chosen.told(prepared.engine), micro_batch=windows), chosen
+    return replace(prepared, engine=chosen.applied_to(prepared.engine), micro_batch=windows), chosen
 
 
 def case_of(

@@ -61,7 +61,7 @@ from infinity.train.metrics import (
     TrainCallback,
     Unwritten,
     environment,
-    steps_told,
+    recorded_steps,
 )
 from infinity.train.preparation import (
     Prepared,
@@ -129,12 +129,12 @@ class Run:
         does; nothing was trained or allocated then.
         """
         directory, ranks = self.directory, self.ranks
-        with ranks.collective_section("prepares a run"), _first(ranks, progress) as tell:
+        with ranks.collective_section("prepares a run"), _first(ranks, progress) as report:
             for path in self.config.engine.nvme_path:  # before hours of tokens
                 checked_root(path)
             if not ranks.rank:
                 check_trackers(self.config.training.report_to)
-            prepared = prepare_run(self.config, directory.tokens, tell, ranks.count)
+            prepared = prepare_run(self.config, directory.tokens, report, ranks.count)
         with ranks.collective_section("plans a run"):
             if self.config.leaves_batches_to_the_plan:
                 prepared = self._scheduled(prepared)
@@ -318,13 +318,13 @@ class Run:
                     "num_steps": self.prepared.steps,
                     "command": self.command,
                 }
-                told = {name: str(value) for name, value in self.prepared.decides().items()}
+                settings = {name: str(value) for name, value in self.prepared.decides().items()}
                 trackers = Trackers(
                     self.config.training.report_to,
                     directory.path,
                     identity=directory.record["id"],
                     after=done,
-                    settings=told,
+                    settings=settings,
                 )
                 metrics = Metrics(directory.metrics, after=done, trackers=trackers, facts=facts)
         evaluated = [] if metrics is None else sorted(metrics.evaluated)
@@ -508,7 +508,7 @@ class Run:
     ) -> None:
         """Go on from a checkpoint of another run; raises `ConfigError` for other settings."""
         here = _hypers(engine)
-        told = engine.load_checkpoint(checkpoint.parent, checkpoint.name)[1] or {}
+        client_state = engine.load_checkpoint(checkpoint.parent, checkpoint.name)[1] or {}
         there = _hypers(engine)
         changed = [
             f"{name} is {there[name]!r} there, and {value!r} here"
@@ -516,9 +516,9 @@ class Run:
             if there.get(name, value) != value
         ]
         step = reel.taken // prepared.windows_per_step
-        if told.get("step", step) != step:
+        if client_state.get("step", step) != step:
             changed.append(
-                f"it is of step {told['step']}, which would be step {step} with the "
+                f"it is of step {client_state['step']}, which would be step {step} with the "
                 f"{prepared.windows_per_step} windows of a step here"
             )
         if changed:
@@ -546,14 +546,14 @@ class Run:
 
     def _leaves_its_state(self) -> ConfigError:
         """Return the error for a run whose committed steps would not be gone on with."""
-        directory, told = self.directory, steps_told(self.directory.metrics)
+        directory, num_recorded = self.directory, recorded_steps(self.directory.metrics)
         paths = directory.record.get("nvme_path") or ["..."]
         given = f"[{','.join(paths)}]" if len(paths) > 1 else paths[0]
         checkpoint = latest(directory.checkpoints)
         instead = f"; or --resume {checkpoint}, and lose the steps since" if checkpoint else ""
         return ConfigError(
-            f"the run in {directory.path} did {told} steps with engine.durable=true, and keeps its "
-            f"state below engine.nvme_path={given}; here engine.durable is false",
+            f"the run in {directory.path} did {num_recorded} steps with engine.durable=true, and keeps "
+            f"its state below engine.nvme_path={given}; here engine.durable is false",
             because="--resume auto goes on from the last committed step, or not at all",
             remedy=f"engine.durable=true engine.nvme_path={given}{instead}; a new run needs "
             "another run_dir=...",
@@ -565,14 +565,14 @@ class Run:
         None for a run that began and never had a checkpoint: it begins again, and `Metrics` says
         so. Raises `CheckpointError` where there was one.
         """
-        directory, told = self.directory, steps_told(self.directory.metrics)
+        directory, num_recorded = self.directory, recorded_steps(self.directory.metrics)
         root = directory.checkpoints
         whole = checkpoints(root) if root.is_dir() else []
-        if not directory.record.get("saved", told > 0) and not directory.is_complete:
+        if not directory.record.get("saved", num_recorded > 0) and not directory.is_complete:
             return root / whole[0].tag if whole else None
         what = f"{root} has no checkpoint" if not whole else f"{root / LATEST_NAME} is missing"
         raise CheckpointError(
-            f"{what}, but {told} steps were done in {directory.path}",
+            f"{what}, but {num_recorded} steps were done in {directory.path}",
             because="it was moved or removed, or is not mounted",
             remedy=f"--resume {root / whole[0].tag}"
             if whole
@@ -607,7 +607,7 @@ def _first(ranks: DistContext, progress: Progress | None) -> Iterator[Progress |
     """
     doing, told_s = "prepares tokens", time.monotonic()
 
-    def tell(done_bytes: int, total_bytes: int, what: str) -> None:
+    def report(done_bytes: int, total_bytes: int, what: str) -> None:
         nonlocal told_s
         if progress is not None:
             progress(done_bytes, total_bytes, what)
@@ -617,7 +617,7 @@ def _first(ranks: DistContext, progress: Progress | None) -> Iterator[Progress |
 
     while ranks.rank and ranks.synchronize(doing, 0)[0][0]:
         pass
-    yield progress if ranks.rank or ranks.count == 1 else tell
+    yield progress if ranks.rank or ranks.count == 1 else report
     if not ranks.rank:
         ranks.synchronize(doing, 0)
 

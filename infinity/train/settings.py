@@ -248,8 +248,10 @@ class RunConfig(Section):
     def leaves_batches_to_the_plan(self) -> bool:
         """Whether only the tokens of a step are said, not how they pass the model."""
         training = self.training
-        told = "micro_batch" in training.model_fields_set or self.model.gradient_checkpointing
-        return training.tokens_per_step is not None and not told
+        is_explicit = (
+            "micro_batch" in training.model_fields_set or self.model.gradient_checkpointing
+        )
+        return training.tokens_per_step is not None and not is_explicit
 
     def length_for(self, context: int | None) -> int:
         """Tokens of a window, of a model that sees so many (None: nobody says)."""

@@ -152,18 +152,18 @@ def _watched(
     with open(source.path, "rb") as file:
         packed = source.path.lower().endswith(".gz")
         data: Any = gzip.GzipFile(fileobj=file) if packed else file
-        told = 0
+        reported = 0
         try:
             for found in read(data):
                 yield found
-                advance(file.tell() - told)
-                told = file.tell()
+                advance(file.tell() - reported)
+                reported = file.tell()
         except UnicodeDecodeError as error:
             near = data.tell() - len(error.object) + error.start
             raise _not_text(f"{source.path} is not UTF-8 near byte {near}") from None
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ConfigError(f"{source.path} is no whole gzip file: {error}") from error
-        advance(source.size - told)
+        advance(source.size - reported)
 
 
 def _stream(text: str) -> IO[str]:

@@ -151,12 +151,12 @@ def documents_of(corpus: Corpus, length: int) -> Documents:
     # How many tokens before each place have a loss, for beginnings and ends together.
     places = np.concatenate([starts, starts + lengths])
     order = np.argsort(places, kind="stable")
-    before, done, told = np.zeros(len(places), np.int64), 0, 0
+    before, done, num_before = np.zeros(len(places), np.int64), 0, 0
     for start in chunks:
         sums = np.concatenate([[0], np.cumsum((read(start) & TRAINED) != 0)])
         last = int(np.searchsorted(places[order], start + len(sums) - 1, side="right"))
-        before[order[done:last]] = told + sums[places[order[done:last]] - start]
-        done, told = last, told + int(sums[-1])
+        before[order[done:last]] = num_before + sums[places[order[done:last]] - start]
+        done, num_before = last, num_before + int(sums[-1])
     trained = before[len(starts) :] - before[: len(starts)]
     kept = trained > 0
     return Documents(

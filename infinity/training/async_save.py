@@ -73,8 +73,8 @@ class FrozenBytes:
         self._edition, self._sums = self._store.frozen_edition, {}
         last = self._last
         same = last is not None and last.edition == self._edition
-        told = self._store.ranks.synchronize("saves a checkpoint", same)
-        return last.written if last is not None and all(one for one, *_ in told) else None
+        reports = self._store.ranks.synchronize("saves a checkpoint", same)
+        return last.written if last is not None and all(one for one, *_ in reports) else None
 
     def check(self, writer: CheckpointWriter) -> None:
         """Before anything is copied: if frozen bytes changed unseen, they are written after all."""
@@ -208,8 +208,8 @@ class Saver:
         if together is None or self._thread is None:
             return
         over = 0 if self._thread.is_alive() else 1 if self._error is None else 2
-        told = [state for state, *_ in ranks.synchronize(doing, over)]
-        if 2 not in told and 0 in told:
+        states = [state for state, *_ in ranks.synchronize(doing, over)]
+        if 2 not in states and 0 in states:
             return
         self._together = None
         self._stop = True

@@ -79,9 +79,9 @@ def share_kept(store: StateStore, updater: Updater, parameters: Collection[int])
     own = {s.parameter for unit in plan.own for s in unit.trained_segments}.intersection(parameters)
     kept = updater.kept()
     with ranks.propagate_errors(doing):
-        told = encode({i: kept[i] for i in own & kept.keys()}, "the optimizer's state")
+        encoded = encode({i: kept[i] for i in own & kept.keys()}, "the optimizer's state")
     ranks.synchronize(doing)
-    for words in ranks.all_gather_object(told):  # in the order of parts
+    for words in ranks.all_gather_object(encoded):  # in the order of parts
         kept |= decode(words)
     updater.keep(kept)
 

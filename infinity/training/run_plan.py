@@ -93,18 +93,20 @@ def _agreed(limits: Limits, ranks: DistContext) -> Limits:
     if ranks.count == 1:
         return limits
     ranks.synchronize("plans")
-    told = [Limits(**words) for words in ranks.all_gather_object(asdict(limits))]
+    all_limits = [Limits(**words) for words in ranks.all_gather_object(asdict(limits))]
 
     def least(found: Iterable[int | None]) -> int | None:
         return min((n for n in found if n is not None), default=None)
 
     return Limits(
-        device=least(one.device for one in told),
-        host=least(one.host for one in told),
-        disk=least(one.disk for one in told),
-        base=max(one.base for one in told),
-        made=max(one.made for one in told),
-        activations=max((n for one in told if (n := one.activations) is not None), default=None),
+        device=least(one.device for one in all_limits),
+        host=least(one.host for one in all_limits),
+        disk=least(one.disk for one in all_limits),
+        base=max(one.base for one in all_limits),
+        made=max(one.made for one in all_limits),
+        activations=max(
+            (n for one in all_limits if (n := one.activations) is not None), default=None
+        ),
     )
 
 
@@ -144,11 +146,11 @@ def rates_of_rank(config: Config, device: Device, ranks: DistContext) -> KnownRa
         return known
     own = known.rates.of_rank(ranks.local_count, ranks.num_nodes, unified=device.unified)
     ranks.synchronize("compares rates")
-    told = ranks.all_gather_object([own.numbers(), known.measured, known.nominal])
-    every = [numbers for numbers, _, _ in told]
+    reports = ranks.all_gather_object([own.numbers(), known.measured, known.nominal])
+    every = [numbers for numbers, _, _ in reports]
     least = {n: min(one[n] for one in every) for n in every[0] if all(n in one for one in every)}
-    days = [day for _, day, _ in told if day is not None]
-    guessed = tuple(dict.fromkeys(name for _, _, nominal in told for name in nominal))
+    days = [day for _, day, _ in reports if day is not None]
+    guessed = tuple(dict.fromkeys(name for _, _, nominal in reports for name in nominal))
     return KnownRates(Rates.of(least), min(days, default=None), guessed)
 
 

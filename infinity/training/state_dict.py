@@ -208,13 +208,13 @@ class _BroadcastReads(Mapping[str, Tensor]):
         self._state = state
         self._ranks = ranks
 
-    def tell(self, name: str) -> str:
+    def broadcast(self, name: str) -> str:
         """What the first rank reads next; "" ends it."""
         self._ranks.synchronize("reads values that the first rank chooses")
         return str(self._ranks.all_gather_object(name)[0])
 
     def __getitem__(self, name: str) -> Tensor:
-        self.tell(name)
+        self.broadcast(name)
         return self._state[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -229,12 +229,12 @@ def read_by_first(
 ) -> None:
     """Let the first rank `use` whole values, in whatever order it likes."""
     with ranks.collective_section("saves weights"):
-        told = _BroadcastReads(state, ranks)
+        broadcast_reads = _BroadcastReads(state, ranks)
         if ranks.rank == 0:
-            use(state if ranks.count == 1 else told)
-            told.tell("")
+            use(state if ranks.count == 1 else broadcast_reads)
+            broadcast_reads.broadcast("")
         else:
-            while name := told.tell(""):
+            while name := broadcast_reads.broadcast(""):
                 state[name]
 
 

@@ -200,7 +200,7 @@ class Inputs:
         self._cut, self._device = components.partition, components.device.torch_device
         self._dtype = COMPUTE_DTYPES[components.plan.precision.name]
         self._casts = casts and self._dtype is not torch.float32
-        self._told = False
+        self._warned = False
 
     def admit(self, arguments: Any) -> Any:
         """Move tensors to the device, however deep, and cast floats where `casts` was asked for.
@@ -220,8 +220,8 @@ class Inputs:
                     "parameters that are frozen for now, or keep it frozen",
                 )
         others = self._of_other_dtype(arguments) if self._casts else []
-        if others and not self._told:
-            self._told = True
+        if others and not self._warned:
+            self._warned = True
             logging.getLogger("infinity").info(
                 "cast_inputs: %s of an input become %s, here and in later calls",
                 listed(sorted({str(t.dtype) for t in others})), self._dtype,

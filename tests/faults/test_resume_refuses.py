@@ -269,7 +269,7 @@ def test_one_that_ended_before_its_first_checkpoint_begins_again(
     told = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     _, watcher = train(raw, resume="auto")
     assert [facts.step for facts in watcher.steps] == [1, 2, 3, 4, 5, 6]
-    assert "told of steps up to 3, and the run goes on from 0" in "".join(watcher.notes)
+    assert "has steps up to 3, and the run goes on from 0" in "".join(watcher.notes)
     assert (tmp_path / "run" / "metrics.1.jsonl").read_bytes() == told
 
 

@@ -204,7 +204,7 @@ def test_metrics_and_logs_on_a_full_disk_end_nothing(
 
     page = TrainPage()
     page._console = Console(file=Full())
-    page.told(vars(watcher.steps[0]))
+    page.on_record(vars(watcher.steps[0]))
     page.note("a line")
 
     class Closed(io.StringIO):

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 import infinity
 from infinity.config.schema import load_config
 from infinity.errors import EngineClosedError, InfinityWarning
-from infinity.integrations.huggingface.models import told_for
+from infinity.integrations.huggingface.models import choose_logits
 from infinity.offload import sliced_logits
 from infinity.offload.sliced_logits import Logits, heads_of
 from infinity.train.settings import load_run_config
@@ -328,7 +328,7 @@ def test_the_doors_of_causal_language_models_slice_unless_told_otherwise() -> No
         (causal_model, {"activations": {"logits": "whole"}}, "whole"),
         (other, {}, "auto"),
     ):
-        assert told_for(built, load_config(told)).activations.logits == expected
+        assert choose_logits(built, load_config(told)).activations.logits == expected
     run_config = {
         "run_dir": "r",
         "model": {"config": {"model_type": "gpt2"}},

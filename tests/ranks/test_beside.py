@@ -127,7 +127,9 @@ def test_whole_weights_are_gathered_once_a_step(whole: bool, tier: str, tmp_path
     assert found.report.moved == found.forecast
     assert found.plan.zero_stage == 3 - whole
     shards = sum(unit.shard_bytes for unit in found.plan.own)
-    blocks = 8 * max(map(sum, zip(*(u.num_told for u in found.plan.units), strict=True)))
+    blocks = 8 * max(
+        map(sum, zip(*(u.num_reported_squares for u in found.plan.units), strict=True))
+    )
     gathers = (found.report.moved["all_gather"] - blocks) / shards
     assert (gathers == 1) if whole else (gathers > 1)
 
@@ -161,7 +163,9 @@ def test_frozen_weights_stay_whole_for_good(tmp_path: Path) -> None:
     assert found.plan is not None
     only_frozen = [u for u in found.plan.units if not u.numel]
     assert only_frozen
-    blocks = 8 * max(map(sum, zip(*(u.num_told for u in found.plan.units if u.numel), strict=True)))
+    blocks = 8 * max(
+        map(sum, zip(*(u.num_reported_squares for u in found.plan.units if u.numel), strict=True))
+    )
     trained = sum(u.shard_bytes for u in found.plan.units if u.numel)
     assert found.report.moved["all_gather"] == trained + blocks
 

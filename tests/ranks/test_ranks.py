@@ -110,7 +110,11 @@ def test_bytes_between_ranks_are_those_of_the_plan(
     # A gradient is fp32 or bf16 as it is made: bf16. Each rank gets its shard from every other.
     elements = sum(unit.numel for unit in units)
     assert moved["all_to_all"] == micro_batches * 2 * elements // count * (count - 1)
-    blocks = 8 * (count - 1) * max(map(sum, zip(*(unit.num_told for unit in units), strict=True)))
+    blocks = (
+        8
+        * (count - 1)
+        * max(map(sum, zip(*(unit.num_reported_squares for unit in units), strict=True)))
+    )
     fetches = (moved["all_gather"] - blocks) * count // (count - 1) / (2 * elements)
     assert 1 <= fetches <= 2 * micro_batches, "of each unit: a forward and a backward may share one"
 
@@ -129,7 +133,7 @@ def test_what_is_counted_is_what_was_sent(tmp_path: Path) -> None:
                 moved = {name: n - before[name] for name, n in engine.counters().items()}
                 assert moved["all_to_all"] == given["all_to_all"] * 2 // 3
                 squares = moved["all_gather"] - 2 * given["all_gather"]
-                told = (unit.num_told for unit in engine.plan.units)
+                told = (unit.num_reported_squares for unit in engine.plan.units)
                 assert squares == 8 * 2 * max(map(sum, zip(*told, strict=True)))
                 assert squares < 2 * given["gather"], "meetings go the same way, uncounted"
 

@@ -67,7 +67,7 @@ def test_the_bits_and_the_bytes(
     moved, before = found.report.moved, gathered.report.moved
     assert moved == found.forecast == found.plan.predicted_bytes
     units = found.plan.units
-    squares = zip(*(unit.num_told for unit in units if unit.numel), strict=True)
+    squares = zip(*(unit.num_reported_squares for unit in units if unit.numel), strict=True)
     assert moved["all_gather"] == 8 * (count - 1) * max(map(sum, squares))
     copied = before["all_gather"] - moved["all_gather"]
     assert copied > 0

@@ -109,7 +109,7 @@ class Remembers:
     def begin(self, done: int, num_steps: int) -> None:
         self.done = done
 
-    def told(self, record: Mapping[str, Any]) -> None:
+    def on_record(self, record: Mapping[str, Any]) -> None:
         if record["event"] == "evaluation":
             self.evaluations[record["step"]] = record["loss"]
         elif record["event"] == "step":

@@ -685,10 +685,10 @@ def _built_in(draft: _Draft, kind: str) -> None:
             hint = did_you_mean(key, known)
             text = f"{kind} does not take it; {hint}it takes {', '.join(known)}"
             draft.problem(f"{_PARAMS}.{key}", text)
-    told = {name: (value, name) for name, value in start.items()}
+    values = {name: (value, name) for name, value in start.items()}
     for key in filter(params.__contains__, keys):
-        told |= dict.fromkeys(keys[key], (params[key], key))
-    for name, (value, key) in told.items():
+        values |= dict.fromkeys(keys[key], (params[key], key))
+    for name, (value, key) in values.items():
         draft.set(f"optimizer.{name}", value, f"{_PARAMS}.{key}")
     if "lr" not in params and f"{_PARAMS}.lr" in draft.autos:
         if draft.lenient:
@@ -748,8 +748,8 @@ def _scheduler(draft: _Draft) -> None:
     kind, section = draft.given.get(_SCHEDULE), "scheduler.params"
     if kind is None:
         return
-    told = "DeepSpeed's, value for value" if kind in SCHEDULES else "torch's"
-    draft.note(_SCHEDULE, told, KeyStatus.DONE)
+    source = "DeepSpeed's, value for value" if kind in SCHEDULES else "torch's"
+    draft.note(_SCHEDULE, source, KeyStatus.DONE)
     # What was "auto": the largest rate is the optimizer's; numbers of steps nobody can guess.
     params = draft.below(section)
     autos = [name for name in SCHEDULES.get(kind, ()) if f"{section}.{name}" in draft.autos]

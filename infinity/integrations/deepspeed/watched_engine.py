@@ -58,8 +58,8 @@ class _WatchedEngine(DeepSpeedEngine):
         finally:
             profiler.stop_profile()
             names = ("module_depth", "top_modules", "detailed", "output_file")
-            told = (self._said(f"flops_profiler.{name}") for name in names)
-            profiler.print_model_profile(step, *told)
+            options = (self._said(f"flops_profiler.{name}") for name in names)
+            profiler.print_model_profile(step, *options)
 
     def _known(self) -> Any:
         if self._window.has_news:
@@ -74,18 +74,18 @@ class _WatchedEngine(DeepSpeedEngine):
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
         known = self._known()
-        told = super().backward(loss, retain_graph, scale_wrt_gas)
-        self._losses = None if known is None else known + told
-        return told
+        scaled = super().backward(loss, retain_graph, scale_wrt_gas)
+        self._losses = None if known is None else known + scaled
+        return scaled
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         before = self.global_steps
         super().step(lr_kwargs)
         if self.global_steps > before:
             known = {} if self._losses is None else {"train_loss": float(self._losses)}
-            told = {**known, "lr": self.get_lr()[0]}
-            told |= {"loss_scale": float(self.loss_scale)} if self.fp16_enabled() else {}
-            events = [(f"Train/Samples/{n}", v, self.global_samples) for n, v in told.items()]
+            values = {**known, "lr": self.get_lr()[0]}
+            values |= {"loss_scale": float(self.loss_scale)} if self.fp16_enabled() else {}
+            events = [(f"Train/Samples/{n}", v, self.global_samples) for n, v in values.items()]
             self.monitor.write_events(events)
             if self.global_steps % self._print_every == 0:
                 self._print_step(known)

@@ -97,8 +97,8 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
         if norm_type != 2:
             raise ConfigError(f"the engine clips by the 2-norm, not by norm {norm_type}")
         if math.isfinite(max_norm):  # Trainer says inf where it wants the norm only
-            told = max_norm == self.max_norm or self.max_norm is None
-            self._engine().gradient_clipping = self._clipping if told else float(max_norm)
+            is_default = max_norm == self.max_norm or self.max_norm is None
+            self._engine().gradient_clipping = self._clipping if is_default else float(max_norm)
         if self.grad_norm is None:
             self.grad_norm = torch.full((), float("nan"))
         return self.grad_norm

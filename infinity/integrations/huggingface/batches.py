@@ -198,8 +198,8 @@ class StepBatches:
         So it is on all ranks where it is on one.
         """
         joins = num_items is not None and can_join(batches)
-        told = self._ranks.synchronize("begins a step of a Trainer", int(joins))
-        self._held = batches if all(others for others, *_ in told) else ()
+        joining = self._ranks.synchronize("begins a step of a Trainer", int(joins))
+        self._held = batches if all(others for others, *_ in joining) else ()
         self._handed_over = 0
 
     def take(self, batch: Any) -> bool:
@@ -278,11 +278,11 @@ def with_schedule(
         )  # fmt: skip
     whole = case.with_step(tokens, 1)
     chosen = choose_schedule(whole, wish, samples)
-    if batches > 1 and gradient_itemsize(chosen.told(config)) < 4:
+    if batches > 1 and gradient_itemsize(chosen.applied_to(config)) < 4:
         sliced = wish.slices is None and num_blocks(case.units)
         wish = replace(wish, slices=2) if sliced else replace(wish, micro_batches=2)
         chosen = choose_schedule(whole, wish, samples)
-    return shared(chosen.told(config), ranks)
+    return shared(chosen.applied_to(config), ranks)
 
 
 def shared(config: Config, ranks: DistContext) -> Config:
@@ -291,6 +291,6 @@ def shared(config: Config, ranks: DistContext) -> Config:
         return config
     names = ("gradient_accumulation_steps", "activations")
     ranks.synchronize("chooses micro-batches")
-    told = config.model_dump(mode="json", exclude_unset=True, include=set(names))
-    raw = config.model_dump(exclude_unset=True) | ranks.all_gather_object(told)[0]
+    local = config.model_dump(mode="json", exclude_unset=True, include=set(names))
+    raw = config.model_dump(exclude_unset=True) | ranks.all_gather_object(local)[0]
     return Config.model_validate(raw)

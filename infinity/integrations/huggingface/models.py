@@ -454,9 +454,9 @@ def class_for(config: Any, wanted: Any) -> Any:
     found = getattr(library, names[0], None) if names else None
     if not (hasattr(found, "from_config") or hasattr(found, "_from_config")):
         what = f"transformers has no model {names[0]!r}" if names else "which class is meant?"
-        told = f"the model's class cannot be told from {type(config).__name__}: "
+        unknown = f"the model's class cannot be told from {type(config).__name__}: "
         raise ConfigError(
-            what if wanted else told + what,
+            what if wanted else unknown + what,
             because=None if wanted else "a config.json names it under architectures",
             remedy="model_class=transformers.AutoModelFor..., or a class of your own",
         )
@@ -614,15 +614,15 @@ def _initialize(
     with ExitStack() as undo:
         undo.callback(ranks.close)
         with ranks.collective_section("builds the model"):
-            told = read_settings(config, *ways, **given | {"ranks": ranks.count})
-            model = build(config=told.config)
+            settings = read_settings(config, *ways, **given | {"ranks": ranks.count})
+            model = build(config=settings.config)
             made = prepare(model) if prepare is not None else None
-            told = replace(told, config=told_for(model, told.config))
+            settings = replace(settings, config=choose_logits(model, settings.config))
         undo.pop_all()
-    return initialize(model if made is None else made, told, **arguments)
+    return initialize(model if made is None else made, settings, **arguments)
 
 
-def told_for(model: nn.Module, config: Config) -> Config:
+def choose_logits(model: nn.Module, config: Config) -> Config:
     """The configuration of an engine over a model, with logits sliced in causal language models."""
     names = importlib.import_module("transformers.models.auto.modeling_auto")
     causal = set(names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())

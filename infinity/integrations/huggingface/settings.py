@@ -223,16 +223,16 @@ def _ours(source: Any, args: Any, precision: str) -> TrainerSettings:
     given = load_config(raw)
     kind, of_adam = given.optimizer.type, ("optimizer.betas", "optimizer.eps")
     all_told = {one.ours: one for one in _told(args, precision) if one.ours}
-    told = {
+    by_name = {
         name: one
         for name, one in all_told.items()
         if RULES[kind].decoupled is not None or name not in of_adam
     }
     written = {n: e["value"] for n, e in given.resolved().items() if e["origin"] == "given"}
-    _check_same(written, told, "leave it out")
+    _check_same(written, by_name, "leave it out")
     merged = {"precision": precision, **given.model_dump(exclude_unset=True, exclude={"scheduler"})}
     merged["optimizer"] = {**merged.get("optimizer", {}), "type": kind}
-    for name, one in told.items():
+    for name, one in by_name.items():
         section, _, key = name.rpartition(".")
         (merged["optimizer"] if section else merged)[key] = one.value
     for key, entries in RULES[kind].deepspeed_keys.items():  # of a rule with a part that is AdamW's
@@ -264,9 +264,9 @@ def _translated(
 ) -> TrainerSettings:
     raw: dict[str, Any] = dict(found.raw)
     named = raw.get("optimizer") is not None
-    told = {one.theirs: one for one in _told(args, precision)}
-    fill = {name: one.value for name, one in told.items()} | {
-        f"{_PARAMS}.betas": list(told[f"{_PARAMS}.betas"].value),
+    by_name = {one.theirs: one for one in _told(args, precision)}
+    fill = {name: one.value for name, one in by_name.items()} | {
+        f"{_PARAMS}.betas": list(by_name[f"{_PARAMS}.betas"].value),
         "bf16.enabled": precision == "bf16",
         "fp16.enabled": precision == "fp16",
         "scheduler.params.warmup_min_lr": 0,
@@ -287,11 +287,11 @@ def _translated(
     )
     config = translation.config
     written = {row.key: row.given for row in translation.rows} | {"precision": config.precision}
-    _check_same(written, told, 'write "auto" there')
+    _check_same(written, by_name, 'write "auto" there')
     merged = config.model_dump(exclude_unset=True, exclude={"scheduler"})
     if not named:
         kept = {key: v for key, v in merged.get("optimizer", {}).items() if key == "moments"}
-        values = {one.ours: one.value for one in told.values()}
+        values = {one.ours: one.value for one in by_name.values()}
         rule = {key: values[f"optimizer.{key}"] for key in ("lr", "betas", "eps", "weight_decay")}
         merged["optimizer"] = {**kept, "type": "AdamW", **rule}
     micro_batches = "gradient_accumulation_steps" in raw.get(OURS, {})
@@ -301,12 +301,14 @@ def _translated(
 # --- what differs ------------------------------------------------------------------------------
 
 
-def _check_same(given: Mapping[str, Any], told: Mapping[str, _NamedArgument], remedy: str) -> None:
+def _check_same(
+    given: Mapping[str, Any], by_name: Mapping[str, _NamedArgument], remedy: str
+) -> None:
     problems = [
-        f"\n  - {name}: {value!r} in the configuration, {told[name].value!r} by TrainingArguments "
-        f"({told[name].argument})"
+        f"\n  - {name}: {value!r} in the configuration, {by_name[name].value!r} by "
+        f"TrainingArguments ({by_name[name].argument})"
         for name, value in given.items()
-        if name in told and value not in (None, "auto") and not _same(value, told[name].value)
+        if name in by_name and value not in (None, "auto") and not _same(value, by_name[name].value)
     ]
     if problems:
         raise ConfigError(

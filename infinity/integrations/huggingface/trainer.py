@@ -37,9 +37,9 @@ from infinity.integrations.huggingface.batches import (
     with_schedule,
 )
 from infinity.integrations.huggingface.models import (
+    choose_logits,
     load_model,
     save_pretrained,
-    told_for,
     transformers,
 )
 from infinity.integrations.huggingface.settings import (
@@ -363,9 +363,9 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         given = self.optimizer
         choice, settings = self._choose(given), self._settings_now()
         ranks = find_ranks()
-        config = self._with_schedule(told_for(self.model, choice.config), ranks)
+        config = self._with_schedule(choose_logits(self.model, choice.config), ranks)
         config = config.model_copy(update={"cast_inputs": True})  # images and sound come in fp32
-        told = DeepSpeedSettings(
+        deepspeed_settings = DeepSpeedSettings(
             config,
             -(-self._samples // config.gradient_accumulation_steps),
             drop_last=self.args.dataloader_drop_last,
@@ -375,7 +375,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         generators = capture_rng()
         engine, optimizer, *_ = initialize(
             self.model,
-            told,
+            deepspeed_settings,
             model_parameters=choice.groups,
             optimizer=choice.optimizer,
             device=self.args.device,

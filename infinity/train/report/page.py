@@ -151,7 +151,7 @@ def tooltip(**names: tuple[str, str]) -> list[Spec]:
     ]
 
 
-def hover(name: str, x: Spec, told: list[Spec]) -> Spec:
+def hover(name: str, x: Spec, tooltips: list[Spec]) -> Spec:
     """A line at the point nearest to the mouse, which tells its numbers."""
     params = {
         "name": name,
@@ -162,7 +162,7 @@ def hover(name: str, x: Spec, told: list[Spec]) -> Spec:
     return {
         "mark": {"type": "rule", "strokeWidth": 1},
         "params": [params],
-        "encoding": {"x": x, "opacity": shown, "tooltip": told},
+        "encoding": {"x": x, "opacity": shown, "tooltip": tooltips},
     }
 
 

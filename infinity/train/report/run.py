@@ -91,7 +91,7 @@ def read_run(path: Path) -> RunFacts:
         config = ""
         with suppress(FileNotFoundError, ValueError):
             config = read_small(path / "config.yaml").decode()
-        told = RunFacts(
+        facts = RunFacts(
             path,
             found["step"],
             found["evaluation"],
@@ -101,7 +101,7 @@ def read_run(path: Path) -> RunFacts:
             sample=next(reversed(found["sample"]), {}),
             config=config,
         )
-        if not (told.steps or told.evaluations or lives):
+        if not (facts.steps or facts.evaluations or lives):
             raise ConfigError(
                 f"{path} holds no run: {metrics.name} "
                 + ("has no step" if metrics.exists() else "is not there"),
@@ -114,7 +114,7 @@ def read_run(path: Path) -> RunFacts:
         ) from error
     except OSError as error:
         raise MachineError(f"{error.filename} cannot be read: {error.strerror}") from error
-    return told
+    return facts
 
 
 def write_run_page(path: Path, out: Path | None = None) -> Path:
@@ -123,10 +123,10 @@ def write_run_page(path: Path, out: Path | None = None) -> Path:
     Raises:
         CheckpointError: Its files hold values that no run writes; and see `read_run`.
     """
-    told = read_run(path.absolute())
+    facts = read_run(path.absolute())
     out = path.absolute() / PAGE if out is None else out
     try:
-        page = run_page(told)
+        page = run_page(facts)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"plan.json or metrics.jsonl in {path} holds what cannot be: {first_lines(error)}",
@@ -137,78 +137,78 @@ def write_run_page(path: Path, out: Path | None = None) -> Path:
     return out
 
 
-def run_page(told: RunFacts) -> ReportPage:
+def run_page(facts: RunFacts) -> ReportPage:
     """Everything there is to see."""
-    page = ReportPage(f"{told.path.name}: {mapping(told.plan.get('model')).get('name', 'a run')}")
-    for text, look in _state(told):
+    page = ReportPage(f"{facts.path.name}: {mapping(facts.plan.get('model')).get('name', 'a run')}")
+    for text, look in _state(facts):
         page.say(text, look)
-    page.facts(_last_start(told))
-    page.tiles(_facts(told))
-    page.datasets["steps"] = _curves(told)
-    page.datasets["evaluations"] = [_finite(e, "step", "loss") for e in told.evaluations]
-    page.datasets["starts"] = [{"step": x["step"]} for x in told.lives[1:]]
-    each = -(-len(told.steps) // POINTS)
+    page.facts(_last_start(facts))
+    page.tiles(_facts(facts))
+    page.datasets["steps"] = _curves(facts)
+    page.datasets["evaluations"] = [_finite(e, "step", "loss") for e in facts.evaluations]
+    page.datasets["starts"] = [{"step": x["step"]} for x in facts.lives[1:]]
+    each = -(-len(facts.steps) // POINTS)
     mean = f"each point is the mean of {each} steps" if each > 1 else ""
-    _losses(page, told, mean)
-    _rates(page, told, mean)
-    _memory(page, told)
-    _times(page, told)
-    _faster(page, told)
-    _wear(page, told)
-    if told.sample:
+    _losses(page, facts, mean)
+    _rates(page, facts, mean)
+    _memory(page, facts)
+    _times(page, facts)
+    _faster(page, facts)
+    _wear(page, facts)
+    if facts.sample:
         page.text(
             "A sample of its text",
-            str(told.sample["text"]),
-            f"after step {told.sample['step']:,}, drawn at a temperature of 0.8; bold: the prompt",
-            bold=str(told.sample["prompt"]),
+            str(facts.sample["text"]),
+            f"after step {facts.sample['step']:,}, drawn at a temperature of 0.8; bold: the prompt",
+            bold=str(facts.sample["prompt"]),
         )
-    if told.config:
-        page.folded("Configuration", told.config)
+    if facts.config:
+        page.folded("Configuration", facts.config)
     return page
 
 
 # --- the head ------------------------------------------------------------------------------------
 
 
-def _state(told: RunFacts) -> Iterable[tuple[str, str]]:
+def _state(facts: RunFacts) -> Iterable[tuple[str, str]]:
     """How it ended, and what it ran on: (text, look)."""
-    done = max((s["step"] for s in told.steps), default=0)
-    of = f" of {told.num_steps:,}" if told.num_steps else ""
-    ended = told.lives[-1].get("ended") if told.lives else None
+    done = max((s["step"] for s in facts.steps), default=0)
+    of = f" of {facts.num_steps:,}" if facts.num_steps else ""
+    ended = facts.lives[-1].get("ended") if facts.lives else None
     if ended is None:
         yield f"{done:,}{of} steps; no end was told: it goes on, or was killed", "bad"
     elif ended.get("why"):
         yield f"ended after {done:,}{of} steps by an error: {ended['why']}", "bad"
     elif ended.get("stopped_early"):
         yield f"stopped early: {done:,}{of} steps; nothing got better any more", ""
-    elif told.num_steps and done < told.num_steps:
+    elif facts.num_steps and done < facts.num_steps:
         yield f"stopped after {done:,}{of} steps; --resume auto goes on", ""
     else:
         yield f"complete: {done:,}{of} steps", ""
-    losses = [s.get("loss") for s in told.steps]
+    losses = [s.get("loss") for s in facts.steps]
     if broken := sum(loss is not None and _number(loss) is None for loss in losses):
         yield f"the loss of {broken:,} steps is not finite, and not drawn", "bad"
-    if told.unsaved:
-        yield f"{told.unsaved:,} checkpoints were not saved", "bad"
-    if skipped := sum(bool(s.get("skipped")) for s in told.steps):
+    if facts.unsaved:
+        yield f"{facts.unsaved:,} checkpoints were not saved", "bad"
+    if skipped := sum(bool(s.get("skipped")) for s in facts.steps):
         yield f"{skipped:,} steps were skipped: their gradients were not finite", ""
     words = []
-    if told.ranks > 1:
-        words.append(f"{told.ranks} ranks; memory, waits and bytes are those of the first")
-    if len(told.lives) > 1:
-        words.append(f"started {len(told.lives)} times: grey lines are where it went on")
-    model = mapping(told.plan.get("model"))
+    if facts.ranks > 1:
+        words.append(f"{facts.ranks} ranks; memory, waits and bytes are those of the first")
+    if len(facts.lives) > 1:
+        words.append(f"started {len(facts.lives)} times: grey lines are where it went on")
+    model = mapping(facts.plan.get("model"))
     if "parameters" in model:
         words.insert(0, format_parameters(model["parameters"], model.get("active_parameters")))
-    if line := mapping(told.plan.get("schedule")).get("line"):
+    if line := mapping(facts.plan.get("schedule")).get("line"):
         words.append(str(line))
     if words:
         yield "; ".join(words), "soft"
 
 
-def _last_start(told: RunFacts) -> Iterable[tuple[str, str]]:
+def _last_start(facts: RunFacts) -> Iterable[tuple[str, str]]:
     """When, where and how it was started last: (name, value). Older runs do not record all."""
-    life = told.lives[-1] if told.lives else {}
+    life = facts.lives[-1] if facts.lives else {}
     if command := life.get("command"):
         yield "command", str(command)
     if time := life.get("time"):
@@ -221,19 +221,19 @@ def _last_start(told: RunFacts) -> Iterable[tuple[str, str]]:
         yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def _facts(told: RunFacts) -> Iterable[tuple[str, str, str]]:
+def _facts(facts: RunFacts) -> Iterable[tuple[str, str, str]]:
     """Tiles: (what, number, a word more)."""
-    losses, held_out = told.all_of("loss"), _numbers(told.evaluations, "loss")
+    losses, held_out = facts.all_of("loss"), _numbers(facts.evaluations, "loss")
     if losses:
-        last = _number(told.steps[-1].get("loss"))
+        last = _number(facts.steps[-1].get("loss"))
         shown = "not finite" if last is None else f"{last:.4f}"
         yield "loss of the last step", shown, f"{losses[0]:.4f} at first"
     if held_out:
         yield "held-out loss", f"{held_out[-1]:.4f}", f"{min(held_out):.4f} at best"
-    speeds, times = told.all_of("tokens_per_s"), told.all_of("step_s")
+    speeds, times = facts.all_of("tokens_per_s"), facts.all_of("step_s")
     if speeds:
         yield "tokens/s", f"{median(speeds):,.0f}", "median of steps"
-        share = model_flop_share(told.plan, median(speeds))
+        share = model_flop_share(facts.plan, median(speeds))
         if share is not None:
             yield "MFU", f"{100 * share[0]:.3g} %", share[1]
         yield (
@@ -241,12 +241,12 @@ def _facts(told: RunFacts) -> Iterable[tuple[str, str, str]]:
             format_duration(math.fsum(times)),
             f"{format_count(len(times))} steps",
         )
-    tokens = [s["tokens"] for s in told.steps if "tokens" in s]
+    tokens = [s["tokens"] for s in facts.steps if "tokens" in s]
     if tokens:
         yield "tokens", format_count(tokens[-1]), ""
-    peaks = told.all_of("memory", "peak")
+    peaks = facts.all_of("memory", "peak")
     if peaks:
-        tier, budget = _computes(told.plan)
+        tier, budget = _computes(facts.plan)
         more = f"of {format_size(budget)}, the budget" if budget else ""
         yield f"peak of {tier}", format_size(max(peaks)), more
 
@@ -267,8 +267,8 @@ def model_flop_share(plan: Mapping[str, Any], tokens_per_s: float) -> tuple[floa
     ranks = mapping(plan.get("ranks")).get("count", 1)
     shared = machine.get("gpus", 1) if machine.get("unified") else 1
     nominal = name in machine.get("nominal", ())
-    told = f"of {_flop_rate(rate)}, {'nominal' if nominal else 'measured'}"
-    return flop * tokens_per_s / ranks / (rate / shared), told
+    basis = f"of {_flop_rate(rate)}, {'nominal' if nominal else 'measured'}"
+    return flop * tokens_per_s / ranks / (rate / shared), basis
 
 
 def _flop_rate(rate: float) -> str:
@@ -278,11 +278,11 @@ def _flop_rate(rate: float) -> str:
 # --- curves --------------------------------------------------------------------------------------
 
 
-def _curves(told: RunFacts) -> list[dict[str, Any]]:
+def _curves(facts: RunFacts) -> list[dict[str, Any]]:
     """Rows for curves: means of as many steps that `POINTS` are enough; peaks are the largest."""
     rows = []
     written = read = 0.0
-    for part in _parts(told.steps, POINTS):
+    for part in _parts(facts.steps, POINTS):
         read += math.fsum(_numbers(part, "moved", "disk_read"))
         written += math.fsum(_numbers(part, "moved", "disk_write"))
         row = {
@@ -312,13 +312,13 @@ def _curve(
     **scale: Any,
 ) -> None:
     """One line over steps."""
-    told = tooltip(step=("step", ","), **{field: (unit, form)})
+    tip = tooltip(step=("step", ","), **{field: (unit, form)})
     if len({row[field] for row in page.datasets["steps"]}) == 1:
         scale["zero"] = True  # an axis from a value to itself has no ticks
     y = quantitative(field, unit, "~s" if form == "~s" else "", scale={"zero": False, **scale})
     line = {"mark": {"type": "line", "strokeWidth": 2, "point": len(page.datasets["steps"]) < 3},
             "encoding": {"x": _X, "y": y}}  # fmt: skip
-    layers = [*_starts(page), line, *more, hover("at", _X, told)]
+    layers = [*_starts(page), line, *more, hover("at", _X, tip)]
     page.chart(title, {"data": {"name": "steps"}, "layer": layers}, note)
 
 
@@ -330,7 +330,7 @@ def _starts(page: ReportPage) -> list[Spec]:
     return [{"data": {"name": "starts"}, "mark": mark, "encoding": {"x": _X}}]
 
 
-def _losses(page: ReportPage, told: RunFacts, mean: str) -> None:
+def _losses(page: ReportPage, facts: RunFacts, mean: str) -> None:
     y = quantitative("loss", "nats a token", scale={"zero": False})
     layers: list[Spec] = [
         *_starts(page),
@@ -346,8 +346,8 @@ def _losses(page: ReportPage, told: RunFacts, mean: str) -> None:
         )  # fmt: skip
     layers.append(hover("at", _X, tooltip(step=("step", ","), loss=("loss", ".4f"))))
     page.chart("Loss", {"data": {"name": "steps"}, "layer": layers}, mean)
-    norms = told.all_of("grad_norm")
-    factors = told.all_of("clip_factor")
+    norms = facts.all_of("grad_norm")
+    factors = facts.all_of("clip_factor")
     clipped = sum(factor < 1 for factor in factors)
     note = f"clipped in {clipped:,} of {len(factors):,} steps" if factors else ""
     wide = norms and min(norms) > 0 and max(norms) > 50 * min(norms)
@@ -356,14 +356,14 @@ def _losses(page: ReportPage, told: RunFacts, mean: str) -> None:
     _curve(page, "Learning rate", "lr", "learning rate", "~g", "")
 
 
-def _rates(page: ReportPage, told: RunFacts, mean: str) -> None:
+def _rates(page: ReportPage, facts: RunFacts, mean: str) -> None:
     notes = [mean] if mean else []
-    expected = mapping(told.plan.get("step")).get("tokens_per_s")
+    expected = mapping(facts.plan.get("step")).get("tokens_per_s")
     if expected:
         notes.append(f"the plan expected {expected:,.0f}")
-    flop = mapping(told.plan.get("model")).get("flop_per_token")
-    speeds = told.all_of("tokens_per_s")
-    share = model_flop_share(told.plan, median(speeds)) if speeds else None
+    flop = mapping(facts.plan.get("model")).get("flop_per_token")
+    speeds = facts.all_of("tokens_per_s")
+    share = model_flop_share(facts.plan, median(speeds)) if speeds else None
     if flop and share:
         reached = flop * median(speeds)
         notes.append(f"{_flop_rate(reached)} of the model: MFU {100 * share[0]:.3g} % {share[1]}")
@@ -380,15 +380,15 @@ def _computes(plan: Mapping[str, Any]) -> tuple[str, int | None]:
     return ("RAM", budget.get("host")) if unified else ("the device", budget.get("device"))
 
 
-def _memory(page: ReportPage, told: RunFacts) -> None:
+def _memory(page: ReportPage, facts: RunFacts) -> None:
     """Tiers as planned, with budgets and measured peaks."""
-    planned, (computes, budget) = mapping(told.plan.get("plan")), _computes(told.plan)
+    planned, (computes, budget) = mapping(facts.plan.get("plan")), _computes(facts.plan)
     unified = computes == "RAM"
-    peaks, process = told.all_of("memory", "peak"), told.all_of("memory", "process")
+    peaks, process = facts.all_of("memory", "peak"), facts.all_of("memory", "process")
     highest = {"RAM": max(peaks if unified else process, default=None),
                "device": None if unified else max(peaks, default=None)}  # fmt: skip
     bars, marks = [], []
-    for tier, parts in _planned_memory(told.plan, unified).items():
+    for tier, parts in _planned_memory(facts.plan, unified).items():
         limit = mapping(planned.get("budget")).get("host" if tier == "RAM" else tier)
         peak, used = highest.get(tier), sum(parts.values())
         full = max(limit or 0, used, peak or 0)
@@ -453,15 +453,15 @@ def _tiers(count: int) -> Spec:
     words = {"labelLimit": 90, "labelExpr": "split(datum.label, ', ')"}
     y = {"field": "tier", "type": "nominal", "title": None, "sort": None, "axis": words}
     x = quantitative("share", None, "%", scale={"domain": [0, 1]})
-    told = tooltip(tier=("tier", ""), what=("what", ""), size=("size", ""))
+    tip = tooltip(tier=("tier", ""), what=("what", ""), size=("size", ""))
     bars = {
         "data": {"name": "tiers"},
         "mark": {"type": "bar", "height": {"band": 0.5}},
         "encoding": {"y": y, "x": {**x, "stack": "zero"}, "color": {"field": "what", "sort": None},
-                     "tooltip": told},
+                     "tooltip": tip},
     }  # fmt: skip
-    told = tooltip(tier=("tier", ""), kind=("what", ""), size=("size", ""))
-    at = {"y": y, "x": x, "tooltip": told}
+    tip = tooltip(tier=("tier", ""), kind=("what", ""), size=("size", ""))
+    at = {"y": y, "x": x, "tooltip": tip}
     lines = {
         "data": {"name": "marks"},
         "mark": {"type": "tick", "thickness": 2, "height": {"band": 0.7}},
@@ -494,13 +494,13 @@ def _waits(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {_FREE: free} | {cause: s for cause, s in found.items() if s >= 5e-4 * whole}
 
 
-def _times(page: ReportPage, told: RunFacts) -> None:
+def _times(page: ReportPage, facts: RunFacts) -> None:
     """Where a step's time went."""
-    whole = _waits(told.steps)
+    whole = _waits(facts.steps)
     if not whole:
         return
     rows = []
-    for part in _parts(told.steps, BARS):
+    for part in _parts(facts.steps, BARS):
         waits = _waits(part)
         rows += [
             {"step": part[0]["step"], "to": part[-1]["step"] + 1, "what": _words(cause),
@@ -530,9 +530,9 @@ def _words(cause: str) -> str:
     return cause if cause == _FREE else f"wait: {cause.replace('_', ' ')}"
 
 
-def _faster(page: ReportPage, told: RunFacts) -> None:
+def _faster(page: ReportPage, facts: RunFacts) -> None:
     """What took the time, and what would take less of it."""
-    whole = _waits(told.steps)
+    whole = _waits(facts.steps)
     total = sum(whole.values())
     rows = [
         (f"{seconds / total:.1%}", _words(cause), "" if cause == _FREE else _remedy(cause))
@@ -541,7 +541,7 @@ def _faster(page: ReportPage, told: RunFacts) -> None:
     if rows:
         waited = 1 - whole[_FREE] / total
         note = f"a step takes {format_duration(total)}, {waited:.1%} of it waits"
-        step = mapping(told.plan.get("step"))
+        step = mapping(facts.plan.get("step"))
         if {"seconds", "binds"} <= set(step):
             binds = str(step["binds"]).replace("_", " ")
             note += f"; the plan expected {format_duration(step['seconds'])}, and {binds} to bind"
@@ -552,7 +552,7 @@ def _faster(page: ReportPage, told: RunFacts) -> None:
             way["what"] + ("; another training" if way["changes_batch"] else ""),
             way["how"] or "hardware",
         )
-        for way in told.plan.get("faster") or ()
+        for way in facts.plan.get("faster") or ()
         if {"speed_up", "what", "changes_batch", "how"} <= set(mapping(way))
     ]
     if ways:
@@ -563,17 +563,17 @@ def _remedy(cause: str) -> str:
     return f"{STALLS[cause].meaning}; helps: {STALLS[cause].remedy}".replace("`", "")
 
 
-def _wear(page: ReportPage, told: RunFacts) -> None:
+def _wear(page: ReportPage, facts: RunFacts) -> None:
     """What the drives had to do."""
-    written = math.fsum(_numbers(told.steps, "moved", "disk_write"))
-    read = math.fsum(_numbers(told.steps, "moved", "disk_read"))
+    written = math.fsum(_numbers(facts.steps, "moved", "disk_write"))
+    read = math.fsum(_numbers(facts.steps, "moved", "disk_read"))
     if not written and not read:
         return
-    ranks = f" by each of {told.ranks} ranks" if told.ranks > 1 else ""
+    ranks = f" by each of {facts.ranks} ranks" if facts.ranks > 1 else ""
     note = f"{format_size(int(read))} read and {format_size(int(written))} written{ranks}"
-    wear, seconds = mapping(told.plan.get("wear")), math.fsum(told.all_of("step_s"))
+    wear, seconds = mapping(facts.plan.get("wear")), math.fsum(facts.all_of("step_s"))
     if written and wear.get("rated_bytes") and seconds:
-        share = written * told.ranks / wear["rated_bytes"]
+        share = written * facts.ranks / wear["rated_bytes"]
         days = seconds / share / 86400
         note += (
             f": {100 * share:.2g} % of the {wear['rated_bytes'] / 1e12:,.4g} TB that a drive is "

@@ -56,9 +56,9 @@ def trace_page(shares: Shares, only: StepShares | None = None) -> ReportPage:
     y: Spec = {"field": "track", "type": "nominal", "sort": None, "title": None}
     y["axis"] = {"labelLimit": 0}
     x = quantitative("share", None, "%", scale={"domain": [0, 1]})
-    told = tooltip(track=("", ""), share=("busy", ".1%"))
+    tip = tooltip(track=("", ""), share=("busy", ".1%"))
     bars = {"data": {"name": "busy"}, "mark": "bar", "height": _ROW * len(shown)}
-    page.chart("Busy", {**bars, "encoding": {"y": y, "x": x, "tooltip": told}}, "share of the time")
+    page.chart("Busy", {**bars, "encoding": {"y": y, "x": x, "tooltip": tip}}, "share of the time")
     page.table("Longest waits", [_stall(stall) for stall in data["largest_stalls"]])
     page.table("Steps", [_of_step(step) for step in steps[:20]])
     return page
@@ -132,7 +132,7 @@ def _timeline(page: ReportPage, drawn: list[StepShares]) -> None:
     names = [_track(track) for track in TRACKS]
     rows = page.datasets["slices"]
     shown = [name for name in dict.fromkeys(names) if any(row["track"] == name for row in rows)]
-    told = tooltip(what=("what", ""), unit=("unit", ""), took=("took", ""), queued=("queued", ""),
+    tip = tooltip(what=("what", ""), unit=("unit", ""), took=("took", ""), queued=("queued", ""),
                    size=("bytes", ""))  # fmt: skip
     tracks: Spec = {
         "data": {"name": "slices"},
@@ -146,7 +146,7 @@ def _timeline(page: ReportPage, drawn: list[StepShares]) -> None:
                   "axis": {**extent, "grid": True}},
             "color": {"field": "what", "sort": None, "legend": legend},
             "stroke": {"field": "what", "sort": None, "legend": legend},  # a line where it is short
-            "tooltip": told,
+            "tooltip": tip,
         },
     }  # fmt: skip
     page.chart(

@@ -57,7 +57,7 @@ def explain(
         )
     found: dict[tuple[int | str, ...], list[str]] = {}
     for detail in error.errors(include_url=False):
-        # Reported above; and a default that waits for another value fails only because that one did.
+        # Reported above; and a default that depends on another value fails only with that one.
         is_foreign = detail["type"] == "extra_forbidden" and detail["loc"][0] in foreign
         if not is_foreign and detail["type"] != "default_factory_not_called":
             if detail["loc"] and _ALTERNATIVE.fullmatch(str(detail["loc"][-1])):

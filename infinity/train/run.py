@@ -552,8 +552,8 @@ class Run:
         checkpoint = latest(directory.checkpoints)
         instead = f"; or --resume {checkpoint}, and lose the steps since" if checkpoint else ""
         return ConfigError(
-            f"the run in {directory.path} did {num_recorded} steps with engine.durable=true, and keeps "
-            f"its state below engine.nvme_path={given}; here engine.durable is false",
+            f"the run in {directory.path} did {num_recorded} steps with engine.durable=true, and "
+            f"keeps its state below engine.nvme_path={given}; here engine.durable is false",
             because="--resume auto goes on from the last committed step, or not at all",
             remedy=f"engine.durable=true engine.nvme_path={given}{instead}; a new run needs "
             "another run_dir=...",

@@ -1,28 +1,28 @@
-"""Modules whose parameters are stacks of experts, and how they read a range of them.
+"""Modules whose parameters are stacks of experts, and how they compute a range of them.
 
 [Note: stacks]
 A layer's experts are often a few parameters with one row an expert: `down_proj (E, H, I)`. A module
-names them in its attribute `infinity_stacks`, and its forward asks `stack_ranges` for them. Then an
-engine may cut them into units of a few experts each, which is placement: the module computes range
-after range, in order, whatever the ranges are. To read such a parameter whole, by its attribute,
-during a call is an error. The rows of an expert are updated and summed for the norm by themselves,
-so neither shows how many travel together.
+names them in its attribute `infinity_stacks`, and its forward hands the computation of some experts
+to `compute_ranges`. Then an engine may cut them into units of a few experts each, which is
+placement: range after range is computed, in order, whatever the ranges are. To read such a
+parameter whole, by its attribute, during a call is an error. The rows of an expert are updated and
+summed for the norm by themselves, so neither shows how many travel together.
 
 >>> class Experts(nn.Module):
 ...     infinity_stacks = ("up", "down")
 ...     def forward(self, x, expert):  # expert: of each row of x, sorted
 ...         counts = torch.bincount(expert, minlength=len(self.up)).tolist()
-...         parts = []
-...         for rows in stack_ranges(self, counts):
-...             at = slice(sum(counts[: rows.first]), sum(counts[: rows.end]))
-...             parts.append(my_grouped_matmul(x[at], rows["up"], rows["down"], counts[...]))
-...         return torch.cat(parts)
+...         return compute_ranges(self, my_grouped_matmul, counts, x)
+...
+... def my_grouped_matmul(experts, x):  # the rows of x of these experts
+...     up, down, counts = experts["up"], experts["down"], experts.counts
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from infinity.errors import ConfigError
 from infinity.model.shapes import Outline
@@ -31,17 +31,23 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 ATTRIBUTE = "infinity_stacks"
-_LENDER = "_infinity_ranges"
+_COMPUTER = "_infinity_ranges"
 
 
 class StackRange:
-    """Experts from `first` to before `end`; index it by a parameter's name for their rows."""
+    """Experts from `first` to before `end`; index it by a parameter's name for their rows.
 
-    __slots__ = ("_read", "end", "first")
+    `counts` are the numbers of rows of each of them.
+    """
 
-    def __init__(self, first: int, end: int, read: Callable[[str], Tensor]) -> None:
+    __slots__ = ("_read", "counts", "end", "first")
+
+    def __init__(
+        self, first: int, end: int, counts: Sequence[int], read: Callable[[str], Tensor]
+    ) -> None:
         self.first = first
         self.end = end
+        self.counts = counts[first:end]
         self._read = read
 
     def __getitem__(self, name: str) -> Tensor:
@@ -49,30 +55,75 @@ class StackRange:
         return self._read(name)
 
 
-Lender = Callable[[Sequence[int] | None], Iterator[StackRange]]
+class Bounds(Protocol):
+    """Experts from `first` to before `end`."""
+
+    @property
+    def first(self) -> int:
+        """The first expert."""
+
+    @property
+    def end(self) -> int:
+        """The one behind the last."""
 
 
-def stack_ranges(module: nn.Module, counts: Sequence[int] | None = None) -> Iterator[StackRange]:
-    """Yield the ranges of experts of a module, in order; without an engine there is one.
+Compute = Callable[..., "Tensor"]  # of a range, and the rows of its experts
+Computer = Callable[["RangeCall"], "Tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class RangeCall:
+    """The arguments of `compute_ranges`."""
+
+    compute: Compute
+    counts: Sequence[int]
+    rows: tuple[Tensor | None, ...]
+
+    def rows_of(self, experts: Bounds) -> int:
+        """Return the number of rows of some experts."""
+        return sum(self.counts[experts.first : experts.end])
+
+    def split(self, ranges: Sequence[Bounds]) -> list[tuple[Any, ...]]:
+        """Return for each range of experts its rows of each tensor.
+
+        Ranges that are left out have no rows. Gradients of what is split are put together once.
+        """
+        sizes = [self.rows_of(one) for one in ranges]
+        rows: tuple[Any, ...] = self.rows
+        each = [[None] * len(sizes) if t is None else t.split(sizes) for t in rows]
+        return [*zip(*each, strict=True)]
+
+
+def compute_ranges(
+    module: nn.Module, compute: Compute, counts: Sequence[int], *rows: Tensor | None
+) -> Tensor:
+    """Compute a module's experts range by range; without an engine there is one range.
 
     Args:
         module: The module, with `infinity_stacks`.
-        counts: Tokens of each expert. Ranges without any, on all ranks, are left out.
+        compute: Called with a `StackRange` and the rows of its experts in each of `rows`; returns a
+            tensor with as many rows. It may be called again in backward, and uses no other tensors
+            that need a gradient.
+        counts: Rows of each expert. Ranges without any, on all ranks, are left out.
+        rows: Tensors with a row for each token and expert, sorted by expert; None is passed on.
+
+    Returns:
+        The results, one after the other.
     """
-    lender: Lender | None = vars(module).get(_LENDER)
-    if lender is not None:
-        yield from lender(counts)
-        return
-    names = stacks_of(module)
-    yield StackRange(0, len(getattr(module, names[0])), lambda name: getattr(module, name))
+    call = RangeCall(compute, counts, rows)
+    computer: Computer | None = vars(module).get(_COMPUTER)
+    if computer is not None:
+        return computer(call)
+    count = len(getattr(module, stacks_of(module)[0]))
+    return compute(StackRange(0, count, counts, lambda name: getattr(module, name)), *rows)
 
 
-def lend_ranges(module: nn.Module, lender: Lender | None) -> None:
-    """Set what `stack_ranges` yields for a module, or with None reset it."""
-    if lender is None:
-        vars(module).pop(_LENDER, None)
+def set_computer(module: nn.Module, computer: Computer | None) -> None:
+    """Set what computes a module's `compute_ranges`, or with None reset it."""
+    if computer is None:
+        vars(module).pop(_COMPUTER, None)
     else:
-        vars(module)[_LENDER] = lender
+        vars(module)[_COMPUTER] = computer
 
 
 def stacks_of(module: nn.Module | Outline) -> tuple[str, ...]:

@@ -154,7 +154,8 @@ def end_checkpoints(error: BaseException) -> None:
 
 
 def saved_by_checkpoint() -> bool:
-    """Whether the pack hook that this is called by was called for an input of a checkpoint.
+    """Whether the pack hook that this is called by was called for an input of a checkpoint, or of
+    slices that share ranges, which are recomputed too.
 
     The caller of the hook is the checkpoint then, or `Function.apply` on its behalf; in between
     stand only frames of ours.
@@ -165,6 +166,8 @@ def saved_by_checkpoint() -> bool:
         frame = frame.f_back
     if frame.f_code.co_filename == torch.autograd.function.__file__ and frame.f_back is not None:
         frame = frame.f_back
+    if frame.f_globals.get("__name__") == "infinity.offload.shared_ranges":
+        return True
     return frame.f_code.co_filename == torch.utils.checkpoint.__file__
 
 

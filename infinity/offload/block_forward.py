@@ -30,7 +30,8 @@ from infinity.model.parameters import ParameterMap
 from infinity.model.partitioner import UnitModules
 from infinity.model.torch_private import inside_backward, same_flat_weights
 from infinity.offload.hooks import Hooks
-from infinity.offload.slice_sums import SlicedCall, SliceSums
+from infinity.offload.shared_ranges import SharedSlices, hands_out_tensors
+from infinity.offload.slice_sums import SlicedCall
 from infinity.plan.activations import SavedPlan
 
 # A block's forward, compiled by torch, while its weights come and go.
@@ -210,17 +211,25 @@ class Slicer:
         self,
         module: nn.Module,
         plain: Forward,
+        unit: int,
         cut: UnitModules,
         count: int,
-        sums: SliceSums,
+        owner: UnitForwards,
+        hooks: Hooks,
     ) -> None:
         self._module = module
         self._own = frozenset(cut.parameters)
-        self._sums = sums
+        self._unit = unit
+        self._owner = owner
+        self._hooks = hooks
+        self._sums = hooks.sums
         self._plain = plain
         self._name = cut.name
+        stacks = hooks.prefetcher.plan.shared_stacks
+        self._shares = any(f"{path}.".startswith(f"{cut.name}.") for path in stacks)
         self._count = count
-        self._tried: set[object] = set()
+        # Why slices cannot pass ranges of experts together, by the kind of call; "" if they can.
+        self._tried: dict[object, str] = {}
         for path, part in module.named_modules():
             if getattr(part, "batch_first", True) is False:
                 raise self._refusal(
@@ -255,10 +264,12 @@ class Slicer:
         before: dict[tuple[int, str], Tensor] | None = None
         if (kind := (self._module.training, *sliced)) not in self._tried:
             before = self._attributes()
-            self._try_out(shape, tensors, sliced, size)
-            self._tried.add(kind)
+            self._tried[kind] = self._try_out(shape, tensors, sliced, size)
         results: list[list[Tensor]] = [[] for _ in calls]
         forms: list[Any] = [None] * len(calls)
+        if self._shares and self._may_share(self._tried[kind]):
+            forms, results = self._shared(shape, calls)
+            return self._joined(forms, results, rows, size)
         call = SlicedCall(self._sums, self._own)
         for number in reversed(range(len(calls))):  # backward finds them the other way round
             with call.slice(number), same_flat_weights(self._module):
@@ -267,6 +278,39 @@ class Slicer:
         if before is not None:
             self._check_left(before)
         return self._joined(forms, results, rows, size)
+
+    def _may_share(self, why_not: str) -> bool:
+        """Return True if slices can pass ranges together; warn if they should and cannot."""
+        if hands_out_tensors(self._module):
+            why_not = "hooks take tensors out of it (output_router_logits=True does that)"
+        if why_not:
+            self._owner.warn_once(
+                "ranges",
+                f"slices of block {self._name!r} read each range of experts anew, more than was "
+                f"planned, since they cannot run several times to share it: {why_not}",
+            )
+        return not why_not
+
+    def _shared(
+        self, shape: Any, calls: list[list[Tensor]]
+    ) -> tuple[list[Any], list[list[Tensor]]]:
+        """Run slices that pass ranges of experts together; see `shared_ranges.py`."""
+
+        def run(tensors: Sequence[Tensor]) -> Any:
+            self._owner.inside += 1
+            try:
+                with same_flat_weights(self._module):
+                    return _run_once(self._plain, self._name, shape, tensors)
+            finally:
+                self._owner.inside -= 1
+
+        call = SlicedCall(self._sums, self._own, apart=True)
+        shared = SharedSlices(
+            self._hooks, self._unit, self._module, shape, run, take_apart, call, calls,
+            self._refusal, self._owner.count_again,
+        )  # fmt: skip
+        results = shared.compute()
+        return shared.forms, results
 
     def _check_left(self, before: Mapping[tuple[int, str], Tensor]) -> None:
         for place, tensor in self._attributes().items():
@@ -315,17 +359,22 @@ class Slicer:
 
     def _try_out(
         self, shape: Any, tensors: Sequence[Tensor], sliced: Sequence[bool], size: int
-    ) -> None:
+    ) -> str:
         """Raise if slices compute something else beside one another than alone: as in evaluation,
         where dropout hides nothing, and as it is.
+
+        Returns why slices cannot pass ranges of experts together, or "".
         """
-        for training in {False, self._module.training}:
-            self._try_out_as(training, shape, tensors, sliced, size)
+        found = ""
+        for training in sorted({False, self._module.training}):
+            found = self._try_out_as(training, shape, tensors, sliced, size)
+        return found
 
     def _try_out_as(
         self, training: bool, shape: Any, tensors: Sequence[Tensor], sliced: Sequence[bool],
         size: int,
-    ) -> None:  # fmt: skip
+    ) -> str:  # fmt: skip
+        before = self._hooks.range_calls
         gpus = {t.get_device() for t in tensors if t.is_cuda}
         runs, alone = Rerun([*self._module.modules()]), self._undisturbed(training)
         with torch.no_grad(), torch.random.fork_rng(gpus), runs.again(), alone:
@@ -353,6 +402,10 @@ class Slicer:
                     f"{size} samples give other results in a larger batch",
                     "its samples see one another, or its first dimension is not the batch",
                 )
+        num_calls = (self._hooks.range_calls - before) // 3
+        if random:
+            return "it draws random numbers (dropout)"
+        return "" if num_calls == 1 else f"it calls experts {num_calls} times"
 
     @contextmanager
     def _undisturbed(self, training: bool) -> Iterator[None]:
@@ -500,6 +553,10 @@ class UnitForwards:
         """Blocks that are, or will be, compiled."""
         return sum(block.compiled is not None for block in self._blocks)
 
+    def count_again(self) -> None:
+        """Count a slice that is computed again."""
+        self.recomputed += 1
+
     def warn_once(self, of: str, text: str) -> None:
         """Warn, the first time `of` this."""
         if of not in self._said:
@@ -540,7 +597,7 @@ class _Block:
         self._own: Callable[..., Any] = module.forward
         self._slicer = None
         if plan.slices > 1:
-            self._slicer = Slicer(module, self._own, cut, plan.slices, hooks.sums)
+            self._slicer = Slicer(module, self._own, unit, cut, plan.slices, owner, hooks)
         self._replaced = module.__dict__.get("forward")
 
         @functools.wraps(self._own)

@@ -7,12 +7,12 @@ parameter, always offloaded: its values are read and written by way of its rows
 
 A range that no token was sent to is left out: nothing is fetched, computed or saved, and its
 gradient is zero (`GradientStore.complete`), as that of such experts is in plain torch. Ranks use a
-range if one of them does.
+range if one of them does. Slices of a block pass its ranges together: `shared_ranges.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from infinity.distributed.context import DistContext
 from infinity.errors import ResidencyError
 from infinity.model.partitioner import Rows
-from infinity.model.stacks import StackRange, lend_ranges
+from infinity.model.stacks import RangeCall, StackRange, set_computer
 from infinity.offload.hooks import Hooks
 
 
@@ -29,46 +29,45 @@ def _nothing() -> None:
     """Begin or end a call of a module of experts."""
 
 
-class ExpertRanges:
-    """Answers `stack_ranges` for the modules of one engine."""
+class Experts:
+    """One module of experts; computes its `compute_ranges`."""
 
     def __init__(
-        self,
-        hooks: Hooks,
-        rows: Sequence[Rows],
-        parameters: Sequence[nn.Parameter],
-        ranks: DistContext,
+        self, hooks: Hooks, rows: list[Rows], parameters: Sequence[nn.Parameter], ranks: DistContext
     ) -> None:
+        self.module = rows[0].stacks.module
         self._hooks = hooks
+        self._rows = rows
         self._parameters = parameters
         self._ranks = ranks
-        by_module: dict[str, list[Rows]] = {}
-        for one in rows:
-            by_module.setdefault(one.stacks.path, []).append(one)
-        self._modules = [found[0].stacks.module for found in by_module.values()]
-        for module, found in zip(self._modules, by_module.values(), strict=True):
-            lend_ranges(module, partial(self._lend, found))
-            # A checkpoint inside the layer would keep all ranges that it computes again.
-            hooks.watch_root(module, _nothing, _nothing)
+        set_computer(self.module, self._compute)
+        # A checkpoint inside the layer would keep all ranges that it computes again.
+        hooks.watch_root(self.module, _nothing, _nothing)
 
-    def remove(self) -> None:
-        """Leave the modules as they were."""
-        for module in self._modules:
-            lend_ranges(module, None)
-        self._modules = []
+    def _compute(self, call: RangeCall) -> Tensor:
+        self._hooks.range_calls += 1
+        if self._hooks.computer is not None:
+            return self._hooks.computer(self, call)
+        used = self.used([call.counts])
+        each = zip(used, call.split(used), strict=True)
+        return torch.cat([call.compute(self.lend(one, call), *rows) for one, rows in each])
 
-    def _lend(self, rows: Sequence[Rows], counts: Sequence[int] | None) -> Iterator[StackRange]:
-        wanted = [counts is None or any(counts[one.first : one.end]) for one in rows]
+    def used(self, counts: Sequence[Sequence[int]]) -> list[Rows]:
+        """Return the ranges that any of these calls, here or on another rank, has tokens for."""
+        wanted = [any(any(c[one.first : one.end]) for c in counts) for one in self._rows]
         if self._ranks.count > 1:
             with self._ranks.propagate_errors("routes tokens to experts"):
-                self._ranks.synchronize(f"routes tokens to {rows[0].stacks.path}")
+                self._ranks.synchronize(f"routes tokens to {self._rows[0].stacks.path}")
                 flags = torch.tensor(wanted, dtype=torch.uint8, device="cpu")
                 wanted = self._ranks.gather(flags).any(0).tolist()
-        for one, is_wanted in zip(rows, wanted, strict=True):
-            if is_wanted:
-                yield StackRange(one.first, one.end, partial(self._read, one))
+        return [one for one, is_wanted in zip(self._rows, wanted, strict=True) if is_wanted]
 
-    def _read(self, rows: Rows, name: str) -> Tensor:
+    def lend(self, rows: Rows, call: RangeCall) -> StackRange:
+        """Return a range as the module's function of a range sees it."""
+        return StackRange(rows.first, rows.end, call.counts, partial(self.read, rows))
+
+    def read(self, rows: Rows, name: str) -> Tensor:
+        """Fetch a range, and return its rows of a stack."""
         origins = dict(rows.stacks.members)
         materialized_now = [origin in self._hooks.materialized_now for origin in origins.values()]
         stack = self._parameters[origins[name]]
@@ -83,3 +82,25 @@ class ExpertRanges:
         parameter = self._parameters[rows.parameters[name]]
         parameter.requires_grad = stack.requires_grad
         return self._hooks.touch(parameter)
+
+
+class ExpertRanges:
+    """The modules of one engine whose experts travel in ranges."""
+
+    def __init__(
+        self,
+        hooks: Hooks,
+        rows: Sequence[Rows],
+        parameters: Sequence[nn.Parameter],
+        ranks: DistContext,
+    ) -> None:
+        by_module: dict[str, list[Rows]] = {}
+        for one in rows:
+            by_module.setdefault(one.stacks.path, []).append(one)
+        self._modules = [Experts(hooks, found, parameters, ranks) for found in by_module.values()]
+
+    def remove(self) -> None:
+        """Leave the modules as they were."""
+        for experts in self._modules:
+            set_computer(experts.module, None)
+        self._modules = []

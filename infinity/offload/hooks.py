@@ -87,6 +87,8 @@ class Hooks:
         self.watch = watch
         self.gradients = gradients
         self.sums = SliceSums()
+        self.range_calls = 0  # of experts, since the start
+        self.computer: Callable[..., Tensor] | None = None  # of these, while slices share ranges
         self.saved = SavedTensors(prefetcher, gradients.expect, self._backward, activations)
         self.materialized_now = materialized_now
         self.write_edits = write_edits
@@ -150,7 +152,7 @@ class Hooks:
                 "call, and its experts travel in ranges",
                 because="the module computes with another implementation of its experts than it "
                 "did at initialize(), or something else computes with its weights",
-                remedy="read ranges of it: infinity.model.stacks.stack_ranges; or in "
+                remedy="compute ranges of it: infinity.model.stacks.compute_ranges; or in "
                 "engine.materialized(module)",
             )
         return parameter
@@ -389,20 +391,37 @@ class Hooks:
                         remedy="take that hook away: the engine updates in step()",
                     )
                 return
-            self.prefetcher.await_consumed(unit)
-            self.window.arrived += 1
-            if self.window.divisor != 1:
-                gradient = gradient.detach() / self.window.divisor
-            self.gradients.receive(index, gradient)
-            del gradient
-            self.watch.at(unit, "backward")
-            self.prefetcher.poll()
-            if self.saved.activations is not None:
-                self.saved.activations.poll()
-            if self.saved.timeline is not None:
-                self.saved.timeline.backward(unit, arrived=True)
+            self.receive(index, gradient)
 
         return hook
+
+    def receive(self, index: int, gradient: Tensor) -> None:
+        """Take a parameter's gradient from a backward."""
+        unit = self._unit_of[index]
+        self.prefetcher.await_consumed(unit)
+        self.window.arrived += 1
+        if self.window.divisor != 1:
+            gradient = gradient.detach() / self.window.divisor
+        self.gradients.receive(index, gradient)
+        del gradient
+        self.watch.at(unit, "backward")
+        self.prefetcher.poll()
+        if self.saved.activations is not None:
+            self.saved.activations.poll()
+        if self.saved.timeline is not None:
+            self.saved.timeline.backward(unit, arrived=True)
+
+    def expect(self, indices: Mapping[str, int]) -> None:
+        """Start to read the saved gradients of a unit, by its parameters."""
+        for unit in {self._unit_of[index] for index in indices.values()}:
+            self.gradients.expect(unit)
+
+    def trained_of(self, module: nn.Module) -> dict[int, nn.Parameter]:
+        """Return a module's parameters that need a gradient, by index, without stacks that are
+        cut.
+        """
+        found = ((self._index_of.get(id(p)), p) for p in module.parameters())
+        return {index: p for index, p in found if index is not None and p.requires_grad}
 
     def mark(self, *, backward: bool = False) -> HookMark:
         """Where all stacks are now, for `restore`; a forward or a backward begins."""

@@ -46,12 +46,14 @@ class SlicedCall:
     """One call of a block in slices: what reads its parameters, and their gradients' sums.
 
     A slice has one tap of each of the block's `own` parameters. One of another unit's (experts,
-    tied weights) is made each time: kept, it would keep that unit in its slot.
+    tied weights) is made each time: kept, it would keep that unit in its slot. Taps that are
+    `apart` belong to a backward inside another: they do not lead to the parameter.
     """
 
-    def __init__(self, sums: SliceSums, own: Collection[int]) -> None:
+    def __init__(self, sums: SliceSums, own: Collection[int], *, apart: bool = False) -> None:
         self._sums = sums
         self._own = own
+        self._apart = apart
         self._number = 0  # of the slice under way
         self._taps: dict[int, Tensor] = {}  # by parameter, of that slice
         self._readers: dict[int, list[Reader]] = {}  # by parameter
@@ -78,11 +80,17 @@ class SlicedCall:
             readers = self._readers.setdefault(index, [])
             reader = self._number, len(readers)
             readers.append(reader)
-            tap = _Tap.apply(parameter, self, index, reader)  # type: ignore[no-untyped-call]
+            source = parameter.detach().requires_grad_() if self._apart else parameter
+            tap = _Tap.apply(source, self, index, reader)  # type: ignore[no-untyped-call]
             if index in self._own:
                 self._taps[index] = tap
         found: Tensor = tap
         return found
+
+    @property
+    def parameters(self) -> set[int]:
+        """Parameters that were read."""
+        return set(self._readers)
 
     def add(self, index: int, reader: Reader, gradient: Tensor) -> None:
         """One tap's gradient; it is added when those before it are."""

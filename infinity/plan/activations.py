@@ -11,7 +11,9 @@ a *gated perceptron* also keeps what leaves its activation function (its inner s
 matrices: gate, up, down), and an *RMS norm*, a weight without a bias, computes in fp32 and keeps
 its input in that, and a norm inside heads its output as well. A block that is recomputed keeps
 its input, and one such block at a time keeps everything, of one slice of the batch where it runs in
-slices. The first blocks are recomputed and the last ones keep: what is kept last goes first, and is
+slices; but what goes to experts in ranges, and comes back, of all slices, which pass them together
+(`offload/shared_ranges.py`), with gradients: four rows of the block's width an expert of a token.
+The first blocks are recomputed and the last ones keep: what is kept last goes first, and is
 gone when the first recomputed block runs again.
 
 *Adapted stacks.* peft adds the product of an adapter to a frozen stack of experts in each forward:
@@ -56,6 +58,7 @@ _ATTENTION = ("attn", "attention", "qkv", "q_proj", "query")
 CHUNK_TOKENS = 1024  # as `losses.CHUNK_TOKENS`, which needs torch
 LOGIT_BYTES = 3 * 4
 _SUM_BYTES = 4  # what gradients of chunks are added in
+_PASSED = 4  # rows that are sent to experts and come from them, and the gradients of both
 _NORM_BYTES = 4  # what an RMS norm computes in
 
 
@@ -95,6 +98,7 @@ class _BlockShape:
     gradients: int
     summed: int  # gradients in fp32, as slices are summed
     stacks: tuple[int, ...]  # bytes of those that adapters are added to
+    ranges: float  # what goes to and comes from experts in ranges, with gradients
 
 
 class ActivationModel:
@@ -141,7 +145,11 @@ class ActivationModel:
                 continue  # its module has been seen
             if len(segment.shape) < 2 or segment.origin not in heads:
                 modules.setdefault(_parent(segment), []).append(segment)
+        ranges = 0.0
         for module in modules.values():
+            if any(s.is_rows for s in module):
+                sent = max(passes(s, shares, s.full_shape) for s in module)
+                ranges += _PASSED * sent * width * itemsize
             share = max(passes(s, shares, s.full_shape) for s in module)
             gate, widest = _gate_and_widest(module, width)
             saved += share * gate * itemsize + _of_norms(module, itemsize)
@@ -154,6 +162,7 @@ class ActivationModel:
             gradients=max(unit.trained_bytes for unit in block),
             summed=max(_summed_bytes(unit) for unit in block),
             stacks=tuple(numel * itemsize for numel in _adapted_stacks(matrices)),
+            ranges=ranges,
         )
 
     def of(
@@ -176,7 +185,8 @@ class ActivationModel:
             is_again = recompute == "all" or (block.is_block and num_again > 0)
             num_again -= block.is_block
             if is_again:
-                again = max(again, int(block.saved * part) + sum(block.stacks))
+                passed = int(block.ranges * tokens) if slices > 1 else 0
+                again = max(again, int(block.saved * part) + sum(block.stacks) + passed)
                 boundaries += tokens * block.width
             else:
                 saved += int(block.saved * tokens) + sum(block.stacks)
@@ -284,6 +294,19 @@ def recomputed(units: Sequence[UnitLayout], recompute: Recompute) -> list[UnitLa
     if recompute == "all":
         return [unit for block in blocks for unit in block] or list(units)
     return [unit for block in blocks[:recompute] for unit in block]
+
+
+def sharing(
+    units: Sequence[UnitLayout], stacks: Collection[str]
+) -> tuple[list[UnitLayout], list[UnitLayout]]:
+    """Return the units of blocks whose slices pass these stacks together: own ones, and ranges."""
+    own: list[UnitLayout] = []
+    ranges: list[UnitLayout] = []
+    for block in _blocks(units) if stacks else ():
+        if any(u.is_range and u.name.rpartition("[")[0] in stacks for u in block):
+            ranges += (u for u in block if u.is_range)
+            own += (u for u in block if not u.is_range)
+    return own, ranges
 
 
 def num_blocks(units: Sequence[UnitLayout]) -> int:

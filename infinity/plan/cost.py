@@ -44,12 +44,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from infinity.config.schema import Recompute
 from infinity.plan.access_order import guess_cycle
-from infinity.plan.activations import attending_width, passes, recomputed
+from infinity.plan.activations import attending_width, passes, recomputed, sharing
 from infinity.plan.forecast import PhaseBytes, counted_phases, disk_of_pass, forecast_phases
 from infinity.plan.layout import Segment, UnitLayout
 from infinity.plan.plan import (
@@ -407,11 +407,12 @@ class _Pricing:
         self.rates = rates
         self.work = work
         self.trained = plan.num_trained
-        self._elements = self._again = _NONE  # the latter of what is recomputed
+        self._elements = _NONE
+        self._again = _NONE, _NONE  # what a forward, and a backward, computes once more
         self._ends: tuple[int, int] | None = None
         if work is not None:
             self._elements = _elements(plan.units, work)
-            self._again = _elements(recomputed(plan.units, work.recompute), work)
+            self._again = _again(plan, work)
             order = dict.fromkeys(cycle or guess_cycle(len(plan.units), backward=True))
             updated = [unit for unit in order if plan.units[unit].numel]
             self._ends = (updated[0], updated[-1]) if updated else None
@@ -469,7 +470,7 @@ class _Pricing:
         if plan.ranks > 1:
             links = ((moved[name], getattr(rates, name)) for name in (*LINKS, BETWEEN_HOSTS))
             resources["link"] = sum(nbytes / rate for nbytes, rate in links if rate)
-        again = self._again if phase.backward else _NONE
+        again = self._again[phase.backward]
         compute = self._compute_s(phase, self._elements, again)
         update = beside = on_device = 0.0
         if phase.has_update:
@@ -560,6 +561,21 @@ def _elements(
             sides -= segment.shape[0]
     attended = attending_width(units)
     return _Elements(matrices, trained, quantised, all_elements, sides, attended, logits)
+
+
+def _again(plan: Plan, work: StepWork) -> tuple[_Elements, _Elements]:
+    """Return the elements that a forward computes twice, and a backward before its products.
+
+    Slices that pass ranges of experts together compute their blocks several times, see
+    `offload/shared_ranges.py`: ranges twice in backward, all else twice in forward and three times
+    in backward.
+    """
+    own, ranges = sharing(plan.units, plan.shared_stacks)
+    several = {unit.index for unit in (*own, *ranges)}
+    others = [u for u in recomputed(plan.units, work.recompute) if u.index not in several]
+    once = _elements(own, work)
+    parts = [_elements(others, work), once, once, once, *[_elements(ranges, work)] * 2]
+    return once, _Elements(*map(sum, zip(*map(astuple, parts), strict=True)))
 
 
 def _over(amount: float, rate: float | None) -> float:

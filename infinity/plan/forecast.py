@@ -82,10 +82,10 @@ def forecast_phases(
 def _repeats(plan: Plan) -> tuple[int, int]:
     """Return how often more than once a forward, and a backward, passes a layer's ranges.
 
-    Ranges of experts are passed by each slice, in a recomputation too.
+    A recomputation passes them too. Slices do it together, and blocks with ranges are recomputed
+    then: see `offload/shared_ranges.py`.
     """
-    slices = plan.saved.slices
-    return slices - 1, slices * (2 if plan.saved.recompute else 1) - 1
+    return 0, 1 if plan.saved.recompute or plan.shared_stacks else 0
 
 
 def counted_phases(plan: Plan) -> tuple[list[tuple[PhaseBytes, int]], list[PhaseBytes] | None]:

@@ -261,6 +261,20 @@ class Plan:
         units = (u for u in self.units if self.is_shared(u.index))
         return self.nodes * sum(round_up(unit.shard_bytes, PAGE) for unit in units)
 
+    @property
+    def shared_stacks(self) -> frozenset[str]:
+        """Modules whose ranges of experts slices pass together: slots hold not all of a layer's."""
+        key = ("shared", self.saved.slices > 1, self.slot_classes)
+        if key not in self.facts.known:
+            found: set[str] = set()
+            for one in self.slot_classes if self.saved.slices > 1 else ():
+                ranges = (self.units[u] for u in one.members if self.units[u].is_range)
+                counts = Counter(unit.name.rpartition("[")[0] for unit in ranges)
+                found |= {path for path, count in counts.items() if count > one.count}
+            self.facts.known[key] = frozenset(found)
+        stacks: frozenset[str] = self.facts.known[key]
+        return stacks
+
     def computes_at_rest(self, unit: int) -> bool:
         """Whether modules compute with the unit's weights where they rest.
 

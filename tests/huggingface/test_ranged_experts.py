@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -263,3 +264,47 @@ def test_stacks_that_peft_adapts_stay_with_their_layer(tmp_path: Path) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
+
+def count_fetch(prefetcher: Any, fetched: list[int], unit: int, *how: Any) -> None:
+    fetched.append(unit)
+    type(prefetcher).fetch(prefetcher, unit, *how)
+
+
+@pytest.mark.parametrize(
+    ("family", "routed"), [("deepseek-v3", False), ("gpt-oss", False), ("gpt-oss", True)]
+)
+def test_slices_in_ranges_have_the_bits_of_slices_of_whole_layers(
+    family: str,
+    routed: bool,
+    tmp_path: Path,
+    recwarn: pytest.WarningsRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Router logits are taken out of a block by hooks: its slices cannot share ranges then."""
+    runs, reads = [], []
+    for count in (EXPERTS, 1):
+        activations = {"checkpoint": "units", "slices": 4}
+        config = config_of(
+            tmp_path, experts_per_unit=count, activations=activations, prefetch_units=0
+        )
+        model = build(family)
+        engine, *_ = infinity.initialize(model, config, optimizer=sgd, device="cpu")
+        losses, prefetcher = [], engine._components.prefetcher
+        for step in range(3):
+            ids = torch.randint(0, 97, (8, 16), generator=torch.Generator().manual_seed(step))
+            fetched: list[int] = []
+            monkeypatch.setattr(prefetcher, "fetch", partial(count_fetch, prefetcher, fetched))
+            loss = engine(input_ids=ids, labels=ids, output_router_logits=routed).loss
+            engine.backward(loss)
+            losses.append(loss.item())
+            if step < 2:
+                engine.step()
+        runs.append((losses, gradients_of(model, engine.gradient), dict(engine.state_dict())))
+        reads.append([fetched.count(u.index) for u in engine.plan.units if u.is_range])
+        engine.close()
+    assert runs[1][0] == runs[0][0]
+    assert_equal(runs[1][1], runs[0][1])
+    assert_equal(runs[1][2], runs[0][2])
+    assert routed == any("read each range of experts anew" in str(w.message) for w in recwarn)
+    assert (max(reads[1]) > 3) == routed  # else forward, recomputation, backward

@@ -19,7 +19,7 @@ from support.slices import in_slices
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity.model.stacks import StackRange, stack_ranges
+from infinity.model.stacks import StackRange, compute_ranges
 
 VOCAB = 32
 WIDTH = 16
@@ -273,13 +273,11 @@ class Stacks(nn.Module):
     def forward(self, x: Tensor, expert: Tensor) -> Tensor:
         expert, order = torch.sort(expert, stable=True)
         counts = torch.bincount(expert, minlength=self.NUM_EXPERTS).tolist()
-        ranges = list(stack_ranges(self, counts))
-        rows = x[order].split([sum(counts[one.first : one.end]) for one in ranges])
-        found = torch.cat([self.compute(*each, counts) for each in zip(ranges, rows, strict=True)])
+        found = compute_ranges(self, self.compute, counts, x[order])
         return torch.zeros_like(x).index_copy(0, order, found)
 
-    def compute(self, one: StackRange, rows: Tensor, counts: list[int]) -> Tensor:
-        parts = rows.split(counts[one.first : one.end])
+    def compute(self, one: StackRange, rows: Tensor) -> Tensor:
+        parts = rows.split(one.counts)
         matrices = zip(parts, one["up"].unbind(), one["down"].unbind(), strict=True)
         return torch.cat([F.linear(F.gelu(F.linear(x, up)), down) for x, up, down in matrices])
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.model.stacks import ATTRIBUTE, StackRange, stack_ranges
+from infinity.model.stacks import ATTRIBUTE, StackRange, compute_ranges
 
 NAME = "infinity_ranges"  # in transformers' registry
 REPLACED = "grouped_mm"
@@ -79,22 +79,12 @@ def ranged_experts_forward(
     num_top_k, num_tokens = top_k_index.size(-1), hidden_states.size(0)
     expert, order = torch.sort(top_k_index.reshape(-1))
     tokens = torch.bincount(expert, minlength=self.num_experts)
-    counts = tokens.tolist()
     sent = hidden_states[order // num_top_k]
     biases: list[Tensor | None] = [None, None]
     if self.has_bias:
         first = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
         biases = [first[expert], self.down_proj_bias[expert]]
-    ranges = list(stack_ranges(self, counts))
-    sizes = [sum(counts[one.first : one.end]) for one in ranges]
-    # Gradients of what is split are put together once, and not added up range by range.
-    rows = torch.split(sent, sizes)
-    added = [[None] * len(sizes) if b is None else torch.split(b, sizes) for b in biases]
-    parts = [
-        _compute(self, one, rows[number], tokens, added[0][number], added[1][number])
-        for number, one in enumerate(ranges)
-    ]
-    out = torch.cat(parts)
+    out = compute_ranges(self, partial(_compute, self, tokens), tokens.tolist(), sent, *biases)
     if self.has_post_expert_norm:
         out = self.post_expert_norm(out)
     weighted = out * top_k_weights.reshape(-1)[order].unsqueeze(-1)
@@ -106,9 +96,9 @@ def ranged_experts_forward(
 
 def _compute(
     self: Any,
+    tokens: Tensor,
     experts: StackRange,
     rows: Tensor,
-    tokens: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> Tensor:

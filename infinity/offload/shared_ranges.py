@@ -1,0 +1,413 @@
+"""Slices of a block that pass its ranges of experts together.
+
+[Note: shared ranges]
+A block calls its experts somewhere in its forward, and cannot be stopped there. So it runs several
+times for each slice. Forward: without gradients up to the call, where an exception ends the run;
+then range after range computes the rows of all slices while it is in its slot; then every slice
+runs again, and finds the result at its call. Backward begins in the same way, as a recomputation
+does. Then each slice runs with gradients from the call on, which gives the gradient of the result;
+range after range, the last one first, has its backward for all slices in turn, and the sum (fp32,
+in the order of slices) leaves; and each slice runs with all gradients, where the backward of the
+call is known. Every range is read once in forward and twice in backward, however many slices there
+are, and the numbers are those of slices that pass their ranges alone. Between runs all slices keep
+the rows that they send and receive, and nothing else.
+
+A block that draws random numbers would draw others in each run, tensors that hooks of others take
+out of it would have no gradients, and sums of two calls of experts would be added in another order:
+the slices of such a block pass ranges alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from infinity.errors import TrainingError
+from infinity.model.buffers import Rerun
+from infinity.model.partitioner import Rows
+from infinity.model.stacks import RangeCall, StackRange
+from infinity.offload.expert_ranges import Experts
+from infinity.offload.hooks import Hooks
+from infinity.offload.slice_sums import SlicedCall
+
+_SEVERAL_RUNS = "its slices pass ranges of experts together, and run several times for that"
+_CAPTURING = "transformers.utils.output_capturing"  # its hooks, on all models, do so if asked to
+# Gradients that are wanted of a run: none, those behind the call of experts, or all.
+_NONE, _BEHIND, _ALL = range(3)
+Leaf = tuple[int, Tensor]  # rows of a stack, by parameter, as one slice reads them
+
+
+class _ReachedError(Exception):
+    """A slice has come to a call of experts that is not computed yet."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """The calls of experts of all slices, and their results; the lists have an item a slice."""
+
+    experts: Experts
+    ranges: list[Rows]
+    calls: list[RangeCall]
+    results: list[Tensor]
+    gradients: list[Tensor | None] = field(default_factory=list)  # of results
+    sent: list[list[Tensor | None]] = field(default_factory=list)  # of what was sent
+
+
+class _Linked(torch.autograd.Function):
+    """A call of experts whose result and backward are known."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, gradients: list[Tensor | None], *rows: Any) -> Tensor:
+        ctx.gradients = gradients
+        return result.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.gradients
+
+
+class _Whole(torch.autograd.Function):
+    """All slices of a block: inputs, and parameters whose gradients are in the slices' sums."""
+
+    @staticmethod
+    def forward(ctx: Any, shared: SharedSlices, num_inputs: int, *tensors: Tensor) -> Any:
+        ctx.shared, ctx.count = shared, len(tensors)
+        ctx.save_for_backward(*tensors[:num_inputs])
+        return tuple(shared.forward())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        found = ctx.shared.backward(ctx.saved_tensors, gradients)
+        return None, None, *found, *[None] * (ctx.count - len(found))
+
+
+class SharedSlices:
+    """One call of a block in slices that pass ranges of experts together.
+
+    Args:
+        hooks: The engine's.
+        unit: The block's unit.
+        module: The block.
+        given: All that the block is called with but its tensors.
+        run: Computes the block of the tensors of one slice; returns its result.
+        flatten: Appends the tensors of a result to a list, and returns their form.
+        call: Where slices read parameters.
+        slices: The tensors of each slice.
+        refusal: Makes the error for a block that cannot run so.
+        count_again: Called for each slice that is computed again.
+    """
+
+    def __init__(
+        self,
+        hooks: Hooks,
+        unit: int,
+        module: nn.Module,
+        given: Any,
+        run: Callable[[Sequence[Tensor]], Any],
+        flatten: Callable[[Any, list[Tensor]], Any],
+        call: SlicedCall,
+        slices: list[list[Tensor]],
+        refusal: Callable[..., TrainingError],
+        count_again: Callable[[], None],
+    ) -> None:
+        self._hooks = hooks
+        self._before, self._after = hooks.around(unit)
+        self._module = module
+        self._given = given
+        self._run = run
+        self._flatten = flatten
+        self._call = call
+        self._slices: list[list[Tensor]] = slices
+        self._counts = [len(tensors) for tensors in slices]
+        self._refusal = refusal
+        self._count_again = count_again
+        self._parameters = hooks.trained_of(module)
+        parts = [*module.modules()]
+        self._reruns = [Rerun(parts) for _ in slices]
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in {"cpu", hooks.prefetcher.transfers.device.torch_device.type}
+        ]
+        self._known: _Known | None = None
+        self._pending: tuple[Experts, RangeCall] | None = None
+        self._number = 0  # of the slice that runs
+        self._seen = 0  # calls of experts in this run
+        self._wanted = _NONE
+        self._start: Tensor | None = None  # the result of its call, for gradients behind it
+        self.forms: list[Any] = [None] * len(slices)
+        self._returned = [0] * len(slices)  # tensors of results
+
+    def compute(self) -> list[list[Tensor]]:
+        """Return the tensors of each slice's result; their `forms` are known then."""
+        inputs = [tensor for tensors in self._slices for tensor in tensors]
+        parameters = self._parameters.values()
+        apply: Any = _Whole.apply
+        flat = iter(apply(self, len(inputs), *inputs, *parameters))
+        return [[next(flat) for _ in range(count)] for count in self._returned]
+
+    def forward(self) -> list[Tensor]:
+        """Run all slices; returns the tensors of all results, and keeps none."""
+        results: list[list[Tensor]] = [[] for _ in self._slices]
+        versions = [t._version for tensors in self._slices for t in tensors]
+        with self._computing():
+            self._known = self._pass_ranges()
+            for number in reversed(range(len(self._slices))):
+                with self._reruns[number].first():
+                    result = self._attempt(number)
+                self.forms[number] = self._flatten(result, results[number])
+        if versions != [t._version for tensors in self._slices for t in tensors]:
+            raise self._refusal("it changes its input in place", _SEVERAL_RUNS)
+        self._slices, self._returned = [], [len(tensors) for tensors in results]
+        return [tensor for tensors in results for tensor in tensors]
+
+    def backward(self, saved: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Compute the gradients of all slices' tensors; those of parameters go to their sums."""
+        tensors, wanted = iter(saved), iter(gradients)
+        self._slices = [[next(tensors) for _ in range(count)] for count in self._counts]
+        by_slice = [[next(wanted) for _ in range(count)] for count in self._returned]
+        found: list[Tensor | None] = []
+        with self._computing(), ExitStack() as stack:
+            for kind, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+            self._before(self._module, (self._given, *saved), {})
+            try:
+                self._known = self._pass_ranges()
+                self._known.gradients = [
+                    self._gradient_of(number, given) for number, given in enumerate(by_slice)
+                ]
+                self._pass_back(self._known)
+                for number, given in enumerate(by_slice):
+                    found += self._whole_backward(number, given)
+            finally:
+                self._after(self._module, saved, None)
+        self._slices = []
+        return found
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Compute without gradients, and take the calls of experts in the block."""
+        outer, self._hooks.computer = self._hooks.computer, self._reached
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._hooks.computer = outer
+            self._known = self._pending = self._start = None
+            self._wanted = _NONE
+
+    # --- runs of one slice -----------------------------------------------------------------------
+
+    def _attempt(self, number: int, *, taps: bool = True) -> Any:
+        self._number, self._seen = number, 0
+        if taps:
+            with self._call.slice(number):
+                result = self._run(self._slices[number])
+        else:
+            result = self._run(self._slices[number])
+        if self._seen != 1:
+            raise self._other_calls()
+        return result
+
+    def _reached(self, experts: Experts, call: RangeCall) -> Tensor:
+        """A slice calls its experts."""
+        self._seen += 1
+        if self._known is None:
+            self._pending = experts, call
+            raise _ReachedError
+        # A checkpoint inside the block calls them again in backward.
+        if self._seen > 1 and self._wanted != _ALL:
+            raise self._other_calls()
+        known, number = self._known, self._number
+        if known.experts is not experts or known.calls[number].counts != call.counts:
+            raise self._refusal(
+                "it sends other tokens to its experts when it runs again", _SEVERAL_RUNS
+            )
+        result = known.results[number]
+        if self._wanted == _NONE:
+            return result
+        if self._wanted == _BEHIND:
+            torch.set_grad_enabled(True)  # until the end of this run
+            self._start = result.detach().requires_grad_()
+            return self._start
+        if any(tensor.grad_fn is not None for tensor in _captured(call.compute)):
+            raise self._refusal(
+                "its function of a range of experts uses a tensor that needs a gradient",
+                "gradients reach only the tensors that compute_ranges is given",
+                "give it to compute_ranges as rows",
+            )
+        apply: Any = _Linked.apply
+        linked: Tensor = apply(result, known.sent[number], *call.rows)
+        return linked
+
+    def _gradient_of(self, number: int, gradients: Sequence[Tensor]) -> Tensor | None:
+        """Return the gradient of the result of a slice's call of experts."""
+        self._wanted = _BEHIND
+        with torch.no_grad(), self._reruns[number].again():
+            found = self._attempt(number, taps=False)
+        start, self._start = self._start, None
+        pairs = self._with_gradients(found, gradients)
+        if not pairs or start is None:
+            return None
+        outputs, given = [o for o, _ in pairs], [g for _, g in pairs]
+        return torch.autograd.grad(outputs, start, given, allow_unused=True)[0]
+
+    def _with_gradients(
+        self, result: Any, gradients: Sequence[Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        outputs: list[Tensor] = []
+        self._flatten(result, outputs)
+        each = zip(outputs, gradients, strict=True)
+        return [(output, gradient) for output, gradient in each if output.requires_grad]
+
+    def _whole_backward(self, number: int, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Run a slice with all gradients, and its backward; returns those of its tensors."""
+        given = self._slices[number]
+        leaves = [t.detach().requires_grad_(t.requires_grad) for t in given]
+        self._slices[number], self._wanted = leaves, _ALL
+        self._count_again()
+        with torch.enable_grad(), self._reruns[number].again():
+            result = self._attempt(number)
+        pairs = self._with_gradients(result, gradients)
+        if missing := self._call.parameters - self._parameters.keys():
+            raise self._refusal(
+                f"it reads {len(missing)} parameters that are not its own",
+                _SEVERAL_RUNS,
+            )
+        del result
+        if pairs:
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        self._slices[number] = []
+        return [leaf.grad for leaf in leaves]
+
+    # --- ranges of all slices --------------------------------------------------------------------
+
+    def _pass_ranges(self) -> _Known:
+        """Compute the results of all slices' calls of experts."""
+        found: dict[int, tuple[Experts, RangeCall]] = {}
+        for number in reversed(range(len(self._slices))):
+            with suppress(_ReachedError), self._reruns[number].again():
+                self._attempt(number)
+            if self._pending is None or (found and self._pending[0] is not found[number + 1][0]):
+                raise self._other_calls()
+            found[number], self._pending = self._pending, None
+        experts, calls = found[0][0], [found[number][1] for number in range(len(found))]
+        ranges = experts.used([call.counts for call in calls])
+        rows = [call.split(ranges) for call in calls]
+        parts: list[list[Tensor]] = [[] for _ in calls]
+        for index, one in enumerate(ranges):
+            for number in _sending(one, calls):
+                materialized_now = experts.lend(one, calls[number])
+                parts[number].append(calls[number].compute(materialized_now, *rows[number][index]))
+        return _Known(experts, ranges, calls, [torch.cat(results) for results in parts])
+
+    def _other_calls(self) -> TrainingError:
+        return self._refusal("its slices call their experts in different ways", _SEVERAL_RUNS)
+
+    def _pass_back(self, known: _Known) -> None:
+        """Compute the gradients of ranges, which leave, and of what slices sent."""
+        rows = [call.split(known.ranges) for call in known.calls]
+        each = zip(known.gradients, known.results, known.calls, strict=True)
+        split = [
+            torch.split(
+                torch.zeros_like(result) if gradient is None else gradient,
+                [call.rows_of(one) for one in known.ranges],
+            )
+            for gradient, result, call in each
+        ]
+        known.gradients = []
+        sent: list[list[Sequence[Tensor | None]]] = [[] for _ in known.calls]
+        for index, one in reversed([*enumerate(known.ranges)]):
+            self._hooks.expect(one.parameters)
+            totals: dict[int, Tensor] = {}
+            for number in _sending(one, known.calls):  # in order, as slices are summed
+                found = self._range_backward(
+                    known.experts, one, known.calls[number], rows[number][index],
+                    split[number][index], totals,
+                )  # fmt: skip
+                sent[number].insert(0, found)
+            for parameter, total in totals.items():
+                self._hooks.sums.summed.add(parameter)
+                self._hooks.receive(parameter, total)
+        known.sent = [
+            [None if each[0] is None else torch.cat(each) for each in zip(*found, strict=True)]
+            for found in sent
+        ]
+        known.calls = [replace(call, rows=()) for call in known.calls]
+
+    def _range_backward(
+        self,
+        experts: Experts,
+        one: Rows,
+        call: RangeCall,
+        rows: tuple[Tensor | None, ...],
+        gradient: Tensor,
+        totals: dict[int, Tensor],
+    ) -> list[Tensor | None]:
+        """Add one slice's gradients of a range to `totals`; returns those of its rows."""
+        read: list[Leaf] = []
+
+        def lend(name: str) -> Tensor:
+            weights = experts.read(one, name)
+            leaf = weights.detach().requires_grad_(weights.requires_grad)
+            read.append((one.parameters[name], leaf))
+            return leaf
+
+        leaves = [None if t is None else t.detach() for t in rows]
+        for leaf in leaves:
+            if leaf is not None and leaf.is_floating_point():
+                leaf.requires_grad_()
+        with torch.enable_grad():
+            materialized_now = StackRange(one.first, one.end, call.counts, lend)
+            result = call.compute(materialized_now, *leaves)
+        if result.requires_grad:
+            torch.autograd.backward(result, gradient)
+        for parameter, weights in read:
+            if weights.grad is None:
+                continue
+            if parameter in totals:
+                totals[parameter].add_(weights.grad)
+            else:
+                totals[parameter] = weights.grad.to(torch.float32, copy=True)
+        return [None if leaf is None else leaf.grad for leaf in leaves]
+
+
+def _sending(one: Rows, calls: Sequence[RangeCall]) -> list[int]:
+    """Return the slices with rows for a range; the first one where only other ranks have any."""
+    return [n for n, call in enumerate(calls) if call.rows_of(one)] or [0]
+
+
+def _captured(function: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a function holds besides its arguments."""
+    values = [*getattr(function, "args", ()), *(getattr(function, "keywords", None) or {}).values()]
+    values += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    yield from (value for value in values if isinstance(value, Tensor))
+    if inner := getattr(function, "func", None):
+        yield from _captured(inner)
+
+
+def hands_out_tensors(module: nn.Module) -> bool:
+    """Return True if hooks of others, on modules inside, may keep tensors of the forward."""
+    capturing = sys.modules.get(_CAPTURING)
+    collected: Mapping[str, Any] = {}
+    if capturing is not None:
+        collected = capturing._active_collector.get() or {}
+    if any("hidden_states" not in key for key in collected):
+        return True
+    for part in module.modules():
+        kinds = (part._forward_hooks, part._forward_pre_hooks) if part is not module else ()
+        for hook in (h for hooks in kinds for h in hooks.values()):
+            origin = str(getattr(hook, "__module__", ""))
+            if not origin.startswith("infinity.") and origin != _CAPTURING:
+                return True
+        if part is not module and (part._backward_hooks or part._backward_pre_hooks):
+            return True
+    return any(parameter._backward_hooks for parameter in module.parameters())

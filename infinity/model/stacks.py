@@ -112,10 +112,14 @@ def compute_ranges(
     """
     call = RangeCall(compute, counts, rows)
     computer: Computer | None = vars(module).get(_COMPUTER)
-    if computer is not None:
-        return computer(call)
+    return compute_whole(module, call) if computer is None else computer(call)
+
+
+def compute_whole(module: nn.Module, call: RangeCall) -> Tensor:
+    """Compute a call of a module's experts in one range."""
     count = len(getattr(module, stacks_of(module)[0]))
-    return compute(StackRange(0, count, counts, lambda name: getattr(module, name)), *rows)
+    experts = StackRange(0, count, call.counts, lambda name: getattr(module, name))
+    return call.compute(experts, *call.rows)
 
 
 def set_computer(module: nn.Module, computer: Computer | None) -> None:

@@ -377,7 +377,8 @@ class Slicer:
         before = self._hooks.range_calls
         gpus = {t.get_device() for t in tensors if t.is_cuda}
         runs, alone = Rerun([*self._module.modules()]), self._undisturbed(training)
-        with torch.no_grad(), torch.random.fork_rng(gpus), runs.again(), alone:
+        uncounted = self._hooks.routed.paused()
+        with torch.no_grad(), torch.random.fork_rng(gpus), runs.again(), alone, uncounted:
             drawn = _random_state(tensors)
             first, second, both = (
                 self._floats_of(

@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from infinity.distributed.context import DistContext
 from infinity.errors import ResidencyError
 from infinity.model.partitioner import Rows
-from infinity.model.stacks import RangeCall, StackRange, set_computer
+from infinity.model.stacks import (
+    Computer,
+    RangeCall,
+    StackRange,
+    compute_whole,
+    set_computer,
+    stacks_of,
+)
 from infinity.offload.hooks import Hooks
 
 
@@ -46,11 +53,17 @@ class Experts:
 
     def _compute(self, call: RangeCall) -> Tensor:
         self._hooks.range_calls += 1
+        if self._hooks.computer is None:
+            self.count(call)
         if self._hooks.computer is not None:
             return self._hooks.computer(self, call)
         used = self.used([call.counts])
         each = zip(used, call.split(used), strict=True)
         return torch.cat([call.compute(self.lend(one, call), *rows) for one, rows in each])
+
+    def count(self, call: RangeCall) -> None:
+        """Count the tokens of a call in a forward that trains."""
+        self._hooks.routed.add(self.module, self._rows[0].stacks.path, call.counts)
 
     def used(self, counts: Sequence[Sequence[int]]) -> list[Rows]:
         """Return the ranges that any of these calls, here or on another rank, has tokens for."""
@@ -84,12 +97,23 @@ class Experts:
         return self._hooks.touch(parameter)
 
 
+def _counting(hooks: Hooks, path: str, module: nn.Module) -> Computer:
+    """Return the function that computes experts which travel with their layer, and counts."""
+
+    def compute(call: RangeCall) -> Tensor:
+        hooks.routed.add(module, path, call.counts)
+        return compute_whole(module, call)
+
+    return compute
+
+
 class ExpertRanges:
-    """The modules of one engine whose experts travel in ranges."""
+    """The modules of one engine with stacks of experts: in ranges, or with their layer."""
 
     def __init__(
         self,
         hooks: Hooks,
+        root: nn.Module,
         rows: Sequence[Rows],
         parameters: Sequence[nn.Parameter],
         ranks: DistContext,
@@ -97,10 +121,16 @@ class ExpertRanges:
         by_module: dict[str, list[Rows]] = {}
         for one in rows:
             by_module.setdefault(one.stacks.path, []).append(one)
-        self._modules = [Experts(hooks, found, parameters, ranks) for found in by_module.values()]
+        self._modules = [
+            Experts(hooks, found, parameters, ranks).module for found in by_module.values()
+        ]
+        for path, module in root.named_modules():
+            if path not in by_module and stacks_of(module):
+                set_computer(module, _counting(hooks, path, module))
+                self._modules.append(module)
 
     def remove(self) -> None:
         """Leave the modules as they were."""
-        for experts in self._modules:
-            set_computer(experts.module, None)
+        for module in self._modules:
+            set_computer(module, None)
         self._modules = []

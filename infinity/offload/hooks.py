@@ -35,6 +35,7 @@ from infinity.offload.activations import ActivationStore
 from infinity.offload.call_guard import Call, CallGuard
 from infinity.offload.gradients import GradientStore
 from infinity.offload.prefetch import Prefetcher
+from infinity.offload.routed_tokens import RoutedTokens
 from infinity.offload.saved_tensors import SavedTensors
 from infinity.offload.slice_sums import SliceSums
 from infinity.offload.window import AccumulationWindow
@@ -88,6 +89,7 @@ class Hooks:
         self.gradients = gradients
         self.sums = SliceSums()
         self.range_calls = 0  # of experts, since the start
+        self.routed = RoutedTokens()
         self.computer: Callable[..., Tensor] | None = None  # of these, while slices share ranges
         self.saved = SavedTensors(prefetcher, gradients.expect, self._backward, activations)
         self.materialized_now = materialized_now
@@ -280,6 +282,7 @@ class Hooks:
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if self._is_inside(module, None):
+                self.routed.see(output)
                 end()
                 self._leave(output)
 
@@ -450,6 +453,7 @@ class Hooks:
         if self.saved.timeline is not None:
             self.saved.timeline.forget()
         self.sums.drop()
+        self.routed.reset()
         for parameter in self._parameters:
             parameter.grad = None
 

@@ -32,6 +32,10 @@ class StepReport:
             "activations" and "estimated".
         loss_scale: Scale of this step's gradients; 1.0 except in fp16.
         non_finite: First parameter whose gradient is not finite, of a skipped step; else "".
+        expert_tokens: Tokens of this rank that each expert of a module of stacked experts was sent,
+            in forward passes of modules in training mode, recomputations not counted.
+        router_loss: Sum of the auxiliary losses of routers (`aux_loss` of a model's output) over
+            this rank's micro-batches, without their coefficient; None if there is none.
     """
 
     step: int
@@ -46,6 +50,26 @@ class StepReport:
     memory: dict[str, int] = field(default_factory=dict)
     loss_scale: float = 1.0
     non_finite: str = ""
+    expert_tokens: dict[str, list[int]] = field(default_factory=dict)
+    router_loss: float | None = None
+
+    @property
+    def expert_load(self) -> dict[str, float]:
+        """Tokens of experts in two numbers; empty without stacked experts.
+
+        "max" is the largest number of tokens of an expert relative to the mean of its layer, over
+        all layers; "unused" the number of experts without a token.
+        """
+        layers = [counts for counts in self.expert_tokens.values() if any(counts)]
+        if not layers:
+            return {}
+        largest = max(max(counts) * len(counts) / sum(counts) for counts in layers)
+        return {"max": largest, "unused": sum(counts.count(0) for counts in layers)}
+
+    def record(self) -> dict[str, Any]:
+        """Return the facts as a journal has them: tokens of experts in two numbers."""
+        facts = {name: value for name, value in vars(self).items() if name != "expert_tokens"}
+        return facts | {"expert_load": self.expert_load}
 
 
 class Meter:

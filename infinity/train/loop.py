@@ -275,6 +275,10 @@ class Loop:
             "moved": report.moved,
             "memory": report.memory | {"process": high_water_bytes()},
         }
+        if report.expert_load:
+            record["expert_load"] = report.expert_load
+        if report.router_loss is not None:
+            record["router_loss"] = report.router_loss
         if prepared.engine.precision == "fp16":
             record["loss_scale"] = report.loss_scale
         left_s = median(self._times_s) * (prepared.steps - step)

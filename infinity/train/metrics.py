@@ -1,7 +1,8 @@
 """What a run tells while it goes: whoever follows it, `metrics.jsonl`, and trackers if asked.
 
 `metrics.jsonl` has one object a line. "event": "step" with step, epoch, tokens (all so far), loss,
-lr, grad_norm, clip_factor, skipped, step_s, tokens_per_s, stall_s and moved (by direction), memory;
+lr, grad_norm, clip_factor, skipped, step_s, tokens_per_s, stall_s and moved (by direction), memory,
+of mixtures of experts expert_load and router_loss (see `StepReport`);
 "event": "evaluation" with step, loss, perplexity, windows; "event": "not saved" with step, tag and
 why, for a checkpoint that failed; "event": "sample" with step, prompt and text. Each time that the
 run is started it says "began" with step, time (seconds since 1970), the command, versions and what

@@ -244,7 +244,7 @@ class EngineComponents:
         self.installation = Installation(model, self.hooks.touch)
         uses.append(self.installation.remove)
         uses.append(
-            ExpertRanges(self.hooks, partition.rows, partition.parameters, self.ranks).remove
+            ExpertRanges(self.hooks, model, partition.rows, partition.parameters, self.ranks).remove
         )
         if config.compile:
             self.forwards.compile_units()

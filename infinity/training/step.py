@@ -630,6 +630,7 @@ class StepRunner:
     def _report(
         self, norm: float, factor: float, culprits: Sequence[str], scale: ScaleState | None
     ) -> None:
+        tokens, router_loss = self._components.hooks.routed.take()
         self.last_report = self._meter.report(
             self._components.cycles.mispredictions(),
             step=self.counters.steps,
@@ -638,11 +639,13 @@ class StepRunner:
             skipped=bool(culprits),
             loss_scale=scale.scale if scale is not None else 1.0,
             non_finite=culprits[0] if culprits else "",
+            expert_tokens=tokens,
+            router_loss=router_loss,
         )
         if self._timeline is not None and not self._timeline.step(self.last_report):
             self._timeline = None
         if self._journal is not None:
-            self._journal.write({"event": "step", **vars(self.last_report)})
+            self._journal.write({"event": "step", **self.last_report.record()})
 
 
 def _loses_gradients(error: Exception) -> bool:

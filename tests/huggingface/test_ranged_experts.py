@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from support.runs import metrics_of, settings, train
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -308,3 +309,62 @@ def test_slices_in_ranges_have_the_bits_of_slices_of_whole_layers(
     assert_equal(runs[1][2], runs[0][2])
     assert routed == any("read each range of experts anew" in str(w.message) for w in recwarn)
     assert (max(reads[1]) > 3) == routed  # else forward, recomputation, backward
+
+
+@pytest.mark.parametrize(
+    ("count", "activations"),
+    [("auto", {}), (3, {"checkpoint": "units"}), (1, {"checkpoint": "units", "slices": 2})],
+    ids=["with their layer", "recomputed", "slices that share ranges"],
+)
+def test_a_report_has_the_tokens_of_each_expert(
+    count: Any, activations: dict[str, Any], tmp_path: Path
+) -> None:
+    """Those that the routers of plain transformers name, in both micro-batches of each step."""
+    plain, named = build("mixtral"), list[Tensor]()
+    for layer in plain.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda module, args, out: named.append(out[2]))
+    config = config_of(
+        tmp_path, experts_per_unit=count, activations=activations, prefetch_units=0,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+    engine, *_ = infinity.initialize(
+        build("mixtral"), config, optimizer=partial(torch.optim.SGD, lr=0.0), device="cpu"
+    )
+    for step in range(2):
+        named.clear()
+        for micro in range(2):
+            loss_of(plain, 2 * step + micro)
+            engine.backward(loss_of(engine, 2 * step + micro))
+            engine.step()
+            with torch.no_grad():
+                engine.eval()(input_ids=tokens(9))
+            engine.train()
+        by_hand = {
+            f"model.layers.{layer}.mlp.experts": torch.bincount(
+                torch.cat([index.flatten() for index in named[layer::2]]), minlength=EXPERTS
+            ).tolist()
+            for layer in range(2)
+        }
+        report = engine.last_report
+        assert report is not None
+        assert report.expert_tokens == by_hand
+        assert report.router_loss is None
+        layers = by_hand.values()
+        assert report.record()["expert_load"] == {
+            "max": max(max(counts) * EXPERTS / sum(counts) for counts in layers),
+            "unused": sum(counts.count(0) for counts in layers),
+        }
+    engine.close()
+
+
+def test_a_run_writes_the_load_of_experts_and_the_loss_of_routers(tmp_path: Path) -> None:
+    mixtral = {**COMMON, "model_type": "mixtral", "num_local_experts": EXPERTS}
+    del mixtral["vocab_size"]
+    raw = settings(
+        tmp_path, model__config=mixtral | {"output_router_logits": True}, training__steps=1,
+        engine__experts_per_unit=2,
+    )  # fmt: skip
+    train(raw)
+    (line,) = [one for one in metrics_of(tmp_path) if one["event"] == "step"]
+    assert 1 < line["expert_load"]["max"] <= EXPERTS / COMMON["num_experts_per_tok"]
+    assert 3.5 < line["router_loss"] < 2 * EXPERTS  # 2 a micro-batch where experts are even

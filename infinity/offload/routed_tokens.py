@@ -1,0 +1,61 @@
+"""Tokens of experts, and auxiliary losses of routers, since the last step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from infinity.model.torch_private import inside_backward
+
+_MOST = 64  # calls of a module until their counts are added
+
+
+class RoutedTokens:
+    """Counts by module, as calls of experts see them."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, list[Sequence[int]]] = {}
+        self._loss: Tensor | None = None
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing in the block."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def add(self, module: nn.Module, path: str, counts: Sequence[int]) -> None:
+        """Count the tokens of each expert in a forward that trains, not in its recomputation."""
+        if module.training and not self._paused and not inside_backward():
+            found = self._counts.setdefault(path, [])
+            found.append(counts)
+            if len(found) == _MOST:
+                found[:] = [_sum(found)]
+
+    def see(self, output: Any) -> None:
+        """Add the auxiliary loss of a model's output, if it has one that is trained."""
+        loss = getattr(output, "aux_loss", None)
+        if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
+            loss = loss.detach().double().reshape(())
+            self._loss = loss if self._loss is None else self._loss + loss
+
+    def reset(self) -> None:
+        """Drop the counts: the accumulation window starts over."""
+        self._counts, self._loss = {}, None
+
+    def take(self) -> tuple[dict[str, list[int]], float | None]:
+        """Return the tokens of each expert by module, and the sum of losses; start anew."""
+        counts, loss = self._counts, self._loss
+        self.reset()
+        tokens = {path: _sum(found) for path, found in counts.items()}
+        return tokens, None if loss is None else float(loss)
+
+
+def _sum(counts: list[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip(*counts, strict=True)]

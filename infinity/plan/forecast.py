@@ -60,7 +60,8 @@ def forecast_bytes(
 
     `cycle` is a learnt access order, else the usual order is assumed; `saved` the learnt sizes of
     what a micro-batch saves, else those that the plan expects; `summed` the units that were seen to
-    run in slices, whose gradients leave in fp32, else all blocks if the plan has slices.
+    run in slices, whose gradients leave in fp32, else all blocks and ranges of experts if the plan
+    has slices.
     """
     phases = forecast_phases(plan, cycle, saved, summed)
     return {direction: sum(phase.moved[direction] for phase in phases) for direction in DIRECTIONS}
@@ -226,7 +227,7 @@ class _Bytes:
     ) -> None:
         self.plan = plan
         if summed is None:
-            summed = plan.facts.blocks if plan.saved.slices > 1 else ()
+            summed = plan.facts.sliced if plan.saved.slices > 1 else ()
         self._saved = saved_moves(saved, plan.saved, unified=plan.unified)
         self._group = [0] * len(plan.units)
         self._on_disk = [0] * len(plan.units)  # of one fetch

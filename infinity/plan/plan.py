@@ -107,7 +107,8 @@ class UnitFacts:
         self.trained = tuple(bool(unit.numel) for unit in units)
         self.largest_quantised = max((u.largest_quantised for u in units), default=0)
         self.dequantised = frozenset(u.index for u in units if u.dequantised_bytes)
-        self.blocks = tuple(unit.index for unit in units if unit.is_block)
+        # Whose gradients are sums where a batch passes blocks in slices.
+        self.sliced = tuple(unit.index for unit in units if unit.is_block or unit.is_range)
         self.largest_shard = max((unit.shard_numel for unit in units), default=0)
         self.largest_trained = max((unit.trained_bytes for unit in units), default=0)
         self.shard_bytes = [unit.shard_bytes for unit in units]

@@ -443,7 +443,7 @@ def find_run(
         misplaced=[str(run) for run in misplaced],
     )
     ranks.synchronize("looks for a durable run")
-    every = [_FoundRun(**words) for words in ranks.all_gather_object(asdict(found_here))]
+    every = [_FoundRun(**fields) for fields in ranks.all_gather_object(asdict(found_here))]
     began = [group for group in _groups(every) if _has_begun(group, every)]
     if directory is None:
         group = _chosen(began, every, roots, journal)

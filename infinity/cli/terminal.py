@@ -312,11 +312,11 @@ class ProgressLine:
     def _move(self, text: str, done: int, total: int) -> None:
         if self._progress is None:
             line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-            words = TextColumn("{task.description}", markup=False, table_column=line)
+            label = TextColumn("{task.description}", markup=False, table_column=line)
             bar = BarColumn(bar_width=_BAR, table_column=Column(width=_BAR))
             self._progress = Progress(
                 bar,
-                words,
+                label,
                 console=self._console,
                 expand=True,
                 transient=self._transient,

@@ -179,9 +179,9 @@ class _AnyOptimizer(Section):
     def _fits_the_others(cls, value: Any, info: ValidationInfo) -> Any:
         kind = info.data.get("type")
         if kind is not None and (
-            words := RULES[kind].problem(info.field_name or "", value, info.data)
+            problem := RULES[kind].problem(info.field_name or "", value, info.data)
         ):
-            raise ValueError(words)
+            raise ValueError(problem)
         return value
 
     def parameters(self) -> dict[str, Any]:

@@ -86,9 +86,9 @@ def _problem(schema: type[BaseModel], detail: ErrorDetails) -> str:
         case "model_type":
             return f"{name}: is a section of keys and values, got {given!r}"
         case "literal_error":
-            words = _words(detail["ctx"]["expected"])
-            near = [word for word in _MEANT.get(str(given).lower(), ()) if word in words]
-            hint = did_you_mean((near or [str(given)])[0], words)
+            choices = _choices(detail["ctx"]["expected"])
+            near = [word for word in _MEANT.get(str(given).lower(), ()) if word in choices]
+            hint = did_you_mean((near or [str(given)])[0], choices)
             message = f"{name}: should be {detail['ctx']['expected']}, got {given!r}"
             return f"{message}; {hint}".rstrip("; ")
         case _:
@@ -96,7 +96,7 @@ def _problem(schema: type[BaseModel], detail: ErrorDetails) -> str:
             return f"{name}: {message[:1].lower()}{message[1:]}, got {given!r}"
 
 
-def _words(expected: str) -> list[str]:
+def _choices(expected: str) -> list[str]:
     return [word.strip("',") for word in expected.split() if word.startswith("'")]
 
 

@@ -435,13 +435,13 @@ class Slicer:
         self, forms: Sequence[Any], results: Sequence[Sequence[Tensor]], rows: int, size: int
     ) -> Any:
         try:
-            alike = all(form == forms[0] for form in forms)
+            equal = all(form == forms[0] for form in forms)
         except RuntimeError:  # of tensors inside
             raise self._refusal(
                 "it returns an object that holds tensors",
                 "only tensors, and tuples, lists and dicts of them can be joined",
             ) from None
-        if not alike:
+        if not equal:
             raise self._refusal("its slices return different things", "they cannot be joined")
         joined = []
         for tensors in zip(*results, strict=True):

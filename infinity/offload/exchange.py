@@ -231,7 +231,7 @@ class NormTree:
         self._sums = {s.parameter: s.num_sums for u in plan.units for s in u.trained_segments}
 
     def fold(
-        self, own: Mapping[int, Tensor], parameters: Sequence[int], alike: Mapping[str, int]
+        self, own: Mapping[int, Tensor], parameters: Sequence[int], equal: Mapping[str, int]
     ) -> dict[int, list[float]]:
         """Parameter -> its sums of squares, of a stack one an expert; raises `TrainingError` unless
         ranks have `alike` alike.
@@ -254,7 +254,7 @@ class NormTree:
                     )
                 sums[at : at + count] = blocks
                 at += count
-        self._ranks.assert_equal_across_ranks("ends a step", values=alike)
+        self._ranks.assert_equal_across_ranks("ends a step", values=equal)
         table = self._ranks.gather(sums)
         found, starts = {}, [0] * self._ranks.count
         for parameter in parameters:

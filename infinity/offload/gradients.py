@@ -555,7 +555,7 @@ class GradientStore:
         """Parameters that have a gradient in this accumulation window."""
         return frozenset(self._has)
 
-    def square_sum(self, alike: Mapping[str, int]) -> float:
+    def square_sum(self, equal: Mapping[str, int]) -> float:
         """Sum of squares of all gradients, in parameter order, fp64; after `finish`.
 
         Several ranks meet for it, for the last time in a step; see `NormTree.fold`.
@@ -563,7 +563,7 @@ class GradientStore:
         self.drain()
         if self._tree is not None:
             blocks = {p: self._blocks_of(p) for p in sorted(self._has & self._places.keys())}
-            self._squares = self._tree.fold(blocks, sorted(self._has), alike)
+            self._squares = self._tree.fold(blocks, sorted(self._has), equal)
         self._sum_on_device()
         if self._tree is None:
             self._squares |= {**self._device_squares.results(), **self._sums.squares}

@@ -156,12 +156,12 @@ class Prefetcher:
         Raises `TrainingError` where another rank uses another unit, or failed.
         """
         entry, ready, next_units = self.entries[unit], exchange.ready(), self._next_in_slots()
-        words = [_HAVE * other + self._has(other) for other in next_units]
-        words += [_NOTHING] * (_MAX_AHEAD - len(words))
-        reports = self.ranks.synchronize(self._using(unit), self._has(unit), ready, *words)
+        coming = [_HAVE * other + self._has(other) for other in next_units]
+        coming += [_NOTHING] * (_MAX_AHEAD - len(coming))
+        reports = self.ranks.synchronize(self._using(unit), self._has(unit), ready, *coming)
         # Until all is started that they agreed on, nothing may fail on one rank alone.
         arrived = self._gather(unit, [has for has, *_ in reports])
-        ahead = [{w // _HAVE: w % _HAVE for w in words if w >= 0} for _, _, *words in reports]
+        ahead = [{w // _HAVE: w % _HAVE for w in coming if w >= 0} for _, _, *coming in reports]
         for other in ahead[0]:
             if all(other in theirs for theirs in ahead):
                 self._gather(other, [theirs[other] for theirs in ahead])

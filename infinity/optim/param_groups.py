@@ -84,8 +84,8 @@ def make_optimizer(
         if not isinstance(groups[0], dict):
             groups = [{"params": groups}]
         groups = complete_groups(model, config, groups)
-        alike = settings.parameters() if RULES[settings.type].kernel else {}
-        return OffloadedOptimizer(groups, alike, rule=built_in)
+        shared = settings.parameters() if RULES[settings.type].kernel else {}
+        return OffloadedOptimizer(groups, shared, rule=built_in)
     if settings.model_fields_set:
         raise ConfigError(
             "the config has an optimizer section, but initialize() got an optimizer as well",

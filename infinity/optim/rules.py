@@ -58,8 +58,8 @@ class RuleParams:
         for entry in _entries(type(self)):
             value = getattr(self, entry.name)
             _check(entry, value)
-            if words := self.problem(entry.name, value, vars(self)):
-                raise ConfigError(f"{entry.name} {words}")
+            if problem := self.problem(entry.name, value, vars(self)):
+                raise ConfigError(f"{entry.name} {problem}")
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:

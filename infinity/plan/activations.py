@@ -390,24 +390,24 @@ class SavedPlan:
     @property
     def line(self) -> str:
         """In words; empty where nothing is out of the ordinary."""
-        words = []
+        clauses = []
         if self.recompute:
             which = (
                 "blocks are"
                 if self.recompute == "all"
                 else f"the first {self.recompute} blocks are"
             )
-            words.append(f"{which} recomputed in backward")
+            clauses.append(f"{which} recomputed in backward")
         if self.slices > 1:
-            words.append(f"blocks run a batch in {self.slices} slices")
+            clauses.append(f"blocks run a batch in {self.slices} slices")
         if self.offload is not None:
             place = f"{format_size(self.host_bytes)} of RAM"
             if self.offload is Tier.DISK:
                 place += f", then {format_size(self.disk_bytes)} of disk"
-            words.append(f"their inputs wait in {place}")
+            clauses.append(f"their inputs wait in {place}")
         if self.sizes:
-            words.append(f"{format_size(sum(self.sizes))} of inputs are expected a micro-batch")
-        return "; ".join(words)
+            clauses.append(f"{format_size(sum(self.sizes))} of inputs are expected a micro-batch")
+        return "; ".join(clauses)
 
 
 NOTHING_SAVED = SavedPlan()

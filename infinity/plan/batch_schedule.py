@@ -87,20 +87,20 @@ class BatchSchedule:
         many = (
             f"{self.micro_batches} micro-batches" if self.micro_batches != 1 else "one micro-batch"
         )
-        words = [f"{many} of {self.tokens:,} tokens"]
+        clauses = [f"{many} of {self.tokens:,} tokens"]
         if (self.slices or 1) > 1:
-            words[0] += f" in {self.slices} slices"
+            clauses[0] += f" in {self.slices} slices"
         if self.recompute:
             some = self.recompute != "all" and self.recompute < blocks
             which = f"{self.recompute} of {blocks} blocks" if some else "blocks"
-            words.append(f"{which} recomputed in backward")
+            clauses.append(f"{which} recomputed in backward")
         if self.offload == "host":
-            words.append("their inputs wait in RAM")
+            clauses.append("their inputs wait in RAM")
         elif self.offload == "disk":
-            words.append("their inputs wait in RAM and on disk")
+            clauses.append("their inputs wait in RAM and on disk")
         if self.sliced_logits:
-            words.append("logits in slices")
-        return ", ".join(words)
+            clauses.append("logits in slices")
+        return ", ".join(clauses)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from infinity.plan.layout import UnitLayout
-from infinity.plan.plan import Alike, Plan, SlotClass, UpdatePlace, update_place
+from infinity.plan.plan import Plan, SlotClass, UnitGroup, UpdatePlace, update_place
 from infinity.types import OFF_DEVICE, PAGE, TIERS, FrozenFormat, Tier
 
 NUM_WINDOWS = 3  # gradient ranges in RAM when gradients rest on disk
@@ -60,7 +60,7 @@ def with_memory(plan: Plan, limits: Limits) -> Plan:
     if known is None:
         known = plan.facts.known[key] = _with_memory(plan, limits)
     found = plan.changed(slot_classes=known.slot_classes, memory=known.memory)
-    found.__dict__.update(alike=known.alike, tier_bytes=known.tier_bytes)
+    found.__dict__.update(unit_groups=known.unit_groups, tier_bytes=known.tier_bytes)
     return found
 
 
@@ -193,9 +193,9 @@ def checksum_bytes(nbytes: int) -> int:
 def _at_rest(plan: Plan) -> dict[Tier, dict[str, int]]:
     """What rests on each tier."""
     found = {tier: {"weights": 0, "state": 0, "gradients": 0} for tier in TIERS}
-    for alike in plan.alike:
-        placement, count, sizes = alike.placement, len(alike.units), _unit_bytes(plan, alike)
-        copies = plan.nodes if plan.is_shared(alike.units[0]) else 1
+    for group in plan.unit_groups:
+        placement, count, sizes = group.placement, len(group.units), _unit_bytes(plan, group)
+        copies = plan.nodes if plan.is_shared(group.units[0]) else 1
         found[placement.weight]["weights"] += copies * count * sizes.weight
         found[placement.state]["state"] += count * sizes.state
         found[placement.gradient]["gradients"] += count * sizes.gradient
@@ -213,8 +213,8 @@ class _UnitBytes(NamedTuple):
     copied: int
 
 
-def _unit_bytes(plan: Plan, alike: Alike) -> _UnitBytes:
-    layout, placement = alike.layout, alike.placement
+def _unit_bytes(plan: Plan, group: UnitGroup) -> _UnitBytes:
+    layout, placement = group.layout, group.placement
     kind, is_streamed = plan.facts.kinds[layout.index], placement in plan.streamed
     key = (kind, placement, is_streamed, plan.chunks_at_once, plan.cpu_share, plan.basis)
     known: _UnitBytes | None = plan.facts.known.get(key)
@@ -224,11 +224,11 @@ def _unit_bytes(plan: Plan, alike: Alike) -> _UnitBytes:
             weight=layout.shard_bytes,
             state=plan.weight_and_state(layout)[1],
             gradient=plan.gradient_bytes(layout),
-            staged=_staged_bytes(plan, alike),
-            streamed=_bytes_at_once(plan, alike, OFF_DEVICE, chunks, gradient=True)
+            staged=_staged_bytes(plan, group),
+            streamed=_bytes_at_once(plan, group, OFF_DEVICE, chunks, gradient=True)
             if is_streamed
             else 0,
-            copied=_bytes_at_once(plan, alike, _out_of_reach(plan) if plan.ranks == 1 else TIERS),
+            copied=_bytes_at_once(plan, group, _out_of_reach(plan) if plan.ranks == 1 else TIERS),
         )
     return known
 
@@ -237,25 +237,25 @@ def staging_bytes(plan: Plan) -> int:
     """Return bytes of one staging buffer: the chunks that are updated at once, of every kind that
     some unit cannot update in place.
     """
-    return max((_unit_bytes(plan, alike).staged for alike in plan.alike), default=0)
+    return max((_unit_bytes(plan, group).staged for group in plan.unit_groups), default=0)
 
 
-def _staged_bytes(plan: Plan, alike: Alike) -> int:
-    if update_place(plan, alike.units[0]) is UpdatePlace.DEVICE:
+def _staged_bytes(plan: Plan, group: UnitGroup) -> int:
+    if update_place(plan, group.units[0]) is UpdatePlace.DEVICE:
         return 0
     # What rests on the device and is streamed is updated there.
-    streamed = plan.streamed_chunks(alike.layout, alike.placement)
-    all_streamed = streamed == alike.layout.num_chunks(plan.chunk_elements)
+    streamed = plan.streamed_chunks(group.layout, group.placement)
+    all_streamed = streamed == group.layout.num_chunks(plan.chunk_elements)
     outside = (Tier.DISK,) if all_streamed else _out_of_reach(plan)
-    chunks = plan.chunks_per_batch(alike.placement, by_device=False)
-    return _bytes_at_once(plan, alike, outside, chunks, gradient=True)
+    chunks = plan.chunks_per_batch(group.placement, by_device=False)
+    return _bytes_at_once(plan, group, outside, chunks, gradient=True)
 
 
 def stream_bytes(plan: Plan) -> int:
     """Bytes of one device buffer of streamed updates: of all that does not rest there, the chunks
     that pass at once.
     """
-    return max((_unit_bytes(plan, alike).streamed for alike in plan.alike), default=0)
+    return max((_unit_bytes(plan, group).streamed for group in plan.unit_groups), default=0)
 
 
 def matrix_bytes(plan: Plan, *, by_host: bool) -> int:
@@ -266,7 +266,7 @@ def matrix_bytes(plan: Plan, *, by_host: bool) -> int:
     if not plan.rule.matrix_steps:
         return 0
     updated = (
-        a.layout for a in plan.alike
+        a.layout for a in plan.unit_groups
         if (update_place(plan, a.units[0]) is UpdatePlace.CPU) is by_host
     )  # fmt: skip
     shapes = (s.shape for layout in updated for s in layout.trained_segments if s.whole)
@@ -278,14 +278,16 @@ def copy_buffer_bytes(plan: Plan) -> int:
 
     Of several ranks, which send it to the first, of every kind.
     """
-    return max((_unit_bytes(plan, alike).copied for alike in plan.alike), default=0)
+    return max((_unit_bytes(plan, group).copied for group in plan.unit_groups), default=0)
 
 
 def _frozen_copy_bytes(plan: Plan) -> int:
     """Bytes that a save brings to RAM at once of a unit with frozen bytes: all that a rank has."""
     outside = _out_of_reach(plan)
-    frozen = (a for a in plan.alike if a.layout.frozen_bytes and a.placement.weight in outside)
-    return max((alike.layout.shard_bytes for alike in frozen), default=0)
+    frozen = (
+        a for a in plan.unit_groups if a.layout.frozen_bytes and a.placement.weight in outside
+    )
+    return max((group.layout.shard_bytes for group in frozen), default=0)
 
 
 def _out_of_reach(plan: Plan) -> tuple[Tier, ...]:
@@ -294,12 +296,17 @@ def _out_of_reach(plan: Plan) -> tuple[Tier, ...]:
 
 
 def _bytes_at_once(
-    plan: Plan, alike: Alike, tiers: Collection[Tier], chunks: int = 1, *, gradient: bool = False
+    plan: Plan,
+    group: UnitGroup,
+    tiers: Collection[Tier],
+    chunks: int = 1,
+    *,
+    gradient: bool = False,
 ) -> int:
     """Bytes of a unit's first chunks that rest on these tiers: state, and the gradient too."""
-    nbytes = plan.state_bytes(alike.layout, alike.placement, tiers, chunks=chunks)
-    if gradient and alike.placement.gradient in tiers:
-        nbytes += plan.gradient_bytes(alike.layout, chunks=chunks)
+    nbytes = plan.state_bytes(group.layout, group.placement, tiers, chunks=chunks)
+    if gradient and group.placement.gradient in tiers:
+        nbytes += plan.gradient_bytes(group.layout, chunks=chunks)
     return nbytes
 
 
@@ -312,10 +319,10 @@ def commit_buffer_bytes(plan: Plan) -> int:
     ):
         return 0
     nbytes = FROZEN_PIECE
-    for alike in plan.alike:
-        count = min(plan.chunk_elements, alike.layout.shard_numel)
-        away = [k for k in plan.precision.kinds if alike.placement.of(k) is Tier.DEVICE]
-        precision = plan.precision_of(alike.layout)
+    for group in plan.unit_groups:
+        count = min(plan.chunk_elements, group.layout.shard_numel)
+        away = [k for k in plan.precision.kinds if group.placement.of(k) is Tier.DEVICE]
+        precision = plan.precision_of(group.layout)
         nbytes = max([nbytes, *(precision.nbytes(k, count) for k in away)])
     return nbytes
 
@@ -323,15 +330,15 @@ def commit_buffer_bytes(plan: Plan) -> int:
 def _durable_bytes(plan: Plan, disk: dict[str, int]) -> int:
     """Bytes on disk beyond what rests there: two extents of everything."""
     total = 0
-    for alike in plan.alike:
-        state = plan.state_bytes(alike.layout, alike.placement, TIERS)
-        total += len(alike.units) * (state + alike.layout.frozen_bytes)
+    for group in plan.unit_groups:
+        state = plan.state_bytes(group.layout, group.placement, TIERS)
+        total += len(group.units) * (state + group.layout.frozen_bytes)
     return 2 * total - disk["weights"] - disk["state"]
 
 
 def num_windows(plan: Plan) -> int:
     """Gradient windows: only where some gradients rest on disk."""
-    return min(NUM_WINDOWS, sum(len(alike.units) for alike in _gradients_on_disk(plan)))
+    return min(NUM_WINDOWS, sum(len(group.units) for group in _gradients_on_disk(plan)))
 
 
 def largest_window(plan: Plan) -> int:
@@ -339,13 +346,13 @@ def largest_window(plan: Plan) -> int:
     return max((plan.gradient_bytes(a.layout) for a in _gradients_on_disk(plan)), default=0)
 
 
-def _gradients_on_disk(plan: Plan) -> list[Alike]:
-    return [a for a in plan.alike if a.placement.gradient is Tier.DISK and a.layout.numel]
+def _gradients_on_disk(plan: Plan) -> list[UnitGroup]:
+    return [a for a in plan.unit_groups if a.placement.gradient is Tier.DISK and a.layout.numel]
 
 
 def num_fetch_buffers(plan: Plan) -> int:
     """Host buffers in which disk reads land on their way to a device of its own memory."""
-    on_disk = not plan.unified and any(a.placement.weight is Tier.DISK for a in plan.alike)
+    on_disk = not plan.unified and any(a.placement.weight is Tier.DISK for a in plan.unit_groups)
     return plan.prefetch_units + 2 if on_disk else 0
 
 
@@ -375,7 +382,7 @@ def exchange_bytes(plan: Plan) -> int:
     Sums of slices are fp32.
     """
     itemsize = 4 if plan.saved.slices > 1 else plan.precision.weight
-    return max((itemsize * alike.layout.numel for alike in plan.alike), default=0)
+    return max((itemsize * group.layout.numel for group in plan.unit_groups), default=0)
 
 
 def largest_trained(plan: Plan) -> int:

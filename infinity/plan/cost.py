@@ -356,10 +356,10 @@ class StepCost:
     def resources(self) -> dict[str, float]:
         """Seconds each resource is busy in a step."""
         busy: dict[str, float] = {}
-        alike = Counter(id(phase.resources) for phase in self.phases)
+        repeats = Counter(id(phase.resources) for phase in self.phases)
         for resources in {id(phase.resources): phase.resources for phase in self.phases}.values():
             for name, seconds in resources.items():
-                busy[name] = busy.get(name, 0.0) + alike[id(resources)] * seconds
+                busy[name] = busy.get(name, 0.0) + repeats[id(resources)] * seconds
         return busy
 
     @property
@@ -448,8 +448,8 @@ class _Pricing:
         plan, (first, last) = self.plan, (self.plan.units[unit] for unit in self._ends)
         named = computing(resources)
         others = {name: s for name, s in resources.items() if name != named}
-        on_disk = [sum(disk_of_pass(plan, a.layout, a.placement)) for a in plan.alike]
-        whole = sum(n * len(a.units) for n, a in zip(on_disk, plan.alike, strict=True))
+        on_disk = [sum(disk_of_pass(plan, a.layout, a.placement)) for a in plan.unit_groups]
+        whole = sum(n * len(a.units) for n, a in zip(on_disk, plan.unit_groups, strict=True))
         shares = {
             "disk": sum(disk_of_pass(plan, first, plan.placements[first.index])) / (whole or 1)
         }
@@ -603,16 +603,16 @@ def update_s(plan: Plan, rates: Rates) -> tuple[float, float, float]:
     meanwhile; and on the device.
     """
     host = beside = device = 0.0
-    for alike in plan.alike:
-        trained = sum(map(plan.facts.num_trained.__getitem__, alike.units)) // plan.ranks
-        place, layout = update_place(plan, alike.units[0]), alike.layout
+    for group in plan.unit_groups:
+        trained = sum(map(plan.facts.num_trained.__getitem__, group.units)) // plan.ranks
+        place, layout = update_place(plan, group.units[0]), group.layout
         if not rates.device_update or place is UpdatePlace.CPU:
             host += trained
             continue
         by_device = 1.0
         if place is UpdatePlace.STREAMED:
             chunks = max(layout.num_chunks(plan.chunk_elements), 1)
-            by_device = plan.streamed_chunks(layout, alike.placement) / chunks
+            by_device = plan.streamed_chunks(layout, group.placement) / chunks
         device += by_device * trained
         beside += (1 - by_device) * trained
     host_products, device_products = _matrix_s(plan, rates)
@@ -640,10 +640,10 @@ def matrix_flops(layout: UnitLayout, steps: int) -> int:
 def _matrix_s(plan: Plan, rates: Rates) -> tuple[float, float]:
     """Seconds of a step's matrix products of the update rule, in bf16: host, and device."""
     on = dict.fromkeys((True, False), 0)
-    for alike in plan.alike if plan.rule.matrix_steps else ():
-        by_host = update_place(plan, alike.units[0]) is UpdatePlace.CPU
-        flops = matrix_flops(alike.layout, plan.rule.matrix_steps)
-        on[by_host] += flops * len(alike.units) // plan.ranks
+    for group in plan.unit_groups if plan.rule.matrix_steps else ():
+        by_host = update_place(plan, group.units[0]) is UpdatePlace.CPU
+        flops = matrix_flops(group.layout, plan.rule.matrix_steps)
+        on[by_host] += flops * len(group.units) // plan.ranks
     device = rates.compute.get("bf16") or math.inf
     return on[True] / (device if plan.unified else HOST_FLOPS), on[False] / device
 
@@ -651,10 +651,10 @@ def _matrix_s(plan: Plan, rates: Rates) -> tuple[float, float]:
 def stream_s(plan: Plan, rates: Rates) -> float:
     """Seconds of all streamed updates of a step: links in both directions, and who asks for it."""
     inward = outward = 0
-    for alike in plan.alike:
-        if alike.placement in plan.streamed:
-            coming, going = streamed_bytes(plan, alike.layout, alike.placement)
-            inward, outward = inward + len(alike.units) * coming, outward + len(alike.units) * going
+    for group in plan.unit_groups:
+        if group.placement in plan.streamed:
+            coming, going = streamed_bytes(plan, group.layout, group.placement)
+            inward, outward = inward + len(group.units) * coming, outward + len(group.units) * going
     return max(*rates.copies_s(inward, outward), calls_s(plan))
 
 
@@ -686,18 +686,18 @@ def sums_s(plan: Plan, rates: Rates, phase: PhaseBytes) -> float:
     if phase.micro_batch == 0 and item == itemsize:
         return 0.0
     elements = sum(
-        alike.layout.shard_numel * len(alike.units)
-        for alike in plan.alike
-        if alike.placement.gradient is not Tier.DEVICE
+        group.layout.shard_numel * len(group.units)
+        for group in plan.unit_groups
+        if group.placement.gradient is not Tier.DEVICE
     )
     return elements * (item + itemsize * (2 if phase.micro_batch else 1)) / rate
 
 
 def calls_s(plan: Plan) -> float:
     """Seconds that a step's streamed updates take the thread that asks the device for them."""
-    streamed = (alike for alike in plan.alike if alike.placement in plan.streamed)
+    streamed = (group for group in plan.unit_groups if group.placement in plan.streamed)
     return CALL_S * sum(
-        len(alike.units) * streamed_calls(plan, alike.layout, alike.placement) for alike in streamed
+        len(group.units) * streamed_calls(plan, group.layout, group.placement) for group in streamed
     )
 
 

@@ -142,7 +142,7 @@ def _usual_cycle(num_units: int) -> tuple[int, ...]:
 
 def _publishing(plan: Plan) -> set[int]:
     """The units that the optimizer pass publishes; those that are alike are asked for once."""
-    found = (alike.units for alike in plan.alike if publishes(plan, alike.units[0]))
+    found = (group.units for group in plan.unit_groups if publishes(plan, group.units[0]))
     return set(chain.from_iterable(found))
 
 
@@ -232,10 +232,10 @@ class _Bytes:
         self._group = [0] * len(plan.units)
         self._on_disk = [0] * len(plan.units)  # of one fetch
         self._inward = [0] * len(plan.units)
-        for group, alike in enumerate(plan.alike):
-            size, tier = alike.layout.shard_bytes, alike.placement.weight
-            for unit in alike.units:
-                self._group[unit] = group
+        for number, group in enumerate(plan.unit_groups):
+            size, tier = group.layout.shard_bytes, group.placement.weight
+            for unit in group.units:
+                self._group[unit] = number
                 self._on_disk[unit] = size if tier is Tier.DISK else 0
                 self._inward[unit] = 0 if plan.unified or tier is Tier.DEVICE else size
         self._gradients = self._of_gradients(cycle, frozenset(summed))
@@ -259,14 +259,14 @@ class _Bytes:
     def of(self, phases: Sequence[_PhaseMoves]) -> list[PhaseBytes]:
         """The bytes of every phase; of repeated ones, which share their lists, counted once."""
         found: list[PhaseBytes] = []
-        alike: dict[tuple[int, int, bool], dict[str, int]] = {}
+        by_key: dict[tuple[int, int, bool], dict[str, int]] = {}
         for moves in phases:
             # The first backward has no sums to add to.
             first = moves.backward and not moves.micro_batch
             key = (*moves.lists, first)
-            if key not in alike:
-                alike[key] = self.of_phase(moves).moved
-            found.append(PhaseBytes(moves.micro_batch, moves.backward, alike[key]))
+            if key not in by_key:
+                by_key[key] = self.of_phase(moves).moved
+            found.append(PhaseBytes(moves.micro_batch, moves.backward, by_key[key]))
         return found
 
     def of_phase(self, moves: _PhaseMoves) -> PhaseBytes:
@@ -276,7 +276,7 @@ class _Bytes:
             moved["disk_read"] += sum(map(self._on_disk.__getitem__, moves.fetched))
             moved["to_device"] += sum(map(self._inward.__getitem__, moves.fetched))
         for kind, count in self._fetched_again.items():
-            index, times = self.plan.alike[kind].units[0], count * self._again[moves.backward]
+            index, times = self.plan.unit_groups[kind].units[0], count * self._again[moves.backward]
             moved["disk_read"] += times * self._on_disk[index]
             moved["to_device"] += times * self._inward[index]
         _add(self._saved[moves.backward], moved)
@@ -308,9 +308,9 @@ class _Bytes:
             counts[group] += count * self._again[moves.backward]
         nbytes = copied = 0
         for group, count in counts.items():
-            alike = self.plan.alike[group]
-            size = others * count * alike.layout.shard_bytes
-            if self.plan.is_shared(alike.units[0]):
+            units = self.plan.unit_groups[group]
+            size = others * count * units.layout.shard_bytes
+            if self.plan.is_shared(units.units[0]):
                 copied += size
             else:
                 nbytes += size
@@ -337,8 +337,8 @@ class _Bytes:
 
     def _of_update(self, group: int, publish: bool) -> dict[str, int]:
         """Of one of units that are alike."""
-        plan, alike = self.plan, self.plan.alike[group]
-        layout, placement = alike.layout, alike.placement
+        plan, units = self.plan, self.plan.unit_groups[group]
+        layout, placement = units.layout, units.placement
         kind, streamed = plan.facts.kinds[layout.index], placement in plan.streamed
         key = (kind, placement, publish, streamed, plan.chunks_at_once, plan.cpu_share, plan.basis)
         known: dict[str, int] | None = plan.facts.known.get(key)

@@ -198,13 +198,13 @@ class _PlacementSearch:
 
     def _moves(self, plan: Plan) -> Iterator[_Move]:
         """Every kind of step upwards, first units first; whole units onto a device together."""
-        for alike in plan.alike:
+        for group in plan.unit_groups:
             for field in self.fields:
                 for tier in _tiers(plan, field):
-                    if alike.placement.of_field(field).is_below(tier):
-                        yield _Move((field,), alike.units, tier)
-            if not plan.unified and self._raisable(alike.placement):
-                yield _Move(self.fields, alike.units, Tier.DEVICE)
+                    if group.placement.of_field(field).is_below(tier):
+                        yield _Move((field,), group.units, tier)
+            if not plan.unified and self._raisable(group.placement):
+                yield _Move(self.fields, group.units, Tier.DEVICE)
 
     def _raisable(self, placement: UnitPlacement) -> bool:
         return sum(placement.of_field(f).is_below(Tier.DEVICE) for f in self.fields) > 1

@@ -81,7 +81,7 @@ class SlotClass:
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
+class UnitGroup:
     """Units of one size of the same placement; `layout` is the first one's."""
 
     layout: UnitLayout
@@ -146,7 +146,7 @@ _FOLLOWS = {
     "facts": frozenset(["units"]),
     "basis": frozenset(["units", "saved", *_BASIS]),
     "own": frozenset(["units", "rank"]),
-    "alike": frozenset(["units", "placements"]),
+    "unit_groups": frozenset(["units", "placements"]),
     "at_device": frozenset(["placements"]),
     "shared_bytes": frozenset(["units", "placements", "nodes", "shared", "unified"]),
     "tier_bytes": frozenset(["memory"]),
@@ -311,13 +311,13 @@ class Plan:
         return sum(self.facts.num_trained)
 
     @cached_property
-    def alike(self) -> tuple[Alike, ...]:
+    def unit_groups(self) -> tuple[UnitGroup, ...]:
         """The units, those that are alike together, in the order of their first."""
         found: dict[tuple[int, UnitPlacement], list[int]] = {}
         for unit, key in enumerate(zip(self.facts.kinds, self.placements, strict=True)):
             found.setdefault(key, []).append(unit)
         return tuple(
-            Alike(self.units[units[0]], placement, tuple(units))
+            UnitGroup(self.units[units[0]], placement, tuple(units))
             for (_, placement), units in found.items()
         )
 
@@ -353,7 +353,8 @@ class Plan:
             return 0
         off_disk = (Tier.DEVICE, Tier.HOST)
         return sum(
-            self.state_bytes(a.layout, a.placement, off_disk) * len(a.units) for a in self.alike
+            self.state_bytes(a.layout, a.placement, off_disk) * len(a.units)
+            for a in self.unit_groups
         )
 
     def range_bytes(self, layout: UnitLayout, kind: Kind) -> int:
@@ -565,9 +566,9 @@ class Plan:
     def updates_line(self) -> str:
         """Where updates run, in words, with counts of units where they differ."""
         counts = Counter[str]()
-        for alike in self.alike:
-            if alike.layout.numel:
-                counts[update_place(self, alike.units[0]).value] += len(alike.units)
+        for group in self.unit_groups:
+            if group.layout.numel:
+                counts[update_place(self, group.units[0]).value] += len(group.units)
         why = why_only_cpu(self) if len(counts) == 1 else ""
         meanwhile = (
             f", {self.cpu_share:.0%} of these by the CPU meanwhile" if self.cpu_share else ""
@@ -579,9 +580,9 @@ class Plan:
         formats = dict.fromkeys(self.precision.moments)
         if not formats:
             return "no moments"
-        words = [f.value if f.is_exact else f"{f.value} (lossy)" for f in formats]
+        names = [f.value if f.is_exact else f"{f.value} (lossy)" for f in formats]
         count = len(self.precision.moments)
-        moments = f"{count} moment{'s' if count > 1 else ''} in {' and '.join(words)}"
+        moments = f"{count} moment{'s' if count > 1 else ''} in {' and '.join(names)}"
         paired = any(unit.paired is not None for unit in self.units)
         return f"{moments}, of matrices 1" if paired else moments
 
@@ -624,8 +625,8 @@ class Plan:
 
 def _counted(units: Counter[str]) -> str:
     """Words with the numbers of units where they differ."""
-    words = [f"{word} ({n} unit{'s' if n > 1 else ''})" for word, n in units.items()]
-    return ", ".join(words) if len(units) > 1 else "".join(units)
+    counts = [f"{word} ({n} unit{'s' if n > 1 else ''})" for word, n in units.items()]
+    return ", ".join(counts) if len(units) > 1 else "".join(units)
 
 
 @lru_cache(maxsize=256)

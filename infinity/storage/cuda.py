@@ -130,8 +130,8 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
     mask[node // _WORD] = 1 << (node % _WORD)
     library = ctypes.CDLL(None, use_errno=True)
     library.syscall.restype = ctypes.c_long
-    words = (number, address, nbytes, _PREFERRED, mask, _MASK_BITS + 1, _MOVE)
-    arguments = [ctypes.c_ulong(w) if isinstance(w, int) else w for w in words]
+    values = (number, address, nbytes, _PREFERRED, mask, _MASK_BITS + 1, _MOVE)
+    arguments = [ctypes.c_ulong(w) if isinstance(w, int) else w for w in values]
     return bool(library.syscall(*arguments) == 0)
 
 

@@ -57,10 +57,10 @@ def sum_of_words(flat: Tensor) -> int:
     places show.
     """
     whole = flat.numel() // 8 * 8
-    words, rest = flat[:whole].view(torch.int64), flat[whole:].long()
-    odd = torch.arange(1, 2 * min(max(words.numel(), 8), _WORDS), 2, device=flat.device)
+    values, rest = flat[:whole].view(torch.int64), flat[whole:].long()
+    odd = torch.arange(1, 2 * min(max(values.numel(), 8), _WORDS), 2, device=flat.device)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for part in (*torch.split(words, _WORDS), rest):
+    for part in (*torch.split(values, _WORDS), rest):
         total = total * _FACTOR + (part * odd[: part.numel()]).sum()
     return int(total)
 

@@ -180,8 +180,8 @@ class Testbed:
         self.direct: list[bool] = []
         self._scratches: list[Scratch] = []
         memory = mapped(NUM_PATTERNS * chunk_bytes)
-        words = np.random.default_rng().integers(0, 2**64, len(memory) // 8, dtype=np.uint64)
-        memory[:] = words.view(np.uint8)
+        pattern = np.random.default_rng().integers(0, 2**64, len(memory) // 8, dtype=np.uint64)
+        memory[:] = pattern.view(np.uint8)
         self._patterns = memory.reshape(NUM_PATTERNS, chunk_bytes)
         rings = mapped(len(paths) * NUM_SLOTS * chunk_bytes)
         self._rings = rings.reshape(len(paths), NUM_SLOTS, chunk_bytes)

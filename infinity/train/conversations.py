@@ -142,8 +142,8 @@ class Conversations:
     def encode(self, rows: Iterable[Row]) -> Iterator[NDArray[np.uint32]]:
         """The marked tokens of each row; raises `ConfigError` for one that is no conversation."""
         rendered = (self._rendered(*row) for row in rows)
-        for plain, alike in groupby(rendered, lambda one: one.plain):
-            while held := _batch(alike):
+        for plain, batch in groupby(rendered, lambda one: one.plain):
+            while held := _batch(batch):
                 texts = [one.text for one in held]
                 fast: Any = self.tokenizer.fast
                 found = fast.encode_batch(texts, add_special_tokens=plain)

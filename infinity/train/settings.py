@@ -119,11 +119,11 @@ class DataSection(Section):
     @field_validator("sequence_length", "end_of_document", mode="before")
     @classmethod
     def _number_or_word(cls, value: Any, info: Any) -> Any:
-        least, words = (2, ("auto",)) if info.field_name == "sequence_length" else (
+        least, choices = (2, ("auto",)) if info.field_name == "sequence_length" else (
             0, ("auto", "none")
         )  # fmt: skip
-        if value not in words and not (type(value) is int and value >= least):
-            names = " or ".join(map(repr, words))
+        if value not in choices and not (type(value) is int and value >= least):
+            names = " or ".join(map(repr, choices))
             raise ValueError(f"should be {names}, or a number of {least} or more, got {value!r}")
         return value
 

@@ -292,8 +292,8 @@ class Checkpoints:
             own = {name: state[name] for name in OF_EACH_RANK}
             own["buffers"] = self._apart(buffers)
             with ranks.collective_section("saves a checkpoint"):
-                words = encode(own, "the run's state")
-            state["ranks"] = [decode(found) for found in ranks.all_gather_object(words)]
+                encoded = encode(own, "the run's state")
+            state["ranks"] = [decode(found) for found in ranks.all_gather_object(encoded)]
         return encode(state, "the run's state")
 
     def _apart(self, buffers: Sequence[Buffer]) -> dict[str, Tensor]:

@@ -260,8 +260,8 @@ def _best_swap(
     given = list(unexpected)
     best = None
     for sample in {given[0], given[len(given) // 2], given[-1]} if given else ():
-        alike = [name for name, shape in absent.items() if shape == shapes[sample]]
-        for name in sorted(alike, key=lambda n: -_common_parts(n, sample))[:4]:
+        candidates = [name for name, shape in absent.items() if shape == shapes[sample]]
+        for name in sorted(candidates, key=lambda n: -_common_parts(n, sample))[:4]:
             common = _common_parts(name, sample)
             if not common:
                 continue

@@ -81,8 +81,8 @@ def share_kept(store: StateStore, updater: Updater, parameters: Collection[int])
     with ranks.propagate_errors(doing):
         encoded = encode({i: kept[i] for i in own & kept.keys()}, "the optimizer's state")
     ranks.synchronize(doing)
-    for words in ranks.all_gather_object(encoded):  # in the order of parts
-        kept |= decode(words)
+    for theirs in ranks.all_gather_object(encoded):  # in the order of parts
+        kept |= decode(theirs)
     updater.keep(kept)
 
 

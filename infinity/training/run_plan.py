@@ -93,7 +93,7 @@ def _agreed(limits: Limits, ranks: DistContext) -> Limits:
     if ranks.count == 1:
         return limits
     ranks.synchronize("plans")
-    all_limits = [Limits(**words) for words in ranks.all_gather_object(asdict(limits))]
+    all_limits = [Limits(**fields) for fields in ranks.all_gather_object(asdict(limits))]
 
     def least(found: Iterable[int | None]) -> int | None:
         return min((n for n in found if n is not None), default=None)

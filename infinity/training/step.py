@@ -459,9 +459,9 @@ class StepRunner:
         params_by_index = self._optimizer.params_by_index(self._index_of)
         self._components.updater.check(params_by_index)
         self._refuse_others(params_by_index)
-        alike = self._alike(clipping) if self._components.ranks.count > 1 else {}
+        equal = self._must_be_equal(clipping) if self._components.ranks.count > 1 else {}
         with self._prefetcher.transfers.stall("norm"):
-            norm = math.sqrt(self._gradients.square_sum(alike))
+            norm = math.sqrt(self._gradients.square_sum(equal))
         before = self.counters.loss_scale
         norm /= self.loss_scale
         skipped = not math.isfinite(norm)
@@ -481,7 +481,7 @@ class StepRunner:
             self._refuse_to_go_on(before, culprits)
             self._say_skipped(before, culprits)
 
-    def _alike(self, clipping: float) -> dict[str, int]:
+    def _must_be_equal(self, clipping: float) -> dict[str, int]:
         """What ranks must have alike where they meet for a step."""
         values = as_json(self._optimizer.group_values()).encode()
         return self._window.place | {

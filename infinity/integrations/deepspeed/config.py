@@ -663,20 +663,20 @@ def _optimizer(draft: _Draft) -> None:
 def _built_in(draft: _Draft, kind: str) -> None:
     params, named = draft.below(_PARAMS), BUILT_IN[kind.lower()]
     rule, start = named, RULES[named].deepspeed or {}
-    words = f"the built-in {rule}"
+    chosen = f"the built-in {rule}"
     is_adam = RULES[named].decoupled is not None
     if RULES[named].decoupled is False:  # there "Adam" means AdamW, if nothing is said
         decoupled = bool(params.get("adam_w_mode", True))
         rule = twin_of(named, decoupled=decoupled)
-        words = f"{rule}, as there: adam_w_mode is true" if decoupled else f"{rule} with L2 decay"
+        chosen = f"{rule}, as there: adam_w_mode is true" if decoupled else f"{rule} with L2 decay"
     takes = RULES[rule].defaults()
     if params.get("torch_adam") and RULES[rule].decoupled:
         start = {"weight_decay": takes["weight_decay"]}  # torch's own default
     if rule == "Muon" and params.get("ns_method") != "standard":
-        words += f"; {_NS_METHOD}"
+        chosen += f"; {_NS_METHOD}"
         if "ns_method" in params:
             draft.note(f"{_PARAMS}.ns_method", f"not used: {_NS_METHOD}", KeyStatus.ACCEPTED)
-    draft.note(_TYPE, words, KeyStatus.DONE)
+    draft.note(_TYPE, chosen, KeyStatus.DONE)
     draft.set("optimizer.type", rule, _TYPE)
     keys = RULES[rule].deepspeed_keys or {name: (name,) for name in takes}
     known = [*keys, *(s for s in _SWITCHES if is_adam or s not in _ADAMS_OWN)]

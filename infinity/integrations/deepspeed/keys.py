@@ -160,13 +160,13 @@ def _whole(value: Any) -> int:
 
 
 def _that(
-    read: Callable[[Any], Any], fits: Callable[[Any], bool], words: str
+    read: Callable[[Any], Any], fits: Callable[[Any], bool], expected: str
 ) -> Callable[..., Any]:
     def read_and_check(value: Any) -> Any:
         found = read(value)
         if fits(found):
             return found
-        raise ValueError(f"should be {words}")
+        raise ValueError(f"should be {expected}")
 
     return read_and_check
 
@@ -195,8 +195,8 @@ def _paths(value: Any) -> list[str]:
     raise ValueError("should be a path, or a list of paths")
 
 
-def _kind(types: Any, words: str) -> Callable[[Any], Any]:
-    return _that(lambda value: value, lambda value: isinstance(value, types), words)
+def _kind(types: Any, expected: str) -> Callable[[Any], Any]:
+    return _that(lambda value: value, lambda value: isinstance(value, types), expected)
 
 
 _WHOLE = _that(_whole, lambda number: number >= 0, "0 or more")

@@ -195,12 +195,12 @@ def _passed_on(name: str, alone: Callable[..., Any] | None) -> Callable[..., Any
 
     `alone` does what is to be done where there is one process, and no group.
     """
-    words = table()["comm.comm"][name].partition("(")[2].removesuffix(")").split()
+    names = table()["comm.comm"][name].partition("(")[2].removesuffix(")").split()
     name = _FUNCTIONS_OF_TORCH.get(name, name)
     renamed = _NAMES_OF_TORCH.get(name, {})
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(words, args, strict=False)), **kwargs}
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
         passed = {renamed.get(key, key): v for key, v in given.items() if key not in _LOGGED}
         if alone is None or _has_group() or num_launched() > 1:
             return getattr(dist, name)(**passed)
@@ -209,7 +209,7 @@ def _passed_on(name: str, alone: Callable[..., Any] | None) -> Callable[..., Any
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(one, kind) for one in words]
+        [inspect.Parameter(one, kind) for one in names]
     )
     function.__doc__ = f"`torch.distributed.{name}`; what would be logged of it is not."
     return function

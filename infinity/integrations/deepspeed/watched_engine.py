@@ -94,8 +94,8 @@ class _WatchedEngine(DeepSpeedEngine):
         now, samples = time.perf_counter(), self.global_samples
         speed = (samples - self._since[1]) / max(now - self._since[0], 1e-9)
         self._since = now, samples
-        words = [f"step={self.global_steps}", f"skipped={self.skipped_steps}"]
-        words += [f"loss={value:.4f}" for value in loss.values()]
-        words += [f"lr={[float(f'{rate:.6g}') for rate in self.get_lr()]}"]
-        words += [f"{speed:.1f} samples/s"]
-        sys.stdout.write(", ".join(words) + "\n")
+        fields = [f"step={self.global_steps}", f"skipped={self.skipped_steps}"]
+        fields += [f"loss={value:.4f}" for value in loss.values()]
+        fields += [f"lr={[float(f'{rate:.6g}') for rate in self.get_lr()]}"]
+        fields += [f"{speed:.1f} samples/s"]
+        sys.stdout.write(", ".join(fields) + "\n")

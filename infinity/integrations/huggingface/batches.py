@@ -184,10 +184,10 @@ class StepBatches:
     def compare(self, decided: Decided) -> None:
         """Warn where a run goes on from one with another schedule."""
         if decided not in (self.schedule, (None, None)):
-            words = "{} micro-batches, blocks in {} slices"
+            schedule = "{} micro-batches, blocks in {} slices"
             warnings.warn(
-                f"the checkpoint is of a run with {words.format(*decided)}, this one has "
-                f"{words.format(*self.schedule)}: the numbers round differently",
+                f"the checkpoint is of a run with {schedule.format(*decided)}, this one has "
+                f"{schedule.format(*self.schedule)}: the numbers round differently",
                 InfinityWarning,
                 stacklevel=5,
             )

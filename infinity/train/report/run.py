@@ -192,18 +192,18 @@ def _state(facts: RunFacts) -> Iterable[tuple[str, str]]:
         yield f"{facts.unsaved:,} checkpoints were not saved", "bad"
     if skipped := sum(bool(s.get("skipped")) for s in facts.steps):
         yield f"{skipped:,} steps were skipped: their gradients were not finite", ""
-    words = []
+    notes = []
     if facts.ranks > 1:
-        words.append(f"{facts.ranks} ranks; memory, waits and bytes are those of the first")
+        notes.append(f"{facts.ranks} ranks; memory, waits and bytes are those of the first")
     if len(facts.lives) > 1:
-        words.append(f"started {len(facts.lives)} times: grey lines are where it went on")
+        notes.append(f"started {len(facts.lives)} times: grey lines are where it went on")
     model = mapping(facts.plan.get("model"))
     if "parameters" in model:
-        words.insert(0, format_parameters(model["parameters"], model.get("active_parameters")))
+        notes.insert(0, format_parameters(model["parameters"], model.get("active_parameters")))
     if line := mapping(facts.plan.get("schedule")).get("line"):
-        words.append(str(line))
-    if words:
-        yield "; ".join(words), "soft"
+        notes.append(str(line))
+    if notes:
+        yield "; ".join(notes), "soft"
 
 
 def _last_start(facts: RunFacts) -> Iterable[tuple[str, str]]:
@@ -450,8 +450,8 @@ def _planned_memory(plan: Mapping[str, Any], unified: bool) -> dict[str, dict[st
 
 def _tiers(count: int) -> Spec:
     step = max(70, 150 // count)  # pixels of a tier
-    words = {"labelLimit": 90, "labelExpr": "split(datum.label, ', ')"}
-    y = {"field": "tier", "type": "nominal", "title": None, "sort": None, "axis": words}
+    axis = {"labelLimit": 90, "labelExpr": "split(datum.label, ', ')"}
+    y = {"field": "tier", "type": "nominal", "title": None, "sort": None, "axis": axis}
     x = quantitative("share", None, "%", scale={"domain": [0, 1]})
     tip = tooltip(tier=("tier", ""), what=("what", ""), size=("size", ""))
     bars = {

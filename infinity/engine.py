@@ -25,6 +25,7 @@ from infinity.errors import (
 from infinity.model.offloaded_parameter import name_engine, unname_engine
 from infinity.model.parameters import freeze, move_buffers, zero_grad_of
 from infinity.offload.call_guard import engine_call
+from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.plan import Plan
@@ -34,10 +35,12 @@ from infinity.training.adapted_parameters import AdaptedParameters
 from infinity.training.batches import LossFn, micro_batches_of, train_one
 from infinity.training.checkpoints import Checkpoints, Wanted
 from infinity.training.components import EngineComponents
+from infinity.training.inputs import Inputs
+from infinity.training.loss_scale import ScaleRules
 from infinity.training.parameter_access import MergeGuard, targets, write_state
 from infinity.training.run_state import ResumableLoader, RunState, Stateful
 from infinity.training.state_dict import ModuleStateHooks, StateDict, state_dict_of
-from infinity.training.step import Inputs, ScaleRules, StepInputs, StepRunner
+from infinity.training.step import StepInputs, StepRunner
 
 _IN_PLACE = "has been modified by an inplace operation: [torch."  # torch's own words
 
@@ -91,7 +94,13 @@ class Engine:
         self._window = components.window
         self._cycles = components.cycles
         self._values = components.values
-        self._inputs = Inputs(module, components, casts=config.cast_inputs)
+        self._inputs = Inputs(
+            module,
+            components.partition,
+            components.device.torch_device,
+            COMPUTE_DTYPES[self.plan.precision.name],
+            casts=config.cast_inputs,
+        )
         self._autocast = config.autocast
         scale_rules = ScaleRules.of(config.loss_scale) if config.precision == "fp16" else None
         self._step_runner = StepRunner(
@@ -177,7 +186,7 @@ class Engine:
         """
         self._check_usable()
         with self._step_runner.together("a forward", loses=False):
-            args, kwargs = self._inputs.admit((args, kwargs))
+            args, kwargs = self._inputs.prepare((args, kwargs))
             self._checkpoints.run_state.first_forward()
             self._values.release_all_materialized()
             self._end_users_backward()
@@ -198,7 +207,7 @@ class Engine:
             return result
         except Exception as error:
             self._step_runner.end_forward(error)
-            self._inputs.explain(error, (args, kwargs))
+            self._inputs.annotate_error(error, (args, kwargs))
             raise
         finally:
             hooks.restore(mark)

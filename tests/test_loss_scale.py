@@ -19,7 +19,7 @@ import infinity
 from infinity.config.schema import load_config
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, TrainingError
-from infinity.training.step import ScaleRules
+from infinity.training.loss_scale import ScaleRules
 
 DISK = ("disk", "disk", "disk")
 INF, NAN = math.inf, math.nan

@@ -542,7 +542,7 @@ def test_two_signals_stop_at_once_and_say_what_is_kept(
     raw = settings(tmp_path, training__checkpoint_every=99)
     if durable:
         raw["engine"] |= {"nvme_path": str(tmp_path), "durable": True}
-    shown = TrainPage.told
+    shown = TrainPage.on_record
 
     def told(self: TrainPage, record: Any) -> None:
         shown(self, record)
@@ -550,7 +550,7 @@ def test_two_signals_stop_at_once_and_say_what_is_kept(
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(TrainPage, "told", told)
+    monkeypatch.setattr(TrainPage, "on_record", told)
     result = CliRunner().invoke(app, ["train", configuration(tmp_path, raw)])
     assert result.exit_code == 128 + signal.SIGTERM, result.output
     kept = "the last committed step is on disk" if durable else "no checkpoint is whole yet"
@@ -566,7 +566,7 @@ def test_killed_and_interrupted_runs_go_on_exactly(
     raw["engine"]["scheduler"] = None
     kill_after(tmp_path, raw, 5)
     steps: list[int] = []
-    shown = TrainPage.told
+    shown = TrainPage.on_record
 
     def told(self: TrainPage, record: Any) -> None:
         shown(self, record)
@@ -574,7 +574,7 @@ def test_killed_and_interrupted_runs_go_on_exactly(
         if len(steps) == 4 and record["event"] == "step":
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(TrainPage, "told", told)
+    monkeypatch.setattr(TrainPage, "on_record", told)
     arguments = ["train", configuration(tmp_path, raw), "--resume", "auto"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 130, result.output

@@ -357,7 +357,8 @@ class EngineComponents:
 
     def _forget_modules(self) -> None:
         """Drop references to the module: weights that outlive the engine end with the module."""
-        for name in ("access", "cut", "cycles", "forwards", "hooks", "installation", "timeline"):
+        names = "access", "cycles", "forwards", "hooks", "installation", "partition", "timeline"
+        for name in names:
             delattr(self, name)
 
     @property

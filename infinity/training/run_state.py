@@ -22,7 +22,8 @@ from infinity.errors import CheckpointError, ConfigError, InfinityWarning
 from infinity.offload.window import AccumulationWindow
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.optim.update import KernelUpdater, Updater
-from infinity.training.step import StepRunner, TrainingCounters, as_data
+from infinity.training.loss_scale import as_data
+from infinity.training.step import StepRunner, TrainingCounters
 
 # The states of every random generator a training loop may draw from, taken and put back.
 

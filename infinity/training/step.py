@@ -17,22 +17,16 @@ of the scale is part of `TrainingCounters`: it changes with the step or not at a
 
 from __future__ import annotations
 
-import copy
-import logging
 import math
-import re
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
+from torch import nn
 
-from infinity.config.schema import LossScaleConfig
 from infinity.distributed.context import as_json
 from infinity.errors import (
     ConfigError,
@@ -41,264 +35,16 @@ from infinity.errors import (
     ResidencyError,
     TrainingError,
     TransferError,
-    first_lines,
-    listed,
 )
-from infinity.model.buffers import find_buffers
 from infinity.model.torch_private import end_checkpoints
-from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.profiling.step_log import Journal
 from infinity.profiling.step_report import Meter, StepReport
 from infinity.storage.device import Event
 from infinity.training.components import EngineComponents
+from infinity.training.loss_scale import ScaleRules, ScaleState, scale_exhausted
 from infinity.training.optimizer_pass import UpdateJob
 from infinity.training.parameter_access import read_state
-
-# Loss scaling for fp16: by how much the loss is multiplied, by DeepSpeed's rules, step for step.
-#
-# What is less than 6e-8 vanishes in fp16. So the loss is multiplied before backward, and the
-# update multiplies by the inverse as part of its clip factor. Where a gradient is not finite the
-# step is skipped, and a dynamic scale may be halved:
-#
-# - the first `hysteresis - 1` overflows cost patience only, every later one halves the scale, but
-#   never below the minimum;
-# - the scale doubles in the first step that lies `window + 1` steps behind the last overflow, and
-#   every `window` steps from then on (before the first overflow: after `window` steps and one);
-# - patience is full again when the scale doubles, or with `consecutive` in every good step.
-#
-# [Note: one more step]
-# DeepSpeed counts the good steps that lie *between* the last overflow and this one, which is why a
-# window is one step longer after an overflow, and at the start, than from one doubling to the
-# next.
-
-
-FACTOR = 2.0
-MAX_HISTORY = 32  # changes of the scale that are kept for people to read
-
-
-@dataclass(frozen=True)
-class ScaleState:
-    """Where a scale is; replaced as a whole.
-
-    `patience` counts overflows: at 1 the next one halves the scale. `steps` counts all that were
-    tried, `last_overflow` is that count before the last overflow, -1 if there was none. `history`
-    has (steps before it, scale) of the latest changes, oldest first.
-    """
-
-    scale: float
-    patience: int = 1
-    steps: int = 0
-    last_overflow: int = -1
-    history: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True)
-class ScaleRules:
-    """How a scale goes on; without `dynamic` it never changes. `window` is steps."""
-
-    initial: float
-    dynamic: bool = True
-    window: int = 1000
-    hysteresis: int = 2
-    consecutive: bool = False
-    minimum: float = 1.0
-
-    @staticmethod
-    def of(config: LossScaleConfig) -> ScaleRules:
-        """The rules of a configuration."""
-        return ScaleRules(
-            initial=config.value or 2.0**config.initial_power,
-            dynamic=not config.value,
-            window=config.window,
-            hysteresis=config.hysteresis,
-            consecutive=config.consecutive_hysteresis,
-            minimum=config.min,
-        )
-
-    def start(self) -> ScaleState:
-        """Before the first step."""
-        return ScaleState(self.initial, self.hysteresis, history=((0, self.initial),))
-
-    def is_exhausted(self, state: ScaleState) -> bool:
-        """Whether there is no answer to another overflow."""
-        return self.dynamic and state.patience <= 1 and state.scale <= self.minimum
-
-    def after(self, state: ScaleState, overflow: bool) -> ScaleState:
-        """The state after one more step."""
-        scale, patience = state.scale, state.patience
-        last_overflow = state.steps if overflow else state.last_overflow
-        if self.dynamic and overflow:
-            if patience <= 1:
-                scale = max(scale / FACTOR, min(self.minimum, scale))
-            else:
-                patience -= 1
-        elif self.dynamic:
-            between = state.steps - last_overflow - 1
-            doubles = between > 0 and between % self.window == 0
-            scale *= FACTOR if doubles else 1.0
-            patience = self.hysteresis if doubles or self.consecutive else patience
-        history = state.history
-        if scale != state.scale:
-            history = (*history, (state.steps + 1, scale))[-MAX_HISTORY:]
-        return ScaleState(scale, patience, state.steps + 1, last_overflow, history)
-
-    def restored(self, saved: Mapping[str, Any]) -> ScaleState:
-        """What `as_data` gave. A scale that does not change is that of the configuration."""
-        history = tuple((int(step), float(scale)) for step, scale in saved["history"])
-        state = ScaleState(
-            float(saved["scale"]),
-            int(saved["patience"]),
-            int(saved["steps"]),
-            int(saved["last_overflow"]),
-            history,
-        )
-        if not self.dynamic and state.scale != self.initial:
-            state = replace(state, scale=self.initial)
-        return replace(state, patience=max(1, min(state.patience, self.hysteresis)))
-
-
-def as_data(state: ScaleState) -> dict[str, Any]:
-    """Plain data, for a checkpoint."""
-    return asdict(state) | {"history": [list(change) for change in state.history]}
-
-
-def story(state: ScaleState) -> str:
-    """The latest scales in words: "65536, 32768 after step 3, ..."; skipped steps count."""
-    return ", ".join(
-        f"{scale:g}" + (f" after step {step}" if step else "") for step, scale in state.history
-    )
-
-
-def scale_exhausted(state: ScaleState, culprits: Sequence[str]) -> TrainingError:
-    """What to raise where gradients overflow at the smallest scale; `culprits` are parameters."""
-    first, last = culprits[0], culprits[-1]
-    module = first.rpartition(".")[0]
-    where = f"first in {first!r}" + (f" of the module {module!r}" if module else "")
-    if len(culprits) > 1:
-        where += f", and in {len(culprits) - 1} more up to {last!r}"
-    return TrainingError(
-        f"gradients are not finite at the smallest loss scale, {state.scale:g}: {where}",
-        because=f"the scale went {story(state)}; values above 65504 are infinite in fp16, and "
-        "backward carries infinities from later layers to earlier ones",
-        remedy='write precision: bf16 (DeepSpeed: "bf16": {"enabled": true}), above all for models '
-        "that were trained in bf16; or lower the learning rate, look at the loss and the data, or "
-        "set loss_scale.min below 1",
-    )
-
-
-# What a call of the engine may be given.
-
-_OTHER_DTYPE = re.compile(r"\b(dtype|scalar type|Input type)\b")  # torch's words where two meet
-
-
-class Inputs:
-    """Looks at what a model is called with; with `casts` floats become bf16 or fp16."""
-
-    def __init__(self, module: nn.Module, components: EngineComponents, *, casts: bool) -> None:
-        self._module = module
-        self._cut, self._device = components.partition, components.device.torch_device
-        self._dtype = COMPUTE_DTYPES[components.plan.precision.name]
-        self._casts = casts and self._dtype is not torch.float32
-        self._warned = False
-
-    def admit(self, arguments: Any) -> Any:
-        """Move tensors to the device, however deep, and cast floats where `casts` was asked for.
-
-        As FSDP2 moves inputs. Numbers (tensors of no dimension) and the batch sizes of a
-        `PackedSequence` stay in RAM. Raises `TrainingError` for a tensor on meta, and for a
-        parameter that requires a gradient and has no state for it.
-        """
-        for name, parameter, trained in zip(
-            self._cut.names, self._cut.parameters, self._cut.trained, strict=True
-        ):
-            if parameter.requires_grad and not trained:
-                raise TrainingError(
-                    f"parameter {name!r} requires a gradient, but was frozen when the engine was "
-                    "made and has no optimizer state",
-                    remedy="pass it to initialize(model_parameters=...), which gives state to "
-                    "parameters that are frozen for now, or keep it frozen",
-                )
-        others = self._of_other_dtype(arguments) if self._casts else []
-        if others and not self._warned:
-            self._warned = True
-            logging.getLogger("infinity").info(
-                "cast_inputs: %s of an input become %s, here and in later calls",
-                listed(sorted({str(t.dtype) for t in others})), self._dtype,
-            )  # fmt: skip
-        return _map_tensors(arguments, self._prepare)
-
-    def _prepare(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type == "meta" != self._device.type:
-            raise TrainingError(
-                f"an input tensor is on meta, the engine computes on {self._device}",
-                because="a tensor on meta has no values",
-                remedy="make the batch in RAM or on the device",
-            )
-        if tensor.dim() or tensor.device.type != "cpu":
-            tensor = tensor.to(self._device)
-        return tensor.to(self._dtype) if self._casts and tensor.is_floating_point() else tensor
-
-    def explain(self, error: Exception, arguments: Any) -> None:
-        """Raise `TrainingError` where an input of another dtype may be what torch refused; note
-        buffers that are.
-        """
-        if not isinstance(error, RuntimeError) or not _OTHER_DTYPE.search(str(error)):
-            return
-        cast = (
-            "; or write cast_inputs: true, which does so with all floating inputs (among keys of "
-            'DeepSpeed\'s: "infinity": {"cast_inputs": true})'
-        )
-        for tensor in self._of_other_dtype(arguments):
-            raise TrainingError(
-                f"an input of shape {tuple(tensor.shape)} is {tensor.dtype}, the engine computes "
-                f"in {self._dtype}",
-                because=first_lines(error),
-                remedy=f"cast it: tensor.to({self._dtype})"
-                + (cast if self._dtype is not torch.float32 else ""),
-            ) from error
-        floating = [b for b in find_buffers(self._module) if b.value.is_floating_point()]
-        others = [b.names[0] for b in floating if b.value.dtype is not self._dtype]
-        if others:
-            error.add_note(
-                f"the engine computes in {self._dtype}, buffers keep their dtype: if "
-                f"{listed(list(map(repr, others)))} meets weights, cast it there: b.to(x.dtype)"
-            )
-
-    def _of_other_dtype(self, arguments: Any) -> list[Tensor]:
-        found = _tensors(arguments)
-        return [t for t in found if t.is_floating_point() and t.dtype is not self._dtype]
-
-
-def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return `value` with its tensors changed; a container of which none changes stays itself."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        items = {key: _map_tensors(item, change) for key, item in value.items()}
-        changed = {key: item for key, item in items.items() if item is not value[key]}
-        if changed:
-            value = copy.copy(value) if isinstance(value, MutableMapping) else dict(value)
-            value.update(changed)
-    elif isinstance(value, list | tuple):
-        parts = [_map_tensors(item, change) for item in value]
-        if isinstance(value, PackedSequence):
-            parts[1] = value.batch_sizes  # torch wants them in RAM
-        if any(a is not b for a, b in zip(parts, value, strict=True)):
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    _map_tensors(value, keep)
-    return found
-
 
 MAX_SKIPPED_IN_A_ROW = 20
 # A dynamic loss scale is found by skipping steps: only so many in a row are more than a search.

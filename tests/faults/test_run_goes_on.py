@@ -305,7 +305,7 @@ def test_the_drive_of_the_state_fails_and_the_run_goes_on_elsewhere(
         training__checkpoint_every=None if durable else 99 if kind == "bare" else 2,
     )
     config.write_text(json.dumps(given))
-    failing, original, shown = [], getattr(Disk, name), TrainPage.told
+    failing, original, shown = [], getattr(Disk, name), TrainPage.on_record
 
     def request(self: Disk, *args: Any, **more: Any) -> Any:
         if failing:
@@ -321,7 +321,7 @@ def test_the_drive_of_the_state_fails_and_the_run_goes_on_elsewhere(
 
     with monkeypatch.context() as patch:
         patch.setattr(Disk, name, request)
-        patch.setattr(TrainPage, "told", told)
+        patch.setattr(TrainPage, "on_record", told)
         code, error = run("train", str(config), "training.evaluate_every=0")
     assert code == 4, error
     assert "Traceback" not in error
@@ -348,7 +348,7 @@ def test_a_file_that_is_removed_ends_the_run(
     """The open file takes writes as before: without a look at it 6 steps would seem done."""
     (tmp_path / "nvme").mkdir()
     durable = {"engine__nvme_path": str(tmp_path / "nvme"), "engine__durable": True}
-    config, shown = tmp_path / "run.json", TrainPage.told
+    config, shown = tmp_path / "run.json", TrainPage.on_record
     config.write_text(json.dumps(settings(tmp_path, **durable, engine__durable_every=1)))
     steps: list[int] = []
 
@@ -359,7 +359,7 @@ def test_a_file_that_is_removed_ends_the_run(
             (file,) = tmp_path.rglob(name)
             file.unlink()
 
-    monkeypatch.setattr(TrainPage, "told", told)
+    monkeypatch.setattr(TrainPage, "on_record", told)
     code, error = run("train", str(config), "training.checkpoint_every=0")
     assert code == 4, error
     assert f"{name} was removed while it was in use" in error

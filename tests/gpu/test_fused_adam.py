@@ -11,7 +11,7 @@ import torch
 from support.cuda_pieces import BF16, FLOATS, FP32, HYPERS, Rooms, combinations
 
 from infinity.errors import ConfigError, ResidencyError
-from infinity.optim import cuda, nvrtc
+from infinity.optim import cuda, cuda_compile
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.cuda import SQUARE_TILE, TILE, CudaKernels
 from infinity.optim.rules import AdamW
@@ -148,7 +148,7 @@ def test_kernels_are_taken_from_the_cache(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("INFINITY_KERNEL_CACHE", str(tmp_path))
     CudaKernels(device)  # which launches one of each sort
     assert len(list(tmp_path.iterdir())) == 2
-    monkeypatch.setattr(nvrtc.core(), "Program", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(cuda_compile.core(), "Program", lambda *_: pytest.fail("compiled again"))
     second = CudaKernels(device)
     assert second.square_sum(torch.ones(10, device=device)) == 10.0
 

@@ -32,7 +32,7 @@ def good(kind: MomentFormat = MomentFormat.FP32) -> dict[str, Any]:
         "rest": state.rest,
         "moments": state.moments,
         "gradient": torch.ones(N),
-        "hyper": ADAMW,
+        "rule_params": ADAMW,
         "step": 1,
     }
 
@@ -58,8 +58,8 @@ BAD: list[tuple[dict[str, Any], type[InfinityError], str]] = [
     ({"gradient": torch.full((1,), torch.nan).expand(N)}, ResidencyError, "strides"),
     ({"moments": []}, ConfigError, "0 moments"),
     ({"moments": [Moment(torch.zeros(N))] * 3}, ConfigError, "3 moments"),
-    ({"hyper": Lion(lr=0.1)}, ConfigError, "2 moments"),
-    ({"hyper": SGD(lr=0.1)}, ConfigError, "2 moments"),
+    ({"rule_params": Lion(lr=0.1)}, ConfigError, "2 moments"),
+    ({"rule_params": SGD(lr=0.1)}, ConfigError, "2 moments"),
     ({"moments": [Moment(torch.zeros(N))] * 2}, ConfigError, "overlap"),
     (
         {"moments": [Moment(SHARED[:N]), Moment(SHARED[N - 1 : 2 * N - 1])]},

@@ -1,0 +1,144 @@
+"""Inputs of a forward: moved to the engine's device, cast, and checked."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from infinity.errors import TrainingError, first_lines, listed
+from infinity.model.buffers import find_buffers
+from infinity.model.partition import Partition
+
+_OTHER_DTYPE = re.compile(r"\b(dtype|scalar type|Input type)\b")  # in messages of torch
+
+
+class Inputs:
+    """Prepares the arguments of a forward for a device and a compute dtype.
+
+    With `casts` floating tensors are cast to the dtype, unless that is fp32.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        partition: Partition,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        casts: bool,
+    ) -> None:
+        self._module, self._partition = module, partition
+        self._device, self._dtype = device, dtype
+        self._casts = casts and dtype is not torch.float32
+        self._warned = False
+
+    def prepare(self, arguments: Any) -> Any:
+        """Return nested `arguments` with tensors moved to the device, and cast with `casts`.
+
+        As in FSDP2. Tensors without dimensions and the batch sizes of a `PackedSequence` stay in
+        RAM.
+
+        Raises:
+            TrainingError: A tensor is on meta, or a parameter requires a gradient that has no
+                optimizer state.
+        """
+        for name, parameter, trained in zip(
+            self._partition.names,
+            self._partition.parameters,
+            self._partition.trained,
+            strict=True,
+        ):
+            if parameter.requires_grad and not trained:
+                raise TrainingError(
+                    f"parameter {name!r} requires a gradient, but was frozen when the engine was "
+                    "made and has no optimizer state",
+                    remedy="pass it to initialize(model_parameters=...), which gives state to "
+                    "parameters that are frozen for now, or keep it frozen",
+                )
+        others = self._of_other_dtype(arguments) if self._casts else []
+        if others and not self._warned:
+            self._warned = True
+            logging.getLogger("infinity").info(
+                "cast_inputs: %s of an input become %s, here and in later calls",
+                listed(sorted({str(t.dtype) for t in others})), self._dtype,
+            )  # fmt: skip
+        return _map_tensors(arguments, self._prepare)
+
+    def _prepare(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "meta" != self._device.type:
+            raise TrainingError(
+                f"an input tensor is on meta, the engine computes on {self._device}",
+                because="a tensor on meta has no values",
+                remedy="make the batch in RAM or on the device",
+            )
+        if tensor.dim() or tensor.device.type != "cpu":
+            tensor = tensor.to(self._device)
+        return tensor.to(self._dtype) if self._casts and tensor.is_floating_point() else tensor
+
+    def annotate_error(self, error: Exception, arguments: Any) -> None:
+        """Raise `TrainingError` if an input of another dtype may have caused `error`.
+
+        Adds a note to `error` that names buffers of another dtype.
+        """
+        if not isinstance(error, RuntimeError) or not _OTHER_DTYPE.search(str(error)):
+            return
+        cast = (
+            "; or write cast_inputs: true, which does so with all floating inputs (among keys of "
+            'DeepSpeed\'s: "infinity": {"cast_inputs": true})'
+        )
+        for tensor in self._of_other_dtype(arguments):
+            raise TrainingError(
+                f"an input of shape {tuple(tensor.shape)} is {tensor.dtype}, the engine computes "
+                f"in {self._dtype}",
+                because=first_lines(error),
+                remedy=f"cast it: tensor.to({self._dtype})"
+                + (cast if self._dtype is not torch.float32 else ""),
+            ) from error
+        floating = [b for b in find_buffers(self._module) if b.value.is_floating_point()]
+        others = [b.names[0] for b in floating if b.value.dtype is not self._dtype]
+        if others:
+            error.add_note(
+                f"the engine computes in {self._dtype}, buffers keep their dtype: if "
+                f"{listed(list(map(repr, others)))} meets weights, cast it there: b.to(x.dtype)"
+            )
+
+    def _of_other_dtype(self, arguments: Any) -> list[Tensor]:
+        found = _tensors(arguments)
+        return [t for t in found if t.is_floating_point() and t.dtype is not self._dtype]
+
+
+def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return `value` with its tensors changed; a container of which none changes stays itself."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        pairs = ((key, item, _map_tensors(item, change)) for key, item in value.items())
+        changed = {key: new for key, old, new in pairs if new is not old}
+        if changed:
+            value = copy.copy(value) if isinstance(value, MutableMapping) else dict(value)
+            value.update(changed)
+    elif isinstance(value, list | tuple):
+        items = [_map_tensors(item, change) for item in value]
+        if isinstance(value, PackedSequence):
+            items[1] = value.batch_sizes  # torch wants them in RAM
+        if any(a is not b for a, b in zip(items, value, strict=True)):
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _map_tensors(value, collect)
+    return found

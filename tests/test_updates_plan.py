@@ -107,14 +107,14 @@ def test_the_faster_way_is_chosen(
         for update in ("cpu", "device")
     }
     every = [
-        step_cost(replace(plan_of(IN_RAM, "device"), beside=n / 16), rates).seconds
+        step_cost(replace(plan_of(IN_RAM, "device"), cpu_share=n / 16), rates).seconds
         for n in range(16)
     ]
     assert step_cost(plan, rates).seconds <= 1.05 * min(*forced.values(), *every)
 
 
 def test_what_the_cpu_updates_beside_the_links_is_spread_over_each_unit() -> None:
-    plan = replace(plan_of(IN_RAM, "device"), beside=0.25, chunks_at_once=2)
+    plan = replace(plan_of(IN_RAM, "device"), cpu_share=0.25, chunks_at_once=2)
     passages = list(plan.chunk_batches(plan.units[0], plan.placements[0]))
     assert [chunk for chunks, _ in passages for chunk in chunks if chunk >= 12] == [12, 13, 14, 15]
     assert sorted(c for chunks, _ in passages for c in chunks) == list(range(NUMEL // CHUNK))

@@ -139,7 +139,7 @@ def write_state(
         )
     index = names.index(name)
     kind, plan = store.plan.precision.moment_kinds[index], store.plan
-    signed, flat = not rule_params.unsigned[index], store.read(layout.index, kind)
+    signed, flat = not rule_params.nonnegative[index], store.read(layout.index, kind)
     values = value.detach().to("cpu", torch.float32).contiguous().view(-1)
     done = 0
     for moment in _parts_of(plan, layout, segment, kind, flat):

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from infinity.common.accelerators import accelerator_type, is_accelerator, module_of
 from infinity.common.crc32c import crc32c_of
 from infinity.common.files import sync_directory
 from infinity.config.schema import Config, load_config
@@ -256,23 +257,25 @@ def _check_alike(settings: Settings, ranks: DistContext) -> None:
 
 
 def device_for(given: Any, ranks: DistContext) -> Any:
-    """Of several ranks each has a GPU of its own, where none is named by its number."""
+    """Return the device to compute on: one per rank, unless `given` names one by its number."""
     if ranks.count == 1 or isinstance(given, Device):
         return given
-    if given is None and not torch.cuda.is_available():
-        return given
-    wanted = torch.device(given or "cuda")
-    unnumbered = wanted.type == "cuda" and wanted.index is None
-    number = 0 if torch.cuda.device_count() == 1 else ranks.local_rank  # a launcher may show one
-    return torch.device("cuda", number) if unnumbered else wanted
+    kind: Any = accelerator_type() if given is None else given
+    if kind is None:
+        return None
+    wanted = torch.device(kind)
+    unnumbered = is_accelerator(wanted) and wanted.index is None
+    if not unnumbered:
+        return wanted
+    # A launcher may show each rank one device.
+    number = 0 if module_of(wanted.type).device_count() == 1 else ranks.local_rank
+    return torch.device(wanted.type, number)
 
 
 def make_current(device: torch.device, ranks: DistContext) -> None:
-    """Of several ranks each has a process: its GPU is what "cuda" means there, and what kernels of
-    a model's own run on.
-    """
-    if ranks.count > 1 and device.type == "cuda":
-        torch.cuda.set_device(device)
+    """Make a rank's device the current one, for "cuda" without a number and kernels of a model."""
+    if ranks.count > 1 and is_accelerator(device):
+        module_of(device.type).set_device(device)
 
 
 def _seed_of_meta(config: Config, ranks: DistContext) -> int | None:

@@ -9,12 +9,12 @@ import sys
 import uuid
 from collections.abc import Sequence
 
-import torch
 import typer
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from infinity.common.accelerators import num_accelerators
 from infinity.errors import ConfigError, MachineError
 from infinity.plan.machine import read_machine
 
@@ -42,7 +42,7 @@ def launch(count: int, arguments: Sequence[str]) -> None:
             f"--gpus {count} in a process of a launcher (WORLD_SIZE={os.environ['WORLD_SIZE']})",
             remedy="leave --gpus out, or the launcher",
         )
-    if 0 < (found := torch.cuda.device_count()) < count:
+    if 0 < (found := num_accelerators()) < count:
         raise ConfigError(f"--gpus {count}, and {found} are here", remedy=f"--gpus {found}")
     threads = max(read_machine().num_cpus // count, 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))

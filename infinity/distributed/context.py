@@ -39,6 +39,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from infinity.common.accelerators import backend
 from infinity.common.crc32c import crc32c_of
 from infinity.errors import (
     ConfigError,
@@ -600,7 +601,7 @@ def find_ranks(timeout: timedelta | None = None) -> DistContext:
         )
     import torch.distributed as dist
 
-    backend, timeout = "nccl" if torch.cuda.is_available() else "gloo", timeout or _HELD_UP
+    timeout = timeout or _HELD_UP
     try:
         if _number("RANK", 0):
             _wait_until(_listens, "rank 0", timeout)
@@ -616,7 +617,7 @@ def find_ranks(timeout: timedelta | None = None) -> DistContext:
             number = store.add(f"groups of rank {rank}", 1)
             store = dist.PrefixStore(f"group-{number}", store)
             dist.init_process_group(
-                backend, store=store, rank=rank, world_size=count, timeout=timeout
+                backend(), store=store, rank=rank, world_size=count, timeout=timeout
             )
             return TorchDistContext(owned=True)
     except (RuntimeError, ValueError) as error:

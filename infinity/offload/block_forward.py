@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from infinity.common.accelerators import is_accelerator, module_of
 from infinity.errors import ConfigError, InfinityWarning, TrainingError, first_lines
 from infinity.model.buffers import Rerun
 from infinity.model.parameters import ParameterMap
@@ -480,9 +481,10 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _random_state(tensors: Sequence[Tensor]) -> Tensor:
-    """Of the generators that a block draws from: the CPU's, and those of devices of `tensors`."""
-    devices = sorted({t.get_device() for t in tensors if t.is_cuda})
-    return torch.cat([torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)])
+    """Return the states of the generators of the CPU and of the devices of `tensors`."""
+    devices = {t.device for t in tensors if is_accelerator(t.device)}
+    states = (module_of(d.type).get_rng_state(d) for d in sorted(devices, key=str))
+    return torch.cat([torch.get_rng_state(), *states])
 
 
 # What Hugging Face's blocks call a cache of keys and values; a block that runs twice, or in

@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infinity.common.accelerators import is_accelerator, name_of
 from infinity.common.files import atomic_write
 from infinity.config.schema import IoConfig
 from infinity.distributed.context import DistContext, Work
@@ -329,9 +330,9 @@ def _parts(
 
 
 def device_name(device: Device) -> str:
-    """What a compute device calls itself; "cpu" for the host."""
-    if device.torch_device.type == "cuda":
-        return torch.cuda.get_device_name(device.torch_device)
+    """Return the name of a compute device; "cpu" for the host."""
+    if is_accelerator(device.torch_device):
+        return name_of(device.torch_device)
     name = f"{type(device).__name__} on {device.torch_device}"  # of a test's device
     return "cpu" if isinstance(device, CpuDevice) else name
 
@@ -490,7 +491,7 @@ def measure_copies(device: Device, seconds: float) -> dict[str, float]:
 def _copies(device: Device) -> tuple[list[Callable[[Event], Event]], ...]:
     """What starts a copy to the device after an event, one from it, and either."""
     # torch's own pinned memory: `Device.pin` would hold on to it until the device is closed.
-    pinned = device.torch_device.type == "cuda"
+    pinned = is_accelerator(device.torch_device)
     arena = device.reserve(2 * _COPY_BYTES)
     there = [arena.view(i * _COPY_BYTES, _COPY_BYTES) for i in range(2)]
     host = [torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in there]

@@ -23,9 +23,9 @@ import time
 import warnings
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 
+from infinity.common.accelerators import is_accelerator, module_of
 from infinity.common.malloc import return_freed_memory
 from infinity.common.sizes import format_size
 from infinity.errors import DoesNotFitError, InfinityWarning
@@ -66,7 +66,8 @@ class MemoryWatch:
         self._logits_at_once = logits_at_once
         target = target_of("", model, {})
         self._model = ActivationModel(plan.units, lookups=target.lookups, heads=target.heads)
-        self._cuda = device.torch_device if device.torch_device.type == "cuda" else None
+        self._accelerator = device.torch_device if is_accelerator(device.torch_device) else None
+        self._module = module_of(device.torch_device.type)
         self._budget = budget
         self._others = (plan.ranks // plan.nodes - 1) * plan.shared_bytes
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
@@ -113,7 +114,7 @@ class MemoryWatch:
         if self._statm < 0:
             return
         held = self._resident()
-        self._peak = max(self._peak, self._on_device() if self._cuda else held)
+        self._peak = max(self._peak, self._on_device() if self._accelerator else held)
         near = self._nearest(held, now_s)
         if near is None:
             return
@@ -190,9 +191,9 @@ class MemoryWatch:
             peak = max(peak, mark)
         report = {"peak": peak}
         if self._steps < MEASURED_STEPS and self._statm >= 0:
-            if self._cuda is None:
+            if self._accelerator is None:
                 return_freed_memory()
-            rests = self._on_device() if self._cuda else self._resident()
+            rests = self._on_device() if self._accelerator else self._resident()
             guess = self._estimated()
             report |= {"rests": rests, "activations": max(peak - rests, 0), "tokens": self._tokens}
             if guess is not None:
@@ -232,10 +233,9 @@ class MemoryWatch:
         return min(max(shared_rss_bytes() - self._plan.shared_bytes, 0), self._others)
 
     def _on_device(self) -> int:
-        return int(torch.cuda.memory_allocated(self._cuda))
+        return int(self._module.memory_allocated(self._accelerator))
 
     def _high_water(self) -> int:
-        """The most that was ever held."""
-        if self._cuda is not None:
-            return int(torch.cuda.max_memory_allocated(self._cuda))
+        if self._accelerator is not None:
+            return int(self._module.max_memory_allocated(self._accelerator))
         return high_water_bytes() - self._of_others()

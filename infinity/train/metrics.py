@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from infinity._version import __version__
+from infinity.common.accelerators import is_accelerator, name_of
 from infinity.common.files import atomic_write, check_linked, json_lines
 from infinity.errors import MachineError, first_lines
 from infinity.plan.machine import cpu_model
@@ -246,7 +247,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     versions["Python"] = platform.python_version()
     if torch.version.cuda:
         versions["CUDA"] = torch.version.cuda
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
+    name = name_of(device) if is_accelerator(device) else cpu_model()
     return {"device": name, "host": platform.node(), "versions": versions}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from infinity.common.accelerators import is_accelerator
 from infinity.engine import Engine
 from infinity.errors import ConfigError, explained
 from infinity.integrations.huggingface.models import transformers
@@ -66,7 +67,7 @@ def generate_sample(engine: Engine, prepared: Prepared, prompt: str) -> str:
         )
         engine.eval()
         try:
-            with torch.random.fork_rng([engine.device] if engine.device.type == "cuda" else []):
+            with torch.random.fork_rng([engine.device] if is_accelerator(engine.device) else []):
                 torch.manual_seed(prepared.engine.seed or 0)
                 found = module.generate(
                     input_ids=ids,

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from infinity.common import accelerators
 from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import CheckpointError, ConfigError, InfinityWarning
 from infinity.offload.window import AccumulationWindow
@@ -29,29 +30,26 @@ from infinity.training.step import StepRunner, TrainingCounters
 
 
 def capture_rng() -> dict[str, Any]:
-    """The states of torch's CPU and accelerator generators, NumPy's global one and Python's."""
+    """Return the states of torch's CPU and accelerator generators, NumPy's and Python's."""
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(),
         "python": random.getstate(),
     }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
+    return state | accelerators.rng_states()
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Put back what `capture_rng` took; generators of devices that are not here are left out.
+    """Restore what `capture_rng` returned; states of devices that are missing are left out.
 
-    Raises `CheckpointError` if these are no such states; some may be put back then.
+    Raises:
+        CheckpointError: The states cannot be restored; some of them may have been by then.
     """
     try:
         torch.set_rng_state(state["torch"])
         np.random.set_state(state["numpy"])
         random.setstate(state["python"])
-        if torch.cuda.is_available():
-            for index, value in enumerate(state.get("cuda", ())[: torch.cuda.device_count()]):
-                torch.cuda.set_rng_state(value, index)
+        accelerators.set_rng_states(state)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"the saved states of random generators cannot be restored: {error}",

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import checkpoint as torch_checkpoint
 
+from infinity.common import accelerators
 from infinity.distributed.context import find_ranks, launched_rank, num_launched
 from infinity.errors import ConfigError
 from infinity.integrations.deepspeed.names import table
@@ -93,7 +94,7 @@ def init_distributed(
     if num_launched() > 1:
         find_ranks(timeout)
     elif world_size > 1 and rank >= 0 and not _has_group():
-        backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        backend = dist_backend or accelerators.backend()
         dist.init_process_group(
             backend, init_method=init_method, timeout=timeout, world_size=world_size, rank=rank
         )

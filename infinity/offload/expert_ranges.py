@@ -59,7 +59,7 @@ class Experts:
             return self._hooks.computer(self, call)
         used = self.used([call.counts])
         each = zip(used, call.split(used), strict=True)
-        return torch.cat([call.compute(self.lend(one, call), *rows) for one, rows in each])
+        return torch.cat([call.compute(self.view_of(one, call), *rows) for one, rows in each])
 
     def count(self, call: RangeCall) -> None:
         """Count the tokens of a call in a forward that trains."""
@@ -75,17 +75,17 @@ class Experts:
                 wanted = self._ranks.gather(flags).any(0).tolist()
         return [one for one, is_wanted in zip(self._rows, wanted, strict=True) if is_wanted]
 
-    def lend(self, rows: Rows, call: RangeCall) -> StackRange:
+    def view_of(self, rows: Rows, call: RangeCall) -> StackRange:
         """Return a range as the module's function of a range sees it."""
         return StackRange(rows.first, rows.end, call.counts, partial(self.read, rows))
 
     def read(self, rows: Rows, name: str) -> Tensor:
         """Fetch a range, and return its rows of a stack."""
         origins = dict(rows.stacks.members)
-        materialized_now = [origin in self._hooks.materialized_now for origin in origins.values()]
+        held = [origin in self._hooks.materialized_now for origin in origins.values()]
         stack = self._parameters[origins[name]]
-        if any(materialized_now):
-            if not all(materialized_now):
+        if any(held):
+            if not all(held):
                 raise ResidencyError(
                     f"{rows.stacks.path!r} computes while some of its parameters are materialized",
                     remedy="leave the `with engine.materialized(...)` block first, or materialize "

@@ -306,8 +306,8 @@ class SharedSlices:
         parts: list[list[Tensor]] = [[] for _ in calls]
         for index, one in enumerate(ranges):
             for number in _sending(one, calls):
-                materialized_now = experts.lend(one, calls[number])
-                parts[number].append(calls[number].compute(materialized_now, *rows[number][index]))
+                view = experts.view_of(one, calls[number])
+                parts[number].append(calls[number].compute(view, *rows[number][index]))
         return _Known(experts, ranges, calls, [torch.cat(results) for results in parts])
 
     def _other_calls(self) -> TrainingError:
@@ -356,7 +356,7 @@ class SharedSlices:
         """Add one slice's gradients of a range to `totals`; returns those of its rows."""
         read: list[Leaf] = []
 
-        def lend(name: str) -> Tensor:
+        def read_rows(name: str) -> Tensor:
             weights = experts.read(one, name)
             leaf = weights.detach().requires_grad_(weights.requires_grad)
             read.append((one.parameters[name], leaf))
@@ -367,8 +367,8 @@ class SharedSlices:
             if leaf is not None and leaf.is_floating_point():
                 leaf.requires_grad_()
         with torch.enable_grad():
-            materialized_now = StackRange(one.first, one.end, call.counts, lend)
-            result = call.compute(materialized_now, *leaves)
+            view = StackRange(one.first, one.end, call.counts, read_rows)
+            result = call.compute(view, *leaves)
         if result.requires_grad:
             torch.autograd.backward(result, gradient)
         for parameter, weights in read:

@@ -186,11 +186,11 @@ def take_over(model: nn.Module, ranks: DistContext, undo: ExitStack) -> dict[int
             rests.wake()
             continue
         try:
-            materialized_now, end = rests.materialize()
+            found, end = rests.materialize()
         except ConfigError:
             rests.wake()
         else:
-            reads |= materialized_now
+            reads |= found
             undo.callback(end)
     return reads
 

@@ -41,7 +41,7 @@ MISSING, NO_GPU, WARNED, STOPPED = 3, 4, 5, 124
 LOADS = "import torch, infinity._adam, infinity._aio"
 FACTS = """
 import os, shutil, torch
-from infinity.optim import cuda, nvrtc
+from infinity.optim import cuda, cuda_compile
 device = torch.device("cuda", 0)
 free, total = torch.cuda.mem_get_info(device)
 print(torch.cuda.get_device_name(device), f"{total / 2**30:.0f} GiB,", os.cpu_count(), "CPU cores")
@@ -54,7 +54,7 @@ print(f"{ram} of RAM, {free} available, {disk} free on the disk")
 print("torch", torch.__version__, "CUDA", torch.version.cuda)
 try:
     cuda.CudaKernels(device)
-    print(f"kernels: NVRTC {nvrtc.version()}, source in {nvrtc.folder()}")
+    print(f"kernels: NVRTC {cuda_compile.version()}, source in {cuda_compile.folder()}")
 except Exception as error:
     print("kernels:", error)
     raise SystemExit(1)

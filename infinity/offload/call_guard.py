@@ -1,12 +1,12 @@
-"""Who may use an engine: the process that made it, and there one thread at a time.
+"""Guards calls of an engine: the process that created it, and one thread at a time.
 
 [Note: one thread]
 A call belongs to the thread that makes it until it returns: `engine(...)`, `model(...)`, a block
-called by itself, a backward, a step, a save. Meanwhile any other thread gets an error, from the
-engine's calls and from the module's hooks alike; between calls the engine may change threads.
-Autograd runs the backward of a device of its own memory on threads of its own, which belong to the
-call. A call that ended without saying so (an exception in a `loss.backward()`) is told by its
-frame: that is on its thread's stack no more. SIGINT waits for a call's end: [Note: Ctrl-C].
+called alone, a backward, a step, a save. During a call any other thread gets an error, from the
+engine's calls and from the module's hooks; between calls the engine may change threads. Autograd
+runs the backward of a device with memory of its own on its own threads, which belong to the call. A
+call that ended without `leave` (an exception in a `loss.backward()`) is recognized by its frame,
+which is no longer on its thread's stack. SIGINT waits for the end of a call: [Note: Ctrl-C].
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _Handler = Callable[[int, FrameType | None], object]
 
 
 class Lasting(Protocol):
-    """A call that ends, perhaps without saying so."""
+    """A call that may end without `leave`."""
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
+        """Return True if it has ended."""
 
 
 class SigintDeferral:
-    """The handler of SIGINT from the outermost `begin` on the main thread to its `end`."""
+    """Handler of SIGINT from the outermost `begin` on the main thread to its `end`."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[Lasting, Callable[[], None]]] = []
@@ -59,7 +59,7 @@ class SigintDeferral:
         self._count = 0  # of signals since the outermost call began
 
     def begin(self, call: Lasting, fail: Callable[[], None]) -> None:
-        """A call begins; `fail` is told when it ends in the middle, and must not wait."""
+        """Begin a call; `fail` is called if it ends in the middle, and must not wait."""
         if get_ident() != main_thread().ident:
             return
         self._calls = [one for one in self._calls if not one[0].is_over]
@@ -71,7 +71,7 @@ class SigintDeferral:
             signal.signal(signal.SIGINT, self)
 
     def end(self, call: Lasting) -> None:
-        """The call is over; raises what the handler from before the outermost one raises."""
+        """End a call; raise what the handler installed before the outermost one raises."""
         left = [one for one in self._calls if one[0] is not call and not one[0].is_over]
         if left or get_ident() != main_thread().ident:
             self._calls = left
@@ -84,7 +84,6 @@ class SigintDeferral:
             self._before(signal.SIGINT, sys._getframe())
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """SIGINT has come."""
         under_way = [fail for call, fail in self._calls if not call.is_over]
         self._count += bool(under_way)
         if under_way and self._count == 1:
@@ -105,7 +104,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Call:
-    """The outermost call that is under way: its thread, and a frame that lasts as long."""
+    """The outermost call in progress: its thread, and a frame that lives as long."""
 
     thread: int
     frame_id: int  # not the frame, which would keep what its function holds
@@ -113,7 +112,7 @@ class Call:
 
     @property
     def is_over(self) -> bool:
-        """Whether its frame has gone from its thread's stack."""
+        """Return True if its frame is no longer on its thread's stack."""
         if self.thread != get_ident():
             frames = _stack_of(self.thread)
             return not any(id(f) == self.frame_id and f.f_code is self.code for f in frames)
@@ -126,11 +125,10 @@ class Call:
 
 
 def _stack_of(thread: int) -> list[FrameType]:
-    """The frames of another thread, which may be running, the innermost first.
+    """Return the frames of another thread, which may be running, innermost first.
 
-    Followed by one call into C, without a collection of garbage: in either the thread might go on,
-    and a frame be followed that is gone. (Seen under load with Python 3.11: `f_back` of one was a
-    tuple.)
+    Uses one call into C, without a garbage collection: in either the thread might continue, and a
+    freed frame would be followed. (Seen under load with Python 3.11: `f_back` of one was a tuple.)
     """
     frames: list[Any] = []
     collecting = gc.isenabled()
@@ -147,7 +145,7 @@ def _stack_of(thread: int) -> list[FrameType]:
 
 
 class CallGuard:
-    """Remembers the process, and the call under way.
+    """Holds the process, and the call in progress.
 
     A forked child has neither the engine's slots nor its threads. With `backward_threads` autograd
     may run a backward on threads of its own.
@@ -161,21 +159,21 @@ class CallGuard:
         self._shut = False
 
     def is_here(self) -> bool:
-        """Whether this is that process."""
+        """Return True in the process that created the engine."""
         return os.getpid() == self._pid
 
     def computes_here(self) -> bool:
-        """Whether this process and thread have the call that is under way."""
+        """Return True on the process and thread of the call in progress."""
         call = self._calls.get("call")
         return call is not None and call.thread == get_ident() and self.is_here()
 
     @property
     def busy(self) -> bool:
-        """Whether a call is under way."""
+        """Return True during a call."""
         return bool(self._calls)
 
     def check(self) -> None:
-        """Raise `ResidencyError` in a forked child, during another thread's call, and if shut."""
+        """Raise `ResidencyError` in a forked child, during another thread's call, and if locked."""
         if not self.is_here():
             raise ResidencyError(
                 f"this engine belongs to process {self._pid}; process {os.getpid()} is a fork "
@@ -203,7 +201,7 @@ class CallGuard:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody may use the engine in the block, this thread neither."""
+        """Reject all calls in the block, those of this thread too."""
         self._shut = True
         try:
             yield
@@ -211,7 +209,7 @@ class CallGuard:
             self._shut = False
 
     def elsewhere(self) -> Call | None:
-        """The call that is under way on another thread, if one is."""
+        """Return the call in progress on another thread, if there is one."""
         call = self._calls.get("call")
         if call is None or call.thread == get_ident():
             return None
@@ -220,7 +218,7 @@ class CallGuard:
         return None if call.is_over else call
 
     def enter(self, frame: FrameType) -> Call | None:
-        """A call begins that lasts as long as `frame`; None within another one of this thread.
+        """Begin a call that lasts as long as `frame`; None inside another one of this thread.
 
         Raises `ResidencyError` as `check` does.
         """
@@ -236,16 +234,16 @@ class CallGuard:
             self.leave(call)
 
     def leave(self, call: Call | None) -> None:
-        """The call is over; raises `KeyboardInterrupt` if that was asked for meanwhile."""
+        """End the call; raise `KeyboardInterrupt` if SIGINT arrived during it."""
         if call is not None and self._calls.get("call") is call:
             self._calls.clear()
             DEFERRAL.end(call)
 
 
 def engine_call(method: Callable[P, R]) -> Callable[P, R]:
-    """A method that is a call, of an object with an `_owner`.
+    """Make a method of an object with a `_guard` a call of the engine.
 
-    What ends it in the middle, and is no `Exception`, is a second Ctrl-C or another signal.
+    A second Ctrl-C or another signal, no `Exception`, may end it in the middle.
     """
 
     @functools.wraps(method)

@@ -1,8 +1,8 @@
-"""Which access order a run is on: one for training cycles, one for calls without gradients.
+"""Selects the recorded access order for prefetching: training cycle, or call without gradients.
 
-A call of the module without gradients is a cycle, whoever makes it: `engine(...)`,
-`module(...)`, or `generate()`, which calls the module for every token. So units stay and leave
-by what is used next there too. A training cycle that such a call interrupts goes on after it.
+A call of the module without gradients is a cycle, from any caller: `engine(...)`, `module(...)`, or
+`generate()`, which calls the module for every token. So units are kept and evicted by their next
+use there too. A training cycle that such a call interrupts continues after it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from infinity.plan.access_order import AccessOrder, guess_cycle
 
 
 class Cycles:
-    """Opens and closes the prefetcher's order; see `plan/access_order.py` for what a cycle is."""
+    """Opens and closes orders of the prefetcher; `plan/access_order.py` defines a cycle."""
 
     def __init__(self, prefetcher: Prefetcher) -> None:
         num_units = len(prefetcher.plan.units)
@@ -27,7 +27,7 @@ class Cycles:
         self._interrupted: bool | None = None  # a training cycle; whether its next one follows
 
     def begin(self, *, last_micro_batch: bool) -> None:
-        """A forward starts; a second one before the backward belongs to the same cycle."""
+        """Begin a forward; a second one before the backward belongs to the same cycle."""
         grad = torch.is_grad_enabled()
         order = self.training if grad else self.without_grad
         if self._open and self._prefetcher.order is order:
@@ -41,7 +41,7 @@ class Cycles:
         self._open = True
 
     def end_call(self) -> None:
-        """A call without gradients is over, if one is under way."""
+        """End a call without gradients, if one is in progress."""
         if self._prefetcher.order is not self.without_grad:
             return
         self.without_grad.end()
@@ -53,7 +53,7 @@ class Cycles:
             self._prefetcher.follow(self.training, wraps=wraps)
 
     def end(self) -> None:
-        """The backward is over, or whatever was under way: what was seen is learnt."""
+        """End the cycle in progress, and learn its order."""
         self.end_call()
         if self._prefetcher.order is not None:
             self._prefetcher.order.end()
@@ -61,7 +61,7 @@ class Cycles:
         self._open = False
 
     def around_calls(self) -> tuple[Callable[[], None], Callable[[], None]]:
-        """What goes before and after a call of the model: one without gradients is a cycle."""
+        """Return the functions to run before and after a call of the model."""
         caches: list[bool] = []  # of autocast, before each call under way
 
         def before() -> None:
@@ -78,6 +78,6 @@ class Cycles:
         return before, after
 
     def mispredictions(self) -> int:
-        """Unexpected uses, and updates that could not be published, since the start."""
+        """Number of unexpected uses, and of updates that could not be published."""
         orders = self.training.mispredictions + self.without_grad.mispredictions
         return self._prefetcher.mispredictions + orders

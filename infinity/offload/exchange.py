@@ -1,20 +1,23 @@
-"""Gradients between ranks: each rank gets of a unit's gradient what it keeps, from every rank.
+"""Reduce-scatter of gradients: each rank receives its shard of a unit's gradient from all ranks.
 
-A unit's gradients wait until all of them are there, then go by all-to-all: every rank gives each
-other that one's shard. Whoever keeps a shard adds what came *in the order of ranks*, in fp32. So N
-ranks with M micro-batches add what one rank with N * M adds, in the order (micro-batch, rank).
+A unit's gradients wait until they are complete, then are exchanged by all-to-all: every rank sends
+each other rank that one's shard. The receiver adds what it received *in the order of ranks*, in
+fp32. So N ranks with M micro-batches add what one rank with N * M adds, in the order (micro-batch,
+rank).
 
 [Note: when gradients are exchanged]
 Ranks must exchange the same unit at the same time, and need not have the same gradients: a
-parameter may be unused on some. So at each meeting of a backward (the next use of a unit) ranks say
-which unit is complete, and start to exchange it if it is so on all; what is left then goes when the
-backward ends, and there every rank says what it has. What one rank lacks is not added, as on one
-rank. A parameter whose gradient comes twice in one backward (reentrant checkpoints around tied
-weights) is exchanged twice: its order is (micro-batch, arrival, rank).
+parameter may be unused on some. So at each synchronization of a backward (the next use of a unit)
+ranks report which unit is complete, and start to exchange it if it is so on all; the others are
+exchanged when the backward ends, where every rank reports its gradients. A gradient that a rank
+lacks is not added, as on one rank. A parameter whose gradient arrives twice in one backward
+(reentrant checkpoints around tied weights) is exchanged twice: its order is (micro-batch, arrival,
+rank).
 
-Exchanges go on beside compute, each in buffers of its own, and are added in the order in which they
-started: before a later meeting where they are over by then or their buffers are wanted, else at the
-end. What fails in adding is kept until the next meeting, so that others do not wait for this rank.
+Exchanges run while compute does, each in buffers of its own, and are added in the order in which
+they started: before a later synchronization if they have completed or their buffers are needed,
+else at the end. An error in adding is kept until the next synchronization, so that others do not
+wait for this rank.
 """
 
 from __future__ import annotations
@@ -42,14 +45,14 @@ Moved = Callable[[str, int], None]  # so many bytes in a direction
 
 
 class Taking(Protocol):
-    """Adds a part of a gradient where this rank keeps it; see `GradientStore.take`."""
+    """Adds a part of a gradient to its shard; see `GradientStore.take`."""
 
     def __call__(self, unit: int, segment: Segment, flat: Tensor, *, last: bool) -> Event:
-        """`flat` (1-D, on the device) may change after the event; none comes after the `last`."""
+        """`flat` (1-D, on the device) may change after the event; none arrives after the `last`."""
 
 
 class _Exchange(NamedTuple):
-    """A unit's gradients under way; `there` has of each rank the parameters that it had one of."""
+    """An exchange in flight; `there` has for each rank the parameters that it has gradients of."""
 
     unit: int
     there: Sequence[Collection[int]]
@@ -59,7 +62,7 @@ class _Exchange(NamedTuple):
 
 
 class GradientExchange:
-    """What has arrived of a backward and is not exchanged; `has` gets what any rank had."""
+    """Gradients of a backward that are not exchanged yet; `has` gets those of any rank."""
 
     def __init__(
         self, plan: Plan, transfers: Transfers, ranks: DistContext, take: Taking, has: set[int],
@@ -86,12 +89,12 @@ class GradientExchange:
         self._failed: Exception | None = None
 
     def forget(self) -> None:
-        """Drop the buffers."""
+        """Free the buffers."""
         self.reset()
         self._pairs.clear()
 
     def reset(self) -> None:
-        """Drop what has arrived, and what is under way once it is over."""
+        """Discard gradients that have arrived, and those in flight once they have completed."""
         self._arrived.clear()
         while self._under_way:
             with suppress(MachineError):  # that the others are lost shows where they meet
@@ -99,7 +102,7 @@ class GradientExchange:
         self._failed = None
 
     def put(self, unit: int, parameter: int, gradient: Tensor) -> None:
-        """One gradient (flat, on the device) arrived."""
+        """Add a gradient (flat, on the device) that arrived."""
         rounds = self._arrived.setdefault(unit, [])
         found = next((one for one in rounds if parameter not in one), None)
         if found is None:
@@ -126,7 +129,7 @@ class GradientExchange:
             self._start(unit, there, wide=any(value % 2 for value in ready))
 
     def finish(self) -> None:
-        """The backward is over: exchange what is left, and add everything."""
+        """Exchange the remaining gradients at the end of a backward, and add all."""
         while self._is_left():
             firsts = {unit: rounds[0] for unit, rounds in self._arrived.items()}
             here = {parameter for first in firsts.values() for parameter in first}
@@ -145,7 +148,7 @@ class GradientExchange:
                     self._start(unit, there, wide=wide)
 
     def _is_left(self) -> bool:
-        """Add what is under way; then whether any rank has more to exchange."""
+        """Add exchanged gradients; return True if any rank has more to exchange."""
         self._take()
         self._check()
         reported = self._ranks.assert_equal_across_ranks(
@@ -158,14 +161,14 @@ class GradientExchange:
             raise self._failed
 
     def _is_wide(self, unit: int) -> bool:
-        """Whether some gradient has more bits than weights: a sum of slices."""
+        """Return True if a gradient has more bits than weights: a sum of slices."""
         arrived = self._arrived.get(unit, [{}])[0].values()
         return any(gradient.dtype is not self._dtype for gradient in arrived)
 
     def _start(self, unit: int, there: Sequence[Collection[int]], *, wide: bool) -> None:
         """Start to exchange a unit; all ranks start it now, so it cannot fail on one alone.
 
-        `there` has of each rank the parameters that it has a gradient of.
+        `there` has for each rank the parameters that it has gradients of.
         """
         self._take(all_but=len(self._pairs) - 1)
         layout, count = self._plan.units[unit], self._ranks.count
@@ -191,9 +194,9 @@ class GradientExchange:
         self._under_way.append(_Exchange(unit, there, pair, shards, over))
 
     def _take(self, all_but: int = 0) -> None:
-        """Add what is under way, oldest first: what is over, and wait for `all_but` so many.
+        """Add exchanges in flight, oldest first: completed ones, and wait for all but `all_but`.
 
-        What that raises is kept for `_check`.
+        An error is kept for `_check`.
         """
         while self._under_way and (
             len(self._under_way) > all_but or self._under_way[0].over.done()
@@ -221,7 +224,7 @@ class GradientExchange:
 
 
 class NormTree:
-    """Folds square sums of blocks that ranks took of what they keep, as one rank folds its own."""
+    """Folds square sums of blocks that ranks took of their shards, as one rank folds its own."""
 
     def __init__(self, plan: Plan, ranks: DistContext, kernels: CpuKernels, moved: Moved) -> None:
         self._ranks = ranks
@@ -233,11 +236,12 @@ class NormTree:
     def fold(
         self, own: Mapping[int, Tensor], parameters: Sequence[int], equal: Mapping[str, int]
     ) -> dict[int, list[float]]:
-        """Parameter -> its sums of squares, of a stack one an expert; raises `TrainingError` unless
-        ranks have `alike` alike.
+        """Return sums of squares by parameter, for a stack one per expert.
 
-        `own` has the sums (fp64) of this rank's blocks of each of the `parameters`; the same
-        parameters on all ranks. Of one that lies in one shard only the sums themselves are told.
+        `own` has the sums (fp64) of this rank's blocks of each of the `parameters`, the same ones
+        on all ranks. Of a parameter that lies in one shard only the sums themselves are sent.
+
+        Raises `TrainingError` unless the values of `equal` are equal on all ranks.
         """
         sizes = {p: self._counts[p] for p in parameters}
         length = max(sum(counts[r] for counts in sizes.values()) for r in range(self._ranks.count))
@@ -266,7 +270,7 @@ class NormTree:
         return found
 
     def _fold(self, parameter: int, blocks: Tensor) -> list[float]:
-        """The sums of a parameter's blocks; blocks of a stack end where experts do."""
+        """Return the sums of a parameter's blocks; blocks of a stack end where experts do."""
         count = self._sums[parameter]
         each = (blocks,) if count == 1 else blocks.view(count, -1).unbind()
         return [self._kernels.fold_squares(part) for part in each]

@@ -44,7 +44,7 @@ from infinity.profiling.memory_watch import MemoryWatch
 
 @dataclass(frozen=True, slots=True)
 class HookMark:
-    """How deep the stacks of an engine call were before it."""
+    """Depths of the stacks before an engine call."""
 
     depth: int
     inside: int
@@ -121,7 +121,7 @@ class Hooks:
                 parameter.requires_grad_(requires)
 
     def unit_of(self, index: int) -> int:
-        """The unit of a parameter."""
+        """Return the unit of a parameter."""
         return self._unit_of[index]
 
     @property
@@ -130,7 +130,7 @@ class Hooks:
         return {self._unit_of[index] for index in self.sums.summed}
 
     def touch(self, parameter: nn.Parameter) -> Tensor:
-        """A parameter is being reached for through its module; what is given to whoever does."""
+        """Fetch the unit of a parameter on attribute access, and return the tensor to use."""
         if id(parameter) in self._stacks:
             return self._stack(parameter)
         index = self._index_of[id(parameter)]
@@ -160,7 +160,7 @@ class Hooks:
         return parameter
 
     def _computes(self, unit: int) -> bool:
-        """Whether this thread is inside the unit's own forward, which has all that it needs."""
+        """Return True if this thread runs the unit's forward and its parameters are bound."""
         prefetcher = self.prefetcher
         entry = prefetcher.entries[unit]
         return (
@@ -174,7 +174,7 @@ class Hooks:
         )
 
     def read(self, parameter: nn.Parameter) -> Tensor:
-        """A parameter whose unit is there, as whoever computes now is to see it."""
+        """Return a resident parameter, or its gradient-capturing view while a slice runs."""
         return self.sums.read(self._index_of[id(parameter)], parameter)
 
     def _use(self, unit: int) -> None:
@@ -194,7 +194,7 @@ class Hooks:
     # --- calls -----------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """A forward begins, on behalf of the frame that calls the hook."""
+        """Begin a forward, on behalf of the frame that calls the hook."""
         self._refuse_strangers()
         if self.guard.busy or inside_backward():
             return
@@ -214,13 +214,13 @@ class Hooks:
         self._inside.append(_Entered(module, unit, self.saved.push(), borrowed))
 
     def _is_inside(self, module: nn.Module, unit: int | None) -> bool:
-        """Whether its pre-hook went well: torch calls hooks after one that raised, too."""
+        """Return True if the pre-hook succeeded: torch calls hooks after one that raised, too."""
         if self.guard.elsewhere() is not None or not self._inside:
             return False
         return self._inside[-1].module is module and self._inside[-1].unit == unit
 
     def _leave(self, output: object) -> None:
-        """The innermost forward is over; the outermost ends the call."""
+        """End the innermost forward; the outermost one ends the call."""
         entered = self._inside.pop()
         self._give_back(entered.borrowed)
         if entered.pushed:
@@ -233,7 +233,7 @@ class Hooks:
             self._end()
 
     def release(self, output: object) -> None:
-        """A call returns `output`: what it bound is released, but parameters in that."""
+        """Release what a call bound, except parameters in its `output`."""
         for value in _items((output,)):
             index = self._index_of.get(id(value)) if isinstance(value, nn.Parameter) else None
             if index is not None and self.prefetcher.entries[self._unit_of[index]].bound:
@@ -241,7 +241,7 @@ class Hooks:
         self.prefetcher.release_all()
 
     def _join(self) -> None:
-        """A backward that the engine was not asked for is a call as well."""
+        """Register a backward that was not started through the engine as a call."""
         if self.guard.busy or not inside_backward():
             return
         # From the caller's: a frame that referred to itself would stay, and with it those it was
@@ -262,7 +262,7 @@ class Hooks:
         after_backward(end)
 
     def _backward(self) -> None:
-        """A backward has come to something of ours."""
+        """Register the running backward with the engine (once per graph task)."""
         task = backward_task()
         if task == self._task and task >= 0:
             return  # of one backward once is enough
@@ -273,7 +273,7 @@ class Hooks:
     def watch_root(
         self, root: nn.Module, begin: Callable[[], None], end: Callable[[], None]
     ) -> None:
-        """Calls of the model, or a part of it, are calls, with `begin` and `end` around them."""
+        """Make calls of the model or a part of it calls, with `begin` and `end` around them."""
 
         def before(module: nn.Module, args: Any) -> None:
             self._begin()
@@ -326,13 +326,13 @@ class Hooks:
         return hook
 
     def around(self, unit: int) -> tuple[Callable[..., None], Callable[..., None]]:
-        """What goes before and after a forward of the unit that is not a call of its module."""
+        """Return functions to run around a forward of the unit that is no call of its module."""
         return self._before(unit), self._after(unit)
 
     def _borrow(self, unit: int, given: Iterable[Any]) -> list[int]:
-        """Bring the units of parameters that another module reached for and hands over.
+        """Fetch the units of parameters that another module accessed and passes on.
 
-        Such a parameter may have left meanwhile; while it is computed with, it stays.
+        Such a parameter may have been evicted since; it stays resident while it is used.
         """
         indices = [self._index_of[id(x)] for x in _items(given) if id(x) in self._index_of]
         if not indices:
@@ -427,7 +427,7 @@ class Hooks:
         return {index: p for index, p in found if index is not None and p.requires_grad}
 
     def mark(self, *, backward: bool = False) -> HookMark:
-        """Where all stacks are now, for `restore`; a forward or a backward begins."""
+        """Return the depths of all stacks, for `restore`, when a forward or a backward begins."""
         self.prefetcher.transfers.device.sync_compute_stream()
         if backward:
             self.watch.turn()
@@ -441,7 +441,7 @@ class Hooks:
         )
 
     def restore(self, mark: HookMark) -> None:
-        """Every stack as it was at the mark."""
+        """Restore every stack to its depth at the mark."""
         self.saved.unwind(mark.depth, mark.outer)
         if self.saved.timeline is not None:
             self.saved.timeline.unwind(sum(e.unit is not None for e in self._inside[: mark.inside]))
@@ -449,7 +449,7 @@ class Hooks:
         torch.set_autocast_cache_enabled(mark.autocast_cache)
 
     def drop_gradients(self) -> None:
-        """Forget gradients that a backward made, but did not hand over."""
+        """Discard gradients of a backward that were not handed over."""
         if self.saved.timeline is not None:
             self.saved.timeline.forget()
         self.sums.drop()
@@ -458,11 +458,11 @@ class Hooks:
             parameter.grad = None
 
     def keep(self, handles: Sequence[RemovableHandle]) -> None:
-        """Take these hooks back as well, at the end."""
+        """Add hooks for `remove` to remove."""
         self._handles.extend(handles)
 
     def remove(self) -> None:
-        """Take every hook back."""
+        """Remove every hook."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -472,7 +472,7 @@ class Hooks:
 
 
 def _items(values: Iterable[Any]) -> Iterator[Any]:
-    """What is among the values, or inside of lists, tuples, mappings and dataclasses of these."""
+    """Yield the values, and those nested in lists, tuples, mappings and dataclasses."""
     for value in values:
         if isinstance(value, Tensor):  # most of all
             yield value

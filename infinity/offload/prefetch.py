@@ -1,9 +1,9 @@
-"""Brings units to the device before they are used, and takes them away after.
+"""Prefetches units to the device before they are used, and evicts them afterwards.
 
 [Note: threads and slots]
-The training thread fetches, binds, unbinds and evicts, only at uses and as gradients arrive (so
-that nothing is pulled from under a running operation). The optimizer thread takes free slots for
-units it owes an update, and fills them. Both hold `SlotLedger.changed` for every transition.
+The training thread fetches, binds, unbinds and evicts, only at uses and as gradients arrive, so
+that no memory is freed under a running operation. The optimizer thread takes free slots for pending
+units, and fills them. Both hold `SlotLedger.changed` for every transition.
 
 [Note: no deadlock on slots]
 The optimizer pass waits for a slot only while the training thread computes. When the training
@@ -11,19 +11,18 @@ thread waits for a unit it first frees a slot for it, and its demand lifts the p
 pass updates that unit next, and units it cannot publish are written back instead.
 
 [Note: released]
-Parameters are bound while a call runs. When it ends they are released: their unit keeps its
-slot, and is bound again when it is next used, for a microsecond a parameter. A unit that was
-reached for outside a call (`engine.module.norm.weight`) stays bound, for whoever asked will
-read, and its bytes are looked at when the next call begins: CRC32C, some 5 GB/s, of that unit
-alone.
+Parameters are bound while a call runs, and released when it returns: their unit keeps its slot, and
+is bound again at its next use, which costs a microsecond a parameter. A unit accessed outside a
+call (`engine.module.norm.weight`) stays bound, since the caller will read it, and its checksum is
+compared when the next call begins (CRC32C, some 5 GB/s, of that unit alone).
 
 [Note: several ranks]
-What is fetched, published and kept in slots hangs on time, and so differs between ranks. So they
-meet at every use of another unit (`_meet`), whatever their slots hold, and gather its weights if
-any of them has only its own shard. Each also tells which of the units that come next have their
-shard in a slot: what all tell is gathered beside compute, and is there, or nearly, when it is used.
-Only what was told decides, never what is over. Gradients that are complete everywhere start to be
-exchanged there too. A slot is not given up under a gather.
+Which units are fetched, published and in slots depends on timing, and so differs between ranks. So
+ranks synchronize at every use of another unit (`_meet`), whatever their slots hold, and all-gather
+its weights if any rank has only its shard. Each rank also reports which of the next units have
+their shard in a slot: those that all ranks reported are gathered while compute runs, and are there,
+or nearly, when they are used. Only reports decide, never the state of a transfer. Gradients that
+are complete on all ranks start to be exchanged there too. A slot is not evicted during a gather.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from infinity.types import Kind
 
 
 class Prefetcher:
-    """Fetch, prefetch, evict; the only writer of residency on the training thread."""
+    """Fetches, prefetches and evicts units; the only writer of residency on the training thread."""
 
     def __init__(
         self, plan: Plan, transfers: Transfers, store: StateStore, binding: ParameterBinding
@@ -91,7 +90,7 @@ class Prefetcher:
                 self.ledger.add_permanent(unit, at_rest)
 
     def forget(self) -> None:
-        """Drop the slots and staging buffers, once nothing is gathered into them."""
+        """Free the slots and staging buffers, once no gather fills them."""
         for entry in self.entries:
             self._end_gather(entry)
         self.ledger.forget()
@@ -100,7 +99,7 @@ class Prefetcher:
     # --- uses: the training thread -----------------------------------------------------------
 
     def use(self, unit: int, *, bind: bool = True) -> None:
-        """Make the unit resident, and bound unless not to `bind`; prefetch along the order."""
+        """Make the unit resident and bind it (unless `bind` is False); prefetch the next ones."""
         self.transfers.device.sync_compute_stream()
         entry = self.entries[unit]
         if unit == self.current and entry.residency is Residency.RESIDENT and entry.gathered:
@@ -125,7 +124,7 @@ class Prefetcher:
                 self.bind(unit)
 
     def ensure_resident(self, unit: int, *, bind: bool = True) -> None:
-        """Make the unit resident, and bound unless not to `bind`, whatever it takes."""
+        """Block until the unit is resident, evicting others if needed; `bind` its parameters."""
         entry = self.entries[unit]
         while True:
             self.check()
@@ -151,9 +150,9 @@ class Prefetcher:
         return f"uses unit {self.plan.units[unit].name!r}"
 
     def _meet(self, unit: int, exchange: GradientExchange) -> None:
-        """Say that the unit, of which this rank's shard is there, is used; gather it if need be.
+        """Synchronize on the use of a unit whose local shard is in a slot; gather it if needed.
 
-        Raises `TrainingError` where another rank uses another unit, or failed.
+        Raises `TrainingError` if another rank uses another unit, or failed.
         """
         entry, ready, next_units = self.entries[unit], exchange.ready(), self._next_in_slots()
         coming = [_HAVE * other + self._has(other) for other in next_units]
@@ -176,8 +175,8 @@ class Prefetcher:
         self.ledger.dequantise(unit)
 
     def _has(self, unit: int) -> int:
-        """Whether the unit's slot holds all ranks' shards, or will soon; or they can be gathered,
-        or those of other nodes have to come first.
+        """Return whether the slot holds all shards, or will; or they can be gathered; or those of
+        other nodes must be fetched first.
         """
         entry = self.entries[unit]
         if entry.gathered or entry.gathering is not None:
@@ -185,7 +184,7 @@ class Prefetcher:
         return _HERE if self.store.is_here(unit) else _OWN
 
     def _next_in_slots(self) -> list[int]:
-        """Units that come next and whose shard, at least, is in a slot."""
+        """Return the next units in the order whose shard, at least, is in a slot."""
         found: list[int] = []
         if self.order is None:
             return found
@@ -204,8 +203,9 @@ class Prefetcher:
         return found
 
     def _gather(self, unit: int, availability: Collection[int]) -> bool:
-        """Start to fill the unit's slot with what the other ranks keep, if one lacks it; all start
-        it now. Where shards of other nodes have to come first they are asked for: False.
+        """Start to all-gather the unit if a rank lacks it; all ranks start it now.
+
+        Returns False, and requests the shards of other nodes, where these must be fetched first.
         """
         if min(availability) == _WHOLE:
             return True
@@ -220,18 +220,18 @@ class Prefetcher:
         return True
 
     def _end_gather(self, entry: UnitEntry) -> None:
-        """Wait for what is being gathered, and is not wanted any more."""
+        """Wait for a gather whose result is no longer needed."""
         gathering, entry.gathering = entry.gathering, None
         if gathering is not None:
             with contextlib.suppress(MachineError):  # lost others show where ranks meet
                 gathering.wait()
 
     def follow(self, order: AccessOrder | None, *, wraps: bool = True) -> None:
-        """Prefetch along an order from now on; it `wraps` unless a step follows its end."""
+        """Set the order to prefetch along; it `wraps` unless a step follows its end."""
         self.order, self.wraps = order, wraps
 
     def poll(self) -> None:
-        """Push on what can be pushed on without waiting; called often from hooks."""
+        """Poll in-flight reads and retry deferred prefetches. Never blocks."""
         if self._staging.count:
             for unit, entry in enumerate(self.entries):
                 if entry.ticket is not None and entry.staging is not None and entry.ticket.done():
@@ -240,7 +240,7 @@ class Prefetcher:
             self._prefetch()
 
     def check(self) -> None:
-        """Raise what made an earlier update fail, or what the drive does not let go of."""
+        """Raise the error of a failed update, or of a drive that does not complete requests."""
         if self.transfers.stuck is not None:
             self.fail(self.transfers.stuck)
         if self.failure is not None:
@@ -266,15 +266,15 @@ class Prefetcher:
                 self.demand = None
 
     def lift_pacing(self) -> None:
-        """From now on no update waits for a slot; callers hold `changed`."""
+        """Let no update wait for a slot from now on; the caller holds `changed`."""
         self.paced = False
         self.changed.notify_all()
 
     def await_consumed(self, unit: int) -> None:
-        """Wait until no optimizer pass reads the unit's gradients: before they are written again.
+        """Wait until no optimizer pass reads the unit's gradients, before they are written again.
 
-        A forward through the unit has waited already; this is for graphs older than the last
-        step, of which parts need no weights.
+        A forward through the unit has waited already; this is for graphs older than the last step,
+        parts of which need no weights.
         """
         entry = self.entries[unit]
         if entry.residency is Residency.PENDING:
@@ -287,7 +287,7 @@ class Prefetcher:
             self.transfers.device.compute_wait(entry.ready)  # queued there, not yet over
 
     def _require_slot(self, unit: int) -> None:
-        """Free a slot for the unit, or say who holds them all; the caller holds `changed`."""
+        """Free a slot for the unit, or raise naming the units in all; callers hold `changed`."""
         slot_class = self.class_of(unit)
         if slot_class is None:
             return
@@ -314,7 +314,7 @@ class Prefetcher:
             self.check()
 
     def _call_off(self, slot_class: int) -> bool:
-        """Free a slot that is being filled: the prefetch was wrong, every slot is under way."""
+        """Cancel a wrong prefetch to free its slot, when every slot is being filled."""
         under_way = [
             slot.owner
             for slot in self.ledger.slots
@@ -353,7 +353,7 @@ class Prefetcher:
             self.ledger.move(unit, Residency.RESIDENT)
 
     def _abandon_fetch(self, unit: int) -> None:
-        """A fetch that failed, or of weights that are not wanted any more."""
+        """Release the slot of a fetch that failed or is no longer needed."""
         entry = self.entries[unit]
         if entry.ticket is not None:
             with contextlib.suppress(TransferError):
@@ -368,7 +368,7 @@ class Prefetcher:
             self.ledger.move(unit, Residency.OFFLOADED)
 
     def _copy_landed(self, unit: int) -> None:
-        """Second half of disk -> device: the read has landed in RAM, copy it in."""
+        """Copy a unit to the device once its read from disk has landed in RAM."""
         entry = self.entries[unit]
         assert entry.ticket is not None
         assert entry.staging is not None
@@ -378,7 +378,7 @@ class Prefetcher:
         entry.ticket = entry.staging = None
 
     def _copy_in(self, unit: int, own: Tensor) -> None:
-        """Start copying what this rank keeps of the weights to where the unit's slot has it."""
+        """Start to copy this rank's shard of the weights into the unit's slot."""
         entry, device, label = self.entries[unit], self.transfers.device, (unit, "weight")
         assert entry.slot is not None
         parts = self.store.shard_in(unit, entry.slot.memory)
@@ -400,7 +400,7 @@ class Prefetcher:
         self._copy_landed(landed)
 
     def fetch(self, unit: int, priority: Priority = Priority.NORMAL) -> None:
-        """Start bringing the unit's weights from where they rest into a free slot."""
+        """Start to fetch the unit's weights from their tier into a free slot."""
         with self.changed:
             slot = self.ledger.free_slot(unit)
             assert slot is not None
@@ -435,7 +435,7 @@ class Prefetcher:
     # --- updates -------------------------------------------------------------------------------
 
     def make_pending(self, units: Collection[int]) -> None:
-        """The weights of these units are stale from now on; an optimizer pass will replace them.
+        """Mark the weights of these units stale: an optimizer pass will replace them.
 
         Raises the first `ResidencyError` of an edited parameter, after all units are pending.
         """
@@ -463,7 +463,7 @@ class Prefetcher:
             raise edited
 
     def drop(self, unit: int) -> None:
-        """Forget the unit's copy on the device: what rests was, or will be, edited."""
+        """Discard the unit's copy on the device: the stored weights were or will be edited."""
         if self.entries[unit].residency is Residency.FETCHING:
             self._finish_fetch(unit)
         with self.changed:
@@ -477,14 +477,14 @@ class Prefetcher:
                     self.ledger.move(unit, Residency.OFFLOADED)
 
     def edited(self, unit: int) -> None:
-        """The unit's weights were edited at rest: graphs made before are stale."""
+        """Note an edit of the unit's stored weights: graphs made before are stale."""
         self.entries[unit].updates += 1
         self.entries[unit].edits += 1
 
     def publish_slot(self, unit: int, first: Callable[[], object] | None = None) -> Slot | None:
-        """The slot an updated unit's weights go to, or None if they are only written back.
+        """Return the slot for an updated unit's weights, or None if they are only written back.
 
-        Where none is free `first` is called, before anything is decided or waited for.
+        Calls `first` before it waits or decides, if no slot is free.
         """
         if not self.publishes(unit):
             return None
@@ -514,7 +514,7 @@ class Prefetcher:
             first = None
 
     def updated(self, unit: int, ready: Event) -> None:
-        """For the optimizer pass: the unit's update is complete, and published if it has a slot."""
+        """Mark the unit's update as complete; it is resident if it was published to a slot."""
         with self.changed:
             entry = self.entries[unit]
             entry.ready = ready
@@ -524,9 +524,9 @@ class Prefetcher:
             )
 
     def recover(self) -> None:
-        """After an exception in a call: nothing is bound, in a slot or being fetched.
+        """Unbind and evict everything, and cancel fetches, after an exception in a call.
 
-        Slots are given up because a traceback may hold views of them, which look like our own.
+        Slots are evicted because a traceback may hold views of them, which look like our own.
         """
         self.transfers.device.synchronize()
         self.current, self.retries = -1, False
@@ -544,27 +544,27 @@ class Prefetcher:
     # --- who holds slots, who could leave, and leaving: callers hold `changed` -------------------
 
     def class_of(self, unit: int) -> int | None:
-        """The unit's slot class; None where its weights rest on the device."""
+        """Return the unit's slot class, or None if its weights are stored on the device."""
         return self.ledger.class_of[unit]
 
     def holds_slot(self, unit: int) -> bool:
-        """Whether a slot holds, or is about to hold, the unit's current weights."""
+        """Return True if a slot holds, or is about to hold, the unit's current weights."""
         return self.entries[unit].slot is not None
 
     def is_pending(self, unit: int) -> bool:
-        """Whether the optimizer pass owes the unit an update."""
+        """Return True if the optimizer pass owes the unit an update."""
         return self.entries[unit].residency is Residency.PENDING
 
     def publishes(self, unit: int) -> bool:
-        """Whether the optimizer pass brings the unit's new weights into a slot."""
+        """Return True if the optimizer pass writes the unit's new weights into a slot."""
         return publishes(self.plan, unit)
 
     def num_free(self, slot_class: int) -> int:
-        """Free slots of the class."""
+        """Return the number of free slots of the class."""
         return len(self.ledger.free_slots(slot_class))
 
     def evictable(self, slot_class: int) -> Collection[int]:
-        """Units resident in slots of the class that no forward is inside of."""
+        """Return the units resident in slots of the class, except those inside a forward."""
         found = []
         for slot in self.ledger.slots:
             unit = slot.owner
@@ -575,7 +575,7 @@ class Prefetcher:
         return found
 
     def try_evict(self, unit: int) -> bool:
-        """Give up the unit's slot; False if something still refers to its weights."""
+        """Evict the unit; return False if its weights are still referenced."""
         slot = self.entries[unit].slot
         assert slot is not None
         if self.entries[unit].num_aliases > 0:
@@ -588,9 +588,9 @@ class Prefetcher:
         return slot.is_free()
 
     def bind(self, unit: int) -> None:
-        """Make the parameters of a unit that is resident views of its slot.
+        """Make the parameters of a resident unit views of its slot.
 
-        Raises `ResidencyError` if one was edited since it is offloaded.
+        Raises `ResidencyError` if one was edited while it was offloaded.
         """
         entry = self.entries[unit]
         assert entry.slot is not None
@@ -600,7 +600,7 @@ class Prefetcher:
         entry.bound = True
 
     def bind_if_resident(self, unit: int) -> None:
-        """`bind` where a slot holds the weights."""
+        """`bind` if a slot holds the weights."""
         entry = self.entries[unit] if unit >= 0 else None
         if entry is None or entry.residency is not Residency.RESIDENT or not entry.gathered:
             return
@@ -613,9 +613,9 @@ class Prefetcher:
     # --- what is bound, and edits of it --------------------------------------------------------
 
     def look_for_edits(self, unit: int, *, reached: bool) -> None:
-        """The unit was bound for somebody who may edit it: outside a call if `reached`.
+        """Take checksums of a unit that user code may edit; `reached` if accessed outside a call.
 
-        Inside one only the first forward with gradients, and the first without, is looked at; see
+        Inside a call this applies to the first forward with gradients, and the first without; see
         [Note: edits of bound parameters] in `model/parameters.py`.
         """
         entry = self.entries[unit]
@@ -630,7 +630,7 @@ class Prefetcher:
             entry.checksums = [checksum(view) for view in entry.views]
 
     def verify(self, unit: int | None = None, *, every: bool = False) -> None:
-        """Raise what `find_edit` finds, before anything is made of it."""
+        """Raise the error that `find_edit` returns."""
         error = self.find_edit(unit, every=every)
         if error is not None:
             raise error
@@ -654,10 +654,10 @@ class Prefetcher:
         return error
 
     def release_all(self, *, reached: bool = False) -> None:
-        """A call is over: what it bound is offloaded, and stays in its slot; see [Note: released].
+        """Unbind what a call bound; units stay in their slots; see [Note: released].
 
-        What was reached for outside stays bound, unless it shall go too (`reached`). Raises the
-        first `ResidencyError` of an edited parameter, after all are offloaded.
+        Units accessed outside calls stay bound unless `reached`. Raises the first `ResidencyError`
+        of an edited parameter, after all are unbound.
         """
         error = None
         for unit, entry in enumerate(self.entries):
@@ -667,10 +667,10 @@ class Prefetcher:
             raise error
 
     def release(self, unit: int) -> ResidencyError | None:
-        """Make the unit's parameters offloaded; the error if one was edited.
+        """Unbind the unit's parameters; return the error if one was edited.
 
-        Edited bytes are not computed with: the slot is given up, or where they are the only ones
-        the engine has failed.
+        Edited bytes are not used: the slot is evicted, or if it is the only copy the engine has
+        failed.
         """
         entry = self.entries[unit]
         error = self._edit_of(unit)
@@ -682,14 +682,14 @@ class Prefetcher:
         return error
 
     def forget_bound(self, unit: int) -> None:
-        """Make the unit's parameters offloaded, without judging edits."""
+        """Unbind the unit's parameters without checking for edits."""
         entry = self.entries[unit]
         entry.bound, entry.checksums = False, None
         self.reached.discard(unit)
         self.binding.forget(unit)
 
     def _edit_of(self, unit: int) -> ResidencyError | None:
-        """What was done to the bound parameters of a unit, behind our back."""
+        """Return a description of an edit of the bound parameters of a unit, if there was one."""
         entry, edit = self.entries[unit], self.binding.edited(unit)
         assert entry.slot is not None
         rests = entry.slot.slot_class is None  # here: these bytes are the only ones
@@ -707,7 +707,7 @@ class Prefetcher:
         return edit.error(result)
 
     def fail(self, error: BaseException) -> None:
-        """Remember the first failure, which is for good, and wake everyone."""
+        """Store the first failure, which is permanent, and wake all waiting threads."""
         if isinstance(error, TransferError):
             error = error.untraced()
         self.ranks.mark_failed()
@@ -716,7 +716,7 @@ class Prefetcher:
             self.changed.notify_all()
 
     def evict(self, unit: int) -> None:
-        """Unbind, and end the residency; raises `ResidencyError` after it if there was an edit."""
+        """Unbind and end the residency; raise `ResidencyError` afterwards if there was an edit."""
         entry = self.entries[unit]
         slot = entry.slot
         assert slot is not None

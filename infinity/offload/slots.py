@@ -1,19 +1,17 @@
-"""The one ledger of where units are. Every transition is asserted.
+"""Ledger of slots and of the residency of units. Every transition is asserted.
 
 [Note: states of a unit's weights]
-OFFLOADED    only at rest; no slot.
-FETCHING  a slot is assigned and bytes are on their way; only the training thread is involved.
-RESIDENT   the slot holds the current weights; parameters may or may not be bound to it. Those that
-          travel quantised are dequantised when the unit is first used there.
-PENDING   an optimizer pass owes the unit an update; whatever was in a slot is stale and was given
-up. Only
-          the optimizer thread may end this state: RESIDENT when it published, OFFLOADED when it did
-          not.
+OFFLOADED stored in its tier only; no slot.
+FETCHING  a slot is assigned and bytes are in flight; only the training thread is involved.
+RESIDENT  the slot holds the current weights; parameters may or may not be bound to it. Weights that
+          are moved quantised are dequantised at the first use of the unit in the slot.
+PENDING   an optimizer pass owes the unit an update; a stale copy in a slot was evicted. Only the
+          optimizer thread ends this state: RESIDENT if it published, OFFLOADED otherwise.
 
-A slot is free when nobody owns it and nothing but the ledger still refers to its storage:
-autograd's saves, users' aliases and running backward nodes all hold that, so its use count is the
-only pin there is. The ledger's own references stay from one residency to the next: what parameters
-are parts of, by type, and the parts, by the form of the units that have these.
+A slot is free when no unit owns it and only the ledger refers to its storage: tensors saved by
+autograd, aliases of the user and running backward nodes hold references, so the use count of the
+storage is the only pin there is. The references of the ledger itself are kept from one residency to
+the next: views by dtype, and views by the form of the units that have these.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from infinity.types import FrozenFormat
 
 
 class Residency(Enum):
-    """See [Note: states of a unit's weights]."""
+    """States of a unit; see [Note: states of a unit's weights]."""
 
     OFFLOADED = "offloaded"
     FETCHING = "fetching"
@@ -56,7 +54,7 @@ _ALLOWED = {
 
 @dataclass(eq=False)
 class Slot:
-    """A range of device memory; `slot_class` is None where a unit rests in it."""
+    """A range of device memory; `slot_class` is None for a unit stored on the device."""
 
     slot_class: int | None
     arena: DeviceArena | None
@@ -69,30 +67,30 @@ class Slot:
     free_after: Event = HAPPENED
 
     def is_free(self) -> bool:
-        """Whether a new residency may begin."""
+        """Return True if a new residency may begin."""
         return self.owner is None and not self.num_aliases()
 
     def flat(self, dtype: torch.dtype) -> Tensor:
-        """The memory as elements of a type: what a unit's parameters are parts of."""
+        """Return the memory as elements of a dtype, which the unit's parameters are views of."""
         found = self.typed.get(dtype)
         if found is None:
             found = self.typed[dtype] = self.memory.view(dtype)
         return found
 
     def alias(self) -> Tensor:
-        """The memory under another storage, which is no reference to this one."""
+        """Return the memory under another storage, so that it is no reference to this one."""
         assert self.arena is not None
         return self.arena.view(self.offset, self.memory.numel())
 
     def num_aliases(self) -> int:
-        """References to the memory beyond the ledger's; parameters that are bound are some."""
+        """Return the number of references to the memory beyond those of the ledger."""
         ours = 1 + len(self.typed) + sum(map(len, self.views.values()))
         return storage_use_count(self.memory) - ours
 
 
 @dataclass(eq=False)
 class UnitEntry:
-    """One unit's line in the ledger."""
+    """Residency of one unit, with its slot."""
 
     residency: Residency = Residency.OFFLOADED
     slot: Slot | None = None
@@ -111,14 +109,14 @@ class UnitEntry:
 
     @property
     def num_aliases(self) -> int:
-        """References to the slot's weights that are neither the ledger's nor the parameters'."""
+        """Return the number of references to the weights beyond those of ledger and parameters."""
         assert self.slot is not None
         return self.slot.num_aliases() - len(self.views) * self.bound
 
 
 @dataclass
 class SlotLedger:
-    """Slots and entries; `changed` guards both, and is notified on every transition."""
+    """Slots and entries; `changed` guards both, and is notified at every transition."""
 
     plan: Plan
     device: Device
@@ -141,25 +139,25 @@ class SlotLedger:
         self.class_of = [self.plan.class_of(u.index) for u in self.plan.units]
 
     def forget(self) -> None:
-        """Drop the slots, and what rests in them."""
+        """Free the slots, and units stored in them."""
         self.slots.clear()
         for entry in self.entries:
             entry.slot = None
             entry.views = []
 
     def free_slots(self, slot_class: int) -> list[Slot]:
-        """Slots of one class in which a residency may begin."""
+        """Return the slots of one class in which a residency may begin."""
         return [s for s in self.slots if s.slot_class == slot_class and s.is_free()]
 
     def free_slot(self, unit: int) -> Slot | None:
-        """A free slot of the unit's class, else of a wider one."""
+        """Return a free slot of the unit's class, else of a wider one."""
         slot_class = self.class_of[unit]
         assert slot_class is not None
         free = (slot for wider in range(slot_class, -1, -1) for slot in self.free_slots(wider))
         return next(free, None)
 
     def pass_fills(self, slot_class: int) -> bool:
-        """Whether new weights are on their way into a slot that would do."""
+        """Return True if an optimizer pass is filling a slot that the unit could use."""
         return any(
             slot.slot_class is not None
             and slot.slot_class <= slot_class
@@ -169,7 +167,7 @@ class SlotLedger:
         )
 
     def add_permanent(self, unit: int, weights: Tensor) -> None:
-        """The unit's weights rest on the device, in `weights`: a slot it never leaves."""
+        """Add a slot for a unit stored on the device, in `weights`; it is never evicted."""
         slot = Slot(None, None, 0, weights, owner=unit)
         self.slots.append(slot)
         entry = self.entries[unit]
@@ -177,7 +175,7 @@ class SlotLedger:
         entry.dequantised = True
 
     def dequantise(self, unit: int) -> None:
-        """Fill the slot's last range, from its first two that hold the whole unit for compute."""
+        """Fill the slot's last range from its first two, the quantised unit."""
         entry, layout = self.entries[unit], self.plan.units[unit]
         if entry.dequantised:
             return
@@ -212,7 +210,7 @@ class SlotLedger:
         entry.dequantised = not self.plan.units[unit].dequantised_bytes
 
     def evict(self, unit: int) -> None:
-        """End the unit's residency; the slot lingers while something refers to it."""
+        """End the unit's residency; the slot is free once nothing refers to it."""
         entry = self.entries[unit]
         slot = entry.slot
         assert slot is not None
@@ -224,7 +222,7 @@ class SlotLedger:
         self.changed.notify_all()
 
     def no_slot(self, unit: int, slot_class: int) -> ResidencyError:
-        """The error that says who holds all slots the unit could use."""
+        """Return the error that names the units in all slots that the unit could use."""
         lines = []
         for index, slot in enumerate(s for s in self.slots if s.slot_class == slot_class):
             if slot.owner is None:

@@ -1,4 +1,4 @@
-"""Movement: every byte between tiers passes here, is counted, and waits are timed by cause."""
+"""Copies between tiers, with byte counters and stall timers by cause."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NO_LABEL: Label = (NO_UNIT, "other")
 
 
 class TracedTicket:
-    """A ticket that is recorded, once, when somebody finds that it is over."""
+    """A ticket that is recorded in the trace, once, when it is found to be complete."""
 
     def __init__(self, ticket: DiskTicket, trace: Trace, direction: str, label: Label) -> None:
         self._ticket = ticket
@@ -38,18 +38,18 @@ class TracedTicket:
         trace.watch(self)
 
     def done(self) -> bool:
-        """Whether the request is over."""
+        """Return True if the request is complete."""
         return self._ticket.done()
 
     def wait(self) -> None:
-        """Block until it is over; raises `TransferError`, every time."""
+        """Block until it is complete; raise `TransferError`, every time."""
         try:
             self._ticket.wait()
         finally:
             self.note()
 
     def note(self) -> None:
-        """Record the request if it is over, and was not recorded."""
+        """Record the request if it is complete and was not recorded."""
         request = self._open[0] if self._open else None
         times = request.times_ns if request is not None else None
         if request is None or times is None:
@@ -71,7 +71,7 @@ class TracedTicket:
 def record(
     trace: Trace, direction: str, name: str, unit: int, event: Event, nbytes: int, submitted: int
 ) -> None:
-    """Record what was handed to a device and ends with `event`."""
+    """Record an operation of the device that ends with `event`."""
     end: Any = event
     begin = getattr(event, "began", None)
     if begin is None:
@@ -89,7 +89,7 @@ DISK_DIRECTIONS = {"disk_read": "read", "disk_write": "write"}
 
 
 class StallCause(NamedTuple):
-    """What the training thread waited for, and what makes that shorter; also in ARCHITECTURE.md."""
+    """A cause of waits of the training thread, and its remedy; also in ARCHITECTURE.md."""
 
     meaning: str
     remedy: str
@@ -132,10 +132,10 @@ STALLS = {
 
 
 class Transfers:
-    """Counted movement over a device and, where there is one, a disk.
+    """Counted copies over a device and, if there is one, a disk.
 
-    Stalls are seconds the calling thread waited; only the training thread uses `stall`. A `label`
-    says in the trace what is moved.
+    Stalls are seconds that the training thread, which alone uses `stall`, waited. A `label` names
+    what is moved in the trace.
     """
 
     def __init__(self, device: Device, disk: Disk | None) -> None:
@@ -155,26 +155,26 @@ class Transfers:
         self.trace: Trace | None = None  # see `follow`
 
     def follow(self, trace: Trace | None) -> None:
-        """Record all movement, and stalls, in a trace from now on, or no more."""
+        """Record all copies and stalls in a trace from now on; None stops it."""
         self.device.time_events(trace is not None)
         self.trace = trace
 
     def read(
         self, pieces: Pieces, priority: Priority = Priority.NORMAL, label: Label = NO_LABEL
     ) -> Event:
-        """Ranges of any tiers to buffers in RAM."""
+        """Read ranges of any tiers into buffers in RAM."""
         return self._move(pieces, lambda store, own: store.read(own, priority), label, "read")
 
     def write(
         self, pieces: Pieces, priority: Priority = Priority.BACKGROUND, label: Label = NO_LABEL
     ) -> Event:
-        """Buffers in RAM to ranges of any tiers; they may not change until it is over."""
+        """Write buffers in RAM to ranges of any tiers; they must not change before the end."""
         return self._move(pieces, lambda store, own: store.write(own, priority), label, "write")
 
     def _move(
         self, pieces: Pieces, ask: Callable[[Store, Pieces], Event], label: Label, op: str
     ) -> Event:
-        """One request for each tier, or for each piece where a tier's store does not join them."""
+        """Return one request per tier, or per piece where a tier's store does not join them."""
         events: list[Event] = []
         for tier in dict.fromkeys(place.tier for place, _ in pieces):
             own, store = [piece for piece in pieces if piece[0].tier is tier], self.stores[tier]
@@ -204,25 +204,25 @@ class Transfers:
     def copy_h2d(
         self, target: Tensor, source: Tensor, after: Event = HAPPENED, label: Label = NO_LABEL
     ) -> Event:
-        """Host to device."""
+        """Copy from host to device."""
         return self._copy("to_device", self.device.copy_h2d, target, source, after, label)
 
     def copy_d2h(
         self, target: Tensor, source: Tensor, after: Event = HAPPENED, label: Label = NO_LABEL
     ) -> Event:
-        """Device to host, after the compute issued so far."""
+        """Copy from device to host, after the compute issued so far."""
         return self._copy("from_device", self.device.copy_d2h, target, source, after, label)
 
     def copy_h2d_unordered(
         self, target: Tensor, source: Tensor, after: Event = HAPPENED, label: Label = NO_LABEL
     ) -> Event:
-        """Host to device, held up by no other copy: see `Device.copy_h2d_unordered`."""
+        """Copy from host to device, ordered after no other copy."""
         return self._copy("to_device", self.device.copy_h2d_unordered, target, source, after, label)
 
     def copy_d2h_unordered(
         self, target: Tensor, source: Tensor, after: Event = HAPPENED, label: Label = NO_LABEL
     ) -> Event:
-        """Device to host, after `after` alone: see `Device.copy_d2h_unordered`."""
+        """Copy from device to host, ordered after `after` alone."""
         return self._copy(
             "from_device", self.device.copy_d2h_unordered, target, source, after, label
         )
@@ -230,12 +230,12 @@ class Transfers:
     def run_on_comm_stream(
         self, direction: str, start: Callable[[], Event], nbytes: int, after: Event = HAPPENED
     ) -> Event:
-        """To and from other ranks, beside compute: see `Device.beside`. `nbytes` come here."""
+        """Start a transfer between ranks that runs while compute does; `nbytes` arrive here."""
         self.count(direction, nbytes)
         return self.device.run_on_comm_stream(start, after)
 
     def update(self, pieces: Sequence[Piece], after: Event, unit: int) -> Event:
-        """A step of the device's kernel over pieces of a unit: see `Device.update`."""
+        """Run an update step of the device over pieces of a unit."""
         submitted = time.perf_counter_ns()
         event = self.device.update(pieces, after)
         trace = self.trace  # another thread may end it
@@ -279,29 +279,29 @@ class Transfers:
                 self.trace.add("stall", cause, unit, start, end)
 
     def moved(self) -> dict[str, int]:
-        """Bytes per direction since the start."""
+        """Return bytes per direction since the start."""
         with self._lock:
             return dict(self._moved)
 
     def stalled_s(self) -> dict[str, float]:
-        """Seconds waited per cause since the start."""
+        """Return seconds waited per cause since the start."""
         return dict(self._stall_s)
 
     @property
     def stuck(self) -> TransferError | None:
-        """The first request that the kernel did not let go of in time; its memory is lost."""
+        """Return the first request that the kernel did not complete in time; its memory is lost."""
         return self.disk.stuck if self.disk is not None else None
 
     def disk_times_s(self) -> dict[str, dict[str, float]]:
-        """Per disk direction, seconds since the start that blocks were queued, and with the device.
+        """Return per disk direction the seconds that blocks were queued, and in the device.
 
-        Summed over blocks, many of which are under way at the same time.
+        Summed over blocks, many of which are in flight at the same time.
         """
         if self.disk is None:
             return {direction: {"queue": 0.0, "device": 0.0} for direction in DISK_DIRECTIONS}
         return {direction: self.disk.times_s(op) for direction, op in DISK_DIRECTIONS.items()}
 
     def count(self, direction: str, nbytes: int) -> None:
-        """So many bytes have moved in a direction; those between ranks do not pass here."""
+        """Count bytes moved in a direction that do not pass here, those between ranks."""
         with self._lock:
             self._moved[direction] += nbytes

@@ -54,7 +54,7 @@ _MANY_BACKWARDS = 16  # of one micro-batch: more than there are losses
 
 @dataclass(frozen=True)
 class TrainingCounters:
-    """Where training is; see [Note: commit]."""
+    """Counters of training; replaced as a whole, see [Note: commit]."""
 
     global_steps: int = 0  # those that updated
     skipped_steps: int = 0
@@ -65,16 +65,16 @@ class TrainingCounters:
 
     @property
     def steps(self) -> int:
-        """Windows that are over, skipped ones too: what users know as `global_steps`."""
+        """Number of windows that ended, skipped steps included: `global_steps` for users."""
         return self.global_steps + self.skipped_steps
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What the engine gives a step.
+    """Arguments of a step from the engine.
 
-    `samples` are those of the window, `lr_kwargs` go to the scheduler's step; `document`, where
-    steps are durable, makes what a committed step holds beside the state.
+    `samples` are those of the window, `lr_kwargs` are passed to the scheduler's step; `document`,
+    for durable steps, makes the document of the commit.
     """
 
     samples: int
@@ -83,7 +83,7 @@ class StepInputs:
 
 
 class StepRunner:
-    """Turns accumulated gradients into an optimizer pass; counts steps, per parameter too."""
+    """Turns accumulated gradients into an optimizer pass; counts steps, also per parameter."""
 
     def __init__(
         self,
@@ -115,12 +115,12 @@ class StepRunner:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by now, and so gradients of this window are; 1.0 if not."""
+        """Factor of the loss, and so of the gradients of this window; 1.0 without a scale."""
         state = self.counters.loss_scale
         return 1.0 if state is None else state.scale
 
     def count_backward(self) -> None:
-        """A backward of the current micro-batch is complete."""
+        """Count a backward of the current micro-batch."""
         if self._timeline is not None:
             self._timeline.micro_batch(self._window.micro_step)
         self._window.backwards += 1
@@ -133,7 +133,7 @@ class StepRunner:
             )
 
     def end_micro_batch(self) -> None:
-        """The next micro-batch of the same window begins."""
+        """Begin the next micro-batch of the same window."""
         if (count := self._window.backwards) == self._window.length > 2:
             self._warn(
                 f"{count} backwards before one engine.step(), which ended micro-batch "
@@ -144,20 +144,20 @@ class StepRunner:
         self.counters = replace(self.counters, micro_batches=self.counters.micro_batches + 1)
 
     def _warn(self, text: str) -> None:
-        """Of what all ranks do one says it."""
+        """Warn, on one of the ranks."""
         if self._components.ranks.rank == 0:
             warnings.warn(text, InfinityWarning, stacklevel=6)
 
     # --- rollback --------------------------------------------------------------------------------
 
     def end_forward(self, error: Exception) -> None:
-        """An exception ended a forward: nothing is lost but that."""
+        """Clean up after an exception in a forward; gradients are kept."""
         end_checkpoints(error)
         self._components.recover()
         self._components.cycles.end()
 
     def roll_back(self, error: Exception | None = None) -> None:
-        """The accumulation window starts over, empty; `error` ended a backward."""
+        """Start the accumulation window over, empty; `error` ended a backward."""
         if error is not None:
             end_checkpoints(error)
         self._window.account()
@@ -169,10 +169,9 @@ class StepRunner:
 
     @contextmanager
     def together(self, doing: str, *, loses: bool = True) -> Iterator[None]:
-        """What raises inside is told to the other ranks; if it `loses` gradients, the window starts
-        over.
+        """Propagate exceptions to all ranks; start the window over if gradients are lost.
 
-        Of several ranks on all of them, whichever failed: else one would add what others drop.
+        On all ranks, whichever failed: else one would add gradients that others discard.
         """
         before = self.counters
         try:
@@ -189,13 +188,12 @@ class StepRunner:
     # --- the step --------------------------------------------------------------------------------
 
     def update(self, clipping: float, given: StepInputs) -> None:
-        """Commit a step from the gradients as they are; the optimizer pass then runs behind the
-        caller.
+        """Commit a step of the accumulated gradients; the optimizer pass runs in the background.
 
-        A step whose gradients are not finite is skipped; the first of a row of them is warned of.
-        Raises `TrainingError` after too many skipped steps in a row, or at the smallest loss
-        scale, and what the commit raised (an edited parameter, a scheduler) after the step has
-        happened.
+        A step whose gradients are not finite is skipped, with a warning for the first of a row.
+
+        Raises `TrainingError` after too many skipped steps in a row, or at the smallest loss scale,
+        and what the commit raised (an edited parameter, a scheduler) after the step has happened.
         """
         self._gradients.finish()  # a backward the engine did not see may have left some open
         self._gradients.complete()
@@ -228,7 +226,7 @@ class StepRunner:
             self._say_skipped(before, culprits)
 
     def _must_be_equal(self, clipping: float) -> dict[str, int]:
-        """What ranks must have alike where they meet for a step."""
+        """Return the values that ranks must have in common at a step."""
         values = as_json(self._optimizer.group_values()).encode()
         return self._window.place | {
             "values of the optimizer's groups": zlib.crc32(values),
@@ -236,7 +234,7 @@ class StepRunner:
         }
 
     def _refuse_to_go_on(self, before: ScaleState | None, culprits: Sequence[str]) -> None:
-        """Raise if steps are skipped and nothing will change that; the last one has been."""
+        """Raise if the last step was skipped and later ones will be, too."""
         rules = self.scale_rules
         if rules is not None and before is not None and rules.dynamic:
             if rules.is_exhausted(before):
@@ -255,7 +253,7 @@ class StepRunner:
             )
 
     def _refuse_others(self, params_by_index: Mapping[int, Any]) -> None:
-        """Raise for gradients that a step cannot be made of."""
+        """Raise for gradients of parameters that cannot be updated."""
         partition = self._components.partition
         for parameter, trained, name in zip(
             partition.parameters, partition.trained, partition.names, strict=True
@@ -279,7 +277,7 @@ class StepRunner:
                 )
 
     def _say_skipped(self, before: ScaleState | None, culprits: Sequence[str]) -> None:
-        """Warn once in a row of skipped steps, when it is no search for the loss scale any more."""
+        """Warn once in a row of skipped steps that is no search for the loss scale."""
         count, rules = self.counters.skipped_in_a_row, self.scale_rules
         if count != (SCALES_TRIED_IN_SILENCE if rules is not None and rules.dynamic else 1):
             return
@@ -296,9 +294,9 @@ class StepRunner:
         self, norm: float, factor: float, culprits: Sequence[str], computed: Event,
         params_by_index: Mapping[int, Any], given: StepInputs,
     ) -> tuple[UpdateJob | None, Exception | None]:  # fmt: skip
-        """The step happens: a job for the optimizer pass, and what went wrong after that.
+        """Commit the step; return a job for the optimizer pass, and an error raised after that.
 
-        With `culprits`, whose gradients are not finite, it is skipped.
+        The step is skipped if there are `culprits`, parameters whose gradients are not finite.
         """
         skipped, progress = bool(culprits), self.counters
         rules, scale = self.scale_rules, progress.loss_scale
@@ -348,7 +346,7 @@ class StepRunner:
     def _make_job(
         self, factor: float, computed: Event, params_by_index: Mapping[int, Any]
     ) -> UpdateJob:
-        """Everything the optimizer pass depends on, as it is now."""
+        """Capture everything that the optimizer pass depends on."""
         arrived = self._gradients.arrived()
         units = self._units
         order = dict.fromkeys([*self._components.cycles.training.first_uses(), *range(len(units))])
@@ -395,5 +393,5 @@ class StepRunner:
 
 
 def _loses_gradients(error: Exception) -> bool:
-    """Whether gradients were lost on their way; other errors of ours are refusals."""
+    """Return True if gradients were lost in transfer; other errors of ours are refusals."""
     return isinstance(error, TransferError) or not isinstance(error, InfinityError)

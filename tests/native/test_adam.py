@@ -88,7 +88,7 @@ def test_update_equals_reference(
 
 
 @pytest.mark.parametrize("kind", MomentFormat)
-@pytest.mark.parametrize("hyper", HYPERS, ids=repr)
+@pytest.mark.parametrize("rule_params", HYPERS, ids=repr)
 def test_every_rule_layout_and_gradient_equals_reference(pools, rule_params, kind) -> None:
     source = Source(17)
     for layout in LAYOUTS:

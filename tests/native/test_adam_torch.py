@@ -44,7 +44,7 @@ def errors_in_ulps(
     ]
 
 
-@pytest.mark.parametrize("hyper", [ADAMW, L2], ids=["adamw", "l2"])
+@pytest.mark.parametrize("rule_params", [ADAMW, L2], ids=["adamw", "l2"])
 @pytest.mark.parametrize("split", [True, False], ids=["split", "fp32"])
 def test_twenty_steps_agree_with_torch(rule_params, split) -> None:
     """Every step starts from torch's state; seen: 2.2 ulp of the largest term of a sum (AVX2)."""

@@ -53,7 +53,7 @@ CASES: list[tuple[RuleParams, Make, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("hyper", "make", "arguments"), CASES, ids=lambda case: str(case))
+@pytest.mark.parametrize(("rule_params", "make", "arguments"), CASES, ids=lambda case: str(case))
 def test_ten_steps_follow_torch(rule_params, make, arguments) -> None:
     """Step by step from the start; only torch's fused operations may differ, by roundings."""
     source = Source(41)

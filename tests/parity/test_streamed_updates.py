@@ -21,7 +21,7 @@ import infinity
 from infinity.offload.prefetch import Prefetcher
 from infinity.offload.transfers import Transfers
 from infinity.plan.plan import Plan
-from infinity.training.optimizer_pass import Updates
+from infinity.training.optimizer_pass import UnitUpdater
 
 IN_RAM = ("host", "host", "host")
 # One of each way that a kind can come and go: RAM, disk, and what stays on the device.
@@ -140,7 +140,7 @@ def test_the_cpu_updates_chunks_while_others_are_on_their_way(
     """
     expected, under_way, threads = run("cpu"), list[int](), set[str]()
     elsewhere: list[Any] = []
-    begin, update = Updates._submit_cpu_update, Updates._update_on_cpu
+    begin, update = UnitUpdater._submit_cpu_update, UnitUpdater._update_on_cpu
     copy_h2d = Transfers.copy_h2d
 
     def spy(self: Transfers, *arguments: Any) -> Any:
@@ -148,17 +148,17 @@ def test_the_cpu_updates_chunks_while_others_are_on_their_way(
             elsewhere.append(arguments[-1])
         return copy_h2d(self, *arguments)
 
-    def count(self: Updates, job: Any, work: Any) -> None:
+    def count(self: UnitUpdater, job: Any, work: Any) -> None:
         under_way.append(sum(one.streamed for one in self._under_way))
         begin(self, job, work)
 
-    def look(self: Updates, job: Any, work: Any) -> None:
+    def look(self: UnitUpdater, job: Any, work: Any) -> None:
         threads.add(threading.current_thread().name)
         time.sleep(0.02)  # what does not wait for it is too early
         update(self, job, work)
 
-    monkeypatch.setattr(Updates, "_submit_cpu_update", count)
-    monkeypatch.setattr(Updates, "_update_on_cpu", look)
+    monkeypatch.setattr(UnitUpdater, "_submit_cpu_update", count)
+    monkeypatch.setattr(UnitUpdater, "_update_on_cpu", look)
     monkeypatch.setattr(Transfers, "copy_h2d", spy)
     with ordered_device(seed=1, kernels=True) as device, cpu_beside(0.4), at_once(2):
         got = run(device, **STREAMED)

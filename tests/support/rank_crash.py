@@ -19,7 +19,7 @@ import infinity
 from infinity.checkpoint.commits import CommitFiles, SmallFile
 from infinity.storage.disk import Disk
 from infinity.storage.run_dir import Scratch
-from infinity.training.optimizer_pass import Updates
+from infinity.training.optimizer_pass import UnitUpdater
 
 TOTAL_STEPS = 5
 MICRO_BATCHES = 2
@@ -28,7 +28,7 @@ Death = tuple[int, str, int]  # the rank; before which call, or after it ("after
 
 # Where the phases of a commit, of the pass before it and of a start begin and end.
 POINTS: dict[str, tuple[type, str]] = {
-    "unit updated": (Updates, "_finish"),
+    "unit updated": (UnitUpdater, "_finish"),
     "state synced": (Disk, "sync"),
     "record synced": (SmallFile, "sync"),
     "prepared": (CommitFiles, "prepare"),

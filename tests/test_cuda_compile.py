@@ -19,7 +19,7 @@ import torch
 from support.cuda_pieces import combinations
 
 from infinity.errors import MachineError
-from infinity.optim import cuda, nvrtc
+from infinity.optim import cuda, cuda_compile
 from infinity.optim.cuda import CudaKernels
 from infinity.optim.cuda_compile import default_folder, keep, kept
 
@@ -42,7 +42,7 @@ def _site():
         sys.path.append(folder)
         for library in Path(folder).glob("nvidia/*/lib/libnvrtc.so.*"):
             ctypes.CDLL(str(library))  # cuda-core looks in the interpreter's own folders only
-    nvrtc.version.cache_clear()
+    cuda_compile.version.cache_clear()
     yield
     if folder:
         sys.path.remove(folder)
@@ -50,7 +50,7 @@ def _site():
 
 @pytest.fixture
 def compiler(_site):
-    if (reason := nvrtc.why_not()) is not None:
+    if (reason := cuda_compile.why_not()) is not None:
         pytest.skip(reason)
 
 
@@ -77,9 +77,9 @@ def ptx(variant: cuda.Variant) -> str:
         assert int(answer[0]) == 0, answer
         return answer[1] if len(answer) > 1 else None
 
-    chosen = nvrtc.options("compute_80", variant).as_bytes("nvrtc", "ptx")
+    chosen = cuda_compile.options("compute_80", variant).as_bytes("nvrtc", "ptx")
     program = checked(
-        bindings.nvrtcCreateProgram(nvrtc.source().encode(), b"fused_adam.cu", 0, [], [])
+        bindings.nvrtcCreateProgram(cuda_compile.source().encode(), b"fused_adam.cu", 0, [], [])
     )
     checked(bindings.nvrtcCompileProgram(program, len(chosen), chosen))
     text = b" " * checked(bindings.nvrtcGetPTXSize(program))
@@ -101,10 +101,10 @@ def test_every_combination_compiles(compiler, cache, start: int) -> None:
     `test_the_instructions_are_exact_and_wide` compiles all, but for no machine.
     """
     for number, variant in enumerate(variants()[start % 3 :: 3], start // 3):
-        code = nvrtc.cubin(ARCHES[number % 2], variant)
+        code = cuda_compile.cubin(ARCHES[number % 2], variant)
         assert code.startswith(b"\x7fELF")
     for arch in ARCHES:
-        assert nvrtc.cubin(arch, cuda.HELPERS).startswith(b"\x7fELF")
+        assert cuda_compile.cubin(arch, cuda.HELPERS).startswith(b"\x7fELF")
 
 
 def test_the_instructions_are_exact_and_wide(compiler) -> None:
@@ -127,24 +127,24 @@ def test_the_check_of_instructions_sees_what_is_wrong() -> None:
 
 
 def test_machine_code_is_compiled_once(compiler, cache, monkeypatch) -> None:
-    first = nvrtc.cubin("sm_80", VARIANT)
+    first = cuda_compile.cubin("sm_80", VARIANT)
     (entry,) = cache.iterdir()
     with monkeypatch.context() as patch:
         core = importlib.import_module("cuda.core")
         patch.setattr(core, "Program", None)  # a second compilation would call it
-        assert nvrtc.cubin("sm_80", VARIANT) == first
+        assert cuda_compile.cubin("sm_80", VARIANT) == first
     entry.write_bytes(entry.read_bytes()[:-1])  # damaged: as good as none
-    again = nvrtc.cubin("sm_80", VARIANT)  # not the same bytes: names hold random parts
+    again = cuda_compile.cubin("sm_80", VARIANT)  # not the same bytes: names hold random parts
     assert again.startswith(b"\x7fELF")
-    assert nvrtc.cubin("sm_80", VARIANT) == again
-    assert nvrtc.cubin("sm_90", VARIANT) not in (first, again)
+    assert cuda_compile.cubin("sm_80", VARIANT) == again
+    assert cuda_compile.cubin("sm_90", VARIANT) not in (first, again)
     assert len(list(cache.iterdir())) == 2
 
 
 def test_a_source_that_does_not_compile_is_shown(compiler, cache, monkeypatch) -> None:
-    monkeypatch.setattr(nvrtc, "source", lambda: "this is no kernel")
+    monkeypatch.setattr(cuda_compile, "source", lambda: "this is no kernel")
     with pytest.raises(MachineError, match="did not compile") as caught:
-        nvrtc.cubin("sm_80", VARIANT)
+        cuda_compile.cubin("sm_80", VARIANT)
     assert "this is no kernel" in (caught.value.because or "")
 
 
@@ -152,15 +152,15 @@ def test_a_source_that_does_not_compile_is_shown(compiler, cache, monkeypatch) -
 
 
 def test_without_cuda_core_the_reason_is_named(monkeypatch) -> None:
-    nvrtc.version.cache_clear()
-    nvrtc.core.cache_clear()
+    cuda_compile.version.cache_clear()
+    cuda_compile.core.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.core", None)
-    reason = nvrtc.why_not()
+    reason = cuda_compile.why_not()
     assert reason is not None
     assert "cuda.core" in reason
     with pytest.raises(MachineError, match=re.escape("torch-infinity[cuda]")):
-        nvrtc.version()
-    nvrtc.version.cache_clear()
+        cuda_compile.version()
+    cuda_compile.version.cache_clear()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA is needed")
@@ -175,7 +175,7 @@ def test_without_a_gpu_the_reason_is_named() -> None:
 
 
 def test_the_source_is_whole_and_needs_no_header() -> None:
-    text = nvrtc.source()
+    text = cuda_compile.source()
     assert "#include" not in text
     assert "#pragma once" not in text
     for word in ("update_small", "struct Adagrad", "fold_partials", "struct Segment"):
@@ -184,7 +184,7 @@ def test_the_source_is_whole_and_needs_no_header() -> None:
 
 
 def test_the_wheel_carries_every_file_of_the_source() -> None:
-    parts = {nvrtc.SOURCE}
+    parts = {cuda_compile.SOURCE}
     while True:
         found = {i for p in parts for i in re.findall(r'#include "(.*)"', (CSRC / p).read_text())}
         if found <= parts:

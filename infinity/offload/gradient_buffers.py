@@ -1,10 +1,9 @@
-"""A thread that does with gradients what must wait for their copies, so that nobody else waits.
+"""Background thread that accumulates gradients once their device-to-host copies complete.
 
 [Note: one queue]
-Tasks run one after the other, in the order they were queued: what is added to what, and when, does
-not depend on how copies end. Each waits for its own events first. The training thread queues and
-goes on; it waits only for room in the staging buffer (`place`), and where it needs what was queued
-(`drain`).
+Tasks run in the order in which they were queued: the order of additions does not depend on when
+copies end. Each waits for its own events first. The training thread only queues; it waits for space
+in the staging buffer (`place`), and for results of queued tasks (`drain`).
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ Stall = Callable[[str], AbstractContextManager[None]]
 
 
 def untimed(cause: str) -> AbstractContextManager[None]:
-    """The stall of a thread whose waits keep nobody waiting."""
+    """Stall timer for a thread that no other waits for."""
     return nullcontext()
 
 
 @dataclass(eq=False)
 class _Window:
-    """A RAM buffer that stands in for the place of one unit's gradients."""
+    """RAM buffer for the gradients of one unit that are stored on disk."""
 
     buffer: Tensor
     unit: int | None = None
@@ -53,7 +52,7 @@ class _Window:
 
 
 class GradientWindows:
-    """Windows onto `places`, the ranges of units whose gradients nobody adds to where they rest.
+    """RAM buffers for the gradients of units whose ranges, `places`, cannot be added to.
 
     `stall` times waits, by cause.
     """
@@ -79,11 +78,11 @@ class GradientWindows:
         self._windows = [_Window(arena.carve(nbytes)) for _ in range(num_windows(plan))]
 
     def forget(self) -> None:
-        """Drop the buffers; nothing moves any more."""
+        """Free the buffers, once nothing moves."""
         self._windows.clear()
 
     def write_once(self) -> None:
-        """Write every place, before training: a first write of reserved space is a slow one."""
+        """Write every range before training: the first write of reserved space is slow."""
         for turn, unit in enumerate(self.places):
             window = self._windows[turn % len(self._windows)]
             if window.ticket is not None:
@@ -92,10 +91,10 @@ class GradientWindows:
         self.settle()
 
     def expect(self, unit: int) -> None:
-        """The unit's gradients will arrive soon: start reading what was saved of them.
+        """Start to read the unit's saved gradients, which are needed soon.
 
-        In the order of calls: a window that is read before its turn would have to be given up for
-        those that come first, and read again.
+        In the order of calls: a buffer read before its turn would have to be evicted for those that
+        come first, and read again.
         """
         if unit in self._saved and self._find(unit) is None and unit not in self._expected:
             self._expected.append(unit)
@@ -105,7 +104,7 @@ class GradientWindows:
                 self._open(self._expected.pop(0), window)
 
     def range(self, unit: int) -> Tensor:
-        """The unit's flat range, in RAM; it may be written until the next call."""
+        """Return the unit's flat range in RAM; it may be written until the next call."""
         window = self._find(unit)
         if window is None:
             if unit in self._expected:
@@ -125,14 +124,14 @@ class GradientWindows:
         return window.buffer[:nbytes].view(self._dtype)
 
     def count(self, unit: int) -> None:
-        """One more gradient lies in the unit's range; the last one has the window written back."""
+        """Count a gradient in the unit's range; the last one has the buffer written back."""
         self._arrived[unit] = self._arrived.get(unit, 0) + 1
         expected = len(self._plan.own[unit].trained_segments) * self._plan.ranks
         if self._arrived[unit] == expected:
             self._save(unit)
 
     def save(self) -> None:
-        """Start writing back every open window."""
+        """Start to write back every open buffer."""
         self._expected.clear()
         for window in list(self._windows):
             if window.unit is not None:
@@ -140,18 +139,18 @@ class GradientWindows:
 
     @property
     def writing(self) -> bool:
-        """Whether some window may still be being written."""
+        """Return True while some buffer may still be written."""
         return any(w.unit is None and w.ticket is not None for w in self._windows)
 
     def settle(self, unit: int | None = None) -> None:
-        """Wait for writes that closed windows have in flight: of one unit, or of all."""
+        """Wait for writes in flight of closed buffers: of one unit, or of all."""
         for window in self._windows:
             wanted = unit is None or window.last_unit == unit
             if window.unit is None and wanted:
                 self._wait(window)  # a write that failed stays, and fails whoever asks again
 
     def reset(self) -> None:
-        """Nothing was saved, nothing is open; what is in flight is waited for, and dropped."""
+        """Discard all gradients, after waiting for requests in flight."""
         for window in self._windows:
             ticket, window.ticket, window.unit = window.ticket, None, None
             if ticket is not None:
@@ -181,7 +180,7 @@ class GradientWindows:
             window.ticket = self._transfers.read([piece], label=(unit, "gradient"))
 
     def _save(self, unit: int) -> None:
-        """Write the window back; it is free when the write has ended."""
+        """Write the buffer back; it is free when the write has ended."""
         window = self._find(unit)
         assert window is not None
         self._wait(window)
@@ -193,7 +192,7 @@ class GradientWindows:
         self._arrived[unit] = 0
 
     def _send(self, unit: int, window: _Window) -> None:
-        """Start to write the window to its unit's place."""
+        """Start to write the buffer to its unit's range."""
         place, window.last_unit = self.places[unit], unit
         piece = place, window.buffer[: place.nbytes]
         window.ticket = self._transfers.write([piece], label=(unit, "gradient"))
@@ -201,10 +200,10 @@ class GradientWindows:
 
 @dataclass(eq=False, slots=True)
 class _Task:
-    """Something to do after events.
+    """A function to run after events.
 
-    Until they have happened `source` stays alive, and until it is over nobody else gets the bytes
-    `first` to `end` of the staging buffer.
+    `source` is kept alive until they have happened, and the bytes `first` to `end` of the staging
+    buffer are reserved until it has run.
     """
 
     run: Callable[[], None]
@@ -217,9 +216,9 @@ class _Task:
 
 
 class GradientWorker:
-    """The thread, its queue, and the `staging` buffer (uint8, pinned) in which gradients land.
+    """The thread, its queue, and the `staging` buffer (uint8, pinned) for copies.
 
-    What a task raises is raised by `check` and `drain`, until `reset`; tasks behind it do not run.
+    An error of a task is raised by `check` and `drain`, until `reset`; later tasks do not run.
     """
 
     def __init__(self, transfers: Transfers, staging: Tensor) -> None:
@@ -233,11 +232,11 @@ class GradientWorker:
         self._thread = threading.Thread(target=self._loop, name="infinity-gradients", daemon=True)
 
     def open(self) -> None:
-        """Start the thread; before training, where an exception ends in `close`."""
+        """Start the thread, before training."""
         self._thread.start()
 
     def close(self) -> None:
-        """Drop what is queued, and end the thread; safe to repeat."""
+        """Drop queued tasks, and end the thread. Idempotent."""
         self._drop()
         self._queue.put(None)
         # The garbage collector may close a dropped engine on any thread, this one's too.
@@ -245,23 +244,23 @@ class GradientWorker:
             self._thread.join()
 
     def forget(self) -> None:
-        """Drop the staging buffer."""
+        """Free the staging buffer."""
         self._landing.clear()
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     # --- the training thread -------------------------------------------------------------------
 
     def place(self, nbytes: int) -> tuple[int, Tensor]:
-        """Room for the next task in the staging buffer, and where it is; waits until there is some.
+        """Reserve bytes of the staging buffer for the next task; waits for space.
 
-        Room is given back in the order of tasks, so the buffer is a ring.
+        Bytes are released in the order of tasks, so the buffer is a ring.
         """
         while (first := self._room(nbytes)) is None:
             self._wait(self._landing[0])
         return first, self._staging[first : first + nbytes]
 
     def _room(self, nbytes: int) -> int | None:
-        """Where so many bytes are free; None if they are not yet."""
+        """Return the offset of that many free bytes, or None."""
         while self._landing and self._landing[0].over.is_set():
             self._landing.popleft()
         if not self._landing:
@@ -281,7 +280,7 @@ class GradientWorker:
         source: Tensor | None = None,
         place: tuple[int, Tensor] | None = None,
     ) -> None:
-        """Queue something that is done once all events have happened; never waits."""
+        """Queue a function to run once all events have happened. Never blocks."""
         first, end = (0, 0) if place is None else (place[0], place[0] + place[1].numel())
         task = _Task(run, after, source, first, end)
         self._tasks.append(task)
@@ -290,18 +289,18 @@ class GradientWorker:
         self._queue.put(task)
 
     def check(self) -> None:
-        """Raise what a task raised."""
+        """Raise the error of a task."""
         if self._error is not None:
             raise _untraced(self._error)
 
     def drain(self) -> None:
-        """Wait until everything is done that is queued."""
+        """Wait until all queued tasks have run."""
         for task in self._tasks.copy():
             self._wait(task)
         self.check()
 
     def reset(self) -> None:
-        """Drop what is queued, once its copies have ended; forget an error."""
+        """Drop queued tasks, once their copies have ended, and the error."""
         for task in self._drop():
             self._wait(task)
         self._error = None
@@ -353,7 +352,7 @@ _LOOK_AGAIN_S = 1.0  # whether the thread still lives: backward on a GPU cannot 
 
 
 def _untraced(error: BaseException) -> BaseException:
-    """The error without frames: to be remembered, it must not keep graphs and memory alive."""
+    """Return the error without frames, which would keep graphs and memory alive."""
     if isinstance(error, TransferError):
         return error.untraced()
     return error.with_traceback(None)

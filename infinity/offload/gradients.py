@@ -1,21 +1,21 @@
-"""Gradients on their way out: accumulated into the unit's flat range, wherever that rests.
+"""Accumulates gradients into each unit's flat range, in the tier where the plan stores them.
 
-Each arrival (one call of a parameter's post-accumulate hook) is added separately: the first
-of an accumulation window overwrites, later ones add, in fp32 when micro-batches are summed and
-in the compute dtype otherwise. Square sums are taken as the last micro-batch's gradients arrive,
-while they are in cache, one per parameter, over one fixed tree.
+Each arrival (one call of a parameter's post-accumulate hook) is added separately: the first of an
+accumulation window overwrites, later ones add, in fp32 when micro-batches are summed and in the
+compute dtype otherwise. Square sums are taken as the last micro-batch's gradients arrive, while
+they are in cache, one per parameter, over one fixed tree.
 
-On a device of its own memory a first gradient that needs no conversion goes straight to its place
-in RAM (`GradientCopies`); others land in a staging buffer, and a thread adds them
-(`gradient_buffers.py` says what the training thread waits for, [Note: sums] whose is what).
+On a device with memory of its own a first gradient that needs no conversion is copied directly to
+its range in RAM (`GradientCopies`); others land in a staging buffer, and a thread adds them
+(`gradient_buffers.py` says what the training thread waits for, [Note: sums] which thread sums).
 
 [Note: one copy per gradient]
 Each gradient is copied separately, also within a unit. Packing them costs a launch on the device
 for each, as much as the copy it would save, twice the largest unit in device memory (2 GB of Llama
 8B's 24), and the overlap inside a unit. Of a Llama block's nine copies two are small.
 
-Of several ranks each keeps a shard of every unit: what arrives goes through `exchange.py` first,
-and everything here is of parts that this rank keeps.
+With several ranks each stores a shard of every unit: gradients go through `exchange.py` first, and
+everything here is about local shards.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ from infinity.types import PAGE, round_up
 
 @dataclass(eq=False, slots=True)
 class Copy:
-    """A copy under way; `source` must stay alive until it ends: nobody else may get its memory."""
+    """A copy in flight; `source` is kept alive until it ends."""
 
     unit: int
     event: Event
     source: Tensor
 
     def done(self) -> bool:
-        """Whether the copy has ended."""
+        """Return True if the copy has ended."""
         return self.event.done()
 
     def wait(self) -> None:
-        """Block until it has."""
+        """Block until the copy has ended."""
         self.event.wait()
 
 
 class GradientCopies:
-    """Copies under way; at most `limit` bytes of gradients are kept alive for them."""
+    """Copies in flight; at most `limit` bytes of gradients are kept alive for them."""
 
     def __init__(self, transfers: Transfers, limit: int) -> None:
         self._transfers = transfers
@@ -84,7 +84,7 @@ class GradientCopies:
         self._sent: dict[int, Event] = {}  # by parameter
 
     def send(self, unit: int, parameter: int, target: Tensor, source: Tensor) -> Event:
-        """Start copying `source` (uint8, on the device) to its place in RAM."""
+        """Start to copy `source` (uint8, on the device) to its range in RAM."""
         event = self._transfers.copy_d2h(target, source, label=(unit, "gradient"))
         self._sent[parameter] = event
         self._under_way.append(Copy(unit, event, source))
@@ -97,23 +97,23 @@ class GradientCopies:
         return event
 
     def let_go(self) -> None:
-        """Let gradients go whose copies have ended."""
+        """Release gradients whose copies have ended."""
         while self._under_way and self._under_way[0].event.done():
             self._nbytes -= self._under_way.popleft().source.numel()
 
     def sent(self, parameter: int) -> Event:
-        """When the parameter's place holds what was sent; it has happened if nothing was."""
+        """Return the event after which the parameter's range holds its gradient."""
         return self._sent.get(parameter, HAPPENED)
 
     def wait(self, parameter: int) -> None:
-        """Wait until the parameter's place holds what was sent."""
+        """Wait until the parameter's range holds its gradient."""
         event = self.sent(parameter)
         if not event.done():
             with self._transfers.stall("gradient"):
                 event.wait()
 
     def hand_over(self) -> dict[int, list[Copy]]:
-        """Copies under way by unit, and forget them: whoever reads a unit's range waits for its.
+        """Return copies in flight by unit, for the reader of a unit's range to wait for.
 
         Until then nothing may be sent there. Each copy must be kept until it has ended.
         """
@@ -125,7 +125,7 @@ class GradientCopies:
         return handed
 
     def reset(self) -> None:
-        """Wait for all copies, and forget them: the next window writes the same ranges."""
+        """Wait for all copies, and drop them: the next window writes the same ranges."""
         for copy in self._under_way:
             copy.wait()
         self._forget()
@@ -137,7 +137,7 @@ class GradientCopies:
 
 
 class SquaresOnDevice:
-    """Square sums that a device takes of gradients as they leave, a unit at a time."""
+    """Square sums that a device takes of gradients as they arrive, a unit at a time."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
@@ -147,9 +147,7 @@ class SquaresOnDevice:
         self._newest: dict[int, int] = {}  # parameter -> which of `_begun` counts
 
     def add(self, unit: int, parameter: int, gradient: Sequence[Tensor], *, complete: int) -> None:
-        """Take one gradient, in the parts of `apart`; with the unit's `complete`-th, or another
-        unit's, sums are begun.
-        """
+        """Take one gradient, in the parts of `apart`; the last one of a unit begins its sums."""
         if unit != self._unit:  # not all parameters of a unit need have a gradient
             self.flush()
             self._unit = unit
@@ -158,7 +156,7 @@ class SquaresOnDevice:
             self.flush()
 
     def flush(self) -> None:
-        """Begin what is waiting."""
+        """Begin the sums of gradients taken so far."""
         if self._waiting:
             waiting, self._waiting = self._waiting, {}
             flat = [part for parts in waiting.values() for part in parts]
@@ -167,12 +165,12 @@ class SquaresOnDevice:
             self._begun.append(({p: len(parts) for p, parts in waiting.items()}, sums))
 
     def drop(self, parameter: int) -> None:
-        """What was taken of this parameter is not its gradient any more."""
+        """Discard the sums of a parameter whose gradient is replaced."""
         self._waiting.pop(parameter, None)
         self._newest.pop(parameter, None)
 
     def results(self) -> dict[int, list[float]]:
-        """Parameter -> sums of squares of all that was added; waits once, for the last of them."""
+        """Return sums of squares by parameter; waits once, for the last of them."""
         self.flush()
         found: dict[int, list[float]] = {}
         for number in reversed(range(len(self._begun))):  # when the last is there, all are
@@ -186,7 +184,7 @@ class SquaresOnDevice:
         return found
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Discard all sums."""
         self._waiting.clear()
         self._begun.clear()
         self._newest.clear()
@@ -203,28 +201,27 @@ class SquaresOnDevice:
 
 
 def part(flat: Tensor, segment: Segment) -> Tensor:
-    """A parameter's elements of its unit's flat range; of a shard's those that lie in it."""
+    """Return a parameter's elements in its unit's flat range; of a shard those that lie in it."""
     first, end = segment.within(0, flat.numel())
     return flat[first:end]
 
 
 def apart(flat: Tensor, segment: Segment) -> Sequence[Tensor]:
-    """Return the parts of a whole gradient that the norm sums apart: of a stack each expert."""
+    """Return the parts of a full gradient that the norm sums separately: of a stack each expert."""
     return (flat,) if segment.stack is None else flat.view(segment.shape[0], -1).unbind()
 
 
 def part_size(parameter: int, shard: UnitLayout) -> int:
-    """Elements of a parameter that lie in a shard."""
+    """Return the number of elements of a parameter that lie in a shard."""
     found = [s.within(0, shard.numel) for s in shard.segments if s.parameter == parameter]
     return sum(end - first for first, end in found)
 
 
 class GradientSums:
-    """Sums into `ram` (unit -> flat range), or into the windows of units that are not there.
+    """Sums into `ram` (unit -> flat range), or into the windows of other units.
 
-    `squares` holds parameter -> what `square` makes of a sum that was said to be complete.
-    `transfers` are given where sums go on beside compute, to be a direction of their own in a
-    trace.
+    `squares` holds for each parameter the result of `square` over a complete sum. `transfers` are
+    given where sums run while compute does, for a track of their own in a trace.
     """
 
     def __init__(
@@ -351,18 +348,18 @@ class GradientStore:
         return found
 
     def open(self) -> None:
-        """Before training: start the thread, and write every extent once."""
+        """Start the thread, and write every extent once, before training."""
         if self._worker is not None and (self.ram or self._windows.places):
             self._worker.open()
         self._windows.write_once()
 
     def close(self) -> None:
-        """End the thread; what is queued is dropped."""
+        """End the thread; queued tasks are dropped."""
         if self._worker is not None:
             self._worker.close()
 
     def forget(self) -> None:
-        """Drop the reserved ranges; copies into them have ended."""
+        """Free the reserved ranges, once copies into them have ended."""
         if self.exchange is not None:
             self.exchange.forget()
         self._copies.reset()
@@ -378,9 +375,9 @@ class GradientStore:
     # --- arrivals --------------------------------------------------------------------------
 
     def receive(self, parameter: int, gradient: Tensor) -> None:
-        """Take one gradient; it is accumulated now, or as soon as its copy has ended.
+        """Take one gradient, and accumulate it now or once its copy has ended.
 
-        Of several ranks: when it is exchanged.
+        With several ranks it is accumulated after its exchange.
         """
         unit, segment = self._segments[parameter]
         if gradient.layout is not torch.strided:
@@ -437,7 +434,7 @@ class GradientStore:
         *,
         complete: bool,
     ) -> Event:
-        """Start the copy to where the gradient rests; whoever can sums its squares."""
+        """Start the copy to the gradient's range in RAM; sum squares on a device with kernels."""
         parameter = segment.parameter
         target, source = self._targets[parameter], gradient.view(torch.uint8)
         event = self._copies.send(unit, parameter, target, source)
@@ -469,7 +466,7 @@ class GradientStore:
         return event
 
     def expect(self, unit: int) -> None:
-        """The unit's gradients will arrive soon: start reading what was saved of them."""
+        """Start to read the unit's saved gradients, which are needed soon."""
         if unit not in self._windows.places:
             return
         if self._worker is None:
@@ -478,9 +475,9 @@ class GradientStore:
             self._worker.put(partial(self._windows.expect, unit))
 
     def replace(self, parameter: int, value: Tensor) -> None:
-        """Put a value of the parameter's size in the place of what was accumulated.
+        """Replace an accumulated gradient by a value of the parameter's size.
 
-        Raises `TrainingError` where ranks give other ones.
+        Raises `TrainingError` if the values of ranks differ.
         """
         what = f"the gradient of {self._segments[parameter][1].name!r}"
         self.ranks.synchronize_write(what, value)
@@ -494,7 +491,7 @@ class GradientStore:
         self.drain()
 
     def put(self, parameter: int, value: Tensor) -> None:
-        """Take a sum (of the parameter's size) where there is none; ranks have it all alike."""
+        """Store a gradient (of the parameter's size) where there is none; equal on all ranks."""
         if parameter in self._places and value.numel():
             unit, segment = self._places[parameter]
             first, end = (n - segment.offset for n in segment.within(0, self.plan.own[unit].numel))
@@ -545,7 +542,7 @@ class GradientStore:
             self._worker.check()
 
     def settle(self, unit: int | None = None) -> None:
-        """Wait until all gradients are at rest, or one unit's; then extents may be read."""
+        """Wait until all gradients are stored, or those of one unit; then extents may be read."""
         self.drain()
         if self._windows.writing:
             with self.transfers.stall("gradient"):
@@ -577,7 +574,7 @@ class GradientStore:
         return total
 
     def _in_order(self) -> list[int]:
-        """What has arrived, in the order of the model's parameters, whatever units are."""
+        """Return the parameters that have gradients, in the model's order, for any units."""
         segments = (self._segments[parameter][1] for parameter in self._has)
         ordered = sorted(segments, key=lambda s: (s.origin, s.first_element))
         return [segment.parameter for segment in ordered]
@@ -589,12 +586,12 @@ class GradientStore:
         return self.kernels.square_blocks(flat)
 
     def _blocks_of(self, parameter: int) -> Tensor:
-        """Square sums (fp64) of the blocks of what this rank keeps of a parameter's gradient."""
+        """Return square sums (fp64) of the blocks of this rank's shard of a gradient."""
         found: Tensor | None = self._sums.squares.get(parameter)
         return self.kernels.square_blocks(self._read(parameter)) if found is None else found
 
     def _sum_on_device(self) -> None:
-        """Square sums of what rests on a device with kernels: the same tree, nothing moves."""
+        """Return square sums of gradients on a device with kernels, over the same tree."""
         if not self.plan.device_kernels or self._tree is not None:
             return
         parts = {
@@ -642,7 +639,7 @@ class GradientStore:
         return torch.cat([row[:size] for row, size in zip(table, sizes, strict=True)])
 
     def _read(self, parameter: int) -> Tensor:
-        """A flat copy of what this rank keeps of an accumulated gradient."""
+        """Return a flat copy of this rank's shard of an accumulated gradient."""
         unit, segment = self._places[parameter]
         if unit in self.ram:
             self._copies.wait(parameter)
@@ -658,10 +655,9 @@ class GradientStore:
         return buffer[start - low : start - low + nbytes].view(self.dtype)
 
     def hand_over(self) -> dict[int, list[Copy]]:
-        """Start a new accumulation window, and leave copies that are still under way to the
-        optimizer pass.
+        """Return copies in flight by unit, for the reader of a unit's range to wait for.
 
-        By unit: it waits for them before it reads the unit's gradients.
+        Until then nothing may be sent there. Each copy must be kept until it has ended.
         """
         handed = self._copies.hand_over()
         self.reset()

@@ -1,4 +1,4 @@
-"""The accumulation window: the micro-batches of one update, and the gradients that came of them."""
+"""The accumulation window: the micro-batches of one update, and the gradients that arrived."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from infinity.plan.plan import Plan
 
 
 class AccumulationWindow:
-    """How many micro-batches make an update, how many are behind us, and what arrived.
+    """Counts micro-batches and gradients of an update.
 
-    All that is known of a window that is open; once it has ended in a step, or is rolled back, it
-    is empty again. Used by the training thread, and by autograd's while that waits for it.
+    It is empty again after a step or a rollback. Used by the training thread, and by autograd's
+    threads during a backward.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -45,34 +45,34 @@ class AccumulationWindow:
 
     @property
     def share(self) -> int:
-        """Micro-batches of an update on all ranks: what losses are divided by."""
+        """Number of micro-batches of an update on all ranks, which losses are divided by."""
         return self.length * self.ranks
 
     @property
     def is_open(self) -> bool:
-        """Whether a backward has been since the last update."""
+        """Return True if there was a backward since the last update."""
         return bool(self.micro_step or self.backwards)
 
     @property
     def is_last(self) -> bool:
-        """Whether the current micro-batch is the last: `step()` would update."""
+        """Return True if the current micro-batch is the last: `step()` would update."""
         if self.no_sync:
             return False
         return self.boundary if self.boundary is not None else self.micro_step + 1 >= self.length
 
     @property
     def has_news(self) -> bool:
-        """Whether gradients came that no backward of the engine's made."""
+        """Return True if gradients arrived in a backward that was not started by the engine."""
         return self.arrived != self._accounted
 
     @property
     def place(self) -> dict[str, int]:
-        """Where it stands, in numbers: on all ranks alike."""
+        """Return the position in the window, which must be equal on all ranks."""
         place = {"updates": self.updates, "micro_step": self.micro_step}
         return place | {"backwards": self.backwards, "micro-batches of an update": self.length}
 
     def set_length(self, length: int) -> None:
-        """Another number of micro-batches; the caller sees to it that no window is open."""
+        """Set the number of micro-batches; no window may be open."""
         if type(length) is not int or length < 1:
             raise ConfigError(f"a window of {length!r} micro-batches", remedy="1 or more")
         if length > 1 and not self._sums:
@@ -83,20 +83,20 @@ class AccumulationWindow:
     # --- what happens in it ----------------------------------------------------------------------
 
     def account(self) -> None:
-        """What has arrived is accounted for; what will arrive comes from a loss as it is."""
+        """Mark gradients so far as accounted for; later ones come from unscaled losses."""
         self._accounted, self.scaled, self.divisor = self.arrived, False, self.share
 
     def end_micro_batch(self) -> None:
-        """The next micro-batch begins."""
+        """Begin the next micro-batch."""
         self.micro_step, self.backwards = self.micro_step + 1, 0
 
     def end(self) -> None:
-        """It ended in a step."""
+        """End the window after a step."""
         self.updates += 1
         self.start_over()
 
     def start_over(self) -> None:
-        """It is empty."""
+        """Empty the window."""
         self.micro_step = self.backwards = 0
 
     # --- what has no meaning ---------------------------------------------------------------------
@@ -122,7 +122,7 @@ class AccumulationWindow:
             )
 
     def check_whole(self) -> None:
-        """Raise `TrainingError` where a whole window cannot begin and end."""
+        """Raise `TrainingError` if a full window cannot begin and end here."""
         if self.no_sync or self.boundary is not None:
             raise TrainingError(
                 "train_batch() where the end of the window is set by hand",

@@ -1,10 +1,9 @@
-"""Updates of an optimizer pass: on the device where a unit rests, streamed through it, or by the
-CPU.
+"""Optimizer pass: updates units on the device, streamed through it, or on the CPU.
 
 [Note: one order]
-Chunks of units that do not rest on the device go through in one order, whoever updates them: read
-what is on disk, update, publish, write. Before a unit waits for a slot every unit before it is
-done: the training thread may be waiting for one of those, and only it can free a slot.
+Chunks of units that are not stored on the device are updated in one order, on any processor: read
+from disk, update, publish, write. Before a unit waits for a slot every unit before it is complete:
+the training thread may be waiting for one of those, and only it can free a slot.
 """
 
 from __future__ import annotations
@@ -47,11 +46,10 @@ from infinity.types import Kind
 class UpdateJob:
     """Everything one optimizer pass depends on; captured at `step()`.
 
-    `params_by_index` and `steps` are by parameter index and name exactly the parameters to update;
-    `steps` counts this update, from 1. `computed` is the end of the compute that made the
-    gradients, and read the weights that are about to change. `copies` has the gradients' copies
-    that are still on their way to RAM, by unit; the optimizer pass takes them out as it waits for
-    them.
+    `params_by_index` and `steps` name exactly the parameters to update, by index; `steps` counts
+    this update, from 1. `computed` is the end of the compute that made the gradients, and read the
+    weights that will change. `copies` has the gradients' copies in flight to RAM, by unit; the
+    optimizer pass removes them as it waits for them.
     """
 
     units: tuple[int, ...]
@@ -71,10 +69,10 @@ def tiles_of(
     views: Mapping[Kind, Tensor],
     gradient_dtype: torch.dtype,
 ) -> list[Tile]:
-    """The parts of parameters that lie in a chunk and have an update.
+    """Return the ranges of parameters in a chunk that have an update.
 
-    `views` (uint8) hold every state kind of exactly this chunk, and its gradient. Of several
-    chunks, where nothing but values stands in them: see `Precision.is_flat`.
+    `views` (uint8) hold every state kind of exactly this chunk, and its gradient. They may span
+    several chunks if they hold nothing but values: see `Precision.is_flat`.
     """
     precision = plan.precision_of(layout)
     start, _ = layout.chunk(chunks.start, plan.chunk_elements)
@@ -123,8 +121,8 @@ def tiles_of(
 class ChunkUpdate:
     """Chunks, most often one, between their read and their write.
 
-    What follows `resting` is of a streamed update. `views` (uint8, of exactly these chunks) are
-    reached by the host, but for those that are `resting` on the device.
+    The fields from `resting` on are of a streamed update. `views` (uint8, of exactly these chunks)
+    are addressable by the host, except those in `resting`, which are stored on the device.
     """
 
     unit: int
@@ -144,7 +142,7 @@ class ChunkUpdate:
 
     @property
     def is_first(self) -> bool:
-        """Whether the unit begins with it."""
+        """Return True if the unit begins with it."""
         return self.chunks.start == 0
 
 
@@ -160,7 +158,7 @@ class AbortedError(Exception):
 
 
 class UnitUpdater:
-    """Brings units through one update after the other; used by the optimizer thread alone."""
+    """Updates one unit after the other; used by the optimizer thread alone."""
 
     def __init__(
         self,
@@ -196,7 +194,7 @@ class UnitUpdater:
         self._left: dict[int, int] = {}  # chunks of units that have begun
 
     def forget(self) -> None:
-        """Drop the reserved ranges, and end the thread of CPU updates."""
+        """Free the reserved buffers, and end the thread of CPU updates."""
         if self._cpu_thread is not None:
             self._cpu_thread.shutdown()
         self._staging.forget()
@@ -204,9 +202,9 @@ class UnitUpdater:
         self._target = None
 
     def run(self, job: UpdateJob, stopped: Callable[[], bool]) -> None:
-        """Update every unit of a job; raises `AbortedError` when `stopped`, and what reads raise.
+        """Update every unit of a job; raise `AbortedError` when `stopped`, and errors of reads.
 
-        When it returns everything is back, or on its way to the disk.
+        When it returns everything is stored, or in flight to the disk.
         """
         try:
             for unit in job.units:
@@ -244,7 +242,7 @@ class UnitUpdater:
         self._land_all()
 
     def _chunks(self, job: UpdateJob) -> Iterator[tuple[int, range, bool]]:
-        """(unit, chunks taken at once, streamed) in order; a unit somebody waits for comes next."""
+        """Yield (unit, chunks at once, streamed) in order; a unit in demand comes next."""
         remaining = [u for u in job.units if self._places[u] is not UpdatePlace.DEVICE]
         while remaining:
             demand = self.prefetcher.demand
@@ -256,7 +254,7 @@ class UnitUpdater:
     # --- on the device -----------------------------------------------------------------------
 
     def _update_on_device(self, job: UpdateJob, unit: int) -> Event:
-        """Queue the update of a unit that rests on the device, all its chunks in one."""
+        """Queue the update of a unit stored on the device, all its chunks in one."""
         assert isinstance(self.updater, KernelUpdater)
         state = self.store.units[unit]
         self.store.settle_writes(unit)
@@ -276,7 +274,7 @@ class UnitUpdater:
     def _issue(
         self, job: UpdateJob, unit: int, chunks: range, streamed: bool, buffer: Tensor
     ) -> ChunkUpdate:
-        """Start bringing chunks' kinds and gradients where they can be updated from."""
+        """Start to move the state and gradients of chunks to where they are updated."""
         if chunks.start == 0:
             self.store.settle_writes(unit)
         views, waits, used, resting = self.store.stage(
@@ -309,7 +307,7 @@ class UnitUpdater:
         return work
 
     def _process(self, job: UpdateJob, work: ChunkUpdate) -> None:
-        """Update a chunk, or send it through the device, which ends in `_land`."""
+        """Update chunks on the CPU, or send them through the device, which ends in `_land`."""
         if not work.streamed:  # a copy of old weights to the device may still read what will change
             work.waits.append(self.prefetcher.entries[work.unit].ready)
         laps = Laps(self.transfers.trace, work.unit)
@@ -358,12 +356,12 @@ class UnitUpdater:
         laps.lap("update", "update", sum(view.numel() for view in work.views.values()))
 
     def _give_back(self, work: ChunkUpdate, written: Sequence[Event]) -> None:
-        """Return its buffer, if it has one, to the pool; it is free once `written` has happened."""
+        """Return the buffer, if there is one, to the pool; it is free after `written`."""
         if work.buffer is not _NOWHERE:
             self._staging.give_back(work.buffer, *written)
 
     def _finish(self, work: ChunkUpdate) -> None:
-        """Chunks are updated; with the last one the unit is."""
+        """Complete the update of chunks; with the last one that of the unit."""
         unit, state = work.unit, self.store.units[work.unit]
         count = state.layout.num_chunks(self.plan.chunk_elements)
         self._left[unit] = self._left.get(unit, count) - len(work.chunks)
@@ -375,7 +373,7 @@ class UnitUpdater:
     def _tiles(
         self, job: UpdateJob, unit: int, chunks: range, views: Mapping[Kind, Tensor]
     ) -> list[Tile]:
-        """Of all these chunks, whose bytes are in `views`; where cuts may show, one by one."""
+        """Return the tiles of these chunks, chunk by chunk where results depend on that."""
         plan, layout, tiles = self.plan, self.plan.own[unit], list[Tile]()
         is_flat = isinstance(self.updater, KernelUpdater) and plan.precision_of(layout).is_flat
         step = plan.chunks_at_once if is_flat else 1
@@ -407,7 +405,7 @@ class UnitUpdater:
         return self.store.send(work.unit, work.chunks.start, views, chunks=len(work.chunks))
 
     def _publish(self, work: ChunkUpdate) -> list[Event]:
-        """Copy the chunk's new weights into the unit's slot, unless they rest there."""
+        """Copy the chunk's new weights into the unit's slot, unless they are stored there."""
         if work.target is None or self.store.units[work.unit].on_device(Kind.WEIGHT):
             return []
         slot, weights = work.target, work.views[Kind.WEIGHT]
@@ -423,7 +421,7 @@ class UnitUpdater:
         return [event]
 
     def _part_of_slot(self, work: ChunkUpdate, slot: Slot) -> Tensor:
-        """Where chunks' weights lie in their unit's slot."""
+        """Return the chunks' range of their unit's slot."""
         own, *_ = self.store.shard_in(work.unit, slot.memory)
         layout, chunks = self.plan.own[work.unit], work.chunks
         return own[self.plan.part(layout, Kind.WEIGHT, chunks.start, len(chunks))]
@@ -431,7 +429,7 @@ class UnitUpdater:
     # --- streamed through the device -----------------------------------------------------------
 
     def _stream(self, job: UpdateJob, work: ChunkUpdate) -> None:
-        """Queue chunks' way through the device: in, kernel, out.
+        """Queue the way of chunks through the device: in, kernel, out.
 
         Weights are updated in the slot that they are published to, if there is one.
         """
@@ -463,7 +461,7 @@ class UnitUpdater:
     def _bring(
         self, work: ChunkUpdate, kind: Kind, place: Tensor | None = None, after: Event = HAPPENED
     ) -> None:
-        """Copy a kind in: to `place`, which is free after `after`, else into the buffer."""
+        """Copy a kind to the device: to `place`, free after `after`, else into the buffer."""
         source = work.views[kind]
         if place is None:
             place, work.room = work.room[: source.numel()], work.room[source.numel() :]
@@ -489,7 +487,7 @@ class UnitUpdater:
         work.there.clear()  # a view of a slot would keep it from being given to another unit
 
     def _land(self) -> None:
-        """Wait until the oldest under way is back; what rests on disk goes on from there."""
+        """Wait until the oldest chunks in flight are back; write those stored on disk."""
         work = self._under_way[0]
         if work.updated is not None:
             work.updated.result()
@@ -557,21 +555,21 @@ class OptimizerPass:
     # --- the training thread ---------------------------------------------------------------
 
     def open(self) -> None:
-        """Start the thread; before training, where an exception ends in `close`."""
+        """Start the thread, before training."""
         self._thread.start()
 
     def submit(self, job: UpdateJob) -> None:
-        """Run a job behind the caller; the previous one must be finished."""
+        """Run a job in the background; the previous one must be finished."""
         with self._submitted:
             assert self._job is None
             self._job = job
             self._submitted.notify_all()
 
     def finish(self, *, closing: bool = False) -> None:
-        """Lift the pacing and wait until no update is owed; raises what makes that impossible.
+        """Lift the pacing and wait until no update is pending; raise the error that prevents it.
 
         In a durable run of several ranks the last step is then committed on all, which all call
-        this; but for one that is `closing`.
+        this; except one that is `closing`.
         """
         with self.transfers.stall("update"), self.prefetcher.changed:
             self.prefetcher.lift_pacing()
@@ -604,11 +602,11 @@ class OptimizerPass:
 
     @property
     def can_finish(self) -> bool:
-        """Whether there is a thread to wait for: not in a forked child, nor on that thread."""
+        """Return True if the thread can be waited for: not by itself or a forked child."""
         return self._thread.is_alive() and threading.current_thread() is not self._thread
 
     def forget(self) -> None:
-        """Drop the reserved ranges."""
+        """Free the reserved buffers."""
         self.updates.forget()
 
     # --- the optimizer thread --------------------------------------------------------------------

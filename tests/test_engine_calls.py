@@ -494,10 +494,10 @@ def test_inputs_are_moved_to_the_device_and_numbers_and_sizes_stay(tmp_path: Pat
     given = {"packed": packed, "rows": [Row(torch.ones(2), 3)], "encoding": UserDict(x=batch(0))}
     with small_engine(tmp_path, precision="bf16") as engine:
         inputs: Any = engine._inputs
-        same = inputs.admit((given, {"scale": torch.tensor(2.0)}))
+        same = inputs.prepare((given, {"scale": torch.tensor(2.0)}))
         assert same[0] is given
         inputs._device = torch.device("meta")
-        moved, (scale,) = inputs.admit((given, (torch.tensor(2.0),)))
+        moved, (scale,) = inputs.prepare((given, (torch.tensor(2.0),)))
         assert scale.device.type == moved["packed"].batch_sizes.device.type == "cpu"
         row = moved["rows"][0]
         assert isinstance(row, Row)

@@ -1,6 +1,7 @@
 // The optimizer on a CUDA device: same layouts, same arithmetic, same bits as the CPU's kernel.inl.
 //
-// Compiled by NVRTC at run time (infinity/optim/cuda_compile.py), one variant at a time, chosen by macros:
+// Compiled by NVRTC at run time (infinity/optim/cuda_compile.py), one variant at a time, chosen by
+// macros:
 //   INFINITY_RULE       one of INFINITY_RULES                      (update.inl)
 //   INFINITY_LAYOUT     Whole, Split, Half
 //   INFINITY_GRADIENT   Fp32, Bf16, Fp16

@@ -30,7 +30,7 @@ from infinity.model.buffers import Rerun
 from infinity.model.parameters import ParameterMap
 from infinity.model.partitioner import UnitModules
 from infinity.model.torch_private import inside_backward, same_flat_weights
-from infinity.offload.hooks import Hooks
+from infinity.offload.hooks import Hooks, is_ours
 from infinity.offload.shared_ranges import SharedSlices, hands_out_tensors
 from infinity.offload.slice_sums import SlicedCall
 from infinity.plan.activations import SavedPlan
@@ -375,10 +375,10 @@ class Slicer:
         self, training: bool, shape: Any, tensors: Sequence[Tensor], sliced: Sequence[bool],
         size: int,
     ) -> str:  # fmt: skip
-        before = self._hooks.range_calls
+        before = self._hooks.expert_calls.num_ranged
         gpus = {t.get_device() for t in tensors if t.is_cuda}
         runs, alone = Rerun([*self._module.modules()]), self._undisturbed(training)
-        uncounted = self._hooks.routed.paused()
+        uncounted = self._hooks.expert_calls.paused()
         with torch.no_grad(), torch.random.fork_rng(gpus), runs.again(), alone, uncounted:
             drawn = _random_state(tensors)
             first, second, both = (
@@ -404,7 +404,7 @@ class Slicer:
                     f"{size} samples give other results in a larger batch",
                     "its samples see one another, or its first dimension is not the batch",
                 )
-        num_calls = (self._hooks.range_calls - before) // 3
+        num_calls = (self._hooks.expert_calls.num_ranged - before) // 3
         if random:
             return "it draws random numbers (dropout)"
         return "" if num_calls == 1 else f"it calls experts {num_calls} times"
@@ -420,7 +420,7 @@ class Slicer:
             for part, own in before:
                 part.training = part.training and training
                 for name in names[1:]:  # ours fetch weights
-                    kept = ((k, h) for k, h in own[name].items() if _is_ours(h))
+                    kept = ((k, h) for k, h in own[name].items() if is_ours(h))
                     vars(part)[name] = OrderedDict(kept)
             yield
         finally:
@@ -474,10 +474,6 @@ def _holds_tensors(value: Any) -> bool:
             value.values() if isinstance(value, dict) else getattr(value, "__dict__", {}).values()
         )
     return any(isinstance(part, Tensor) for part in parts)
-
-
-def _is_ours(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("infinity.")
 
 
 def _random_state(tensors: Sequence[Tensor]) -> Tensor:

@@ -52,18 +52,16 @@ class Experts:
         hooks.watch_root(self.module, _nothing, _nothing)
 
     def _compute(self, call: RangeCall) -> Tensor:
-        self._hooks.range_calls += 1
-        if self._hooks.computer is None:
-            self.count(call)
-        if self._hooks.computer is not None:
-            return self._hooks.computer(self, call)
+        if (computer := self._hooks.expert_calls.begin_ranged()) is not None:
+            return computer(self, call)
+        self.count(call)
         used = self.used([call.counts])
         each = zip(used, call.split(used), strict=True)
         return torch.cat([call.compute(self.view_of(one, call), *rows) for one, rows in each])
 
     def count(self, call: RangeCall) -> None:
         """Count the tokens of a call in a forward that trains."""
-        self._hooks.routed.add(self.module, self._rows[0].stacks.path, call.counts)
+        self._hooks.expert_calls.add(self.module, self._rows[0].stacks.path, call.counts)
 
     def used(self, counts: Sequence[Sequence[int]]) -> list[Rows]:
         """Return the ranges that any of these calls, here or on another rank, has tokens for."""
@@ -101,7 +99,7 @@ def _counting(hooks: Hooks, path: str, module: nn.Module) -> Computer:
     """Return the function that computes experts which travel with their layer, and counts."""
 
     def compute(call: RangeCall) -> Tensor:
-        hooks.routed.add(module, path, call.counts)
+        hooks.expert_calls.add(module, path, call.counts)
         return compute_whole(module, call)
 
     return compute

@@ -33,9 +33,9 @@ from infinity.model.torch_private import (
 )
 from infinity.offload.activations import ActivationStore
 from infinity.offload.call_guard import Call, CallGuard
+from infinity.offload.expert_calls import ExpertCalls
 from infinity.offload.gradients import GradientStore
 from infinity.offload.prefetch import Prefetcher
-from infinity.offload.routed_tokens import RoutedTokens
 from infinity.offload.saved_tensors import SavedTensors
 from infinity.offload.slice_sums import SliceSums
 from infinity.offload.window import AccumulationWindow
@@ -88,9 +88,7 @@ class Hooks:
         self.watch = watch
         self.gradients = gradients
         self.sums = SliceSums()
-        self.range_calls = 0  # of experts, since the start
-        self.routed = RoutedTokens()
-        self.computer: Callable[..., Tensor] | None = None  # of these, while slices share ranges
+        self.expert_calls = ExpertCalls()
         self.saved = SavedTensors(prefetcher, gradients.expect, self._backward, activations)
         self.materialized_now = materialized_now
         self.write_edits = write_edits
@@ -282,7 +280,7 @@ class Hooks:
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if self._is_inside(module, None):
-                self.routed.see(output)
+                self.expert_calls.see(output)
                 end()
                 self._leave(output)
 
@@ -453,7 +451,7 @@ class Hooks:
         if self.saved.timeline is not None:
             self.saved.timeline.forget()
         self.sums.drop()
-        self.routed.reset()
+        self.expert_calls.reset()
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -469,6 +467,11 @@ class Hooks:
         self.watch.close()
         self.saved.close()
         self.sums.drop()
+
+
+def is_ours(hook: Any) -> bool:
+    """Return True if a hook of a module was added by this package."""
+    return str(getattr(hook, "__module__", "")).startswith("infinity.")
 
 
 def _items(values: Iterable[Any]) -> Iterator[Any]:

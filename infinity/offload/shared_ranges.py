@@ -34,7 +34,7 @@ from infinity.model.buffers import Rerun
 from infinity.model.partitioner import Rows
 from infinity.model.stacks import RangeCall, StackRange
 from infinity.offload.expert_ranges import Experts
-from infinity.offload.hooks import Hooks
+from infinity.offload.hooks import Hooks, is_ours
 from infinity.offload.slice_sums import SlicedCall
 
 _SEVERAL_RUNS = "its slices pass ranges of experts together, and run several times for that"
@@ -195,12 +195,10 @@ class SharedSlices:
     @contextmanager
     def _computing(self) -> Iterator[None]:
         """Compute without gradients, and take the calls of experts in the block."""
-        outer, self._hooks.computer = self._hooks.computer, self._reached
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._hooks.expert_calls.computed_by(self._reached):
                 yield
         finally:
-            self._hooks.computer = outer
             self._known = self._pending = self._start = None
             self._wanted = _NONE
 
@@ -406,8 +404,7 @@ def hands_out_tensors(module: nn.Module) -> bool:
     for part in module.modules():
         kinds = (part._forward_hooks, part._forward_pre_hooks) if part is not module else ()
         for hook in (h for hooks in kinds for h in hooks.values()):
-            origin = str(getattr(hook, "__module__", ""))
-            if not origin.startswith("infinity.") and origin != _CAPTURING:
+            if not is_ours(hook) and getattr(hook, "__module__", "") != _CAPTURING:
                 return True
         if part is not module and (part._backward_hooks or part._backward_pre_hooks):
             return True

@@ -374,7 +374,7 @@ class StepRunner:
     def _report(
         self, norm: float, factor: float, culprits: Sequence[str], scale: ScaleState | None
     ) -> None:
-        tokens, router_loss = self._components.hooks.routed.take()
+        tokens, router_loss = self._components.hooks.expert_calls.take()
         self.last_report = self._meter.report(
             self._components.cycles.mispredictions(),
             step=self.counters.steps,

@@ -1,8 +1,8 @@
-"""Tokens of experts, and auxiliary losses of routers, since the last step."""
+"""Calls of experts: what computes them, their tokens, and auxiliary losses of routers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,13 +13,29 @@ from infinity.model.torch_private import inside_backward
 _MOST = 64  # calls of a module until their counts are added
 
 
-class RoutedTokens:
-    """Counts by module, as calls of experts see them."""
+class ExpertCalls:
+    """Counts calls of ranges, and tokens by module since the last step."""
 
     def __init__(self) -> None:
+        self.num_ranged = 0  # calls of ranges since the start
+        self._computer: Callable[..., Tensor] | None = None
         self._counts: dict[str, list[Sequence[int]]] = {}
         self._loss: Tensor | None = None
         self._paused = False
+
+    def begin_ranged(self) -> Callable[..., Tensor] | None:
+        """Count a call of ranges; return the function that takes it, if one is set."""
+        self.num_ranged += 1
+        return self._computer
+
+    @contextmanager
+    def computed_by(self, computer: Callable[..., Tensor]) -> Iterator[None]:
+        """Let `computer` take the calls of ranges in the block, as (experts, call)."""
+        outer, self._computer = self._computer, computer
+        try:
+            yield
+        finally:
+            self._computer = outer
 
     @contextmanager
     def paused(self) -> Iterator[None]:

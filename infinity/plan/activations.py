@@ -303,7 +303,7 @@ def sharing(
     own: list[UnitLayout] = []
     ranges: list[UnitLayout] = []
     for block in _blocks(units) if stacks else ():
-        if any(u.is_range and u.name.rpartition("[")[0] in stacks for u in block):
+        if any(u.is_range and u.stacks_path in stacks for u in block):
             ranges += (u for u in block if u.is_range)
             own += (u for u in block if not u.is_range)
     return own, ranges

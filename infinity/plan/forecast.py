@@ -76,17 +76,16 @@ def forecast_phases(
     """The same by phase: forward and backward of every micro-batch, in order."""
     course = _course_of(plan, tuple(cycle) if cycle else None)
     sizes = plan.saved.sizes if saved is None else saved
-    again = (0, 0) if cycle else _repeats(plan)
-    return _Bytes(plan, course.cycle, sizes, summed, again).of(_run(course))
+    repeats = not cycle and _repeats(plan)
+    return _Bytes(plan, course.cycle, sizes, summed, repeats).of(_run(course))
 
 
-def _repeats(plan: Plan) -> tuple[int, int]:
-    """Return how often more than once a forward, and a backward, passes a layer's ranges.
+def _repeats(plan: Plan) -> bool:
+    """Return True if a backward passes a layer's ranges twice: a recomputation passes them too.
 
-    A recomputation passes them too. Slices do it together, and blocks with ranges are recomputed
-    then: see `offload/shared_ranges.py`.
+    Blocks whose slices pass ranges together are recomputed: see `offload/shared_ranges.py`.
     """
-    return 0, 1 if plan.saved.recompute or plan.shared_stacks else 0
+    return bool(plan.saved.recompute or plan.shared_stacks)
 
 
 def counted_phases(plan: Plan) -> tuple[list[tuple[PhaseBytes, int]], list[PhaseBytes] | None]:
@@ -101,7 +100,7 @@ def counted_phases(plan: Plan) -> tuple[list[tuple[PhaseBytes, int]], list[Phase
         known[key] = _counted(_course_of(plan, None))
     counted, more = known[key]
     usual = _usual_cycle(len(plan.units))
-    moving = _Bytes(plan, usual, plan.saved.sizes, again=_repeats(plan))
+    moving = _Bytes(plan, usual, plan.saved.sizes, repeats=_repeats(plan))
     phases = [(moving.of_phase(moves), count) for moves, count in counted]
     return phases, None if more is None else [phases[index][0] for index in more]
 
@@ -223,7 +222,7 @@ class _Bytes:
         cycle: tuple[int, ...],
         saved: tuple[int, ...],
         summed: Collection[int] | None = None,
-        again: tuple[int, int] = (0, 0),
+        repeats: bool = False,
     ) -> None:
         self.plan = plan
         if summed is None:
@@ -239,16 +238,16 @@ class _Bytes:
                 self._on_disk[unit] = size if tier is Tier.DISK else 0
                 self._inward[unit] = 0 if plan.unified or tier is Tier.DEVICE else size
         self._gradients = self._of_gradients(cycle, frozenset(summed))
-        self._again = again
-        self._fetched_again = self._of_repeats() if any(again) else Counter[int]()
+        # By group, in a backward.
+        self._fetched_again = self._of_repeats() if repeats else Counter[int]()
 
     def _of_repeats(self) -> Counter[int]:
-        """Ranges of experts, by group, that are fetched again whenever all layers' are passed.
+        """Return the ranges of experts, by group, that a backward which repeats them fetches again.
 
         Of each class those of a layer that its slots do not hold.
         """
         plan, found = self.plan, Counter[int]()
-        ranges = {u.index: u.name.rpartition("[")[0] for u in plan.units if u.is_range}
+        ranges = {u.index: u.stacks_path for u in plan.units if u.is_range}
         for slot_class in plan.slot_classes:
             members = [unit for unit in slot_class.members if unit in ranges]
             held = slot_class.count * len({ranges[unit] for unit in members})
@@ -275,10 +274,10 @@ class _Bytes:
         if moves.fetched:
             moved["disk_read"] += sum(map(self._on_disk.__getitem__, moves.fetched))
             moved["to_device"] += sum(map(self._inward.__getitem__, moves.fetched))
-        for kind, count in self._fetched_again.items():
-            index, times = self.plan.unit_groups[kind].units[0], count * self._again[moves.backward]
-            moved["disk_read"] += times * self._on_disk[index]
-            moved["to_device"] += times * self._inward[index]
+        for kind, count in self._fetched_again.items() if moves.backward else ():
+            index = self.plan.unit_groups[kind].units[0]
+            moved["disk_read"] += count * self._on_disk[index]
+            moved["to_device"] += count * self._inward[index]
         _add(self._saved[moves.backward], moved)
         if not moves.backward and not moves.micro_batch:
             moved["disk_write"] += self.plan.commit_bytes // self.plan.durable_every
@@ -304,8 +303,8 @@ class _Bytes:
         others = self.plan.ranks - 1
         brought = [*moves.fetched, *(unit for unit, publish in moves.updated if publish)]
         counts = Counter(map(self._group.__getitem__, brought))
-        for group, count in self._fetched_again.items():
-            counts[group] += count * self._again[moves.backward]
+        if moves.backward:
+            counts.update(self._fetched_again)
         nbytes = copied = 0
         for group, count in counts.items():
             units = self.plan.unit_groups[group]

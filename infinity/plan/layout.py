@@ -251,6 +251,11 @@ class UnitLayout:
         return any(segment.is_rows for segment in self.segments)
 
     @property
+    def stacks_path(self) -> str:
+        """Path of the module whose experts this is a range of: the name without "[3:6]"."""
+        return self.name.rpartition("[")[0]
+
+    @property
     def shard_numel(self) -> int:
         """Trained elements that one rank keeps, with padding."""
         return self.numel // self.shards

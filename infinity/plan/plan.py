@@ -270,7 +270,7 @@ class Plan:
             found: set[str] = set()
             for one in self.slot_classes if self.saved.slices > 1 else ():
                 ranges = (self.units[u] for u in one.members if self.units[u].is_range)
-                counts = Counter(unit.name.rpartition("[")[0] for unit in ranges)
+                counts = Counter(unit.stacks_path for unit in ranges)
                 found |= {path for path, count in counts.items() if count > one.count}
             self.facts.known[key] = frozenset(found)
         stacks: frozenset[str] = self.facts.known[key]
@@ -429,7 +429,7 @@ class Plan:
         return tiers == {Tier.HOST}
 
     def streamed_chunks(self, layout: UnitLayout, placement: UnitPlacement) -> int:
-        """How many chunks of a unit placed so, the first ones, are streamed: see `passages`.
+        """Return the number of chunks of such a unit, the first ones, that are streamed.
 
         None where the CPU updates all; at least one, as it takes the unit's slot.
         """
@@ -656,9 +656,9 @@ def why_only_cpu(plan: Plan) -> str:
 
 def streamed_calls(plan: Plan, layout: UnitLayout, placement: UnitPlacement) -> int:
     """What a streamed update of a unit placed so asks of the device: copies, and kernels."""
-    passages = -(-plan.streamed_chunks(layout, placement) // plan.chunks_per_batch(placement))
+    batches = -(-plan.streamed_chunks(layout, placement) // plan.chunks_per_batch(placement))
     kinds = [k for k in plan.precision.kinds if placement.of(k) is not Tier.DEVICE]
-    return passages * (2 * len(kinds) + (placement.gradient is not Tier.DEVICE) + 1)
+    return batches * (2 * len(kinds) + (placement.gradient is not Tier.DEVICE) + 1)
 
 
 def streamed_bytes(plan: Plan, layout: UnitLayout, placement: UnitPlacement) -> tuple[int, int]:

@@ -627,10 +627,8 @@ class Engine:
         index = self._index_for(parameter, value)
         self._values.release_all_materialized()
         self._values.settle()
-        params_by_index, components = (
-            self.optimizer.params_by_index(self._index_of),
-            self._components,
-        )
+        components = self._components
+        params_by_index = self.optimizer.params_by_index(self._index_of)
         for piece, rows in self._values.rows(index):
             place = self._values.place_of(piece)
             self._values.before_change(place[0].index)

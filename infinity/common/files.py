@@ -239,7 +239,7 @@ def sync_directory(path: Path) -> None:
 
 
 class LockFile:
-    """A lock on a file without contents, until `release` or `let_go`; a death lets go as well.
+    """A lock on a file without contents, until `release`, `close` or the end of the process.
 
     The file that a dead process leaves is taken over, and tells what that left beside it.
     """
@@ -263,7 +263,7 @@ class LockFile:
         return self._descriptor >= 0 and self._owner == os.getpid()
 
     def release(self) -> None:
-        """Remove the lock file and let go; after `let_go` it does nothing. Idempotent."""
+        """Remove the lock file and release the lock; no effect after `close`. Idempotent."""
         if self.held:
             with suppress(OSError):
                 self.path.unlink(missing_ok=True)

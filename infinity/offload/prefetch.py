@@ -18,11 +18,12 @@ compared when the next call begins (CRC32C, some 5 GB/s, of that unit alone).
 
 [Note: several ranks]
 Which units are fetched, published and in slots depends on timing, and so differs between ranks. So
-ranks synchronize at every use of another unit (`_meet`), whatever their slots hold, and all-gather
-its weights if any rank has only its shard. Each rank also reports which of the next units have
-their shard in a slot: those that all ranks reported are gathered while compute runs, and are there,
-or nearly, when they are used. Only reports decide, never the state of a transfer. Gradients that
-are complete on all ranks start to be exchanged there too. A slot is not evicted during a gather.
+ranks synchronize at every use of another unit (`_synchronize`), whatever their slots hold, and
+all-gather its weights if any rank has only its shard. Each rank also reports which of the next
+units have their shard in a slot: those that all ranks reported are gathered while compute runs, and
+are there, or nearly, when they are used. Only reports decide, never the state of a transfer.
+Gradients that are complete on all ranks start to be exchanged there too. A slot is not evicted
+during a gather.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class Prefetcher:
             self.ensure_resident(unit, bind=False)
             self._prefetch()
             with self.transfers.stall("gather", unit):
-                self._meet(unit, self.exchange)
+                self._synchronize(unit, self.exchange)
             if bind and not entry.bound:
                 self.bind(unit)
 
@@ -149,7 +150,7 @@ class Prefetcher:
     def _using(self, unit: int) -> str:
         return f"uses unit {self.plan.units[unit].name!r}"
 
-    def _meet(self, unit: int, exchange: GradientExchange) -> None:
+    def _synchronize(self, unit: int, exchange: GradientExchange) -> None:
         """Synchronize on the use of a unit whose local shard is in a slot; gather it if needed.
 
         Raises `TrainingError` if another rank uses another unit, or failed.

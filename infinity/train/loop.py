@@ -159,10 +159,10 @@ class Loop:
             yield
         except _REFUSALS as refused:
             error = refused
-        except TrainingError as reported:  # by the rank that it was refused on
+        except TrainingError as refusal:  # by the rank that it was refused on
             if ranks.count == 1:
                 raise
-            error = reported
+            error = refusal
         fatal = isinstance(error, TransferError) and not Path(error.path).is_relative_to(place)
         if any(worse for worse, *_ in ranks.synchronize("saves a checkpoint", int(fatal))):
             assert error is not None

@@ -245,7 +245,7 @@ class _Current:
     """The values of the parameter that is being written; those of the last are let go first."""
 
     def __init__(self, initial_values: InitialValues) -> None:
-        self._origins = initial_values
+        self._initial_values = initial_values
         self._parameter: nn.Parameter | None = None
         self._flat = torch.empty(0)
 
@@ -253,14 +253,14 @@ class _Current:
         """All values in one dimension, of any dtype."""
         if parameter is not self._parameter:
             self.forget()
-            self._flat = self._origins.value(parameter).detach().reshape(-1)
+            self._flat = self._initial_values.value(parameter).detach().reshape(-1)
             self._parameter = parameter
         return self._flat
 
     def fill(self, target: Tensor, parameter: nn.Parameter, first: int) -> None:
         """Fill `target` with them from `first`; only these are read where that can be."""
         for into in torch.split(target, PIECE_ELEMENTS):
-            pieces = self._origins.pieces(parameter, first, into.numel())
+            pieces = self._initial_values.pieces(parameter, first, into.numel())
             if pieces is None:
                 into.copy_(self.flat(parameter)[first : first + into.numel()])
             done = 0
@@ -272,7 +272,7 @@ class _Current:
 
     def pieces(self, parameter: nn.Parameter, first: int, count: int) -> list[Read] | None:
         """See `InitialValues.pieces`."""
-        return self._origins.pieces(parameter, first, count)
+        return self._initial_values.pieces(parameter, first, count)
 
     def forget(self) -> None:
         """Keep no memory."""

@@ -97,7 +97,9 @@ class Resting:
                 for p in module._parameters.values()
                 if p is not None
             }
-            undo = partial(self._end_loan, {module: module._parameters for module in modules})
+            undo = partial(
+                self._undo_materialize, {module: module._parameters for module in modules}
+            )
             try:
                 for module in modules:
                     module.__dict__["_parameters"] = dict(dict.items(module._parameters))
@@ -107,7 +109,9 @@ class Resting:
                 raise
             return reads, undo
 
-    def _end_loan(self, parameters: Mapping[nn.Module, dict[str, nn.Parameter | None]]) -> None:
+    def _undo_materialize(
+        self, parameters: Mapping[nn.Module, dict[str, nn.Parameter | None]]
+    ) -> None:
         self._binding.leave_meta()
         self._binding.settle()
         for unit in self._values.store.plan.units:

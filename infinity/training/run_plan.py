@@ -51,7 +51,7 @@ def limits_for(
 
     Those of RAM and disk are a machine's: of its ranks each gets an equal part.
     The process keeps what it holds now, but for parameters; buffers on meta it will come to hold.
-    Without `initial_values` values that are to come are taken to come whole.
+    Without `initial_values` every value is assumed to be made as one tensor.
     """
     return_freed_memory()
     device.return_freed_memory()

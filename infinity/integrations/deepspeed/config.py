@@ -161,9 +161,9 @@ def _checked(draft: _Draft, ours: Mapping[str, Any], overrides: Iterable[str]) -
             draft.problems.append(f"{OURS}.{problem}")
             continue
         part = name if colon else ""
-        while part and part not in draft.initial_values:
+        while part and part not in draft.set_by:
             part = part.rpartition(".")[0]
-        key = draft.initial_values.get(part)  # of DeepSpeed's, that set our name or a part of it
+        key = draft.set_by.get(part)  # that set our name or a part of it
         if key in draft.rows:
             key = draft.rows[key].key  # as it was written
         renamed = key is not None and key != name
@@ -213,7 +213,7 @@ class _Draft:
     autos: set[str] = field(default_factory=set)
     wrong: set[str] = field(default_factory=set)  # given, but not as a value that can be read
     config: dict[str, Any] = field(default_factory=dict)
-    initial_values: dict[str, str] = field(default_factory=dict)
+    set_by: dict[str, str] = field(default_factory=dict)  # our name -> the key that set it
     rows: dict[str, Row] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     batch_size: int = 1
@@ -226,7 +226,7 @@ class _Draft:
         for parent in parents:
             target = target.setdefault(parent, {})
         target[last] = value
-        self.initial_values[name] = key
+        self.set_by[name] = key
 
     def note(self, key: str, text: str, verdict: KeyStatus | None = None) -> None:
         """Say what became of a key; makes a row for a key that was not given."""

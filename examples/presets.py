@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import gpt
 import llama
+import mixture
 import torch
 from torch import nn
 
-Shape = gpt.GPTConfig | llama.LlamaConfig
-PRESETS: dict[str, Shape] = {**gpt.PRESETS, **llama.PRESETS}
+Shape = gpt.GPTConfig | llama.LlamaConfig | mixture.MixtureConfig
+PRESETS: dict[str, Shape] = {**gpt.PRESETS, **llama.PRESETS, **mixture.PRESETS}
 
 
 def shape_of(name: str, context: int | None = None, checkpointing: bool = False) -> Shape:
@@ -19,14 +20,20 @@ def shape_of(name: str, context: int | None = None, checkpointing: bool = False)
     return replace(preset, context=context or preset.context, checkpointing=checkpointing)
 
 
-def empty(shape: Shape, dtype: torch.dtype) -> gpt.GPT | llama.Llama:
+def empty(shape: Shape, dtype: torch.dtype) -> gpt.GPT | llama.Llama | mixture.Mixture:
     """The model, its weights not drawn yet; in `dtype` from the start, so that no larger copy ever
     exists.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        return gpt.GPT(shape) if isinstance(shape, gpt.GPTConfig) else llama.Llama(shape)
+        match shape:
+            case gpt.GPTConfig():
+                return gpt.GPT(shape)
+            case llama.LlamaConfig():
+                return llama.Llama(shape)
+            case _:
+                return mixture.Mixture(shape)
     finally:
         torch.set_default_dtype(before)
 
@@ -47,3 +54,9 @@ def build(shape: Shape, dtype: torch.dtype, seed: int) -> nn.Module:
 def count_parameters(shape: Shape) -> int:
     """The number of parameters, a tied one counted once, without building them."""
     return sum(parameter.numel() for parameter in outline(shape, torch.float32).parameters())
+
+
+def count_active(shape: Shape) -> int:
+    """The number of parameters that a token uses: of a mixture, those of its experts alone."""
+    unused = mixture.num_unused(shape) if isinstance(shape, mixture.MixtureConfig) else 0
+    return count_parameters(shape) - unused

@@ -13,7 +13,10 @@ HYPER_PARAMETERS = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_deca
 PLACEMENTS = {
     "infinity_ram": {"weights": "host", "moments": "host", "gradients": "host"},
     "infinity_disk": {"weights": "disk", "moments": "disk", "gradients": "host"},
+    "infinity_layers": {"weights": "disk", "moments": "disk", "gradients": "host"},
 }
+ON_DISK = ("infinity_disk", "infinity_layers")
+ALL_EXPERTS = 1 << 20
 
 
 def recomputes_by_engine(job: dict[str, Any]) -> bool:
@@ -49,7 +52,10 @@ def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
     if job["offload"] != "none":
         config["activations"]["tokens"] = job["rows"] * job["context"]
     plans = contender == "infinity_plan"
-    on_disk = contender == "infinity_disk" or (plans and job["device"] == "cpu")
+    on_disk = contender in ON_DISK or (plans and job["device"] == "cpu")
+    if job.get("experts") is not None:
+        whole = contender == "infinity_layers"  # all experts of a layer travel together
+        config["experts_per_unit"] = ALL_EXPERTS if whole else job["experts"]
     if on_disk or job["offload"] == "disk":
         config["nvme_path"] = job["path"]
     if job["device"] == "cuda":  # what its budget holds rests on the device: the plan chooses
@@ -62,7 +68,7 @@ def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
             config["placement"] = {"moments": "host"} if job["state"] == "host" else {}
     if job["host_budget"] is not None and (contender, job["device"]) != ("infinity_ram", "cpu"):
         config["budget"]["host"] = job["host_budget"]
-        if contender == "infinity_disk":  # what fits in it stays in RAM: the plan chooses
+        if contender in ON_DISK:  # what fits in it stays in RAM: the plan chooses
             del config["placement"]
     return config
 

@@ -410,6 +410,7 @@ CONTENDERS: dict[str, type[Contender]] = {
     "torch_ram": TorchInRam,
     "infinity_ram": Infinity,
     "infinity_disk": Infinity,
+    "infinity_layers": Infinity,
     "infinity_plan": Planned,
     "deepspeed_nvme": DeepSpeed,
     "deepspeed_cpu": DeepSpeed,

@@ -41,9 +41,16 @@ COMPARED = {
     "fsdp2_to_disk": ("fsdp2", "infinity_disk"),
     "fsdp2_to_plan": ("fsdp2", "infinity_plan"),
     "deepspeed_cpu_to_disk": ("deepspeed_cpu", "infinity_disk"),
+    "layers_to_disk": ("infinity_layers", "infinity_disk"),
+    "layers_to_schedule": ("infinity_layers", "layers_schedule"),
 }
 # Contender -> prefix of its bounds.
-_BOUNDED = {"infinity_disk": "", "infinity_ram": "ram_", "infinity_plan": "plan_"}
+_BOUNDED = {
+    "infinity_disk": "",
+    "infinity_layers": "layers_",
+    "infinity_ram": "ram_",
+    "infinity_plan": "plan_",
+}
 _PLANNED = ("predicted_s", "predicted_device_bytes", "schedule", "recomputed")  # facts of a choice
 Rates = dict[str, float]
 
@@ -85,16 +92,19 @@ def report_of(
     }
     medians = [statistics.median(kind) for kind in zip(*map(_values, phases), strict=True)]
     num_parameters = presets.count_parameters(shape_of(job))
+    num_active = presets.count_active(shape_of(job))
     tokens = job["rows"] * job["context"] * arguments.micro_batches
     recompute = arguments.checkpointing
     report = {
         "model": arguments.model,
         "layers": arguments.layers,
         "num_parameters": num_parameters,
+        "num_active": num_active,
         "precision": arguments.precision,
         "checkpointing": recompute,
         "flop_formula": _flop_formula(recompute),
         "slices": arguments.slices,
+        "experts_per_unit": arguments.experts_per_unit,
         "compile": arguments.compile,
         "offload": arguments.offload,
         "state": arguments.state,
@@ -118,7 +128,7 @@ def report_of(
             | {name: child.first[name] for name in _PLANNED if name in child.first}
             | _budget_of(child.name, job)
             | _speed(
-                times[child.name], num_parameters, tokens, child.first.get("recomputed", recompute)
+                times[child.name], num_active, tokens, child.first.get("recomputed", recompute)
             )
             for child in children
         },
@@ -174,20 +184,20 @@ def _budget_of(name: str, job: dict[str, Any]) -> dict[str, int]:
 
 
 def _flop_formula(recompute: bool) -> str:
-    """How FLOP are counted; N is the number of parameters."""
+    """How FLOP are counted; N is the number of parameters that a token uses."""
     hardware = "8*N*tokens, blocks are computed twice" if recompute else "the same"
     return f"model: 6*N*tokens; hardware: {hardware}; attention's own products are not counted"
 
 
 def _speed(
-    step_s: list[float], num_parameters: int, tokens: int, recomputed: float
+    step_s: list[float], num_active: int, tokens: int, recomputed: float
 ) -> dict[str, float]:
     """Tokens and FLOP per second, of the median step; see `_flop_formula`.
 
     `recomputed` is the share of blocks that are computed twice.
     """
     per_s = tokens / statistics.median(step_s)
-    once = num_parameters * per_s / 1e12
+    once = num_active * per_s / 1e12
     return {
         "tokens_per_s": per_s,
         "model_tflops": 6 * once,

@@ -12,7 +12,7 @@ slows all alike: only ratios within a round are compared. With `--schedule best`
 tokens of a step in the way that is fastest for it. Where they do not fit beside each other,
 `--alone` starts each by itself, and the ratios are worth less: one that fails is left out.
 
-Prints step times, tokens and model FLOP per second (6 per parameter and token), those of the
+Prints step times, tokens and model FLOP per second (6 per active parameter and token), those of the
 hardware beside them (8, where `--checkpointing` computes blocks twice), peak memory, bytes moved
 beside bytes predicted, the bounds of ARCHITECTURE from the plan and what was measured here,
 ratios (step times beside plain PyTorch's, the bounds, the peer's), processor seconds by thread,
@@ -44,7 +44,8 @@ from _process import Phase, Signals, Stopped
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 OURS = ("torch_ram", "infinity_ram", "infinity_disk")
-CHOICES = (*OURS, "infinity_plan")  # the last one's placement and schedule are the plan's
+# With all experts of a layer in one unit; with placement and schedule as the plan chooses.
+CHOICES = (*OURS, "infinity_layers", "infinity_plan")
 TRACED_STEPS = 2
 PEERS = {"deepspeed": "deepspeed_nvme", "deepspeed-cpu": "deepspeed_cpu", "fsdp2": "fsdp2"}
 
@@ -212,6 +213,7 @@ def job_of(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "slices": arguments.slices,
         "compile": arguments.compile,
         "offload": arguments.offload,
+        "experts": arguments.experts_per_unit,
         "state": arguments.state,
         "warmup": arguments.warmup,
         "path": str(folder),
@@ -321,7 +323,7 @@ def _some_of(text: str, choices: Sequence[str]) -> tuple[str, ...]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--model", default="gpt-124m", help="a preset of examples/gpt.py or examples/llama.py")
+    add("--model", default="gpt-124m", help="a preset of examples/presets.py")
     add("--layers", type=positive, help="so many blocks of the model (default: all)")
     add("--rounds", type=positive, default=5, help="turns per contender")
     add("--steps", type=positive, default=1, help="timed steps per turn (one more is untimed)")
@@ -350,6 +352,10 @@ def _parser() -> argparse.ArgumentParser:
         "--state", choices=("auto", "host"), default="auto", help="moments, of infinity_ram on cuda"
     )
     add("--slices", type=positive, default=1, help="ours: parts that a block runs a batch in")
+    add(
+        "--experts-per-unit", type=positive, metavar="N",
+        help="ours, of a mixture: experts that travel together, but for infinity_layers",
+    )  # fmt: skip
     add("--compile", action="store_true", help="blocks, of ours and of plain torch")
     add(
         "--offload",

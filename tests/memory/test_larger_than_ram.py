@@ -18,7 +18,7 @@ from subprocess import PIPE
 from typing import Any
 
 import pytest
-from support.larger_than_ram import live
+from support.larger_than_ram import NUM_STACKS, live
 
 from infinity.plan.machine import mount_of
 
@@ -108,6 +108,21 @@ def check_state(tmp_path: Path, times: float, room: int, width: int, layers_per_
     assert roomy["tier_bytes"]["disk"] == 0  # it never touched the disk
 
 
+@pytest.mark.timeout(1200)
+def test_a_layer_of_experts_larger_than_the_memory(tmp_path: Path) -> None:
+    """Weights of one layer alone are more than the process may have, its libraries included."""
+    width, share = 512, 1.1
+    stack_share = share / NUM_STACKS  # a parameter is made in one
+    limit = int((process_bytes() * 5 / 4 + 120 * MIB) / (1 - stack_share)) // MIB * MIB
+    num_experts = math.ceil(share * limit / (4 * NUM_STACKS * width**2))
+    disk_room(tmp_path, 8 * limit)
+    job = born_from_files(width, 1, 1) | {"num_experts": num_experts, "experts_per_unit": 4}
+    small, roomy = compare(job, limit, tmp_path)
+    assert small["largest_layer_bytes"] >= share * limit
+    assert roomy["tier_bytes"]["disk"] == 0  # it never touched the disk
+
+
+@pytest.mark.big
 @pytest.mark.timeout(1200)
 def test_state_larger_than_the_memory(tmp_path: Path) -> None:
     """The weights, a third of the state, are larger than the room."""

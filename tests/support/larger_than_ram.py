@@ -3,9 +3,9 @@
 `python -m support.larger_than_ram JSON` lives in a process of its own and prints one JSON object:
 losses as hexadecimal floats, so that equal text means equal bits, and digests of what was saved.
 
-JSON: `width`, `num_layers`, `vocab_size`, `context`, `precision`, `path`, `save_dir`, `steps`,
-`micro_batches`, `host` (a budget), `placement`, and `reload`: "initialised" with what was saved,
-"loaded" into an engine that lives, or "" (nothing is loaded).
+JSON: `width`, `num_layers` or the `num_experts` of a single layer, `vocab_size`, `context`,
+`precision`, `path`, `save_dir`, `steps`, `micro_batches`, `host` (a budget), `placement`, and
+`reload`: "initialised" with what was saved, "loaded" into an engine that lives, or "".
 """
 
 from __future__ import annotations
@@ -13,25 +13,76 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from support import process_memory
-from torch import nn
+from torch import Tensor, nn
 
 import infinity
+from infinity.model.stacks import StackRange, compute_ranges
+from infinity.plan.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import gpt
 import presets
 
+NUM_STACKS = 6  # of one layer of experts
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class Experts(nn.Module):
+    """Perceptrons of several layers, whose matrices of one layer are a stack."""
+
+    infinity_stacks = NAMES = tuple(f"layer{index}" for index in range(NUM_STACKS))
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        for name in self.NAMES:
+            self.register_parameter(name, nn.Parameter(torch.empty(count, width, width)))
+            nn.init.normal_(getattr(self, name), std=width**-0.5)
+
+    def forward(self, x: Tensor, expert: Tensor) -> Tensor:
+        expert, order = torch.sort(expert, stable=True)
+        counts = torch.bincount(expert, minlength=len(self.layer0)).tolist()
+        found = compute_ranges(self, self.compute, counts, x[order])
+        return torch.zeros_like(x).index_copy(0, order, found)
+
+    def compute(self, one: StackRange, rows: Tensor) -> Tensor:
+        found = []
+        for index, x in enumerate(rows.split(one.counts)):
+            for name in self.NAMES:
+                x = F.gelu(F.linear(x, one[name][index]))
+            found.append(x)
+        return torch.cat(found)
+
+
+class Mixture(nn.Module):
+    """A model of a single layer, which routes a token by its number."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        super().__init__()
+        self.num_experts: int = job["num_experts"]
+        self.embed = nn.Embedding(job["vocab_size"], job["width"])
+        self.experts = Experts(self.num_experts, job["width"])
+        self.head = nn.Linear(job["width"], job["vocab_size"])
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens.flatten())
+        x = x + self.experts(x, tokens.flatten() % self.num_experts)
+        return F.cross_entropy(self.head(x), targets.flatten())
 
 
 def build(job: dict[str, Any]) -> nn.Module:
     """The model, its values still to be made."""
+    if "num_experts" in job:
+        torch.manual_seed(5)
+        with infinity.Init():
+            return Mixture(job)
     shape = gpt.GPTConfig(
         vocab_size=job["vocab_size"],
         context=job["context"],
@@ -57,6 +108,7 @@ def start(job: dict[str, Any], weights: Path | None = None) -> infinity.Engine:
         "prefetch_units": 1,
         "budget": {"host": job["host"]},
         "placement": job["placement"],
+        "experts_per_unit": job.get("experts_per_unit", "auto"),
         "optimizer": {"type": "AdamW", "lr": 1e-3, "weight_decay": 0.1},
     }
     return infinity.initialize(model, config)[0]
@@ -100,6 +152,14 @@ def digest(directory: Path) -> str:
     return whole.hexdigest()
 
 
+def layer_bytes(plan: Plan) -> Counter[str]:
+    """Bytes of weights by layer, the ranges of its experts together."""
+    found: Counter[str] = Counter()
+    for unit in plan.units:
+        found[unit.name.partition("[")[0]] += unit.slot_bytes
+    return found
+
+
 def live(job: dict[str, Any]) -> dict[str, Any]:
     """One life, and what it came to."""
     saved = Path(job["save_dir"])
@@ -123,6 +183,7 @@ def live(job: dict[str, Any]) -> dict[str, Any]:
         "digest": digest(saved),
         "state_bytes": round(plan.precision.bytes_per_parameter * plan.num_trained),
         "tier_bytes": plan.tier_bytes,
+        "largest_layer_bytes": max(layer_bytes(plan).values()),
     }
     if not job["reload"]:
         return found

@@ -319,8 +319,8 @@ class Engine:
             return
         with self._step_runner.together("a step"):
             self._cycles.end()
-            self._components.prefetcher.verify(every=True)
-            self._components.prefetcher.release_all(reached=True)
+            self._components.bound.verify(every=True)
+            self._components.bound.release_all(reached=True)
             self._values.release_all_materialized()
             self._values.settle()
             samples = self._micro_batch_size * self._window.share
@@ -605,7 +605,7 @@ class Engine:
         state = self._step_runner.counters.loss_scale
         scaled = value.float() * (1.0 if state is None else state.scale)
         for unit in self._values.units_of(index):
-            self._components.prefetcher.await_consumed(unit)
+            self._components.prefetcher.handover.await_consumed(unit)
         for piece, rows in self._values.rows(index):
             self._components.gradients.replace(piece, scaled[rows].reshape(-1))
 
@@ -759,7 +759,7 @@ class Engine:
         """
         self._guard.check()
         self._check_open()
-        self._components.prefetcher.verify(every=True)
+        self._components.bound.verify(every=True)
         if custom_load_fn is not None:
             raise ConfigError(
                 "load_checkpoint(custom_load_fn=...) is not supported",
@@ -892,8 +892,8 @@ class Engine:
         failure: BaseException | None = None
         if not self._closed:
             try:
-                if self._components.prefetcher.failure is None:
-                    failure = self._components.prefetcher.find_edit(every=True)
+                if self._components.failure.error is None:
+                    failure = self._components.bound.find_edit(every=True)
                 self._components.saver.finish()
                 if rest and failure is None:
                     self._components.rest()
@@ -931,8 +931,8 @@ class Engine:
         self._guard.check()
         self._check_open()
         with self.ranks.propagate_errors("uses the engine"):
-            self._components.prefetcher.check()
-            self._components.prefetcher.verify(every=every)
+            self._components.failure.check()
+            self._components.bound.verify(every=every)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -952,10 +952,10 @@ def _fail(reference: weakref.ref[Engine]) -> None:
     """A call ended in the middle. A signal handler's: it takes no lock."""
     engine = reference()
     if engine is not None:
-        prefetcher, step = engine._components.prefetcher, engine._step_runner.counters.steps + 1
+        step = engine._step_runner.counters.steps + 1
         engine.ranks.mark_failed()
-        prefetcher.failure = prefetcher.failure or TrainingError(
-            f"a call was interrupted in the middle, in step {step}"
+        engine._components.failure.note(
+            TrainingError(f"a call was interrupted in the middle, in step {step}")
         )
 
 

@@ -67,7 +67,7 @@ def train(path: Path, placement: dict[str, str]) -> tuple[list[float], dict[str,
             losses.append(loss.item())
         with torch.no_grad():
             losses.append(engine.module(x).item())
-        stuck = sum(entry.forward_depth for entry in engine._components.prefetcher.entries)
+        stuck = sum(entry.forward_depth for entry in engine._components.prefetcher.ledger.entries)
         return losses, dict(engine.state_dict(master=True)), stuck
 
 
@@ -88,5 +88,7 @@ def test_an_exception_inside_gives_it_back(tmp_path: Path) -> None:
     with engine:
         with pytest.raises(RuntimeError):
             engine(torch.ones(5, WIDTH + 1))
-        assert sum(entry.forward_depth for entry in engine._components.prefetcher.entries) == 0
+        assert (
+            sum(entry.forward_depth for entry in engine._components.prefetcher.ledger.entries) == 0
+        )
         assert engine(torch.ones(5, WIDTH)).isfinite()

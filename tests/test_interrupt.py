@@ -61,7 +61,7 @@ def assert_restored(engine: Engine) -> None:
     assert not hooks._inside
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch.is_autocast_cache_enabled()
-    assert all(entry.forward_depth == 0 for entry in engine._components.prefetcher.entries)
+    assert all(entry.forward_depth == 0 for entry in engine._components.prefetcher.ledger.entries)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

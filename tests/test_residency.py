@@ -31,7 +31,7 @@ from torch import nn
 from infinity.engine import Engine
 from infinity.errors import ResidencyError
 from infinity.model.parameters import ParameterMap, placeholder
-from infinity.offload.prefetch import Prefetcher
+from infinity.offload.bound_units import BoundUnits
 from infinity.offload.saved_tensors import SavedTensors
 from infinity.offload.slots import Residency
 
@@ -42,7 +42,7 @@ INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 
 def resident(engine: Engine) -> set[str]:
     """Names of units that parameters are bound to."""
-    entries = engine._components.prefetcher.entries
+    entries = engine._components.prefetcher.ledger.entries
     return {u.name for u in engine.plan.units if entries[u.index].bound}
 
 
@@ -201,7 +201,7 @@ def test_saved_tensors_hold_no_slot(tmp_path: Path) -> None:
         prefetcher = engine._components.prefetcher
         for slot in prefetcher.ledger.slots:
             if slot.owner is not None:
-                entry = prefetcher.entries[slot.owner]
+                entry = prefetcher.ledger.entries[slot.owner]
                 assert entry.num_aliases == 0
             else:
                 assert slot.is_free()
@@ -451,7 +451,7 @@ def test_where_units_are_is_what_the_ledger_says(tmp_path: Path) -> None:
     with small_engine(tmp_path, prefetch_units=1, model=SmallModel(num_blocks=5)) as engine:
         prefetcher = engine._components.prefetcher
         engine.backward(engine(batch(0)))
-        for unit, entry in zip(engine.plan.units, prefetcher.entries, strict=True):
+        for unit, entry in zip(engine.plan.units, prefetcher.ledger.entries, strict=True):
             for segment in unit.segments:
                 parameter = engine._components.partition.parameters[segment.parameter]
                 if entry.bound:
@@ -495,13 +495,13 @@ def test_views_that_live_a_moment_longer_than_their_eviction(
     with small_engine(tmp_path, ON_DISK, **more) as engine:
         expected = train(engine, 3)
     late: list[Any] = []
-    give_up = Prefetcher.evict
+    give_up = BoundUnits.evict
 
-    def give_up_late(self: Prefetcher, unit: int) -> None:
-        late[:] = [self.entries[unit].slot.memory.detach()]
+    def give_up_late(self: Any, unit: int) -> None:
+        late[:] = [self._entries[unit].slot.memory.detach()]
         give_up(self, unit)
 
-    monkeypatch.setattr(Prefetcher, "evict", give_up_late)
+    monkeypatch.setattr(BoundUnits, "evict", give_up_late)
     more = {"model": small_model(num_blocks=8)}
     with small_engine(tmp_path, ON_DISK, **more) as engine:
         assert train(engine, 3) == expected

@@ -226,7 +226,7 @@ class Slicer:
         self._sums = hooks.sums
         self._plain = plain
         self._name = cut.name
-        stacks = hooks.prefetcher.plan.shared_stacks
+        stacks = hooks.prefetcher.ledger.plan.shared_stacks
         self._shares = any(f"{path}.".startswith(f"{cut.name}.") for path in stacks)
         self._count = count
         # Why slices cannot pass ranges of experts together, by the kind of call; "" if they can.

@@ -19,7 +19,7 @@ class Cycles:
     """Opens and closes orders of the prefetcher; `plan/access_order.py` defines a cycle."""
 
     def __init__(self, prefetcher: Prefetcher) -> None:
-        num_units = len(prefetcher.plan.units)
+        num_units = len(prefetcher.ledger.entries)
         self.training = AccessOrder(guess_cycle(num_units, backward=True))
         self.without_grad = AccessOrder(guess_cycle(num_units, backward=False))
         self._prefetcher = prefetcher
@@ -80,4 +80,4 @@ class Cycles:
     def mispredictions(self) -> int:
         """Number of unexpected uses, and of updates that could not be published."""
         orders = self.training.mispredictions + self.without_grad.mispredictions
-        return self._prefetcher.mispredictions + orders
+        return self._prefetcher.handover.mispredictions + orders

@@ -2,7 +2,7 @@
 
 [Note: calls]
 Parameters that a call uses are bound while it runs, and released when it returns; see
-`call_guard.py` and [Note: released] in `prefetch.py`. A call is one of the engine's, the outermost
+`call_guard.py` and [Note: released] in `bound_units.py`. A call is one of the engine's, the outermost
 call of the model or of a unit's module, or a backward. Parameters accessed outside a call stay
 bound, and so do parameters that a call returns.
 """
@@ -83,6 +83,11 @@ class Hooks:
         trained: Sequence[bool],
     ) -> None:
         self.prefetcher = prefetcher
+        self.device = prefetcher.ledger.device
+        self._ledger = prefetcher.ledger
+        self._entries = prefetcher.ledger.entries
+        self._bound = prefetcher.bound
+        self._handover = prefetcher.handover
         self.window = window
         self.guard = guard
         self.watch = watch
@@ -134,7 +139,7 @@ class Hooks:
         index = self._index_of[id(parameter)]
         unit = self._unit_of[index]
         if self._computes(unit):
-            self.prefetcher.transfers.device.sync_compute_stream()  # it may be another stream now
+            self.device.sync_compute_stream()  # it may be another stream now
             return self.sums.read(index, parameter)
         self._refuse_strangers()
         if index in self.materialized_now:
@@ -159,13 +164,12 @@ class Hooks:
 
     def _computes(self, unit: int) -> bool:
         """Return True if this thread runs the unit's forward and its parameters are bound."""
-        prefetcher = self.prefetcher
-        entry = prefetcher.entries[unit]
+        entry = self._entries[unit]
         return (
             entry.forward_depth > 0
             and entry.bound
-            and unit == prefetcher.current
-            and not prefetcher.retries
+            and unit == self._ledger.current
+            and not self.prefetcher.retries
             and not self.materialized_now
             and self.guard.computes_here()
             and not inside_function_transform()
@@ -187,7 +191,7 @@ class Hooks:
         else:
             with torch.inference_mode(False):  # what is bound now may be trained with later
                 self.prefetcher.use(unit)
-        self.prefetcher.look_for_edits(unit, reached=not self.guard.busy)
+        self._bound.look_for_edits(unit, reached=not self.guard.busy)
 
     # --- calls -----------------------------------------------------------------------------------
 
@@ -196,10 +200,10 @@ class Hooks:
         self._refuse_strangers()
         if self.guard.busy or inside_backward():
             return
-        self.prefetcher.transfers.device.sync_compute_stream()  # raises before anything begins
+        self.device.sync_compute_stream()  # raises before anything begins
         self._call = self.guard.enter(sys._getframe(2))
         try:
-            self.prefetcher.verify()
+            self._bound.verify()
         except BaseException:
             self._end()
             raise
@@ -234,9 +238,9 @@ class Hooks:
         """Release what a call bound, except parameters in its `output`."""
         for value in _items((output,)):
             index = self._index_of.get(id(value)) if isinstance(value, nn.Parameter) else None
-            if index is not None and self.prefetcher.entries[self._unit_of[index]].bound:
-                self.prefetcher.look_for_edits(self._unit_of[index], reached=True)
-        self.prefetcher.release_all()
+            if index is not None and self._entries[self._unit_of[index]].bound:
+                self._bound.look_for_edits(self._unit_of[index], reached=True)
+        self._bound.release_all()
 
     def _join(self) -> None:
         """Register a backward that was not started through the engine as a call."""
@@ -253,7 +257,7 @@ class Hooks:
 
         def end() -> None:
             try:
-                self.prefetcher.release_all()
+                self._bound.release_all()
             finally:
                 self.guard.leave(call)
 
@@ -316,7 +320,7 @@ class Hooks:
                 if not self._inside:
                     self._end()
                 raise
-            self.prefetcher.entries[unit].forward_depth += 1
+            self._entries[unit].forward_depth += 1
             self._enter(module, unit, borrowed)
             if self.saved.timeline is not None:
                 self.saved.timeline.enter(unit)
@@ -340,7 +344,7 @@ class Hooks:
         try:
             for other in sorted(units):
                 self._use(other)
-                self.prefetcher.entries[other].forward_depth += 1
+                self._entries[other].forward_depth += 1
                 borrowed.append(other)
         except BaseException:
             self._give_back(borrowed)
@@ -349,7 +353,7 @@ class Hooks:
 
     def _give_back(self, borrowed: list[int]) -> None:
         for unit in borrowed:
-            self.prefetcher.entries[unit].forward_depth -= 1
+            self._entries[unit].forward_depth -= 1
 
     def _is_materialized_now(self, unit: int) -> bool:
         if not self.materialized_now:
@@ -357,7 +361,7 @@ class Hooks:
         materialized_now = [i in self.materialized_now for i in self._cuts[unit].parameters]
         if any(materialized_now) and not all(materialized_now):
             raise ResidencyError(
-                f"unit {self.prefetcher.plan.units[unit].name!r} computes while some of its "
+                f"unit {self._cuts[unit].name!r} computes while some of its "
                 "parameters are materialized",
                 remedy="leave the `with engine.materialized(...)` block first, or materialize "
                 "the whole module",
@@ -370,7 +374,7 @@ class Hooks:
                 return
             if self.saved.timeline is not None:
                 self.saved.timeline.leave()
-            self.prefetcher.entries[unit].forward_depth -= 1
+            self._entries[unit].forward_depth -= 1
             self._leave(output)
 
         return hook
@@ -385,7 +389,7 @@ class Hooks:
             if gradient is None:
                 if not self.sums.is_used:
                     raise TrainingError(
-                        f"a gradient of unit {self.prefetcher.plan.units[unit].name!r} was dropped "
+                        f"a gradient of unit {self._cuts[unit].name!r} was dropped "
                         "before it arrived",
                         because="a hook that was there before initialize() set .grad to None, "
                         "as an optimizer that steps in backward does",
@@ -399,7 +403,7 @@ class Hooks:
     def receive(self, index: int, gradient: Tensor) -> None:
         """Take a parameter's gradient from a backward."""
         unit = self._unit_of[index]
-        self.prefetcher.await_consumed(unit)
+        self._handover.await_consumed(unit)
         self.window.arrived += 1
         if self.window.divisor != 1:
             gradient = gradient.detach() / self.window.divisor
@@ -426,7 +430,7 @@ class Hooks:
 
     def mark(self, *, backward: bool = False) -> HookMark:
         """Return the depths of all stacks, for `restore`, when a forward or a backward begins."""
-        self.prefetcher.transfers.device.sync_compute_stream()
+        self.device.sync_compute_stream()
         if backward:
             self.watch.turn()
         if self.saved.timeline is not None:

@@ -35,6 +35,7 @@ from infinity.offload.activations import (
     modified_in_place,
 )
 from infinity.offload.prefetch import Prefetcher
+from infinity.offload.slots import SlotLedger
 from infinity.profiling.step_report import StepTracer
 
 # Packing is paid for every tensor that autograd saves, some forty a block: so these are tuples, and
@@ -76,12 +77,15 @@ class SavedTensors:
         activations: ActivationStore | None,
     ) -> None:
         self._prefetcher: Prefetcher | None = prefetcher
+        ledger = prefetcher.ledger
+        self._ledger: SlotLedger | None = ledger
+        self._entries = ledger.entries
         self._join = join  # a backward wants weights
         self._expect = expect  # a unit's backward begins: its gradients will arrive soon
         self._expected = -1
         self._addresses = {}
         self._first, self._end = 0, 0  # no slot is outside of these
-        for slot in prefetcher.ledger.slots:
+        for slot in ledger.slots:
             address = slot.memory.data_ptr()
             if not address:  # of parameters without elements: no memory, and no end of a range
                 continue
@@ -99,7 +103,8 @@ class SavedTensors:
         After an exception in a backward, autograd keeps what was left of its graph in a queue,
         and the graph our pairs; they must not keep the engine's memory alive.
         """
-        self._prefetcher = self.activations = None
+        self._prefetcher = self._ledger = self.activations = None
+        self._entries = []
         self._expect, self._join = (lambda unit: None), (lambda: None)
         self._addresses.clear()
 
@@ -165,7 +170,7 @@ class SavedTensors:
             if packed is not None:
                 return packed
         if outer is not None:
-            unit = -1 if self._prefetcher is None else self._prefetcher.current
+            unit = -1 if self._ledger is None else self._ledger.current
             return _Outer(unit, outer[1], outer[0](tensor))
         if self.activations is not None and saved_by_checkpoint():
             away = self.activations.save(tensor)
@@ -178,7 +183,7 @@ class SavedTensors:
         slot = self._addresses.get(storage_address(tensor))
         if slot is None or slot.owner is None or not tensor.numel():
             return None
-        updates = self.prefetcher.entries[slot.owner].updates
+        updates = self._entries[slot.owner].updates
         place = int(tensor.storage_offset()), tensor.size(), tensor.stride()
         bits = tensor.is_conj(), tensor.is_neg()
         return _InSlot(slot.owner, updates, tensor.dtype, *place, *bits)
@@ -197,7 +202,7 @@ class SavedTensors:
             return self._from_slot(packed)
         if isinstance(packed, _Outer):
             self._join()
-            self.prefetcher.bind_if_resident(packed.unit)
+            self.prefetcher.bound.bind_if_resident(packed.unit)
             return packed.unpack(packed.packed)
         assert isinstance(packed, Away)
         if self.activations is None:
@@ -218,13 +223,14 @@ class SavedTensors:
             self._expect(packed.unit)
         if timeline is not None:
             timeline.pause()
-        self.prefetcher.use(packed.unit, bind=False)
+        prefetcher = self.prefetcher
+        prefetcher.use(packed.unit, bind=False)
         if timeline is not None:
             timeline.backward(packed.unit)
-        entry = self.prefetcher.entries[packed.unit]
+        entry = self._entries[packed.unit]
         if entry.updates != packed.updates:
             raise modified_in_place(
-                f"the weights of unit {self.prefetcher.plan.units[packed.unit].name!r} were "
+                f"the weights of unit {prefetcher.ledger.name_of(packed.unit)!r} were "
                 "updated after this graph was made; call backward before step, or run the forward "
                 "again"
             )

@@ -135,7 +135,7 @@ class SharedSlices:
         self._reruns = [Rerun(parts) for _ in slices]
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in {"cpu", hooks.prefetcher.transfers.device.torch_device.type}
+            for kind in {"cpu", hooks.device.torch_device.type}
         ]
         self._known: _Known | None = None
         self._pending: tuple[Experts, RangeCall] | None = None

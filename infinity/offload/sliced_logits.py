@@ -135,8 +135,7 @@ class Head:
     ) -> None:
         self._name = name
         self._module: nn.Linear | None = module
-        self._prefetcher = hooks.prefetcher
-        self._unit = unit
+        self._entry = hooks.prefetcher.ledger.entries[unit]
         self._before, self._after = hooks.around(unit)
         self._warn_once = warn_once
         self._own = module.forward
@@ -147,12 +146,12 @@ class Head:
         assert self._module is not None
         self._module.__dict__.pop("forward", None)
         self._module = None
-        del self._prefetcher, self._before, self._after  # logits may live on
+        del self._entry, self._before, self._after  # logits may live on
 
     @property
     def updates(self) -> int:
         """How often the weight was updated or edited."""
-        return self._prefetcher.entries[self._unit].updates
+        return self._entry.updates
 
     def _forward(self, hidden: Tensor) -> Tensor:
         module = self._module

@@ -16,6 +16,7 @@ the next: views by dtype, and views by the form of the units that have these.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,7 +24,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from infinity.errors import ResidencyError
+from infinity.errors import MachineError, ResidencyError
 from infinity.model.quantised import dequantise
 from infinity.model.torch_private import storage_use_count
 from infinity.plan.plan import Plan
@@ -124,6 +125,7 @@ class SlotLedger:
     slots: list[Slot] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
     changed: threading.Condition = field(init=False)
+    current: int = -1  # the unit in use, which is not evicted
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
@@ -139,9 +141,10 @@ class SlotLedger:
         self.class_of = [self.plan.class_of(u.index) for u in self.plan.units]
 
     def forget(self) -> None:
-        """Free the slots, and units stored in them."""
+        """Free the slots, and units stored in them, once no gather fills them."""
         self.slots.clear()
         for entry in self.entries:
+            _end_gather(entry)
             entry.slot = None
             entry.views = []
 
@@ -165,6 +168,24 @@ class SlotLedger:
             and self.entries[slot.owner].residency is Residency.PENDING
             for slot in self.slots
         )
+
+    def name_of(self, unit: int) -> str:
+        """Return the unit's name."""
+        return self.plan.units[unit].name
+
+    def is_pending(self, unit: int) -> bool:
+        """Return True if the optimizer pass owes the unit an update."""
+        return self.entries[unit].residency is Residency.PENDING
+
+    def version(self, unit: int, *, trained: bool) -> int:
+        """Return a number that changes with each edit, and if `trained` each step's update."""
+        entry = self.entries[unit]
+        return entry.updates + self.is_pending(unit) if trained else entry.edits
+
+    def note_edit(self, unit: int) -> None:
+        """Count an edit of the unit's stored weights: graphs made before are stale."""
+        self.entries[unit].updates += 1
+        self.entries[unit].edits += 1
 
     def add_permanent(self, unit: int, weights: Tensor) -> None:
         """Add a slot for a unit stored on the device, in `weights`; it is never evicted."""
@@ -210,11 +231,16 @@ class SlotLedger:
         entry.dequantised = not self.plan.units[unit].dequantised_bytes
 
     def evict(self, unit: int) -> None:
-        """End the unit's residency; the slot is free once nothing refers to it."""
+        """End the residency of an unbound unit; the slot is free once nothing refers to it.
+
+        The caller holds `changed`.
+        """
         entry = self.entries[unit]
         slot = entry.slot
         assert slot is not None
         assert not entry.bound
+        _end_gather(entry)
+        slot.free_after = after_all(entry.ready, self.device.compute_event())
         entry.views = []
         if slot.slot_class is not None:
             entry.slot = slot.owner = None
@@ -231,7 +257,7 @@ class SlotLedger:
                 )
                 continue
             entry = self.entries[slot.owner]
-            name = self.plan.units[slot.owner].name
+            name = self.name_of(slot.owner)
             why = (
                 "inside its forward"
                 if entry.forward_depth
@@ -239,7 +265,15 @@ class SlotLedger:
             )
             lines.append(f"slot {index}: {name!r} ({why})")
         return ResidencyError(
-            f"no slot is free for unit {self.plan.units[unit].name!r}: {'; '.join(lines)}",
+            f"no slot is free for unit {self.name_of(unit)!r}: {'; '.join(lines)}",
             because="tensors share memory with lent-out weights, or forwards lie deep in others",
             remedy="drop graphs and aliases you do not need, or raise prefetch_units (more slots)",
         )
+
+
+def _end_gather(entry: UnitEntry) -> None:
+    """Wait for a gather whose result is no longer needed."""
+    gathering, entry.gathering = entry.gathering, None
+    if gathering is not None:
+        with contextlib.suppress(MachineError):  # lost others show where ranks meet
+            gathering.wait()

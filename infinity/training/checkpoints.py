@@ -331,10 +331,9 @@ class Checkpoints:
         self, root: Path, tag: str | None, wanted: Wanted
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """`engine.load_checkpoint`."""
-        prefetcher, ranks = self._components.prefetcher, self._components.ranks
+        failure, ranks = self._components.failure, self._components.ranks
         with ranks.propagate_errors("loads a checkpoint"):
-            if not isinstance(prefetcher.failure, HalfLoadedError):
-                prefetcher.check()
+            failure.check(besides=HalfLoadedError)
             self._components.saver.finish()
             self._refuse_loans("loaded")
         is_run = tag is None and (root / RECORD_NAME).is_file()  # a directory of a durable one
@@ -365,17 +364,18 @@ class Checkpoints:
                 run |= others[ranks.rank % len(others)]
             full = wanted.optimizer and not wanted.module_only
             self._check(reader, run, wanted, full=full)
-            if isinstance(prefetcher.failure, HalfLoadedError):
-                prefetcher.failure = None
+            failure.forgive(HalfLoadedError)
             try:
                 with ranks.collective_section("loads a checkpoint"):
                     self._replace(reader, wanted, run.get("buffers", {}), full=full)
                     self._restore(reader, run, wanted)
                 self._commit(reader)
             except BaseException:
-                prefetcher.failure = prefetcher.failure or HalfLoadedError(
-                    f"loading {reader.directory} did not end well: the engine holds half of it",
-                    remedy="load another checkpoint",
+                failure.note(
+                    HalfLoadedError(
+                        f"loading {reader.directory} did not end well: the engine holds half of it",
+                        remedy="load another checkpoint",
+                    )
                 )
                 raise
         return str(root / found), client_state
@@ -404,7 +404,7 @@ class Checkpoints:
             durability.commit(self.document(window), steps)
         except BaseException as error:
             # Which state is committed is not known now: nothing may be written over either.
-            self._components.prefetcher.fail(error)
+            self._components.failure.fail(error)
             raise
 
     def _replace(
@@ -482,7 +482,7 @@ class Checkpoints:
             components.prefetcher.drop(layout.index)
         load_state(reader, components.plan, components.store)
         for layout in components.plan.units:
-            components.prefetcher.edited(layout.index)
+            components.prefetcher.ledger.note_edit(layout.index)
 
     def _load_weights(self, reader: StateReader) -> None:
         there = {p.name for p in reader.manifest.parameters}

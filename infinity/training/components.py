@@ -128,16 +128,18 @@ class EngineComponents:
             self.device.torch_device,
             partition.names,
         )
-        self.prefetcher = Prefetcher(plan, self.transfers, self.store, self.binding)
-        self.prefetcher.exchange = self.gradients.exchange
+        self.prefetcher = Prefetcher(
+            plan, self.transfers, self.store, self.binding, self.gradients.exchange
+        )
+        self.failure, self.bound = self.prefetcher.failure, self.prefetcher.bound
         rule, seed = optimizer.rule, config.seed or 0
         self.updater = rule.updater(
             self.kernels, partition.names, largest_trained_of(partition.layouts), seed
         )
         self.saver = Saver(plan, self.store)
         self.optimizer_pass = OptimizerPass(
-            plan, self.transfers, self.store, self.gradients, self.prefetcher, self.updater,
-            self.durability, before_change=self.saver.await_copied,
+            plan, self.transfers, self.store, self.gradients, self.prefetcher.handover,
+            self.failure, self.updater, self.durability, before_change=self.saver.await_copied,
         )  # fmt: skip
         # The optimizer pass may wait for the saver.
         uses += [self._let_go, self.optimizer_pass.close, self.saver.abort]
@@ -215,8 +217,8 @@ class EngineComponents:
         partition, plan, uses = self.partition, self.plan, self._uses
         self.guard = CallGuard(backward_threads=not plan.unified)
         self.values = ParameterValues(
-            self.store, self.prefetcher, self.kernels, self.optimizer_pass.finish, self.guard,
-            before_change=self.saver.await_copied, pieces=partition.pieces,
+            self.store, self.prefetcher, self.binding, self.kernels, self.optimizer_pass.finish,
+            self.guard, before_change=self.saver.await_copied, pieces=partition.pieces,
         )  # fmt: skip
         at_once = logits_at_once(config.activations)
         host = None if config.budget.host is None else config.budget.host // self.ranks.local_count

@@ -1,525 +1,33 @@
-"""Optimizer pass: updates units on the device, streamed through it, or on the CPU.
+"""The optimizer pass: read, update, publish, write, pipelined by chunk, behind the next forward.
 
-[Note: one order]
-Chunks of units that are not stored on the device are updated in one order, on any processor: read
-from disk, update, publish, write. Before a unit waits for a slot every unit before it is complete:
-the training thread may be waiting for one of those, and only it can free a slot.
+[Note: deferred and exact]
+An optimizer pass starts when the norm and the clip factor are known, and updates units in the
+order in which the forward will need them. `step()` does not wait for it; a fetch of a unit waits
+for that unit's update. Nothing is stale and nothing is speculative.
+
+[Note: pacing]
+The optimizer pass publishes a unit's new weights into a free slot, and waits for one when there
+is none: it stays at most the slot count ahead of the forward, so that weights are not written,
+dropped and read again. A demand for anything else lifts the pacing (see the prefetcher).
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from infinity.checkpoint.commits import with_kept
 from infinity.checkpoint.durability import Durability
 from infinity.errors import EngineClosedError, MachineError
-from infinity.offload.gradients import Copy, GradientStore
-from infinity.offload.prefetch import Prefetcher
-from infinity.offload.slots import Slot
+from infinity.offload.failure import FailureLatch
+from infinity.offload.gradients import GradientStore
+from infinity.offload.handover import UpdateHandover
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Transfers
-from infinity.optim.cpu import Piece
-from infinity.optim.moments import master_in, moment_in
-from infinity.optim.update import KernelUpdater, Tile, Updater
-from infinity.plan.budget import NUM_STREAM_BUFFERS, staging_bytes, stream_bytes
-from infinity.plan.layout import UnitLayout
-from infinity.plan.plan import Plan, UpdatePlace, update_place
-from infinity.profiling.trace_recorder import Laps
-from infinity.storage.device import HAPPENED, Event, after_all
-from infinity.storage.staging import BufferPool
-from infinity.types import Kind
-
-# What one optimizer pass is to do, and its parts as the optimizer sees them.
-
-
-@dataclass(frozen=True)
-class UpdateJob:
-    """Everything one optimizer pass depends on; captured at `step()`.
-
-    `params_by_index` and `steps` name exactly the parameters to update, by index; `steps` counts
-    this update, from 1. `computed` is the end of the compute that made the gradients, and read the
-    weights that will change. `copies` has the gradients' copies in flight to RAM, by unit; the
-    optimizer pass removes them as it waits for them.
-    """
-
-    units: tuple[int, ...]
-    params_by_index: Mapping[int, Any]
-    steps: Mapping[int, int]
-    grad_scale: float
-    computed: Event
-    copies: dict[int, list[Copy]] = field(default_factory=dict)
-    document: Mapping[str, Any] | None = None  # of a durable run: what its commit holds besides
-
-
-def tiles_of(
-    job: UpdateJob,
-    plan: Plan,
-    layout: UnitLayout,
-    chunks: range,
-    views: Mapping[Kind, Tensor],
-    gradient_dtype: torch.dtype,
-) -> list[Tile]:
-    """Return the ranges of parameters in a chunk that have an update.
-
-    `views` (uint8) hold every state kind of exactly this chunk, and its gradient. They may span
-    several chunks if they hold nothing but values: see `Precision.is_flat`.
-    """
-    precision = plan.precision_of(layout)
-    start, _ = layout.chunk(chunks.start, plan.chunk_elements)
-    count = sum(layout.chunk(chunks.stop - 1, plan.chunk_elements)) - start
-    weights, rests = master_in(views, precision)
-    gradients = views[Kind.GRADIENT].view(gradient_dtype)
-    moments = {
-        kind: moment_in(views[kind], precision.num_kept(kind, count), precision.format_of(kind))
-        for kind in precision.moment_kinds
-    }
-    tiles = []
-    for segment in layout.trained_segments:
-        first, last = segment.within(start, count)
-        if first >= last or segment.parameter not in job.params_by_index:
-            continue
-        tiles.append(
-            Tile(
-                parameter=segment.parameter,
-                shape=segment.shape,
-                first=start + first - segment.offset + segment.first_element,
-                weight=weights[first:last],
-                rest=None if rests is None else rests[first:last],
-                moments=tuple(m.part(first, last) for k, m in moments.items() if segment.keeps(k)),
-                gradient=gradients[first:last],
-                rule_params=job.params_by_index[segment.parameter],
-                step=job.steps[segment.parameter],
-            )
-        )
-    return tiles
-
-
-# [Note: three under way]
-# A staging buffer in RAM holds one chunk of the kinds that cannot be updated in place; one on the
-# device, for a streamed update, those that are not stored there. Copies in, kernels and copies out
-# of different chunks overlap, ordered by events only; the optimizer thread waits for nothing but
-# the oldest chunk, which must be back before its buffers are filled again. No copy waits for
-# compute: a unit becomes available when its last chunk is back. From RAM to RAM several chunks are
-# streamed at once (`Plan.chunks_per_batch`), since a copy costs the host some 100 us of calls at
-# any size; for the same reason the CPU updates several at once, where it addresses all. Units
-# follow each other without a gap, unless one must wait. During a streamed update the CPU may update
-# a share of each unit's chunks (`Plan.chunk_batches`) on a thread of its own: while one is updated
-# the next is queued, and this thread goes on streaming others. All are written in one order.
-
-
-@dataclass(eq=False)
-class ChunkUpdate:
-    """Chunks, most often one, between their read and their write.
-
-    The fields from `resting` on are of a streamed update. `views` (uint8, of exactly these chunks)
-    are addressable by the host, except those in `resting`, which are stored on the device.
-    """
-
-    unit: int
-    chunks: range
-    streamed: bool
-    buffer: Tensor
-    views: dict[Kind, Tensor]
-    waits: list[Event]
-    resting: set[Kind]
-    stream: Tensor  # the buffer on the device, and what is left of it
-    room: Tensor
-    target: Slot | None = None  # that new weights are published to
-    updated: Future[None] | None = None  # the CPU's update beside streamed ones
-    there: dict[Kind, Tensor] = field(default_factory=dict)  # views on the device
-    brought: list[Kind] = field(default_factory=list)  # what does not rest there
-    events: list[Event] = field(default_factory=list)  # of all that was asked for
-
-    @property
-    def is_first(self) -> bool:
-        """Return True if the unit begins with it."""
-        return self.chunks.start == 0
-
-
-NUM_CPU_UPDATES = 2  # submitted at a time: one that runs, and the next
-_NOWHERE = torch.empty(0, dtype=torch.uint8)
-
-
-BeforeChange = Callable[..., object]  # (unit), or (unit, what to call before a wait)
-
-
-class AbortedError(Exception):
-    """The engine is closing."""
-
-
-class UnitUpdater:
-    """Updates one unit after the other; used by the optimizer thread alone."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        transfers: Transfers,
-        store: StateStore,
-        gradients: GradientStore,
-        prefetcher: Prefetcher,
-        updater: Updater,
-        before_change: BeforeChange,
-    ) -> None:
-        self.plan = plan
-        self.transfers = transfers
-        self.store = store
-        self.gradients = gradients
-        self.prefetcher = prefetcher
-        self.updater = updater
-        # Called with a unit's index before the first byte of its state changes in a job; it may
-        # block: until a save that is under way has copied them. Before that it calls the other.
-        self.before_change = before_change
-        self._places = [update_place(plan, unit.index) for unit in plan.units]
-        self._staging = BufferPool(plan.num_staging_buffers, staging_bytes(plan), transfers.device)
-        nbytes = stream_bytes(plan)
-        num_streams = NUM_STREAM_BUFFERS if nbytes else 0
-        self._streams = BufferPool(num_streams, nbytes, transfers.device, on_device=True)
-        self._under_way: deque[ChunkUpdate] = deque()  # oldest first
-        self._cpu_thread: ThreadPoolExecutor | None = None  # for updates while others stream
-        if plan.cpu_share:
-            begin = transfers.device.attach_worker_thread
-            self._cpu_thread = ThreadPoolExecutor(1, "infinity-cpu-update", begin)
-        self._target: Slot | None = None  # that the unit is published to
-        self._published: dict[int, list[Event]] = {}  # by unit: copies of its new weights
-        self._left: dict[int, int] = {}  # chunks of units that have begun
-
-    def forget(self) -> None:
-        """Free the reserved buffers, and end the thread of CPU updates."""
-        if self._cpu_thread is not None:
-            self._cpu_thread.shutdown()
-        self._staging.forget()
-        self._streams.forget()
-        self._target = None
-
-    def run(self, job: UpdateJob, stopped: Callable[[], bool]) -> None:
-        """Update every unit of a job; raise `AbortedError` when `stopped`, and errors of reads.
-
-        When it returns everything is stored, or in flight to the disk.
-        """
-        try:
-            for unit in job.units:
-                if self._places[unit] is UpdatePlace.DEVICE:
-                    self.prefetcher.updated(unit, self._update_on_device(job, unit))
-            self._run_chunks(job, stopped)
-        finally:
-            for work in self._under_way:  # none, unless it failed
-                if work.updated is not None:
-                    wait([work.updated])
-                for event in work.events:
-                    event.wait()
-            self._under_way.clear()
-
-    def _run_chunks(self, job: UpdateJob, stopped: Callable[[], bool]) -> None:
-        queue: deque[ChunkUpdate] = deque()
-        order = self._chunks(job)
-        pending = next(order, None)
-        while pending is not None or queue:
-            # Of the buffers one is being updated, one is on its way back; the others read ahead.
-            while pending is not None and len(queue) < self.plan.num_staging_buffers - 2:
-                laps = Laps(self.transfers.trace, pending[0])
-                placement, by_device = self.plan.placements[pending[0]], pending[-1]
-                reached = self.plan.reached(placement, by_device=by_device)
-                buffer = _NOWHERE if reached else self._staging.take(self._land)
-                queue.append(self._issue(job, *pending, buffer))
-                laps.lap("optimizer_pass", "wait for a buffer, request")
-                pending = next(order, None)
-            if stopped():
-                for work in queue:
-                    for item in work.waits:
-                        item.wait()
-                raise AbortedError
-            self._process(job, queue.popleft())
-        self._land_all()
-
-    def _chunks(self, job: UpdateJob) -> Iterator[tuple[int, range, bool]]:
-        """Yield (unit, chunks at once, streamed) in order; a unit in demand comes next."""
-        remaining = [u for u in job.units if self._places[u] is not UpdatePlace.DEVICE]
-        while remaining:
-            demand = self.prefetcher.demand
-            unit = demand if demand in remaining else remaining[0]
-            remaining.remove(unit)
-            for passage in self.plan.chunk_batches(self.plan.own[unit], self.plan.placements[unit]):
-                yield unit, *passage
-
-    # --- on the device -----------------------------------------------------------------------
-
-    def _update_on_device(self, job: UpdateJob, unit: int) -> Event:
-        """Queue the update of a unit stored on the device, all its chunks in one."""
-        assert isinstance(self.updater, KernelUpdater)
-        state = self.store.units[unit]
-        self.store.settle_writes(unit)
-        count = state.layout.num_chunks(self.plan.chunk_elements)
-        views = self.store.stage(unit, 0, _NOWHERE, chunks=count, by_device=True).views
-        views[Kind.GRADIENT] = self.gradients.on_device[unit].view(torch.uint8)
-        tiles = self._tiles(job, unit, range(count), views)
-        pieces = self.updater.pieces(tiles, job.grad_scale)
-        self.before_change(unit)
-        event = self.transfers.update(pieces, job.computed, unit)
-        state.writes.append(event)
-        state.copy.advance()
-        return event
-
-    # --- a chunk of a unit that does not rest there --------------------------------------------
-
-    def _issue(
-        self, job: UpdateJob, unit: int, chunks: range, streamed: bool, buffer: Tensor
-    ) -> ChunkUpdate:
-        """Start to move the state and gradients of chunks to where they are updated."""
-        if chunks.start == 0:
-            self.store.settle_writes(unit)
-        views, waits, used, resting = self.store.stage(
-            unit,
-            chunks.start,
-            buffer,
-            chunks=len(chunks),
-            by_device=streamed,
-            after=job.computed,
-        )
-        work = ChunkUpdate(
-            unit, chunks, streamed, buffer, views, waits, set(resting), _NOWHERE, _NOWHERE
-        )
-        work.waits += job.copies.pop(unit, ())
-        part = self.plan.part(self.plan.own[unit], Kind.GRADIENT, chunks.start, len(chunks))
-        place = self.gradients.places[unit].part(part.start, part.stop - part.start)
-        view = place.reached(by_device=streamed)
-        if view is None:
-            view, label = buffer[used : used + place.nbytes], (unit, "gradient")
-            there = place.reached(by_device=True)
-            if there is None:
-                work.waits.append(self.transfers.read([(place, view)], label=label))
-            else:
-                work.waits.append(
-                    self.transfers.copy_d2h_unordered(view, there, job.computed, label)
-                )
-        elif unit in self.gradients.on_device:
-            work.resting.add(Kind.GRADIENT)
-        views[Kind.GRADIENT] = view
-        return work
-
-    def _process(self, job: UpdateJob, work: ChunkUpdate) -> None:
-        """Update chunks on the CPU, or send them through the device, which ends in `_land`."""
-        if not work.streamed:  # a copy of old weights to the device may still read what will change
-            work.waits.append(self.prefetcher.entries[work.unit].ready)
-        laps = Laps(self.transfers.trace, work.unit)
-        if work.streamed:
-            if not all(item.done() for item in work.waits):
-                self._land_all()  # rather than wait with chunks that may be back
-            for item in work.waits:
-                item.wait()
-            self._stream(job, work)
-            laps.lap("optimizer_pass", "stream")
-            return
-        if self._places[work.unit] is UpdatePlace.STREAMED:
-            self._submit_cpu_update(job, work)
-            laps.lap("optimizer_pass", "hand to the CPU")
-            return
-        self._land_all()
-        if work.is_first:
-            self.before_change(work.unit)
-        self._update_on_cpu(job, work)
-        laps = Laps(self.transfers.trace, work.unit)
-        written = self._write_back(work)
-        if work.is_first:
-            self._target = self.prefetcher.publish_slot(work.unit)
-        work.target = self._target
-        self._give_back(work, written + self._publish(work))
-        laps.lap("optimizer_pass", "publish, write back")
-        self._finish(work)
-
-    def _submit_cpu_update(self, job: UpdateJob, work: ChunkUpdate) -> None:
-        """Submit chunks of a streamed unit to the CPU's thread; its first chunks are streamed."""
-        assert self._cpu_thread is not None
-        work.target = self._target
-        work.updated = self._cpu_thread.submit(self._update_on_cpu, job, work)
-        self._under_way.append(work)
-        while sum(one.updated is not None for one in self._under_way) > NUM_CPU_UPDATES:
-            self._land()
-
-    def _update_on_cpu(self, job: UpdateJob, work: ChunkUpdate) -> None:
-        """Wait for the chunks' copies, then update them; runs on either thread."""
-        laps = Laps(self.transfers.trace, work.unit)
-        for item in work.waits:
-            item.wait()
-        laps.lap("optimizer_pass", "wait for state")
-        if tiles := self._tiles(job, work.unit, work.chunks, work.views):
-            self.updater.update(tiles, job.grad_scale)
-        laps.lap("update", "update", sum(view.numel() for view in work.views.values()))
-
-    def _give_back(self, work: ChunkUpdate, written: Sequence[Event]) -> None:
-        """Return the buffer, if there is one, to the pool; it is free after `written`."""
-        if work.buffer is not _NOWHERE:
-            self._staging.give_back(work.buffer, *written)
-
-    def _finish(self, work: ChunkUpdate) -> None:
-        """Complete the update of chunks; with the last one that of the unit."""
-        unit, state = work.unit, self.store.units[work.unit]
-        count = state.layout.num_chunks(self.plan.chunk_elements)
-        self._left[unit] = self._left.get(unit, count) - len(work.chunks)
-        if not self._left[unit]:
-            del self._left[unit]
-            state.copy.advance()  # whoever reads the unit from now on reads what was written
-            self.prefetcher.updated(unit, after_all(*self._published.pop(unit, ())))
-
-    def _tiles(
-        self, job: UpdateJob, unit: int, chunks: range, views: Mapping[Kind, Tensor]
-    ) -> list[Tile]:
-        """Return the tiles of these chunks, chunk by chunk where results depend on that."""
-        plan, layout, tiles = self.plan, self.plan.own[unit], list[Tile]()
-        is_flat = isinstance(self.updater, KernelUpdater) and plan.precision_of(layout).is_flat
-        step = plan.chunks_at_once if is_flat else 1
-        before = {kind: plan.part(layout, kind, chunks.start).start for kind in views}
-        for first in range(chunks.start, chunks.stop, step):
-            some, own = range(first, min(first + step, chunks.stop)), {}
-            for kind, view in views.items():
-                part, start = plan.part(layout, kind, first, len(some)), before[kind]
-                own[kind] = view[part.start - start : part.stop - start]
-            tiles += tiles_of(job, plan, layout, some, own, self.gradients.dtype)
-        return tiles
-
-    # --- by the CPU ----------------------------------------------------------------------------
-
-    def _write_back(self, work: ChunkUpdate) -> list[Event]:
-        """Copy updated kinds from the buffer to their tiers."""
-        state = self.store.units[work.unit]
-        staged = {k: work.views[k] for k in state.kinds if state.in_ram(k) is None}
-        events = []
-        if state.on_device(Kind.WEIGHT):  # by itself: forwards wait for it
-            weight = {Kind.WEIGHT: staged.pop(Kind.WEIGHT)}
-            events.append(self._send(work, weight))
-            self._published.setdefault(work.unit, []).extend(events)
-        if staged:
-            events.append(self._send(work, staged))
-        return events
-
-    def _send(self, work: ChunkUpdate, views: Mapping[Kind, Tensor]) -> Event:
-        return self.store.send(work.unit, work.chunks.start, views, chunks=len(work.chunks))
-
-    def _publish(self, work: ChunkUpdate) -> list[Event]:
-        """Copy the chunk's new weights into the unit's slot, unless they are stored there."""
-        if work.target is None or self.store.units[work.unit].on_device(Kind.WEIGHT):
-            return []
-        slot, weights = work.target, work.views[Kind.WEIGHT]
-        target = self._part_of_slot(work, slot)
-        if target.data_ptr() == weights.data_ptr():
-            return []
-        # Beside streamed chunks through their stream: a copy engine that always finds work on one
-        # stream can leave another's waiting, on an H100 for 50 ms.
-        streams = self._places[work.unit] is UpdatePlace.STREAMED
-        copy = self.transfers.copy_h2d_unordered if streams else self.transfers.copy_h2d
-        event = copy(target, weights, slot.free_after, (work.unit, "weight"))
-        self._published.setdefault(work.unit, []).append(event)
-        return [event]
-
-    def _part_of_slot(self, work: ChunkUpdate, slot: Slot) -> Tensor:
-        """Return the chunks' range of their unit's slot."""
-        own, *_ = self.store.shard_in(work.unit, slot.memory)
-        layout, chunks = self.plan.own[work.unit], work.chunks
-        return own[self.plan.part(layout, Kind.WEIGHT, chunks.start, len(chunks))]
-
-    # --- streamed through the device -----------------------------------------------------------
-
-    def _stream(self, job: UpdateJob, work: ChunkUpdate) -> None:
-        """Queue the way of chunks through the device: in, kernel, out.
-
-        Weights are updated in the slot that they are published to, if there is one.
-        """
-        assert isinstance(self.updater, KernelUpdater)
-        while self._streams.count == sum(one.streamed for one in self._under_way):
-            self._land()
-        work.room = work.stream = self._streams.take()
-        self._under_way.append(work)
-        work.there.update({kind: work.views[kind] for kind in work.resting})
-        for kind in work.views:
-            if kind not in work.resting and kind is not Kind.WEIGHT:
-                self._bring(work, kind)
-        if work.is_first:
-            land = partial(self._land_all, but=1)
-            self.before_change(work.unit, land)
-            self._target = self.prefetcher.publish_slot(work.unit, land)
-        if Kind.WEIGHT not in work.resting:
-            if self._target is None:
-                self._bring(work, Kind.WEIGHT)
-            else:
-                place = self._part_of_slot(work, self._target)
-                self._bring(work, Kind.WEIGHT, place, self._target.free_after)
-        tiles = self._tiles(job, work.unit, work.chunks, work.there)
-        pieces = self.updater.pieces(tiles, job.grad_scale)
-        # A copy of the old weights to the device may still read the range about to change.
-        after = after_all(job.computed, self.prefetcher.entries[work.unit].ready)
-        self._send_through(work, pieces, after)
-
-    def _bring(
-        self, work: ChunkUpdate, kind: Kind, place: Tensor | None = None, after: Event = HAPPENED
-    ) -> None:
-        """Copy a kind to the device: to `place`, free after `after`, else into the buffer."""
-        source = work.views[kind]
-        if place is None:
-            place, work.room = work.room[: source.numel()], work.room[source.numel() :]
-        work.there[kind] = place
-        work.brought.append(kind)
-        work.events.append(
-            self.transfers.copy_h2d_unordered(place, source, after, (work.unit, kind.value))
-        )
-
-    def _send_through(self, work: ChunkUpdate, pieces: Sequence[Piece], after: Event) -> None:
-        """Queue the kernel behind the copies in and `after`, and the copies back behind it."""
-        transfers = self.transfers
-        ready = after_all(after, *work.events)
-        if pieces:
-            ready = transfers.update(pieces, ready, work.unit)
-            work.events.append(ready)
-        for kind in work.brought:
-            if kind is not Kind.GRADIENT:
-                source, label = work.there[kind], (work.unit, kind.value)
-                work.events.append(
-                    transfers.copy_d2h_unordered(work.views[kind], source, ready, label)
-                )
-        work.there.clear()  # a view of a slot would keep it from being given to another unit
-
-    def _land(self) -> None:
-        """Wait until the oldest chunks in flight are back; write those stored on disk."""
-        work = self._under_way[0]
-        if work.updated is not None:
-            work.updated.result()
-            self._under_way.popleft()
-            self._give_back(work, self._write_back(work) + self._publish(work))
-        else:
-            for event in work.events:
-                event.wait()
-            self._under_way.popleft()
-            self._streams.give_back(work.stream)
-            state = self.store.units[work.unit]
-            staged = {kind: work.views[kind] for kind in state.kinds if kind not in state.memory}
-            written = [self._send(work, staged)] if staged else []
-            self._give_back(work, written)
-        self._finish(work)
-
-    def _land_all(self, but: int = 0) -> None:
-        while len(self._under_way) > but:
-            self._land()
-
-
-# The optimizer pass: read, update, publish, write, pipelined by chunk, behind the next forward.
-#
-# [Note: deferred and exact]
-# An optimizer pass starts when the norm and the clip factor are known, and updates units in the
-# order in which the forward will need them. `step()` does not wait for it; a fetch of a unit waits
-# for that unit's update. Nothing is stale and nothing is speculative.
-#
-# [Note: pacing]
-# The optimizer pass publishes a unit's new weights into a free slot, and waits for one when there
-# is none: it stays at most the slot count ahead of the forward, so that weights are not written,
-# dropped and read again. A demand for anything else lifts the pacing (see the prefetcher).
+from infinity.optim.update import Updater
+from infinity.plan.plan import Plan
+from infinity.training.unit_updater import AbortedError, BeforeChange, UnitUpdater
+from infinity.training.update_job import UpdateJob
 
 
 class OptimizerPass:
@@ -531,23 +39,25 @@ class OptimizerPass:
         transfers: Transfers,
         store: StateStore,
         gradients: GradientStore,
-        prefetcher: Prefetcher,
+        handover: UpdateHandover,
+        failure: FailureLatch,
         updater: Updater,
         durability: Durability | None,
         before_change: BeforeChange,
     ) -> None:
         self.durability = durability
         self.transfers = transfers
-        self.prefetcher = prefetcher
+        self._handover = handover
+        self._failure = failure
         self.updates = UnitUpdater(
-            plan, transfers, store, gradients, prefetcher, updater, before_change
+            plan, transfers, store, gradients, handover, updater, before_change
         )
         self._names = {s.parameter: s.name for unit in plan.units for s in unit.segments}
         self._job: UpdateJob | None = None
         self._closing = False
         # What the thread waits on between jobs: woken at every transition, it would hold up whoever
         # computes.
-        self._submitted = threading.Condition(prefetcher.ledger.lock)
+        self._submitted = threading.Condition(handover.lock)
         self._thread = threading.Thread(
             target=self._loop, name="infinity-optimizer-pass", daemon=True
         )
@@ -571,31 +81,31 @@ class OptimizerPass:
         In a durable run of several ranks the last step is then committed on all, which all call
         this; except one that is `closing`.
         """
-        with self.transfers.stall("update"), self.prefetcher.changed:
-            self.prefetcher.lift_pacing()
-            while not self._closing and self._job is not None and self.prefetcher.failure is None:
-                self.prefetcher.changed.wait()
+        with self.transfers.stall("update"), self._handover.changed:
+            self._handover.lift_pacing()
+            while not self._closing and self._job is not None and self._failure.error is None:
+                self._handover.changed.wait()
         if self._closing:
             raise EngineClosedError(
                 "the engine is closed", remedy="read values before close(), or make a new engine"
             )
-        self.prefetcher.check()
+        self._failure.check()
         if self.durability is not None and not closing:
             try:
                 self.durability.agree()
             except MachineError as error:  # which of two commits is the last is not known now
-                self.prefetcher.fail(error)
+                self._failure.fail(error)
                 raise
 
     def close(self) -> None:
         """Abandon unfinished updates and end the thread."""
-        with self.prefetcher.changed:
+        with self._handover.changed:
             self._closing = True
             self._submitted.notify_all()
-            self.prefetcher.lift_pacing()
+            self._handover.lift_pacing()
         with suppress(RuntimeError):  # a second Ctrl-C may have come between the lock and its block
             while True:
-                self.prefetcher.changed.release()
+                self._handover.changed.release()
         # The garbage collector may close a dropped engine on any thread, this one's too.
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
@@ -617,13 +127,13 @@ class OptimizerPass:
             while (job := self._next_job()) is not None:
                 self._run(job)
                 del job
-                with self.prefetcher.changed:
+                with self._handover.changed:
                     self._job = None
-                    self.prefetcher.changed.notify_all()
+                    self._handover.changed.notify_all()
         except AbortedError:
             return
         except BaseException as error:
-            self.prefetcher.fail(error)
+            self._failure.fail(error)
 
     def _next_job(self) -> UpdateJob | None:
         """Wait for the next job and return it; None when the engine closes."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from infinity.checkpoint.plain import decode, encode
 from infinity.errors import ConfigError, InfinityWarning, ResidencyError, TransferError
+from infinity.model.parameters import ParameterBinding
 from infinity.model.quantised import dequantise, quantise_exactly
 from infinity.offload.call_guard import CallGuard, engine_call
 from infinity.offload.hooks import Hooks
@@ -187,6 +188,7 @@ class ParameterValues:
         self,
         store: StateStore,
         prefetcher: Prefetcher,
+        binding: ParameterBinding,
         kernels: CpuKernels,
         settle: Callable[[], None],
         guard: CallGuard,
@@ -195,7 +197,10 @@ class ParameterValues:
     ) -> None:
         self.pieces = pieces
         self.store = store
-        self.prefetcher = prefetcher
+        self._prefetcher = prefetcher
+        self.ledger = prefetcher.ledger
+        self.device = prefetcher.ledger.device.torch_device
+        self._binding = binding
         self.kernels = kernels
         self.settle = settle
         self.materialized_now: dict[int, torch.dtype] = {}
@@ -341,7 +346,7 @@ class ParameterValues:
 
     def dtype(self, parameter: int) -> torch.dtype:
         """The dtype the parameter computes in."""
-        return self.prefetcher.binding.dtypes[parameter]
+        return self._binding.dtypes[parameter]
 
     def place_of(self, parameter: int) -> tuple[UnitLayout, Segment]:
         """Its unit, and where it lies in that; of a stack that is cut, of its first rows."""
@@ -366,7 +371,7 @@ class ParameterValues:
             unit = cached.layout.index
             self.before_change(unit)
             try:
-                self.prefetcher.drop(unit)
+                self._prefetcher.drop(unit)
             finally:  # an edit outside a loan raises, those inside one are kept
                 try:
                     self.store.write(unit, Kind.WEIGHT, cached.weight)
@@ -374,9 +379,9 @@ class ParameterValues:
                     if cached.rest is not None and kind is not None:
                         self.store.write(unit, kind, cached.rest)
                 except TransferError as error:  # neither the old value nor the new one is at rest
-                    self.prefetcher.fail(error)
+                    self._prefetcher.failure.fail(error)
                     raise
-                self.prefetcher.edited(unit)
+                self.ledger.note_edit(unit)
 
     def abandon(self) -> None:
         """`flush` after an error; of several ranks nothing is written, as others may do."""
@@ -392,7 +397,7 @@ class ParameterValues:
     def _load(self, layout: UnitLayout) -> _CachedUnit:
         self._guard.check()
         if not self._at_rest:
-            self.prefetcher.verify(layout.index)
+            self._prefetcher.bound.verify(layout.index)
         if self._cached is not None and self._cached.layout is layout:
             return self._cached
         if not self._at_rest:
@@ -468,25 +473,23 @@ class ParameterValues:
         self._cached = None
         for index in indices:
             if self.materialized_now.pop(index, None) is not None:
-                self.prefetcher.binding.unbind_materialized(index)
+                self._binding.unbind_materialized(index)
 
     def materialize(self, index: int, *, master: bool) -> None:
         """Bind a parameter to a full value of its own."""
         value = self.read(index, master=master)
         for unit in self.units_of(index):
-            self.prefetcher.drop(unit)
+            self._prefetcher.drop(unit)
         self.materialized_now[index] = value.dtype
-        self.prefetcher.binding.bind_materialized(
-            index, value.to(self.prefetcher.transfers.device.torch_device)
-        )
+        self._binding.bind_materialized(index, value.to(self.device))
 
     def release_materialized(self, index: int) -> None:
         """Write a lent value back and make the parameter offloaded."""
         if self.materialized_now.pop(index, None) is not None:
             try:
-                self.write(index, self.prefetcher.binding.parameters[index].detach())
+                self.write(index, self._binding.parameters[index].detach())
             finally:
-                self.prefetcher.binding.unbind_materialized(index)
+                self._binding.unbind_materialized(index)
 
     def release_all_materialized(self) -> None:
         """End every loan that a `load_state_dict` which failed may have left, and flush."""
@@ -523,18 +526,14 @@ class ParameterAccess:
         if self._guard.busy:
             return None
         value = self._values.read(self._index_of[id(parameter)])
-        return value.to(self._values.prefetcher.transfers.device.torch_device)
+        return value.to(self._values.device)
 
     def version(self, parameter: nn.Parameter) -> int:
         """Return a number that changes with each update, from `step()` on, and each edit."""
-        index, prefetcher = self._index_of[id(parameter)], self._values.prefetcher
+        index, ledger = self._index_of[id(parameter)], self._values.ledger
         _, segment = self._values.place_of(index)
-        version = 0
-        for unit in self._values.units_of(index):
-            entry = prefetcher.entries[unit]
-            updates = entry.updates + prefetcher.is_pending(unit)
-            version += updates if segment.trained else entry.edits
-        return version
+        units = self._values.units_of(index)
+        return sum(ledger.version(unit, trained=segment.trained) for unit in units)
 
     def note_missing_gradient(self) -> None:
         """Warn once if there are gradients that a loop looks for in `p.grad`."""

@@ -314,7 +314,7 @@ class ModuleStateHooks:
             value = state.get(prefix + name)
             if value is not None and index not in self.values.materialized_now:
                 # Values in the compute dtype keep the master where their bits did not change.
-                compute = self.values.prefetcher.binding.dtypes[index]
+                compute = self.values.dtype(index)
                 self.values.materialize(index, master=getattr(value, "dtype", None) is not compute)
 
     def _close(self, module: nn.Module, incompatible: object) -> None:

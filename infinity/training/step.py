@@ -43,8 +43,8 @@ from infinity.profiling.step_report import Meter, StepReport
 from infinity.storage.device import Event
 from infinity.training.components import EngineComponents
 from infinity.training.loss_scale import ScaleRules, ScaleState, scale_exhausted
-from infinity.training.optimizer_pass import UpdateJob
 from infinity.training.parameter_access import read_state
+from infinity.training.update_job import UpdateJob
 
 MAX_SKIPPED_IN_A_ROW = 20
 # A dynamic loss scale is found by skipping steps: only so many in a row are more than a search.
@@ -204,7 +204,7 @@ class StepRunner:
         self._components.updater.check(params_by_index)
         self._refuse_others(params_by_index)
         equal = self._must_be_equal(clipping) if self._components.ranks.count > 1 else {}
-        with self._prefetcher.transfers.stall("norm"):
+        with self._components.transfers.stall("norm"):
             norm = math.sqrt(self._gradients.square_sum(equal))
         before = self.counters.loss_scale
         norm /= self.loss_scale
@@ -214,7 +214,7 @@ class StepRunner:
         if clipping and not skipped:
             factor = min(1.0, clipping / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         # Here: streams belong to threads.
-        computed = self._prefetcher.transfers.device.compute_event()
+        computed = self._components.transfers.device.compute_event()
         with self._components.guard.locked():
             job, error = self._commit(norm, factor, culprits, computed, params_by_index, given)
         if job is not None:

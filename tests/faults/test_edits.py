@@ -120,7 +120,7 @@ def told() -> Iterator[None]:
 
 def assert_unedited(engine: Engine, before: dict[str, Tensor]) -> None:
     """The weights are as they were; or the engine refuses everything, and says why."""
-    if engine._components.prefetcher.failure is None:
+    if engine._components.failure.error is None:
         engine.zero_grad()
         assert same(masters(engine), before)
         trained(engine, 1)

@@ -267,9 +267,9 @@ def test_stacks_that_peft_adapts_stay_with_their_layer(tmp_path: Path) -> None:
         optimizer.step()
 
 
-def count_fetch(prefetcher: Any, fetched: list[int], unit: int, *how: Any) -> None:
+def count_fetch(fetcher: Any, fetched: list[int], unit: int, *how: Any) -> None:
     fetched.append(unit)
-    type(prefetcher).fetch(prefetcher, unit, *how)
+    type(fetcher).start(fetcher, unit, *how)
 
 
 @pytest.mark.parametrize(
@@ -291,11 +291,11 @@ def test_slices_in_ranges_have_the_bits_of_slices_of_whole_layers(
         )
         model = build(family)
         engine, *_ = infinity.initialize(model, config, optimizer=sgd, device="cpu")
-        losses, prefetcher = [], engine._components.prefetcher
+        losses, fetcher = [], engine._components.prefetcher._fetcher
         for step in range(3):
             ids = torch.randint(0, 97, (8, 16), generator=torch.Generator().manual_seed(step))
             fetched: list[int] = []
-            monkeypatch.setattr(prefetcher, "fetch", partial(count_fetch, prefetcher, fetched))
+            monkeypatch.setattr(fetcher, "start", partial(count_fetch, fetcher, fetched))
             loss = engine(input_ids=ids, labels=ids, output_router_logits=routed).loss
             engine.backward(loss)
             losses.append(loss.item())

@@ -36,8 +36,8 @@ from infinity.offload.gradients import GradientStore
 from infinity.offload.transfers import Transfers
 from infinity.storage.device import HAPPENED, HostArena
 from infinity.storage.staging import BufferPool
-from infinity.training import optimizer_pass as streams_module
-from infinity.training.optimizer_pass import UnitUpdater
+from infinity.training import unit_updater as streams_module
+from infinity.training.unit_updater import UnitUpdater
 from infinity.types import PAGE
 
 CASE = CASES["gpt"]

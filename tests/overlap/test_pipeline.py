@@ -18,7 +18,8 @@ from support.held import LONG_S
 from torch import Tensor, nn
 
 import infinity
-from infinity.training.optimizer_pass import UnitUpdater, UpdateJob
+from infinity.training.unit_updater import UnitUpdater
+from infinity.training.update_job import UpdateJob
 
 BLOCKS, DIM, SLEEP_S = 8, 64, 0.01
 BLOCK_BYTES = 12 * (DIM * DIM + 2048)  # about what one block costs an optimizer pass, each way

@@ -18,10 +18,10 @@ from support.ordered_accelerator import ordered_device
 from support.trainer import Result, at_once, cpu_beside, make_config, train_case
 
 import infinity
-from infinity.offload.prefetch import Prefetcher
+from infinity.offload.handover import UpdateHandover
 from infinity.offload.transfers import Transfers
 from infinity.plan.plan import Plan
-from infinity.training.optimizer_pass import UnitUpdater
+from infinity.training.unit_updater import UnitUpdater
 
 IN_RAM = ("host", "host", "host")
 # One of each way that a kind can come and go: RAM, disk, and what stays on the device.
@@ -109,7 +109,7 @@ def test_a_unit_is_on_its_way_before_the_one_before_it_is_back(
     """Where it finds a slot: else the links would be idle from unit to unit."""
     away: set[int] = set()  # units whose update was asked for, and that are not back
     most = 0
-    update, updated = Transfers.update, Prefetcher.updated
+    update, updated = Transfers.update, UpdateHandover.updated
 
     def ask(self: Transfers, pieces: Any, after: Any, unit: int) -> Any:
         nonlocal most
@@ -117,12 +117,12 @@ def test_a_unit_is_on_its_way_before_the_one_before_it_is_back(
         most = max(most, len(away))
         return update(self, pieces, after, unit)
 
-    def back(self: Prefetcher, unit: int, ready: Any) -> None:
+    def back(self: UpdateHandover, unit: int, ready: Any) -> None:
         away.discard(unit)
         updated(self, unit, ready)
 
     monkeypatch.setattr(Transfers, "update", ask)
-    monkeypatch.setattr(Prefetcher, "updated", back)
+    monkeypatch.setattr(UpdateHandover, "updated", back)
     with ordered_device(seed=1, kernels=True) as device, at_once(2):
         got = run(device, placement, **STREAMED)
     assert device.violations == []

@@ -143,9 +143,9 @@ def test_what_one_rank_lacks_is_gathered_on_all(tmp_path: Path) -> None:
             first, prefetcher, lacking = engine(x), engine._components.prefetcher, 0
             for slot in prefetcher.ledger.slots if ranks.rank else ():
                 assert slot.slot_class is not None
-                if slot.owner in prefetcher.evictable(slot.slot_class):
-                    with prefetcher.changed:
-                        prefetcher.try_evict(slot.owner)
+                if slot.owner in prefetcher._slots.evictable(slot.slot_class):
+                    with prefetcher.ledger.changed:
+                        prefetcher._slots.try_evict(slot.owner)
                     slot.memory.fill_(255)
                     lacking += 1
             return lacking, torch.equal(engine(x), first)
@@ -222,7 +222,7 @@ def test_a_rank_that_ends_under_a_gather_ends_all_with_words(
         with make_engine(ranks, model, config, tmp_path) as engine:
 
             def bad(*_: Any) -> None:
-                under_way = [e.gathering for e in engine._components.prefetcher.entries]
+                under_way = [e.gathering for e in engine._components.prefetcher.ledger.entries]
                 assert any(under_way), "a gather goes on"
                 raise BadError("no more")
 
@@ -291,7 +291,7 @@ def test_a_step_given_up_under_way_leaves_no_trace(tmp_path: Path) -> None:
     def work(ranks: DistContext) -> dict[str, Tensor]:
         model = models[ranks.rank]
         with make_engine(ranks, model, config, tmp_path, groups=GPT.groups) as engine:
-            entries = engine._components.prefetcher.entries
+            entries = engine._components.prefetcher.ledger.entries
             for number, batch in enumerate(batches[ranks.rank :: 2]):
                 if number == 1:  # all ranks give up in the middle: what is under way is dropped
                     engine._components.optimizer_pass.finish()
@@ -304,7 +304,7 @@ def test_a_step_given_up_under_way_leaves_no_trace(tmp_path: Path) -> None:
 
     def give_up(engine: Any, batch: Any, model: nn.Module) -> None:
         def bad(*_: Any) -> None:
-            assert any(e.gathering for e in engine._components.prefetcher.entries)
+            assert any(e.gathering for e in engine._components.prefetcher.ledger.entries)
             raise BadError("not this one")
 
         handle = model.blocks[0].register_forward_hook(bad)

@@ -69,7 +69,7 @@ def test_a_rank_that_cannot_go_on_ends_every_later_call(tmp_path: Path) -> None:
         with make_engine(ranks, models[ranks.rank], small(tmp_path), tmp_path) as engine:
             for number in range(4):
                 if number == 1 and ranks.rank == 1:
-                    engine._components.prefetcher.fail(lost)
+                    engine._components.failure.fail(lost)
                 try:
                     engine.backward(engine(batch(number)))
                     engine.step()

@@ -19,7 +19,7 @@ import infinity
 from infinity.checkpoint.commits import CommitFiles, SmallFile
 from infinity.storage.disk import Disk
 from infinity.storage.run_dir import Scratch
-from infinity.training.optimizer_pass import UnitUpdater
+from infinity.training.unit_updater import UnitUpdater
 
 TOTAL_STEPS = 5
 MICRO_BATCHES = 2

@@ -885,7 +885,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         of the module uses them. If the engine has failed, they are lost.
         """
         if self._guard.is_here() and not self._closed:
-            self._close(restore=False, rest=self._components.prefetcher.failure is None)
+            self._close(restore=False, rest=self._components.failure.error is None)
             self._destroyed = True
             _let_trainers_prepare_anew()
 

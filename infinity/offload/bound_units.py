@@ -1,0 +1,166 @@
+"""Units whose parameters are bound to their slots, and edits of these parameters.
+
+[Note: released]
+Parameters are bound while a call runs, and released when it returns: their unit keeps its slot, and
+is bound again at its next use, which costs a microsecond a parameter. A unit accessed outside a
+call (`engine.module.norm.weight`) stays bound, since the caller will read it, and its checksum is
+compared when the next call begins (CRC32C, some 5 GB/s, of that unit alone).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.errors import ResidencyError
+from infinity.model.parameters import Edit, ParameterBinding
+from infinity.offload.failure import FailureLatch
+from infinity.offload.slots import Residency, SlotLedger
+from infinity.plan.plan import Plan
+from infinity.storage.disk import checksum
+
+
+class BoundUnits:
+    """Binds and releases units; used by the training thread alone."""
+
+    def __init__(
+        self, plan: Plan, ledger: SlotLedger, binding: ParameterBinding, failure: FailureLatch
+    ) -> None:
+        self._plan = plan
+        self._ledger = ledger
+        self._entries = ledger.entries
+        self._binding = binding
+        self._failure = failure
+        self._reached: set[int] = set()  # bound, and accessed outside a call
+        self._proved: set[tuple[int, bool]] = set()  # units whose first forward was looked at
+
+    def bind(self, unit: int) -> None:
+        """Make the parameters of a resident unit views of its slot.
+
+        Raises `ResidencyError` if one was edited while it was offloaded.
+        """
+        entry = self._entries[unit]
+        assert entry.slot is not None
+        if not entry.views:
+            entry.views = self._binding.views(unit, entry.slot.views, entry.slot.flat)
+        self._binding.bind(unit, entry.views)
+        entry.bound = True
+
+    def bind_if_resident(self, unit: int) -> None:
+        """`bind` if a slot holds the weights."""
+        entry = self._entries[unit] if unit >= 0 else None
+        if entry is None or entry.residency is not Residency.RESIDENT or not entry.gathered:
+            return
+        device = self._ledger.device
+        device.sync_compute_stream()
+        if not entry.bound:
+            device.compute_wait(entry.ready)
+            self._ledger.dequantise(unit)
+            self.bind(unit)
+
+    def look_for_edits(self, unit: int, *, reached: bool) -> None:
+        """Take checksums of a unit that user code may edit; `reached` if accessed outside a call.
+
+        Inside a call this applies to the first forward with gradients, and the first without; see
+        [Note: edits of bound parameters] in `model/parameters.py`.
+        """
+        entry = self._entries[unit]
+        if reached:
+            self._reached.add(unit)
+        else:
+            kind = unit, torch.is_grad_enabled()
+            if kind in self._proved:
+                return
+            self._proved.add(kind)
+        if entry.checksums is None:
+            entry.checksums = [checksum(view) for view in entry.views]
+
+    def verify(self, unit: int | None = None, *, every: bool = False) -> None:
+        """Raise the error that `find_edit` returns."""
+        error = self.find_edit(unit, every=every)
+        if error is not None:
+            raise error
+
+    def find_edit(self, unit: int | None = None, *, every: bool = False) -> ResidencyError | None:
+        """Return the error for an edited parameter, and offload it.
+
+        Compares units that were accessed outside calls, and `unit`, or `every` one.
+        """
+        error = None
+        also = range(len(self._entries)) if every else [] if unit is None else [unit]
+        for other in self._reached.union(also):
+            if self._entries[other].bound:
+                found = self._edit_of(other)
+                if found is not None:
+                    self.release(other)
+                error = error or found
+            elif (placeholder := self._binding.edited(other)) is not None:
+                self._binding.forget(other)
+                error = error or placeholder.error()
+        return error
+
+    def release_all(self, *, reached: bool = False) -> None:
+        """Unbind what a call bound; units stay in their slots; see [Note: released].
+
+        Units accessed outside calls stay bound unless `reached`. Raises the first `ResidencyError`
+        of an edited parameter, after all are unbound.
+        """
+        error = None
+        for unit, entry in enumerate(self._entries):
+            if entry.bound and (reached or unit not in self._reached):
+                error = self.release(unit) or error
+        if error is not None:
+            raise error
+
+    def release(self, unit: int) -> ResidencyError | None:
+        """Unbind the unit's parameters; return the error if one was edited.
+
+        Edited bytes are not used: the slot is evicted, or if it is the only copy the engine has
+        failed.
+        """
+        entry = self._entries[unit]
+        error = self._edit_of(unit)
+        self._forget(unit)
+        if error is not None and entry.slot is not None and entry.slot.slot_class is not None:
+            with self._ledger.changed:
+                self._ledger.evict(unit)
+                self._ledger.move(unit, Residency.OFFLOADED)
+        return error
+
+    def evict(self, unit: int) -> None:
+        """Unbind and end the residency; raise `ResidencyError` afterwards if there was an edit.
+
+        The caller holds `changed`.
+        """
+        edited = None
+        if self._entries[unit].bound:
+            edited = self._edit_of(unit)
+            self._forget(unit)
+        self._ledger.evict(unit)
+        if edited is not None:  # the edit is lost, the slot is not
+            raise edited
+
+    def _forget(self, unit: int) -> None:
+        """Unbind the unit's parameters without checking for edits."""
+        entry = self._entries[unit]
+        entry.bound, entry.checksums = False, None
+        self._reached.discard(unit)
+        self._binding.forget(unit)
+
+    def _edit_of(self, unit: int) -> ResidencyError | None:
+        """Return a description of an edit of the bound parameters of a unit, if there was one."""
+        entry, edit = self._entries[unit], self._binding.edited(unit)
+        assert entry.slot is not None
+        rests = entry.slot.slot_class is None  # here: these bytes are the only ones
+        name = None
+        if entry.checksums is not None:
+            each = zip(self._plan.units[unit].segments, entry.views, entry.checksums, strict=True)
+            name = next((s.name for s, view, before in each if checksum(view) != before), None)
+        if edit is None and name is None:
+            return None
+        edit = edit or Edit(name or "", in_place=True)
+        if not rests or not (name or (edit.in_place and entry.checksums is None)):
+            return edit.error()
+        result = "its only copy rests where it computes: it has changed, and training cannot go on"
+        # Another one: what is raised would keep frames alive.
+        self._failure.fail(edit.error(result))
+        return edit.error(result)

@@ -1,0 +1,53 @@
+"""The first failure of an engine, which is permanent."""
+
+from __future__ import annotations
+
+import threading
+
+from infinity.distributed.context import DistContext
+from infinity.errors import EngineFailedError, TransferError
+from infinity.offload.transfers import Transfers
+
+
+class FailureLatch:
+    """Keeps the first failure, and wakes all threads that wait on `changed`."""
+
+    def __init__(
+        self, transfers: Transfers, ranks: DistContext, changed: threading.Condition
+    ) -> None:
+        self._transfers = transfers
+        self._ranks = ranks
+        self._changed = changed
+        self.error: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Store a failure of any thread, and wake those that wait."""
+        if isinstance(error, TransferError):
+            error = error.untraced()
+        self._ranks.mark_failed()
+        with self._changed:
+            self.note(error)
+            self._changed.notify_all()
+
+    def note(self, error: BaseException) -> None:
+        """Store a failure of the training thread; takes no lock, as in a signal handler."""
+        self.error = self.error or error
+
+    def forgive(self, kind: type[BaseException]) -> None:
+        """Forget the failure if it is of this kind: what caused it has been replaced."""
+        if isinstance(self.error, kind):
+            self.error = None
+
+    def check(self, *, besides: type[BaseException] | None = None) -> None:
+        """Raise the error of a failed update, or of a drive that does not complete requests.
+
+        Raises `EngineFailedError`, unless the failure is of the kind `besides`.
+        """
+        if self._transfers.stuck is not None:
+            self.fail(self._transfers.stuck)
+        if self.error is not None and not (besides and isinstance(self.error, besides)):
+            raise EngineFailedError(
+                f"an earlier failure left the state incomplete: {self.error}",
+                remedy="close the engine, and resume from the last commit (`resume: auto`) or "
+                "checkpoint",
+            ) from self.error

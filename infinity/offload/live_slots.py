@@ -1,0 +1,69 @@
+"""The slots of a run, as the rule of `plan/access_order.py` sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from infinity.offload.bound_units import BoundUnits
+from infinity.offload.fetcher import Fetcher
+from infinity.offload.slots import Residency, SlotLedger
+from infinity.plan.plan import Plan, publishes
+
+
+class LiveSlots:
+    """`SlotView` of the ledger; callers hold `changed`."""
+
+    def __init__(self, plan: Plan, ledger: SlotLedger, bound: BoundUnits, fetcher: Fetcher) -> None:
+        self._plan = plan
+        self._ledger = ledger
+        self._entries = ledger.entries
+        self._bound = bound
+        self._fetcher = fetcher
+
+    def class_of(self, unit: int) -> int | None:
+        """Return the unit's slot class, or None if its weights are stored on the device."""
+        return self._ledger.class_of[unit]
+
+    def holds_slot(self, unit: int) -> bool:
+        """Return True if a slot holds, or is about to hold, the unit's current weights."""
+        return self._entries[unit].slot is not None
+
+    def is_pending(self, unit: int) -> bool:
+        """Return True if the optimizer pass owes the unit an update."""
+        return self._ledger.is_pending(unit)
+
+    def publishes(self, unit: int) -> bool:
+        """Return True if the optimizer pass writes the unit's new weights into a slot."""
+        return publishes(self._plan, unit)
+
+    def num_free(self, slot_class: int) -> int:
+        """Return the number of free slots of the class."""
+        return len(self._ledger.free_slots(slot_class))
+
+    def evictable(self, slot_class: int) -> Collection[int]:
+        """Return the units resident in slots of the class, except those inside a forward."""
+        found = []
+        for slot in self._ledger.slots:
+            unit = slot.owner
+            if slot.slot_class == slot_class and unit is not None and unit != self._ledger.current:
+                entry = self._entries[unit]
+                if entry.residency is Residency.RESIDENT and not entry.forward_depth:
+                    found.append(unit)
+        return found
+
+    def try_evict(self, unit: int) -> bool:
+        """Evict the unit; return False if its weights are still referenced."""
+        slot = self._entries[unit].slot
+        assert slot is not None
+        if self._entries[unit].num_aliases > 0:
+            return False
+        try:
+            self._bound.evict(unit)
+        finally:  # an edited parameter is gone all the same
+            self._ledger.move(unit, Residency.OFFLOADED)
+        # Another thread that looks at our frames keeps their views for a moment longer.
+        return slot.is_free()
+
+    def fetch(self, unit: int) -> None:
+        """Start to fetch the unit into a free slot."""
+        self._fetcher.start(unit)

@@ -1,0 +1,107 @@
+"""All-gathers weights of units between ranks, into the slots that hold their shards.
+
+[Note: several ranks]
+Which units are fetched, published and in slots depends on timing, and so differs between ranks. So
+ranks synchronize at every use of another unit (`synchronize`), whatever their slots hold, and
+all-gather its weights if any rank has only its shard. Each rank also reports which of the next
+units have their shard in a slot: those that all ranks reported are gathered while compute runs, and
+are there, or nearly, when they are used. Only reports decide, never the state of a transfer.
+Gradients that are complete on all ranks start to be exchanged there too. A slot is not evicted
+during a gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+
+from infinity.distributed.context import NOTES
+from infinity.offload.exchange import GradientExchange
+from infinity.offload.slots import SlotLedger
+from infinity.offload.state import StateStore
+from infinity.offload.transfers import Transfers
+from infinity.plan.plan import Plan
+from infinity.storage.store import together
+
+MAX_AHEAD = NOTES - 2  # units that a rank reports beside the one in use
+_NOTHING = -1  # instead of one
+_SHARD, _HERE, _WHOLE, _HAVE = range(4)  # see `_has`
+
+
+class UnitGather:
+    """Gathers of units, which all ranks start together; used by the training thread alone."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        transfers: Transfers,
+        store: StateStore,
+        ledger: SlotLedger,
+        exchange: GradientExchange,
+    ) -> None:
+        self._plan = plan
+        self._transfers = transfers
+        self._store = store
+        self._entries = ledger.entries
+        self._ledger = ledger
+        self._exchange = exchange
+
+    def around_use(self, unit: int) -> AbstractContextManager[None]:
+        """Return a context that propagates exceptions of a use to all ranks."""
+        return self._store.ranks.propagate_errors(self._using(unit))
+
+    def synchronize(self, unit: int, next_units: Sequence[int]) -> None:
+        """Synchronize on the use of a unit whose local shard is in a slot; gather it if needed.
+
+        `next_units` are the next ones in the order whose shard is in a slot, `MAX_AHEAD` at most.
+        Raises `TrainingError` if another rank uses another unit, or failed.
+        """
+        entry, ready = self._entries[unit], self._exchange.ready()
+        coming = [_HAVE * other + self._has(other) for other in next_units]
+        coming += [_NOTHING] * (MAX_AHEAD - len(coming))
+        ranks = self._store.ranks
+        reports = ranks.synchronize(self._using(unit), self._has(unit), ready, *coming)
+        # Until all is started that they agreed on, nothing may fail on one rank alone.
+        arrived = self._gather(unit, [has for has, *_ in reports])
+        ahead = [{w // _HAVE: w % _HAVE for w in coming if w >= 0} for _, _, *coming in reports]
+        for other in ahead[0]:
+            if all(other in theirs for theirs in ahead):
+                self._gather(other, [theirs[other] for theirs in ahead])
+        self._exchange.send_ready([theirs for _, theirs, *_ in reports])
+        if not arrived:
+            self._store.settle_brought(unit)
+            ranks.synchronize(f"shares unit {self._plan.units[unit].name!r}")
+            self._gather(unit, [_HERE])
+        if entry.gathering is not None:
+            self._transfers.device.compute_wait(entry.gathering)
+        entry.gathered, entry.gathering = True, None
+        self._ledger.dequantise(unit)
+
+    def _using(self, unit: int) -> str:
+        return f"uses unit {self._plan.units[unit].name!r}"
+
+    def _has(self, unit: int) -> int:
+        """Return whether the slot holds all shards, or will; or they can be gathered; or those of
+        other nodes must be fetched first.
+        """
+        entry = self._entries[unit]
+        if entry.gathered or entry.gathering is not None:
+            return _WHOLE
+        return _HERE if self._store.is_here(unit) else _SHARD
+
+    def _gather(self, unit: int, availability: Collection[int]) -> bool:
+        """Start to all-gather the unit if a rank lacks it; all ranks start it now.
+
+        Returns False, and requests the shards of other nodes, where these must be fetched first.
+        """
+        if min(availability) == _WHOLE:
+            return True
+        if min(availability) == _SHARD:
+            self._store.bring(unit)
+            return False
+        entry = self._entries[unit]
+        assert entry.slot is not None
+        full = entry.slot.alias()  # torch's threads may refer to it after the end
+        gathering = self._store.gather(unit, full, entry.ready)
+        entry.gathering = together([e for e in (entry.gathering, gathering) if e is not None])
+        return True

@@ -37,7 +37,9 @@ from infinity.training.checkpoints import Checkpoints, Wanted
 from infinity.training.components import EngineComponents
 from infinity.training.inputs import Inputs
 from infinity.training.loss_scale import ScaleRules
-from infinity.training.parameter_access import MergeGuard, targets, write_state
+from infinity.training.merge_guard import MergeGuard
+from infinity.training.optimizer_state import write_state
+from infinity.training.parameter_access import targets
 from infinity.training.run_state import ResumableLoader, RunState, Stateful
 from infinity.training.state_dict import ModuleStateHooks, StateDict, state_dict_of
 from infinity.training.step import StepInputs, StepRunner

@@ -12,11 +12,12 @@ from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError
 from infinity.plan.activations import away_bytes, block_widths
 from infinity.plan.budget import Limits
-from infinity.plan.cost import StepWork, nominal
+from infinity.plan.cost import StepWork
 from infinity.plan.inputs import PlanInput, price
 from infinity.plan.machine import PlanMachine
 from infinity.plan.plan import RuleFacts
 from infinity.plan.planner import make_plan
+from infinity.plan.rates import nominal
 from infinity.types import Tier
 
 H, TOKENS, BLOCKS = 64, 1000, 6

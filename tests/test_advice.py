@@ -22,11 +22,12 @@ from infinity.plan.advice import (
     round_size,
     ways_to_fit,
 )
-from infinity.plan.cost import StepWork, nominal
+from infinity.plan.cost import StepWork
 from infinity.plan.inputs import PlanEstimate, PlanInput, price
 from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
 from infinity.plan.machine import PlanMachine
 from infinity.plan.plan import RuleFacts
+from infinity.plan.rates import nominal
 from infinity.types import MomentFormat
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -16,9 +16,10 @@ from infinity.errors import DoesNotFitError
 from infinity.plan.advice import faster
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.plan.budget import budgeted_bytes
-from infinity.plan.cost import StepWork, nominal
+from infinity.plan.cost import StepWork
 from infinity.plan.inputs import MARGIN, PlanEstimate, PlanInput, price
 from infinity.plan.plan import RuleFacts
+from infinity.plan.rates import nominal
 from infinity.types import Tier
 
 GIB = 1 << 30

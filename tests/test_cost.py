@@ -13,7 +13,6 @@ from infinity.config.schema import load_config
 from infinity.plan import cost
 from infinity.plan.budget import Limits
 from infinity.plan.cost import (
-    Rates,
     StepWork,
     computing,
     disk_days,
@@ -26,6 +25,7 @@ from infinity.plan.forecast import forecast_bytes, forecast_phases
 from infinity.plan.layout import BF16, ParameterFacts, lay_out
 from infinity.plan.plan import DIRECTIONS, RuleFacts
 from infinity.plan.planner import make_plan
+from infinity.plan.rates import Rates
 from infinity.types import MomentFormat, Tier
 
 ON_DISK = dict.fromkeys(("weights", "moments", "gradients"), "disk")

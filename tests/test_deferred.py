@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.model.lazy_tensor import DeferredInitMode
+from infinity.model.deferred_init import DeferredInitMode
 
 SMALL = 64  # bytes; so that the tensors of a test's small models are deferred
 
@@ -160,7 +160,7 @@ def test_asking_for_a_value_leaves_the_generator_alone() -> None:
 
 
 def test_shadows_are_dropped_while_the_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infinity.model.lazy_tensor.KEEP_BYTES", 10_000)
+    monkeypatch.setattr("infinity.model.deferred_init.KEEP_BYTES", 10_000)
     torch.manual_seed(1)
     plain = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(20)))
     torch.manual_seed(1)

@@ -30,7 +30,8 @@ from test_planner import plan_of
 import infinity
 from infinity.engine import Engine
 from infinity.errors import ConfigError
-from infinity.plan.cost import Rates, nominal, step_cost
+from infinity.plan.cost import step_cost
+from infinity.plan.rates import Rates, nominal
 from infinity.profiling.calibration import KnownRates
 from infinity.profiling.trace_reader import Shares, read_timeline
 

@@ -28,8 +28,9 @@ from support.patience import wait_until
 from infinity.common.sizes import parse_size
 from infinity.plan.batch_schedule import BatchSchedule
 from infinity.plan.budget import budgeted_bytes
-from infinity.plan.cost import NOMINAL, Rates, step_cost
+from infinity.plan.cost import step_cost
 from infinity.plan.inputs import PlanInput, leaving_activations
+from infinity.plan.rates import NOMINAL, Rates
 from infinity.profiling.trace_reader import Shares, Slice, TraceTimeline
 from infinity.storage.cuda import CudaDevice
 from infinity.types import Tier

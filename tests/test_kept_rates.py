@@ -9,8 +9,8 @@ from support.small import settings, small_model
 from test_rates import Measurements, cached, folder, measurements  # noqa: F401  (fixtures)
 
 import infinity
-from infinity.plan.cost import nominal
 from infinity.plan.plan import Plan
+from infinity.plan.rates import nominal
 from infinity.profiling.calibration import kept_rates
 from infinity.storage.device import CpuDevice
 

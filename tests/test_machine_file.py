@@ -12,8 +12,8 @@ import pytest
 from test_machine import GIB, computer
 
 from infinity.errors import ConfigError, MachineError
-from infinity.plan.cost import COMPUTE, NOMINAL, NOMINAL_CPU, Rates, completed, nominal
 from infinity.plan.machine import PlanMachine, read_machine_file
+from infinity.plan.rates import COMPUTE, NOMINAL, NOMINAL_CPU, Rates, completed, nominal
 
 FULL: dict[str, Any] = {
     "format": 1,

@@ -14,10 +14,11 @@ from test_planner import units
 from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError
 from infinity.plan.budget import Limits, excess, with_memory
-from infinity.plan.cost import nominal, step_cost
+from infinity.plan.cost import step_cost
 from infinity.plan.placement import best_placement, score
 from infinity.plan.plan import Plan, UnitPlacement
 from infinity.plan.planner import make_plan
+from infinity.plan.rates import nominal
 from infinity.types import Tier
 
 SIZES = st.sampled_from([5_000, 20_000, 40_000, 60_000, 100_000])

@@ -25,7 +25,7 @@ from infinity.model.named_models import NAMED
 from infinity.model.partition import groups_of, partition_model
 from infinity.model.shapes import named_target
 from infinity.plan.activations import passes
-from infinity.plan.cost import COMPUTE, COPIES, DEVICE_UPDATE, Rates, nominal
+from infinity.plan.rates import COMPUTE, COPIES, DEVICE_UPDATE, Rates, nominal
 from infinity.profiling.calibration import KnownRates
 
 ADAPTERS = plan_report._adapters

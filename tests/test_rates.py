@@ -20,7 +20,9 @@ from test_machine import GIB, computer
 
 from infinity.config.schema import IoConfig
 from infinity.errors import DoesNotFitError, InfinityWarning, MachineError, TransferError
-from infinity.plan.cost import (
+from infinity.plan.load import ProcessorTimes, load_between
+from infinity.plan.machine import Machine, read_machine
+from infinity.plan.rates import (
     COMPUTE,
     COPIES,
     DEVICE_UPDATE,
@@ -30,8 +32,6 @@ from infinity.plan.cost import (
     UPDATE,
     Rates,
 )
-from infinity.plan.load import ProcessorTimes, load_between
-from infinity.plan.machine import Machine, read_machine
 from infinity.profiling import calibration
 from infinity.profiling.calibration import KnownRates, cached_rates
 from infinity.storage import disk_rates

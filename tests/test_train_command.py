@@ -21,7 +21,7 @@ from infinity.cli.init import PRESETS
 from infinity.cli.main import app
 from infinity.cli.train import TrainPage, format_stalls, format_step
 from infinity.errors import ConfigError
-from infinity.plan.cost import Rates, nominal
+from infinity.plan.rates import Rates, nominal
 from infinity.profiling.calibration import KnownRates
 from infinity.train.settings import load_run_config
 

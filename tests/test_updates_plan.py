@@ -11,10 +11,11 @@ from test_planner import UNLIMITED, units
 from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError
 from infinity.plan.budget import AUTO_SHARE, Limits, with_memory
-from infinity.plan.cost import CALL_S, NOMINAL, Rates, calls_s, step_cost, stream_s, update_s
+from infinity.plan.cost import CALL_S, calls_s, step_cost, stream_s, update_s
 from infinity.plan.forecast import forecast_phases
 from infinity.plan.plan import Plan, RuleFacts, UnitPlacement, UpdatePlace, update_place
 from infinity.plan.planner import make_plan
+from infinity.plan.rates import NOMINAL, Rates
 from infinity.types import Tier
 
 IN_RAM = dict.fromkeys(("weights", "moments", "gradients"), "host")

@@ -19,9 +19,9 @@ from _gpu_stages import Check
 
 from infinity.common.sizes import format_size
 from infinity.plan.budget import budgeted_bytes
-from infinity.plan.cost import Rates
 from infinity.plan.inputs import PlanInput, price
 from infinity.plan.machine import PlanMachine
+from infinity.plan.rates import Rates
 
 GIB = 1 << 30
 DEVICE_BYTES, RAM_BYTES, DISK_BYTES = 139 * GIB, 126 * GIB, 50 * GIB

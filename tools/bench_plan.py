@@ -43,9 +43,10 @@ from support.rough import initialize, rough_io
 import infinity
 from infinity.config.schema import IoConfig
 from infinity.model.shapes import target_of
-from infinity.plan.cost import COMPUTE, Rates, StepCost, StepWork, step_cost
+from infinity.plan.cost import StepCost, StepWork, step_cost
 from infinity.plan.machine import read_machine
 from infinity.plan.plan import DIRECTIONS, Plan
+from infinity.plan.rates import COMPUTE, Rates
 from infinity.profiling.calibration import measure_processors
 from infinity.storage.cuda import find_device
 from infinity.storage.disk_rates import measure_disk

@@ -226,8 +226,8 @@ def bounds_in(team: Team, samples: Sequence[dict[str, float]]) -> list[float]:
     """The schedule bound of our step, round by round."""
     from _bench_bound import bounds_of
 
-    from infinity.plan.cost import DISK, Rates
     from infinity.plan.plan import LINKS
+    from infinity.plan.rates import DISK, Rates
 
     plan = pickle.loads(Path(team.first["plan"]).read_bytes())
     found = []

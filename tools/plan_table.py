@@ -3,7 +3,7 @@
 
     python tools/plan_table.py --write docs/what-fits.md
 
-One card of 24 GiB with the rates of a common machine (`infinity.plan.cost.NOMINAL`; nothing is
+One card of 24 GiB with the rates of a common machine (`infinity.plan.rates.NOMINAL`; nothing is
 measured), RAM and drives as rows and columns say. A cell is the answer of
 
     infinity plan MODEL --device 24GiB --host RAM --disk 4TiB [--drives 4] [--lora 16] [--rest nf4]
@@ -27,9 +27,9 @@ from infinity.model.named_models import PUBLISHED, SIZES
 from infinity.model.partition import adapter_case, case_for, groups_of, partition_model
 from infinity.model.shapes import Target, named_target
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
-from infinity.plan.cost import NOMINAL
 from infinity.plan.inputs import PlanInput, price
 from infinity.plan.machine import PlanMachine
+from infinity.plan.rates import NOMINAL
 
 GIB = 1 << 30
 DEVICE, DISK, SPACE = 24 * GIB, ("disk_read", "disk_write", "disk_mixed"), 4096 * GIB

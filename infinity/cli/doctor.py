@@ -21,7 +21,6 @@ from infinity.cli.terminal import AsJson, Drives, command, stdout_is_ours
 from infinity.common.files import atomic_write
 from infinity.common.sizes import format_count, format_rate, format_size
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
-from infinity.plan.cost import BETWEEN_NODES, COPIES, DISK, Rates
 from infinity.plan.machine import (
     Machine,
     PlanMachine,
@@ -33,6 +32,7 @@ from infinity.plan.machine import (
     read_meminfo,
 )
 from infinity.plan.plan import BETWEEN_HOSTS, LINKS
+from infinity.plan.rates import BETWEEN_NODES, COPIES, DISK, Rates
 
 # What `infinity doctor` finds out: facts about this machine, and what keeps a run from starting.
 #

@@ -567,8 +567,8 @@ def _model_of(run: RunConfig) -> Target:
 
 def _machine(wishes: SearchOptions, config: Config) -> PlanMachine:
     """The machine to plan for, with the sizes that were given."""
-    from infinity.plan.cost import DISK, Rates
     from infinity.plan.machine import PlanMachine, may_have_gpu, read_machine_file
+    from infinity.plan.rates import DISK, Rates
 
     if wishes.machine_file is not None:
         if wishes.paths or wishes.refresh:
@@ -619,7 +619,7 @@ def _assumed_disk(wishes: SearchOptions) -> tuple[Path, ...]:
 
 def _sized(machine: PlanMachine, wishes: SearchOptions) -> PlanMachine:
     """With other sizes; a GPU that is not there brings the rates of a common one."""
-    from infinity.plan.cost import COMPUTE, completed
+    from infinity.plan.rates import COMPUTE, completed
 
     if wishes.device is not None:
         if machine.unified:
@@ -640,8 +640,8 @@ def _sized(machine: PlanMachine, wishes: SearchOptions) -> PlanMachine:
 
 def _of_ranks(machine: PlanMachine, wishes: SearchOptions) -> PlanMachine:
     """With so many ranks, and the rates between them that were given."""
-    from infinity.plan.cost import BETWEEN_NODES
     from infinity.plan.plan import LINKS
+    from infinity.plan.rates import BETWEEN_NODES
 
     machine = machine.with_ranks(wishes.gpus or machine.gpus, wishes.nodes or machine.nodes)
     if wishes.link is not None and machine.ranks == 1:

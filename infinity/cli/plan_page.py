@@ -7,8 +7,8 @@ from typing import Any
 from infinity.cli.terminal import Page
 from infinity.common.sizes import format_duration, format_parameters, format_rate, format_size
 from infinity.integrations.deepspeed.keys import rows_as_text
-from infinity.plan.cost import BETWEEN_NODES
 from infinity.plan.plan import LINKS
+from infinity.plan.rates import BETWEEN_NODES
 
 _BAR = 40  # characters
 # What a bar shows; every other purpose is a buffer.

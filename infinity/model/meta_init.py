@@ -30,15 +30,8 @@ from torch.nn.modules import module as registration
 
 from infinity.config.schema import Config, load_config
 from infinity.errors import ConfigError, ResidencyError
-from infinity.model.lazy_tensor import (
-    DEFER_FROM_BYTES,
-    DeferredInitMode,
-    PackedRead,
-    Read,
-    pieces_of,
-    resolve_lazy_tensors,
-    storage_key,
-)
+from infinity.model.deferred_init import DEFER_FROM_BYTES, DeferredInitMode, storage_key
+from infinity.model.lazy_tensor import PackedRead, Read, pieces_of, resolve_lazy_tensors
 
 # Values for a model built on the meta device: its initialisers, run as under `Init`.
 #

@@ -12,7 +12,7 @@ A parameter is resident only while a call runs, and after its module was asked f
 one, until a call needs its slot or steps. An edit of an offloaded parameter raises at once. Edits
 of resident ones are found when the parameter is next bound, released or compared:
 - `p.data = t` by its address, `p.add_(...)` by its version;
-- `p.data.fill_(...)` by a checksum of its unit (see `offload/bound_units.py`), where it was accessed
+- `p.data.fill_(...)` by a checksum of its unit (`offload/bound_units.py`), where it was accessed
   outside a call, and in the first forward of every unit. A module that edits `self.weight.data` in
   its forward does so in the first one; a checksum each time would be two passes over all weights a
   forward. One that begins later is not found.

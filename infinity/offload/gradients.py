@@ -21,12 +21,9 @@ everything here is about local shards.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,235 +32,18 @@ from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import TrainingError
 from infinity.offload.exchange import GradientExchange, NormTree
 from infinity.offload.gradient_buffers import GradientWindows, GradientWorker, untimed
+from infinity.offload.gradient_copies import Copy, GradientCopies, SquaresOnDevice
+from infinity.offload.gradient_sums import GradientSums, apart, part, part_size
 from infinity.offload.transfers import Transfers
 from infinity.offload.window import AccumulationWindow
 from infinity.optim.cpu import CpuKernels
 from infinity.plan.budget import NUM_GRADIENT_BUFFERS, largest_trained
-from infinity.plan.layout import Segment, UnitLayout
+from infinity.plan.layout import Segment
 from infinity.plan.plan import Plan
-from infinity.profiling.trace_recorder import Laps
-from infinity.storage.device import HAPPENED, Event, HostArena, SquareSums
+from infinity.storage.device import HAPPENED, Event, HostArena
 from infinity.storage.staging import host_buffer
 from infinity.storage.store import Range
 from infinity.types import PAGE, round_up
-
-# Gradients that go straight from a device to where they rest in RAM, and their square sums.
-#
-# No byte of them passes through the CPU: the copy lands where they rest, and where the device
-# has kernels it takes the sum of squares before the gradient is gone. Backward waits for a copy
-# only where too many are under way (their gradients take device memory), `step()` only where the
-# device has no kernels, for the sums. The optimizer pass is handed the copies that are still under
-# way, and waits for those of a unit before it updates that.
-
-
-@dataclass(eq=False, slots=True)
-class Copy:
-    """A copy in flight; `source` is kept alive until it ends."""
-
-    unit: int
-    event: Event
-    source: Tensor
-
-    def done(self) -> bool:
-        """Return True if the copy has ended."""
-        return self.event.done()
-
-    def wait(self) -> None:
-        """Block until the copy has ended."""
-        self.event.wait()
-
-
-class GradientCopies:
-    """Copies in flight; at most `limit` bytes of gradients are kept alive for them."""
-
-    def __init__(self, transfers: Transfers, limit: int) -> None:
-        self._transfers = transfers
-        self._limit = limit
-        self._under_way: deque[Copy] = deque()
-        self._nbytes = 0
-        self._sent: dict[int, Event] = {}  # by parameter
-
-    def send(self, unit: int, parameter: int, target: Tensor, source: Tensor) -> Event:
-        """Start to copy `source` (uint8, on the device) to its range in RAM."""
-        event = self._transfers.copy_d2h(target, source, label=(unit, "gradient"))
-        self._sent[parameter] = event
-        self._under_way.append(Copy(unit, event, source))
-        self._nbytes += source.numel()
-        while self._nbytes > self._limit:  # copies are slower than the backward: memory is bounded
-            with self._transfers.stall("gradient"):
-                self._under_way[0].event.wait()
-            self.let_go()
-        self.let_go()
-        return event
-
-    def let_go(self) -> None:
-        """Release gradients whose copies have ended."""
-        while self._under_way and self._under_way[0].event.done():
-            self._nbytes -= self._under_way.popleft().source.numel()
-
-    def sent(self, parameter: int) -> Event:
-        """Return the event after which the parameter's range holds its gradient."""
-        return self._sent.get(parameter, HAPPENED)
-
-    def wait(self, parameter: int) -> None:
-        """Wait until the parameter's range holds its gradient."""
-        event = self.sent(parameter)
-        if not event.done():
-            with self._transfers.stall("gradient"):
-                event.wait()
-
-    def hand_over(self) -> dict[int, list[Copy]]:
-        """Return copies in flight by unit, for the reader of a unit's range to wait for.
-
-        Until then nothing may be sent there. Each copy must be kept until it has ended.
-        """
-        self.let_go()
-        handed: dict[int, list[Copy]] = {}
-        for copy in self._under_way:
-            handed.setdefault(copy.unit, []).append(copy)
-        self._forget()
-        return handed
-
-    def reset(self) -> None:
-        """Wait for all copies, and drop them: the next window writes the same ranges."""
-        for copy in self._under_way:
-            copy.wait()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._under_way.clear()
-        self._nbytes = 0
-        self._sent.clear()
-
-
-class SquaresOnDevice:
-    """Square sums that a device takes of gradients as they arrive, a unit at a time."""
-
-    def __init__(self, transfers: Transfers) -> None:
-        self._transfers = transfers
-        self._unit = -1  # that gradients are waiting of
-        self._waiting: dict[int, Sequence[Tensor]] = {}  # by parameter
-        self._begun: list[tuple[dict[int, int], SquareSums]] = []  # parameter -> how many sums
-        self._newest: dict[int, int] = {}  # parameter -> which of `_begun` counts
-
-    def add(self, unit: int, parameter: int, gradient: Sequence[Tensor], *, complete: int) -> None:
-        """Take one gradient, in the parts of `apart`; the last one of a unit begins its sums."""
-        if unit != self._unit:  # not all parameters of a unit need have a gradient
-            self.flush()
-            self._unit = unit
-        self._waiting[parameter] = gradient
-        if len(self._waiting) == complete:
-            self.flush()
-
-    def flush(self) -> None:
-        """Begin the sums of gradients taken so far."""
-        if self._waiting:
-            waiting, self._waiting = self._waiting, {}
-            flat = [part for parts in waiting.values() for part in parts]
-            sums = self._transfers.device.begin_square_sums(flat)
-            self._newest.update(dict.fromkeys(waiting, len(self._begun)))
-            self._begun.append(({p: len(parts) for p, parts in waiting.items()}, sums))
-
-    def drop(self, parameter: int) -> None:
-        """Discard the sums of a parameter whose gradient is replaced."""
-        self._waiting.pop(parameter, None)
-        self._newest.pop(parameter, None)
-
-    def results(self) -> dict[int, list[float]]:
-        """Return sums of squares by parameter; waits once, for the last of them."""
-        self.flush()
-        found: dict[int, list[float]] = {}
-        for number in reversed(range(len(self._begun))):  # when the last is there, all are
-            counts, sums = self._begun[number]
-            totals = iter(sums.result())
-            for parameter, count in counts.items():
-                here = list(islice(totals, count))
-                if self._newest.get(parameter) == number:
-                    found[parameter] = here
-        self.reset()
-        return found
-
-    def reset(self) -> None:
-        """Discard all sums."""
-        self._waiting.clear()
-        self._begun.clear()
-        self._newest.clear()
-
-
-# Gradients in RAM are added into where their unit's range is, and their square sums taken.
-#
-# [Note: sums]
-# On a CPU the training thread does, as gradients arrive. On a device of its own memory a thread
-# does (`GradientWorker`), and everything here, with the windows, is that thread's: the
-# training thread looks only when nothing is queued. What was decided when a gradient arrived (is
-# it the first of its parameter, the last of the window) is handed over with it. Both ways add in
-# the order of arrival.
-
-
-def part(flat: Tensor, segment: Segment) -> Tensor:
-    """Return a parameter's elements in its unit's flat range; of a shard those that lie in it."""
-    first, end = segment.within(0, flat.numel())
-    return flat[first:end]
-
-
-def apart(flat: Tensor, segment: Segment) -> Sequence[Tensor]:
-    """Return the parts of a full gradient that the norm sums separately: of a stack each expert."""
-    return (flat,) if segment.stack is None else flat.view(segment.shape[0], -1).unbind()
-
-
-def part_size(parameter: int, shard: UnitLayout) -> int:
-    """Return the number of elements of a parameter that lie in a shard."""
-    found = [s.within(0, shard.numel) for s in shard.segments if s.parameter == parameter]
-    return sum(end - first for first, end in found)
-
-
-class GradientSums:
-    """Sums into `ram` (unit -> flat range), or into the windows of other units.
-
-    `squares` holds for each parameter the result of `square` over a complete sum. `transfers` are
-    given where sums run while compute does, for a track of their own in a trace.
-    """
-
-    def __init__(
-        self,
-        kernels: CpuKernels,
-        square: Callable[[Tensor, Segment], Any],
-        ram: Mapping[int, Tensor],
-        windows: GradientWindows,
-        transfers: Transfers | None,
-    ) -> None:
-        self.squares: dict[int, Any] = {}
-        self._kernels = kernels
-        self._square = square
-        self._transfers = transfers
-        self._ram = ram
-        self._windows = windows
-
-    def add(
-        self, unit: int, segment: Segment, gradient: Tensor, *, first: bool, complete: bool
-    ) -> None:
-        """Add one gradient; the `first` overwrites. Once `complete` squares are summed, in cache.
-
-        `gradient` is flat, in RAM, of any dtype that parameters have.
-        """
-        at_rest = self._ram.get(unit)
-        target = part(self._windows.range(unit) if at_rest is None else at_rest, segment)
-        self.squares.pop(segment.parameter, None)
-        trace = None if self._transfers is None else self._transfers.trace
-        laps = Laps(trace, unit)
-        if first:
-            self._kernels.convert(target, gradient)
-        else:
-            self._kernels.accumulate(target, gradient)
-        if complete:
-            self.squares[segment.parameter] = self._square(target, segment)
-        laps.lap("sums", "gradient", target.numel() * target.element_size())
-        if at_rest is None:
-            self._windows.count(unit)
-
-    def square(self, unit: int, segment: Segment) -> None:
-        """Sum the squares of what lies in RAM already."""
-        self.squares[segment.parameter] = self._square(part(self._ram[unit], segment), segment)
 
 
 class GradientStore:

@@ -2,9 +2,9 @@
 
 [Note: calls]
 Parameters that a call uses are bound while it runs, and released when it returns; see
-`call_guard.py` and [Note: released] in `bound_units.py`. A call is one of the engine's, the outermost
-call of the model or of a unit's module, or a backward. Parameters accessed outside a call stay
-bound, and so do parameters that a call returns.
+`call_guard.py` and [Note: released] in `bound_units.py`. A call is one of the engine's, the
+outermost call of the model or of a unit's module, or a backward. Parameters accessed outside a call
+stay bound, and so do parameters that a call returns.
 """
 
 from __future__ import annotations

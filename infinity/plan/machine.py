@@ -28,7 +28,7 @@ from infinity.common.sizes import parse_size
 from infinity.config.schema import Section, Size
 from infinity.config.source import explain, read_config_file
 from infinity.errors import ConfigError, MachineError
-from infinity.plan.cost import (
+from infinity.plan.rates import (
     COPIES,
     DEVICE_UPDATE,
     DISK,

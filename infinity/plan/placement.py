@@ -18,9 +18,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from infinity.plan.budget import Limits, budgeted_bytes, excess, fits_as, with_memory
-from infinity.plan.cost import Rates, movement_cost
+from infinity.plan.cost import movement_cost
 from infinity.plan.forecast import FEW
 from infinity.plan.plan import Plan, UnitPlacement
+from infinity.plan.rates import Rates
 from infinity.types import Tier
 
 FIELDS = ("weight", "gradient", "state")

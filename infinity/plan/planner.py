@@ -21,7 +21,7 @@ from infinity.plan.budget import (
     stream_bytes,
     with_memory,
 )
-from infinity.plan.cost import Rates, nominal, share_beside, step_cost
+from infinity.plan.cost import share_beside, step_cost
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.layout import ELEMENT_ALIGN, PRECISIONS, UnitLayout, dealt_notes, split_notes
 from infinity.plan.placement import FIELDS, placed, score
@@ -35,6 +35,7 @@ from infinity.plan.plan import (
     update_place,
     why_only_cpu,
 )
+from infinity.plan.rates import Rates, nominal
 from infinity.types import Tier, round_up
 
 # Hints: numbers of parameters that a plan keeps to where it can, and never fails for.

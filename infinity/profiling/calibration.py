@@ -40,11 +40,11 @@ from infinity.errors import InfinityWarning
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import COMPUTE_DTYPES, VALUE_DTYPES, Moment
 from infinity.optim.rules import AdamW
-from infinity.plan import cost as names
-from infinity.plan.cost import Rates
+from infinity.plan import rates as names
 from infinity.plan.load import ProcessorTimes, load_between
 from infinity.plan.machine import cpu_model, mount_of, read_machine, threads_for
 from infinity.plan.plan import BETWEEN_HOSTS, LINKS
+from infinity.plan.rates import Rates
 from infinity.storage.device import HAPPENED, CpuDevice, Device, DeviceArena, Event, HostArena
 from infinity.storage.disk_rates import (
     LEAST_CALLS,

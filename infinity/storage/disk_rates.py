@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from infinity.config.schema import IoConfig
-from infinity.plan.cost import DISK_PER_CPU_S
+from infinity.plan.rates import DISK_PER_CPU_S
 from infinity.storage.device import HostArena
 from infinity.storage.disk import Disk, DiskTicket, Extent
 from infinity.storage.disk_speed import keep_moving

@@ -60,7 +60,8 @@ from infinity.plan.plan import Plan
 from infinity.storage.run_dir import RECORD_NAME
 from infinity.storage.staging import host_buffer
 from infinity.training.components import EngineComponents
-from infinity.training.parameter_access import ParameterValues, share_kept
+from infinity.training.optimizer_state import share_kept
+from infinity.training.parameter_values import ParameterValues
 from infinity.training.run_state import RunState
 from infinity.training.step import StepRunner
 from infinity.types import Kind

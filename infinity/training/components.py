@@ -48,7 +48,8 @@ from infinity.storage.disk import Disk
 from infinity.training.async_save import Saver
 from infinity.training.initial_write import InitialWrite, Progress
 from infinity.training.optimizer_pass import OptimizerPass
-from infinity.training.parameter_access import ParameterAccess, ParameterValues
+from infinity.training.parameter_access import ParameterAccess
+from infinity.training.parameter_values import ParameterValues
 from infinity.training.resting import Resting
 from infinity.types import Tier
 

@@ -25,7 +25,7 @@ from infinity.model.offloaded_parameter import gone, name_engine, unname_engine
 from infinity.model.parameters import ParameterBinding, RestingParameters
 from infinity.offload.call_guard import CallGuard
 from infinity.plan.machine import read_machine
-from infinity.training.parameter_access import ParameterValues
+from infinity.training.parameter_values import ParameterValues
 
 
 class Closing(Protocol):

@@ -28,13 +28,13 @@ from infinity.model.torch_private import storage_address
 from infinity.optim.update import Rule
 from infinity.plan.activations import ActivationModel
 from infinity.plan.budget import Limits
-from infinity.plan.cost import Rates
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.inputs import PlanInput, activations_on_device, leaving_activations
 from infinity.plan.layout import UnitLayout, largest_trained_of
 from infinity.plan.machine import PlanMachine, default_host_budget_bytes, read_machine
 from infinity.plan.plan import Plan, RuleFacts
 from infinity.plan.planner import gradient_itemsize, make_plan
+from infinity.plan.rates import Rates
 from infinity.profiling.calibration import KnownRates, kept_rates
 from infinity.storage.device import PROCESS, Device
 from infinity.types import Tier

@@ -19,7 +19,7 @@ from infinity.errors import ConfigError, ResidencyError
 from infinity.model.buffers import persistent_buffers
 from infinity.model.weight_files import Outgoing, write_shards
 from infinity.optim.moments import COMPUTE_DTYPES
-from infinity.training.parameter_access import ParameterValues
+from infinity.training.parameter_values import ParameterValues
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from infinity.profiling.step_report import Meter, StepReport
 from infinity.storage.device import Event
 from infinity.training.components import EngineComponents
 from infinity.training.loss_scale import ScaleRules, ScaleState, scale_exhausted
-from infinity.training.parameter_access import read_state
+from infinity.training.optimizer_state import read_state
 from infinity.training.update_job import UpdateJob
 
 MAX_SKIPPED_IN_A_ROW = 20

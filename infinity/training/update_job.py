@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.offload.gradients import Copy
+from infinity.offload.gradient_copies import Copy
 from infinity.optim.moments import master_in, moment_in
 from infinity.optim.update import Tile
 from infinity.plan.layout import UnitLayout

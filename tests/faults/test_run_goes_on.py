@@ -25,7 +25,7 @@ from infinity.checkpoint import writer
 from infinity.cli.main import app
 from infinity.cli.train import TrainPage
 from infinity.errors import DoesNotFitError, MachineError, TransferError
-from infinity.plan.cost import Rates, nominal
+from infinity.plan.rates import Rates, nominal
 from infinity.profiling.calibration import KnownRates
 from infinity.storage.disk import Disk
 from infinity.train import run as runs_run

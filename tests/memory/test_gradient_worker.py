@@ -35,7 +35,7 @@ from torch import Tensor
 from infinity.errors import EngineFailedError, TransferError
 from infinity.offload import gradient_buffers
 from infinity.offload.gradient_buffers import GradientWindows, GradientWorker
-from infinity.offload.gradients import Copy
+from infinity.offload.gradient_copies import Copy
 from infinity.offload.transfers import Transfers
 from infinity.profiling.trace_reader import read_timeline
 from infinity.storage.device import HAPPENED, CpuDevice, Event

@@ -9,7 +9,7 @@ from support.forked import call
 from support.init_alone import make_engine_alone
 from support.process_memory import SMALL_BYTES, needs_peak
 
-from infinity.model.lazy_tensor import KEEP_BYTES
+from infinity.model.deferred_init import KEEP_BYTES
 
 pytestmark = needs_peak
 

@@ -29,7 +29,7 @@ from infinity.distributed.context import DistContext
 from infinity.errors import InfinityWarning
 from infinity.offload import activations as activations_module
 from infinity.offload import gradient_buffers as gradient_worker_module
-from infinity.offload import gradients as gradients_module
+from infinity.offload import gradient_copies as copies_module
 from infinity.offload import prefetch as slots_module
 from infinity.offload.activations import ActivationStore
 from infinity.offload.gradients import GradientStore
@@ -284,9 +284,9 @@ def test_a_missing_wait_is_seen_though_the_bytes_are_right(
 
 def let_gradients_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody keeps a gradient that is on its way."""
-    copy = gradients_module.Copy
+    copy = copies_module.Copy
     monkeypatch.setattr(
-        gradients_module,
+        copies_module,
         "Copy",
         lambda unit, event, source: copy(unit, event, torch.empty_like(source)),
     )

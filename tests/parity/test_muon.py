@@ -24,10 +24,11 @@ from infinity.config.schema import load_config
 from infinity.errors import ConfigError
 from infinity.optim.param_groups import make_optimizer
 from infinity.plan.budget import Limits
-from infinity.plan.cost import NOMINAL, matrix_flops, update_s
+from infinity.plan.cost import matrix_flops, update_s
 from infinity.plan.layout import PRECISIONS, ParameterFacts, lay_out
 from infinity.plan.plan import RuleFacts, UpdatePlace, update_place
 from infinity.plan.planner import make_plan
+from infinity.plan.rates import NOMINAL
 from infinity.types import Kind, Tier
 
 CASE = CASES["gpt"]

@@ -14,8 +14,8 @@ from test_rates import folder  # noqa: F401  (a fixture)
 import infinity
 from infinity.config.schema import Config
 from infinity.distributed.context import DistContext
-from infinity.plan.cost import Rates, nominal, with_links
 from infinity.plan.plan import LINKS
+from infinity.plan.rates import Rates, nominal, with_links
 from infinity.profiling import calibration
 from infinity.profiling.calibration import KnownRates, cached_links, kept_links, kept_rates
 from infinity.storage.device import CpuDevice

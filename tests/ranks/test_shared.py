@@ -22,10 +22,10 @@ from infinity.distributed.shared_memory import SharedWeights, can_share
 from infinity.engine import Engine
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
 from infinity.plan.budget import Limits
-from infinity.plan.cost import NOMINAL, with_links
 from infinity.plan.layout import FP32, ParameterFacts, lay_out
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
+from infinity.plan.rates import NOMINAL, with_links
 from infinity.types import PAGE, Tier
 
 FROZEN = CASES["frozen"]

@@ -1,0 +1,66 @@
+"""Questions about one operation of torch, as a `DispatchMode` sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.model.torch_private import (
+    tree_leaves,
+    tree_map,
+)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in nested dicts, tuples and lists."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    """Bytes of the elements; on meta, of those it would have."""
+    return tensor.numel() * tensor.element_size()
+
+
+def mutated_arguments(call: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments an operation writes to, in the order of its schema."""
+    found: list[Tensor] = []
+    for index, argument in enumerate(call._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            found.extend(tensors_in(value))
+    return found
+
+
+def only_makes_views(call: Any) -> bool:
+    """Whether the results are windows on arguments, and nothing is written."""
+    returns = call._schema.returns
+    aliases = bool(returns) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
+    return aliases or torch.Tag.inplace_view in call.tags
+
+
+def results_on_meta(call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The results on meta, for their shapes; `NotImplemented` if these depend on values."""
+    try:
+        args, kwargs = tree_map(_on_meta, (args, kwargs))
+        device = {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
+        return call(*args, **kwargs | device)
+    except (NotImplementedError, RuntimeError):
+        return NotImplemented
+
+
+def _on_meta(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+def generator_state(call: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """The state of the generator an operation draws from, None for one that draws nothing."""
+    if torch.Tag.nondeterministic_seeded not in call.tags:
+        return None
+    own = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
+    return own[0].get_state() if own else torch.get_rng_state()

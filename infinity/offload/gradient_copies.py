@@ -1,0 +1,154 @@
+"""Gradients that go straight from a device to where they rest in RAM, and their square sums.
+
+No byte of them passes through the CPU: the copy lands where they rest, and where the device
+has kernels it takes the sum of squares before the gradient is gone. Backward waits for a copy
+only where too many are under way (their gradients take device memory), `step()` only where the
+device has no kernels, for the sums. The optimizer pass is handed the copies that are still under
+way, and waits for those of a unit before it updates that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from torch import Tensor
+
+from infinity.offload.transfers import Transfers
+from infinity.storage.device import HAPPENED, Event, SquareSums
+
+
+@dataclass(eq=False, slots=True)
+class Copy:
+    """A copy in flight; `source` is kept alive until it ends."""
+
+    unit: int
+    event: Event
+    source: Tensor
+
+    def done(self) -> bool:
+        """Return True if the copy has ended."""
+        return self.event.done()
+
+    def wait(self) -> None:
+        """Block until the copy has ended."""
+        self.event.wait()
+
+
+class GradientCopies:
+    """Copies in flight; at most `limit` bytes of gradients are kept alive for them."""
+
+    def __init__(self, transfers: Transfers, limit: int) -> None:
+        self._transfers = transfers
+        self._limit = limit
+        self._under_way: deque[Copy] = deque()
+        self._nbytes = 0
+        self._sent: dict[int, Event] = {}  # by parameter
+
+    def send(self, unit: int, parameter: int, target: Tensor, source: Tensor) -> Event:
+        """Start to copy `source` (uint8, on the device) to its range in RAM."""
+        event = self._transfers.copy_d2h(target, source, label=(unit, "gradient"))
+        self._sent[parameter] = event
+        self._under_way.append(Copy(unit, event, source))
+        self._nbytes += source.numel()
+        while self._nbytes > self._limit:  # copies are slower than the backward: memory is bounded
+            with self._transfers.stall("gradient"):
+                self._under_way[0].event.wait()
+            self.let_go()
+        self.let_go()
+        return event
+
+    def let_go(self) -> None:
+        """Release gradients whose copies have ended."""
+        while self._under_way and self._under_way[0].event.done():
+            self._nbytes -= self._under_way.popleft().source.numel()
+
+    def sent(self, parameter: int) -> Event:
+        """Return the event after which the parameter's range holds its gradient."""
+        return self._sent.get(parameter, HAPPENED)
+
+    def wait(self, parameter: int) -> None:
+        """Wait until the parameter's range holds its gradient."""
+        event = self.sent(parameter)
+        if not event.done():
+            with self._transfers.stall("gradient"):
+                event.wait()
+
+    def hand_over(self) -> dict[int, list[Copy]]:
+        """Return copies in flight by unit, for the reader of a unit's range to wait for.
+
+        Until then nothing may be sent there. Each copy must be kept until it has ended.
+        """
+        self.let_go()
+        handed: dict[int, list[Copy]] = {}
+        for copy in self._under_way:
+            handed.setdefault(copy.unit, []).append(copy)
+        self._forget()
+        return handed
+
+    def reset(self) -> None:
+        """Wait for all copies, and drop them: the next window writes the same ranges."""
+        for copy in self._under_way:
+            copy.wait()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._under_way.clear()
+        self._nbytes = 0
+        self._sent.clear()
+
+
+class SquaresOnDevice:
+    """Square sums that a device takes of gradients as they arrive, a unit at a time."""
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+        self._unit = -1  # that gradients are waiting of
+        self._waiting: dict[int, Sequence[Tensor]] = {}  # by parameter
+        self._begun: list[tuple[dict[int, int], SquareSums]] = []  # parameter -> how many sums
+        self._newest: dict[int, int] = {}  # parameter -> which of `_begun` counts
+
+    def add(self, unit: int, parameter: int, gradient: Sequence[Tensor], *, complete: int) -> None:
+        """Take one gradient, in the parts of `apart`; the last one of a unit begins its sums."""
+        if unit != self._unit:  # not all parameters of a unit need have a gradient
+            self.flush()
+            self._unit = unit
+        self._waiting[parameter] = gradient
+        if len(self._waiting) == complete:
+            self.flush()
+
+    def flush(self) -> None:
+        """Begin the sums of gradients taken so far."""
+        if self._waiting:
+            waiting, self._waiting = self._waiting, {}
+            flat = [part for parts in waiting.values() for part in parts]
+            sums = self._transfers.device.begin_square_sums(flat)
+            self._newest.update(dict.fromkeys(waiting, len(self._begun)))
+            self._begun.append(({p: len(parts) for p, parts in waiting.items()}, sums))
+
+    def drop(self, parameter: int) -> None:
+        """Discard the sums of a parameter whose gradient is replaced."""
+        self._waiting.pop(parameter, None)
+        self._newest.pop(parameter, None)
+
+    def results(self) -> dict[int, list[float]]:
+        """Return sums of squares by parameter; waits once, for the last of them."""
+        self.flush()
+        found: dict[int, list[float]] = {}
+        for number in reversed(range(len(self._begun))):  # when the last is there, all are
+            counts, sums = self._begun[number]
+            totals = iter(sums.result())
+            for parameter, count in counts.items():
+                here = list(islice(totals, count))
+                if self._newest.get(parameter) == number:
+                    found[parameter] = here
+        self.reset()
+        return found
+
+    def reset(self) -> None:
+        """Discard all sums."""
+        self._waiting.clear()
+        self._begun.clear()
+        self._newest.clear()

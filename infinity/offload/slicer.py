@@ -1,0 +1,318 @@
+"""A block that runs its batch slice by slice, on weights that are fetched once for all.
+
+[Note: effects of slices]
+The batch is split along the first dimension, each slice runs alone, and results are put behind
+one another. Where no sample sees another, the numbers are those of plain torch run with the same
+slices, bit for bit. They are not those of the whole batch at once: matrix products of other
+shapes round differently. Gradients of slices are summed in fp32 (`slice_sums.py`). What cannot be
+sliced is refused by name; and the first call of each block is tried out (and the first that is
+cut in another way), on two slices together and on each of them alone, without dropout and with
+it, unseen by the hooks of others, which leaves no trace in its buffers. A slice is a call of its
+own: what a forward counts in a buffer is counted once a slice.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infinity.common.accelerators import is_accelerator, module_of
+from infinity.errors import TrainingError
+from infinity.model.buffers import Rerun
+from infinity.model.partitioner import UnitModules
+from infinity.model.torch_private import same_flat_weights
+from infinity.offload.block_forward import UnitForwards
+from infinity.offload.call_tensors import _run_once, leaves, put_together, take_apart
+from infinity.offload.hooks import Hooks, is_ours
+from infinity.offload.shared_ranges import SharedSlices, hands_out_tensors
+from infinity.offload.slice_sums import SlicedCall
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+# By how much rows of one block may differ between two shapes of a batch, relative to the largest.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+_COARSE = 5e-2
+
+Forward = Callable[..., Any]
+
+
+class Slicer:
+    """Slices the calls of one block."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plain: Forward,
+        unit: int,
+        cut: UnitModules,
+        count: int,
+        owner: UnitForwards,
+        hooks: Hooks,
+    ) -> None:
+        self._module = module
+        self._own = frozenset(cut.parameters)
+        self._unit = unit
+        self._owner = owner
+        self._hooks = hooks
+        self._sums = hooks.sums
+        self._plain = plain
+        self._name = cut.name
+        stacks = hooks.prefetcher.ledger.plan.shared_stacks
+        self._shares = any(f"{path}.".startswith(f"{cut.name}.") for path in stacks)
+        self._count = count
+        # Why slices cannot pass ranges of experts together, by the kind of call; "" if they can.
+        self._tried: dict[object, str] = {}
+        for path, part in module.named_modules():
+            if getattr(part, "batch_first", True) is False:
+                raise self._refusal(
+                    f"{path or 'it'} has batch_first=False", "its first dimension is not the batch"
+                )
+
+    def __call__(self, run: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """`run(*args, **kwargs)`, slice by slice; raises `TrainingError` for what has no slices."""
+        for path, part in self._module.named_modules():
+            whole = part.training or getattr(part, "running_mean", None) is None
+            if isinstance(part, _BATCH_NORMS) and whole:
+                raise self._refusal(
+                    f"{path or 'it'} is a {type(part).__name__} in training",
+                    "it normalises over the batch",
+                )
+        tensors: list[Tensor] = []
+        shape = take_apart((args, dict(kwargs)), tensors)
+        for leaf in leaves(shape):
+            if _holds_tensors(leaf):
+                raise self._refusal(
+                    f"it is given a {type(leaf).__name__} that holds tensors",
+                    "only tensors, and tuples, lists and dicts of them can be cut",
+                )
+        rows, sliced = self._sliced(tensors)
+        size = -(-rows // self._count)
+        if size == rows:
+            return run(*args, **kwargs)
+        parts = [torch.split(t, size) if s else (t,) for t, s in zip(tensors, sliced, strict=True)]
+        calls = []
+        for index in range(-(-rows // size)):
+            calls.append([p[index] if s else p[0] for p, s in zip(parts, sliced, strict=True)])
+        before: dict[tuple[int, str], Tensor] | None = None
+        if (kind := (self._module.training, *sliced)) not in self._tried:
+            before = self._attributes()
+            self._tried[kind] = self._try_out(shape, tensors, sliced, size)
+        results: list[list[Tensor]] = [[] for _ in calls]
+        forms: list[Any] = [None] * len(calls)
+        if self._shares and self._may_share(self._tried[kind]):
+            forms, results = self._shared(shape, calls)
+            return self._joined(forms, results, rows, size)
+        call = SlicedCall(self._sums, self._own)
+        for number in reversed(range(len(calls))):  # backward finds them the other way round
+            with call.slice(number), same_flat_weights(self._module):
+                result = _run_once(run, self._name, shape, calls[number])
+            forms[number] = take_apart(result, results[number])
+        if before is not None:
+            self._check_left(before)
+        return self._joined(forms, results, rows, size)
+
+    def _may_share(self, why_not: str) -> bool:
+        """Return True if slices can pass ranges together; warn if they should and cannot."""
+        if hands_out_tensors(self._module):
+            why_not = "hooks take tensors out of it (output_router_logits=True does that)"
+        if why_not:
+            self._owner.warn_once(
+                "ranges",
+                f"slices of block {self._name!r} read each range of experts anew, more than was "
+                f"planned, since they cannot run several times to share it: {why_not}",
+            )
+        return not why_not
+
+    def _shared(
+        self, shape: Any, calls: list[list[Tensor]]
+    ) -> tuple[list[Any], list[list[Tensor]]]:
+        """Run slices that pass ranges of experts together; see `shared_ranges.py`."""
+
+        def run(tensors: Sequence[Tensor]) -> Any:
+            self._owner.inside += 1
+            try:
+                with same_flat_weights(self._module):
+                    return _run_once(self._plain, self._name, shape, tensors)
+            finally:
+                self._owner.inside -= 1
+
+        call = SlicedCall(self._sums, self._own, apart=True)
+        shared = SharedSlices(
+            self._hooks, self._unit, self._module, shape, run, take_apart, call, calls,
+            self._refusal, self._owner.count_again,
+        )  # fmt: skip
+        results = shared.compute()
+        return shared.forms, results
+
+    def _check_left(self, before: Mapping[tuple[int, str], Tensor]) -> None:
+        for place, tensor in self._attributes().items():
+            # What had a graph before is made anew by each call, as a weight by its parametrization.
+            had = place in before and before[place].grad_fn is not None
+            if tensor.grad_fn is not None and not had:
+                raise self._refusal(
+                    f"it leaves a tensor in its attribute {place[1]!r}",
+                    "the tensor there belongs to one slice only",
+                    "let it return the tensor, or set activations.slices=1",
+                )
+
+    def _attributes(self) -> dict[tuple[int, str], Tensor]:
+        """Tensors that the block's modules have as attributes, also in lists and dicts of these
+        (as buffers are), by module and name.
+        """
+        found: dict[tuple[int, str], Tensor] = {}
+        for part in self._module.modules():
+            for name, value in vars(part).items():
+                if isinstance(value, Tensor):
+                    found[id(part), name] = value
+                elif type(value) in (list, tuple):
+                    inside = ((f"{name}[{i}]", item) for i, item in enumerate(value))
+                    found |= {(id(part), at): x for at, x in inside if isinstance(x, Tensor)}
+                elif type(value) in (dict, OrderedDict):
+                    found |= {(id(part), str(at)): x for at, x in value.items()
+                              if isinstance(x, Tensor)}  # fmt: skip
+        return found
+
+    def _sliced(self, tensors: Sequence[Tensor]) -> tuple[int, list[bool]]:
+        """How many samples there are, and which tensors have one row for each."""
+        main = next((t for t in tensors if t.is_floating_point() and t.dim() > 1), None)
+        if main is None:
+            raise self._refusal("it is given no tensor of (batch, ...)", "there is nothing to cut")
+        rows = main.shape[0]
+        if rows > 1 and main.shape[1] == rows:
+            for tensor in tensors:
+                if tensor is not main and 0 < tensor.dim() < 3 and tensor.shape[0] == rows:
+                    raise self._refusal(
+                        f"a tensor of shape {tuple(tensor.shape)} may have a row for each sample "
+                        "or for each position",
+                        f"batch and sequence are both {rows} long",
+                        "use another micro-batch size, or activations.slices=1",
+                    )
+        return rows, [t.dim() > 0 and t.shape[0] == rows for t in tensors]
+
+    def _try_out(
+        self, shape: Any, tensors: Sequence[Tensor], sliced: Sequence[bool], size: int
+    ) -> str:
+        """Raise if slices compute something else beside one another than alone: as in evaluation,
+        where dropout hides nothing, and as it is.
+
+        Returns why slices cannot pass ranges of experts together, or "".
+        """
+        found = ""
+        for training in sorted({False, self._module.training}):
+            found = self._try_out_as(training, shape, tensors, sliced, size)
+        return found
+
+    def _try_out_as(
+        self, training: bool, shape: Any, tensors: Sequence[Tensor], sliced: Sequence[bool],
+        size: int,
+    ) -> str:  # fmt: skip
+        before = self._hooks.expert_calls.num_ranged
+        gpus = {t.get_device() for t in tensors if t.is_cuda}
+        runs, alone = Rerun([*self._module.modules()]), self._undisturbed(training)
+        uncounted = self._hooks.expert_calls.paused()
+        with torch.no_grad(), torch.random.fork_rng(gpus), runs.again(), alone, uncounted:
+            drawn = _random_state(tensors)
+            first, second, both = (
+                self._floats_of(
+                    shape,  # copies: a block may change them in place
+                    [
+                        t[rows].clone() if s else t.clone()
+                        for t, s in zip(tensors, sliced, strict=True)
+                    ],
+                )
+                for rows in (slice(0, size), slice(size, 2 * size), slice(0, 2 * size))
+            )
+            random = not torch.equal(drawn, _random_state(tensors))
+        for one, two, other in zip(first, second, both, strict=True):
+            largest = float(other.abs().nan_to_num(0.0, 0.0).max()) if other.numel() else 0.0
+            apart = torch.cat([one, two])
+            same = apart.shape == other.shape and torch.allclose(
+                apart, other, rtol=0.0, atol=_TOLERANCE.get(one.dtype, _COARSE) * largest,
+                equal_nan=True,
+            )  # fmt: skip
+            if not same and not random:  # of a function that draws, whatever it is told
+                raise self._refusal(
+                    f"{size} samples give other results in a larger batch",
+                    "its samples see one another, or its first dimension is not the batch",
+                )
+        num_calls = (self._hooks.expert_calls.num_ranged - before) // 3
+        if random:
+            return "it draws random numbers (dropout)"
+        return "" if num_calls == 1 else f"it calls experts {num_calls} times"
+
+    @contextmanager
+    def _undisturbed(self, training: bool) -> Iterator[None]:
+        """Unseen by the hooks of others, and as in evaluation if not `training`."""
+        names = ("training", "_forward_hooks", "_forward_pre_hooks")
+        before = [
+            (part, {name: vars(part)[name] for name in names}) for part in self._module.modules()
+        ]
+        try:
+            for part, own in before:
+                part.training = part.training and training
+                for name in names[1:]:  # ours fetch weights
+                    kept = ((k, h) for k, h in own[name].items() if is_ours(h))
+                    vars(part)[name] = OrderedDict(kept)
+            yield
+        finally:
+            for part, own in before:
+                vars(part).update(own)
+
+    def _floats_of(self, shape: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+        found: list[Tensor] = []
+        take_apart(_run_once(self._plain, self._name, shape, tensors), found)
+        return [t for t in found if t.is_floating_point() and t.dim() > 0]
+
+    def _joined(
+        self, forms: Sequence[Any], results: Sequence[Sequence[Tensor]], rows: int, size: int
+    ) -> Any:
+        try:
+            equal = all(form == forms[0] for form in forms)
+        except RuntimeError:  # of tensors inside
+            raise self._refusal(
+                "it returns an object that holds tensors",
+                "only tensors, and tuples, lists and dicts of them can be joined",
+            ) from None
+        if not equal:
+            raise self._refusal("its slices return different things", "they cannot be joined")
+        joined = []
+        for tensors in zip(*results, strict=True):
+            for index, tensor in enumerate(tensors):
+                expected = min(size, rows - index * size)
+                if tensor.dim() == 0 or tensor.shape[0] != expected:
+                    raise self._refusal(
+                        f"it returns a tensor of shape {tuple(tensor.shape)} for {expected} "
+                        "samples",
+                        "results of slices are joined sample by sample",
+                    )
+            joined.append(torch.cat(tensors))
+        return put_together(forms[0], joined)
+
+    def _refusal(self, what: str, because: str, remedy: str | None = None) -> TrainingError:
+        return TrainingError(
+            f"block {self._name!r} cannot run in slices: {what}",
+            because=because,
+            remedy=remedy or "activations.slices=1, and smaller micro-batches if memory is short",
+        )
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Of an object that `take_apart` leaves whole."""
+    if isinstance(value, tuple | list):
+        parts: Any = value
+    else:
+        parts = (
+            value.values() if isinstance(value, dict) else getattr(value, "__dict__", {}).values()
+        )
+    return any(isinstance(part, Tensor) for part in parts)
+
+
+def _random_state(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the states of the generators of the CPU and of the devices of `tensors`."""
+    devices = {t.device for t in tensors if is_accelerator(t.device)}
+    states = (module_of(d.type).get_rng_state(d) for d in sorted(devices, key=str))
+    return torch.cat([torch.get_rng_state(), *states])

@@ -1,0 +1,245 @@
+"""How fast the resources of a machine are: the numbers a plan's times are computed from.
+
+Pure data. `calibration` measures them, once for each machine and path; `plan.cost` uses them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from infinity.plan.plan import (
+    BETWEEN_HOSTS,
+    LINKS,
+)
+
+UPDATE_FORMATS = ("fp32", "bf16", "8bit")
+PRECISIONS = ("bf16", "fp32")
+DISK = ("disk_read", "disk_write", "disk_mixed")
+DISK_PER_CPU_S = "disk_per_cpu_s"
+COPIES = ("to_device", "from_device", "copies_mixed")
+UPDATE = tuple(f"update.{name}" for name in UPDATE_FORMATS)
+_KINDS = ("compute", "between", "attention")
+COMPUTE = (*(f"{kind}.{name}" for kind in _KINDS for name in PRECISIONS), "logits")
+DEVICE_UPDATE = "device_update"
+BETWEEN_NODES = "between_nodes"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes per second, unless said otherwise, of all paths of a run together.
+
+    `disk_mixed` counts both directions, moved 1:1. `disk_per_cpu_s` are the bytes of disk traffic
+    that cost one second of compute on all processors (None: no cost is known). `to_device` and
+    `from_device` are of copies between host and device, None where they are one memory, and
+    `copies_mixed` is of both at once (None: neither slows the other). `update` is parameters per
+    second of the host's optimizer kernels with all threads, by format of the moments ("fp32",
+    "bf16", "8bit"), while copies go both ways; `compute` FLOP per second of large matrix products
+    on the device, as training mixes them (forward, and both of backward), by precision ("bf16",
+    "fp32"); so are `between`, bytes per second of what stands between them, and `attention`, FLOP
+    per second of its own. `logits` is how many cross entropy takes in a second, there and back: see
+    [Note: compute]. `all_gather` and `all_to_all` are what one rank receives from others while all
+    do; None where there is one rank.
+    `between_nodes` is what a node receives from others, for all of its ranks, and `between_hosts`
+    what each of these gets in RAM from its peers, ranks of the same number on other nodes.
+    """
+
+    disk_read: float
+    disk_write: float
+    disk_mixed: float
+    update: Mapping[str, float] = field(default_factory=dict)
+    compute: Mapping[str, float] = field(default_factory=dict)
+    between: Mapping[str, float] = field(default_factory=dict)
+    attention: Mapping[str, float] = field(default_factory=dict)
+    logits: float | None = None
+    to_device: float | None = None
+    from_device: float | None = None
+    copies_mixed: float | None = None
+    device_update: float | None = None  # parameters per second, where the device has kernels
+    all_gather: float | None = None
+    all_to_all: float | None = None
+    between_nodes: float | None = None
+    between_hosts: float | None = None
+    disk_per_cpu_s: float | None = None
+
+    def disk_s(self, read_bytes: int, written_bytes: int) -> float:
+        """Seconds for so many bytes in both directions at once.
+
+        What both directions have in common moves at the mixed rate, the rest alone.
+        """
+        both = min(read_bytes, written_bytes)
+        return (
+            2 * both / self.disk_mixed
+            + (read_bytes - both) / self.disk_read
+            + (written_bytes - both) / self.disk_write
+        )
+
+    def copies_s(self, inward_bytes: int, outward_bytes: int) -> tuple[float, float]:
+        """Seconds for copies to the device and from it that go on at once, likewise."""
+        pairs = (inward_bytes, self.to_device), (outward_bytes, self.from_device)
+        if self.copies_mixed is None:
+            inward_s, outward_s = (nbytes / rate if rate else 0.0 for nbytes, rate in pairs)
+            return inward_s, outward_s
+        both = min(inward_bytes, outward_bytes)
+        both_s = 2 * both / self.copies_mixed
+        inward_s, outward_s = (
+            both_s + (nbytes - both) / rate if rate else 0.0 for nbytes, rate in pairs
+        )
+        return inward_s, outward_s
+
+    def of_rank(self, local: int, nodes: int, *, unified: bool) -> Rates:
+        """What one rank gets where `local` of them share a node, and there are so many `nodes`."""
+        disk = {name: getattr(self, name) / local for name in DISK}
+        if self.disk_per_cpu_s is not None:
+            disk[DISK_PER_CPU_S] = self.disk_per_cpu_s / local
+        update = {name: rate / local for name, rate in self.update.items()}
+        found = replace(self, update=update, **disk)
+        if unified:
+            computing = {
+                name: rate / local for name, rate in self.numbers().items() if name in COMPUTE
+            }
+            found = replace(found, **nested(computing))
+        if nodes == 1 or self.between_nodes is None or self.all_gather is None:
+            return found
+        others = local * nodes - 1
+        shared = self.between_nodes * others / (local * local * (nodes - 1))
+        return replace(
+            found,
+            all_gather=min(self.all_gather, self.between_nodes),
+            all_to_all=min(self.all_to_all or math.inf, shared),
+            between_hosts=min(self.between_hosts or math.inf, self.between_nodes / local),
+        )
+
+    def numbers(self) -> dict[str, float]:
+        """Every rate that there is by dotted name, such as "disk_read" or "update.fp32"."""
+        return flat(vars(self))
+
+    @staticmethod
+    def of(numbers: Mapping[str, float]) -> Rates:
+        """The inverse of `numbers`; the disk's three must be there."""
+        return Rates(**nested(numbers))
+
+
+def flat(rates: Mapping[str, Any]) -> dict[str, float]:
+    """Rates in sections by dotted name; what is None is left out."""
+    found: dict[str, float] = {}
+    for name, rate in rates.items():
+        if isinstance(rate, Mapping):
+            found |= {f"{name}.{key}": value for key, value in rate.items()}
+        elif rate is not None:
+            found[name] = rate
+    return found
+
+
+def nested(numbers: Mapping[str, float]) -> dict[str, Any]:
+    """The inverse of `flat`."""
+    found: dict[str, Any] = {}
+    for name, rate in numbers.items():
+        section, _, key = name.rpartition(".")
+        (found.setdefault(section, {}) if section else found)[key] = rate
+    return found
+
+
+# Where nothing was measured: a desktop of the years 2020 to 2024, told low rather than high.
+# Disk: one NVMe drive. Data sheets promise 3.5 (PCIe 3) to 7 GB/s (PCIe 4) while a cache lasts;
+#   a step moves more than any cache holds. Both directions together gain little over one.
+# Copies: PCIe 4 x16 carries 31.5 GB/s less framing, pinned copies see 24 to 26 when nothing else
+#   moves, and a step moves both ways at once while the host updates.
+# Update: bound by memory. Dual-channel DDR4-3200 peaks at 51 GB/s; half of it, since copies and
+#   disk use it too, over the bytes a parameter moves: 26 with fp32 moments, 18 with bf16, 14 with
+#   8 bits (2 Zen 3 cores alone at 40 GB/s were measured at 1.5, 1.9 and 1.3e9:
+#   docs/benchmarks/adam_2-core-epyc_2026-11-21.md).
+# Compute: large products on a GPU of 16 to 24 GB (RTX 3090 70, 4080 95, 4090 150 TFLOP/s in bf16);
+#   fp32 without tensor cores. Attention: half of that. Between: 70 % of 936 GB/s (RTX 3090);
+#   logits: 32 bytes each.
+# Device update: 26 bytes a parameter at 70 % of 936 GB/s (RTX 3090).
+NOMINAL = Rates(
+    disk_read=3.0e9,
+    disk_write=2.5e9,
+    disk_mixed=3.5e9,
+    update={"fp32": 0.9e9, "bf16": 1.3e9, "8bit": 1.6e9},
+    compute={"bf16": 100e12, "fp32": 30e12},
+    between={"bf16": 650e9, "fp32": 650e9},
+    attention={"bf16": 50e12, "fp32": 10e12},
+    logits=20e9,
+    to_device=22e9,
+    from_device=22e9,
+    device_update=25e9,
+)
+# The same desktop without a GPU: 8 cores with AVX2 peak at about 1 TFLOP/s in fp32; bf16 is
+# emulated there, and no faster. What stands between products: three times what two cores of a Xeon
+# with AVX-512 were measured at (docs/benchmarks/step_2-core-xeon_2026-11-25.md), and no more than
+# memory.
+NOMINAL_CPU = Rates(
+    disk_read=NOMINAL.disk_read,
+    disk_write=NOMINAL.disk_write,
+    disk_mixed=NOMINAL.disk_mixed,
+    update=NOMINAL.update,
+    compute={"bf16": 0.5e12, "fp32": 0.6e12},
+    between={"bf16": 20e9, "fp32": 40e9},
+    attention={"bf16": 0.3e12, "fp32": 0.5e12},
+    logits=0.6e9,
+)
+
+
+def nominal(unified: bool) -> Rates:
+    """The rates to plan with where nothing was measured; `unified` is a machine without a GPU."""
+    return NOMINAL_CPU if unified else NOMINAL
+
+
+def completed(
+    numbers: Mapping[str, float], *, unified: bool, without: Iterable[str] = ()
+) -> tuple[Rates, tuple[str, ...]]:
+    """Rates from `numbers` (see `Rates.numbers`), and the names of those that had to be nominal.
+
+    `without` names rates that are missing because the machine has no such thing.
+    """
+    wanted = nominal(unified).numbers()
+    for name in without:
+        wanted.pop(name, None)
+    missing = tuple(name for name in wanted if name not in numbers)
+    return Rates.of(wanted | dict(numbers)), missing
+
+
+def rates_origin(rates: Rates, nominal: Collection[str], measured: str | None) -> str:
+    """Where rates come from, for people: "measured 2026-11-21", and what is nominal."""
+    if len(nominal) == len(rates.numbers()):
+        return "nominal rates of a common machine: nothing was measured"
+    origin = f"measured {measured}" if measured else "given"
+    if nominal:
+        origin += f"; nominal, not measured: {', '.join(nominal)}"
+    return origin
+
+
+# Where no link was measured. Between GPUs without NVLink bytes go through RAM: down one PCIe 4 link
+# and up another, while each also carries what comes from RAM; half of what a copy alone sees.
+# Between processes: gloo through the loopback interface, where ranks take turns on the cores that
+# compute (2 ranks on 2 busy cores of an EPYC: 0.1 to 0.3e9 gathered, 0.3 to 0.9e9 exchanged).
+# Between nodes: one port of 100 Gbit/s, less framing. From RAM to RAM there: gloo by TCP, a guess.
+_NOMINAL_LINKS = {False: 11e9, True: 0.3e9}
+_NOMINAL_BETWEEN = 11e9
+_NOMINAL_HOSTS = {False: 1e9, True: 0.3e9}
+
+
+def with_links(
+    rates: Rates, local: int, nodes: int = 1, *, unified: bool, across: bool = False
+) -> tuple[Rates, tuple[str, ...]]:
+    """With rates between ranks, `local` of them on each node; and the names of nominal ones.
+
+    `across`: links between these nodes are known, so none between nodes has to be guessed.
+    """
+    wanted: dict[str, float] = {}
+    if local * nodes > 1:
+        wanted |= dict.fromkeys(LINKS, _NOMINAL_LINKS[unified])
+    if nodes > 1 and not across:
+        wanted[BETWEEN_NODES] = _NOMINAL_BETWEEN
+    if nodes > 1:
+        wanted[BETWEEN_HOSTS] = _NOMINAL_HOSTS[unified]
+    there = rates.numbers()
+    missing = tuple(name for name in wanted if name not in there)
+    return Rates.of(wanted | there), missing
+
+
+PASSES_FORWARD, PASSES_BACKWARD = 27 / 16, 2 * 27 / 16 + 9 / 16

@@ -1,0 +1,92 @@
+"""Adapters (peft) may be merged where the weights they are merged into are, and not elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from infinity.errors import ResidencyError
+from infinity.training.parameter_values import ParameterValues
+
+# Of a layer with adapters, and of the module that put them there.
+_MERGE = ("merge", "unmerge")
+_UNLOAD = ("merge_and_unload", "unload")
+
+
+class MergeGuard:
+    """Refuses what would lose edits of a module's adapters, before anything is changed.
+
+    `merge` and `unmerge` of a layer outside a block of `materialized`: peft edits `.data`, which of
+    an offloaded parameter is a passing copy, so that the edit would be lost while the layer is
+    marked as merged. All of peft's ways (`merge_adapter`, `merge_and_unload`, a merged layer in
+    `disable_adapter()`) end in these two methods. `merge_and_unload` and `unload` anywhere: they
+    take adapters, whose weights and state are the engine's, out of its module for good.
+    """
+
+    def __init__(
+        self, module: nn.Module, values: ParameterValues, index_of: Mapping[int, int]
+    ) -> None:
+        self._values = values
+        self._index_of = index_of
+        self._guarded: list[tuple[nn.Module, str]] = []
+        # Who has not imported peft has no adapters of it.
+        peft = sys.modules.get("peft.tuners.tuners_utils")
+        if peft is not None:
+            self._guard(module, peft.BaseTunerLayer, _MERGE, self._check_merge)
+            self._guard(module, peft.BaseTuner, _UNLOAD, self._refuse_unload)
+
+    def remove(self) -> None:
+        """Leave the modules as they were."""
+        while self._guarded:
+            part, name = self._guarded.pop()
+            vars(part).pop(name, None)
+
+    def _guard(
+        self,
+        module: nn.Module,
+        kind: type[nn.Module],
+        names: tuple[str, ...],
+        check: Callable[[nn.Module, str], None],
+    ) -> None:
+        for part in [m for m in module.modules() if isinstance(m, kind)]:
+            for name in names:
+                if name not in vars(part):
+                    # Bound, so that a deep copy of the part merges itself and not this one.
+                    setattr(part, name, MethodType(_checked(name, check), part))
+                    self._guarded.append((part, name))
+
+    def _check_merge(self, layer: nn.Module, name: str) -> None:
+        if not self._guarded:
+            return  # removed: this is a copy's
+        indices = [self._index_of.get(id(parameter)) for parameter in layer.parameters()]
+        offloaded = sum(i is not None and i not in self._values.materialized_now for i in indices)
+        if offloaded:
+            raise ResidencyError(
+                f"{name}() of a {type(layer).__name__} layer of adapters: {offloaded} of its "
+                f"{len(indices)} parameters are not materialized",
+                because="an edit of offloaded weights is lost; nothing was changed",
+                remedy=f"with engine.materialized(engine.module): engine.module.{name}_adapter()",
+            )
+
+    def _refuse_unload(self, tuner: nn.Module, name: str) -> None:
+        if not self._guarded:
+            return
+        raise ResidencyError(
+            f"{name}() of a model that an engine trains",
+            because="it takes the adapters out of the model for good, and the engine holds "
+            "their weights and optimizer state; nothing was changed",
+            remedy=f"engine.close(restore=True), and then {name}(); or to merge and go on: "
+            "with engine.materialized(engine.module): engine.module.merge_adapter()",
+        )
+
+
+def _checked(name: str, check: Callable[[nn.Module, str], None]) -> Callable[..., Any]:
+    def checked(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        check(part, name)
+        return getattr(type(part), name)(part, *args, **kwargs)
+
+    return checked

@@ -1,0 +1,135 @@
+"""What the optimizer keeps of a parameter, read from and written to any tier."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from infinity.checkpoint.plain import decode, encode
+from infinity.errors import ConfigError
+from infinity.offload.state import StateStore
+from infinity.optim.cpu import CpuKernels
+from infinity.optim.moments import Moment, moment_in
+from infinity.optim.update import KernelUpdater, Updater
+from infinity.plan.layout import Segment, UnitLayout
+from infinity.plan.plan import Plan
+from infinity.types import Kind
+
+
+def read_state(
+    store: StateStore, updater: Updater, parameter: int, rule_params: Any, steps: Sequence[int]
+) -> dict[str, Any]:
+    """The state of one parameter, by torch's names; moments as fresh fp32 tensors of its shape.
+
+    No update may be owed; all ranks call. `steps` counts updates by parameter index. Raises
+    `ConfigError` if the parameter has no state.
+    """
+    states: list[dict[str, Any]] = []
+    for layout in store.plan.units:
+        for segment in layout.segments:
+            if parameter in (segment.parameter, segment.origin) and segment.trained:
+                kinds = filter(segment.keeps, store.plan.precision.moment_kinds)
+                moments = [_moment(store, layout, segment, kind) for kind in kinds]
+                index, shape = segment.parameter, segment.shape
+                share_kept(store, updater, {index})
+                states.append(updater.state_of(index, rule_params, moments, shape, steps[index]))
+    if len(states) > 1:  # of rows of a stack
+        return {
+            name: torch.cat([state[name] for state in states])
+            if isinstance(value, Tensor) and value.dim()
+            else value
+            for name, value in states[0].items()
+        }
+    if states:
+        return states[0]
+    raise ConfigError("this parameter is frozen and has no optimizer state")
+
+
+def share_kept(store: StateStore, updater: Updater, parameters: Collection[int]) -> None:
+    """Of several ranks: let all know what the updater keeps of these parameters beside moments.
+
+    A rank knows it of those that it updates a part of; whoever has the last part tells.
+    """
+    ranks, plan = store.ranks, store.plan
+    if ranks.count == 1 or _is_ours(updater):  # ours counts steps, of all parameters
+        return
+    doing = "tells what the optimizer keeps"
+    own = {s.parameter for unit in plan.own for s in unit.trained_segments}.intersection(parameters)
+    kept = updater.kept()
+    with ranks.propagate_errors(doing):
+        encoded = encode({i: kept[i] for i in own & kept.keys()}, "the optimizer's state")
+    ranks.synchronize(doing)
+    for theirs in ranks.all_gather_object(encoded):  # in the order of parts
+        kept |= decode(theirs)
+    updater.keep(kept)
+
+
+def _moment(store: StateStore, layout: UnitLayout, segment: Segment, kind: Kind) -> Moment:
+    """A copy of the whole moment of one parameter, its chunks put together."""
+    number_format = store.plan.precision.format_of(kind)
+    values, scales = [], []
+    for part in _parts_of(store.plan, layout, segment, kind, store.read(layout.index, kind)):
+        values.append(part.values)
+        scales += [] if part.scales is None else [part.scales]
+    if not values:
+        return Moment.zeros(0, number_format)
+    return Moment(torch.cat(values), torch.cat(scales) if scales else None, number_format)
+
+
+def _parts_of(
+    plan: Plan, layout: UnitLayout, segment: Segment, kind: Kind, flat: Tensor
+) -> Iterator[Moment]:
+    """What the chunks of all shards hold of a parameter; `flat` is what `StateStore.read` gave."""
+    for rank, own in enumerate(flat.view(layout.shards, -1)):
+        shard = layout.of_shard(rank)
+        for found in (s for s in shard.segments if s.parameter == segment.parameter):
+            for index, (start, count) in enumerate(shard.chunks(plan.chunk_elements)):
+                first, last = found.within(start, count)
+                if first < last:
+                    part = own[plan.part(shard, kind, index)]
+                    kept = plan.precision_of(shard).num_kept(kind, count)
+                    whole = moment_in(part, kept, plan.precision.format_of(kind))
+                    yield whole.part(first, last)
+
+
+def write_state(
+    store: StateStore,
+    updater: Updater,
+    kernels: CpuKernels,
+    place: tuple[UnitLayout, Segment],
+    rule_params: Any,
+    name: str,
+    value: Tensor,
+) -> None:
+    """Replace one moment of a parameter, by torch's name; `value` has its shape.
+
+    No update may be owed. Raises `ConfigError` for a name that is no moment there.
+    """
+    layout, segment = place
+    names = updater.moment_names(segment.parameter, rule_params) if _is_ours(updater) else ()
+    if name not in names:
+        raise ConfigError(
+            f"{segment.name!r} has no optimizer state {name!r} that can be written",
+            because="the state of adapted torch optimizers is not accessible"
+            if not _is_ours(updater)
+            else None,
+            remedy=f"one of {', '.join(names)}" if names else None,
+        )
+    index = names.index(name)
+    kind, plan = store.plan.precision.moment_kinds[index], store.plan
+    signed, flat = not rule_params.nonnegative[index], store.read(layout.index, kind)
+    values = value.detach().to("cpu", torch.float32).contiguous().view(-1)
+    done = 0
+    for moment in _parts_of(plan, layout, segment, kind, flat):
+        count = moment.values.numel()
+        kernels.encode(values[done : done + count], moment, signed=signed)
+        done += count
+    store.ranks.synchronize_write(f"{name} of {segment.name!r}", flat)
+    store.write(layout.index, kind, flat)
+
+
+def _is_ours(updater: Updater) -> TypeGuard[KernelUpdater]:
+    return isinstance(updater, KernelUpdater)

@@ -22,7 +22,9 @@ from infinity.common.crc32c import crc32c_of
 from infinity.common.files import sync_directory
 from infinity.config.schema import Config, load_config
 from infinity.config.settings import Settings
-from infinity.distributed.context import DistContext, check_alike, find_ranks
+from infinity.distributed.compare import check_alike
+from infinity.distributed.context import DistContext
+from infinity.distributed.launch import find_ranks
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError, InfinityWarning
 from infinity.model.checks import check_model

@@ -113,7 +113,8 @@ def _train(config: Path, overrides: list[str], resume: str) -> Result:
 
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return _train_on(None, load_run_config(config, overrides), config, overrides, resume)
-    from infinity.distributed.context import find_ranks, is_propagated
+    from infinity.distributed.context import is_propagated
+    from infinity.distributed.launch import find_ranks
 
     ranks = find_ranks()
     try:

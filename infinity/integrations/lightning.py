@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from infinity.config.schema import Config
-from infinity.distributed.context import find_ranks
+from infinity.distributed.launch import find_ranks
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, InfinityWarning, TrainingError
 from infinity.integrations.deepspeed.arguments import initialize

@@ -12,16 +12,13 @@ takes its `Init` along, a forward without values is an error, and so is a copy.
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from hashlib import blake2b
-from types import MethodType
 from typing import Any, NoReturn, Self, TypeVar
 
 import torch
@@ -30,209 +27,9 @@ from torch.nn.modules import module as registration
 
 from infinity.config.schema import Config, load_config
 from infinity.errors import ConfigError, ResidencyError
-from infinity.model.deferred_init import DEFER_FROM_BYTES, DeferredInitMode, storage_key
+from infinity.model.deferred_init import DEFER_FROM_BYTES, DeferredInitMode
+from infinity.model.initialisers import PIECE_ELEMENTS, Initialisers, tensors_of
 from infinity.model.lazy_tensor import PackedRead, Read, pieces_of, resolve_lazy_tensors
-
-# Values for a model built on the meta device: its initialisers, run as under `Init`.
-#
-# Deferred tensors stand in the model's for a moment, and whoever initialises in an ordinary build
-# is called for every module, those inside first. That is `_init_weights(module)` of the nearest
-# ancestor that has it (Hugging Face's protocol); where this leaves something untouched,
-# `reset_parameters()`, `_reset_parameters()` and `reset_running_stats()` of the module and of its
-# ancestors come before it. Of modules that share a tensor the first one has the last word.
-#
-# Random numbers come from (seed, name of the module), so the values do not depend on where they
-# will live. They are drawn from the same distributions as in an ordinary build, but they are not
-# the same numbers: there, all modules share one stream.
-#
-# [Note: module initializers]
-# Whether an initialiser did its work shows in the tensor: it is filled with NaN before, and may
-# hold none afterwards. One of a type without NaN must have been written to.
-
-
-REMEDY = "build the model with real initialisers: `with infinity.Init(): model = Build()`"
-PIECE_ELEMENTS = 4 << 20  # of values that can be read in pieces, so many at a time
-_OWN = ("reset_parameters", "_reset_parameters", "reset_running_stats")
-_FAMILY = "_init_weights"
-
-
-class Initialisers:
-    """Makes the values of `wanted`, tensors of the model that are on meta.
-
-    The model is asked by `check`, or by the first `value`, and must be as it was until then; one
-    thread may do so.
-    """
-
-    def __init__(self, model: nn.Module, wanted: Mapping[str, Tensor], seed: int) -> None:
-        self._seed = seed
-        self._model = model
-        self._names = {id(tensor): name for name, tensor in wanted.items()}
-        self._deferral = DeferredInitMode(threshold_bytes=1)
-        self._made: dict[int, Tensor] = {}
-        self._by_storage: dict[int, int] = {}
-        self._filled: set[int] = set()
-        self._problem: ConfigError | None = None
-
-    def value(self, tensor: Tensor) -> Tensor:
-        """The values of a wanted tensor, on the CPU. Raises `ConfigError` if nobody makes them."""
-        self.check()
-        return self._deferral.value(self._made[id(tensor)].data)
-
-    def check(self) -> None:
-        """Run the initialisers, with the memory of one module at a time.
-
-        Raises one `ConfigError` that names every tensor that none of them fills.
-        """
-        if self._made:
-            return
-        modules = dict(self._model.named_modules())
-        owners: dict[int, list[str]] = {key: [] for key in self._names}
-        for name, module in modules.items():
-            for _, _, tensor in _tensors_of(module):
-                if id(tensor) in owners:
-                    owners[id(tensor)].append(name)
-        state = torch.get_rng_state()
-        try:
-            with torch.no_grad(), self._on_stage():
-                every = _inside_first(modules, owners.values())
-                self._call_families(modules, every)
-                unfilled = [names for key, names in owners.items() if key not in self._filled]
-                for name in _inside_first(modules, unfilled):
-                    for method in _own_initialisers(modules[name]):
-                        self._call(name, method)
-                if unfilled:
-                    self._call_families(modules, every)
-        finally:
-            torch.set_rng_state(state)
-        missing = [name for key, name in self._names.items() if key not in self._filled]
-        if missing:
-            raise _no_initialiser(missing, self._problem)
-        if self._problem is not None:
-            raise self._problem
-
-    def _call_families(self, modules: Mapping[str, nn.Module], names: list[str]) -> None:
-        for name in names:
-            line = (modules[above] for above in _line(name))
-            head = next((m for m in line if callable(getattr(m, _FAMILY, None))), None)
-            if head is not None:
-                self._call(name, getattr(head, _FAMILY), modules[name])
-
-    def _call(self, name: str, method: Callable[..., Any], *modules: nn.Module) -> None:
-        """An initialiser, with random numbers of its own; what it wrote to is looked at."""
-        self._draw_from(name, method.__name__)
-        begun = self._deferral.num_operations
-        try:
-            with self._deferral:
-                method(*modules)
-        except Exception as error:
-            self._problem = self._problem or ConfigError(
-                f"module {name or 'model'!r} cannot be initialised alone: "
-                f"{type(error).__name__}: {error}",
-                because="the model was built on the meta device, and is initialised module by "
-                "module",
-                remedy=REMEDY,
-            )
-        for storage in self._deferral.written_since(begun) & self._by_storage.keys():
-            key = self._by_storage[storage]
-            value = self._deferral.value(self._made[key].data, copy=False)
-            if not (_has_nan(value.dtype) and _shows_nan(value)):
-                self._filled.add(key)
-        self._deferral.forget_shadows()
-
-    def _draw_from(self, *names: str) -> None:
-        """Random numbers of their own for every module and everyone who initialises it."""
-        text = "\0".join((str(self._seed), *names))
-        number = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
-        torch.default_generator.manual_seed(number >> 1)
-
-    @contextmanager
-    def _on_stage(self) -> Iterator[None]:
-        """Deferred tensors stand for the wanted ones, meta tensors for those that have values.
-
-        So that an initialiser that reaches further does not overwrite them.
-        """
-        replaced: list[tuple[dict[str, Any], str, Tensor]] = []
-        others: dict[int, Tensor] = {}
-        try:
-            for module in self._model.modules():
-                for store, key, tensor in _tensors_of(module):
-                    wanted = id(tensor) in self._names
-                    if wanted or not tensor.is_meta:
-                        made = self._made if wanted else others
-                        if id(tensor) not in made:
-                            with self._deferral:
-                                made[id(tensor)] = _stand_in(tensor, "cpu" if wanted else "meta")
-                        replaced.append((store, key, tensor))
-                        store[key] = made[id(tensor)]
-            self._by_storage = {storage_key(t): key for key, t in self._made.items()}
-            self._deferral.threshold_bytes = DEFER_FROM_BYTES  # of what initialisers make
-            yield
-        finally:
-            for store, key, tensor in replaced:
-                store[key] = tensor
-
-
-def _stand_in(tensor: Tensor, device: str) -> Tensor:
-    """Another tensor like it, filled as [Note: module initializers] says."""
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    if device == "cpu" and _has_nan(tensor.dtype):
-        made.fill_(float("nan"))
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-
-
-def _inside_first(modules: Mapping[str, nn.Module], owners: Iterable[list[str]]) -> list[str]:
-    """The modules that hold tensors and those that these are in, the innermost and last first."""
-    lines = {above for names in owners for name in names for above in _line(name)}
-    return [name for name in reversed(list(modules)) if name in lines]
-
-
-def _line(name: str) -> Iterator[str]:
-    """The name of a module, and those of the modules that it is in."""
-    yield name
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
-def _own_initialisers(module: nn.Module) -> list[MethodType]:
-    """The methods that initialise a module, as far as they can be called without arguments."""
-    found: list[MethodType] = []
-    for name in _OWN:
-        method = getattr(module, name, None)
-        if inspect.ismethod(method):
-            parameters = inspect.signature(method).parameters.values()
-            variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-            if all(p.default is not p.empty or p.kind in variable for p in parameters):
-                found.append(method)
-    return found
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """A module's own tensors, with the dict that each is in."""
-    stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-    for store in stores:
-        yield from ((store, key, t) for key, t in list(store.items()) if t is not None)
-
-
-def _has_nan(dtype: torch.dtype) -> bool:
-    return (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
-
-
-def _shows_nan(tensor: Tensor) -> bool:
-    """Without memory of the tensor's size: the least of numbers and NaN is NaN."""
-    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return bool(flat.numel()) and bool(flat.min().isnan())
-
-
-def _no_initialiser(names: list[str], error: ConfigError | None = None) -> ConfigError:
-    listed = ", ".join(repr(name) for name in names)
-    because = "neither _init_weights(module) nor reset_parameters() of a module fills them"
-    return ConfigError(
-        f"{len(names)} tensor(s) on the meta device have no values: {listed}",
-        because=error.what if error is not None else because,
-        remedy=REMEDY,
-    )
-
 
 _M = TypeVar("_M", bound="_InitMark")
 
@@ -564,7 +361,7 @@ def _put(module: nn.Module, mark: _InitMark) -> None:
 
 def _settle(module: nn.Module, mark: _Unwritten) -> None:
     """Note how the block leaves the module's own deferred tensors."""
-    for _, _, tensor in _tensors_of(module):
+    for _, _, tensor in tensors_of(module):
         if mark.deferral.holds(tensor):
             _put(module, mark)
             mark.versions[id(tensor)] = tensor._version

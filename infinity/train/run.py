@@ -30,7 +30,9 @@ from infinity.checkpoint.streams import state_streams
 from infinity.common.files import free_bytes, sync_directory
 from infinity.common.sizes import format_size
 from infinity.config.schema import Config
-from infinity.distributed.context import DistContext, check_alike, find_ranks
+from infinity.distributed.compare import check_alike
+from infinity.distributed.context import DistContext
+from infinity.distributed.launch import find_ranks
 from infinity.engine import Engine
 from infinity.errors import (
     CheckpointError,

@@ -43,7 +43,7 @@ from infinity.checkpoint.writer import CheckpointWriter, files_of, temporary_of
 from infinity.common.crc32c import crc32c_of
 from infinity.common.sizes import format_size
 from infinity.config.schema import Config
-from infinity.distributed.context import check_alike
+from infinity.distributed.compare import check_alike
 from infinity.errors import (
     CheckpointError,
     ConfigError,

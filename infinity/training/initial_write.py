@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from infinity.errors import ConfigError
+from infinity.model.initialisers import PIECE_ELEMENTS
 from infinity.model.lazy_tensor import PackedRead, Read
-from infinity.model.meta_init import PIECE_ELEMENTS, InitialValues
+from infinity.model.meta_init import InitialValues
 from infinity.model.parameters import ParameterBinding
 from infinity.model.quantised import join_rows, quantise_exactly
 from infinity.offload.state import StateStore

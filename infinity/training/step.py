@@ -27,7 +27,7 @@ from typing import Any
 
 from torch import nn
 
-from infinity.distributed.context import as_json
+from infinity.distributed.compare import as_json
 from infinity.errors import (
     ConfigError,
     InfinityError,

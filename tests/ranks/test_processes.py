@@ -23,7 +23,8 @@ from support.process_memory import SMALL_BYTES, needs_peak
 from support.trainer import make_config, train_exactly
 from torch.distributed import HashStore, TCPStore
 
-from infinity.distributed.context import TorchDistContext, _on_this_machine
+from infinity.distributed.launch import _on_this_machine
+from infinity.distributed.torch_context import TorchDistContext
 from infinity.errors import ConfigError
 
 TESTS = Path(forked.TESTS)
@@ -150,7 +151,7 @@ def test_ranks_of_a_machine_have_numbers_one_after_the_other(
     store = HashStore()
     store.set("machine of rank 1", "there")
     store.set("machine of rank 2", "here")
-    monkeypatch.setattr("infinity.distributed.context._machine_id", lambda: b"here")
+    monkeypatch.setattr("infinity.distributed.launch._machine_id", lambda: b"here")
     with pytest.raises(ConfigError, match="ranks 0, 2 are on one machine, and others between"):
         _on_this_machine(store, 0, 3)
 
@@ -303,7 +304,7 @@ def test_a_call_on_one_rank_only_is_told_while_it_waits_and_when_the_other_has_c
 def test_who_closed_because_another_was_lost_is_not_to_blame(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("infinity.distributed.context._ROLL_CALL_S", 0.1)
+    monkeypatch.setattr("infinity.distributed.torch_context._ROLL_CALL_S", 0.1)
     ranks = object.__new__(TorchDistContext)
     ranks.rank, ranks.count, ranks._closed = 1, 4, "closed-{}".format
     ranks._store = HashStore()

@@ -80,8 +80,8 @@ def main(job: dict[str, Any]) -> None:
 
 def waits_for_others() -> None:
     """Look for ranks that nobody starts."""
-    infinity.distributed.context._SAYS_S = 0.0
-    infinity.distributed.context.find_ranks()
+    infinity.distributed.launch._SAYS_S = 0.0
+    infinity.distributed.launch.find_ranks()
 
 
 def machines(job: dict[str, Any]) -> None:
@@ -97,9 +97,9 @@ def machines(job: dict[str, Any]) -> None:
         by_loopback.append(one_machine)
         return usual(True)  # they are on one
 
-    usual = infinity.distributed.context._by_loopback
-    infinity.distributed.context._by_loopback = noted
-    with closing(infinity.distributed.context.find_ranks()) as ranks:
+    usual = infinity.distributed.launch._by_loopback
+    infinity.distributed.launch._by_loopback = noted
+    with closing(infinity.distributed.launch.find_ranks()) as ranks:
         found = (ranks.local_rank, ranks.local_count, ranks.num_nodes, *by_loopback)
     torch.save(found, f"{job['out']}-{rank}")
 
@@ -174,7 +174,7 @@ def out_of_memory(job: dict[str, Any]) -> None:
 
 def counted_otherwise(job: dict[str, Any]) -> None:
     """One rank was told of more processes than the others."""
-    infinity.distributed.context._STALE_S = 0.5
+    infinity.distributed.launch._STALE_S = 0.5
     if int(os.environ["RANK"]) == job["rank"]:
         os.environ["WORLD_SIZE"] = "3"
     init_alone.start(layers(64, 2), {"nvme_path": job["nvme"]}).close()
@@ -204,7 +204,9 @@ def on_one_rank_only(job: dict[str, Any]) -> None:
     rank, store = int(os.environ["RANK"]), dist.FileStore(job["store"])
     config = {"nvme_path": job["nvme"], "precision": "fp32", "budget": {}}
     engine = init_alone.start(layers(64, 2), config)
-    infinity.distributed.context._SILENCE = timedelta(seconds=0.2)  # not before: starts are slow
+    infinity.distributed.torch_context._SILENCE = timedelta(
+        seconds=0.2
+    )  # not before: starts are slow
     said: list[str] = []
 
     def hear(message: Warning | str, *_: Any, **__: Any) -> None:

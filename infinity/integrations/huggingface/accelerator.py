@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from infinity._initialize import initialize
 from infinity.config.schema import Config, load_config
-from infinity.distributed.context import find_ranks
+from infinity.distributed.launch import find_ranks
 from infinity.engine import Engine
 from infinity.errors import ConfigError, DoesNotFitError
 from infinity.optim.moments import COMPUTE_DTYPES

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from infinity.common.sizes import parse_size
 from infinity.config.schema import Config
-from infinity.distributed.context import find_ranks
+from infinity.distributed.launch import find_ranks
 from infinity.engine import Engine
 from infinity.errors import ConfigError, MachineError, explained, first_lines
 from infinity.integrations.deepspeed.arguments import initialize

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, Sampler
 
 from infinity.checkpoint.manifest import MANIFEST_NAME
 from infinity.config.schema import Config
-from infinity.distributed.context import DistContext, find_ranks
+from infinity.distributed.context import DistContext
+from infinity.distributed.launch import find_ranks
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, EngineClosedError, InfinityWarning
 from infinity.integrations.deepspeed.arguments import initialize

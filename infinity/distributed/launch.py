@@ -1,0 +1,192 @@
+"""Finds the other ranks of a launch, and joins their group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from infinity.common.accelerators import backend
+from infinity.distributed.context import SINGLE_PROCESS, DistContext, named_ranks
+from infinity.distributed.torch_context import HELD_UP, OF_OUR_GROUP, TorchDistContext
+from infinity.errors import (
+    ConfigError,
+    InfinityWarning,
+    MachineError,
+    first_lines,
+)
+
+_SAYS_S = 10.0  # of the rendezvous, after which a rank warns what it waits for
+_POLLS_S = 0.1
+_STALE_S = 30.0  # for a restarted process to replace its entry in the store
+
+
+def find_ranks(timeout: timedelta | None = None) -> DistContext:
+    """Return the context of torch's default process group, or of the ranks a launcher started.
+
+    A launcher such as `torchrun` sets WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT: then a default
+    group is created, NCCL where there are GPUs, else gloo. Without either: `SINGLE_PROCESS`.
+
+    Args:
+        timeout: A rank that is late by more counts as lost; 30 minutes by default.
+
+    Raises:
+        ConfigError: One of the variables is missing, or WORLD_SIZE differs between ranks.
+        MachineError: The group cannot be created.
+    """
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        ours = any(user._world is dist.group.WORLD for user in OF_OUR_GROUP)
+        return TorchDistContext(owned=ours) if dist.get_world_size() > 1 else SINGLE_PROCESS
+    count = num_launched()
+    if count <= 1:
+        return SINGLE_PROCESS
+    missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(n)]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE is {count}, but {', '.join(missing)} is not set",
+            remedy=f"torchrun --nproc-per-node {count} train.py, which sets them; or unset "
+            "WORLD_SIZE for one process",
+        )
+    import torch.distributed as dist
+
+    timeout = timeout or HELD_UP
+    try:
+        if _number("RANK", 0):
+            _wait_until(_listens, "rank 0", timeout)
+        # world_size=1: else rank 0 would wait here, deaf to Ctrl-C, for ranks that never start.
+        store, rank, _ = next(dist.rendezvous("env://", world_size=1, timeout=timeout))
+        _check_count(store, rank, count, timeout)
+        one_machine = _on_this_machine(store, rank, count)[1] == count
+        with _by_loopback(one_machine):
+            if one_machine:  # torchrun keeps the store over restarts, with addresses of dead ranks
+                restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+                store = dist.PrefixStore(f"restart-{restart}", store)
+            # Likewise for an earlier group of this process, as that of an engine it has closed.
+            number = store.add(f"groups of rank {rank}", 1)
+            store = dist.PrefixStore(f"group-{number}", store)
+            dist.init_process_group(
+                backend(), store=store, rank=rank, world_size=count, timeout=timeout
+            )
+            return TorchDistContext(owned=True)
+    except (RuntimeError, ValueError) as error:
+        raise MachineError(
+            f"the {count} ranks do not find each other: {first_lines(error)}",
+            because="a rank did not start, or MASTER_ADDR and MASTER_PORT cannot be reached",
+            remedy="on one machine: torchrun --standalone --nproc-per-node N train.py",
+        ) from error
+
+
+def _wait_until(came: Callable[[], bool], who: str, timeout: timedelta) -> None:
+    """Poll for other ranks, so that Ctrl-C ends it; warns of a long wait, raises `RuntimeError`."""
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    began, patience_s, says_s = time.monotonic(), timeout.total_seconds(), _SAYS_S
+    while not came():
+        if (waited_s := time.monotonic() - began) > patience_s:
+            raise RuntimeError(f"{who} did not come to {address} in {waited_s:.0f} s")
+        if waited_s > says_s:
+            says_s = patience_s  # once
+            warnings.warn(
+                f"rank {_number('RANK', 0)} of {num_launched()} waits for {who} to come to "
+                f"{address}",
+                InfinityWarning,
+                stacklevel=4,
+            )
+        time.sleep(_POLLS_S)
+
+
+def _listens() -> bool:
+    """Return True if rank 0, or a launcher for it, takes connections."""
+    address = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
+    with contextlib.suppress(OSError), socket.create_connection(address, timeout=1):
+        return True
+    return False
+
+
+def _check_count(store: Any, rank: int, count: int, timeout: timedelta) -> None:
+    """Wait for all ranks; raise `ConfigError` if WORLD_SIZE differs between two of them."""
+    key = "WORLD_SIZE of rank {}".format
+    store.set(key(rank), str(count))
+    for other in range(count):
+        _wait_until(partial(store.check, [key(other)]), f"rank {other}", timeout)
+        end = None
+        while (found := int(store.get(key(other)))) != count:
+            # A store that is kept over restarts may hold the entry of a dead process.
+            end = end or time.monotonic() + _STALE_S
+            if time.monotonic() > end:
+                raise ConfigError(
+                    f"WORLD_SIZE is {count} on rank {rank}, {found} on rank {other}",
+                    because="they were started for different numbers of processes",
+                    remedy="start all with one command; on several nodes with the same --nnodes "
+                    "and --nproc-per-node on each",
+                )
+            time.sleep(_POLLS_S)
+
+
+def num_launched() -> int:
+    """Return WORLD_SIZE, or 1 without a launcher."""
+    return _number("WORLD_SIZE", 1)
+
+
+def _on_this_machine(store: Any, rank: int, count: int) -> tuple[int, int]:
+    """Return the local rank, and the number of ranks on this machine.
+
+    Taken from the variables of torchrun or DeepSpeed's launcher. With another launcher, such as
+    srun, ranks compare their machines through `store`.
+    """
+    launched = _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", 0))
+    if launched or store is None:
+        return _number("LOCAL_RANK", rank), launched or count
+    machine = _machine_id()
+    store.set(f"machine of rank {rank}", machine)
+    local = [r for r in range(count) if store.get(f"machine of rank {r}") == machine]
+    if local[-1] - local[0] >= len(local):
+        raise ConfigError(
+            f"{named_ranks(local)} are on one machine, and others between them are not",
+            remedy="number the ranks of a machine one after the other: srun --distribution=block",
+        )
+    return local.index(rank), len(local)
+
+
+def _machine_id() -> bytes:
+    """Return host name and boot id: containers of one machine may differ in their names."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        return f"{socket.gethostname()} ".encode() + file.read()
+    return socket.gethostname().encode()
+
+
+def launched_rank(name: str) -> int:
+    """Return RANK or LOCAL_RANK, as `name`; 0 without a launcher."""
+    return _number(name, 0)
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal():
+        raise ConfigError(f"{name} is {text!r}, not a number", remedy=f"unset {name}")
+    return int(text)
+
+
+@contextmanager
+def _by_loopback(one_machine: bool) -> Iterator[None]:
+    """Make gloo groups created in the block use the loopback interface, on one machine.
+
+    By default gloo resolves the host's name, which fails in some containers.
+    """
+    name, there = "GLOO_SOCKET_IFNAME", "/sys/class/net/lo"
+    wanted = one_machine and name not in os.environ and os.path.exists(there)
+    if wanted:
+        os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        if wanted:
+            os.environ.pop(name, None)

@@ -1,0 +1,244 @@
+"""Ranks that are processes of a `torch.distributed` group."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.distributed.context import DistContext, LostRankError, Work, named_ranks
+from infinity.distributed.launch import _by_loopback, _on_this_machine
+from infinity.errors import (
+    ConfigError,
+    InfinityWarning,
+    first_lines,
+)
+
+_IN_PLACE_BYTES = 1 << 16  # of a shard, from which gloo is faster with one broadcast a shard
+HELD_UP = timedelta(minutes=30)  # a rank that is late by more counts as lost
+_ROLL_CALL_S = 5.0  # for ranks that are alive, and may be busy, to report that they lost one
+_SILENCE = timedelta(seconds=60)  # of a synchronization, after which a rank warns
+
+
+class TorchDistContext(DistContext):
+    """Context over torch's default process group (gloo or NCCL) and a gloo group for host memory.
+
+    An `owned` default group was created here; the last context to close destroys it.
+    """
+
+    def __init__(self, *, owned: bool) -> None:
+        import torch.distributed as dist
+
+        self._dist: Any = dist
+        find = getattr(dist.group.WORLD, "get_group_store", None)
+        self._store: Any = find() if find is not None else None
+        self._world = dist.group.WORLD
+        self._owned = owned
+        if owned:
+            OF_OUR_GROUP.add(self)
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        self.local_rank, self.local_count = _on_this_machine(self._store, self.rank, self.count)
+        self._gloo = dist.get_backend() == "gloo"
+        with _by_loopback(self.local_count == self.count):
+            self._host: Any = dist.new_group(backend="gloo", timeout=patience_of(dist.group.WORLD))
+        number = self._store.add(f"engines of rank {self.rank}", 1) if self._store else 0
+        self._closed = f"engine {number} closed by rank {{}}".format  # a key of the store
+        self._end = ""  # message of the error that ends this rank
+        self._patient = True  # until it has warned of a long wait
+        self._group: Any = None  # torch's default
+        self._all: TorchDistContext | None = None  # the context that this is a subgroup of
+        self._members: Sequence[int] = range(self.count)
+
+    def new_subgroup(self, sets: Sequence[Sequence[int]], *, by_host: bool = False) -> DistContext:
+        found = copy.copy(self)
+        new = partial(self._dist.new_group, timeout=patience_of(self._dist.group.WORLD))
+        with self.connected():
+            for members in sets:  # all ranks make all groups, in one order
+                host = new(members, backend="gloo")
+                group = host if by_host else new(members)
+                if self.rank in members:
+                    found._group, found._host, found._members = group, host, members
+        found.rank = found.local_rank = found._members.index(self.rank)
+        found.count = found.local_count = len(found._members)
+        found._all, found._owned = self, False
+        return found
+
+    def all_gather(self, full: Tensor, *, overlap: bool = False) -> Work:
+        shards, dist = full.view(self.count, -1), self._dist
+        group = self._overlapping(full) if overlap else self._host
+        many = shards[0].nbytes >= _IN_PLACE_BYTES or not full.is_contiguous()
+        if many and (self._gloo or group is self._host):
+            # Gloo's all-gather allocates a buffer at each call, copies that to `full`, and needs it
+            # to be contiguous.
+            send = dist.broadcast
+            return self._start(
+                *(
+                    partial(send, shard, r, group, async_op=True)
+                    for r, shard in zip(self._members, shards, strict=True)
+                )
+            )
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        flat = full.view(-1)
+        return self._start(partial(gather, flat, shards[self.rank], group, async_op=True))
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
+        group, send = self._overlapping(sent), self._dist.all_to_all_single
+        return self._start(lambda: send(received, sent, group=group, async_op=True))
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        send = self._dist.broadcast
+        root = self._members[source]
+        self._start(lambda: send(tensor, root, self._host, async_op=True)).wait()
+
+    def _overlapping(self, tensor: Tensor) -> Any:
+        """Return the default group if its backend reaches the tensor's memory."""
+        return self._group if self._gloo or tensor.device.type != "cpu" else self._host
+
+    def _start(self, *collectives: Callable[[], Any]) -> Work:
+        with self.connected():
+            return _TorchWork(self, [collective() for collective in collectives])
+
+    def _await(self, work: Work) -> None:
+        """See `DistContext`. Warns once of a long wait: torch waits in silence."""
+        works = work.works if isinstance(work, _TorchWork) and self._patient else ()
+        began = time.monotonic()
+        try:
+            for one in works:
+                one.wait(_SILENCE)
+        except RuntimeError:  # timed out, or failed, which the wait below raises again
+            if time.monotonic() - began >= _SILENCE.total_seconds() and not work.done():
+                self._patient = False
+                rank = (self._all or self).rank
+                warnings.warn(
+                    f"rank {rank} has waited {_SILENCE.seconds} s for other ranks to come "
+                    f"where it is ({self._doing}). If they do not read data or compute all the "
+                    "time: is this call made on some ranks only (`if rank == 0:`), or had they "
+                    "fewer batches? All must save, evaluate, generate and read values together",
+                    InfinityWarning,
+                    stacklevel=4,
+                )
+        work.wait()
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Turn errors of torch in the block into `MachineError`: the other ranks are lost."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:  # ValueError: there is no group any more
+            every = self._all or self
+            closed, silent = every._roll_call()
+            first = f", {named_ranks(silent)} first" if silent else ""
+            here = f"; this one {every._doing}"
+            because = f"another rank has ended, was killed, hangs, or cannot be reached{here}"
+            remedy = (
+                "look at what the other ranks said last; torchrun names the one that ended "
+                f"first. One that is silent for {HELD_UP.seconds // 60} minutes counts as lost; "
+                "for less: torch.distributed.init_process_group(timeout=...) before initialize()"
+            )
+            if closed:
+                who = named_ranks([*closed])
+                first = f", for {who} closed the engine, or ended"
+                first += next((f" by {message}" for message in closed.values() if message), "")
+                because = f"all ranks must call the engine, and use the model, together{here}"
+                remedy = (
+                    f"look whether {who} ended by an error; else: no `if rank == 0:` around "
+                    "these calls, and as many batches on each rank"
+                )
+            raise LostRankError(
+                f"rank {every.rank} of {every.count} lost the others{first}: {first_lines(error)}",
+                because=because,
+                remedy=remedy,
+            ) from error
+
+    def _roll_call(self) -> tuple[dict[int, str], list[int]]:
+        """Return the ranks that closed their engine, each with its error's message or "", and the
+        other ranks that have not reported a lost rank: they ended, or hang.
+        """
+        closed: dict[int, str] = {}
+        silent: list[int] = []
+        store, self._store = self._store, None  # asked once
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                store.set(f"lost-{self.rank}", "")
+                others = [r for r in range(self.count) if r != self.rank]
+                # One that closed because it had lost others is not to blame.
+                closed = {
+                    r: store.get(self._closed(r)).decode()
+                    for r in others
+                    if store.check([self._closed(r)]) and not store.check([f"lost-{r}"])
+                }
+                end = time.monotonic() + _ROLL_CALL_S
+                for rank in others if not closed else ():
+                    left = timedelta(seconds=max(end - time.monotonic(), 0.1))
+                    try:
+                        store.wait([f"lost-{rank}"], left)
+                    except RuntimeError:
+                        silent.append(rank)
+        return closed, silent
+
+    def check(self, device: torch.device) -> None:
+        if device.type != "cpu" and self._gloo:
+            raise ConfigError(
+                f"the process group is of gloo, and the engine computes on {device}",
+                because="gloo sends RAM only; weights and gradients are gathered on the GPU",
+                remedy='torch.distributed.init_process_group("nccl"), or leave it to initialize()',
+            )
+
+    def abort(self, error: BaseException) -> None:
+        self._end = f"{type(error).__name__}: {first_lines(error)}"
+
+    def close(self) -> None:
+        """Destroy the process groups that were created here. Idempotent."""
+        host, self._host = self._host, None
+        if host is None or not self._dist.is_initialized():
+            return
+        if self._dist.group.WORLD is not self._world:  # destroyed by the user, and ours with it
+            return
+        OF_OUR_GROUP.discard(self)
+        if self._all is None and self._store is not None:
+            with contextlib.suppress(RuntimeError):  # others may have ended, and it with them
+                self._store.set(self._closed(self.rank), self._end)
+        is_last = all(other._world is not self._world for other in OF_OUR_GROUP)
+        self._dist.destroy_process_group(None if self._owned and is_last else host)
+        if self._group not in (None, host):
+            self._dist.destroy_process_group(self._group)
+
+
+OF_OUR_GROUP: weakref.WeakSet[TorchDistContext] = weakref.WeakSet()  # a default group made here
+
+
+def patience_of(group: Any) -> timedelta:
+    """Return the timeout of a process group, for the group that synchronizations use."""
+    with contextlib.suppress(AttributeError, RuntimeError):  # torch has no public accessor
+        found = group._get_backend(group._device_types[0]).options._timeout
+        if isinstance(found, timedelta):
+            return found
+    return HELD_UP
+
+
+class _TorchWork:
+    """Collectives of torch whose errors name the ranks that are lost."""
+
+    def __init__(self, ranks: TorchDistContext, works: Sequence[Any]) -> None:
+        self._ranks = ranks
+        self.works = works
+
+    def done(self) -> bool:
+        """See `Work`."""
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self) -> None:
+        """See `Work`."""
+        with self._ranks.connected():
+            for work in self.works:
+                work.wait()

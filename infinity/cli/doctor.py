@@ -100,7 +100,8 @@ def measured_links(refresh: bool = False) -> dict[str, Any] | None:
     All of them measure together, and each node keeps what was found: `rank` (of this process),
     `gpus` (ranks of a node), `nodes`, `rates`, `measured` (the day).
     """
-    from infinity.distributed.launch import find_ranks, num_launched
+    from infinity.distributed.environment import num_launched
+    from infinity.distributed.launch import find_ranks
 
     if num_launched() == 1:
         return None

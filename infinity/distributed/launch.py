@@ -8,14 +8,14 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from infinity.common.accelerators import backend
-from infinity.distributed.context import SINGLE_PROCESS, DistContext, named_ranks
+from infinity.distributed.context import SINGLE_PROCESS, DistContext
+from infinity.distributed.environment import by_loopback, num_launched, number_of, on_this_machine
 from infinity.distributed.torch_context import HELD_UP, OF_OUR_GROUP, TorchDistContext
 from infinity.errors import (
     ConfigError,
@@ -60,13 +60,13 @@ def find_ranks(timeout: timedelta | None = None) -> DistContext:
 
     timeout = timeout or HELD_UP
     try:
-        if _number("RANK", 0):
+        if number_of("RANK", 0):
             _wait_until(_listens, "rank 0", timeout)
         # world_size=1: else rank 0 would wait here, deaf to Ctrl-C, for ranks that never start.
         store, rank, _ = next(dist.rendezvous("env://", world_size=1, timeout=timeout))
         _check_count(store, rank, count, timeout)
-        one_machine = _on_this_machine(store, rank, count)[1] == count
-        with _by_loopback(one_machine):
+        one_machine = on_this_machine(store, rank, count)[1] == count
+        with by_loopback(one_machine):
             if one_machine:  # torchrun keeps the store over restarts, with addresses of dead ranks
                 restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
                 store = dist.PrefixStore(f"restart-{restart}", store)
@@ -95,7 +95,7 @@ def _wait_until(came: Callable[[], bool], who: str, timeout: timedelta) -> None:
         if waited_s > says_s:
             says_s = patience_s  # once
             warnings.warn(
-                f"rank {_number('RANK', 0)} of {num_launched()} waits for {who} to come to "
+                f"rank {number_of('RANK', 0)} of {num_launched()} waits for {who} to come to "
                 f"{address}",
                 InfinityWarning,
                 stacklevel=4,
@@ -105,7 +105,7 @@ def _wait_until(came: Callable[[], bool], who: str, timeout: timedelta) -> None:
 
 def _listens() -> bool:
     """Return True if rank 0, or a launcher for it, takes connections."""
-    address = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
+    address = os.environ["MASTER_ADDR"], number_of("MASTER_PORT", 0)
     with contextlib.suppress(OSError), socket.create_connection(address, timeout=1):
         return True
     return False
@@ -129,64 +129,3 @@ def _check_count(store: Any, rank: int, count: int, timeout: timedelta) -> None:
                     "and --nproc-per-node on each",
                 )
             time.sleep(_POLLS_S)
-
-
-def num_launched() -> int:
-    """Return WORLD_SIZE, or 1 without a launcher."""
-    return _number("WORLD_SIZE", 1)
-
-
-def _on_this_machine(store: Any, rank: int, count: int) -> tuple[int, int]:
-    """Return the local rank, and the number of ranks on this machine.
-
-    Taken from the variables of torchrun or DeepSpeed's launcher. With another launcher, such as
-    srun, ranks compare their machines through `store`.
-    """
-    launched = _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", 0))
-    if launched or store is None:
-        return _number("LOCAL_RANK", rank), launched or count
-    machine = _machine_id()
-    store.set(f"machine of rank {rank}", machine)
-    local = [r for r in range(count) if store.get(f"machine of rank {r}") == machine]
-    if local[-1] - local[0] >= len(local):
-        raise ConfigError(
-            f"{named_ranks(local)} are on one machine, and others between them are not",
-            remedy="number the ranks of a machine one after the other: srun --distribution=block",
-        )
-    return local.index(rank), len(local)
-
-
-def _machine_id() -> bytes:
-    """Return host name and boot id: containers of one machine may differ in their names."""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
-        return f"{socket.gethostname()} ".encode() + file.read()
-    return socket.gethostname().encode()
-
-
-def launched_rank(name: str) -> int:
-    """Return RANK or LOCAL_RANK, as `name`; 0 without a launcher."""
-    return _number(name, 0)
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name) or str(default)
-    if not text.isdecimal():
-        raise ConfigError(f"{name} is {text!r}, not a number", remedy=f"unset {name}")
-    return int(text)
-
-
-@contextmanager
-def _by_loopback(one_machine: bool) -> Iterator[None]:
-    """Make gloo groups created in the block use the loopback interface, on one machine.
-
-    By default gloo resolves the host's name, which fails in some containers.
-    """
-    name, there = "GLOO_SOCKET_IFNAME", "/sys/class/net/lo"
-    wanted = one_machine and name not in os.environ and os.path.exists(there)
-    if wanted:
-        os.environ[name] = "lo"
-    try:
-        yield
-    finally:
-        if wanted:
-            os.environ.pop(name, None)

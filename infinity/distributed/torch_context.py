@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from infinity.distributed.context import DistContext, LostRankError, Work, named_ranks
-from infinity.distributed.launch import _by_loopback, _on_this_machine
+from infinity.distributed.environment import by_loopback, on_this_machine
 from infinity.errors import (
     ConfigError,
     InfinityWarning,
@@ -47,9 +47,9 @@ class TorchDistContext(DistContext):
         if owned:
             OF_OUR_GROUP.add(self)
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
-        self.local_rank, self.local_count = _on_this_machine(self._store, self.rank, self.count)
+        self.local_rank, self.local_count = on_this_machine(self._store, self.rank, self.count)
         self._gloo = dist.get_backend() == "gloo"
-        with _by_loopback(self.local_count == self.count):
+        with by_loopback(self.local_count == self.count):
             self._host: Any = dist.new_group(backend="gloo", timeout=patience_of(dist.group.WORLD))
         number = self._store.add(f"engines of rank {self.rank}", 1) if self._store else 0
         self._closed = f"engine {number} closed by rank {{}}".format  # a key of the store

@@ -3,7 +3,7 @@
 Rows of a stack are parameters of their own, which no module has: leaves of autograd whose unit is
 fetched when a module reads them, as by access of an attribute. The stack itself stays the module's
 parameter, always offloaded: its values are read and written by way of its rows
-(`training/parameter_access.py`), and it gets no gradient.
+(`training/parameter_values.py`), and it gets no gradient.
 
 A range that no token was sent to is left out: nothing is fetched, computed or saved, and its
 gradient is zero (`GradientStore.complete`), as that of such experts is in plain torch. Ranks use a

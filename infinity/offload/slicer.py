@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from infinity.errors import TrainingError
 from infinity.model.buffers import Rerun
 from infinity.model.partitioner import UnitModules
 from infinity.model.torch_private import same_flat_weights
-from infinity.offload.block_forward import UnitForwards
 from infinity.offload.call_tensors import _run_once, leaves, put_together, take_apart
 from infinity.offload.hooks import Hooks, is_ours
 from infinity.offload.shared_ranges import SharedSlices, hands_out_tensors
@@ -40,6 +39,18 @@ _COARSE = 5e-2
 Forward = Callable[..., Any]
 
 
+class Owner(Protocol):
+    """What the slicers of a model share."""
+
+    inside: int  # calls that a slicer is running
+
+    def count_again(self) -> None:
+        """Count a slice that is computed again."""
+
+    def warn_once(self, of: str, text: str) -> None:
+        """Warn, the first time `of` this."""
+
+
 class Slicer:
     """Slices the calls of one block."""
 
@@ -50,7 +61,7 @@ class Slicer:
         unit: int,
         cut: UnitModules,
         count: int,
-        owner: UnitForwards,
+        owner: Owner,
         hooks: Hooks,
     ) -> None:
         self._module = module

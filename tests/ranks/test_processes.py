@@ -23,7 +23,7 @@ from support.process_memory import SMALL_BYTES, needs_peak
 from support.trainer import make_config, train_exactly
 from torch.distributed import HashStore, TCPStore
 
-from infinity.distributed.launch import _on_this_machine
+from infinity.distributed.environment import on_this_machine
 from infinity.distributed.torch_context import TorchDistContext
 from infinity.errors import ConfigError
 
@@ -151,9 +151,9 @@ def test_ranks_of_a_machine_have_numbers_one_after_the_other(
     store = HashStore()
     store.set("machine of rank 1", "there")
     store.set("machine of rank 2", "here")
-    monkeypatch.setattr("infinity.distributed.launch._machine_id", lambda: b"here")
+    monkeypatch.setattr("infinity.distributed.environment._machine_id", lambda: b"here")
     with pytest.raises(ConfigError, match="ranks 0, 2 are on one machine, and others between"):
-        _on_this_machine(store, 0, 3)
+        on_this_machine(store, 0, 3)
 
 
 @needs_peak

@@ -97,8 +97,9 @@ def machines(job: dict[str, Any]) -> None:
         by_loopback.append(one_machine)
         return usual(True)  # they are on one
 
-    usual = infinity.distributed.launch._by_loopback
-    infinity.distributed.launch._by_loopback = noted
+    usual = infinity.distributed.environment.by_loopback
+    for module in (infinity.distributed.launch, infinity.distributed.torch_context):
+        module.by_loopback = noted
     with closing(infinity.distributed.launch.find_ranks()) as ranks:
         found = (ranks.local_rank, ranks.local_count, ranks.num_nodes, *by_loopback)
     torch.save(found, f"{job['out']}-{rank}")
@@ -204,9 +205,8 @@ def on_one_rank_only(job: dict[str, Any]) -> None:
     rank, store = int(os.environ["RANK"]), dist.FileStore(job["store"])
     config = {"nvme_path": job["nvme"], "precision": "fp32", "budget": {}}
     engine = init_alone.start(layers(64, 2), config)
-    infinity.distributed.torch_context._SILENCE = timedelta(
-        seconds=0.2
-    )  # not before: starts are slow
+    # Not before: starts are slow.
+    infinity.distributed.torch_context._SILENCE = timedelta(seconds=0.2)
     said: list[str] = []
 
     def hear(message: Warning | str, *_: Any, **__: Any) -> None:

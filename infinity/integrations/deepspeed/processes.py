@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.utils import checkpoint as torch_checkpoint
 
 from infinity.common import accelerators
-from infinity.distributed.launch import find_ranks, launched_rank, num_launched
+from infinity.distributed.environment import launched_rank, num_launched
+from infinity.distributed.launch import find_ranks
 from infinity.errors import ConfigError
 from infinity.integrations.deepspeed.names import table
 from infinity.optim import standalone

@@ -1,0 +1,76 @@
+"""What a launcher says of the ranks, and which of them share a machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from infinity.distributed.context import named_ranks
+from infinity.errors import (
+    ConfigError,
+)
+
+
+def num_launched() -> int:
+    """Return WORLD_SIZE, or 1 without a launcher."""
+    return number_of("WORLD_SIZE", 1)
+
+
+def on_this_machine(store: Any, rank: int, count: int) -> tuple[int, int]:
+    """Return the local rank, and the number of ranks on this machine.
+
+    Taken from the variables of torchrun or DeepSpeed's launcher. With another launcher, such as
+    srun, ranks compare their machines through `store`.
+    """
+    launched = number_of("LOCAL_WORLD_SIZE", number_of("LOCAL_SIZE", 0))
+    if launched or store is None:
+        return number_of("LOCAL_RANK", rank), launched or count
+    machine = _machine_id()
+    store.set(f"machine of rank {rank}", machine)
+    local = [r for r in range(count) if store.get(f"machine of rank {r}") == machine]
+    if local[-1] - local[0] >= len(local):
+        raise ConfigError(
+            f"{named_ranks(local)} are on one machine, and others between them are not",
+            remedy="number the ranks of a machine one after the other: srun --distribution=block",
+        )
+    return local.index(rank), len(local)
+
+
+def _machine_id() -> bytes:
+    """Return host name and boot id: containers of one machine may differ in their names."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        return f"{socket.gethostname()} ".encode() + file.read()
+    return socket.gethostname().encode()
+
+
+def launched_rank(name: str) -> int:
+    """Return RANK or LOCAL_RANK, as `name`; 0 without a launcher."""
+    return number_of(name, 0)
+
+
+def number_of(name: str, default: int) -> int:
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal():
+        raise ConfigError(f"{name} is {text!r}, not a number", remedy=f"unset {name}")
+    return int(text)
+
+
+@contextmanager
+def by_loopback(one_machine: bool) -> Iterator[None]:
+    """Make gloo groups created in the block use the loopback interface, on one machine.
+
+    By default gloo resolves the host's name, which fails in some containers.
+    """
+    name, there = "GLOO_SOCKET_IFNAME", "/sys/class/net/lo"
+    wanted = one_machine and name not in os.environ and os.path.exists(there)
+    if wanted:
+        os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        if wanted:
+            os.environ.pop(name, None)

@@ -19,8 +19,7 @@ the slices of such a block pass ranges alone.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,10 +34,10 @@ from infinity.model.partitioner import Rows
 from infinity.model.stacks import RangeCall, StackRange
 from infinity.offload.expert_ranges import Experts
 from infinity.offload.hooks import Hooks, is_ours
+from infinity.offload.recorded_outputs import CAPTURING, active_records
 from infinity.offload.slice_sums import SlicedCall
 
 _SEVERAL_RUNS = "its slices pass ranges of experts together, and run several times for that"
-_CAPTURING = "transformers.utils.output_capturing"  # its hooks, on all models, do so if asked to
 # Gradients that are wanted of a run: none, those behind the call of experts, or all.
 _NONE, _BEHIND, _ALL = range(3)
 Leaf = tuple[int, Tensor]  # rows of a stack, by parameter, as one slice reads them
@@ -395,16 +394,12 @@ def _captured(function: Any) -> Iterator[Tensor]:
 
 def hands_out_tensors(module: nn.Module) -> bool:
     """Return True if hooks of others, on modules inside, may keep tensors of the forward."""
-    capturing = sys.modules.get(_CAPTURING)
-    collected: Mapping[str, Any] = {}
-    if capturing is not None:
-        collected = capturing._active_collector.get() or {}
-    if any("hidden_states" not in key for key in collected):
+    if any("hidden_states" not in key for key in active_records()):
         return True
     for part in module.modules():
         kinds = (part._forward_hooks, part._forward_pre_hooks) if part is not module else ()
         for hook in (h for hooks in kinds for h in hooks.values()):
-            if not is_ours(hook) and getattr(hook, "__module__", "") != _CAPTURING:
+            if not is_ours(hook) and getattr(hook, "__module__", "") != CAPTURING:
                 return True
         if part is not module and (part._backward_hooks or part._backward_pre_hooks):
             return True

@@ -28,6 +28,7 @@ from infinity.model.partitioner import UnitModules
 from infinity.model.torch_private import same_flat_weights
 from infinity.offload.call_tensors import _run_once, leaves, put_together, take_apart
 from infinity.offload.hooks import Hooks, is_ours
+from infinity.offload.recorded_outputs import SlicedRecords
 from infinity.offload.shared_ranges import SharedSlices, hands_out_tensors
 from infinity.offload.slice_sums import SlicedCall
 
@@ -118,10 +119,14 @@ class Slicer:
             forms, results = self._shared(shape, calls)
             return self._joined(forms, results, rows, size)
         call = SlicedCall(self._sums, self._own)
+        records = SlicedRecords(
+            [min(size, rows - first) for first in range(0, rows, size)], self._refusal
+        )
         for number in reversed(range(len(calls))):  # backward finds them the other way round
-            with call.slice(number), same_flat_weights(self._module):
+            with call.slice(number), records.slice(number), same_flat_weights(self._module):
                 result = _run_once(run, self._name, shape, calls[number])
             forms[number] = take_apart(result, results[number])
+        records.join()
         if before is not None:
             self._check_left(before)
         return self._joined(forms, results, rows, size)

@@ -1,7 +1,7 @@
 """The initial write of all state: initial weights, zero moments, frozen bytes.
 
 Units are written one after the other, chunk by chunk, and each parameter's own memory is let go
-as soon as its unit is written. Values that are made (see `model/initialisers.py`) are asked for once,
+as soon as its unit is written. Values that are made (`model/initialisers.py`) are asked for once,
 one whole parameter at a time; of those that lie in files (fused ones in several) what this rank
 keeps is read, and no more, but of what is quantised whole matrices, one by one. The first write
 doubles as what file systems want before O_DIRECT: every extent written once.

@@ -26,7 +26,7 @@ import infinity
 from infinity.engine import Engine
 from infinity.errors import ConfigError, MachineError
 from infinity.integrations.huggingface.models import load_model
-from infinity.model import initialisers, meta_init
+from infinity.model import meta_init
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -350,7 +350,7 @@ def test_room_is_kept_for_a_piece_of_what_files_hold_and_for_the_whole_of_what_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fused experts are of several tensors of the files; a quantised one is made whole."""
-    monkeypatch.setattr(initialisers, "PIECE_ELEMENTS", 1000)
+    monkeypatch.setattr(meta_init, "PIECE_ELEMENTS", 1000)
     facts = FAMILIES["mixtral"].config()
     facts.hidden_size, facts.intermediate_size = 64, 128
     hf.MixtralForCausalLM(facts).save_pretrained(tmp_path)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.runs import metrics_of, settings, train
 from torch import Tensor, nn
+from torch.testing import assert_close
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -309,6 +310,34 @@ def test_slices_in_ranges_have_the_bits_of_slices_of_whole_layers(
     assert_equal(runs[1][2], runs[0][2])
     assert routed == any("read each range of experts anew" in str(w.message) for w in recwarn)
     assert (max(reads[1]) > 3) == routed  # else forward, recomputation, backward
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "units"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_what_transformers_records_of_slices_is_one_tensor_a_layer(
+    family: str, checkpoint: str, tmp_path: Path
+) -> None:
+    """So an auxiliary loss under an attention mask counts the tokens that the mask keeps."""
+    plain, mask = build(family), torch.ones(4, 8, dtype=torch.long)
+    for row in range(4):
+        mask[row, 8 - 2 * row :] = 0
+    ids = torch.randint(0, 97, (4, 8), generator=torch.Generator().manual_seed(0))
+    asked: dict[str, Any] = {"output_router_logits": True, "output_attentions": True}
+    asked |= {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    activations = {"checkpoint": checkpoint, "slices": 3}
+    config, model = config_of(tmp_path, activations=activations), build(family)
+    for one in (plain, model):
+        one.set_attn_implementation("eager")
+    engine, *_ = infinity.initialize(model, config, optimizer=sgd, device="cpu")
+    expected, found = plain(**asked), engine(**asked)
+    for name in ("router_logits", "attentions"):
+        assert_close(tuple(found[name]), tuple(expected[name]))
+    assert_close(found.aux_loss, expected.aux_loss)
+    expected.loss.backward()
+    engine.backward(found.loss)
+    for name, parameter in engine.module.named_parameters():
+        assert_close(engine.gradient(parameter), plain.get_parameter(name).grad)
+    engine.close()
 
 
 @pytest.mark.parametrize(

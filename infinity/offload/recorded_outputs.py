@@ -1,0 +1,72 @@
+"""What transformers records inside a block that runs in slices: router logits, attentions.
+
+`output_router_logits=True` and the like make hooks on modules inside a block append a tensor to a
+list of the call. Slices would append one each: what a model does with them, such as the auxiliary
+loss under an attention mask, expects one a layer. So they are joined, sample by sample.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CAPTURING = "transformers.utils.output_capturing"  # the module of these hooks
+Records = MutableMapping[str, Any]  # lists or tuples of tensors, by what they are
+
+
+def active_records() -> Records:
+    """Return what the transformers call under way records; empty where there is none."""
+    capturing = sys.modules.get(CAPTURING)
+    found: Records | None = None if capturing is None else capturing._active_collector.get()
+    return {} if found is None else found
+
+
+class SlicedRecords:
+    """Records of one call of a block, taken out slice by slice, and joined."""
+
+    def __init__(self, sizes: Sequence[int], refusal: Callable[[str, str], Exception]) -> None:
+        """`sizes` are the samples of each slice; `refusal` makes an error of what and why."""
+        self._records = active_records()
+        self._before = {k: len(v) for k, v in self._records.items() if isinstance(v, list | tuple)}
+        self._sizes = sizes
+        self._refusal = refusal
+        self._parts: dict[str, list[Sequence[Any]]] = {k: [()] * len(sizes) for k in self._before}
+
+    @contextmanager
+    def slice(self, number: int) -> Iterator[None]:
+        """Take out what is recorded in the block, which is a slice's."""
+        yield
+        for key, count in self._before.items():
+            values = self._records[key]
+            self._parts[key][number] = values[count:]
+            self._records[key] = values[:count]
+
+    def join(self) -> None:
+        """Record what the whole batch would have recorded."""
+        for key, parts in self._parts.items():
+            if not any(parts):
+                continue
+            if len({len(part) for part in parts}) > 1:
+                raise self._refusal(
+                    f"its slices record {key!r} {', '.join(str(len(p)) for p in parts)} times",
+                    "records of slices are joined sample by sample",
+                )
+            joined = [self._joined(key, tensors) for tensors in zip(*parts, strict=True)]
+            self._records[key] += type(self._records[key])(joined)
+
+    def _joined(self, key: str, tensors: Sequence[Any]) -> Tensor:
+        first, *_ = tensors
+        for tensor, size in zip(tensors, self._sizes, strict=True):
+            rows = tensor.shape[0] if isinstance(tensor, Tensor) and tensor.dim() else 0
+            if not rows or rows * self._sizes[0] != first.shape[0] * size:
+                shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise self._refusal(
+                    f"it records {key!r} of shape {shape} for {size} samples",
+                    "records of slices are joined sample by sample",
+                )
+        return torch.cat(list(tensors))

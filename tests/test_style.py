@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from docstring_coverage import MARKERS, public_callables  # noqa: E402
 
 GENERATED = ("config-reference", "deepspeed-keys", "notes")  # by `make docs`, from the sources
-MOST = 518  # docstrings whose first paragraph has one
+MOST = 495  # docstrings whose first paragraph has one
 
 
 def first_paragraphs(source: str) -> list[str]:

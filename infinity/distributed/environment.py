@@ -1,4 +1,4 @@
-"""What a launcher says of the ranks, and which of them share a machine."""
+"""Environment variables of launchers, and ranks that share a machine."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _STALE_S = 30.0  # for a restarted process to replace its entry in the store
 
 
 def find_ranks(timeout: timedelta | None = None) -> DistContext:
-    """Return the context of torch's default process group, or of the ranks a launcher started.
+    """Return the context of the default process group, or of the ranks a launcher started.
 
     A launcher such as `torchrun` sets WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT: then a default
     group is created, NCCL where there are GPUs, else gloo. Without either: `SINGLE_PROCESS`.

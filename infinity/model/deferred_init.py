@@ -223,7 +223,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
     def _hand_out(
         self, call: Any, args: Any, kwargs: Any, result: Any
     ) -> tuple[Any, list[tuple[int, int]]]:
-        """What the caller gets: mutated arguments themselves, meta for the large, else the real."""
+        """Return the results: mutated arguments themselves, large tensors on meta."""
         mutated = mutated_arguments(call, args, kwargs)
         results = list(result) if isinstance(result, tuple | list) else [result]
         made: list[tuple[int, int]] = []
@@ -276,7 +276,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         return shadow
 
     def _set_live(self, key: int, shadow: torch.UntypedStorage | None) -> None:
-        """Keep a storage's shadow, which is used now, or let go of it."""
+        """Keep or release the shadow of a storage that is used now."""
         storage = self._storages[key]
         if key in self._live:
             del self._live[key]
@@ -287,7 +287,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
             self._live_bytes += storage.nbytes
 
     def _trim(self, in_use: set[int]) -> None:
-        """Drop the least recently used shadows beyond what is kept."""
+        """Drop the least recently used shadows beyond `KEEP_BYTES`."""
         total = self._live_bytes - sum(self._storages[key].nbytes for key in in_use)
         while total > KEEP_BYTES:
             key = next(key for key in self._live if key not in in_use)
@@ -357,7 +357,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def storage_key(tensor: Tensor) -> int:
-    """What a tensor's memory is known by: equal for those that share it."""
+    """Return a key of a tensor's storage: equal for tensors that share it."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -54,7 +54,7 @@ class Initialisers:
         self._problem: ConfigError | None = None
 
     def value(self, tensor: Tensor) -> Tensor:
-        """The values of a wanted tensor, on the CPU. Raises `ConfigError` if nobody makes them."""
+        """Return the values of a tensor, on the CPU; raises `ConfigError` if nothing makes them."""
         self.check()
         return self._deferral.value(self._made[id(tensor)].data)
 
@@ -98,7 +98,7 @@ class Initialisers:
                 self._call(name, getattr(head, _FAMILY), modules[name])
 
     def _call(self, name: str, method: Callable[..., Any], *modules: nn.Module) -> None:
-        """An initialiser, with random numbers of its own; what it wrote to is looked at."""
+        """Run an initialiser with its own random numbers, and check the tensors that it wrote."""
         self._draw_from(name, method.__name__)
         begun = self._deferral.num_operations
         try:
@@ -120,7 +120,7 @@ class Initialisers:
         self._deferral.forget_shadows()
 
     def _draw_from(self, *names: str) -> None:
-        """Random numbers of their own for every module and everyone who initialises it."""
+        """Seed random numbers by the module and its initialiser."""
         text = "\0".join((str(self._seed), *names))
         number = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
         torch.default_generator.manual_seed(number >> 1)
@@ -153,7 +153,7 @@ class Initialisers:
 
 
 def _stand_in(tensor: Tensor, device: str) -> Tensor:
-    """Another tensor like it, filled as [Note: module initializers] says."""
+    """Return a tensor like it, filled for [Note: module initializers]."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if device == "cpu" and _has_nan(tensor.dtype):
         made.fill_(float("nan"))

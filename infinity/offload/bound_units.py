@@ -99,7 +99,7 @@ class BoundUnits:
         return error
 
     def release_all(self, *, reached: bool = False) -> None:
-        """Unbind what a call bound; units stay in their slots; see [Note: released].
+        """Unbind the units that a call bound; they stay in their slots; see [Note: released].
 
         Units accessed outside calls stay bound unless `reached`. Raises the first `ResidencyError`
         of an edited parameter, after all are unbound.

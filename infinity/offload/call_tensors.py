@@ -34,7 +34,7 @@ def take_apart(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def put_together(shape: Any, tensors: Sequence[Tensor]) -> Any:
-    """What was taken apart, with these tensors."""
+    """Return the value of a shape, with these tensors."""
     if isinstance(shape, _TensorPosition):
         return tensors[shape.index]
     if type(shape) in (tuple, list):
@@ -54,7 +54,7 @@ def leaves(shape: Any) -> Iterator[Any]:
 
 
 def is_as_given(value: Any, shape: Any, tensors: Sequence[Tensor]) -> bool:
-    """Whether what was put together is as it was: nobody put anything into its lists and dicts."""
+    """Return True if no list or dict of the value was changed since it was put together."""
     if isinstance(shape, _TensorPosition):
         return value is tensors[shape.index]
     if type(shape) is dict:

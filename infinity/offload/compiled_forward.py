@@ -47,7 +47,7 @@ class CompiledForward:
         self._run: Callable[..., Any] = torch.compile(forward, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it; raises `TrainingError` for what the compiler cannot take whole."""
+        """Run it; raises `TrainingError` where the compiler breaks the graph."""
         try:
             for part, owned, plain in self._owned:
                 for name, parameter in owned.items():

@@ -1,4 +1,4 @@
-"""What transformers records inside a block that runs in slices: router logits, attentions.
+"""Outputs that transformers records inside sliced blocks: router logits, attentions.
 
 `output_router_logits=True` and the like make hooks on modules inside a block append a tensor to a
 list of the call. Slices would append one each: what a model does with them, such as the auxiliary
@@ -20,7 +20,7 @@ Records = MutableMapping[str, Any]  # lists or tuples of tensors, by what they a
 
 
 def active_records() -> Records:
-    """Return what the transformers call under way records; empty where there is none."""
+    """Return the records of the transformers call in progress; empty without one."""
     capturing = sys.modules.get(CAPTURING)
     found: Records | None = None if capturing is None else capturing._active_collector.get()
     return {} if found is None else found
@@ -39,7 +39,7 @@ class SlicedRecords:
 
     @contextmanager
     def slice(self, number: int) -> Iterator[None]:
-        """Take out what is recorded in the block, which is a slice's."""
+        """Take out the records of one slice, which runs in the block."""
         yield
         for key, count in self._before.items():
             values = self._records[key]
@@ -47,7 +47,7 @@ class SlicedRecords:
             self._records[key] = values[:count]
 
     def join(self) -> None:
-        """Record what the whole batch would have recorded."""
+        """Record the joined tensors, as the full batch would have done."""
         for key, parts in self._parts.items():
             if not any(parts):
                 continue

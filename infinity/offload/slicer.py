@@ -41,7 +41,7 @@ Forward = Callable[..., Any]
 
 
 class Owner(Protocol):
-    """What the slicers of a model share."""
+    """State that the slicers of a model share."""
 
     inside: int  # calls that a slicer is running
 
@@ -212,8 +212,8 @@ class Slicer:
     def _try_out(
         self, shape: Any, tensors: Sequence[Tensor], sliced: Sequence[bool], size: int
     ) -> str:
-        """Raise if slices compute something else beside one another than alone: as in evaluation,
-        where dropout hides nothing, and as it is.
+        """Raise if slices compute other numbers together than alone: in evaluation, where dropout
+        hides nothing, and in the current mode.
 
         Returns why slices cannot pass ranges of experts together, or "".
         """

@@ -29,7 +29,7 @@ BETWEEN_NODES = "between_nodes"
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes per second, unless said otherwise, of all paths of a run together.
+    """Bytes per second, unless noted, of all paths of a run together.
 
     `disk_mixed` counts both directions, moved 1:1. `disk_per_cpu_s` are the bytes of disk traffic
     that cost one second of compute on all processors (None: no cost is known). `to_device` and
@@ -65,7 +65,7 @@ class Rates:
     disk_per_cpu_s: float | None = None
 
     def disk_s(self, read_bytes: int, written_bytes: int) -> float:
-        """Seconds for so many bytes in both directions at once.
+        """Return the seconds for bytes in both directions at once.
 
         What both directions have in common moves at the mixed rate, the rest alone.
         """
@@ -90,7 +90,7 @@ class Rates:
         return inward_s, outward_s
 
     def of_rank(self, local: int, nodes: int, *, unified: bool) -> Rates:
-        """What one rank gets where `local` of them share a node, and there are so many `nodes`."""
+        """Return the rates of one rank, of `local` on each of `nodes`."""
         disk = {name: getattr(self, name) / local for name in DISK}
         if self.disk_per_cpu_s is not None:
             disk[DISK_PER_CPU_S] = self.disk_per_cpu_s / local
@@ -123,7 +123,7 @@ class Rates:
 
 
 def flat(rates: Mapping[str, Any]) -> dict[str, float]:
-    """Rates in sections by dotted name; what is None is left out."""
+    """Return nested rates by dotted name, without those that are None."""
     found: dict[str, float] = {}
     for name, rate in rates.items():
         if isinstance(rate, Mapping):
@@ -204,7 +204,7 @@ def completed(
 
 
 def rates_origin(rates: Rates, nominal: Collection[str], measured: str | None) -> str:
-    """Where rates come from, for people: "measured 2026-11-21", and what is nominal."""
+    """Describe where rates come from: "measured 2026-11-21", and which are nominal."""
     if len(nominal) == len(rates.numbers()):
         return "nominal rates of a common machine: nothing was measured"
     origin = f"measured {measured}" if measured else "given"

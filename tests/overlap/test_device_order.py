@@ -30,7 +30,7 @@ from infinity.errors import InfinityWarning
 from infinity.offload import activations as activations_module
 from infinity.offload import gradient_buffers as gradient_worker_module
 from infinity.offload import gradient_copies as copies_module
-from infinity.offload import prefetch as slots_module
+from infinity.offload import slots as slots_module
 from infinity.offload.activations import ActivationStore
 from infinity.offload.gradients import GradientStore
 from infinity.offload.transfers import Transfers
@@ -218,7 +218,7 @@ def reuse_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     take = BufferPool.take
 
     def always_one(self: BufferPool, *more: Any) -> Any:
-        if asker() != ("infinity.training.optimizer_pass", "_stream"):
+        if asker() != ("infinity.training.unit_updater", "_stream"):
             return take(self, *more)
         self.buffer = getattr(self, "buffer", None)
         self.buffer = take(self) if self.buffer is None else self.buffer
@@ -382,8 +382,8 @@ PINNED: dict[tuple[str, str], tuple[tuple[str, str, str], dict[str, Any]]] = {
         IN_RAM,
         {"precision": "bf16", "gradient_accumulation_steps": 2},
     ),
-    ("infinity.offload.prefetch", "__init__"): (ON_DISK, {}),
-    ("infinity.training.optimizer_pass", "__init__"): (ON_DISK, {}),
+    ("infinity.offload.fetcher", "__init__"): (ON_DISK, {}),
+    ("infinity.training.unit_updater", "__init__"): (ON_DISK, {}),
     ("infinity.offload.activations", "__init__"): (IN_RAM, {"activations": OFFLOADS["host"]}),
     ("infinity.checkpoint.durability", "__init__"): (
         ON_DEVICE,

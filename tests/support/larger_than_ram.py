@@ -42,13 +42,14 @@ class Experts(nn.Module):
 
     def __init__(self, count: int, width: int) -> None:
         super().__init__()
+        self.count = count
         for name in self.NAMES:
             self.register_parameter(name, nn.Parameter(torch.empty(count, width, width)))
-            nn.init.normal_(getattr(self, name), std=width**-0.5)
+            nn.init.uniform_(getattr(self, name), -(width**-0.5), width**-0.5)
 
     def forward(self, x: Tensor, expert: Tensor) -> Tensor:
         expert, order = torch.sort(expert, stable=True)
-        counts = torch.bincount(expert, minlength=len(self.layer0)).tolist()
+        counts = torch.bincount(expert, minlength=self.count).tolist()
         found = compute_ranges(self, self.compute, counts, x[order])
         return torch.zeros_like(x).index_copy(0, order, found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import infinity
 from infinity.checkpoint.streams import first_frozen_byte
 from infinity.config.schema import load_config
 from infinity.errors import ConfigError, TrainingError
+from infinity.model.meta_init import InitialValues
 from infinity.model.partition import groups_of, partition_model
 from infinity.model.quantised import quantise
 from infinity.model.shapes import Outline, Shape
@@ -90,6 +92,39 @@ def test_stacks_that_are_none_are_refused_by_name() -> None:
     model.up = nn.Parameter(torch.zeros(3, 256, 16))
     with pytest.raises(ConfigError, match="3 in up, 7 in down"):
         cut(model, 1)
+
+
+@pytest.mark.parametrize("placement", ["disk", "host"])
+def test_the_values_of_a_stack_are_made_once_for_all_its_ranges(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait on the drive; without one they are made again, and are the same."""
+    made: Counter[tuple[int, ...]] = Counter()
+    value = InitialValues.value
+
+    def count(self: InitialValues, tensor: torch.Tensor) -> torch.Tensor:
+        made[tuple(tensor.shape)] += 1
+        return value(self, tensor)
+
+    monkeypatch.setattr(InitialValues, "value", count)
+    states, times = [], []
+    everything = dict.fromkeys(("weights", "moments", "gradients"), placement)
+    for experts, path in ((7, tmp_path), (2, tmp_path), (2, None)):
+        if placement == "disk" and path is None:
+            continue
+        torch.manual_seed(0)
+        with infinity.Init(threshold_bytes=0):
+            model = Stacked()
+        config = {"nvme_path": path, "experts_per_unit": experts, "placement": everything}
+        config |= {"optimizer": {"type": "AdamW", "lr": 1e-2}, "gradient_clipping": 0.5}
+        made.clear()
+        with infinity.initialize(model, config, device="cpu")[0] as engine:
+            states.append(dict(engine.state_dict(master=True)))
+        times.append(made[7, Stacks.INNER, 16])
+        assert not list(tmp_path.iterdir())
+    assert times == [2, 2, 8][: len(times)]  # of two layers in four ranges
+    for state in states[1:]:
+        assert all(torch.equal(state[name], states[0][name]) for name in states[0])
 
 
 def test_a_durable_run_goes_on_in_ranges_and_is_read_in_others(tmp_path: Path) -> None:

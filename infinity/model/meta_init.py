@@ -248,6 +248,10 @@ class InitialValues:
         read = self._read.get(id(tensor))
         return tensor if read is None else read()
 
+    def makes(self, tensor: Tensor) -> bool:
+        """Return True if each call of `value` makes the value anew."""
+        return id(tensor) in self._read
+
     def pieces(self, tensor: Tensor, first: int, count: int) -> list[Read] | None:
         """What gives `count` elements of its first value from `first`, flat, one piece after the
         other; None where that comes whole.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,7 @@ class EngineComponents:
         self.optimizer_pass.open()
         renew_references = forget_flat_weights(model)
         uses.append(renew_references)
-        self._fill(optimizer, initial_values, stored, progress)
+        self._fill(optimizer, initial_values, stored, progress, config.nvme_path)
         self.binding.settle()
         renew_references()
         self._written = True
@@ -191,6 +191,7 @@ class EngineComponents:
         initial_values: InitialValues,
         stored: StoredRun | None,
         progress: Progress | None,
+        paths: Sequence[Path],
     ) -> None:
         """Write the initial state: that of the resumed run, or of the model."""
         index_of = {id(p): i for i, p in enumerate(self.partition.parameters)}
@@ -207,8 +208,9 @@ class EngineComponents:
                 self.binding.forget(layout.index)
             self.durability.fill_memory(progress)
         else:
+            folder = next(iter(paths), None)
             initial_write = InitialWrite(
-                self.plan, self.transfers, self.store, self.kernels, initial, initial_values
+                self.plan, self.transfers, self.store, self.kernels, initial, initial_values, folder
             )
             initial_write.write(self.partition.parameters, self.binding, progress)
             del initial_write  # and its buffers

@@ -9,8 +9,11 @@ doubles as what file systems want before O_DIRECT: every extent written once.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +41,7 @@ class InitialWrite:
     """Writes the initial state; two buffers, so that writes overlap.
 
     `initial` holds what the moments of a parameter (by index) begin with, where that is not 0.
+    `folder`, on a drive of the run, takes values of stacks that several ranges are written from.
     """
 
     def __init__(
@@ -48,13 +52,14 @@ class InitialWrite:
         kernels: CpuKernels,
         initial: Mapping[int, tuple[float, ...]],
         initial_values: InitialValues,
+        folder: Path | None = None,
     ) -> None:
         self.plan = plan
         self.transfers = transfers
         self.store = store
         self.kernels = kernels
         self.initial = initial
-        self._values = _Current(initial_values)
+        self._values = _Current(initial_values, folder)
         self._chunk = min(plan.chunk_elements, max((u.numel for u in plan.own), default=0))
         record = Record(plan.precision.kinds, plan.precision)
         self._buffers = BufferPool(2, record.nbytes(self._chunk))
@@ -69,6 +74,8 @@ class InitialWrite:
         """Write all units where they rest; parameters are offloaded afterwards."""
         sizes = [_initial_write_bytes(self.plan, layout) for layout in self.plan.units]
         done = 0
+        rows = [s for unit in self.plan.units for s in unit.segments if s.is_rows]
+        self._values.keep({id(parameters[s.origin]) for s in rows if not s.ends_stack})
         for layout, own in zip(self.plan.units, self.plan.own, strict=True):
             zero = self._zero_kinds(own)
             for index in range(own.num_chunks(self.plan.chunk_elements)):
@@ -78,6 +85,7 @@ class InitialWrite:
             binding.forget(layout.index)
             for segment in layout.segments:
                 if segment.is_rows and segment.ends_stack:
+                    self._values.drop(parameters[segment.origin])
                     binding.unbind_materialized(segment.origin)
             done += sizes[layout.index]
             if progress is not None:
@@ -226,7 +234,7 @@ class InitialWrite:
                     remedy="frozen.rest: nf4 or int8, or as_is",
                 ) from error
         if pieces is None:
-            value = self._values.flat(parameter)[index * numel : (index + 1) * numel]
+            value = self._values.part(parameter, index * numel, numel)
         else:
             parts = [read().view(-1) for read in pieces]
             value = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -243,27 +251,52 @@ def _initial_write_bytes(plan: Plan, layout: UnitLayout) -> int:
 
 
 class _Current:
-    """The values of the parameter that is being written; those of the last are let go first."""
+    """The values of the parameter that is being written; the last one's are released first.
 
-    def __init__(self, initial_values: InitialValues) -> None:
+    A stack of experts that is cut would be made again for each of its ranges, since all stacks of a
+    layer take turns: it is made once, and its values wait in an unnamed file. Without a drive, or
+    space on it, it is made again.
+    """
+
+    def __init__(self, initial_values: InitialValues, folder: Path | None) -> None:
         self._initial_values = initial_values
+        self._folder = folder
+        self._kept: Collection[int] = ()  # stacks, by id
+        self._files: dict[int, _ValuesFile] = {}
         self._parameter: nn.Parameter | None = None
         self._flat = torch.empty(0)
 
-    def flat(self, parameter: nn.Parameter) -> Tensor:
-        """All values in one dimension, of any dtype."""
+    def keep(self, stacks: Collection[int]) -> None:
+        """Keep values of these parameters, by id, until `drop`."""
+        self._kept = stacks
+
+    def drop(self, stack: nn.Parameter) -> None:
+        """Forget the values of a stack."""
+        file = self._files.pop(id(stack), None)
+        if file is not None:
+            file.close()
+
+    def part(self, parameter: nn.Parameter, first: int, count: int) -> Tensor:
+        """Return `count` values from `first`, of one dimension and any dtype."""
+        file = self._files.get(id(parameter))
+        if file is not None:
+            return file.read(first, count)
         if parameter is not self._parameter:
             self.forget()
             self._flat = self._initial_values.value(parameter).detach().reshape(-1)
             self._parameter = parameter
-        return self._flat
+            made = self._initial_values.makes(parameter)
+            if self._folder is not None and made and id(parameter) in self._kept:
+                with contextlib.suppress(OSError):
+                    self._files[id(parameter)] = _ValuesFile(self._folder, self._flat)
+        return self._flat[first : first + count]
 
     def fill(self, target: Tensor, parameter: nn.Parameter, first: int) -> None:
         """Fill `target` with them from `first`; only these are read where that can be."""
         for into in torch.split(target, PIECE_ELEMENTS):
             pieces = self._initial_values.pieces(parameter, first, into.numel())
             if pieces is None:
-                into.copy_(self.flat(parameter)[first : first + into.numel()])
+                into.copy_(self.part(parameter, first, into.numel()))
             done = 0
             for read in pieces or ():
                 part = read()
@@ -278,3 +311,28 @@ class _Current:
     def forget(self) -> None:
         """Keep no memory."""
         self._parameter, self._flat = None, torch.empty(0)
+
+
+class _ValuesFile:
+    """Values in a file without a name."""
+
+    def __init__(self, folder: Path, values: Tensor) -> None:
+        self._dtype = values.dtype
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        try:
+            self._file.write(values.cpu().contiguous().view(torch.uint8).numpy().data)
+            self._file.flush()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def read(self, first: int, count: int) -> Tensor:
+        """Return `count` values from `first`."""
+        values = torch.empty(count, dtype=self._dtype, device="cpu")
+        self._file.seek(first * self._dtype.itemsize)
+        self._file.readinto(values.view(torch.uint8).numpy().data)
+        return values
+
+    def close(self) -> None:
+        """Free its space."""
+        self._file.close()

@@ -175,6 +175,16 @@ def test_a_model_built_under_init_is_the_ordinary_one(tmp_path: Path) -> None:
             deepspeed.zero.Init(**{name: True})
 
 
+def test_zero_init_takes_the_batch_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `from_pretrained` passes it on below the stock Trainer, in each process of a launcher."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}
+    config = {**sizes, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3}}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = nn.Linear(512, 512)
+    assert model.weight.is_meta
+
+
 def test_external_parameters_need_no_registration(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         module = engine.module

@@ -24,6 +24,7 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError, ResidencyError
 from infinity.integrations.deepspeed.config import find_translation
 from infinity.integrations.deepspeed.names import getter
+from infinity.integrations.deepspeed.processes import get_world_size
 from infinity.model.offloaded_parameter import engine_of
 
 
@@ -292,7 +293,7 @@ def _is_transformers(source: Any) -> bool:
 
 def _seed_in(source: Any) -> int | None:
     """The seed in a configuration of ours, or in the section of ours in one of DeepSpeed's."""
-    translation = find_translation(source, lenient=True)
+    translation = find_translation(source, lenient=True, ranks=get_world_size())
     return (load_config(source) if translation is None else translation.config).seed
 
 

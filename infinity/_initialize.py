@@ -1,4 +1,4 @@
-"""`initialize`: from a model and a config to an engine, or to an error that says why not."""
+"""`initialize`: makes an engine from a model and a config, or raises an error with the reason."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ _EXPERTS = "infinity.integrations.huggingface.experts"  # imported where transfo
 
 
 def _check_alike(settings: Settings, ranks: DistContext) -> None:
-    """Raise `ConfigError` for what ranks were not told alike."""
+    """Raise `ConfigError` if arguments or settings differ between ranks."""
     apart = ("nvme_path", "journal", "trace", "io.weights")
     facts = {n: e["value"] for n, e in settings.config.resolved().items() if n not in apart}
     batches = {"samples of a micro-batch": settings.batch_size, "drop_last": settings.drop_last}
@@ -281,7 +281,7 @@ def make_current(device: torch.device, ranks: DistContext) -> None:
 
 
 def _seed_of_meta(config: Config, ranks: DistContext) -> int | None:
-    """What values of a model on meta follow from; None: whatever torch's generator says."""
+    """Return the seed for values of a model on meta; None to take torch's generator."""
     if config.seed is not None or ranks.count == 1:
         return config.seed
     ranks.synchronize("draws a seed")
@@ -292,7 +292,7 @@ _COMPARED = 1024  # elements, from either end of a parameter whose values are in
 
 
 def _facts_of(partition: Partition, initial_values: InitialValues) -> dict[str, Any]:
-    """What ranks must have alike: all parameters, their units, and their values.
+    """Return facts that all ranks must share: parameters, units, and settings.
 
     Of values in files the first and last; of those that will be made, which takes time, those of
     the smallest matrix, or where there is none tensor: vectors are often constants.
@@ -325,14 +325,14 @@ def _facts_of(partition: Partition, initial_values: InitialValues) -> dict[str, 
 
 
 def _facts_of_optimizer(optimizer: OffloadedOptimizer) -> dict[str, Any]:
-    """What ranks must have alike: the rule, what it keeps of a parameter, and groups' values."""
+    """Return facts that all ranks must share: the rule, its state, and values of groups."""
     rule, values = optimizer.rule, optimizer.group_values()
     kept = {"moments": rule.moments, "whole parameters": rule.whole}
     return {"name": rule.name, **kept, **{f"group {n}": v for n, v in enumerate(values)}}
 
 
 def _facts_of_plan(plan: Plan) -> dict[str, Any]:
-    """What ranks must have alike to start the same collectives, of the same bytes, and commits."""
+    """Return facts that all ranks must share to run the same collectives and commits."""
     names = ("slot_classes", "chunk_elements", "num_staging_buffers", "prefetch_units",
              "micro_batches", "gradient_itemsize", "unified", "durable_every", "saved")  # fmt: skip
     facts: dict[str, Any] = {name: str(getattr(plan, name)) for name in names}
@@ -356,7 +356,7 @@ def _of_rank(config: Config, ranks: DistContext) -> Config:
 
 
 def _leave(config: Config, own: Config, ranks: DistContext) -> None:
-    """Give up what one rank has beside its engine: connections, and its directories."""
+    """Release the connections and directories of a rank that gives no engine."""
     for path in own.nvme_path if own is not config else ():
         with suppress(OSError):  # something is left in it
             path.rmdir()
@@ -372,7 +372,7 @@ def _make_plan(
     ranks: DistContext,
     initial_values: InitialValues,
 ) -> Plan:
-    """The plan of this run, by what is known of this machine's rates."""
+    """Plan this run by the known rates of this machine."""
     known = rates_of_rank(config, device, ranks)
     plan = plan_for(
         model, partition, config, device, optimizer.rule, known.rates, ranks, initial_values

@@ -128,7 +128,7 @@ class Engine:
             self.register_state("training_data", loader)
 
     def _own(self, module: nn.Module) -> None:
-        """What the module and its parameters know of the engine, until that is closed or gone."""
+        """Attach the engine to the module and its parameters, until it is closed or collected."""
         components, parameters = self._components, self._components.partition.parameters
         hooks = ModuleStateHooks(module, self._values, self._index_of)
         components.installation.on_new = hooks.add
@@ -147,7 +147,7 @@ class Engine:
     if not TYPE_CHECKING:  # for a type checker an engine has only what it has itself
 
         def __getattr__(self, name: str) -> Any:
-            """What an engine does not have is the module's."""
+            """Return attributes of the module that the engine lacks."""
             module, absent = self.__dict__.get("module"), object()
             found = absent if name.startswith("__") else getattr(module, name, absent)
             if found is absent:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 
 def listed(items: Sequence[str], limit: int = 8, separator: str = ", ") -> str:
-    """The first `limit` items in words, and how many more there are."""
+    """Join the first `limit` items, and the number of others."""
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return separator.join(items[:limit]) + more
 
@@ -23,13 +23,13 @@ def mistakes(where: str, problems: Sequence[str]) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "", cutoff: float = 0.6) -> str:
-    """The nearest of the words that are known, as a question with a blank behind it, or ""."""
+    """Return a question with the nearest known name, preceded by a blank; or ""."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"did you mean {prefix + near[0]!r}? " if near else ""
 
 
 def first_lines(error: BaseException, limit: int = 1) -> str:
-    """The first lines of somebody else's error in one, or its kind where it says nothing."""
+    """Return the first lines of another library's error joined, or its type if it is empty."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(line.strip() for line in lines[:limit])
 

@@ -136,7 +136,7 @@ def _capped(logits: Tensor, cap: float, inner: Transform | None) -> Tensor:
 
 
 class _KeptAsItIs(torch.autograd.graph.saved_tensors_hooks):
-    """What a chunk saves is wanted at once: no hooks around it (a checkpoint's) are to see it."""
+    """Context in which saved tensors of a chunk bypass other hooks, such as a checkpoint's."""
 
     def __init__(self) -> None:
         super().__init__(lambda tensor: tensor, lambda tensor: tensor)

@@ -35,7 +35,7 @@ OFF_DEVICE = (Tier.HOST, Tier.DISK)
 
 
 class Kind(Enum):
-    """What a byte is for."""
+    """The purpose of bytes of a unit."""
 
     WEIGHT = "weight"
     RESIDUAL = "residual"  # what a bf16 weight lacks to its fp32 master

@@ -140,7 +140,7 @@ class BlockWriter:
         self._block, self._filled, self._sum = None, 0, 0
 
     def finish(self) -> None:
-        """Write what is left, put all of it on stable storage, and close the file."""
+        """Write the last block, sync the file, and close it."""
         assert self.room == 0, (self.path, self.room)
         if self._block is not None:
             self._send(self._block)
@@ -150,7 +150,7 @@ class BlockWriter:
         self._file.close()
 
     def drop(self) -> None:
-        """Let go of the file, whatever is in it; the pool must be dropped before."""
+        """Close the file, complete or not; the pool must be dropped before."""
         self._file.close()
 
 
@@ -254,7 +254,7 @@ class BlockReader:
         self._checked = None
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._forget()
         self._file.close()
         plain, self._plain = self._plain, -1
@@ -263,7 +263,7 @@ class BlockReader:
 
 
 class ChangedError(Exception):
-    """A file is not the one that it was, or not what a checkpoint is made of."""
+    """A file was replaced, or is no regular file."""
 
 
 class WrongBytesError(Exception):

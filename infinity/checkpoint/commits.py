@@ -62,7 +62,7 @@ class OpenWindow:
 
 @dataclass(frozen=True)
 class Document:
-    """What a committed step holds beside the state at rest.
+    """Data of a committed step besides the stored state.
 
     `run` are counters, groups, generators and so on; `persistent` names those buffers that are of
     the state dict. Within an accumulation window, where only a load can commit, `window` is the
@@ -106,7 +106,7 @@ class Document:
 
 
 def with_kept(document: Mapping[str, Any], kept: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A document as JSON, with what the optimizer keeps of parameters, by name, after its pass."""
+    """Return a document as JSON with the optimizer's state of parameters, by name."""
     run = {**document["run"], "kept": encode(dict(kept), "the optimizer's state")}
     return {**document, "run": run}
 
@@ -188,7 +188,7 @@ class CommitRecord:
 
 
 class SmallFile:
-    """A small file that is written in place and synced; beside the state, never in its way.
+    """A small file that is written in place and synced.
 
     All methods raise `MachineError`.
     """
@@ -229,7 +229,7 @@ class SmallFile:
             os.posix_fallocate(self._fd, 0, nbytes)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """So many bytes, fewer where the file ends."""
+        """Return `count` bytes, fewer at the end of the file."""
         with self._doing("read"):
             return os.pread(self._fd, nbytes, offset)
 
@@ -263,7 +263,7 @@ class CommitFiles:
         self._put(record, self._files[:1])
 
     def commit(self, record: CommitRecord) -> None:
-        """The second file, of what is prepared; then what the record before names is free."""
+        """Write the second file of a prepared commit, which frees extents of the one before."""
         self._put(record, self._files[1:])
 
     def repair(self, record: CommitRecord) -> None:

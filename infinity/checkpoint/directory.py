@@ -51,7 +51,7 @@ class TagLock(LockFile):
     """The right to make or remove `ROOT/TAG.tmp`, held until `release`."""
 
     def __init__(self, root: Path, tag: str) -> None:
-        """Raises `CheckpointError` if another writer has it, `MachineError` if nobody can."""
+        """Raises `CheckpointError` if another writer holds the tag, `MachineError` on failure."""
         path = root / f"{_LOCK_PREFIX}{tag}{_LOCK_SUFFIX}"
         try:
             super().__init__(path)
@@ -65,12 +65,12 @@ class TagLock(LockFile):
 
 
 def new_latest_name(tag: str) -> str:
-    """What the next `latest` is called until it is in its place."""
+    """Return the temporary name of the next `latest`."""
     return f".latest.{tag}.infinity-new"
 
 
 def remove_stale(root: Path) -> list[Path]:
-    """Remove what writers that died left under `root`; returns the directories that are gone.
+    """Remove the remains of dead writers under `root`; return the removed directories.
 
     What is locked, somebody else's, or cannot be removed stays. Never raises `OSError`.
     """
@@ -100,7 +100,7 @@ def remove_temporary(root: Path, tag: str) -> bool:
 
 
 def remove_files(directory: Path) -> bool:
-    """Remove a directory of files of ours; whether there was one.
+    """Remove a directory of checkpoint files; return True if it was there.
 
     Raises `OSError`: ENOTEMPTY if it holds anything else, which then stays.
     """
@@ -167,7 +167,7 @@ def find_tag(root: Path, tag: str | None) -> str | None:
 
 
 def no_latest(root: Path) -> str:
-    """Why `find_tag` found nothing there, in words; told too where `root` is a tag's directory."""
+    """Describe why `find_tag` found no checkpoint, also where `root` is a tag's directory."""
     why = f"{root} has no checkpoint that is called the latest"
     if not (root / MANIFEST_NAME).is_file():
         return why
@@ -215,7 +215,7 @@ def _found(directory: Path) -> Found:
 def prune(
     root: Path, keep: int, *, keep_too: Sequence[str] = (), dry_run: bool = False
 ) -> list[Found]:
-    """Remove all but the last `keep` checkpoints; returns what was removed, or would be.
+    """Remove all but the last `keep` checkpoints; return the removed ones, or those to remove.
 
     Never what `latest` names, nor a tag in `keep_too`, nor a directory that holds anything else
     but a checkpoint. Raises `ConfigError` for `keep` below 1, `MachineError` if the system
@@ -253,7 +253,7 @@ def is_ours_alone(directory: Path) -> bool:
 
 
 def _remove(root: Path, one: Found) -> None:
-    """Renamed first: what is half removed must not look like a checkpoint."""
+    """Rename, then remove: a partly removed directory must not look like a checkpoint."""
     try:
         with TagLock(root, one.tag) as lock:
             remove_temporary(root, one.tag)

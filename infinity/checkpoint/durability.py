@@ -59,7 +59,7 @@ _LABEL: Label = (NO_UNIT, "commit")
 
 
 class Durability:
-    """Commits the steps of one run; used by the optimizer thread, and by whoever opens and closes.
+    """Commits the steps of one run; used by the optimizer thread, and at start and end.
 
     `step` counts updates; whoever loads a state of another step may set it.
     """
@@ -184,7 +184,7 @@ class Durability:
         self.agree()
 
     def agree(self) -> None:
-        """Commit what is prepared, once it is so on all ranks, which all call this.
+        """Commit the prepared step, once all ranks have prepared it; all ranks call this.
 
         Until then nothing may be written to either copy. No optimizer pass may run. Raises
         `MachineError`, and what `DistContext.synchronize` raises.

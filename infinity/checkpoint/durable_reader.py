@@ -127,7 +127,7 @@ class DurableReader(StateReader):
             yield from part.verify(seen)
 
     def close(self) -> None:
-        """Let go of the directories. Idempotent."""
+        """Close the directories; idempotent."""
         for part in self._parts:
             part.close()
 
@@ -223,7 +223,7 @@ class _Part:
                     seen(part.nbytes)
 
     def close(self) -> None:
-        """Let go of the directories. Idempotent."""
+        """Close the directories; idempotent."""
         descriptors, locks = [*self._files, self._sums], self._locks
         self._files, self._locks, self._sums = [], [], -1
         for descriptor in (d for d in descriptors if d >= 0):
@@ -259,7 +259,7 @@ class _Part:
         return torch.frombuffer(data, dtype=torch.uint8)
 
     def _wrong_pages(self, part: Extent, pages: Tensor) -> list[int]:
-        """Pages, counted from the part's first, that are not what was written."""
+        """Return pages, counted from the part's first, that differ from their checksums."""
         return wrong_pages(pages, stored_checksums(self._read_sums, part))
 
     def _read_sums(self, offset: int, nbytes: int) -> bytes:
@@ -317,7 +317,7 @@ def committed(
 def _manifest(
     facts: Mapping[str, Any], plan: Plan, record: CommitRecord, run: Any, document: Document
 ) -> Manifest:
-    """A commit as a checkpoint would tell it."""
+    """Return a commit in the form of a checkpoint's manifest."""
     steps, progress = document.run.get("steps", {}), document.run.get("progress", {})
     segments = [s for layout in plan.units for s in layout.segments if s.begins]
     return Manifest(

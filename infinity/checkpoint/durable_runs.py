@@ -1,4 +1,4 @@
-"""Durable directories: what their `plan.json` says, which there are, and which fits a model.
+"""Durable directories: their `plan.json`, finding them, and choosing one that fits a model.
 
 `plan.json` is written once, before the first commit: what the model is (names, shapes, dtypes,
 precision, rule, moments), where every kind rests, and how bytes are dealt over the paths. It is
@@ -66,7 +66,7 @@ class StoredRun:
 
     @property
     def group(self) -> str:
-        """What the parts of all ranks have in common."""
+        """Return the key that the directories of all ranks share."""
         return str(self.facts.get("group", self.facts["run"]))
 
     @property
@@ -76,7 +76,7 @@ class StoredRun:
 
     @property
     def stored(self) -> Stored:
-        """What a plan takes over."""
+        """Return the facts that a plan takes over."""
         placements = tuple(
             UnitPlacement(*(Tier(name) for name in unit["placement"]))
             for unit in self.facts["placement"]
@@ -124,7 +124,7 @@ def _segment_facts(segment: Segment) -> dict[str, Any]:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Why a run cannot go on from a stored one, in words; empty when it can."""
+    """Describe why a run cannot resume from a stored one; empty if it can."""
     found = []
     if (ranks := there.get("ranks", 1)) != here["ranks"]:
         one = "one rank" if ranks == 1 else f"{ranks} ranks"
@@ -209,7 +209,7 @@ def write_plan(
 
 
 def plan_of(facts: Mapping[str, Any], placements: Sequence[Any]) -> Plan:
-    """As much of a run's plan as its `plan.json` holds: enough to find every byte."""
+    """Return the part of a run's plan in its `plan.json`: enough to find every byte."""
     moments = tuple(MomentFormat(name) for name in facts["moments"])
     precision = replace(PRECISIONS[facts["precision"]], moments=moments)
     units = []
@@ -467,7 +467,7 @@ def find_run(
 
 @dataclass(frozen=True)
 class _FoundRun:
-    """What one rank tells the others of what it found.
+    """Report of one rank to the others about the run it found.
 
     `fitting` has by group what to call its part of a run, and the sequence numbers of its commits;
     `signs` are words on what it cannot go on with, `named` is the group of the directory that was
@@ -487,7 +487,7 @@ def _groups(every: Sequence[_FoundRun]) -> list[str]:
 
 
 def _has_begun(group: str, every: Sequence[_FoundRun]) -> bool:
-    """Whether a run was marked on all ranks, or has gone beyond its first commit on one."""
+    """Return True if a run was marked on all ranks, or has a later commit on one."""
     parts = [one.fitting[group] for one in every if group in one.fitting]
     return len(parts) == len(every) or any(max(numbers) > 0 for _, numbers in parts)
 
@@ -495,7 +495,7 @@ def _has_begun(group: str, every: Sequence[_FoundRun]) -> bool:
 def _chosen(
     began: Sequence[str], every: Sequence[_FoundRun], roots: Sequence[Path], journal: Path | None
 ) -> str | None:
-    """Of what all ranks told: the group to go on from without having been named, if any."""
+    """Return the group of runs to resume without a given name, if any, from all ranks' reports."""
     if signs := [sign for one in every for sign in one.signs]:
         raise ConfigError(
             "resume: auto finds signs of a run that it cannot go on with: " + "; ".join(signs),
@@ -555,7 +555,7 @@ def _elsewhere(roots: Sequence[Path], ranks: DistContext) -> list[Path]:
 
 
 def _durable_steps(journal: Path) -> int:
-    """How many steps a journal tells of since the last start of a durable run, if that was last."""
+    """Return the steps in a journal since the last start, if that start was of a durable run."""
     steps, durable = 0, False
     with suppress(OSError):
         for _, record in json_lines(journal):
@@ -624,12 +624,12 @@ def _may_be_durable(directory: Path) -> bool:
 
 
 def _shapes(facts: Mapping[str, Any]) -> dict[str, list[int]]:
-    """What a model is, whatever it is trained with."""
+    """Return the full shapes of a model's parameters, by name."""
     return {s["name"]: _full_shape(s) for unit in facts["units"] for s in unit["segments"]}
 
 
 def remarks(roots: Sequence[Path], resume: str | Path, here: Mapping[str, Any]) -> list[str]:
-    """What a new run should say of durable ones that it leaves alone."""
+    """Return notes for a new run about durable runs that it leaves unchanged."""
     seen = survey(roots, here)
     fitting = seen.fitting
     others = seen.foreign + [(path, why) for path, why in seen.doubtful if not not_ours(path)]

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it holds, where, and how to know that it is whole."""
+"""The manifest of a checkpoint: tensors, their places in files, and checksums."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def cut(
 
 
 def file_names(stream: str, count: int, *, numbered: bool) -> list[str]:
-    """What the files of a stream are called."""
+    """Return the names of the files of a stream."""
     if count == 1 and not numbered:
         return [f"{stream}.safetensors"]
     return [f"{stream}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
@@ -223,7 +223,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds. `run`, `client_state`, `config` and `plan` are opaque JSON.
+    """Contents of a checkpoint. `run`, `client_state`, `config` and `plan` are opaque JSON.
 
     `moments` are values of `MomentFormat`; the stream "moment1" holds the first. `files` are
     grouped by stream, in the order of their bytes.
@@ -243,7 +243,7 @@ class Manifest:
     files: tuple[FileRecord, ...] = ()
 
     def to_bytes(self) -> bytes:
-        """What manifest.json holds. Raises `ConfigError` for what is no JSON."""
+        """Return the content of manifest.json. Raises `ConfigError` for values that are no JSON."""
         members = {
             name: [shallow(record) for record in value] if name in _RECORDS else value
             for name, value in shallow(self).items()
@@ -369,7 +369,7 @@ def problems(manifest: Manifest, streams: Mapping[str, Sequence[TensorSpec]]) ->
 def differences(
     stream: str, spec: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype | None
 ) -> Iterator[str]:
-    """How a tensor of a stream is not what it should be; a dtype of None is any."""
+    """Describe how a tensor of a stream differs from the expected; a dtype of None is any."""
     where = f"{spec.name!r} in the stream {stream!r}"
     if spec.shape != shape:
         yield f"{where} has the shape {spec.shape}, not {shape}"

@@ -153,7 +153,7 @@ def _base64(data: bytes) -> str:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given. Raises `CheckpointError` for what it never makes."""
+    """Invert `encode`. Raises `CheckpointError` for other data."""
     try:
         return _decode(value, 0)
     except (ValueError, TypeError, KeyError, OverflowError, struct.error) as error:

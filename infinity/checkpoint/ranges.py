@@ -132,7 +132,7 @@ class RangeWriter:
         self.rows = torch.tensor(self._ranges, dtype=torch.int64).view(-1, 4)
 
     def abort(self) -> None:
-        """Let go of the files. Idempotent."""
+        """Close the files; idempotent."""
         files, self._files = self._files, []
         for file in files:
             with suppress(OSError):

@@ -80,7 +80,7 @@ class StateReader:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Let go of the files. Idempotent."""
+        """Close the files; idempotent."""
         raise NotImplementedError
 
     def _fill(self, stream: str, name: str, first_byte: int, target: Tensor) -> None:
@@ -147,7 +147,7 @@ class StateReader:
         return {record.name: record for record in self.manifest.parameters if record.form}
 
     def weight(self, name: str) -> Tensor:
-        """What a parameter computes with."""
+        """Return the weight of a parameter in its compute dtype."""
         found = self.read(FROZEN if name in self._specs.get(FROZEN, ()) else MODEL, name)
         record = self.quantised.get(name)
         if record is None:
@@ -327,7 +327,7 @@ class CheckpointReader(StateReader):
             done += count
 
     def _check_header(self, record: FileRecord) -> None:
-        """Once a file: what its header says is only now known to be what was written."""
+        """Check a file's header against its checksum, once."""
         if record.name in self._headers_checked:
             return
         ends = [
@@ -340,7 +340,7 @@ class CheckpointReader(StateReader):
         self._headers_checked.add(record.name)
 
     def _block(self, record: FileRecord, block: int) -> Tensor:
-        """The checked bytes of a block; raises errors of ours."""
+        """Return the checked bytes of a block; raises `CheckpointError` or `TransferError`."""
         problem = None
         try:
             return self._reader(record).block(block)
@@ -410,7 +410,7 @@ class CheckpointReader(StateReader):
             self._forget(record.stream)
 
     def close(self) -> None:
-        """Let go of the files. Idempotent."""
+        """Close the files; idempotent."""
         for stream in list(self._open):
             self._forget(stream)
         engine, self._engine = self._engine, None

@@ -53,7 +53,7 @@ def state_streams(plan: Plan) -> dict[str, list[TensorSpec]]:
 
 
 def pieces(plan: Plan, layout: UnitLayout, chunk: int, kind: Kind) -> Iterator[StreamRange]:
-    """What a chunk's part of a state kind holds of the tensors of its stream, and of scales."""
+    """Return the ranges of tensors, and of scales, in a chunk's part of a state kind."""
     start, count = layout.chunk(chunk, plan.chunk_elements)
     size, form = _dtype_of(plan, kind).itemsize, _scaled(plan, kind)
     stream = MODEL if kind is Kind.WEIGHT else kind.value
@@ -76,7 +76,7 @@ def pieces(plan: Plan, layout: UnitLayout, chunk: int, kind: Kind) -> Iterator[S
 
 
 def frozen_pieces(layout: UnitLayout, rank: int | None = None) -> Iterator[StreamRange]:
-    """What the frozen bytes of a unit hold; with `rank`, those of that rank."""
+    """Return the ranges of tensors in the frozen bytes of a unit; with `rank`, of that rank."""
     start, nbytes = 0, layout.frozen_bytes
     if rank is not None:
         nbytes //= layout.shards

@@ -104,7 +104,7 @@ def checksums(data: Tensor) -> tuple[int, ...]:
 
 
 def identity(facts: os.stat_result) -> Identity:
-    """What tells a file that nobody wrote to since: device, inode, size, time of the last write."""
+    """Return a key of an unchanged file: device, inode, size, time of the last write."""
     return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
@@ -317,7 +317,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _aborting(self) -> Iterator[None]:
-        """Leave nothing behind when what is inside fails; errors of the system become ours."""
+        """Remove everything if the block fails; translate system errors."""
         try:
             yield
         except BaseException as error:
@@ -460,7 +460,7 @@ class CheckpointWriter:
                 engine.close()
 
     def abort(self) -> None:
-        """Remove what was written. Idempotent; after `finish` it does nothing."""
+        """Remove all written files. Idempotent; after `finish` it does nothing."""
         if self._over is not None:
             return
         self._over = "aborted"
@@ -530,7 +530,7 @@ class _Stream:
         return zip(self.shards, self._done, strict=True)
 
     def drop(self) -> None:
-        """Let go of the file that is being written."""
+        """Close the file that is being written."""
         if self._file is not None:
             self._file.drop()
         self._file = None

@@ -44,7 +44,7 @@ _MAX_TAGS = 20
 
 
 def _report(reader: StateReader) -> dict[str, Any]:
-    """What is known without reading the state, JSON-able; sizes in bytes."""
+    """Return facts that need no read of the state, as JSON; sizes in bytes."""
     manifest = reader.manifest
     report: dict[str, Any] = {
         "infinity": __version__,
@@ -257,7 +257,7 @@ def verify(
 
 
 def _is_sound(place: Path, opened: Opener) -> bool:
-    """Read every byte, and print what is wrong; whether it is sound, as far as can be known."""
+    """Read every byte, print damages, and return True if none was found."""
     problems: list[str] = []
     verdict = ""
     try:

@@ -55,7 +55,7 @@ def examine(paths: Sequence[Path], root: Path = Path("/")) -> dict[str, Any]:
     problems: list[dict[str, Any]] = []
 
     def part(look: Callable[[], T]) -> T | None:
-        """What it finds, or None, and a problem."""
+        """Run one examination; return its result, or None and a problem."""
         try:
             return look()
         except InfinityError as error:

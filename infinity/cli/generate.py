@@ -119,7 +119,7 @@ def _load(
 
 
 def _sampling(temperature: float | None, top_p: float | None) -> dict[str, Any]:
-    """Return the arguments of transformers' `generate` for what was asked for."""
+    """Return the arguments of transformers' `generate` for the options."""
     if temperature == 0:
         if top_p is not None:
             raise ConfigError(
@@ -135,7 +135,7 @@ def _sampling(temperature: float | None, top_p: float | None) -> dict[str, Any]:
 def _continue(
     engine: Engine, saved: SavedModel, text: str, raw: bool, seed: int, options: dict[str, Any]
 ) -> None:
-    """Print what the model writes, token by token."""
+    """Print generated text token by token."""
     import torch
 
     from infinity.integrations.huggingface.models import transformers

@@ -54,7 +54,7 @@ def init(
 
 
 def preset_text(name: str, file: str) -> str:
-    """The text of a preset; `file` is what it will be called."""
+    """Return the text of a preset for a file of this name."""
     text = (Path(__file__).parent / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
     return text.replace("{library}", sysconfig.get_paths()["stdlib"]).replace("{file}", file)
 

@@ -1,4 +1,4 @@
-"""`infinity plan`: what a run would take and how fast it would be, before anything is allocated."""
+"""`infinity plan`: memory and speed of a run, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEFAULT_ENDURANCE = "600TB"  # what data sheets promise for common 1 TB drives
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What was asked for; sizes in bytes, None where the machine or the configuration decides."""
+    """Options of the search; sizes in bytes, None where machine or configuration decide."""
 
     target: str
     model: str | None = None
@@ -444,7 +444,7 @@ def _wish(wishes: SearchOptions, config: Config) -> BatchSchedule:
 
 
 def _recomputed(all_of_them: bool | None, number: int | None) -> Recompute | None:
-    """What both flags say together: a number, which a way that fits may add, says more."""
+    """Combine both flags; the number, which a suggestion may add, has precedence."""
     if number is not None or all_of_them is None:
         return number
     return "all" if all_of_them else 0
@@ -466,7 +466,7 @@ def _find_run(text: str, overrides: list[str]) -> RunConfig | None:
 
 
 def _find(wishes: SearchOptions) -> tuple[Config, Target, Translation | None]:
-    """The configuration that was asked for, and the model; what a DeepSpeed one came to."""
+    """Return the configuration, the model, and the translation of a DeepSpeed configuration."""
     from infinity.config.schema import load_config
     from infinity.integrations.deepspeed.config import find_translation
     from infinity.integrations.deepspeed.source import find_source
@@ -639,7 +639,7 @@ def _sized(machine: PlanMachine, wishes: SearchOptions) -> PlanMachine:
 
 
 def _of_ranks(machine: PlanMachine, wishes: SearchOptions) -> PlanMachine:
-    """With so many ranks, and the rates between them that were given."""
+    """Return the case of several ranks, with the given rates between them."""
     from infinity.plan.plan import LINKS
     from infinity.plan.rates import BETWEEN_NODES
 
@@ -713,7 +713,7 @@ def _rate(option: str, text: str | None) -> int | None:
 
 
 def _size(option: str, text: str | None, least: int = 1) -> int | None:
-    """Bytes. A bare number is bytes: who gives a machine so few means GiB."""
+    """Parse bytes; refuse a small bare number, which is probably meant in GiB."""
     size = None if text is None else parse_size(text)
     if size is not None and size < least:
         raise ConfigError(f"{option} is {text}", remedy="leave it out, or give a size above 0")

@@ -231,7 +231,7 @@ def _activations(case: PlanInput) -> dict[str, Any]:
 
 
 def _planned(priced: PlanEstimate, rated_bytes: int) -> dict[str, Any]:
-    """What there is to say of a plan, whether or not activations fit beside it."""
+    """Return the lines of a plan, with or without room for activations."""
     plan, cost, machine = priced.plan, priced.cost, priced.case.machine
     parameters, rates = max(plan.num_trained, 1), machine.rank_rates.numbers()
     written = plan.predicted_bytes["disk_write"] * machine.gpus
@@ -322,7 +322,7 @@ def _bottlenecks(phases: Sequence[PhaseCost]) -> dict[str, float]:
 
 
 def _phases(phases: Sequence[PhaseCost]) -> list[dict[str, Any]]:
-    """Phases in order; those of micro-batches between the ends that are alike stand once."""
+    """Return phases in order; equal ones of micro-batches appear once."""
     found: list[dict[str, Any]] = []
     latest: dict[str, dict[str, Any]] = {}  # by direction
     for index, phase in enumerate(phases):

@@ -49,7 +49,7 @@ Drives: TypeAlias = Annotated[
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM arrived; what is open closes on the way up."""
+    """SIGINT or SIGTERM arrived; files are closed while it propagates."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -105,7 +105,7 @@ def warnings_as_lines(show: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def hub_retries_as_a_warning() -> Iterator[None]:
-    """Replace what the client of the Hugging Face Hub logs of each retry by one warning."""
+    """Replace log messages of the Hugging Face Hub's client about retries by one warning."""
 
     def keep(record: logging.LogRecord) -> bool:
         text = record.getMessage()
@@ -189,7 +189,7 @@ _TO_COPY = "  try: "
 
 
 def _print(console: Console, text: str) -> None:
-    """Print lines, wrapped at spaces on a terminal; what is to be typed is left in one piece."""
+    """Print lines, wrapped at spaces on a terminal; commands stay on one line."""
     lines = []
     for line in text.splitlines() or [""]:
         one_line = not console.is_terminal or line.startswith(_TO_COPY)
@@ -243,7 +243,7 @@ _WIDE = 140  # columns where no width is known: never cut a number off
 
 
 class _Log(Console):
-    """A log that nobody reads any more is no reason to end."""
+    """A log file whose write errors are ignored."""
 
     def on_broken_pipe(self) -> None:
         """Say no more."""
@@ -300,7 +300,7 @@ class ProgressLine:
                 progress.stop()
 
     def show(self, text: str, done: int, total: int, *, edge: bool) -> None:
-        """Move the line; where there is no terminal, tell at the edges and every few seconds."""
+        """Move the line; without a terminal, print at the edges and every few seconds."""
         if not self._console.is_terminal:
             if edge or time.monotonic() - self._shown_at_s > PLAIN_INTERVAL_S:
                 self._shown_at_s = time.monotonic()
@@ -331,7 +331,7 @@ class ProgressLine:
 
 
 class Page:
-    """What a command shows on stdout."""
+    """Lines of a command for stdout."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, markup=False, soft_wrap=True)

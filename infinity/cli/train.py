@@ -1,4 +1,4 @@
-"""`infinity train`: fine-tune or pretrain a causal language model; and what it shows."""
+"""`infinity train`: fine-tune or pretrain a causal language model, and its output."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _train_on(
 
 
 def _show_plan(run: Run, page: TrainPage) -> None:
-    """Plan for what is there now, keep it and show it; ends the command where it does not fit."""
+    """Plan, save and show it; end the command where it does not fit."""
     from infinity._initialize import device_for
     from infinity.cli.plan import DEFAULT_ENDURANCE
     from infinity.cli.plan_page import show_answer, show_plan, show_ways
@@ -256,7 +256,7 @@ class TrainPage(ProgressLine):
     # --- before training -------------------------------------------------------------------------
 
     def question(self, prepared: Prepared) -> None:
-        """What is going to be done, with the numbers."""
+        """Describe the run that will start, with its numbers."""
         corpus, windows = prepared.train.corpus, len(prepared.train)
         tokens = corpus.num_tokens
         of_conversations = f" in {corpus.num_documents:,} conversations" if corpus.marked else ""
@@ -301,7 +301,7 @@ class TrainPage(ProgressLine):
     # --- after training --------------------------------------------------------------------------
 
     def report(self, directory: Path) -> None:
-        """Write the page of the run; where it cannot be, a line says why."""
+        """Write the page of the run; if that fails, print the reason."""
         from infinity.train.report.run import write_run_page
 
         self.pause()

@@ -1,4 +1,4 @@
-"""Sealed JSON: an object that ends with its own checksum, and dataclasses out of what it says.
+"""Sealed JSON: objects that end with their own checksum, and dataclasses made of them.
 
 The text has a member per line, and of a list of objects one of those per line. Its last member is
 "checksum", the CRC32C of all bytes before the comma that precedes it.
@@ -29,7 +29,7 @@ _hints = cache(get_type_hints)
 
 
 def seal(members: Mapping[str, Any]) -> bytes:
-    """The text of an object. Raises `ConfigError` for what is no JSON; infinities are none."""
+    """Return an object as text with a checksum. Raises `ConfigError` for values outside JSON."""
     lines = []
     for key, value in members.items():
         if isinstance(value, list | tuple) and value and all(type(v) is dict for v in value):
@@ -59,7 +59,7 @@ def first_sealed(data: bytes) -> bytes:
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """The members of a sealed object. Raises `ValueError` that says in words what is wrong."""
+    """Return the members of a sealed object. Raises `ValueError` with a description."""
     mark = _SEAL.fullmatch(data[-_SEAL_BYTES:])
     if mark is None:
         raise ValueError("it does not end with its checksum")
@@ -93,7 +93,7 @@ def write_sealed(
 
 
 def read_sealed(path: Path, format: str, version: int) -> dict[str, Any]:
-    """What `write_sealed` wrote. Raises `OSError`; `ValueError` that says what is wrong."""
+    """Read a file of `write_sealed`. Raises `OSError`; `ValueError` with a description."""
     members = unseal(read_small(path))
     there = members.pop("format", None), members.pop("version", None)
     if there != (format, version):

@@ -63,7 +63,7 @@ _ADVICE: dict[int, tuple[str, str]] = {
 
 
 def advice(error: OSError) -> tuple[str | None, str | None]:
-    """Why the system refused, and what to try, as far as the number of its error tells."""
+    """Describe why the system refused, and a remedy, as far as the error number is known."""
     why, remedy = _ADVICE.get(error.errno or 0, (None, None))
     if error.errno in (errno.EACCES, errno.EPERM):
         why = f"{why} to user id {os.geteuid()}"
@@ -73,7 +73,7 @@ def advice(error: OSError) -> tuple[str | None, str | None]:
 def refused(
     what: str, error: OSError, path: Path | None = None, *, remedy: str | None = None
 ) -> DoesNotFitError | MachineError:
-    """The error of ours for one of the system's; `what` says what failed.
+    """Translate a system error to an `InfinityError`; `what` names the failed operation.
 
     `path` tells how much is free there, where that is the trouble; `remedy` is a better one than
     what goes with the number. `DoesNotFitError` for a full disk, `TransferError` for a read or
@@ -93,7 +93,7 @@ def refused(
 def transfer_refused(
     what: str, error: Any, path: Path | None = None, *, remedy: str | None = None
 ) -> TransferError:
-    """The same for a request of the native module's, whatever it was; `what` is all that is said.
+    """The same for a failed request of the native module; the message is `what` alone.
 
     `remedy` is a better one than what goes with the number.
     """
@@ -110,7 +110,7 @@ def transfer_refused(
 
 
 def free_bytes(path: Path) -> int:
-    """What an ordinary user may still write there. Raises `OSError`."""
+    """Return the bytes that an ordinary user may still write there. Raises `OSError`."""
     facts = os.statvfs(path)
     return facts.f_bavail * facts.f_frsize
 
@@ -125,7 +125,7 @@ def free_text(path: Path) -> str:
 
 
 def temporary_name() -> str:
-    """A name that nobody can guess, and that `TEMPORARY_NAME` knows again."""
+    """Return a random name that matches `TEMPORARY_NAME`."""
     return f".infinity-{secrets.token_hex(8)}.tmp"
 
 
@@ -144,7 +144,7 @@ def write_new(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of `data` there, in as many calls as the system takes. Raises `OSError`."""
+    """Write all of `data` there, in several calls if needed. Raises `OSError`."""
     view = memoryview(data)
     while view:
         count = os.pwrite(descriptor, view, offset)
@@ -276,7 +276,7 @@ class LockFile:
         self.close()
 
     def close(self) -> None:
-        """Close the lock file: it stays, and tells the next who takes it what to remove."""
+        """Close the lock file, which stays and lists the files to remove."""
         _held.discard(self)
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
@@ -284,7 +284,7 @@ class LockFile:
 
 
 def _locked(path: Path, dir_fd: int | None, *, create: bool, shared: bool) -> int:
-    """The descriptor of a lock file that is locked; -1 if it was removed meanwhile."""
+    """Return the descriptor of a locked lock file; -1 if it was removed before it was locked."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_RDONLY if shared else os.O_RDWR)
     descriptor = os.open(path, flags | (os.O_CREAT if create else 0), 0o600, dir_fd=dir_fd)
     try:

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 def return_freed_memory() -> None:
-    """Give the system what the C library keeps of freed memory, where it is one that keeps some.
+    """Return freed memory that the C library keeps to the system, where it supports that.
 
     glibc keeps freed tensors below its threshold, up to 32 MiB each, and small objects between
     them keep it from joining the holes: 150 MiB after some steps of a model with 28 MB units. That

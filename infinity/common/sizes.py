@@ -1,4 +1,4 @@
-"""Numbers with units, read from people and shown to people. Knows nothing of what is counted."""
+"""Numbers with units, parsed and formatted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration: one strict schema, every default in it, every mistake told at once.
+"""The configuration: one strict schema with all defaults; all mistakes are reported together.
 
 Nothing here looks at the machine or at a model. `None` and "auto" mean "derived later"; the plan
 derives them and says so.
@@ -185,7 +185,7 @@ class _AnyOptimizer(Section):
         return value
 
     def parameters(self) -> dict[str, Any]:
-        """What the rule takes, by torch's names: the defaults of its parameter groups."""
+        """Return the parameters of the rule by torch's names, as defaults of its groups."""
         return {name: getattr(self, name) for name in RULES[self.type].defaults()}
 
 
@@ -303,7 +303,7 @@ def torch_schedules() -> dict[str, Any]:
 
 
 def _parameters_of(name: str) -> dict[str, Any] | None:
-    """What a schedule takes, with defaults; None for one that is not known."""
+    """Return the parameters of a schedule with defaults; None for an unknown one."""
     if name in SCHEDULES:
         return SCHEDULES[name]
     found = torch_schedules().get(name)

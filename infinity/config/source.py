@@ -67,7 +67,7 @@ def explain(
 
 
 def _either(problems: Sequence[str]) -> str:
-    """One mistake of what every alternative says of one key."""
+    """Merge the errors of all alternatives of one key."""
     *first, last = problems
     each = [problem.rpartition(", got ")[0] for problem in first]
     return " or ".join([*each, last.partition(": should be ")[2] if each else last])
@@ -202,7 +202,7 @@ def short(text: str, limit: int = 200) -> str:
 
 
 def read_source(source: Any) -> tuple[str, dict[str, Any]]:
-    """What a configuration is called, and its keys: of a mapping, or a YAML or JSON file's path."""
+    """Return name and keys of a configuration: of a mapping, or a YAML or JSON file's path."""
     if isinstance(source, Mapping):
         return "the configuration", dict(source)
     try:
@@ -264,7 +264,7 @@ def _parse_yaml(path: Path, text: str) -> Any:
 
 
 def _load_yaml(text: str) -> Any:
-    """What YAML says; raises `ValueError` with what is wrong."""
+    """Parse YAML; raises `ValueError` with the position of an error."""
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError) as error:
@@ -289,7 +289,7 @@ def _parse_json(path: Path, text: str) -> Any:
 
 
 def json_and_repeated(text: str, loads: Callable[..., Any] = json.loads) -> tuple[Any, list[str]]:
-    """What JSON says, and the keys that one of its objects has twice; raises as `loads`."""
+    """Parse JSON; also return the keys that one of its objects has twice; raises as `loads`."""
     repeated: list[str] = []
 
     def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class SharedArena(HostArena):
 
 
 def _identity(descriptor: int) -> tuple[int, int, int]:
-    """What tells one file of this machine from all others."""
+    """Return a key that identifies a file on this machine."""
     facts = os.fstat(descriptor)
     return facts.st_dev, facts.st_ino, facts.st_size
 
@@ -74,7 +74,7 @@ def _explained(nbytes: int) -> Iterator[None]:
 
 
 def can_share(ranks: DistContext) -> bool:
-    """Whether the ranks of each node, as many on all, can map each other's memory; all ask."""
+    """Return True if ranks of a node can map each other's memory; nodes need equal counts."""
     if ranks.count == 1:
         return False
     counts = {count for count, *_ in ranks.synchronize("asks for shared RAM", ranks.local_count)}
@@ -143,7 +143,7 @@ class SharedWeights:
         return True
 
     def bring(self, unit: int) -> int:
-        """Start to bring what is stale of the peers' shards, which all have written; returns bytes.
+        """Start to fetch stale shards of peers, which all have written; return their bytes.
 
         All ranks call it together.
         """
@@ -169,7 +169,7 @@ class SharedWeights:
         self._current -= {(unit, False), (unit, frozen)}
 
     def close(self) -> None:
-        """Wait for what is on its way, and drop the memory."""
+        """Wait for transfers in flight, and drop the memory."""
         for work in self._coming.values():
             with contextlib.suppress(MachineError):  # lost others show where ranks meet
                 work.wait()

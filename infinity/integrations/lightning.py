@@ -237,7 +237,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         module.to(self.root_device)  # where it is: so that `self.device` says so
 
     def _agreed(self, config: Config, trainer: Any) -> Config:
-        """The configuration with what the Trainer says; raises `ConfigError` where they differ."""
+        """Merge the Trainer's settings into the configuration; conflicts raise `ConfigError`."""
         kind = self._precision.precision.partition("-")[0]
         arguments = {
             "precision": (f"precision={kind!r}", _PRECISION.get(kind), "fp32"),

@@ -1,4 +1,4 @@
-"""A module's buffers by name: taken as copies, and put back; and left alone by a second run.
+"""Buffers of a module by name: copied, restored, and unchanged by a second run.
 
 [Note: buffers of recomputation]
 Running statistics, counters and the like belong to the call, not to its recomputation: that one
@@ -150,7 +150,7 @@ class Rerun:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Around a computation that is to find what the call found, and to leave nothing."""
+        """Context of a recomputation: buffers as in the call before, and restored afterwards."""
         live, attributes = list(self._buffers()), self._own_tensors()
         copies: dict[object, Tensor | None] = {}  # what modules share stays shared
         try:

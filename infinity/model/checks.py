@@ -73,12 +73,12 @@ def check_model(model: nn.Module) -> None:
 
 
 def _wraps(kind: type) -> bool:
-    """Whether it is one of torch's classes around a module, which need not be imported."""
+    """Return True for a wrapper class of torch, without importing it."""
     return kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch.")
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
-    """What is trained has memory of its own: others that share it would stay behind."""
+    """Refuse trained parameters that share memory with other tensors."""
     held = []
     left = [
         (f"{path}.{name}".lstrip("."), value)

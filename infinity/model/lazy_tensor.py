@@ -1,4 +1,4 @@
-"""Tensors whose values are read when they are asked for, and what is made of them.
+"""Tensors whose values are read on demand, and results of operations on them.
 
 transformers renames, stacks, splits and ties what it loads, and undoes it when it saves, by
 rules of its own for every family. It is handed promises in place of tensors: they have shape,
@@ -42,7 +42,7 @@ class ChunkedRead(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what it gives."""
+        """Shape of the values."""
 
     def __call__(self) -> Tensor:
         """All elements."""
@@ -190,7 +190,7 @@ def _only_casts(call: Any, source: Any, result: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What an operation on promises gives: it is carried out when that is asked for."""
+    """The result of an operation on lazy tensors, carried out on demand."""
 
     shape: tuple[int, ...]
     call: Any
@@ -242,7 +242,7 @@ _LEAST_BLOCK = 4096  # elements: of less a read costs more than it spares
 
 @dataclass(frozen=True)
 class _AsOfNow:
-    """A promise as an argument: what it stands for now, whatever is assigned to it later."""
+    """A lazy tensor as an argument: its current value, whatever is assigned to it later."""
 
     read: Read
     shape: tuple[int, ...]

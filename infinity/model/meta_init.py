@@ -171,7 +171,7 @@ class Init:
 
 
 def remember_values(model: nn.Module, read: Mapping[str, Read]) -> None:
-    """Let `initialize` read these values, in place of what the model holds or would make.
+    """Let `initialize` read these values instead of those that the model holds or would make.
 
     `read` maps names of `model.named_parameters()` and `named_buffers()` (of tied ones either
     name) to functions that return the whole tensor, on the CPU, in any dtype; each is called once
@@ -233,7 +233,7 @@ class InitialValues:
                 self._read[id(tensor)] = partial(self._initialisers.value, tensor)
 
     def check(self) -> None:
-        """Raise one `ConfigError` naming every tensor on meta whose values nobody can make.
+        """Raise one `ConfigError` naming every tensor on meta without an initialiser.
 
         Runs initialisers, with the memory of one module at a time.
         """

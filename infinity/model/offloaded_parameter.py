@@ -242,7 +242,7 @@ def offload_class(kind: type[nn.Parameter]) -> type:
 
 
 def gone() -> EngineClosedError:
-    """Return the error for the parameters of a module whose engine is gone."""
+    """Return the error for parameters of a module whose engine was closed."""
     return EngineClosedError(
         "the engine of this module was released without close(restore=True), and the values of "
         "the parameters with it",

@@ -67,7 +67,7 @@ def freeze(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
 
 
 def swap_parameters(name: str, state: str, parameter: Tensor, other: Tensor) -> None:
-    """Exchange all that two parameters are but the Python objects; `state` says of one why.
+    """Exchange two parameters, keeping the Python objects; `state` names the reason in errors.
 
     Raises `ConfigError` for one that something else is tied to by more than a Python reference.
     """
@@ -117,14 +117,14 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A parameter that is not as it was left: which, and what was done to it."""
+    """An edit of an offloaded parameter: its name and kind."""
 
     name: str
     in_place: bool
     shapes: tuple[Sequence[int], Sequence[int]] = ((), ())  # before and after it
 
     def error(self, result: str = "the edit is lost") -> ResidencyError:
-        """What is raised; `result` says what has become of the edit."""
+        """Return the error to raise; `result` describes the state after the edit."""
         how = "edited in place" if self.in_place else "given other memory (`.data = ...`)"
         before, after = map(tuple, self.shapes)
         resized = before != after
@@ -202,7 +202,7 @@ class ParameterBinding:
         self._meta.clear()
 
     def settle(self) -> None:
-        """After an initial write that went well: nobody returns to meta."""
+        """Mark the initial write as done: no parameter returns to meta."""
         self._meta.clear()
 
     def _swap(self, index: int, parameter: nn.Parameter, other: nn.Parameter) -> None:
@@ -376,7 +376,7 @@ class ParameterMap(dict[str, nn.Parameter | None]):
             del self._changes[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Like `[]`, with a default for what is not there."""
+        """Like `[]`, with a default for missing names."""
         return self[name] if name in self else default  # noqa: SIM401  (this is `get`)
 
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
@@ -415,8 +415,8 @@ class ParameterMap(dict[str, nn.Parameter | None]):
 
 
 class GoneParameters(dict[str, nn.Parameter | None]):
-    """`module._parameters` after its engine was closed without `restore`, or dropped: the values
-    are gone, and whoever asks for them is told; NaN would be trained with, or saved.
+    """`module._parameters` after its engine was closed without `restore`, or dropped: access
+    raises, since values are lost, and NaN would be trained with, or saved.
     """
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -441,7 +441,7 @@ class Wakes(Protocol):
 
 
 class RestingParameters(dict[str, nn.Parameter | None]):
-    """`module._parameters` while values rest where an engine left them that is gone.
+    """`module._parameters` while values rest where a collected engine left them.
 
     They wake when a parameter is reached for or replaced. Iterating does not wake: a parameter does
     when it is used.
@@ -477,7 +477,7 @@ def refuse_copy() -> NoReturn:
 
 
 class ModuleMap(dict[str, nn.Module | None]):
-    """`module._modules` while an engine owns the module: `admit` looks at what is put in."""
+    """`module._modules` while an engine owns the module: `admit` checks new modules."""
 
     def __init__(
         self, plain: Mapping[str, nn.Module | None], admit: Callable[[str, nn.Module], None]
@@ -503,7 +503,7 @@ class RefusedApply:
         self.stays = False
 
     def __call__(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """The module, if the change leaves all its tensors as they are."""
+        """Return the module, if the change leaves all its tensors unchanged."""
         module = self._module()
         assert module is not None
         tensors = (*module.parameters(recurse), *module.buffers(recurse))
@@ -577,7 +577,7 @@ class Installation:
                 self.on_new(module)
 
     def _admit(self, path: str, name: str, module: nn.Module) -> None:
-        """A module is put into the tree: whoever brings parameters would train nothing."""
+        """Refuse a module with new parameters in the tree: they would not be trained."""
         path = f"{path}.{name}" if path else name
         strangers = [n for n, p in module.named_parameters() if id(p) not in self._held]
         if strangers:
@@ -591,7 +591,7 @@ class Installation:
         self._take(path, module)
 
     def remove(self) -> None:
-        """Plain dicts and methods again; see `gone` and `resting`."""
+        """Restore plain dicts and methods; see `resting`."""
         kind: Callable[..., Any] = GoneParameters if self.gone else dict
         for module in self.modules:
             if isinstance(module._parameters, ParameterMap):

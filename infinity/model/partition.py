@@ -136,7 +136,7 @@ def partition_model(
     *,
     whole: bool = False,
 ) -> Partition:
-    """Cut into units and lay them out for `ranks`; trained is what the optimizer's groups hold.
+    """Cut into units and lay them out for `ranks`; parameters in the optimizer's groups train.
 
     `whole` says that its rule needs whole parameters, all of them.
     """

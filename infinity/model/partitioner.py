@@ -125,7 +125,7 @@ class Partitioner:
         return cuts, found
 
     def cut(self, units: Sequence[UnitSpec] | None = None) -> list[UnitModules]:
-        """The units, in module order; an explicit list overrides what it names."""
+        """Return the units in module order; an explicit list overrides the rule for its modules."""
         cuts = [self._explicit(spec) for spec in units] if units is not None else []
         if units is None:
             cuts.extend(self._blocks(self.root, ""))

@@ -71,8 +71,8 @@ def quantise(
 
 
 def quantise_exactly(value: Tensor, form: FrozenFormat, dtype: torch.dtype, packed: Tensor) -> None:
-    """`quantise`, of the values in the dtype that they compute in; but of fp32 ones that the format
-    holds to the bit, as those of a file that is quantised already, as they are.
+    """`quantise` values in their compute dtype; fp32 values that the format represents exactly, as
+    those of a quantised file, stay exact.
     """
     for matrix, own in _matrices(value, packed):
         quantise(matrix, form, own, None if _holds(matrix, form) else dtype)

@@ -1,4 +1,4 @@
-"""A model's parameters without the model, for who plans: shapes, and what computes with them.
+"""Parameters of a model without their values, for plans: shapes, and operations on them.
 
 Sizes that people name are outlines, made by hand, so that no package is needed, torch included; all
 other models are modules on the meta device, as transformers makes them
@@ -83,7 +83,7 @@ class Outline:
         return iter(self.below.values())
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Outline]]:
-        """The module itself and all below it, each before what is in it."""
+        """Yield the module itself and all below it, parents first."""
         yield prefix, self
         for name, child in self.below.items():
             yield from child.named_modules(f"{prefix}.{name}" if prefix else name)
@@ -93,7 +93,7 @@ class Outline:
         return (module for _, module in self.named_modules())
 
     def named_parameters(self, *, recurse: bool = True) -> Iterator[tuple[str, Shape]]:
-        """Parameters, of children too unless told otherwise."""
+        """Yield parameters with names, by default of children, too."""
         seen: set[int] = set()
         for prefix, module in self.named_modules() if recurse else [("", self)]:
             for name, parameter in module.own.items():
@@ -102,7 +102,7 @@ class Outline:
                     yield f"{prefix}.{name}" if prefix else name, parameter
 
     def parameters(self, *, recurse: bool = True) -> Iterator[Shape]:
-        """Parameters, of children too unless told otherwise."""
+        """Yield parameters, by default of children, too."""
         return (parameter for _, parameter in self.named_parameters(recurse=recurse))
 
 
@@ -182,7 +182,7 @@ def names_a_model(text: str) -> bool:
 
 
 def read_model_config(file: Path) -> dict[str, Any]:
-    """What a Hugging Face config.json says; raises `ConfigError` for what is none."""
+    """Read a Hugging Face config.json; raises `ConfigError` for other files."""
     config = _json_of(file)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ConfigError(
@@ -215,8 +215,8 @@ def named_target(name: str, lora: int | None = None) -> Target:
 
 
 def add_adapters(target: Target, rank: int) -> nn.Module | Outline:
-    """The target's module, changed as for LoRA: beside the matrix of every linear layer but a head
-    two of this rank, all else frozen. Peft's "all-linear" has other names, and the same sizes.
+    """Return the target's module changed as by LoRA: two matrices of this rank at every linear
+    layer but a head, all else frozen. Peft's "all-linear" has other names, and the same sizes.
     """
     module, parameters = target.module, list[Any](target.module.parameters())
     heads = {id(parameters[index]) for index in target.heads}
@@ -333,8 +333,8 @@ class Target:
 def target_of(
     name: str, module: nn.Module | Outline, config: Mapping[str, Any], lora: int | None = None
 ) -> Target:
-    """What the plan must know of a module and of the config it was built from; with `lora` of the
-    module as `add_adapters` changes it.
+    """Return the facts of a module and its config for the plan; with `lora` of the module as
+    changed by `add_adapters`.
     """
     if lora is not None:
         module = add_adapters(target_of(name, module, config), lora)

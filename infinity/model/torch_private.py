@@ -41,7 +41,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def no_dispatch_modes() -> AbstractContextManager[object]:
-    """Without what others made of torch's operations, as selective checkpointing does."""
+    """Context without dispatch modes of others, such as those of selective checkpointing."""
     if not torch._C._len_torch_dispatch_stack():
         return nullcontext()
     return _disable_current_modes()
@@ -131,7 +131,7 @@ def after_backward(then: Callable[[], None]) -> None:
 
 
 def runs_backward(code: CodeType) -> bool:
-    """Whether this is the code of torch's that a backward is started by, and returns to."""
+    """Return True for the code object of torch in which a backward starts and ends."""
     return code is torch.autograd.graph._engine_run_backward.__code__
 
 

@@ -37,7 +37,7 @@ _NO_LOCKS = (ENOLCK, ENOSYS, EOPNOTSUPP)
 
 
 def shard_names(count: int) -> list[str]:
-    """What the files of a save are called, without the index: of several no other save's are."""
+    """Return the file names of a save, without the index; shards of saves never share names."""
     save = secrets.token_hex(4)
     several = [f"model-{save}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
     return several if count > 1 else [SINGLE_NAME]
@@ -60,7 +60,7 @@ def without_index(directory: Path) -> tuple[list[Path], list[Path]]:
 
 @contextmanager
 def saving(directory: Path, nbytes: int = 0) -> Iterator[Path]:
-    """A private folder; what is in it gets its place in `directory` when the block ends.
+    """Context with a private folder, whose files are moved to `directory` at the end.
 
     See [Note: atomic save]; files beside the weights get theirs just before. If the block raises,
     `directory` is as it was. It is made if it is missing. Raises `DoesNotFitError` if the disk is
@@ -158,7 +158,7 @@ def _publish(folder: Path, directory: Path) -> None:
 
 
 def _remove(paths: list[Path]) -> list[OSError]:
-    """Remove files, as many as possible; returns what the system said of the others."""
+    """Remove files; return the system errors of those that remain."""
     refused = []
     for path in paths:
         try:
@@ -169,7 +169,7 @@ def _remove(paths: list[Path]) -> list[OSError]:
 
 
 def _settle(path: Path) -> None:
-    """Put a file on stable storage that nobody but its owner may write, whichever library wrote."""
+    """Sync a file to stable storage, writable by its owner only, whichever library wrote it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         with suppress(OSError):  # a file system without modes

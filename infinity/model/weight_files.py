@@ -108,7 +108,7 @@ def encode_header(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -
 
 
 class SafetensorsFile:
-    """An open file and the facts of its tensors. Closed by `close`, or when it is let go of."""
+    """An open file and the facts of its tensors. Closed by `close`, or when collected."""
 
     def __init__(self, path: Path) -> None:
         """Raises `ConfigError` that names the file, and the tensor where one is at fault."""
@@ -199,12 +199,12 @@ class SafetensorsFile:
         return flat.view(facts.shape) if count is None else flat
 
     def close(self) -> None:
-        """Let go of the file. Idempotent."""
+        """Close the file; idempotent."""
         self._closer()
 
 
 class _UnsoundError(Exception):
-    """What is wrong with a header."""
+    """A header is invalid."""
 
 
 def _unreadable(path: Path, error: OSError | ValueError) -> ConfigError:
@@ -501,7 +501,7 @@ class WeightFiles:
         return value
 
     def pieces(self, name: str, first: int, count: int) -> list[Callable[[], Tensor]]:
-        """See `StoredTensor.pieces`; what it gives raises what `read` raises."""
+        """See `StoredTensor.pieces`; its reads raise as `read` does."""
         if name not in self._packed:
             return [partial(self._read, name, first, count)]
         size, end = prod(self._packed[name].shape[-2:]), first + count
@@ -532,7 +532,7 @@ class WeightFiles:
         return True
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for file in self._files.values():
             file.close()
 
@@ -599,7 +599,7 @@ def _unknown_format(name: str, found: str) -> ConfigError:
 
 
 def _files_of(source: Path) -> tuple[list[Path], dict[str, Path] | None]:
-    """The files to open, and what an index says lies where."""
+    """Return the files to open, and the index of tensors."""
     if source.is_dir():
         if (source / SINGLE_NAME).exists():  # before an index, as transformers does
             return [source / SINGLE_NAME], None

@@ -44,7 +44,7 @@ class Away:
 
 @dataclass(eq=False, slots=True)
 class SavedTensor:
-    """One saved tensor: what it is, where it waits, and what is under way."""
+    """One saved tensor: its shape, its place, and its requests."""
 
     away: weakref.ref[Away]
     order: int  # of saving; backward comes the other way round
@@ -69,7 +69,7 @@ class SavedTensor:
     given: bool = False  # back to backward, once at least
 
     def end_requests(self) -> None:
-        """Wait for what the disk was asked for, whatever comes of it."""
+        """Wait for disk requests, ignoring their results."""
         for ticket in (self.writing, self.reading):
             if ticket is not None:
                 with contextlib.suppress(TransferError):
@@ -248,7 +248,7 @@ class ActivationStore:
         return tensor
 
     def _prefetch(self, record: SavedTensor) -> None:
-        """Start the way back of what was saved before this one."""
+        """Start to read the record saved before this one."""
         records = self._records.values()
         before = [r for r in records if r.order < record.order and r.left and not r.given]
         for other in sorted(before, key=lambda r: r.order)[-AHEAD:]:
@@ -396,7 +396,7 @@ class ActivationStore:
                     self._pool.give(span, nbytes)
 
     def _buffer(self, record: SavedTensor) -> Tensor:
-        """The whole pages that a record has in the pool, or beside it."""
+        """Return full pages for a record from the pool, or a new buffer."""
         if record.buffer is not None:
             return record.buffer
         assert self._arena is not None
@@ -409,7 +409,7 @@ class ActivationStore:
         return self._extent.part(record.extent, round_up(record.nbytes, PAGE))
 
     def close(self) -> None:
-        """Wait for what is under way, and drop everything; graphs that are left are of no use."""
+        """Wait for transfers and drop everything; remaining graphs become unusable."""
         for record in self._records.values():
             record.end_requests()
         if not self.transfers.device.unified:
@@ -438,7 +438,7 @@ def _check_version(modified: bool, shape: torch.Size) -> None:
 
 
 def modified_in_place(what: str) -> RuntimeError:
-    """The error of a backward whose saved tensor has changed since, in torch's own words."""
+    """Return torch's error of a backward whose saved tensor was modified in place."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: {what}"

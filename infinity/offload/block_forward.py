@@ -211,7 +211,7 @@ class _Block:
         return self._own(*args, **kwargs)
 
     def _without_caches(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Without what a second run would write to again; raises `TrainingError` if it matters."""
+        """Remove caches, which a second run would write again; raises `TrainingError` if needed."""
         kept = dict(kwargs)
         for key in _CACHES:
             cache = kept.get(key)
@@ -238,7 +238,7 @@ class _Block:
 
 
 def blocks_of(cut: UnitModules) -> list[nn.Module]:
-    """The modules of a unit that are worth running apart: not single layers of torch's."""
+    """Return the modules of a unit that are worth running separately: no single torch layers."""
     if not cut.is_block:
         return []
     return [

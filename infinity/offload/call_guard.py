@@ -71,7 +71,7 @@ class SigintDeferral:
             signal.signal(signal.SIGINT, self)
 
     def end(self, call: Lasting) -> None:
-        """End a call; raise what the handler installed before the outermost one raises."""
+        """End a call; after the outermost one, call the handler of a deferred SIGINT."""
         left = [one for one in self._calls if one[0] is not call and not one[0].is_over]
         if left or get_ident() != main_thread().ident:
             self._calls = left

@@ -235,7 +235,7 @@ class Hooks:
             self._end()
 
     def release(self, output: object) -> None:
-        """Release what a call bound, except parameters in its `output`."""
+        """Release the units of a call, except parameters in its `output`."""
         for value in _items((output,)):
             index = self._index_of.get(id(value)) if isinstance(value, nn.Parameter) else None
             if index is not None and self._entries[self._unit_of[index]].bound:

@@ -151,7 +151,7 @@ class SavedTensors:
 
     @property
     def under_checkpoint(self) -> bool:
-        """Whether what is saved now is thrown away, and computed again in backward."""
+        """Return True if saved tensors are dropped now, and recomputed in backward."""
         return bool(self._stack) and self._stack[-1][2]
 
     @property

@@ -130,7 +130,7 @@ class SliceSums:
         return bool(self.open or self.summed)
 
     def read(self, index: int, parameter: nn.Parameter) -> Tensor:
-        """The parameter as whoever asks for it now is to see it."""
+        """Return the parameter, or the view that captures its gradient for the current slice."""
         return parameter if self.call is None else self.call.read(index, parameter)
 
     def take(self, index: int, gradient: Tensor | None) -> Tensor | None:

@@ -253,7 +253,7 @@ class _Made:
             made = made.parent
 
     def whole(self, because: str) -> Tensor:
-        """The values, in memory, without a graph; they stay. Says so once."""
+        """Return the full values without a graph, and cache them; warns once."""
         if self.real is None:
             with torch.no_grad():
                 if self.parent is not None:
@@ -404,7 +404,7 @@ def _in_chunks(
 
 
 def _fit(logits: Any, target: Any) -> bool:
-    """Whether a cross entropy may go by the hidden states: nobody would see a difference."""
+    """Return True if a cross entropy may use the hidden states with equal results."""
     if not isinstance(logits, Logits) or logits.dim() != 2 or logits.dtype not in _LOSS_DTYPES:
         return False
     if not isinstance(target, Tensor) or target.is_floating_point() or target.dim() != 1:

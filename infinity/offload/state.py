@@ -80,7 +80,7 @@ class ExtentCopies:
         self.active, self.dirty = self.next, True
 
     def commit(self) -> None:
-        """What is active is committed."""
+        """Make the active copies the committed ones."""
         self.committed, self.dirty = self.active, False
 
 
@@ -342,7 +342,7 @@ class StateStore:
         return found
 
     def settle_writes(self, unit: int) -> None:
-        """Wait until what was sent to where the unit rests is there and may be read back."""
+        """Wait until writes of a unit are complete, so that it may be read."""
         writes = self.units[unit].writes
         waited = tuple(writes)  # a commit waits on another thread
         for write in waited:

@@ -1,4 +1,4 @@
-"""Adapted optimizers: those of torch's, or of the user's, run on tiles of fp32 masters.
+"""Adapted optimizers: elementwise optimizers run on tiles of fp32 masters.
 
 An adapted optimizer is asked to step one tile at a time: it gets a parameter of the tile's values,
 the gradient and the state it left there last time, and never knows that the rest of the model is
@@ -72,7 +72,7 @@ MakeState = Callable[[Mapping[str, Any], nn.Parameter], dict[str, Any]]
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """An adapted optimizer and what was found out about it.
+    """An adapted optimizer and its probed facts.
 
     `worker` is an instance without parameters. `tensor_names` are the entries of its state that
     have one value per element or so, `num_moments` how many of them a parameter has at most.
@@ -90,7 +90,7 @@ class AdapterFacts:
 
 
 class _Written(NamedTuple):
-    """What the optimizer wrote to an entry, and what the group held then; None if nothing."""
+    """A value that the optimizer wrote to a group, and the value before; None if nothing."""
 
     value: Any
     seen: Any
@@ -123,7 +123,7 @@ class Group:
     has_stepped: bool = False
 
     def write(self, after: Mapping[str, Any]) -> None:
-        """Take over what differs `after` the step from what was `given` to it.
+        """Copy entries that differ `after` the step from the `given` ones.
 
         Raises `_CouplingError` if that is not what the step of another parameter left.
         """
@@ -202,7 +202,7 @@ class AdaptedOptimizer:
                 group.write(self._step(group.given, stand_in, fresh)[0])
 
     def kept(self) -> dict[int, dict[str, Any]]:
-        """What is kept of each parameter beside its moments, as data that can be saved."""
+        """Return serializable state of each parameter that is no moment."""
         found: dict[int, dict[str, Any]] = {
             index: {"group": {key: entry._asdict() for key, entry in group.written.items()}}
             for index, group in self._groups.items()
@@ -383,7 +383,7 @@ class AdaptedOptimizer:
 
 
 def on_cpu() -> AbstractContextManager[Any]:
-    """Make the CPU the default device; as a mode of torch's it would slow down every call."""
+    """Make the CPU the default device in this context only; a torch mode would slow all calls."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
@@ -393,7 +393,7 @@ def is_per_element(name: str, value: Any, tensor_names: frozenset[str]) -> bool:
 
 
 def small_shape(shape: Sequence[int], *, whole: bool) -> tuple[int, ...]:
-    """That of a small parameter in place of what the optimizer is handed for one of this shape."""
+    """Return a small shape that stands for a tensor of this shape in checks."""
     return SMALL_SHAPES[min(len(shape), 4) if whole else 1]
 
 
@@ -429,7 +429,7 @@ def _are_rates(*values: Any) -> bool:
 
 
 def _attributes(worker: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what an optimizer stores in itself, and in its class, but groups and state."""
+    """Return attributes of an optimizer and its class, without groups and state."""
     kinds = [k for k in type(worker).__mro__ if not k.__module__.startswith(("torch.", "builtins"))]
     found = {
         key: value

@@ -87,7 +87,7 @@ def check_piece(piece: Piece, device: torch.device) -> None:
 
 
 def check_moment(name: str, moment: Moment, n: int, device: torch.device) -> None:
-    """Raise unless the tensors of a moment of `n` elements are what its format says."""
+    """Raise unless the tensors of a moment of `n` elements match its format."""
     dtypes: tuple[torch.dtype, ...] = (VALUE_DTYPES[moment.format],)
     if torch.bfloat16 in dtypes:
         dtypes = (torch.bfloat16, torch.int16)
@@ -208,7 +208,7 @@ class CpuKernels:
         self._code(self.pool.encode, values, moment, signed)
 
     def decode(self, moment: Moment, values: torch.Tensor, *, signed: bool) -> None:
-        """Write what a moment stands for into fp32 `values`."""
+        """Decode a moment into fp32 `values`."""
         self._code(self.pool.decode, values, moment, signed)
 
     def accumulate(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -341,7 +341,7 @@ class CpuKernels:
 
 
 def by_kind(pieces: Iterable[Piece]) -> tuple[list[Piece], list[Piece]]:
-    """What the kernels update, and the whole matrices that torch's operations do."""
+    """Split into tiles for the kernels, and whole matrices for torch's operations."""
     found = list(pieces)
     kernels = [piece for piece in found if piece.rule_params.kernel]
     return kernels, [piece for piece in found if not piece.rule_params.kernel]
@@ -363,7 +363,7 @@ def check_pieces(pieces: list[Piece], device: torch.device) -> None:
 def _looked_at(
     pieces: list[Piece], settings: list[Setting], device: torch.device
 ) -> list[_adam.Piece]:
-    """The slow way to native pieces, which says what is wrong."""
+    """Convert to native pieces with all checks; raises the error of the first bad one."""
     for piece in pieces:
         check_piece(piece, device)
     return [_native(*pair) for pair in zip(pieces, settings, strict=True)]
@@ -393,7 +393,7 @@ def _settings(pieces: list[Piece]) -> list[Setting]:
 
 
 def _read(pieces: list[Piece], settings: list[Setting]) -> list[_adam.Piece] | None:
-    """The quick way, which takes what is plainly good; None if `check_piece` must look."""
+    """Convert valid pieces without messages; None if `check_piece` must look."""
     if _EXCHANGE is None:
         return None
     return _adam.read_pieces(pieces, settings, _FORMAT_ORDER, torch.Tensor, _EXCHANGE)

@@ -285,7 +285,7 @@ class CudaLauncher:
             )
 
     def room(self, num_elements: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
-        """fp64 memory of torch's allocator, which orders its reuse behind `stream`."""
+        """Return fp64 memory from the caching allocator, reused in the order of `stream`."""
         queue = torch.cuda.current_stream(self._index) if stream is None else stream
         with torch.cuda.stream(queue):
             return torch.empty(num_elements, dtype=torch.float64, device=self.device)
@@ -316,7 +316,7 @@ def _driver() -> Any:
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
-    """What a driver call returned; raises `MachineError` with its error's name."""
+    """Check the result of a driver call; raises `MachineError` with the name of its error."""
     status, *values = answer
     if int(status) != 0:
         raise MachineError(f"the CUDA driver answered {status!r}")

@@ -1,4 +1,4 @@
-"""Which update rule an optimizer of torch's is here: a built-in one, an adapted one, or a refusal.
+"""Maps an optimizer of torch to an update rule: built-in, adapted, or refused.
 
 For front doors that are handed one by somebody else's trainer.
 """
@@ -151,7 +151,7 @@ def adopt_scheduler(scheduler: Any, given: torch.optim.Optimizer) -> None:
 
 
 def _rule_of(kind: type, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Our rule and what it is told, or None where it is not one of ours."""
+    """Return the built-in rule and its options for an optimizer of torch, or None."""
     name = "Muon" if kind is _MUON else _RULES.get(kind)
     if name is None:
         return None
@@ -178,7 +178,7 @@ def _with_rule(config: Config, name: str, parameters: Mapping[str, Any]) -> Conf
 
 
 def without_optimizer(config: Config) -> Config:
-    """Without our section; `moments` stays, so that `initialize` says it has no meaning."""
+    """Return the config without our section; `moments` stays, for its error in `initialize`."""
     raw = config.model_dump(exclude_unset=True)
     kept = {k: v for k, v in raw.pop("optimizer", {}).items() if k == "moments"}
     return load_config({**raw, "optimizer": kept} if kept else raw)

@@ -74,7 +74,7 @@ class Moment(NamedTuple):
 
 
 def master_in(views: Mapping[Kind, Tensor], precision: Precision) -> tuple[Tensor, Tensor | None]:
-    """The weights, and what stands beside them, in a chunk's parts (uint8), as views."""
+    """Return views of the weights, and residuals or masters, in a chunk's parts (uint8)."""
     weight = views[Kind.WEIGHT].view(COMPUTE_DTYPES[precision.name])
     rest = precision.rest_kind
     return weight, None if rest is None else views[rest].view(KIND_DTYPES[rest])

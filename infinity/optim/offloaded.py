@@ -27,7 +27,7 @@ from infinity.optim.update import Rule
 
 
 def optimizer_method(name: str) -> Callable[..., Any]:
-    """`torch.optim.Optimizer`'s function `name`; undecorated while there is no compiler to tell.
+    """Return `torch.optim.Optimizer`'s function `name`, undecorated without a compiler.
 
     `functools.wraps` says what a wrapper wraps, so a torch that decorates nothing, or otherwise,
     is right too.
@@ -69,7 +69,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The engine's: what the next loss is multiplied by in backward."""
+        """The engine's factor of the next loss in backward."""
         return float(getattr(self._engine(), "loss_scale", 1.0))
 
     @property
@@ -93,7 +93,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._call(self._engine_step)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, until the engine is made: what it trains is reserved then."""
+        """As in torch, until the engine is made: it reserves state of trained parameters then."""
         if getattr(self, "_engine_step", None) is not None:
             raise ConfigError(
                 "a group cannot be added once the engine is made",
@@ -122,7 +122,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return taken
 
     def read_state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """What is kept of one parameter, by torch's names; `step` where torch keeps one.
+        """Return the state of one parameter, by torch's names; `step` where torch keeps one.
 
         Moments are fresh fp32 CPU tensors, whatever the format they rest in. Waits for updates
         that are owed. Raises `ConfigError` if the parameter has no state.
@@ -176,7 +176,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Tell torch's schedulers, which otherwise warn, that a step came before theirs."""
+    """Mark the optimizer as stepped, for torch's schedulers, which otherwise warn."""
     vars(optimizer)["_opt_called"] = True
 
 

@@ -33,7 +33,7 @@ _OWN = {"of_group": False}  # of a field that is no entry of a parameter group
 
 @dataclass(frozen=True)
 class RuleParams:
-    """What a group says of its rule; the base of all rules.
+    """Entries of a group for its rule; the base of all rules.
 
     Fields are the entries of its groups, by torch's names and with torch's defaults: numbers that
     are not negative (`signed`: any), pairs of numbers below 1, switches, and words (`choices`).
@@ -73,7 +73,7 @@ class RuleParams:
 
     @classmethod
     def choices(cls, name: str) -> tuple[str, ...]:
-        """What an entry that is a word may be."""
+        """Return the allowed values of entries that are strings."""
         return next(e.metadata["choices"] for e in _entries(cls) if e.name == name)
 
     @classmethod
@@ -84,7 +84,7 @@ class RuleParams:
         is_hidden: Callable[[Any], bool],
         is_stack: Callable[[Any], bool] = lambda _: False,
     ) -> list[dict[str, Any]]:
-        """Parameter groups with all entries: `options` where a group says nothing.
+        """Return parameter groups with all entries; `options` are the defaults.
 
         `is_hidden` tells a matrix inside a model from all other parameters, `is_stack` a stack of
         them. Groups are completed in place, where the rule steps all parameters alike.
@@ -96,7 +96,7 @@ class RuleParams:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> RuleParams:
-        """What a group says now; raises `ConfigError` for what makes no sense, or is not done."""
+        """Return the current values of a group; raises `ConfigError` for invalid ones."""
         fixed = {"amsgrad": False, "bias_correction": True, "decoupled_weight_decay": cls.decoupled}
         for name, done in fixed.items():
             if done is not None and bool(group.get(name, done)) is not done:
@@ -109,7 +109,7 @@ class RuleParams:
 
     @classmethod
     def problem(cls, name: str, value: Any, others: Mapping[str, Any]) -> str:
-        """What is wrong with an entry beside the `others`; empty if nothing is."""
+        """Describe a problem of an entry given the `others`; empty if there is none."""
         return ""
 
     @property
@@ -397,7 +397,7 @@ class Muon(RuleParams):
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> RuleParams:
-        """What a group says now: as `AdamW` where AdamW steps it."""
+        """Return the current values of a group: as `AdamW` for parameters that AdamW steps."""
         if not group.get("use_muon", True):
             return AdamW.of({**AdamW.defaults(), **group})
         return super().of({**cls.defaults(), **group})
@@ -445,7 +445,7 @@ def matrix_steps(rule: str, groups: Sequence[Mapping[str, Any]]) -> int:
 
 
 def lossy_notes(form: MomentFormat) -> tuple[str, ...]:
-    """What a plan must say of moments in this format."""
+    """Return notes of a plan about moments in this format."""
     if form.is_exact:
         return ()
     return (f"moments are stored in {form.value}: lossy, not what fp32 gives",)

@@ -66,7 +66,7 @@ class _Views:
         self.state = tuple(state.values())
 
     def fit(self, state: _State) -> bool:
-        """Whether the parameter and its state are what they were, as far as torch can tell."""
+        """Return True if parameter and state are unchanged, as far as torch shows it."""
         p = self.parameter
         return (
             p._version == self.version
@@ -253,7 +253,7 @@ class _Adam(torch.optim.Optimizer):
         return Piece(views.weight, rest, views.moments, flat, rule_params, step, scale)
 
     def _views_of(self, parameter: Tensor) -> _Views:
-        """What the kernels take; the state is made at the first step, with the master then."""
+        """Return views for the kernels; state and master are made at the first step."""
         state: _State = self.state[parameter]
         views = self._views.get(parameter)
         if views is not None and views.fit(state):
@@ -274,7 +274,7 @@ class _Adam(torch.optim.Optimizer):
         return views
 
     def _rest(self, parameter: Tensor, state: _State) -> Tensor | None:
-        """What stands beside the parameter for its master; see the note on edited ones."""
+        """Return the residual or master of a parameter; see the note on edited ones."""
         name = _MASTERS.get(parameter.dtype)
         for other in _MASTERS.values():
             if other != name:  # the parameter had another dtype
@@ -398,7 +398,7 @@ def _hyper_of(group: Mapping[str, Any]) -> RuleParams:
 def _taken_group(
     ours: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A given group, complete: what it does not say stays as it is in ours."""
+    """Complete a given group by the defaults."""
     decoupled = given.get("adamw_mode", given.get("decoupled_weight_decay"))
     if decoupled is not None and bool(decoupled) != bool(ours["adamw_mode"]):
         rules = "Adam with L2", "AdamW"

@@ -59,7 +59,7 @@ class Updater(Protocol):
         """
 
     def kept(self) -> dict[int, dict[str, Any]]:
-        """What is kept of each parameter beside its moments, as data that can be saved."""
+        """Return serializable state of each parameter that is no moment."""
 
     def keep(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
         """Go on with what `kept` gave."""
@@ -72,11 +72,11 @@ class Updater(Protocol):
         shape: tuple[int, ...],
         step: int,
     ) -> dict[str, Any]:
-        """What is kept of a whole parameter, by torch's names, as fresh tensors."""
+        """Return the state of a full parameter, by torch's names, as new tensors."""
 
 
 class Rule(Protocol):
-    """An update rule as the engine sees it: what it keeps, and who does it.
+    """An update rule as the engine uses it: its state, and its updater.
 
     `moments` has a format for each moment that `reserve` found necessary. A `whole` rule needs
     whole parameters as tiles; `matrix_steps` see `infinity.optim.rules.matrix_steps`.
@@ -89,7 +89,7 @@ class Rule(Protocol):
     notes: tuple[str, ...]
 
     def capture(self, group: Mapping[str, Any]) -> Any:
-        """What a group says now; raises `ConfigError` if that cannot be."""
+        """Return the current values of a group; raises `ConfigError` for invalid ones."""
 
     def reserve(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Set `moments` for these groups; later ones may not need more."""
@@ -145,7 +145,7 @@ class BuiltInRule:
         return rule_params
 
     def reserve(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """As many moments as the group that needs the most."""
+        """Reserve the moments of the group that needs the most."""
         self.moments = reserved_moments(self.name, groups, self._format)
         self.matrix_steps = matrix_steps(self.name, groups)
         matrices = [group for group in groups if not self.capture(group).kernel]
@@ -157,7 +157,7 @@ class BuiltInRule:
         return 0
 
     def initial(self, captured: RuleParams) -> tuple[float, ...]:
-        """What is not zeros; few rules begin with anything else."""
+        """Return initial values of moments other than zeros, which few rules have."""
         return captured.initial if any(captured.initial) else ()
 
     def updater(
@@ -192,7 +192,7 @@ class KernelUpdater:
         self.kernels.update_all(self.pieces(tiles, grad_scale))
 
     def pieces(self, tiles: Sequence[Tile], grad_scale: float) -> list[Piece]:
-        """What the kernels, of whichever device, need to know of the tiles."""
+        """Return the arguments of kernels, on any device, for the tiles."""
         return [self._piece(tile, grad_scale) for tile in tiles]
 
     def _piece(self, tile: Tile, grad_scale: float) -> Piece:
@@ -224,12 +224,12 @@ class KernelUpdater:
         return rule_params.begun_at(self._begun.setdefault(parameter, step))
 
     def begin(self, params_by_index: Mapping[int, Any], steps: Mapping[int, int]) -> None:
-        """From now on `kept` tells of this step."""
+        """Begin a step, which `kept` then belongs to."""
         for parameter, step in steps.items():
             self._begun_at(parameter, params_by_index[parameter], step)
 
     def kept(self) -> dict[int, dict[str, Any]]:
-        """What is kept of each parameter beside its moments, as data that can be saved."""
+        """Return serializable state of each parameter that is no moment."""
         return {parameter: {"begins": step} for parameter, step in self._begun.items()}
 
     def keep(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
@@ -237,7 +237,7 @@ class KernelUpdater:
         self._begun = {parameter: entry["begins"] for parameter, entry in saved.items()}
 
     def moment_names(self, parameter: int, rule_params: RuleParams) -> tuple[str, ...]:
-        """torch's names of the moments that `state_of` tells of this parameter."""
+        """Return torch's names of this parameter's moments in `state_of`."""
         begun = not rule_params.switch or parameter in self._begun
         return rule_params.state_names[: rule_params.num_moments] if begun else ()
 

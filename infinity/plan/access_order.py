@@ -38,7 +38,7 @@ class AccessOrder:
         self._recorded = []
 
     def end(self) -> None:
-        """Finish a cycle: what was recorded becomes the expectation of the next one."""
+        """Finish a cycle: the recorded sequence is expected in the next one."""
         self.position = -1
         if self._recorded and self._recorded != self.sequence:
             self.sequence, self._uses = self._recorded, _index(self._recorded)
@@ -122,7 +122,7 @@ def guess_cycle(num_units: int, *, backward: bool) -> list[int]:
 
 
 class SlotView(Protocol):
-    """What the rule may know and do. Units and slot classes are indices."""
+    """State and actions of slots for the rule. Units and slot classes are indices."""
 
     def class_of(self, unit: int) -> int | None:
         """The unit's slot class; None where its weights rest on the device."""
@@ -140,10 +140,10 @@ class SlotView(Protocol):
         """Free slots of a class."""
 
     def evictable(self, slot_class: int) -> Collection[int]:
-        """Units whose slots of this class could be given up now."""
+        """Return the units of slots of this class that may be evicted now."""
 
     def try_evict(self, unit: int) -> bool:
-        """Give up the unit's slot; False if something still reads it."""
+        """Evict the unit; return False if its slot is still read."""
 
     def fetch(self, unit: int) -> None:
         """Start bringing the unit into a free slot."""

@@ -89,7 +89,7 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class _BlockShape:
-    """What a token makes one block keep and carry, in bytes; `gradients` of its units."""
+    """Bytes that a token keeps and carries in one block; `gradients` of its units."""
 
     is_block: bool
     saved: float
@@ -287,7 +287,7 @@ def _of_norms(segments: Sequence[Segment], itemsize: int) -> int:
 
 
 def recomputed(units: Sequence[UnitLayout], recompute: Recompute) -> list[UnitLayout]:
-    """The units of the first so many blocks, experts included; of all there are for "all"."""
+    """Return the units of the first `count` blocks with their experts; all of them for "all"."""
     if not recompute:
         return []
     blocks = [b for b in _blocks(units) if b[0].is_block]
@@ -372,7 +372,7 @@ TRANSIT = 3  # of the largest: one that leaves, two that come back
 
 @dataclass(frozen=True, slots=True)
 class SavedPlan:
-    """What a plan says of saved tensors; sizes are bytes.
+    """Settings of a plan for saved tensors; sizes are bytes.
 
     `recompute` is the number of blocks, the first ones, that run again in backward. `offload` is
     the lowest tier that is used, None where nothing moves. `sizes` are those of the block inputs
@@ -389,7 +389,7 @@ class SavedPlan:
 
     @property
     def line(self) -> str:
-        """In words; empty where nothing is out of the ordinary."""
+        """Describe the settings; empty for the defaults."""
         clauses = []
         if self.recompute:
             which = (
@@ -420,7 +420,7 @@ def plan_saved(
     unified: bool,
     widths: list[int] | None = None,
 ) -> tuple[SavedPlan, tuple[str, ...]]:
-    """From the configuration, and notes for the user; raises `ConfigError` if tokens tell nothing.
+    """Return settings of saved tensors, and notes; raises `ConfigError` if tokens are unknown.
 
     On a device that is the host RAM is no other place to wait in: there only the disk is.
     """

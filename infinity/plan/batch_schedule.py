@@ -83,7 +83,7 @@ class BatchSchedule:
         )
 
     def line(self, blocks: int) -> str:
-        """In words, of a model with so many blocks."""
+        """Describe the schedule for a model with a number of blocks."""
         many = (
             f"{self.micro_batches} micro-batches" if self.micro_batches != 1 else "one micro-batch"
         )
@@ -218,7 +218,7 @@ class _ScheduleSearch:
         return self._parts(max(self.pieces // count, 1), MOST_SLICES)
 
     def _candidates(self, count: int) -> list[PlanInput]:
-        """The schedules of so many micro-batches that are worth a plan."""
+        """Return the schedules of a number of micro-batches that are worth a plan."""
         found: list[PlanInput] = []
         for offload in _OFFLOADS if self.wish.offload is None else (self.wish.offload,):
             if not self._may_wait(offload):
@@ -293,7 +293,7 @@ class _ScheduleSearch:
         return needed <= room
 
     def _room(self, case: PlanInput) -> int | None:
-        """What is left to activations where everything rests as low as it may.
+        """Return the memory for activations when all state is stored as low as allowed.
 
         Nothing where even that does not fit. Without a disk None then: some state has to rest
         beside activations, and how much follows from these.

@@ -1,4 +1,4 @@
-"""What a plan reserves on each tier, by purpose: slots, state at rest, buffers. Sizes in bytes."""
+"""Bytes that a plan reserves on each tier, by purpose: slots, state, buffers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AUTO_SHARE = 0.7  # of the memory compute uses; placement by the plan leaves the
 
 @dataclass(frozen=True)
 class Limits:
-    """Budgets in bytes; None means unlimited (tests). `base` is what the process already uses.
+    """Budgets in bytes; None means unlimited (tests). `base` is used by the process already.
 
     `made` is the largest value that is made, or read, at the initial write; 0 where all are in RAM.
     `activations` is what placement by the plan leaves of the memory that computes, for what
@@ -103,7 +103,7 @@ def _with_memory(plan: Plan, limits: Limits) -> Plan:
 def _initial_write_bytes(
     plan: Plan, limits: Limits, device: dict[str, int], host: dict[str, int]
 ) -> int:
-    """What the initial write takes, beyond what is reserved but not yet touched.
+    """Return bytes of the initial write beyond reserved but untouched memory.
 
     Two chunks of all kinds, one fp32 master, and one value as it is made. (An initialiser that
     compares, such as a truncated normal, needs up to three times the value more, for a moment.)
@@ -186,7 +186,7 @@ def _classes_without(plan: Plan, resting: frozenset[int]) -> tuple[SlotClass, ..
 
 
 def checksum_bytes(nbytes: int) -> int:
-    """Bytes of checksums for so many bytes on disk: 4 for every page."""
+    """Return bytes of checksums for bytes on disk: 4 for every page."""
     return -(-nbytes // PAGE) * 4
 
 
@@ -362,7 +362,7 @@ def largest_slot(plan: Plan) -> int:
 
 
 def fetch_bytes(plan: Plan) -> int:
-    """Bytes of the largest fetch: what a rank keeps of the weights of a unit."""
+    """Return bytes of the largest fetch: a rank's shard of a unit's weights."""
     moving = chain.from_iterable(c.members for c in plan.slot_classes)
     return max(map(plan.facts.shard_bytes.__getitem__, moving), default=0)
 

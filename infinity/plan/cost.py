@@ -77,7 +77,7 @@ SPLIT_UPDATE_BYTES = 26  # a parameter: 12 of state read and written, 2 of gradi
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a user trains: tokens of one micro-batch, and how.
+    """Work of a user's step: tokens of one micro-batch, and recomputation.
 
     The first `recompute` blocks run again in backward, and blocks in so many `slices`. `context`
     are the tokens of one sample, `lookups` indices of parameters that are only indexed into
@@ -357,7 +357,7 @@ def active_parameters(units: Sequence[UnitLayout], work: StepWork) -> int:
 
 
 def flop_per_token(units: Sequence[UnitLayout], work: StepWork) -> float:
-    """FLOP of the model itself for a token: 6 a matrix element, 4 of what is frozen.
+    """Return FLOP of the model for a token: 6 a matrix element, 4 a frozen one.
 
     See [Note: compute].
     """
@@ -366,8 +366,8 @@ def flop_per_token(units: Sequence[UnitLayout], work: StepWork) -> float:
 
 
 def update_s(plan: Plan, rates: Rates) -> tuple[float, float, float]:
-    """Seconds of one step's update: of units on the host; on the host, of those that stream
-    meanwhile; and on the device.
+    """Return seconds of one step's update: on the host; on the host while others stream; and on the
+    device.
     """
     host = beside = device = 0.0
     for group in plan.unit_groups:
@@ -416,7 +416,7 @@ def _matrix_s(plan: Plan, rates: Rates) -> tuple[float, float]:
 
 
 def stream_s(plan: Plan, rates: Rates) -> float:
-    """Seconds of all streamed updates of a step: links in both directions, and who asks for it."""
+    """Return seconds of streamed updates of a step: links in both directions, and host calls."""
     inward = outward = 0
     for group in plan.unit_groups:
         if group.placement in plan.streamed:

@@ -140,7 +140,7 @@ def _usual_cycle(num_units: int) -> tuple[int, ...]:
 
 
 def _publishing(plan: Plan) -> set[int]:
-    """The units that the optimizer pass publishes; those that are alike are asked for once."""
+    """Return the units that the optimizer pass publishes, asked once for equal units."""
     found = (group.units for group in plan.unit_groups if publishes(plan, group.units[0]))
     return set(chain.from_iterable(found))
 
@@ -335,7 +335,7 @@ class _Bytes:
         return plan.gradient_itemsize * sum(plan.own[unit].num_trained for unit in there)
 
     def _of_update(self, group: int, publish: bool) -> dict[str, int]:
-        """Of one of units that are alike."""
+        """Return the bytes of an update of one of several equal units."""
         plan, units = self.plan, self.plan.unit_groups[group]
         layout, placement = units.layout, units.placement
         kind, streamed = plan.facts.kinds[layout.index], placement in plan.streamed

@@ -1,4 +1,4 @@
-"""A case: what a plan, its times and its activations are computed from, and what comes of it."""
+"""Inputs and results of planning: a plan with its times and activations."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class PlanInput:
 
     @property
     def compute_bytes(self) -> int:
-        """What a run could take of that tier: a named budget of RAM bounds the whole process."""
+        """Return the bytes that a run may use of the tier; budget.host bounds the process."""
         if self.machine.device_bytes is None:
             return self.host_bytes
         return int(self.device_share * self.machine.device_bytes)
@@ -181,7 +181,7 @@ class PlanInput:
         )
 
     def lowest_plans(self) -> Iterator[Plan]:
-        """Plans that fit with what is left to the plan as low as may be, kind by kind off the disk.
+        """Yield plans that fit with free choices as low as possible, kind by kind off the disk.
 
         A search for placement does that too, where the disk is what is short.
         """
@@ -225,7 +225,7 @@ class PlanInput:
         return replace(self.with_config(precision=name), units=units)
 
     def with_gpus(self, gpus: int) -> PlanInput:
-        """With so many on each node; a step has the same tokens, but for rounding."""
+        """Return the case with a number of GPUs per node; a step keeps its tokens."""
         machine = self.machine.with_ranks(gpus, self.machine.nodes)
         precision, whole = PRECISIONS[self.config.precision], self.rule.whole
         units = lay_out_again(self.units, precision, machine.ranks, whole=whole)

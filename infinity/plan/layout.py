@@ -266,7 +266,7 @@ class UnitLayout:
         return self.rest_bytes // self.shards
 
     def of_shard(self, rank: int) -> UnitLayout:
-        """What a rank keeps: the parts of trained segments that lie in its shard."""
+        """Return the layout of one rank's shard of the trained segments."""
         return self if self.shards == 1 else self._by_rank[rank]
 
     @cached_property
@@ -275,7 +275,7 @@ class UnitLayout:
 
     @cached_property
     def reported_squares(self) -> dict[int, tuple[int, ...]]:
-        """Parameter -> how many square sums each rank tells the others of it, for the norm.
+        """Parameter -> number of square sums that each rank reports for the norm.
 
         Those of all its blocks there; of a parameter that lies in one shard only their sum, of a
         stack their sum for each expert.
@@ -340,7 +340,7 @@ def largest_trained_of(layouts: Iterable[UnitLayout]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:
-    """What the layout needs to know of one parameter."""
+    """Facts of one parameter for the layout."""
 
     name: str
     parameter: int
@@ -432,7 +432,7 @@ def lay_out_again(
     whole: bool,
     cast: bool = False,
 ) -> tuple[UnitLayout, ...]:
-    """The same units for so many ranks; all parameters `cast` to the precision, or as they are."""
+    """Lay out units for a number of ranks; parameters are `cast` to the precision or unchanged."""
     found = []
     for unit in units:
         facts = [
@@ -454,7 +454,7 @@ def lay_out_again(
 
 
 def _dealt(facts: list[ParameterFacts], ranks: int, turn: int) -> list[list[ParameterFacts]]:
-    """Parameters to ranks: the largest first, each to whoever has least; of a rank in their order.
+    """Assign parameters to ranks: the largest first, each to the emptiest rank, in order.
 
     Who begins changes from unit to unit (`turn`), so that it is not one rank that always has most.
     """
@@ -468,7 +468,7 @@ def _dealt(facts: list[ParameterFacts], ranks: int, turn: int) -> list[list[Para
 
 
 def dealt_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
-    """What a plan must say of units whose parameters were dealt whole, where padding is much."""
+    """Return notes of a plan about padding of units with whole parameters."""
     sizes = [(u.numel / u.num_trained, u) for u in units if u.shards > 1 and u.num_trained]
     total = sum(u.numel for _, u in sizes) / max(sum(u.num_trained for _, u in sizes), 1)
     if total < MUCH_PADDING:
@@ -482,7 +482,7 @@ def dealt_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
 
 
 def split_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
-    """What a plan must say where a rule steps some parameters only: which, and which AdamW does."""
+    """Return notes of a plan about a rule for some parameters, and AdamW for the others."""
     trained = [segment for unit in units for segment in unit.trained_segments]
     matrices = [s for s in trained if s.whole]
     if not matrices:

@@ -51,7 +51,7 @@ HOST_RAM = "INFINITY_HOST_RAM"
 
 @dataclass(frozen=True)
 class Mount:
-    """The file system that a path lies on; together they tell one drive from another."""
+    """The file system of a path; its fields identify a drive."""
 
     device: str
     """"major:minor" of stat's st_dev."""
@@ -117,7 +117,7 @@ def read_machine(paths: Iterable[str | os.PathLike[str]] = (), root: Path = Path
 
 
 def memory_room(root: Path = Path("/")) -> tuple[int, int]:
-    """Return (most that this process may hold, what is left of it) in bytes, as of now.
+    """Return (limit of this process, bytes left of it) at this moment.
 
     Of the machine and all levels of its cgroup, the one with least left. Takes well below 1 ms.
     """
@@ -128,12 +128,12 @@ def memory_room(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def high_water_bytes(root: Path = Path("/")) -> int:
-    """Return the most RAM this process has ever held; 0 where the kernel does not tell."""
+    """Return the peak RAM of this process; 0 if the kernel does not report it."""
     return _kib(root / "proc/self/status", r"^VmHWM:\s*([0-9]+) kB$")
 
 
 def shared_rss_bytes(root: Path = Path("/")) -> int:
-    """Return the RAM this process maps that others may map as well; 0 where it is not told."""
+    """Return resident RAM that other processes may map, too; 0 if not reported."""
     return _kib(root / "proc/self/status", r"^RssShmem:\s*([0-9]+) kB$")
 
 
@@ -216,7 +216,7 @@ def _found(path: Path, pattern: str) -> str | None:
 
 
 def _kib(path: Path, pattern: str) -> int:
-    """Return bytes of a number of KiB in a file, 0 where it is not told."""
+    """Return a number of KiB in a file as bytes, 0 if missing."""
     return int(_found(path, pattern) or 0) * 1024
 
 
@@ -318,12 +318,12 @@ def mounts(root: Path) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def _unescaped(name: str) -> str:
-    """Undo what the kernel does to blanks and backslashes in mountinfo."""
+    """Decode escaped blanks and backslashes of mountinfo."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), name)
 
 
 def threads_for(wanted: int, num_cpus: int, ranks: int = 1, *, unified: bool) -> int:
-    """Threads of one rank's optimizer kernels, where `ranks` share so many processors.
+    """Return threads of one rank's optimizer kernels, where `ranks` share the processors.
 
     `wanted` are those of all ranks, 0 what suits the machine: every CPU; but beside a device with
     memory of its own three of each rank's are left to the threads that launch its work (training,
@@ -391,7 +391,7 @@ _WHERE_NOT_UNIFIED = (*COPIES, DEVICE_UPDATE)
 
 @dataclass(frozen=True)
 class PlanMachine:
-    """What a plan must know of a machine. Sizes are in bytes.
+    """Facts of a machine for the plan. Sizes are in bytes.
 
     `nominal` names the rates (as `Rates.numbers` does) that nobody measured: they are those of a
     common machine, see `plan.rates.NOMINAL`, and whoever shows times must say so
@@ -472,7 +472,7 @@ class PlanMachine:
         return self.rates.of_rank(self.gpus, self.nodes, unified=self.unified)
 
     def with_ranks(self, gpus: int, nodes: int = 1) -> PlanMachine:
-        """With so many ranks. Links that are known are taken to be as fast; others are nominal."""
+        """Return the machine with ranks; known links keep their rates, others are nominal."""
         across = nodes == self.nodes and self.rates.all_gather is not None
         rates, guessed = with_links(self.rates, gpus, nodes, unified=self.unified, across=across)
         nominal = (*self.nominal, *guessed)
@@ -485,11 +485,11 @@ class PlanMachine:
 
     @property
     def rates_origin(self) -> str:
-        """Where the rates come from, for people: "measured 2026-11-21", what is nominal."""
+        """Describe the origin of rates: "measured 2026-11-21", and which are nominal."""
         return rates_origin(self.rates, self.nominal, self.measured)
 
     def as_dict(self) -> dict[str, Any]:
-        """What the file of this machine holds, JSON-able; nominal rates are left out."""
+        """Return the content of the machine's file, as JSON; nominal rates are omitted."""
         numbers = self.rates.numbers().items()
         rates = nested({name: _rounded(n) for name, n in numbers if name not in self.nominal})
         if not self.unified and self.rates.device_update is None:

@@ -101,7 +101,7 @@ def placed(
 
 
 def with_whole_units(plan: Plan, wish: bool | None, limits: Limits) -> Plan:
-    """Of several ranks: a slot for good for as many units as fit, so that their weights are
+    """Of several ranks: give permanent slots to the units that fit, so that their weights are
     gathered once after an update and not at every fetch. First those that are never updated.
 
     With the `wish` True all have one, whether that fits or not; with False none.
@@ -211,7 +211,7 @@ class _PlacementSearch:
         return sum(placement.of_field(f).is_below(Tier.DEVICE) for f in self.fields) > 1
 
     def _lowered(self, plan: Plan, kept: _Move) -> Iterator[Plan]:
-        """The plan with one thing less on a tier that is too full, but for what is `kept`.
+        """Return the plan with one kind less on a full tier, except those in `kept`.
 
         Each kind of thing once.
         """
@@ -281,5 +281,5 @@ class _PlacementSearch:
 
 
 def _tiers(plan: Plan, field: str) -> tuple[Tier, ...]:
-    """Where a kind may go; on a unified device a second copy of weights would serve nobody."""
+    """Return the tiers for a kind; a unified device needs no second copy of weights."""
     return (Tier.DEVICE,) if plan.unified and field == "weight" else (Tier.DEVICE, Tier.HOST)

@@ -23,7 +23,7 @@ _MASTERS = {"bf16": "bf16 + 16-bit residual", "fp16": "fp16 weight + fp32", "fp3
 
 @dataclass(frozen=True, slots=True)
 class RuleFacts:
-    """What the plan needs to know of the update rule.
+    """Facts of the update rule for the plan.
 
     `moments` holds a format for each moment it keeps of a parameter; `whole` says that it needs
     whole parameters, so that a chunk is a whole unit; `tile_elements` is the size of the tiles
@@ -256,8 +256,8 @@ class Plan:
 
     @cached_property
     def shared_bytes(self) -> int:
-        """What this rank has in RAM that all of its node map: its shards, and those of one rank of
-        every other node. Each other rank of the node has as much there.
+        """Bytes of this rank in RAM that all ranks of its node map: its shards, and those of one
+        rank of every other node. Each other rank of the node has the same.
         """
         units = (u for u in self.units if self.is_shared(u.index))
         return self.nodes * sum(round_up(unit.shard_bytes, PAGE) for unit in units)
@@ -287,7 +287,7 @@ class Plan:
 
     @property
     def zero_stage(self) -> int:
-        """What is shared out, by DeepSpeed's number; 0 where a rank is alone.
+        """DeepSpeed's number for the sharded state; 0 for one rank.
 
         2 where weights stay whole in slots from one update to the next, 3 where some move through.
         """
@@ -312,7 +312,7 @@ class Plan:
 
     @cached_property
     def unit_groups(self) -> tuple[UnitGroup, ...]:
-        """The units, those that are alike together, in the order of their first."""
+        """Return groups of equal units, in the order of their first."""
         found: dict[tuple[int, UnitPlacement], list[int]] = {}
         for unit, key in enumerate(zip(self.facts.kinds, self.placements, strict=True)):
             found.setdefault(key, []).append(unit)
@@ -328,7 +328,7 @@ class Plan:
         return Record(kinds, self.precision_of(unit))
 
     def whole_record(self, unit: UnitLayout) -> Record:
-        """All state kinds in one record: what a durable run has on disk of every chunk."""
+        """Return all state kinds in one record, as a durable run has every chunk on disk."""
         return Record(self.precision.kinds, self.precision_of(unit))
 
     def precision_of(self, unit: UnitLayout) -> Precision:
@@ -348,7 +348,7 @@ class Plan:
 
     @property
     def commit_bytes(self) -> int:
-        """Bytes that a commit writes beside the update: the state that does not rest on disk."""
+        """Return bytes of a commit in addition to the update: state that is not stored on disk."""
         if not self.durable:
             return 0
         off_disk = (Tier.DEVICE, Tier.HOST)
@@ -541,7 +541,7 @@ class Plan:
         return lines
 
     def _whole_batch_lines(self) -> list[str]:
-        """What a step would move if its micro-batches passed each block together."""
+        """Describe the bytes of a step whose micro-batches pass each block together."""
         now, whole = (sum(b.values()) for b in (self.predicted_bytes, self.whole_batch_bytes))
         if not whole or whole >= now:
             return []
@@ -564,7 +564,7 @@ class Plan:
 
     @property
     def updates_line(self) -> str:
-        """Where updates run, in words, with counts of units where they differ."""
+        """Describe where updates run, with counts of units where they differ."""
         counts = Counter[str]()
         for group in self.unit_groups:
             if group.layout.numel:
@@ -576,7 +576,7 @@ class Plan:
         return (_counted(counts) or "nothing is trained") + (f": {why}" if why else meanwhile)
 
     def _moments_line(self) -> str:
-        """The moments and their formats in words; lossy ones are called so."""
+        """Describe the moments and their formats; lossy ones are marked."""
         formats = dict.fromkeys(self.precision.moments)
         if not formats:
             return "no moments"
@@ -624,7 +624,7 @@ class Plan:
 
 
 def _counted(units: Counter[str]) -> str:
-    """Words with the numbers of units where they differ."""
+    """Join texts, with the number of units where they differ."""
     counts = [f"{word} ({n} unit{'s' if n > 1 else ''})" for word, n in units.items()]
     return ", ".join(counts) if len(units) > 1 else "".join(units)
 
@@ -655,7 +655,7 @@ def why_only_cpu(plan: Plan) -> str:
 
 
 def streamed_calls(plan: Plan, layout: UnitLayout, placement: UnitPlacement) -> int:
-    """What a streamed update of a unit placed so asks of the device: copies, and kernels."""
+    """Return the number of copies and kernels in a streamed update of a unit."""
     batches = -(-plan.streamed_chunks(layout, placement) // plan.chunks_per_batch(placement))
     kinds = [k for k in plan.precision.kinds if placement.of(k) is not Tier.DEVICE]
     return batches * (2 * len(kinds) + (placement.gradient is not Tier.DEVICE) + 1)

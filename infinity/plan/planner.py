@@ -1,4 +1,4 @@
-"""From units, config and budgets to a `Plan`, or to an error that says what does not fit."""
+"""Makes a `Plan` of units, config and budgets, or raises an error naming what does not fit."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def with_live_note(plan: Plan, hints: HintsConfig) -> Plan:
 
 
 def with_weights_in_ram(plan: Plan, hints: HintsConfig, limits: Limits) -> Plan:
-    """Weights that rest on disk kept in RAM instead: first units, as many as hinted, if they fit.
+    """Keep weights from disk in RAM: the first units, up to the hinted number, if they fit.
 
     Where the device is the host, in its memory: see `UnitPlacement`.
     """
@@ -240,7 +240,7 @@ NUM_STAGING_BUFFERS = 4  # one read, one updated, one written, one to spare
 
 @dataclass(frozen=True)
 class Stored:
-    """What a run that continues a durable one takes over as it is."""
+    """Facts that a run takes over unchanged from the durable run it continues."""
 
     directory: str
     step: int
@@ -422,13 +422,13 @@ def _placed_for(wish: str, draft: Plan, config: Config, limits: Limits, rates: R
 
 
 def _whole(config: Config) -> bool | None:
-    """Whether weights stay whole; a hint of what slots may hold says no where nothing is asked."""
+    """Return True if weights stay complete in slots; hints of slots decide."""
     hinted = config.hints.live_parameters is not None
     return False if config.placement.whole is None and hinted else config.placement.whole
 
 
 def _with_stored(draft: Plan, stored: Stored, config: Config, limits: Limits, rates: Rates) -> Plan:
-    """The placement of a durable run as it is, or an error that says that it no longer fits."""
+    """Return the placement of a durable run unchanged, or raise if it no longer fits."""
     placements: Sequence[UnitPlacement] = stored.placements
     if draft.unified:  # one memory: see `_with_placement`
         placements = [

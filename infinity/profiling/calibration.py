@@ -184,7 +184,7 @@ def kept_rates(
 
 
 def kept_links(device: Device, gpus: int, nodes: int) -> _Kept | None:
-    """Rates between so many ranks, as `cached_links` has kept them, and the day; else None.
+    """Return cached rates between a number of ranks, and their day; None if there are none.
 
     For a number of nodes that was not measured what passes between nodes, and between the ranks of
     one, if that was.
@@ -238,7 +238,7 @@ def cached_links(
 
 
 def _links(device: Device, *ranks: int) -> dict[str, Any]:
-    """What describes the links between so many ranks and nodes; between any two nodes."""
+    """Return a key for the links between ranks and nodes; between any two nodes."""
     computer = {"format": _FORMAT, "processor": cpu_model(), "device": device_name(device)}
     return computer | {"ranks": [*ranks]}
 
@@ -349,7 +349,7 @@ def _file_of(of: dict[str, Any]) -> Path:
 
 
 def _read(of: dict[str, Any], needed: Collection[str]) -> _Kept | None:
-    """What is kept of what `of` describes, if it has all the needed names; else None."""
+    """Return cached rates of `of`, if all needed names are there; else None."""
     try:
         entry = json.loads(_file_of(of).read_text(encoding="utf-8"))
         if entry["of"] != of:
@@ -416,7 +416,7 @@ def _host_updates(num_threads: int, seconds: float) -> dict[str, float]:
 
 
 def _num_chunks() -> int:
-    """So many that no cache holds half of them, even with 8-bit moments."""
+    """Return a number of chunks that no cache holds half of, even with 8-bit moments."""
     machine = read_machine()
     wanted = -(-2 * machine.cache_bytes // ((_BYTES_BESIDE_MOMENTS + 2) * _CHUNK))
     most = machine.host_available_bytes // 8 // (_CHUNK * _LARGEST_BYTES)
@@ -431,7 +431,7 @@ def pieces_bytes(num_chunks: int) -> int:
 def pieces_in(
     arena: DeviceArena, num_chunks: int, kind: MomentFormat, *, at_once: int = 1
 ) -> list[Piece]:
-    """Pieces of so many chunks: weights and gradients like real ones, fresh moments."""
+    """Return pieces of a number of chunks: realistic weights and gradients, new moments."""
     count, offset, size = num_chunks * _CHUNK, 0, at_once * _CHUNK
 
     def carve(dtype: torch.dtype, count: int = count) -> Tensor:
@@ -596,7 +596,7 @@ def _block(device: Device, dtype: torch.dtype, tokens: int) -> Callable[[], None
 
 
 def _attention(device: Device, dtype: torch.dtype, tokens: int, context: int) -> Callable[[], None]:
-    """That of the block, by itself."""
+    """Return the rate of attention in the block alone."""
     noise = make_noise(dtype).to(device.torch_device)
     qkv = _leaf(noise, tokens, 3 * _WIDTH[device.unified])
     return lambda: _backward(device, [_attend(qkv, context)], [qkv])

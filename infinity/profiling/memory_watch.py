@@ -1,4 +1,4 @@
-"""Watches what nobody reserved: activations, autograd's gradients, and whatever else grows.
+"""Watches unreserved memory: activations, autograd's gradients, and other growth.
 
 [Note: measured memory]
 Resident memory is read at unit boundaries, at most every 50 ms, and compared with the kernel's
@@ -83,7 +83,7 @@ class MemoryWatch:
         self._warned = False
 
     def close(self) -> None:
-        """Close what is open; idempotent."""
+        """Close the file of statistics; idempotent."""
         if self._statm >= 0:
             os.close(self._statm)
             self._statm = -1
@@ -135,7 +135,7 @@ class MemoryWatch:
             warnings.warn(text, InfinityWarning, stacklevel=2)
 
     def _nearest(self, held: int, now_s: float) -> tuple[str, bool] | None:
-        """The limit that is near, in words, and whether it was passed; None where none is."""
+        """Describe the limit that is near, and whether it was passed; None if none is."""
         budget = self._budget
         if budget is not None and held > NEAR_SHARE * budget:
             more = self._more()
@@ -179,7 +179,7 @@ class MemoryWatch:
     # --- a step is over --------------------------------------------------------------------------
 
     def step(self) -> dict[str, int]:
-        """What the step that has just ended took, in bytes; the next one begins.
+        """Return the peak bytes of the step that has just ended; the next one begins.
 
         "peak" is the most that was held. Of the first two steps also: "rests", what was held when
         the step was over, "activations", the difference, "estimated", what `plan.activations`
@@ -222,12 +222,12 @@ class MemoryWatch:
     # --- readings --------------------------------------------------------------------------------
 
     def _resident(self) -> int:
-        """Bytes of RAM this process holds now, but what is other ranks' of shared RAM."""
+        """Return resident bytes of this process, without shared RAM of other ranks."""
         held = int(os.pread(self._statm, 128, 0).split()[1]) * _PAGE_BYTES
         return held - self._of_others()
 
     def _of_others(self) -> int:
-        """What the kernel counts for this process, too, once it has looked at it."""
+        """Return shared bytes of other ranks that the kernel counts for this process."""
         if not self._others:
             return 0
         return min(max(shared_rss_bytes() - self._plan.shared_bytes, 0), self._others)

@@ -1,4 +1,4 @@
-"""The journal: one JSON object per line, written beside training and never in its way.
+"""The journal: one JSON object per line; its errors never stop training.
 
 Invariants: `write` waits for nothing but a lock that is held for moments; what does not fit in the
 queue or cannot be written is counted, never raised; a forked child writes nothing.
@@ -77,7 +77,7 @@ class Journal:
                 self._loop.call_soon_threadsafe(self._wake.set)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Write what is queued and stop the thread, waiting at most `timeout_s` seconds.
+        """Write the queue and stop the thread, waiting at most `timeout_s` seconds.
 
         Records that a slow disk has not taken by then are counted in `num_dropped`. If any were
         dropped the last line says how many. Safe to call twice, and in a forked child.
@@ -139,7 +139,7 @@ class Journal:
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-    """A record as a line of JSON: numbers that are not finite, and what else it lacks, as words."""
+    """Return a record as a line of JSON; non-finite numbers and unknown types as strings."""
     try:
         return json.dumps(dict(record), default=str, allow_nan=False) + "\n"
     except (ValueError, TypeError):

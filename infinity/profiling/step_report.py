@@ -115,7 +115,7 @@ class Meter:
 
 
 class Listener(Protocol):
-    """Whoever tells a timeline of modules and gradients finds it there, while there is one."""
+    """Where code that reports modules and gradients finds the timeline, if there is one."""
 
     timeline: StepTracer | None
 
@@ -222,7 +222,7 @@ class StepTracer:
             self.trace.add("compute", "backward", unit, begin, end)
 
     def unwind(self, num_open: int) -> None:
-        """A call is over, maybe by an exception: only so many forwards are entered."""
+        """End a call, possibly by an exception: only `depth` forwards remain entered."""
         del self._open[num_open:]
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""Reads a trace file back, also one that a killed process left torn, and says what binds."""
+"""Reads a trace file, complete or not, and finds the resource that binds."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _BETWEEN = re.compile(r"[\s,]*")
 
 
 class TraceError(InfinityError):
-    """A file that is no trace of ours."""
+    """A file is no trace of an engine."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one event says; times are seconds since the trace began.
+    """One event; times are seconds since the trace began.
 
     It was asked for at `submitted`, went on from `begin` to `end`; `what` is a phase or a kind of
     state, `unit` a name or "", `args` all that the file says.
@@ -49,7 +49,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class TraceTimeline:
-    """A whole trace: slices by track in the order they began, and what is said of it.
+    """A trace: slices by track in the order they began, and metadata.
 
     `complete` tells whether the trace was closed; `num_dropped` counts events that are missing.
     """
@@ -255,7 +255,7 @@ def length(times: Times) -> float:
 
 @dataclass(frozen=True)
 class Stall:
-    """One wait of the training thread, and the track that was busiest meanwhile."""
+    """One wait of the training thread, and the busiest track during it."""
 
     step: str
     cause: str
@@ -293,7 +293,7 @@ class StepShares:
 
 
 class Shares:
-    """What a timeline says, worked out once.
+    """Busy shares of a timeline, computed once.
 
     `steps` has one entry per step that the trace knows, in order; slices are cut at step ends.
     `whole` is the same for all steps together; None where there is none.
@@ -366,8 +366,8 @@ def _spans(slices: Iterable[Slice]) -> list[Interval]:
 
 
 def binds(step: StepShares) -> str:
-    """What the step's time is due to: a key of `CAUSES`, "disk_read", "disk_write", "compute",
-    "other" (the loop's own code), or "unknown": waits during which nothing that is traced went on.
+    """Return the cause of a step's time: a key of `CAUSES`, "disk_read", "disk_write", "compute",
+    "other" (the loop's own code), or "unknown": waits without a traced cause.
     """
     compute = step.busy["compute"]
     if step.other > max(step.waits, compute):

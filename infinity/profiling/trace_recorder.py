@@ -149,7 +149,7 @@ class Trace:
         self._append((track, name, unit, submitted, begin, end, nbytes, args))
 
     def watch(self, request: Watched) -> None:
-        """See to it that a request which nobody waits for is recorded, at the latest by `close`."""
+        """Record a request without waiters when it ends, at the latest in `close`."""
         self._watched.add(request)
 
     def _append(self, event: _Event) -> None:
@@ -160,7 +160,7 @@ class Trace:
         self._queue.append(event)
 
     def close(self) -> None:
-        """Write what is queued, close the file, end the thread. Idempotent; nothing in a child."""
+        """Write queued events, close the file, end the thread. Idempotent; no effect in a child."""
         if self._closed or os.getpid() != self._owner_pid:
             return
         for request in list(self._watched):
@@ -273,7 +273,7 @@ class Trace:
         return [*lines, self._mark("trace begins", self.start_ns, began)]
 
     def _track(self, track: str, row: int) -> list[str]:
-        """What names a track, and says where it stands."""
+        """Write the metadata of a track: name and position."""
         tid = _tid(track, row)
         name = TRACKS[track] + (f" ({row + 1})" if row else "")
         base = {"ph": "M", "pid": 1, "tid": tid}

@@ -67,7 +67,7 @@ class CudaEvent:
 
 
 class CudaClock:
-    """Tells when timing events of one device happened; asked by one thread.
+    """Reads times of timing events of one device; used by one thread.
 
     Waits for the compute that `stream` holds when it is made.
     """
@@ -234,7 +234,7 @@ class _ArrayInterface:
 
 
 def _node_of(device: torch.device) -> int | None:
-    """The NUMA node next to a GPU; None where torch does not tell where it is, or there is one."""
+    """Return the NUMA node of a GPU; None if torch does not know it, or there is one only."""
     facts: Any = torch.cuda.get_device_properties(device)  # torch does not declare these
     try:
         return node_of_pci(facts.pci_domain_id, facts.pci_bus_id, facts.pci_device_id)
@@ -512,7 +512,7 @@ class CudaDevice(Device):
 
 
 def stay_out_of_captures() -> None:
-    """What this thread asks of CUDA does not break a graph that another one captures meanwhile.
+    """Keep this thread's calls of CUDA from breaking a graph that another thread captures.
 
     Captures forbid all threads to look at events, but those that say that they take no part; once
     the thread has a context. torch's own threads do the same. Where the driver cannot be asked, a
@@ -525,7 +525,7 @@ def stay_out_of_captures() -> None:
 
 
 def find_device(device: Device | torch.device | str | None) -> Device:
-    """The `Device` for what a user may pass; the default is CUDA where there is one, else CPU."""
+    """Return the `Device` for a user's argument; the default is CUDA if available, else CPU."""
     if isinstance(device, Device):
         return device
     if device is None:

@@ -99,7 +99,7 @@ class Reservations:
         *,
         promised: bool = False,
     ) -> None:
-        """Record what an engine on `device` reserved; of `promised` bytes none is taken yet."""
+        """Record the reservation of an engine on `device`; `promised` bytes are not taken yet."""
         where = device.torch_device
         self._taken[owner] = _Taken(dict(tier_bytes), where, device.unified, promised)
 
@@ -119,7 +119,7 @@ class Reservations:
         return sum(one.tier_bytes.get(tier, 0) for one in self._taken.values())
 
     def on_device(self, device: Device, *, only_real: bool = False) -> int:
-        """Bytes of `device` that its engines hold, what is promised included or not."""
+        """Return bytes of `device` that its engines hold, with or without promised ones."""
         return sum(
             one.tier_bytes.get(Tier.DEVICE, 0)
             for one in self._taken.values()

@@ -41,8 +41,8 @@ CHECKSUM_BYTES = 4  # per page
 
 
 def checksum(tensor: Tensor) -> int:
-    """What shows whether the bytes of a contiguous tensor are others: CRC32C; on a device, which
-    the caller waits for then, a sum of its words by their places, so that they need not leave it.
+    """Return a checksum of a contiguous tensor: CRC32C; on a device, which the caller waits for
+    then, a sum of its integers weighted by position, so that they need not leave it.
     """
     flat = tensor.detach().view(-1).view(torch.uint8)
     if flat.device.type == "cpu":
@@ -51,7 +51,8 @@ def checksum(tensor: Tensor) -> int:
 
 
 def sum_of_words(flat: Tensor) -> int:
-    """Of bytes (uint8, flat; they begin on a multiple of 8) in words of 8, modulo 2**64.
+    """Return the weighted sum of bytes (uint8, flat, aligned to 8) as integers of 8 bytes, modulo
+    2**64.
 
     Each is multiplied with an odd number of its own, as far as those go, so that words that change
     places show.
@@ -87,11 +88,11 @@ class Checksums:
         _aio.crc32c_blocks(buffer.data_ptr(), buffer.numel(), PAGE, sums.data_ptr())
 
     def expected(self, offset: int, nbytes: int) -> Tensor:
-        """What the pages of a range must have when they are read; int32, one per page."""
+        """Return the expected checksums of the pages of a range; int32, one per page."""
         return self._range(offset, nbytes).clone()
 
     def stored(self, offset: int, nbytes: int) -> bytes:
-        """The checksums of a range as they are kept in a file, 4 bytes per page."""
+        """Return the checksums of a range in their file format, 4 bytes per page."""
         return bytes(self._range(offset, nbytes).view(torch.uint8).numpy())
 
     def restore(self, offset: int, nbytes: int, stored: bytes) -> None:
@@ -158,7 +159,7 @@ class Extent:
         return Extent(self.offset + start, nbytes, self.owner)
 
     def reached(self, *, by_device: bool) -> None:
-        """Nobody computes on a disk."""
+        """Return None: no processor addresses a disk."""
 
 
 def _joined(pieces: Pieces) -> list[tuple[Extent, Tensor]]:
@@ -184,7 +185,7 @@ def _joined(pieces: Pieces) -> list[tuple[Extent, Tensor]]:
 
 
 class DiskTicket:
-    """A native ticket; holds its buffers alive, checks what was read, turns errors into ours.
+    """A native ticket; holds its buffers alive, checks read bytes, translates errors.
 
     Dropped before it is over, it waits; the native module never lets go of a buffer that the
     kernel may still write to.
@@ -391,7 +392,7 @@ class Disk:
         return self._submit(_aio.WRITE, own, priority, ())
 
     def learn(self, extent: Extent, buffer: Tensor) -> None:
-        """Take the bytes of an extent as they are for right: read them, note their checksums."""
+        """Read an extent and store the checksums of its current bytes."""
         assert self.checksums is not None
         self._submit(_aio.READ, [(extent, buffer)], Priority.NORMAL, ()).wait()
         self.checksums.written(extent.offset, buffer)
@@ -441,7 +442,7 @@ class Disk:
     def first_corruption(
         self, pieces: Sequence[tuple[Extent, Tensor]], expected: Sequence[Tensor]
     ) -> TransferError | None:
-        """The error for the first page that is not what was written; None where all are."""
+        """Return the error for the first page with a wrong checksum; None if all are right."""
         for (extent, buffer), sums in zip(pieces, expected, strict=True):
             difference = first_difference(buffer, sums)
             if difference is not None:
@@ -467,7 +468,7 @@ class Disk:
         }
 
     def drives(self) -> dict[str, dict[str, Any]]:
-        """Per path: what it is, how much rests there, and what its device has done.
+        """Return per path: the device, stored bytes, and its counters.
 
         `nbytes` is bytes reserved; `speed` is relative, or bytes per second where it was measured
         (None for one path); the counters are those of the whole device, see
@@ -491,7 +492,7 @@ class Disk:
         }
 
     def close(self) -> None:
-        """Wait for what the kernel holds, close files, remove directories that are not durable.
+        """Wait for the kernel's requests, close files, remove directories that are not durable.
 
         Every step is tried; raises the first error. Where the kernel does not let go of a
         request, the error names it, and the request's memory is never given to anyone else.

@@ -1,4 +1,4 @@
-"""Speeds: of requests kept in flight, and of drives, each beside the others, for their shares.
+"""Measures speeds: of requests kept in flight, and of drives for their shares.
 
 Of shares only the ratio matters, so all drives are measured at the same time, as they will be
 used: what they share (a bus, a controller, the processor) is shared then too.

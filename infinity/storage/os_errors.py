@@ -45,12 +45,12 @@ def checked_root(nvme_path: str | os.PathLike[str]) -> Path:
 
 
 def refusal(root: Path, error: OSError) -> InfinityError:
-    """Return the error that says why nothing can be made under `root`."""
+    """Return the error for a path that cannot be created under `root`."""
     return refused(f"nvme_path {root} cannot be used", error, root)
 
 
 def transfer_error(error: _aio.AioError, owner: str = "") -> TransferError:
-    """Our error for a native one; `owner` says whose bytes they are ("unit 'h.3', chunk 2")."""
+    """Translate a native error; `owner` names the bytes ("unit 'h.3', chunk 2")."""
     _, usual = advice(error)
     what = f"{owner}: {error}" if owner else str(error)
     return transfer_refused(what, error, remedy=usual or "check nvme_path")

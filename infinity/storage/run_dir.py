@@ -69,7 +69,7 @@ def read_record(directory: Path) -> dict[str, Any]:
 
 
 def write_record(path: Path, *, durable: bool = False, **facts: Any) -> None:
-    """Write who the run is, and make sure that it is on the disk before the run can be seen."""
+    """Write the identity of the run, and sync it before the run becomes visible."""
     record: dict[str, Any] = {
         "durable": durable,
         "pid": os.getpid(),
@@ -92,7 +92,7 @@ _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Scratch:
-    """One run's directory under an `nvme_path`; made by `Scratch.create`, gone after `remove`.
+    """One run's directory under an `nvme_path`; made by `Scratch.create`, deleted by `remove`.
 
     One that is `durable` stays, whatever happens to the run; `Scratch.adopt` opens it again.
     """
@@ -182,7 +182,7 @@ class Scratch:
             raise does_not_fit(required_bytes, {self.directory.parent: free_bytes})
 
     def remove(self) -> None:
-        """Delete the directory, unless it is durable, and give up its lock. Safe to call twice.
+        """Delete the directory, unless it is durable, and release its lock. Safe to call twice.
 
         A forked child does nothing: the directory is its parent's. Raises `MachineError` if
         something could not be deleted; the lock is given up all the same, so that a later run
@@ -217,7 +217,7 @@ def disown(directories: Sequence[Path], run: str) -> None:
 
 
 def lock_durable(directory: Path, *, shared: bool = False) -> LockFile:
-    """The lock of a durable run that is over; `shared` by those who only read.
+    """Lock a durable run that has ended; `shared` between readers.
 
     Raises `MachineError` if it is in use, or cannot be opened.
     """
@@ -269,7 +269,7 @@ def _listing(nvme_path: str | os.PathLike[str]) -> tuple[Path, list[str]]:
 
 
 def run_records(nvme_path: str | os.PathLike[str]) -> dict[Path, dict[str, Any]]:
-    """All run directories under `nvme_path`, and what their run.json says; oldest first.
+    """Return all run directories under `nvme_path` with their run.json; oldest first.
 
     Of one whose run.json is missing or damaged nothing is known: {}. Links to directories, and
     directories of other users, are among them: see `not_ours`. Raises `MachineError`.
@@ -395,7 +395,7 @@ def _remove_locked(root: Path, name: str, directory_fd: int, *, is_new: bool) ->
 
 
 def _may_be_removed(directory: Path, directory_fd: int, *, is_new: bool) -> bool:
-    """Whether the record says so, and what it names is gone; without one, if nothing was begun."""
+    """Return True if recorded files no longer exist; without a record, if nothing was begun."""
     if RECORD_NAME not in (names := os.listdir(directory_fd)):
         return all(name == LOCK_NAME or TEMPORARY_NAME.fullmatch(name) for name in names)
     record = _read_record(directory)
@@ -407,7 +407,7 @@ def _may_be_removed(directory: Path, directory_fd: int, *, is_new: bool) -> bool
 
 
 def _remove_members(record: Mapping[str, Any]) -> bool:
-    """Delete what a dead run was about to keep beside the directory of this record.
+    """Delete files of a dead run next to the directory of this record.
 
     Returns whether none of it is left; see [Note: marking]. Raises `OSError`.
     """
@@ -429,14 +429,14 @@ def _remove_members(record: Mapping[str, Any]) -> bool:
 
 
 def _read_record(directory: Path) -> dict[str, Any]:
-    """What a directory's record says; nothing where there is none that is whole."""
+    """Return the record of a directory; empty if there is no complete one."""
     with suppress(OSError, ValueError):
         return read_record(directory)
     return {}
 
 
 def _delete(root: Path, name: str) -> None:
-    """Delete `root/name`: first what the run wrote, then the record, then the lock, then itself."""
+    """Delete `root/name`: files of the run, the record, the lock, the directory."""
     with suppress(FileNotFoundError):
         directory_fd = os.open(root / name, _DIRECTORY_FLAGS)
         try:

@@ -48,7 +48,7 @@ class BufferPool:
         make_one_free: Callable[[], None] | None = None,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Tensor:
-        """A buffer that nothing uses; raises what the use before ended with.
+        """Return a free buffer; raises the error that its last use ended with.
 
         Waits inside `waiting()` for those that were given back; while none is, `make_one_free`
         must bring about that one will be.

@@ -19,7 +19,7 @@ from infinity.types import PAGE, Tier, round_up
 
 
 class Priority(IntEnum):
-    """Which queued requests go first; waiting for a ticket makes what is left of it URGENT."""
+    """Order of queued requests; waiting for a ticket makes its remaining ones URGENT."""
 
     URGENT = 0  # somebody waits for it
     NORMAL = 1  # reads ahead of their use
@@ -27,7 +27,7 @@ class Priority(IntEnum):
 
 
 class Range(Protocol):
-    """Reserved bytes of one tier; `tier` says by which store they are moved."""
+    """Reserved bytes of one tier; `tier` names the store that moves them."""
 
     @property
     def tier(self) -> Tier:

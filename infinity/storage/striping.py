@@ -88,7 +88,7 @@ def shared_drives(paths: Sequence[Path], sysfs: Path = Path("/sys")) -> list[str
 
 
 def file_system_warnings(path: Path, file: _aio.File, nbytes: int) -> list[str]:
-    """What it costs to keep `nbytes` in `file` below `path`; nothing for a good local drive."""
+    """Return warnings about `nbytes` in `file` below `path`; none for a good local drive."""
     name, size = file.file_system, format_size(nbytes)
     warnings = []
     if name in _IN_RAM:

@@ -28,7 +28,7 @@ SAMPLE_S = 0.3
 
 @dataclass(frozen=True)
 class Pairs:
-    """Samples of one mode, one of ours and one of plain threads per round."""
+    """Samples of one mode: the engine's and those of plain threads, one each per round."""
 
     ours: tuple[Sample, ...]
     plain: tuple[Sample, ...]

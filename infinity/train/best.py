@@ -1,4 +1,4 @@
-"""What the held-out losses of a run were so far: the best of them, and whether to go on."""
+"""Held-out losses of a run so far: the best, and early stopping."""
 
 from __future__ import annotations
 

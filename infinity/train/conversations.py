@@ -216,7 +216,7 @@ class Conversations:
         return _Rendered(text, found, False)
 
     def _end_of_turn(self, where: str, messages: Messages, i: int, tools: Any, text: str) -> int:
-        """Where message i ends in the rendering of all; -1 where that cannot be told."""
+        """Return the end of message i in the rendered conversation; -1 if it is ambiguous."""
         last = self._render(where, messages[: i + 1], tools)[0]
         if text.startswith(last):
             return len(last)

@@ -41,7 +41,7 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True)
 class CorpusSpec:
-    """What a corpus is made from; `size` is the number of tokens that the model knows.
+    """Sources of a corpus; `size` is the number of tokens that the model knows.
 
     `conversations` says how rows become tokens, None where they hold texts.
     """
@@ -176,7 +176,7 @@ def _make(recipe: CorpusSpec, partial: Path, directory: Path, progress: Progress
 
 
 def _fill(recipe: CorpusSpec, directory: Path, advance: Advance) -> dict[str, Any]:
-    """Write the tokens, and return what the index says."""
+    """Write the tokens, and return the index."""
     digest, segments, documents = hashlib.sha256(), [], 0
     if recipe.tokenizer is not None and any(s.format != "tokens" for s in recipe.sources):
         largest = max(recipe.tokenizer.size - 1, recipe.end or 0)

@@ -1,4 +1,4 @@
-"""The directory of a run: what is in it, whether it may be used, and what was decided in it.
+"""The directory of a run: its files, its lock, and its decided settings.
 
 run.json      what the run is: version, what decides its numbers, whether it is complete
 config.yaml   every value of the configuration, and where it came from
@@ -117,7 +117,7 @@ class RunDirectory:
             )
 
     def close(self) -> None:
-        """Let go of it; idempotent."""
+        """Close the files; idempotent."""
         if self._lock is not None:
             self._lock.close()
 
@@ -135,7 +135,7 @@ class RunDirectory:
 
     @property
     def decided(self) -> Mapping[str, Any]:
-        """What the numbers of the run here depend on, by name; empty where there is none."""
+        """Return the settings that the run's numbers depend on, by name; empty for a new run."""
         found: dict[str, Any] = self.record.get("decides", {})
         return found
 
@@ -164,7 +164,7 @@ class RunDirectory:
 
     @contextmanager
     def beginning(self, decides: Mapping[str, Any]) -> Iterator[None]:
-        """From now on this directory holds a run, unless what is done inside fails."""
+        """Context that makes this directory a run, unless the block fails."""
         if self.record:
             yield
             return
@@ -259,7 +259,7 @@ class Session:
         return {"id": self.id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Note who committed the state."""
+        """Store the session that committed the state."""
         self.last = str(state.get("id", ""))
 
 

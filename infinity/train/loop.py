@@ -106,7 +106,7 @@ class Loop:
 
     @property
     def stopped_early(self) -> bool:
-        """Whether as many evaluations in a row as `early_stop` says were worse than the best."""
+        """Return True if the last `early_stop` evaluations were worse than the best."""
         patience = self.prepared.config.training.early_stop
         return patience is not None and self.best.worse >= patience
 
@@ -149,7 +149,7 @@ class Loop:
 
     @contextmanager
     def _refusals(self, place: Path, failed: Callable[[InfinityError], None]) -> Iterator[None]:
-        """A save below `place` that is refused on one rank is on all, and `failed` is told.
+        """Propagate a refused save below `place` to all ranks, and call `failed`.
 
         What is worse, on any rank, ends the run of all.
         """
@@ -211,7 +211,7 @@ class Loop:
 
     @property
     def last_checkpoint(self) -> str:
-        """The one to go on from, in words."""
+        """Describe the checkpoint to resume from."""
         path = latest(self.checkpoints)
         return f"the last checkpoint is {path}" if path else "there is none yet"
 

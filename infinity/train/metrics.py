@@ -1,4 +1,4 @@
-"""What a run tells while it goes: whoever follows it, `metrics.jsonl`, and trackers if asked.
+"""Metrics of a run: callbacks, `metrics.jsonl`, and trackers if asked for.
 
 `metrics.jsonl` has one object a line. "event": "step" with step, epoch, tokens (all so far), loss,
 lr, grad_norm, clip_factor, skipped, step_s, tokens_per_s, stall_s and moved (by direction), memory,
@@ -39,7 +39,7 @@ _CURVES = ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "epoch")
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to. Losses are in nats a token, None where none was computed.
+    """Result of a run. Losses are in nats a token, None where none was computed.
 
     `stopped` says that it was asked to stop before its last step, `stopped_by` by which signal, on
     whichever rank; 0 by none. `checkpoint` is the one to go on
@@ -71,7 +71,7 @@ class Result:
 
 
 class TrainCallback(Protocol):
-    """Implemented by whoever shows a run."""
+    """Implemented by displays of a run."""
 
     def begin(self, done: int, num_steps: int) -> None:
         """Training begins, behind `done` steps."""
@@ -88,7 +88,7 @@ class TrainCallback(Protocol):
 
 
 class LastStep:
-    """What is known of a step before it is committed, kept with the commit: see `Metrics.catch_up`.
+    """Facts of a step before it is committed, kept with the commit: see `Metrics.catch_up`.
 
     A state for `engine.register_state`; `record` is a line of `metrics.jsonl`, empty before any.
     Its "loss" may be a tensor, which is read only when somebody asks.
@@ -168,7 +168,7 @@ class Metrics:
         self.close()
 
     def _mark(self, event: str, step: int, **facts: Any) -> None:
-        """Say what a run can do without: on a full drive it is not said."""
+        """Write an optional record; errors of a full drive are ignored."""
         with suppress(MachineError):
             self.write({"event": event, "step": step, "time": time.time(), **facts})
 
@@ -204,7 +204,7 @@ class Metrics:
             self._trackers.log(values, record["step"])
 
     def catch_up(self, last: LastStep) -> None:
-        """Tell of a step that was committed before it could be told. Raises `MachineError`."""
+        """Write the record of a step that was committed before it was written."""
         if last.record and last.record["step"] > self.last_step:
             self.write({**last.record, "recovered": True})
 
@@ -216,7 +216,7 @@ class Metrics:
 
 
 class Unwritten(Metrics):
-    """Of a rank that is not the first, which writes: only what the others must know."""
+    """Metrics of ranks that do not write."""
 
     def __init__(self, evaluated: Iterable[int]) -> None:
         self.evaluated, self.notes, self.last_step = set(evaluated), [], 0
@@ -228,14 +228,14 @@ class Unwritten(Metrics):
             self.evaluated.add(record["step"])
 
     def catch_up(self, last: LastStep) -> None:
-        """Nothing to tell."""
+        """Do nothing."""
 
     def close(self) -> None:
         """Nothing to close."""
 
 
 def recorded_steps(path: Path) -> int:
-    """The last step that a `metrics.jsonl` tells of; 0 where there is none."""
+    """Return the last step in a `metrics.jsonl`; 0 without one."""
     with suppress(OSError):
         return _last(record for _, record in _lines(path))
     return 0
@@ -266,7 +266,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _curves(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What is drawn of a record."""
+    """Return the values of a record that are drawn."""
     if record["event"] == "evaluation":
         yield "evaluation/loss", record["loss"]
     elif record["event"] == "step":

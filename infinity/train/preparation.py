@@ -1,4 +1,4 @@
-"""From a configuration to what a run needs, before memory is taken: model, data, every check."""
+"""Prepares a run before memory is taken: model, data, every check."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _DECIDE = (  # keys of the engine that its numbers depend on
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a config says of a model; `name` is shown to people.
+    """Facts of a model in its config; `name` is displayed.
 
     `vocabulary` is how many tokens it knows, `context` how many it can see (None: no limit is
     known), `end` the token that ends a text.
@@ -127,7 +127,7 @@ def read_facts(run: RunConfig, tokenizer_size: int | None, end: int | None) -> M
 
 
 def context_of(config: Any) -> int | None:
-    """How many tokens a model of transformers can see, where its configuration says so."""
+    """Return the longest context of a transformers model, if its configuration has one."""
     found = getattr(config.get_text_config(), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None
 
@@ -335,7 +335,7 @@ class Prepared:
         return self.windows_per_step * self.length
 
     def derived(self) -> dict[str, Any]:
-        """What was worked out, by dotted name."""
+        """Return derived settings, by dotted name."""
         found: dict[str, Any] = {
             "tokenizer": None if self.tokenizer is None else self.tokenizer.name,
             "data.sequence_length": self.length,
@@ -354,7 +354,7 @@ class Prepared:
         return {name: value for name, value in found.items() if value is not None}
 
     def decides(self) -> dict[str, Any]:
-        """What the numbers of the run depend on, by name."""
+        """Return the settings that the numbers of the run depend on, by name."""
         engine = self.config.engine.resolved()
         found = {
             f"engine.{name}": entry["value"]
@@ -391,7 +391,7 @@ class Prepared:
 def prepare_run(
     config: RunConfig, kept: Path, progress: Progress | None = None, ranks: int = 1
 ) -> Prepared:
-    """Look at the model, make the corpus, and settle what the configuration left open.
+    """Read the model, make the corpus, and complete the configuration.
 
     Tokens are kept in `kept` unless the configuration says where.
 
@@ -485,7 +485,7 @@ def _holds_conversations(config: RunConfig, sources: Sequence[TextSource]) -> bo
 
 
 class _Problems:
-    """Mistakes that are told together."""
+    """Mistakes that are reported together."""
 
     def __init__(self) -> None:
         self._found: list[ConfigError] = []
@@ -616,7 +616,7 @@ def _with_schedule(engine: Config, steps: int) -> Config:
 
 
 def check_schedule(prepared: Prepared, directory: RunDirectory, checkpoint: Path | None) -> None:
-    """Refuse to go on with a schedule of torch's that was made for another number of steps.
+    """Refuse to resume with a schedule that was made for another number of steps.
 
     It is that of the run in `directory`, or of the `checkpoint` to go on from; one that is not
     ours has none. A schedule of torch's goes from rate to rate and keeps its end, so steps beyond
@@ -650,7 +650,7 @@ def check_schedule(prepared: Prepared, directory: RunDirectory, checkpoint: Path
 
 
 def decides_as_before(prepared: Prepared, decided: Mapping[str, Any]) -> dict[str, Any]:
-    """What the numbers depend on, with the end that `auto` had where a schedule may be longer."""
+    """Return the same settings, with the earlier end where a schedule may be extended."""
     found, scheduler = prepared.decides(), prepared.config.engine.scheduler
     before = decided.get(_SCHEDULE)
     if scheduler is not None and isinstance(before, Mapping):
@@ -694,7 +694,7 @@ def scheduled(
     device: Device,
     ranks: DistContext = SINGLE_PROCESS,
 ) -> tuple[Prepared, ScheduleResult]:
-    """How the tokens of a step pass the model, of a run that says only how many they are.
+    """Choose the schedule of a run that gives only the tokens of a step.
 
     Micro-batches and slices belong to the numbers of a run: one that goes on keeps those that were
     `decided`.
@@ -723,7 +723,7 @@ def scheduled(
 def case_of(
     prepared: Prepared, device: Device, ranks: DistContext = SINGLE_PROCESS
 ) -> tuple[PlanInput, Target, Partition]:
-    """What a run would take, as `case_here` says it; `device` must stay open."""
+    """Return the planner's input for a run, as `case_here`; `device` must stay open."""
     facts = prepared.facts
     return case_here(
         facts.name,

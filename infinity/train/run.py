@@ -280,7 +280,7 @@ class Run:
         return place
 
     def _look_for_room(self, plan: Plan, watcher: TrainCallback) -> None:
-        """Tell where checkpoints will not fit beside each other; a run must not begin without one.
+        """Warn where two checkpoints will not fit; refuse to begin without room for one.
 
         The state on disk has its place already. Raises `DoesNotFitError`.
         """
@@ -430,7 +430,7 @@ class Run:
         return config.model_copy(update={"nvme_path": paths, "resume": resume})
 
     def _claim_state(self, engine: Engine) -> Session:
-        """Refuse a state with which another copy of the run directory has gone on; see `Session`.
+        """Refuse a state that another copy of the run directory has continued; see `Session`.
 
         Raises `CheckpointError`, before anything is committed.
         """
@@ -478,7 +478,7 @@ class Run:
                     shutil.rmtree(found, ignore_errors=True)
 
     def _go_on(self, engine: Engine, reel: BatchIterator, prepared: Prepared) -> str:
-        """Take up what was saved; returns where it was, empty where there is nothing."""
+        """Load the saved state and return a description of it; empty for a new run."""
         if self.checkpoint is not None:
             self._load(engine, self.checkpoint, reel, prepared)
             with self.ranks.collective_section("remembers where it came from"):
@@ -547,7 +547,7 @@ class Run:
         return there[0]
 
     def _leaves_its_state(self) -> ConfigError:
-        """Return the error for a run whose committed steps would not be gone on with."""
+        """Return the error for a run whose committed steps would be ignored."""
         directory, num_recorded = self.directory, recorded_steps(self.directory.metrics)
         paths = directory.record.get("nvme_path") or ["..."]
         given = f"[{','.join(paths)}]" if len(paths) > 1 else paths[0]
@@ -589,7 +589,7 @@ class Run:
     # --- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close files and let go of the directory, and of the other ranks; idempotent."""
+        """Close files, release the directory, and leave the other ranks; idempotent."""
         self.directory.close()
         if not self._shares_ranks:
             self.ranks.close()
@@ -603,7 +603,7 @@ class Run:
 
 @contextmanager
 def _first(ranks: DistContext, progress: Progress | None) -> Iterator[Progress | None]:
-    """What is inside is done by the first rank, and only then by the others, which find it done.
+    """Context that the first rank runs first, and the others afterwards, which find its results.
 
     Yields what to call with progress. It tells the others, whose patience has an end.
     """
@@ -637,7 +637,7 @@ def _not_saved(loop: Loop, error: InfinityError, model: Path | None) -> Infinity
 
 
 def _hypers(engine: Engine) -> dict[str, Any]:
-    """The numbers of the optimizer's groups by name, but what a schedule changes."""
+    """Return the numbers of the optimizer's groups by name, without scheduled ones."""
     found: dict[str, Any] = {}
     for number, group in enumerate(engine.optimizer.param_groups):
         for name, value in group.items():
@@ -680,7 +680,7 @@ def _find_checkpoint(path: Path) -> Path:
 
 
 def elsewhere(error: InfinityError, run: Run, command: Sequence[str]) -> InfinityError:
-    """What to raise for an error of a run that has begun, and was closed: `error`, or more words.
+    """Return the error to raise for one of a closed run: `error`, or one with a remedy.
 
     `command` is what was typed, without --resume.
     """

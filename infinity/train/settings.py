@@ -213,7 +213,7 @@ class RunConfig(Section):
     engine: Config = Config()
 
     def engine_for(self, length: int | Literal["auto"], ranks: int = 1) -> Config:
-        """What the engine is told, with the micro-batches of a step; logits are sliced.
+        """Return the engine's configuration for the micro-batches of a step; logits are sliced.
 
         Here a step is the same on any number of `ranks`, which share out its micro-batches. Raises
         `ConfigError` where windows of `length` tokens, or these, do not come out even.
@@ -246,7 +246,7 @@ class RunConfig(Section):
 
     @property
     def leaves_batches_to_the_plan(self) -> bool:
-        """Whether only the tokens of a step are said, not how they pass the model."""
+        """Return True if only the tokens of a step are given, and no micro-batches."""
         training = self.training
         is_explicit = (
             "micro_batch" in training.model_fields_set or self.model.gradient_checkpointing
@@ -254,7 +254,7 @@ class RunConfig(Section):
         return training.tokens_per_step is not None and not is_explicit
 
     def length_for(self, context: int | None) -> int:
-        """Tokens of a window, of a model that sees so many (None: nobody says)."""
+        """Return tokens of a window for a model of this context (None: unknown)."""
         length = self.data.sequence_length
         return min(context or DEFAULT_LENGTH, DEFAULT_LENGTH) if length == "auto" else length
 

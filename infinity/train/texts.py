@@ -148,7 +148,7 @@ def read_rows(
 def _watched(
     source: TextSource, advance: Callable[[int], None], read: Callable[[Any], Iterator[T]]
 ) -> Iterator[T]:
-    """What `read` makes of a file, unpacked, while `advance` is told how far that is."""
+    """Wrap `read` for an unpacked file, reporting its position to `advance`."""
     with open(source.path, "rb") as file:
         packed = source.path.lower().endswith(".gz")
         data: Any = gzip.GzipFile(fileobj=file) if packed else file

@@ -1,4 +1,4 @@
-"""What else a run tells its numbers: TensorBoard, W&B, MLflow and whom accelerate knows besides.
+"""Trackers of a run: TensorBoard, W&B, MLflow, and those of accelerate.
 
 They are accelerate's, which knows how each is spoken to. One that is not installed is refused
 before a run begins. Later none is a reason for a run to end: one that fails is named once and asked
@@ -40,7 +40,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """Those of `names` that can be had; `notes` says which cannot.
+    """The available trackers of `names`; `notes` lists the missing ones.
 
     `directory` is the run's, `identity` the same whenever it goes on, `after` the step it does so
     from, `settings` what it was told.
@@ -88,7 +88,7 @@ class Trackers:
             tracker.store_init_configuration(settings)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Tell numbers of a step."""
+        """Log the numbers of a step."""
         self._each(lambda tracker: tracker.log(dict(values), step=step))
 
     def close(self) -> None:

@@ -254,7 +254,7 @@ class BatchIterator:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in."""
+        """Return the position, and a key of the data that it belongs to."""
         return {"taken": self.taken, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

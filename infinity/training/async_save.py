@@ -96,7 +96,7 @@ class FrozenBytes:
         return weights[layout.trained_bytes : layout.trained_bytes + layout.frozen_bytes]
 
     def note(self, layout: UnitLayout, frozen: Tensor) -> None:
-        """A unit's frozen bytes, as they are in the checkpoint."""
+        """Note a unit's frozen bytes in the checkpoint."""
         if self._is_bare(layout):
             self._sums[layout.index] = checksums(frozen)
 
@@ -241,7 +241,7 @@ class Saver:
             )
 
     def abort(self) -> None:
-        """Give up the save that is under way; nothing of it stays."""
+        """Abort the save in progress; its files are removed."""
         self._stop = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()

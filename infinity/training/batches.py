@@ -14,7 +14,7 @@ LossFn = Callable[[Any, Any], Tensor]
 
 
 def micro_batches_of(data: Any, count: int) -> Iterator[Any]:
-    """The `count` micro-batches of a step, one by one: views of a batch, or taken as they are.
+    """Yield the `count` micro-batches of a step: views of a batch, or the given ones.
 
     Of a batch, a tensor or a mapping, tuple or list that holds some however deep, every tensor with
     dimensions is cut along the first; all else goes to each micro-batch. A single micro-batch is

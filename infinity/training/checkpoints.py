@@ -317,7 +317,7 @@ class Checkpoints:
         return {}
 
     def _aliases(self) -> dict[int, tuple[str, ...]]:
-        """Parameter index -> the names of `state_dict()` beside its first."""
+        """Return further names of parameters in `state_dict()`, by index."""
         names: dict[int, list[str]] = {}
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             names.setdefault(self._index_of[id(parameter)], []).append(name)
@@ -392,7 +392,7 @@ class Checkpoints:
         self.run_state.restore(run, optimizer=wanted.optimizer, scheduler=wanted.scheduler)
 
     def _commit(self, reader: StateReader) -> None:
-        """Where steps are durable, make what was loaded the committed state."""
+        """Where steps are durable, commit the loaded state."""
         durability, steps = self._components.durability, self._step_runner.counters.global_steps
         if durability is None:
             return
@@ -515,7 +515,7 @@ class Checkpoints:
     # --- durable steps -----------------------------------------------------------------------
 
     def document(self, window: OpenWindow | None = None) -> Mapping[str, Any]:
-        """All that a committed step needs beside the state at rest; see `checkpoint/commits.py`."""
+        """Return the data of a commit besides the stored state; see `checkpoint/commits.py`."""
         buffers = [b for b in find_buffers(self._module) if b.persistent or not _is_large(b)]
         return Document(
             run=self.run_state.capture(),
@@ -603,7 +603,7 @@ def _finish(writer: CheckpointWriter | None, manifest: Manifest, **how: Any) -> 
 
 
 def _opened(window: OpenWindow) -> CheckpointReader:
-    """The very checkpoint of an open window; raises `CheckpointError` if it is gone, or another."""
+    """Open the checkpoint of an open window; raises `CheckpointError` if it changed."""
     root = Path(window.root)
     try:
         reader = CheckpointReader(root, window.tag)

@@ -255,7 +255,7 @@ class EngineComponents:
             self.forwards.compile_units()
 
     def recover(self) -> None:
-        """Unbind everything and cancel what is in flight, after an exception in a call."""
+        """Unbind everything and cancel transfers, after an exception in a call."""
         self.prefetcher.recover()
         if self.activations is not None:
             self.activations.recover()

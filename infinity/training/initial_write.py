@@ -198,7 +198,7 @@ class InitialWrite:
     def _fill_frozen(
         self, segment: Segment, first: int, target: Tensor, parameter: nn.Parameter
     ) -> None:
-        """The bytes of a frozen segment from `first`, as many as `target` has."""
+        """Fill `target` with the bytes of a frozen segment from `first`."""
         dtype = getattr(torch, segment.dtype)
         if not segment.form:
             start = segment.first_element + first // dtype.itemsize

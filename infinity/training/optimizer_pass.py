@@ -112,7 +112,7 @@ class OptimizerPass:
 
     @property
     def can_finish(self) -> bool:
-        """Return True if the thread can be waited for: not by itself or a forked child."""
+        """Return True if this thread can wait for it: not the pass itself, nor a forked child."""
         return self._thread.is_alive() and threading.current_thread() is not self._thread
 
     def forget(self) -> None:

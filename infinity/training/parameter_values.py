@@ -154,9 +154,9 @@ class ParameterValues:
 
     @engine_call
     def write(self, parameter: int, value: Tensor) -> None:
-        """Replace a value. fp32 values of trained parameters become the master as they are;
-        values in the compute dtype keep the master where their bits did not change. What rests
-        quantised is quantised anew, unless the value is what it stands for.
+        """Replace a value. fp32 values of trained parameters become the master exactly; values in
+        the compute dtype keep the master where their bits did not change. Quantised weights are
+        quantised again, unless the value equals theirs.
         """
         if tuple(value.shape) != self.shape(parameter):
             name, shape = self.name(parameter), self.shape(parameter)

@@ -1,4 +1,4 @@
-"""Weights that stay with their module when its engine is gone.
+"""Weights that stay with their module after its engine was collected.
 
 They rest where the engine left them, without optimizer state, until a parameter is used: then all
 of them become ordinary tensors in RAM, in the dtype they computed in, unit by unit. A module that
@@ -40,7 +40,7 @@ class Closing(Protocol):
 
 
 class Resting:
-    """The weights of a module whose engine is gone; the module's dicts of parameters own this."""
+    """Weights of a module without an engine; the module's dicts of parameters own this."""
 
     def __init__(
         self,

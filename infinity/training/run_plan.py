@@ -111,7 +111,7 @@ def _agreed(limits: Limits, ranks: DistContext) -> Limits:
 
 
 def facts_of(rule: Rule, layouts: Iterable[UnitLayout]) -> RuleFacts:
-    """What the plan needs to know of the update rule."""
+    """Return the facts of the update rule for the plan."""
     return RuleFacts(
         name=rule.name,
         moments=rule.moments,
@@ -123,7 +123,7 @@ def facts_of(rule: Rule, layouts: Iterable[UnitLayout]) -> RuleFacts:
 
 
 def rates_here(config: Config, device: Device, ranks: DistContext = SINGLE_PROCESS) -> KnownRates:
-    """What is kept of this machine's rates: measuring takes seconds, and is for `infinity plan`.
+    """Return cached rates of this machine: measuring takes seconds, and is for `infinity plan`.
 
     Of all the machine's ranks together, but for links; see `rates_of_rank`.
     """
@@ -193,7 +193,7 @@ def case_here(
 def _leaving_room(
     limits: Limits, config: Config, device: Device, model: nn.Module, partition: Partition
 ) -> Limits:
-    """With what activations are expected to take, where the tokens of a micro-batch are told."""
+    """Add the estimate of activations, if the tokens of a micro-batch are known."""
     target, settings = target_of("", model, {}), config.activations
     shape = ActivationModel(partition.layouts, lookups=target.lookups, heads=target.heads)
     assert settings.tokens is not None

@@ -30,7 +30,7 @@ from infinity.training.step import StepRunner, TrainingCounters
 
 
 def capture_rng() -> dict[str, Any]:
-    """Return the states of torch's CPU and accelerator generators, NumPy's and Python's."""
+    """Return generator states of torch (CPU and accelerators), NumPy and Python."""
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(),
@@ -235,7 +235,7 @@ def _check_kinds(here: Mapping[str, Any], there: Mapping[str, Any], what: str) -
 
 
 def _may_stand_for(there: Any, here: Any) -> bool:
-    """Return True if both are numbers, flags or None, lists of as many of them, or of one type."""
+    """Return True if one value may replace the other: equal types, lists of equal lengths."""
     if isinstance(here, torch.Tensor) or isinstance(there, torch.Tensor):
         return True
     if isinstance(here, list | tuple) and isinstance(there, list | tuple):
@@ -388,7 +388,7 @@ class RunState:
         return self._rng is not None
 
     def resumed(self) -> None:
-        """The state was restored by `initialize`: from there to the first forward nobody draws."""
+        """Mark the state as restored by `initialize`, until the first forward."""
         self._resumed = True
 
     def first_forward(self) -> None:
@@ -449,7 +449,7 @@ class RunState:
             _check_kinds(group, entry["values"], f"parameter group {number}")
 
     def _kept(self) -> dict[str, Any]:
-        """What the updater keeps beside the moments, by parameter name."""
+        """Return state of the updater that is no moment, by parameter name."""
         return {self._names[index]: kept for index, kept in self._updater.kept().items()}
 
     def _keep(self, kept: Mapping[str, Any]) -> None:

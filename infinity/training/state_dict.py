@@ -133,7 +133,7 @@ class StateDict(Mapping[str, Tensor]):
         dtype: torch.dtype | str | None,
         tied_name: Callable[[tuple[str, ...]], str] | None = None,
     ) -> Iterator[Outgoing]:
-        """What `save` writes, each tensor once, under its first name or as `tied_name` says.
+        """Return the tensors for `save`, each once, under its first name or as in `tied_name`.
 
         `dtype` as in `engine.save_weights`.
         """
@@ -199,7 +199,7 @@ def written_by_first(
 
 
 class _BroadcastReads(Mapping[str, Tensor]):
-    """Values that the first rank reads, which tells the others of each, so that they read it too.
+    """Values that the first rank reads and announces, so that the others read them, too.
 
     For what chooses by itself what it reads.
     """
@@ -209,7 +209,7 @@ class _BroadcastReads(Mapping[str, Tensor]):
         self._ranks = ranks
 
     def broadcast(self, name: str) -> str:
-        """What the first rank reads next; "" ends it."""
+        """Broadcast the name that the first rank reads next; "" ends it."""
         self._ranks.synchronize("reads values that the first rank chooses")
         return str(self._ranks.all_gather_object(name)[0])
 

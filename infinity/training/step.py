@@ -393,5 +393,5 @@ class StepRunner:
 
 
 def _loses_gradients(error: Exception) -> bool:
-    """Return True if gradients were lost in transfer; other errors of ours are refusals."""
+    """Return True if gradients were lost in transfer; other `InfinityError`s are refusals."""
     return isinstance(error, TransferError) or not isinstance(error, InfinityError)

@@ -150,7 +150,7 @@ def find_translation(source: Any, overrides: Iterable[str] = (), **how: Any) -> 
 
 
 def _checked(draft: _Draft, ours: Mapping[str, Any], overrides: Iterable[str]) -> Config | None:
-    """Our configuration; what it refuses is told by the names that were given."""
+    """Return our configuration; errors name the keys as they were given."""
     try:
         return load_config(_merged(draft.config, ours), overrides)
     except ConfigError as error:
@@ -195,7 +195,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 @dataclass(slots=True)
 class _Draft:
-    """What is known so far: values by key, what they make of our configuration, and what is wrong.
+    """A translation in progress: values by key, settings made of them, and problems.
 
     `fill` has values for keys that are "auto". `lenient` is for questions that need no learning
     rate and no step counts, such as a plan; `may_infer` says that an engine need not train: without
@@ -310,7 +310,7 @@ class _Draft:
 
 
 def _when_auto(key: Key) -> str:
-    """What an "auto" that nobody filled in comes to."""
+    """Return the value of an "auto" that no caller filled in."""
     if key.verdict is KeyStatus.ACCEPTED:
         return key.note
     if key.verdict is KeyStatus.REFUSED:
@@ -460,7 +460,7 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 
 def _batch(draft: _Draft) -> None:
-    """train_batch_size = micro-batch x accumulation x processes; what is left out is derived.
+    """train_batch_size = micro-batch x accumulation x processes; the missing one is derived.
 
     DeepSpeed's rules: the total alone is one micro-batch, one of the first two must be given.
     """
@@ -562,7 +562,7 @@ _TIERS = {
 
 
 def _placement(draft: _Draft) -> None:
-    """Offload choices are placement; what is not chosen there is left to the plan."""
+    """Translate offload settings to placement; others are left to the plan."""
     for section, (_, old) in reversed(_OFFLOADED.items()):
         key = f"{_ZERO}.{section}.device"
         if draft.given.get(f"{_ZERO}.{old}"):  # true is {"device": "cpu"}
@@ -639,7 +639,7 @@ _SWITCHES = (*_ADAMS_OWN, "amsgrad", "fp32_optimizer_states", "max_grad_norm", *
 
 
 def _optimizer(draft: _Draft) -> None:
-    """The update rule and what it starts from; `Adam` means AdamW, as there."""
+    """Translate the optimizer and its parameters; `Adam` means AdamW, as in DeepSpeed."""
     kind = draft.given.get(_TYPE)
     if draft.client_optimizer:
         draft.leave_to_client("optimizer", "optimizer")

@@ -1,4 +1,4 @@
-"""The methods of DeepSpeed's engine that return what the configuration says."""
+"""Methods of the DeepSpeed engine that return settings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NOT_SAID = object()
 
 
 def _told(key: str) -> Callable[[ConfigMethods], Any]:
-    """A method that returns what the configuration says of a key, else DeepSpeed's default."""
+    """Return a method that reads a key of the configuration, or DeepSpeed's default."""
 
     def method(self: ConfigMethods) -> Any:
         return self._said(key)
@@ -57,7 +57,7 @@ class ConfigMethods:
     translation: Any = None
 
     def _said(self, key: str) -> Any:
-        """What the configuration says of a key, else DeepSpeed's default."""
+        """Return a key of the configuration, or DeepSpeed's default."""
         rows = () if self.translation is None else self.translation.rows
         text = KEYS[key].default
         given = next((r.given for r in rows if r.key == key and r.given != "auto"), _NOT_SAID)

@@ -61,7 +61,7 @@ def as_deepspeed() -> None:
 
 
 def announce_alone(environment: MutableMapping[str, str]) -> None:
-    """Set what a launcher would for one process, unless there is one.
+    """Set a launcher's variables for one process, unless there is a launcher.
 
     MASTER_PORT is a free port: another script of this machine may hold the usual one.
     """

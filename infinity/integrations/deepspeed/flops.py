@@ -42,7 +42,7 @@ class FlopsProfiler:
         self.started, self._begun_s = True, time.perf_counter()
 
     def stop_profile(self) -> None:
-        """Count no more; what was counted stays."""
+        """Stop counting; the counts stay."""
         if self.started:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -51,7 +51,7 @@ class FlopsProfiler:
             self.started = False
 
     def reset_profile(self) -> None:
-        """Forget what was counted."""
+        """Reset the counts."""
         self._counter, self._duration_s = FlopCounterMode(display=False), 0.0
 
     def end_profile(self) -> None:
@@ -65,12 +65,12 @@ class FlopsProfiler:
         return flops_to_string(flops) if as_string else flops
 
     def get_total_macs(self, as_string: bool = False) -> Any:
-        """Multiply-accumulates so far, half as many."""
+        """Return the multiply-accumulates so far: half the FLOP."""
         macs = self.get_total_flops() / 2
         return macs_to_string(macs) if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> Any:
-        """Seconds between start and stop, what is awaited included."""
+        """Return the seconds between start and stop, waits included."""
         return duration_to_string(self._duration_s) if as_string else self._duration_s
 
     def get_total_params(self, as_string: bool = False) -> Any:

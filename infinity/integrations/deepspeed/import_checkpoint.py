@@ -1,4 +1,4 @@
-"""A DeepSpeed ZeRO checkpoint: its files, as one checkpoint of ours, or its fp32 weights.
+"""Converts a DeepSpeed ZeRO checkpoint, or reads its fp32 weights.
 
 The files are pickles. They are read by torch's restricted unpickler, which makes tensors,
 containers and numbers; the few classes of DeepSpeed's own become empty shells here. Anything else
@@ -48,7 +48,7 @@ _REMEDY = "export the weights there as safetensors (zero_to_fp32.py --safe_seria
 
 
 class _Shell:
-    """Stands for an object of DeepSpeed's that holds plain data: an address, a loss scaler."""
+    """Stands for a pickled DeepSpeed object with plain data: an address, a loss scaler."""
 
 
 class _Stage(int):
@@ -65,7 +65,7 @@ _SHELLS: list[Any] = [
 
 @dataclass(frozen=True)
 class ZeroFiles:
-    """What the files of one ZeRO checkpoint hold, by rank; tensors are mapped, not read."""
+    """Files of one ZeRO checkpoint, by rank; tensors are mapped, not read."""
 
     directory: Path
     stage: int
@@ -187,7 +187,7 @@ _PRECISIONS = {d: name for name, d in COMPUTE_DTYPES.items() if d is not torch.f
 
 @dataclass(frozen=True)
 class Imported:
-    """What was imported: the new checkpoint, and the names of moments ("exp_avg", ...) in it."""
+    """An import: the new checkpoint, and the names of moments ("exp_avg", ...) in it."""
 
     path: Path
     stage: int
@@ -210,7 +210,7 @@ class _Trained:
 
 @dataclass(frozen=True)
 class _Contents:
-    """What a checkpoint holds by name: of a frozen parameter its shape and the parts of it."""
+    """Contents of a checkpoint by name: for a frozen parameter its shape and parts."""
 
     trained: dict[str, _Trained]
     frozen: dict[str, tuple[tuple[int, ...], list[Tensor]]]
@@ -267,11 +267,11 @@ def _contents(files: ZeroFiles, *, frozen: bool = True) -> _Contents:
 
 
 def _streams(found: _Contents) -> dict[str, list[tuple[TensorSpec, Iterator[Tensor]]]]:
-    """The tensors of each stream of ours, and their values piece by piece."""
+    """Yield the tensors of each of our streams, with their values in pieces."""
     trained, fp32 = found.trained.items(), torch.float32
 
     def half(one: _Trained, which: int) -> Iterator[Tensor]:
-        """The weight, or what the master has beyond it."""
+        """Return the weight, or the residual of the master."""
         for piece in _pieces(one.master):
             master = piece.to(fp32)
             bf16 = one.dtype is torch.bfloat16
@@ -338,7 +338,7 @@ def _manifest(files: ZeroFiles, engine_version: str, found: _Contents) -> Manife
 
 
 def _rule(files: ZeroFiles) -> str:
-    """The update rule as we call it; DeepSpeed's "Adam" is AdamW unless told otherwise."""
+    """Return our name of the update rule; DeepSpeed's "Adam" is AdamW by default."""
     config = files.models[0].get("ds_config")
     optimizer = config.get("optimizer") if isinstance(config, dict) else None
     kind = optimizer.get("type") if isinstance(optimizer, dict) else None
@@ -402,7 +402,7 @@ def _trained_of(files: ZeroFiles, module: Mapping[str, Tensor]) -> dict[str, _Tr
 
 
 def _states(files: ZeroFiles, optimizer: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """For each flat tensor of a rank what the optimizer keeps; empty where that is not known."""
+    """Return the optimizer state of each flat tensor of a rank; empty if unknown."""
     base = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
     state = base.get("state", {}) if isinstance(base, dict) else base
     if isinstance(state, list):

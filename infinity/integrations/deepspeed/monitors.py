@@ -75,7 +75,7 @@ class Monitor(ABC):
         """Write them, each with its own samples so far."""
 
     def close(self) -> None:
-        """Write what waits, and give back what is open; nothing is written from now on."""
+        """Write queued records and close the writers; nothing is written from now on."""
         self.enabled = False
 
 

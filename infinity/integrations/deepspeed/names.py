@@ -190,7 +190,7 @@ def _owners() -> dict[str, list[tuple[str, str, str]]]:
 
 
 def look_up(module: str, name: str) -> Any:
-    """What a name of a DeepSpeed module means here; `AttributeError` where there is no such."""
+    """Resolve a name of a DeepSpeed module; raises `AttributeError` for unknown ones."""
     listed = name in table().get(module, ())
     for where, ours, attribute in _owners().get(name, ()):
         below = module == where or (where and module.startswith(f"{where}."))
@@ -236,7 +236,7 @@ def refused(path: str, is_class: bool) -> Any:
 
 
 def getter(module: str) -> Callable[[str], Any]:
-    """The `__getattr__` of our module that stands for one of DeepSpeed's; what it finds is kept."""
+    """Return the `__getattr__` of a module that stands for DeepSpeed's; results are cached."""
     own = f"{HERE}.{module}".rstrip(".")
 
     def get(name: str) -> Any:
@@ -252,7 +252,7 @@ def getter(module: str) -> Callable[[str], Any]:
 
 
 def make_modules() -> None:
-    """Put a module into `sys.modules` for each of DeepSpeed's that is no file of ours."""
+    """Put modules into `sys.modules` for DeepSpeed modules without a file here."""
     for path, names in table().items():
         if path and path not in _FILES:
             made = ModuleType(f"{HERE}.{path}", f"DeepSpeed's `{path}`: see {HERE}.")

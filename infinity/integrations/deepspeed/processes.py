@@ -157,7 +157,7 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 
 
 def no_group() -> None:
-    """Nobody shares a layer or a sequence: there is no such group."""
+    """Return None: there are no groups that share a layer or a sequence."""
 
 
 def get_zero() -> int:
@@ -181,7 +181,7 @@ _FUNCTIONS_OF_TORCH = {"allgather_fn": "all_gather_into_tensor"}
 
 
 class Finished:
-    """The handle of an operation that one process has to do with nobody: it is over."""
+    """The handle of an operation that needs no communication: it is complete."""
 
     def wait(self, timeout: Any = None) -> bool:
         """True, at once."""

@@ -1,4 +1,4 @@
-"""Where a DeepSpeed configuration comes from, and how it is told from one of ours.
+"""Finds a DeepSpeed configuration, and distinguishes it from the engine's own.
 
 A dict; a file (JSON, with comments and trailing commas, Hjson, or YAML); the text of one; or base64
 of it, as launchers pass it on. Hjson that is more than JSON with comments (texts and keys without
@@ -129,13 +129,13 @@ def _parsed(where: str, text: str) -> Source:
 
 
 def _blank(match: re.Match[str]) -> str:
-    """Blanks for a comment or comma, but not for a text; what is left stays on its line."""
+    """Replace a comment or comma by blanks; texts and line numbers stay."""
     found = match[0]
     return found if found.startswith('"') else re.sub(r"[^\n]", " ", found)
 
 
 def _hjson(where: str, text: str, problem: Exception) -> tuple[Any, list[str]]:
-    """What a text says that is not JSON: see `problem`."""
+    """Parse a text that is not strict JSON; see `problem`."""
     try:
         library = importlib.import_module("hjson")
     except ImportError:

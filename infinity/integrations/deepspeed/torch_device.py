@@ -17,7 +17,7 @@ _NVTX: Any = torch.cuda.nvtx
 
 
 def _of(answer: Callable[..., Any]) -> Any:
-    """A method whose name, and torch's of the same, say what it does."""
+    """Return a function as a method of the same name."""
     return answer
 
 

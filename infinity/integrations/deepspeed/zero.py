@@ -292,7 +292,7 @@ def _is_transformers(source: Any) -> bool:
 
 
 def _seed_in(source: Any) -> int | None:
-    """The seed in a configuration of ours, or in the section of ours in one of DeepSpeed's."""
+    """Return the seed of our configuration, or of our section in DeepSpeed's."""
     translation = find_translation(source, lenient=True, ranks=get_world_size())
     return (load_config(source) if translation is None else translation.config).seed
 

@@ -1,4 +1,4 @@
-"""What a Trainer is shown of an engine: a module to call, and an accelerator that leaves it alone.
+"""Objects that a Trainer gets for an engine: a module to call, and an accelerator.
 
 [Note: micro-batches]
 A Trainer says by `accelerator.sync_gradients` whether the micro-batch that begins is the last of
@@ -148,7 +148,7 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
 
 
 class OffloadedModel(nn.Module):
-    """Calls the engine; `module` is the user's module. What a Trainer calls `model_wrapped`."""
+    """The `model_wrapped` of a Trainer: calls the engine; `module` is the user's module."""
 
     def __init__(self, engine: Engine, accelerator: OffloadAccelerator) -> None:
         super().__init__()

@@ -80,7 +80,7 @@ def sums_over_samples(trainer: Any, own: Iterable[tuple[str, type]]) -> bool:
 
 
 def pad_token_of(trainer: Any) -> int:
-    """What its tokenizer, or the model's config, fills texts up with; 0 where neither says."""
+    """Return the padding token of the tokenizer, or the model's config; 0 without one."""
     holders = (trainer.processing_class, getattr(trainer.model, "config", None))
     tokens = (getattr(holder, "pad_token_id", None) for holder in holders)
     return next((token for token in tokens if isinstance(token, int)), 0)
@@ -101,7 +101,7 @@ def _samples(batch: Any) -> int | None:
 
 
 def can_join(batches: Sequence[Any]) -> bool:
-    """Whether batches can be made one without a change of what a model makes of their samples."""
+    """Return True if batches can be joined without changing the model's results of samples."""
     if not batches or any(_samples(batch) is None for batch in batches):
         return False
     first = batches[0]
@@ -246,7 +246,7 @@ def with_schedule(
     decided: Decided,
     ranks: DistContext = SINGLE_PROCESS,
 ) -> Config:
-    """A configuration with the fastest schedule that fits, of a step of so many `samples`.
+    """Return a configuration with the fastest schedule that fits a step of `samples`.
 
     In `config` a step is `gradient_accumulation_steps` batches of `activations.tokens` each. What
     `activations` names stays, as does what was `decided`. Blocks that the model recomputes by

@@ -1,4 +1,4 @@
-"""Models of transformers without values: what is planned for is what a run would build.
+"""Models of transformers without values, for plans.
 
 A config is all it takes: a file, a directory, or a Hub id, of which config.json alone is fetched.
 """
@@ -73,8 +73,8 @@ def meta_model(config: Any, model_class: Any = None) -> nn.Module:
 
 
 def find_target(text: str, model_class: str | None = None, lora: int | None = None) -> Target:
-    """What to plan for: the model of a config.json, of a directory with one, or of a Hub id; with
-    adapters of rank `lora` where that is told.
+    """Return the model to plan for, of a config.json, its directory or a Hub id; with adapters of
+    rank `lora` if given.
 
     Raises `ConfigError` for what is no model's config, or has senseless numbers, `MachineError` for
     an id that is not in the Hub's cache and that the Hub does not give.

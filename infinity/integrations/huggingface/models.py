@@ -275,7 +275,7 @@ class _LastRead:
         self._value = torch.empty(0)
 
     def read(self, name: str, read: Callable[[], Tensor]) -> Tensor:
-        """The values; those of another name are let go of first."""
+        """Return the values; those of another name are released first."""
         if name != self._name:
             self._name, self._value = "", torch.empty(0)
             self._value = read()
@@ -464,7 +464,7 @@ def class_for(config: Any, wanted: Any) -> Any:
 
 
 def _chosen(kind: Any, config: Any) -> tuple[Any, Any]:
-    """What an `AutoModel...` makes of a config: the class, and the config that class takes."""
+    """Return the class that an `AutoModel...` chooses for a config, and its config."""
     if not hasattr(kind, "from_config"):
         return kind, config
     with explained(f"{kind.__name__} cannot tell which class is meant"), torch.device("meta"):
@@ -487,7 +487,7 @@ _NOT_HERE = {
 
 
 def _told(facts: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Of `model_kwargs`: a config with what is of it, as transformers does, and the others."""
+    """Split `model_kwargs` into a config with its keys and the rest, as transformers does."""
     if refused := [name for name in options if name in _NOT_HERE]:
         raise ConfigError(
             f"model_kwargs has {', '.join(refused)}",

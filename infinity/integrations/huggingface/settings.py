@@ -1,4 +1,4 @@
-"""What a run of `InfinityTrainer` is told: TrainingArguments and one configuration, made one."""
+"""Merges TrainingArguments and a configuration for `InfinityTrainer`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _PRECISIONS = ("bf16", "bfloat16", "fp16")
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings:
-    """What the engine is made with.
+    """Settings of the engine.
 
     `config` has no schedule: the Trainer steps it, so it is `scheduler`, or None for that of the
     TrainingArguments. `names_optimizer` says whether the configuration chose the update rule,
@@ -90,7 +90,7 @@ class TrainerSettings:
 def find_settings(
     args: Any, infinity_config: Any, model: nn.Module, num_training_steps: int = 1
 ) -> TrainerSettings:
-    """The settings of a run; `num_training_steps` is what an "auto" schedule is filled in with.
+    """Return the settings of a run; `num_training_steps` completes an "auto" schedule.
 
     What the configuration leaves out, or calls "auto", comes from `args`; what it gives must be
     the same there, as transformers demands of a DeepSpeed configuration. Raises `ConfigError`
@@ -153,7 +153,7 @@ def refuse_arguments(args: Any) -> None:
 
 
 def _precision(args: Any, model: nn.Module) -> str:
-    """What is computed in: the flag, else what most of the model is in, as in `Trainer`."""
+    """Return the precision: of the flag, else of most parameters, as in `Trainer`."""
     if args.bf16 or args.fp16:
         return "bf16" if args.bf16 else "fp16"
     sizes: Counter[torch.dtype] = Counter()
@@ -186,7 +186,7 @@ class _NamedArgument:
 
 
 def _told(args: Any, precision: str) -> list[_NamedArgument]:
-    """What a configuration may leave out, and has to agree with where it does not."""
+    """Return the settings that a configuration may omit, and must agree with otherwise."""
     steps, adam, params = "gradient_accumulation_steps", "adam_beta1, adam_beta2", _PARAMS
     decay = args.weight_decay
     micro = args.per_device_train_batch_size

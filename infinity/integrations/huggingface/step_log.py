@@ -1,4 +1,4 @@
-"""What a Trainer logs of the engine beside its losses."""
+"""Values of the engine in a Trainer's log."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StepLog:
                 self._moved[direction] += report.moved.get(direction, 0)
 
     def take(self, ranks: int) -> dict[str, float]:
-        """What the steps since the last call came to; empty where there was none.
+        """Return values of the steps since the last call; empty without steps.
 
         `step_s` and `stall_s` are mean seconds of a step, and of its waits; bytes are GiB a step of
         this rank, directions in which nothing moved left out; `memory_peak_gib` is the largest peak

@@ -109,7 +109,7 @@ class DataNotes:
 
 
 class NotedSampler(Sampler[Any]):
-    """Another sampler's indices; tells the notes when the first of a batch is asked for."""
+    """A sampler that reports the first index of each batch to the notes."""
 
     def __init__(self, sampler: Any, batch_size: int, notes: DataNotes) -> None:
         self.sampler = sampler
@@ -131,7 +131,7 @@ class NotedSampler(Sampler[Any]):
 
 
 def note_draws(loader: Any, notes: DataNotes) -> Any:
-    """The loader, which tells `notes` of each batch, of all ranks; workers draw for themselves."""
+    """Wrap the loader to report each batch of all ranks to `notes`; workers draw on their own."""
     batches: Any = getattr(loader, "batch_sampler", None)
     batches = getattr(batches, "batch_sampler", batches)  # of accelerate's, for several ranks
     known = hasattr(batches, "sampler") and isinstance(getattr(batches, "batch_size", None), int)
@@ -153,7 +153,7 @@ _FOLDER = re.compile(r"checkpoint-(\d+)")
 
 
 class LoopState:
-    """What the Trainer, not the engine, keeps of a run: the schedule, the random generators.
+    """State that the Trainer keeps, not the engine: schedule and random generators.
 
     Registered with the engine, so that it is in every checkpoint; `scheduler` is set when it is
     made.

@@ -1,4 +1,4 @@
-"""A page in one file: words, tables and charts, in light and dark, on a screen or a phone.
+"""A page in one file: text, tables and charts, in light and dark, for any screen.
 
 Charts are Vega-Lite specifications, which are data; the library that draws them in the browser
 comes from `vl-convert-python`, and is written into the file. Why that one: decision 0028.
@@ -28,7 +28,7 @@ HEIGHT = 210  # pixels of a chart
 
 @dataclass
 class ReportPage:
-    """What a page holds, in order; `datasets` are rows that charts name."""
+    """The content of a page, in order; `datasets` are rows that charts name."""
 
     title: str
     datasets: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class ReportPage:
         self.figures.append(f'<details class="wide">{inside}</details>')
 
     def chart(self, title: str, spec: Spec, note: str = "", *, wide: bool = False) -> None:
-        """A figure with a chart; `spec` says its `data` by name, or in its layers.
+        """Add a figure with a chart; `spec` refers to its `data` by name, or in its layers.
 
         Charts one below the other ("vconcat") share the width, less "names" pixels for their axes.
         """
@@ -78,7 +78,7 @@ class ReportPage:
         self._figure(title, f'<div class="{look}" id="{name}"></div>', note, wide=wide)
 
     def table(self, title: str, rows: Iterable[tuple[str, str, str]], note: str = "") -> None:
-        """A figure with rows: (a number or a name, what it is, a word more)."""
+        """Add a figure of rows: (a number or a name, its label, a remark)."""
         lines = "".join(
             f"<tr><td>{escape(number)}</td>"
             f"<td>{escape(what)}<small>{escape(more)}</small></td></tr>"
@@ -144,7 +144,7 @@ def quantitative(name: str, title: str | None, form: str = "", **more: Any) -> S
 
 
 def tooltip(**names: tuple[str, str]) -> list[Spec]:
-    """What is told of a point: field = (title, format)."""
+    """Return the tooltip of a point: field = (title, format)."""
     return [
         {"field": name, "title": title, **({"format": form} if form else {})}
         for name, (title, form) in names.items()
@@ -152,7 +152,7 @@ def tooltip(**names: tuple[str, str]) -> list[Spec]:
 
 
 def hover(name: str, x: Spec, tooltips: list[Spec]) -> Spec:
-    """A line at the point nearest to the mouse, which tells its numbers."""
+    """Return a line at the point nearest to the mouse, with its numbers."""
     params = {
         "name": name,
         "select": {"type": "point", "on": "pointerover", "clear": "pointerout", "nearest": True,

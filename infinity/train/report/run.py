@@ -1,4 +1,4 @@
-"""The page of a run of `infinity train`, from what its directory says: `infinity report RUN_DIR`.
+"""The page of a run of `infinity train`, from its directory: `infinity report RUN_DIR`.
 
 metrics.jsonl says what was (see `train/metrics.py`), plan.json what was expected. What neither says
 is left out, or said to be missing.
@@ -38,7 +38,7 @@ _X: Spec = {
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a run's directory says; `plan` is empty where it has none."""
+    """Facts in a run's directory; `plan` is empty without one."""
 
     path: Path
     steps: list[dict[str, Any]]
@@ -54,7 +54,7 @@ class RunFacts:
 
     @property
     def num_steps(self) -> int | None:
-        """As many as were asked for last."""
+        """Number of steps that the last session was started with."""
         return next((x["num_steps"] for x in reversed(self.lives) if "num_steps" in x), None)
 
     @property
@@ -171,7 +171,7 @@ def run_page(facts: RunFacts) -> ReportPage:
 
 
 def _state(facts: RunFacts) -> Iterable[tuple[str, str]]:
-    """How it ended, and what it ran on: (text, look)."""
+    """Yield how the run ended and on which machine: (text, look)."""
     done = max((s["step"] for s in facts.steps), default=0)
     of = f" of {facts.num_steps:,}" if facts.num_steps else ""
     ended = facts.lives[-1].get("ended") if facts.lives else None
@@ -279,7 +279,7 @@ def _flop_rate(rate: float) -> str:
 
 
 def _curves(facts: RunFacts) -> list[dict[str, Any]]:
-    """Rows for curves: means of as many steps that `POINTS` are enough; peaks are the largest."""
+    """Return rows for at most `POINTS` points: means of steps, and the largest peaks."""
     rows = []
     written = read = 0.0
     for part in _parts(facts.steps, POINTS):
@@ -481,7 +481,7 @@ def _tiers(count: int) -> Spec:
 
 
 def _waits(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Mean seconds of a step by cause, and what is no wait; causes that took nothing left out."""
+    """Return mean seconds of a step by cause of waits, and without waits; zeros are omitted."""
     timed = [s for s in steps if _number(s.get("step_s")) is not None]
     if not timed:
         return {}
@@ -564,7 +564,7 @@ def _remedy(cause: str) -> str:
 
 
 def _wear(page: ReportPage, facts: RunFacts) -> None:
-    """What the drives had to do."""
+    """Describe the bytes that the drives read and wrote."""
     written = math.fsum(_numbers(facts.steps, "moved", "disk_write"))
     read = math.fsum(_numbers(facts.steps, "moved", "disk_read"))
     if not written and not read:
@@ -597,13 +597,13 @@ def _wear(page: ReportPage, facts: RunFacts) -> None:
 
 
 def _parts(steps: Sequence[dict[str, Any]], most: int) -> list[Sequence[dict[str, Any]]]:
-    """Steps in at most so many parts of equal length."""
+    """Split steps into a limited number of parts of equal length."""
     each = max(-(-len(steps) // most), 1)
     return [steps[first : first + each] for first in range(0, len(steps), each)]
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, or None: metrics say "nan" and "inf" in words."""
+    """Return a finite number, or None: metrics write "nan" and "inf" as strings."""
     kept = isinstance(value, int | float) and math.isfinite(value)
     return float(value) if kept else None
 

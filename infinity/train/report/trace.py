@@ -1,4 +1,4 @@
-"""The page of a trace: who was busy when, to zoom into, and what binds."""
+"""The page of a trace: busy tracks over time, to zoom into, and the binding resource."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _row(one: Slice, since: float) -> dict[str, Any]:
 
 
 def _what(one: Slice) -> str:
-    """What the legend says: micro-batches are of one kind, a stall is a wait for something."""
+    """Return the text of a slice in the legend; micro-batches are of one kind."""
     if one.track == "micro_batch":
         return "micro-batch"
     return f"wait: {one.what.replace('_', ' ')}" if one.track == "stall" else one.what

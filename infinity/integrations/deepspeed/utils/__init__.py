@@ -86,7 +86,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Replace a moment; raises `ConfigError` for what is no moment, or belongs to torch."""
+    """Replace a moment; raises `ConfigError` for other state, and for torch's optimizers."""
     _engine(param).set_optimizer_state(param, optim_state_key, value)
 
 

@@ -1,4 +1,4 @@
-"""fp32 weights out of a checkpoint, ours or DeepSpeed's, by the names of DeepSpeed's script."""
+"""Converts a checkpoint, of either kind, to fp32 weights; named as in DeepSpeed's script."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ from infinity.integrations.deepspeed.names import all_modules, why_refused
 
 
 class _Absent:
-    """Says what to write instead of a module that is not there."""
+    """Raises an error with the replacement of a missing module."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        """Raise for what is imported below `deepspeed`: whoever has it was asked before.
+        """Raise for imports below `deepspeed` that no other finder had.
 
         `importlib.util.find_spec`, which only asks, gets its None.
         """

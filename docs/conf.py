@@ -18,7 +18,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "torch-infinity"
 myst_heading_anchors = 3
-# Links to files of the repository outside docs; tests/test_style.py follows all links.
+# Links to files of the repository outside docs; tests/project/test_style.py follows all links.
 suppress_warnings = ["myst.xref_missing"]
 default_role = "code"
 autodoc_typehints = "description"

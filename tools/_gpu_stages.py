@@ -5,7 +5,7 @@ The machine has 139 GiB on the GPU and 126 GiB of RAM, of which a run takes 80 %
 nothing; 8B and 14B need more, and say so. Ours has 24 GiB of the GPU, but for 14B, which has nearly
 all of it; a plan that chooses the schedule is told 5 % less, since its estimates may be off by as
 much. On an H100 (79 GiB) plain torch at 8B and ours at 14B are left out.
-tests/test_gpu_check.py plans every check for such machines.
+tests/tools/test_gpu_check.py plans every check for such machines.
 
 [Note: plain torch at 8B]
 At 8k tokens it takes 127 GiB: 15 of bf16 weights, 30 of fp32 masters, 60 of moments, 15 of
@@ -33,13 +33,17 @@ KERNEL_TESTS = ("tests/gpu/test_fused_adam.py", "tests/gpu/test_standalone_cuda.
 TRAINING_TESTS = ("tests/gpu/test_cuda.py", "tests/gpu/test_overlap.py")
 # Tests of `make test` whose engines compute on the GPU where there is one: what users call.
 INTEGRATION_TESTS = (
-    "tests/huggingface", "tests/test_doors.py", "tests/test_saved_model.py",
-    "tests/test_runs_training.py", "tests/test_train_command.py", "tests/test_lightning.py",
-    "tests/test_quantised.py", "tests/test_engine.py", "tests/test_engine_calls.py",
-    "tests/test_init.py", "tests/test_values.py", "tests/test_weights.py", "tests/test_losses.py",
-    "tests/test_train_batch.py", "tests/test_deferred.py", "tests/test_offloaded_parameters.py",
-    "tests/test_handed_parameters.py", "tests/test_activations.py", "tests/test_loss_scale.py",
-    "tests/test_examples.py", "tests/test_deepspeed_modules.py", "tests/test_standalone.py",
+    "tests/integrations/huggingface", "tests/integrations/test_doors.py",
+    "tests/train/test_saved_model.py", "tests/train/test_runs_training.py",
+    "tests/train/test_train_command.py", "tests/integrations/test_lightning.py",
+    "tests/unit/model/test_quantised.py", "tests/unit/training/test_engine.py",
+    "tests/unit/training/test_engine_calls.py", "tests/unit/model/test_init.py",
+    "tests/unit/training/test_values.py", "tests/unit/training/test_weights.py",
+    "tests/unit/model/test_losses.py", "tests/unit/training/test_train_batch.py",
+    "tests/unit/model/test_deferred.py", "tests/unit/model/test_offloaded_parameters.py",
+    "tests/unit/offload/test_handed_parameters.py", "tests/unit/plan/test_activations.py",
+    "tests/unit/training/test_loss_scale.py", "tests/tools/test_examples.py",
+    "tests/integrations/test_deepspeed_modules.py", "tests/unit/optim/test_standalone.py",
 )  # fmt: skip
 WHOLE_GIB, PLAIN_8B_GIB, OURS_14B_GIB = 139, 131, 136  # of an H200; that these take
 # Of the 32 blocks of 8B, for which plain torch has room on any card: see [Note: plain torch at 8B].

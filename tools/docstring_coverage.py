@@ -40,7 +40,7 @@ GROUPS = {
     "Device": ("infinity.storage.device:Device",),
     "configuration": ("infinity.config.schema:Config load_config",),
 }
-# Words for which the field has a term; `tests/test_style.py` counts them, too.
+# Words for which the field has a term; `tests/project/test_style.py` counts them, too.
 MARKERS = re.compile(
     r"\b(whoever|whom|nobody|what is|what it|what was|what a|what an|what the|who|in words|"
     r"by itself|of ours|of torch's|of DeepSpeed's|of theirs|beside|meanwhile|so many|as many|"

@@ -36,7 +36,7 @@ and flow the larger counts. Neither meets the logits: the turn is over when the 
 gradient. Not counted: on a device of its own memory those of one unit more are leaving, or of two
 where links are slower than the backward (the bound of `offload/gradients.py`).
 
-All of it is compared with storages that live, counted: tests/test_activation_peak.py.
+All of it is compared with storages that live, counted: tests/unit/offload/test_activation_peak.py.
 """
 
 from __future__ import annotations

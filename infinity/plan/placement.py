@@ -9,7 +9,7 @@ last ones are still in slots when backward turns around.
 Greedy by time saved per share of a budget, many equal units at once, then exchanges: what found
 no room takes that of other things, which go back until it fits. Both ask the same cost model as
 everybody (`cost.step_cost`), so a better model gives better placement. On small models the result
-is compared with all possible placements (`tests/test_placement.py`).
+is compared with all possible placements (`tests/unit/plan/test_placement.py`).
 """
 
 from __future__ import annotations

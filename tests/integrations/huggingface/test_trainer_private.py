@@ -1,0 +1,135 @@
+"""What InfinityTrainer touches of transformers and accelerate is still as it was found.
+
+A release that changes one of these fails here, by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import transformers as hf
+from accelerate import Accelerator
+from support.hf_runs import llama
+
+from infinity.errors import ConfigError
+from infinity.integrations.huggingface.trainer import (
+    OLDEST,
+    InfinityTrainer,
+    OffloadAccelerator,
+    stock_trainer,
+)
+
+# Methods of `transformers.Trainer` that are replaced, and who calls them there.
+REPLACED = {
+    "_build_accelerator_args": ["create_accelerator_and_postprocess"],
+    "_move_model_to_device": ["__init__", "train"],
+    "_wrap_model": ["_prepare_for_training", "evaluation_loop"],
+    "_prepare_for_training": ["_inner_training_loop"],
+    "_save": ["save_model"],
+    "_save_optimizer_and_scheduler": ["_save_checkpoint"],
+    "_save_rng_state": ["_save_checkpoint"],
+    "_load_rng_state": ["_run_epoch"],
+    "_load_from_checkpoint": ["train"],
+    "_load_best_model": ["_finalize_training"],
+}
+# Public ones that a step's batches go through.
+EXTENDED = {"get_batch_samples": ["_run_epoch"], "training_step": ["_run_epoch"]}
+
+
+def parameters(function: Any) -> tuple[str, ...]:
+    return tuple(name for name in inspect.signature(function).parameters if name != "self")
+
+
+@pytest.mark.parametrize("name", REPLACED | EXTENDED)
+def test_a_replaced_method_has_its_parameters_and_callers(name: str) -> None:
+    there = getattr(hf.Trainer, name, None)
+    assert there is not None, f"transformers.Trainer has no {name} any more"
+    ours = parameters(getattr(InfinityTrainer, name))
+    assert ours in (parameters(there), ("args", "kwargs"))
+    for caller in (REPLACED | EXTENDED)[name]:
+        assert f"self.{name}(" in inspect.getsource(getattr(hf.Trainer, caller)), caller
+
+
+def test_a_steps_batches_are_handed_over_as_they_were_collected() -> None:
+    epoch = inspect.getsource(hf.Trainer._run_epoch)
+    assert "for i, inputs in enumerate(batch_samples):" in epoch
+    assert "self.training_step(model, inputs, num_items_in_batch)" in epoch
+    assert "if not loss_is_scaled_for_ga:" in inspect.getsource(hf.Trainer.training_step)
+    loss = inspect.signature(llama().loss_function).parameters
+    assert "num_items_in_batch" in loss
+    for name in ("model_accepts_loss_kwargs", "compute_loss_func", "label_smoother"):
+        assert f"self.{name} = " in inspect.getsource(hf.Trainer.__init__)
+    assert hf.Trainer.loss_is_scaled_for_ga is None
+
+
+def test_attributes_that_are_set_are_read_there() -> None:
+    assert "self._created_lr_scheduler" in inspect.getsource(hf.Trainer._prepare_for_training)
+    assert "self.args._n_gpu = 1" in inspect.getsource(hf.Trainer.__init__)
+    assert "return self._n_gpu" in inspect.getsource(hf.TrainingArguments.n_gpu.fget)
+
+
+def test_nothing_else_that_is_private_is_replaced() -> None:
+    own = {n for n, v in vars(InfinityTrainer).items() if n.startswith("_") and callable(v)}
+    shared = {n for n in own if hasattr(hf.Trainer, n) and not n.startswith("__")}
+    assert shared == set(REPLACED)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("backward", ("loss", "kwargs")),
+        ("clip_grad_norm_", ("parameters", "max_norm", "norm_type")),
+        ("unwrap_model", ("model", "keep_fp32_wrapper", "keep_torch_compile")),
+    ],
+)
+def test_the_accelerators_methods(name: str, expected: tuple[str, ...]) -> None:
+    assert parameters(getattr(Accelerator, name)) == expected
+    assert name in vars(OffloadAccelerator)
+
+
+def test_the_accelerators_properties() -> None:
+    assert isinstance(Accelerator.sync_gradients, property)
+    assert isinstance(Accelerator.optimizer_step_was_skipped, property)
+    # Its class is changed: nothing may be laid out differently.
+    assert not hasattr(Accelerator, "__slots__")
+
+
+def test_where_trainer_asks_the_accelerator() -> None:
+    """The calls that `OffloadAccelerator` answers."""
+    epoch = inspect.getsource(hf.Trainer._run_epoch)
+    assert "gradient_state._set_sync_gradients(do_sync_step)" in epoch
+    assert "self.accelerator.optimizer_step_was_skipped" in epoch
+    assert "grad_norm = self._clip_grad_norm(model)" in epoch
+    assert "self.accelerator.backward(loss" in inspect.getsource(hf.Trainer.training_step)
+    for name in ("_clip_grad_norm", "_get_grad_norm"):
+        assert "self.accelerator.clip_grad_norm_(" in inspect.getsource(getattr(hf.Trainer, name))
+    log = inspect.getsource(hf.Trainer._maybe_log_save_evaluate)
+    assert "grad_norm.item() if isinstance(grad_norm, torch.Tensor)" in log
+
+
+def test_the_parts_of_training_that_never_run_here() -> None:
+    """`_prepare_for_training` is replaced whole: what it does there is what we know of."""
+    source = inspect.getsource(hf.Trainer._prepare_for_training)
+    for line in (
+        "self.create_optimizer()",
+        "self._wrap_model(self.model_wrapped)",
+        "self.create_scheduler(num_training_steps=max_steps)",
+        "self._load_optimizer_and_scheduler(resume_from_checkpoint)",
+        'for attr in ("model", "optimizer", "lr_scheduler"):',
+        "return model, train_dataloader",
+    ):
+        assert line in source
+    assert len(source.splitlines()) < 115  # 5.24 has more of FSDP
+    assert "self.deepspeed" in inspect.getsource(hf.TrainingArguments.__post_init__)
+
+
+def test_an_older_transformers_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"needs transformers 5\.17, this is 5\.16\.1"):
+        stock_trainer(SimpleNamespace(__version__="5.16.1"))
+    assert stock_trainer(SimpleNamespace(__version__="5.17.0.dev0", Trainer=hf)) is hf
+    asked = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    assert f'"transformers>={".".join(map(str, OLDEST))}"' in asked

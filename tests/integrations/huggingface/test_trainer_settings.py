@@ -1,0 +1,244 @@
+"""TrainingArguments and a configuration, made one: filled in, compared, refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as hf
+from support.hf_runs import FP32, Texts, assert_close_history, history, llama, trainer_for
+
+import infinity
+from infinity.errors import ConfigError
+from infinity.integrations.huggingface.trainer import InfinityTrainer
+
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto",
+            "total_num_steps": "auto", "warmup_type": "linear",
+        },
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    },
+}  # fmt: skip
+
+
+def config_of(trainer: Any) -> Any:
+    return trainer._settings.config
+
+
+def test_what_is_auto_comes_from_the_arguments(tmp_path: Path) -> None:
+    trainer = trainer_for(
+        InfinityTrainer, tmp_path, None, {"infinity_config": AUTO}, learning_rate=3e-4,
+        adam_beta1=0.8, adam_epsilon=1e-7, weight_decay=0.2, max_grad_norm=0.7, warmup_steps=2,
+        max_steps=6,
+    )  # fmt: skip
+    config = config_of(trainer)
+    assert config.gradient_accumulation_steps == 3
+    assert config.gradient_clipping == 0.7
+    assert config.precision == "fp32"
+    assert config.optimizer.parameters() == {
+        "lr": 3e-4, "betas": (0.8, 0.999), "eps": 1e-7, "weight_decay": 0.2, "maximize": False
+    }  # fmt: skip
+    assert config.scheduler is None
+    with trainer:
+        trainer.train()
+        assert trainer.lr_scheduler.warmup_num_steps == 2
+        assert trainer.lr_scheduler.total_num_steps == 6
+        (group,) = trainer.optimizer.param_groups  # DeepSpeed's optimizer: one group
+        assert group["weight_decay"] == 0.2
+        rates = [entry["learning_rate"] for entry in history(trainer)[:-1]]
+    # DeepSpeed steps its schedule after the first update, to where it began.
+    assert rates == pytest.approx([0, 0, 1.5e-4, 3e-4, 2.25e-4, 1.5e-4])
+
+
+def test_a_deepspeed_file_by_the_old_argument(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    files = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "told"}}
+    path.write_text(json.dumps(AUTO | files))
+    runs = []
+    for given in ({"deepspeed": str(path), "arguments": infinity.TrainingArguments}, {}):
+        options = {"infinity_config": None if given else AUTO}
+        with trainer_for(InfinityTrainer, tmp_path, None, options, **given) as trainer:
+            trainer.train()
+            runs.append(trainer)
+    assert runs[0].args.deepspeed == str(path)
+    assert runs[0].engine.plan.precision.name == "fp32"
+    assert history(runs[0]) == history(runs[1])
+    assert (tmp_path / "told" / "Train_Samples_lr.csv").is_file(), "monitors, as there"
+
+
+def test_the_script_in_the_migration_guide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    guide = Path(__file__).resolve().parents[3] / "docs" / "migrating-from-deepspeed.md"
+    section = guide.read_text(encoding="utf-8").partition("\n## The Hugging Face Trainer\n")[2]
+    script = section.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "ds_config.json").write_text(json.dumps(AUTO))
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.INFO, "infinity")
+    names: dict[str, Any] = {"model": llama(), "dataset": Texts(8)}
+    exec(compile(script, str(guide), "exec"), names)
+    engine = names["trainer"].engine
+    assert engine.global_steps == 4
+    assert engine.train_batch_size() == 2
+    assert engine.zero_optimization_stage() == 3
+    told = [record.getMessage() for record in caplog.records if record.name == "infinity"]
+    assert told == [engine.translation.describe()]
+    assert "zero_optimization.stage" in told[0]
+    saved = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final")
+    assert saved.num_parameters() == llama().num_parameters()
+
+
+def test_without_an_optimizer_in_it_a_deepspeed_configuration_keeps_trainers(
+    tmp_path: Path,
+) -> None:
+    options = {"infinity_config": {"zero_optimization": {"stage": 2}}}
+    theirs = trainer_for(hf.Trainer, tmp_path / "theirs", max_steps=3)
+    theirs.train()
+    with trainer_for(InfinityTrainer, tmp_path / "ours", None, options, max_steps=3) as ours:
+        ours.train()
+        assert_close_history(ours, theirs, 2e-6)
+        assert [g["weight_decay"] for g in ours.optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_everything_that_differs_is_told_at_once(tmp_path: Path) -> None:
+    config = {
+        "gradient_accumulation_steps": 4, "gradient_clipping": 0.5, "precision": "fp32",
+        "optimizer": {"lr": 1e-3, "betas": [0.9, 0.9], "eps": 1e-5, "weight_decay": 0.3},
+    }  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        trainer_for(InfinityTrainer, tmp_path, None, {"infinity_config": config}, bf16=True)
+    text = str(caught.value)
+    for name in (
+        "gradient_accumulation_steps: 4", "gradient_clipping: 0.5", "optimizer.lr: 0.001",
+        "optimizer.betas", "optimizer.weight_decay: 0.3", "precision: 'fp32'",
+    ):  # fmt: skip
+        assert name in text
+    assert "optimizer.eps" not in text
+    assert "leave it out" in text
+
+
+def test_what_differs_in_a_deepspeed_configuration(tmp_path: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 3,
+        "optimizer": {"type": "AdamW", "params": {"lr": "1e-3", "weight_decay": 0.1}},
+    }
+    with pytest.raises(ConfigError) as caught:
+        trainer_for(InfinityTrainer, tmp_path, None, {"infinity_config": config})
+    text = str(caught.value)
+    assert "train_micro_batch_size_per_gpu: 4 in the configuration, 2 by" in text
+    assert "optimizer.params.lr" in text
+    assert "weight_decay" not in text
+    assert 'write "auto"' in text
+
+
+def test_ours_may_say_auto_too_and_what_only_it_knows(tmp_path: Path) -> None:
+    config = {
+        "gradient_accumulation_steps": "auto", "optimizer": {"lr": "auto", "moments": "bf16"},
+        "prefetch_units": 1,
+    }  # fmt: skip
+    found = config_of(trainer_for(InfinityTrainer, tmp_path, None, {"infinity_config": config}))
+    assert found.gradient_accumulation_steps == 3
+    assert (found.optimizer.lr, found.optimizer.moments) == (1e-2, "bf16")
+    assert found.prefetch_units == 1
+
+
+def test_a_file_and_a_config_object(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("precision: fp32\nprefetch_units: 3\n")
+    for given in (path, str(path), infinity.load_config(str(path))):
+        trainer = trainer_for(InfinityTrainer, tmp_path, None, {"infinity_config": given})
+        assert config_of(trainer).prefetch_units == 3
+
+
+def test_two_configurations_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="two configurations"):
+        trainer_for(InfinityTrainer, tmp_path, deepspeed=AUTO, arguments=infinity.TrainingArguments)
+
+
+def test_resuming_without_the_trainer_is_refused(tmp_path: Path) -> None:
+    """The engine would be at its last commit, and the Trainer at step 0."""
+    given = {"nvme_path": str(tmp_path), "durable": True, "resume": "auto"}
+    with pytest.raises(ConfigError, match=r"resume: auto is not for InfinityTrainer(.|\n)*True"):
+        trainer_for(InfinityTrainer, tmp_path, None, {"infinity_config": given})
+
+
+def test_a_deepspeed_argument_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no DeepSpeed configuration"):
+        trainer_for(
+            InfinityTrainer, tmp_path, None, {"infinity_config": None},
+            deepspeed={"precision": "fp32"}, arguments=infinity.TrainingArguments,
+        )  # fmt: skip
+
+
+def test_a_mistake_in_the_configuration_is_told_as_always(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="look_ahaed"):
+        trainer_for(InfinityTrainer, tmp_path, None, {"infinity_config": {"look_ahaed": 3}})
+    with pytest.raises(ConfigError, match="not a configuration"):
+        trainer_for(InfinityTrainer, tmp_path, None, {"infinity_config": 3})
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"torch_compile": True}, "torch_compile"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        (
+            {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
+            "sync_each_batch",
+        ),
+        ({"bf16_full_eval": True}, "computes in fp32"),
+        ({"optim": "adamw_bnb_8bit"}, '"moments": "8bit"'),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_arguments_that_cannot_mean_anything(tmp_path: Path, changed: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        trainer_for(InfinityTrainer, tmp_path, **changed)
+    assert said in str(caught.value)
+
+
+def test_full_evaluation_in_what_is_computed_in(tmp_path: Path) -> None:
+    options = {"infinity_config": None}
+    with trainer_for(
+        InfinityTrainer, tmp_path, None, options, bf16=True, bf16_full_eval=True, max_steps=1
+    ) as trainer:
+        trainer.train()
+        assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_the_configuration_may_choose_rule_and_schedule(tmp_path: Path) -> None:
+    config = {
+        **FP32,
+        "optimizer": {"type": "Lion"},
+        "scheduler": {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}},
+    }
+    with trainer_for(
+        InfinityTrainer, tmp_path, llama(), {"infinity_config": config}, max_steps=3
+    ) as trainer:
+        trainer.train()
+        assert trainer.engine.optimizer.rule.name == "Lion"
+        rates = [entry["learning_rate"] for entry in history(trainer)[:-1]]
+    assert rates == pytest.approx([1e-2, 5e-3, 2.5e-3])

@@ -1,0 +1,137 @@
+"""`class Trainer(InfinityTrainer, DPOTrainer)` and its like against TRL's own: same data, fp32.
+
+TRL and what it needs are no part of the development extra: `make test-doors` installs them.
+Tolerance: as against `transformers.Trainer`, see `test_trainer.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from support.hf_runs import assert_same_bits, masters
+from support.small import ON_DISK
+
+pytest.importorskip("trl", reason="TRL is not installed: make test-doors")
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+
+import trl
+import trl_trainers as example
+
+from infinity.errors import ConfigError
+from infinity.integrations.huggingface.models import load_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+TOLERANCE = 2e-6
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return example.write_model(tmp_path / "model")
+
+
+def trainer_for(
+    kind: str, source: Path, out: Path, *, ours: bool, lora: bool = False, **changed: Any
+) -> Any:
+    head = "SequenceClassification" if kind == "reward" else "CausalLM"
+    more = {"num_labels": 1} if kind == "reward" else {}
+    torch.manual_seed(5)  # of a head that is new
+    model = getattr(hf, f"LlamaFor{head}").from_pretrained(source, dtype=torch.float32, **more)
+    told = {"max_steps": 3, "adam_epsilon": 1e-5, "bf16": False, "use_cpu": True, **changed}
+    given = example.given_to(kind, model, source, out, **told)
+    if lora:
+        given["peft_config"] = example.adapters(kind)
+    if ours:
+        disk = {"nvme_path": str(source.parent), "placement": ON_DISK}
+        return example.KINDS[kind][0](**given, infinity_config=disk)
+    return getattr(trl, example.KINDS[kind][0].__name__)(**given)
+
+
+def history(trainer: Any) -> list[tuple[float, float]]:
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [(step["loss"], float(step["grad_norm"])) for step in steps]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("kind", list(example.KINDS))
+def test_a_run_is_that_of_trl(tmp_path: Path, source: Path, kind: str, lora: bool) -> None:
+    theirs = trainer_for(kind, source, tmp_path, ours=False, lora=lora)
+    theirs.train()
+    ours = trainer_for(kind, source, tmp_path, ours=True, lora=lora, gradient_checkpointing=lora)
+    ours.train()
+    assert len(history(theirs)) == 3
+    for mine, yours in zip(history(ours), history(theirs), strict=True):
+        assert mine == pytest.approx(yours, rel=1e-5, abs=TOLERANCE)
+    beside = ours.accelerator.beside
+    assert len(beside) == (kind in ("dpo", "kto", "grpo") and not lora)
+    for engine in beside:
+        assert engine.module is ours.ref_model
+        assert engine.counters()["disk_read"] > 0
+        assert not any(p.requires_grad for p in ours.ref_model.parameters())
+    ours.close()
+    assert all(engine._closed for engine in beside)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+def test_a_run_that_is_resumed_has_the_same_bits(tmp_path: Path, source: Path, kind: str) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    through = trainer_for(kind, source, tmp_path / "out", ours=True, **saves)
+    through.train()
+    expected = masters(through)
+    through.close()
+    again = trainer_for(kind, source, tmp_path / "out", ours=True, **saves)
+    again.train(str(tmp_path / "out" / "checkpoint-2"))
+    assert_same_bits(masters(again), expected)
+    again.close()
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_the_reference_may_be_the_model_before_training(
+    tmp_path: Path, source: Path, kind: str
+) -> None:
+    changed = {"precompute_ref_log_probs": True}
+    theirs = trainer_for(kind, source, tmp_path / "theirs", ours=False, **changed)
+    theirs.train()
+    ours = trainer_for(kind, source, tmp_path / "ours", ours=True, **changed)
+    assert ours.engine is not None
+    ours.train()
+    for mine, yours in zip(history(ours), history(theirs), strict=True):
+        assert mine == pytest.approx(yours, rel=1e-5, abs=TOLERANCE)
+    ours.close()
+
+
+def test_models_whose_weights_are_in_files_and_arguments_in_trls_order(
+    tmp_path: Path, source: Path
+) -> None:
+    given = example.given_to(
+        "dpo", load_model(source), source, tmp_path, max_steps=1, bf16=False, use_cpu=True
+    )
+    model, args = given.pop("model"), given.pop("args")
+    disk = {"nvme_path": str(tmp_path), "placement": ON_DISK}
+    with example.DPOTrainer(
+        model, load_model(source), args, **given, infinity_config=disk
+    ) as trainer:
+        trainer.train()
+        assert history(trainer)[0][0] == pytest.approx(0.693147, abs=1e-5)  # ln 2: both are alike
+
+
+def test_a_reference_that_would_change_is_refused(tmp_path: Path, source: Path) -> None:
+    with pytest.raises(ConfigError, match="sync_ref_model"):
+        trainer_for("dpo", source, tmp_path, ours=True, sync_ref_model=True)
+
+
+@pytest.mark.parametrize("arguments", [["sft", "--lora"], ["dpo"], ["kto"], ["grpo"], ["reward"]])
+def test_the_example(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["trl_trainers.py", *arguments, "--steps", "4"])
+    example.main()
+    output = capsys.readouterr().out
+    losses = [float(loss) for loss in output.split("losses ")[1].split()]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] or arguments == ["grpo"]
+    assert ("for inference" in output) == (arguments[0] in ("dpo", "kto", "grpo"))

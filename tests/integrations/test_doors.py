@@ -1,0 +1,270 @@
+"""Scripts that were written for DeepSpeed run as they are, and placement changes no bit of theirs.
+
+The scripts are those of `doors/`. Each has `main(config, folder)`, which says what it computed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.forked import Program
+
+import infinity
+from infinity.errors import ConfigError
+from infinity.integrations.deepspeed.door import announce_alone
+
+ROOT = Path(__file__).parents[2]
+DOORS = ROOT / "tests" / "integrations" / "doors"
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+AUTO = dict.fromkeys(
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
+)
+CONFIGS = {
+    "hello": {"train_batch_size": 4, **ADAM},
+    "cifar": {"train_batch_size": 16, **ADAM},
+    "with_accelerate": {"train_batch_size": 4, **ADAM},
+    "hf_trainer": {**AUTO, "gradient_clipping": "auto"},
+    "hf_trainer_again": {**AUTO, "gradient_clipping": "auto"},
+    "bert": ADAM,
+    "ranks": {**AUTO, "gradient_clipping": "auto"},
+    "with_trl": {**AUTO, "gradient_clipping": "auto"},
+    "with_lightning": {},
+}
+IN_DOORS = {"with_trl": "trl", "with_lightning": "lightning"}  # of `make test-doors`
+# The first line of a script of one's own; then each script in turn, as `python script.py` runs it.
+ALL = """
+import infinity; infinity.as_deepspeed()
+import json, runpy, sys
+from pathlib import Path
+told = {}
+for script, config, folder in json.loads(sys.argv[1]):
+    Path(folder).mkdir()
+    sys.path.insert(0, str(Path(script).parent))
+    told[folder] = runpy.run_path(script)["main"](config, Path(folder))
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(True)
+print("TOLD" + json.dumps(told))
+"""
+
+
+def config_of(name: str, folder: Path, *, on_disk: bool) -> Path:
+    """A configuration of the script: all on disk at stage 3, or all in RAM.
+
+    With both accelerate takes our Adam for torch's, which rounds otherwise.
+    """
+    zero: dict[str, Any] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    if on_disk:
+        (folder / "nvme").mkdir(exist_ok=True)
+        nvme = {"device": "nvme", "nvme_path": str(folder / "nvme")}
+        zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    path = folder / f"{name}_{'disk' if on_disk else 'ram'}.json"
+    path.write_text(json.dumps({**CONFIGS[name], "zero_optimization": zero}))
+    return path
+
+
+def run(folder: Path, *command: str) -> str:
+    """What a command writes to stdout; it must end well."""
+    root = str(Path(infinity.__file__).parents[1])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder, and what the scripts say, by name and whether all is on disk."""
+    pytest.importorskip("transformers")
+    return run_all(tmp_path_factory.mktemp("doors"), *(CONFIGS.keys() - IN_DOORS.keys()))
+
+
+def run_all(folder: Path, *names: str) -> tuple[Path, dict[str, Any]]:
+    """What scripts say, all in one process, by name and whether all is on disk."""
+    scripts = [
+        (str(DOORS / f"{name}.py"), str(config_of(name, folder, on_disk=on_disk)),
+         str(folder / f"{name}-{on_disk}"))
+        for name in sorted(names)
+        for on_disk in (False, True)
+    ]  # fmt: skip
+    found = json.loads(run(folder, "-c", ALL, json.dumps(scripts)).rpartition("TOLD")[2])
+    for name in names:
+        assert found[str(folder / f"{name}-True")] == found[str(folder / f"{name}-False")]
+    assert list((folder / "nvme").iterdir()) == []
+    return folder, {name: found[str(folder / f"{name}-False")] for name in names}
+
+
+def test_scripts_run_as_they_are_and_placement_changes_no_bit(
+    told: tuple[Path, dict[str, Any]],
+) -> None:
+    assert len(told[1]["hello"]["losses"]) == 6
+
+
+@pytest.mark.parametrize(("name", "package"), IN_DOORS.items())
+def test_stock_trainers_of(tmp_path: Path, name: str, package: str) -> None:
+    pytest.importorskip(package, reason=f"{package} is not installed: make test-doors")
+    _, found = run_all(tmp_path, name)
+    if name == "with_trl":
+        plain = run(tmp_path, str(DOORS / f"{name}.py"), "--folder", str(tmp_path / "plain"))
+        for kind, steps in json.loads(plain.rpartition("TOLD")[2]).items():
+            for mine, theirs in zip(found[name][kind], steps, strict=True):
+                assert mine == pytest.approx(theirs, rel=1e-5, abs=2e-6), kind
+
+
+@pytest.mark.big  # `tests/ranks/test_deepspeed.py` has the calls, a test below two processes
+def test_two_ranks_compute_what_one_does_with_twice_the_micro_batches(
+    told: tuple[Path, dict[str, Any]],
+) -> None:
+    """Same weights; means over ranks are rounded otherwise than those over micro-batches."""
+    (folder, found), out = told, told[0] / "two"
+    alone = found["ranks"]
+    out.mkdir()
+    given = ("--deepspeed", str(folder / "ranks_disk.json"), "--folder", str(out))
+    start = ("-m", "infinity.cli", "run", "--gpus", "2", "--local-rank")
+    run(folder, *start, str(DOORS / "ranks.py"), *given)
+    two = json.loads((out / "told.json").read_text())
+    assert two["accelerate"] == alone["accelerate"]
+    assert two["Trainer"]["weights"] == alone["Trainer"]["weights"]
+    for mine, other in zip(two["Trainer"]["numbers"], alone["Trainer"]["numbers"], strict=True):
+        assert mine == pytest.approx(other, rel=1e-6)
+
+
+# The page's blocks, and the example with us and without, one after the other in one process.
+PAGE = """
+import infinity; infinity.as_deepspeed()
+import io, json, runpy, sys
+from contextlib import redirect_stdout
+from pathlib import Path
+page, example, *arguments = sys.argv[1:]
+sys.path.insert(0, str(Path(example).parent))
+told = []
+for block in json.loads(page):
+    exec(block, {})
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(True)
+for more in ([], arguments):
+    sys.argv = [example, "--max_steps", "4", "--logging_steps", "2", *more]
+    with redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(example, run_name="__main__")
+    told.append([float(line.split()[-1]) for line in out.getvalue().splitlines()[-3:]])
+    sys.modules["accelerate.state"].AcceleratorState._reset_state(True)
+print("TOLD" + json.dumps(told))
+"""
+
+
+def test_the_page_and_the_example_run(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) >= 4
+    ours = str(ROOT / "examples" / "configs" / "ds_infinity.json")
+    arguments = (str(ROOT / "examples" / "stock_trainer.py"), "--deepspeed", ours)
+    told = run(tmp_path, "-c", PAGE, json.dumps(blocks), *arguments).rpartition("TOLD")[2]
+    plain, offloaded = json.loads(told)
+    assert plain == pytest.approx(offloaded, abs=2e-3)
+    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "last"
+    assert (tmp_path / "out" / "final" / "model.safetensors").exists()
+
+
+def test_infinity_run_starts_a_script_alone_and_in_two_processes(tmp_path: Path) -> None:
+    script = str(DOORS / "hello.py")
+    config = str(config_of("hello", tmp_path, on_disk=True))
+    rest = ("--deepspeed", "--deepspeed_config", config, "--folder")
+    start = ("-m", "infinity.cli", "run")
+    alone = json.loads(run(tmp_path, *start, script, *rest, str(tmp_path / "one")))
+    assert len(alone["losses"]) == 6
+    given = json.loads(Path(config).read_text()) | {"train_batch_size": 8}
+    Path(config).write_text(json.dumps(given))
+    two = run(tmp_path, *start, "--gpus", "2", script, *rest, str(tmp_path / "two"))
+    # Both write to the same pipe: a line's end may come after the other's line.
+    first, second = map(json.loads, two.replace("}{", "}\n{").split("\n", 1))
+    assert first == second
+    assert len(first["losses"]) == 6
+
+
+def test_one_process_gets_a_port_that_no_other_holds() -> None:
+    first: dict[str, str] = {}
+    second: dict[str, str] = {}
+    announce_alone(first)
+    with socket.create_server((first["MASTER_ADDR"], int(first["MASTER_PORT"]))):
+        announce_alone(second)
+        socket.create_server((second["MASTER_ADDR"], int(second["MASTER_PORT"]))).close()
+    given = {"MASTER_PORT": "7"}
+    announce_alone(given)
+    assert given["MASTER_PORT"] == "7"
+
+
+def test_no_process_outlives_the_launcher(tmp_path: Path) -> None:
+    """Not even one that is killed, and can tell nobody: its pipe ends with who writes to it."""
+    script = tmp_path / "waits.py"
+    # In one write: what two of them write to one pipe mixes between writes.
+    script.write_text("import os, time\nos.write(1, b'waits\\n')\ntime.sleep(600)\n")
+    start = [sys.executable, "-m", "infinity.cli", "run", "--gpus", "2", str(script)]
+    with subprocess.Popen(start, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        said = [launcher.stdout.readline() for _ in range(2)]
+        launcher.kill()
+        assert launcher.communicate(timeout=600) == ("", None)
+    assert said == ["waits\n"] * 2
+
+
+@pytest.mark.big  # another launcher of what the test before starts
+def test_accelerate_launch_starts_a_script(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    if shutil.which("accelerate", path=Path(sys.executable).parent) is None:
+        pytest.skip("the command accelerate is not installed beside this Python")
+    options = "--use_deepspeed --zero_stage 3 --offload_optimizer_device cpu --num_processes 1"
+    script = [str(DOORS / "with_accelerate.py"), "--folder", str(tmp_path)]
+    command = ["-m", "infinity.cli", "run", "accelerate", "launch", *options.split(), *script]
+    assert len(json.loads(run(tmp_path, *command))["losses"]) == 24
+
+
+def test_as_deepspeed_must_come_first(tmp_path: Path) -> None:
+    lines = [
+        "import sys, types, infinity",
+        "sys.modules['deepspeed'] = types.ModuleType('deepspeed')",
+        "try: infinity.as_deepspeed()",
+        "except infinity.InfinityError as error: print(error)",
+        "del sys.modules['deepspeed']",
+        "infinity.as_deepspeed()",
+        "import deepspeed, importlib.metadata as m",
+        "from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as theirs",
+        "from deepspeed import zero, comm, dist",
+        "assert deepspeed is infinity.deepspeed and dist is comm",
+        "assert 'deepspeed' in m.packages_distributions() and m.version('deepspeed') >= '0.19'",
+        "try: import deepspeed.inference.v2",
+        "except ModuleNotFoundError as error: print(error)",
+        "from importlib.util import find_spec",
+        "assert find_spec('deepspeed.some_name') is find_spec('deepspeed.comm.some') is None",
+        "assert find_spec('deepspeed.comm.comm') and find_spec('deepspeed')",
+        "assert not isinstance(3, theirs) and not hasattr(deepspeed, 'nothing')",
+    ]
+    (script := tmp_path / "script.py").write_text("\n".join(lines))
+    with Program(script) as program:
+        code, told, error = program.end()
+    assert code == 0, error
+    assert "deepspeed is imported already" in told
+    assert "deepspeed.inference.v2 is not here" in told
+    assert "engine for inference" in told
+
+
+def test_a_script_that_is_not_there() -> None:
+    from infinity.cli.run import _python_arguments
+
+    assert _python_arguments("x.train", module=True) == ["-m", "x.train"]
+    for name, words in (("nowhere.py", "no file nowhere.py"), ("no-such-command", "no command")):
+        with pytest.raises(ConfigError, match=words):
+            _python_arguments(name, module=False)

@@ -1,0 +1,131 @@
+"""Plain technical English in docstrings, and in texts that users read first.
+
+`MARKERS` are words that our prose used where the field has a term. First paragraphs of docstrings,
+help texts, the public interface and pages have none.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from infinity import Config
+from infinity.cli.checkpoint import checkpoint
+from infinity.cli.main import VERBS, app
+from infinity.integrations.deepspeed.key_table import TABLE
+from infinity.train.settings import RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from docstring_coverage import MARKERS, public_callables  # noqa: E402
+
+GENERATED = ("config-reference", "deepspeed-keys", "notes")  # by `make docs`, from the sources
+
+
+def first_paragraphs(source: str) -> list[str]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        text = ast.get_docstring(node) if isinstance(node, kinds) else None
+        if text:
+            found.append(re.split(r"\n\s*\n", text)[0])
+    return found
+
+
+def test_no_docstring_has_a_marker() -> None:
+    files = sorted((ROOT / "infinity").rglob("*.py"))
+    marked = [
+        f"{file.relative_to(ROOT)}: {text.splitlines()[0]}"
+        for file in files
+        for text in first_paragraphs(file.read_text(encoding="utf-8"))
+        if MARKERS.search(text)
+    ]
+    assert not marked, "reword:\n" + "\n".join(marked)
+
+
+def test_help_texts_have_no_markers() -> None:
+    names = [command.name for command in checkpoint.registered_commands]
+    below = [["checkpoint", name or command.callback.__name__] for name, command in zip(
+        names, checkpoint.registered_commands, strict=True
+    )]  # fmt: skip
+    for arguments in ([], *([verb] for verb in VERBS), *below):
+        text = CliRunner().invoke(app, [*arguments, "--help"]).stdout
+        assert MARKERS.findall(text) == [], arguments
+
+
+def prose_of(page: Path) -> str:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return re.sub(r"\]\([^)]*\)|<[^>]*>|`[^`]*`", " ", text)
+
+
+def test_pages_have_no_markers() -> None:
+    tops = (".", "docs", "examples", "tests")
+    pages = [page for top in tops for page in (ROOT / top).glob("*.md")]
+    pages = [page for page in pages if page.stem not in GENERATED]
+    assert len(pages) > 30
+    found = {str(page.relative_to(ROOT)): MARKERS.findall(prose_of(page)) for page in pages}
+    assert {page: words for page, words in found.items() if words} == {}
+
+
+def test_generated_pages_have_no_markers() -> None:
+    keys = " ".join(f"{key.note} {key.remedy}" for key in TABLE)
+    schemas = [json.dumps(kind.model_json_schema()) for kind in (Config, RunConfig)]
+    fields = [re.findall(r'"description": "((?:[^"\\]|\\.)*)"', text) for text in schemas]
+    assert len(fields[1]) > len(fields[0]) > 40
+    assert MARKERS.findall(keys) == []
+    assert [text for texts in fields for text in texts if MARKERS.search(text)] == []
+
+
+def test_messages_of_errors_have_no_markers() -> None:
+    found = {
+        f"{file.relative_to(ROOT)}:{part.lineno}: {part.value}"
+        for file in sorted((ROOT / "infinity").rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Raise)
+        or (isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("Error", "warn")))
+        for part in ast.walk(node)
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+        and MARKERS.search(part.value)
+    }  # fmt: skip
+    assert found == set()
+
+
+def test_the_readme_has_short_sentences() -> None:
+    prose = prose_of(ROOT / "README.md")
+    lines = [line for line in prose.splitlines() if not line.startswith(("|", "#"))]
+    paragraphs = re.split(r"\n\s*\n|\n- ", "\n".join(lines))
+    for sentence in (s for p in paragraphs for s in re.split(r"[.:?!](?:\s|$)", p)):
+        assert len(sentence.split()) <= 25, sentence
+
+
+def test_links_between_pages_lead_somewhere_and_reach_every_page() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
+    linked = {ROOT / "README.md"}
+    for page in pages:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+            if not target.startswith(("http", "mailto")):
+                file = (page.parent / target).resolve()
+                assert file.exists(), f"{page.relative_to(ROOT)}: {target}"
+                linked.add(file)
+    site = {ROOT / "docs" / f"{name}.md" for name in ("index", "api", *GENERATED)}
+    left = [page for page in pages if page.resolve() not in linked | site]
+    assert [str(page.relative_to(ROOT)) for page in left] == []
+
+
+def test_public_docstrings_have_their_sections_and_no_markers() -> None:
+    groups = public_callables()
+    assert all(groups.values())
+    lacking = [
+        one.name
+        for one in (one for found in groups.values() for one in found)
+        if not one.text or not one.has_args or (one.returns and not one.has_returns)
+        or MARKERS.search(one.text)
+    ]  # fmt: skip
+    assert lacking == [], "python tools/docstring_coverage.py --missing"

@@ -1,0 +1,482 @@
+"""Saving while training goes on: what is saved, what waits, and what a failure leaves."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.patience import wait_until
+from support.small import (
+    MIXED,
+    ON_DEVICE,
+    ON_DISK,
+    batch,
+    masters,
+    same,
+    settings,
+    small_engine,
+    small_model,
+    train,
+)
+from torch import Tensor, nn
+
+import infinity
+from infinity.checkpoint import writer
+from infinity.checkpoint.reader import CheckpointReader
+from infinity.checkpoint.writer import CheckpointWriter
+from infinity.engine import Engine
+from infinity.errors import (
+    CheckpointError,
+    ConfigError,
+    DoesNotFitError,
+    EngineFailedError,
+    InfinityWarning,
+    MachineError,
+    ResidencyError,
+)
+from infinity.integrations.deepspeed.import_checkpoint import import_deepspeed
+from infinity.training import checkpoints
+from infinity.types import Kind
+
+PLACEMENTS = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
+every_placement = pytest.mark.parametrize(
+    "placement", list(PLACEMENTS.values()), ids=list(PLACEMENTS)
+)
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> Path:
+    path = tmp_path / "nvme"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return tmp_path / "saved"
+
+
+class SlowWriter:
+    """Makes every write of a checkpoint wait until it is allowed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        self.num_writes = 0
+        write = CheckpointWriter.write
+
+        def slow(writer: CheckpointWriter, stream: str, data: Tensor) -> None:
+            if threading.current_thread().name == "infinity-save":
+                assert self.go.wait(60)
+                self.num_writes += 1
+            write(writer, stream, data)
+
+        monkeypatch.setattr(CheckpointWriter, "write", slow)
+
+    def on_wait(self, engine: Engine, act: Callable[[], None]) -> None:
+        """Do this when somebody begins to wait for bytes that are not copied yet."""
+        changed = engine._components.saver._changed
+        wait = changed.wait
+
+        def told(timeout: float | None = None) -> bool:
+            act()
+            return wait(timeout)
+
+        changed.wait = told  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowWriter]:
+    writer = SlowWriter(monkeypatch)
+    yield writer
+    writer.go.set()
+
+
+def saved_masters(root: Path, tag: str) -> dict[str, Tensor]:
+    with CheckpointReader(root, tag) as reader:
+        return {p.name: reader.master(p.name) for p in reader.manifest.parameters}
+
+
+@every_placement
+def test_the_snapshot_is_of_the_moment_of_the_call(
+    nvme: Path, saved: Path, slow: SlowWriter, placement: dict[str, str]
+) -> None:
+    with small_engine(nvme, placement, precision="bf16") as engine:
+        train(engine, 2)
+        expected = masters(engine)
+        engine.save_checkpoint(saved)  # nothing is copied yet when this returns
+        assert not (saved / "latest").exists()
+        slow.on_wait(engine, slow.go.set)
+        loss = engine(batch(5))  # a forward and a backward need not wait
+        engine.backward(loss)
+        assert not slow.go.is_set()
+        engine.step()
+        train(engine, 2, first=6)
+        engine.finish_saving()
+        assert slow.num_writes
+        assert (saved / "latest").read_text().strip() == "global_step2"
+        found = saved_masters(saved, "global_step2")
+        assert found.keys() <= expected.keys()
+        assert same({n: expected[n] for n in found}, found)
+        assert not same(expected, masters(engine))
+
+
+def test_a_pass_waits_for_the_units_it_would_change(
+    nvme: Path, saved: Path, slow: SlowWriter
+) -> None:
+    with small_engine(nvme, ON_DEVICE) as engine:
+        train(engine, 1)
+        before = masters(engine)
+        engine.save_checkpoint(saved)
+        waits = threading.Semaphore(0)
+        slow.on_wait(engine, waits.release)
+        engine.backward(engine(batch(5)))
+        engine.step()
+        assert waits.acquire(timeout=60)
+        # The update has not begun: all state is as it was.
+        segment = engine.plan.units[0].trained_segments[0]
+        at_rest = engine._components.store.units[0].in_ram(Kind.WEIGHT)
+        assert at_rest is not None
+        held = at_rest.view(torch.float32)
+        held = held[segment.offset : segment.offset + segment.numel].view(segment.shape)
+        assert torch.equal(held, before[segment.name])
+        slow.go.set()
+        engine.settle()
+        assert not torch.equal(held, before[segment.name])
+
+
+def test_edits_wait_too(nvme: Path, saved: Path, slow: SlowWriter) -> None:
+    with small_engine(nvme, ON_DISK) as engine:
+        train(engine, 1)
+        expected = masters(engine)
+        engine.save_checkpoint(saved)
+        slow.on_wait(engine, slow.go.set)
+        with engine.materialized(engine.module.norm), torch.no_grad():
+            engine.module.norm.weight.fill_(7.0)
+        assert slow.go.is_set()
+        engine.finish_saving()
+        found = saved_masters(saved, "global_step1")
+        assert torch.equal(found["norm.weight"], expected["norm.weight"])
+        assert float(masters(engine)["norm.weight"][0]) == 7.0
+
+
+def test_close_completes_what_is_being_saved(nvme: Path, saved: Path) -> None:
+    with small_engine(nvme) as engine:
+        train(engine, 1)
+        path = engine.save_checkpoint(saved, "mine", {"epoch": 3, "pair": (1, 2.5)})
+    assert (path / "manifest.json").exists()
+    with CheckpointReader(saved, "mine") as reader:
+        assert list(reader.verify()) == []
+
+
+def test_a_dropped_engine_gives_up_what_it_was_saving(
+    nvme: Path, saved: Path, slow: SlowWriter
+) -> None:
+    engine, *_ = infinity.initialize(
+        torch.nn.Linear(4, 4), {"precision": "fp32", "nvme_path": str(nvme)}
+    )
+    engine.save_checkpoint(saved)
+    threading.Timer(0.2, slow.go.set).start()
+    del engine
+    gc.collect()
+    assert wait_until(lambda: "infinity-save" not in {t.name for t in threading.enumerate()})
+
+
+@pytest.mark.parametrize("how", ["save", "finish", "close"])
+def test_what_fails_behind_the_back_is_told(
+    nvme: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise DoesNotFitError("the disk is full")
+
+    engine_closed = False
+    with pytest.raises(DoesNotFitError) if how == "close" else warnings.catch_warnings():
+        with small_engine(nvme) as engine:
+            train(engine, 1)
+            monkeypatch.setattr(CheckpointWriter, "finish", full)
+            engine.save_checkpoint(saved)
+            thread = engine._components.saver._thread
+            assert thread is not None
+            thread.join(600)
+            monkeypatch.undo()
+            with pytest.warns(InfinityWarning, match="was not saved: the disk is full"):
+                train(engine, 1, first=3)
+            losses = train(engine, 1, first=4)
+            assert losses
+            if how == "save":
+                with pytest.raises(DoesNotFitError):
+                    engine.save_checkpoint(saved)
+                engine.save_checkpoint(saved)  # told once
+            if how == "finish":
+                with pytest.raises(DoesNotFitError):
+                    engine.finish_saving()
+        engine_closed = True
+    assert engine_closed == (how != "close")
+    assert not list(saved.glob("*.tmp"))
+
+
+def test_refusals_leave_the_engine_as_it_was(nvme: Path, saved: Path) -> None:
+    with small_engine(nvme) as engine:
+        train(engine, 1)
+        before = masters(engine)
+        engine.save_checkpoint(saved, "twice", wait=True)
+        with pytest.raises(CheckpointError, match="twice"):
+            engine.save_checkpoint(saved, "twice")
+        with pytest.raises(ConfigError, match=r"client_state\.model"):
+            engine.save_checkpoint(saved, "other", {"model": object()})
+        with engine.materialized(engine.module.norm), pytest.raises(ResidencyError):
+            engine.save_checkpoint(saved, "other")
+        with pytest.raises(CheckpointError):
+            engine.load_checkpoint(saved, "not there")
+        assert {p.name for p in saved.iterdir()} == {"twice", "latest"}
+        assert same(masters(engine), before)
+        train(engine, 1, first=5)
+
+
+def test_nothing_to_load(nvme: Path, saved: Path) -> None:
+    saved.mkdir()
+    expected = pytest.warns(InfinityWarning, match="nothing was loaded")
+    with small_engine(nvme) as engine, expected:
+        assert engine.load_checkpoint(saved) == (None, None)
+
+
+def test_a_load_that_fails_half_way_can_be_mended_by_another(nvme: Path, saved: Path) -> None:
+    with small_engine(nvme) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(saved, "good", wait=True)
+        expected = masters(engine)
+        train(engine, 1, first=3)
+        engine.save_checkpoint(saved, "bad", wait=True)
+        path = saved / "bad" / "moment2.safetensors"
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1
+        path.write_bytes(raw)
+        with pytest.raises(CheckpointError, match=r"moment2\.safetensors"):
+            engine.load_checkpoint(saved)
+        with pytest.raises(EngineFailedError, match="load another checkpoint"):
+            engine(batch(0))
+        with pytest.raises(EngineFailedError):
+            engine.save_checkpoint(saved, "third")
+        engine.load_checkpoint(saved, "good")
+        assert same(masters(engine), expected)
+        train(engine, 1, first=9)
+
+
+def test_registered_state_and_the_loader_go_on(nvme: Path, saved: Path) -> None:
+    class Curriculum:
+        def __init__(self) -> None:
+            self.level = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"level": self.level}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.level = state["level"]
+
+    data = torch.utils.data.TensorDataset(torch.arange(10.0).view(10, 1))
+
+    def make() -> tuple[Any, Any, Curriculum]:
+        config = {"precision": "fp32", "nvme_path": str(nvme)}
+        engine, _, loader, _ = infinity.initialize(
+            torch.nn.Linear(1, 1), config, training_data=data, batch_size=2
+        )
+        curriculum = Curriculum()
+        engine.register_state("curriculum", curriculum)
+        return engine, loader, curriculum
+
+    engine, loader, curriculum = make()
+    with engine:
+        batches = iter(loader)
+        seen = [next(batches)[0].flatten().tolist() for _ in range(2)]
+        curriculum.level = 4
+        engine.save_checkpoint(saved, wait=True)
+        rest = [b[0].flatten().tolist() for b in batches]
+    engine, loader, curriculum = make()
+    with engine:
+        engine.load_checkpoint(saved)
+        assert curriculum.level == 4
+        assert [b[0].flatten().tolist() for b in loader] == rest
+        assert [b[0].flatten().tolist() for b in loader] == seen + rest
+
+
+class Peer(torch.nn.Module):
+    """The model that the checkpoints in tests/data/deepspeed are of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = torch.nn.Embedding(11, 6)
+        self.l1 = torch.nn.Linear(6, 7)
+        self.ln = torch.nn.LayerNorm(7)
+        self.l2 = torch.nn.Linear(7, 6, bias=False).requires_grad_(requires_grad=False)
+        self.head = torch.nn.Linear(6, 11, bias=False)
+        self.head.weight = self.emb.weight
+        self.register_buffer("cnt", torch.zeros(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.l2(self.ln(self.l1(self.emb(ids))))
+        return torch.nn.functional.cross_entropy(self.head(x).float(), ids)
+
+
+@every_placement
+@pytest.mark.parametrize("kind", ["z1-fp32", "z3-fp32", "z2-bf16-w2", "z3-bf16-w2"])
+def test_training_goes_on_from_a_checkpoint_of_the_peer(
+    nvme: Path, saved: Path, kind: str, placement: dict[str, str]
+) -> None:
+    data = Path(__file__).parents[2] / "data/deepspeed" / kind
+    import_deepspeed(data, saved, "0.1.0")
+    precision = "bf16" if "bf16" in kind else "fp32"
+    with small_engine(nvme, placement, Peer(), precision=precision) as engine:
+        engine.load_checkpoint(saved)
+        assert engine.global_steps == 3
+        expected = saved_masters(saved, "global_step3")
+        found = masters(engine)
+        assert all(
+            torch.equal(found[name], expected[name].to(found[name].dtype)) for name in expected
+        )
+        with CheckpointReader(saved, "global_step3") as reader:
+            for name, parameter in engine.module.named_parameters():
+                if parameter.requires_grad:
+                    state = engine.optimizer.read_state(parameter)
+                    assert float(state["step"]) == 3
+                    moment = torch.empty(parameter.shape)
+                    reader.read_into("moment2", name, 0, moment.view(-1).view(torch.uint8))
+                    assert torch.equal(state["exp_avg_sq"], moment)
+        engine.backward(engine(torch.arange(11)))
+        engine.step()
+        assert engine.global_steps == 4
+
+
+@every_placement
+def test_a_loaded_checkpoint_is_committed_at_once(
+    nvme: Path, saved: Path, placement: dict[str, str]
+) -> None:
+    with small_engine(nvme, placement) as engine:
+        train(engine, 3)
+        engine.save_checkpoint(saved)
+        expected = masters(engine)
+    given = settings(nvme, placement, durable=True, durable_every=4)
+    engine, *_ = infinity.initialize(small_model(seed=9), given)
+    train(engine, 1, first=7)
+    engine.load_checkpoint(saved)
+    with engine.materialized(engine.module.norm), torch.no_grad():
+        engine.module.norm.weight.fill_(7.0)  # not committed, neither now nor at the end
+    engine.close()
+    engine, *_ = infinity.initialize(small_model(seed=8), {**given, "resume": "auto"})
+    with engine:
+        assert engine.resumed
+        assert engine.global_steps == 3
+        assert same(masters(engine), expected)
+
+
+# --- buffers, and what is beside tensors ----------------------------------------------------------
+
+
+class Buffered(nn.Module):
+    """Around a small model: buffers as models have them."""
+
+    def __init__(self, theta: float = 1.0) -> None:
+        super().__init__()
+        self.model = small_model()
+        mask = torch.ones(4, 4).tril()
+        self.register_buffer("mask", mask.expand(3, 4, 4), persistent=False)
+        self.register_buffer("theta", torch.full((4,), theta), persistent=False)
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.bfloat16))
+        self.register_buffer("turned", torch.ones(4, dtype=torch.complex64).conj())
+        grown = torch.zeros(4, dtype=torch.float64)
+        self.first, self.second = nn.Module(), nn.Module()
+        for part in (self.first, self.second):
+            part.register_buffer("cache", grown, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.model(tokens)
+        return loss
+
+
+def test_buffers_of_any_kind_come_back(nvme: Path, saved: Path) -> None:
+    """Expanded ones, shared ones that have grown, views; persistent ones keep their dtype."""
+    with small_engine(nvme, model=Buffered()) as engine:
+        train(engine, 1)
+        module: Any = engine.module
+        for part in (module.first, module.second):
+            part.cache = part.cache.new_ones(6) if part is module.first else module.first.cache
+        module.mean = torch.full((4,), 2.0)  # wider than it begins
+        module.theta = torch.full((4,), 1.0, dtype=torch.float64)
+        engine.save_checkpoint(saved, "one")
+        engine.finish_saving()
+    with small_engine(nvme, model=Buffered(theta=2.0)) as engine:
+        module = engine.module
+        engine.load_checkpoint(saved, load_module_only=True)
+        assert float(module.theta[0]) == 2, "of the module's code"
+        assert float(module.mean[0]) == 2
+        engine.load_checkpoint(saved)
+        assert float(module.theta[0]) == 1
+        assert module.theta.dtype is torch.float64, "as it was"
+        assert module.mask.equal(torch.ones(4, 4).tril().expand(3, 4, 4))
+        assert module.first.cache is module.second.cache
+        assert module.first.cache.shape == (6,)
+        assert module.mean.dtype is torch.bfloat16
+
+
+def test_what_is_not_persistent_need_not_be_in_a_checkpoint(nvme: Path, saved: Path) -> None:
+    with small_engine(nvme) as engine:
+        engine.save_checkpoint(saved, "one")
+        engine.finish_saving()
+    model = small_model()
+    model.register_buffer("later", torch.ones(3), persistent=False)
+    with small_engine(nvme, model=model) as engine:
+        engine.load_checkpoint(saved)
+    model = small_model()
+    model.register_buffer("later", torch.ones(3))
+    with small_engine(nvme, model=model) as engine:
+        with pytest.raises(CheckpointError, match="'later' is missing"):
+            engine.load_checkpoint(saved)
+        engine.save_checkpoint(saved, "two")
+        engine.finish_saving()
+    with small_engine(nvme) as engine:
+        with pytest.raises(CheckpointError, match="'later' is not in the model"):
+            engine.load_checkpoint(saved)
+        engine.load_checkpoint(saved, load_module_strict=False, load_module_only=True)
+
+
+def test_what_no_checkpoint_can_hold_is_told_before(
+    nvme: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model()
+    model.register_buffer("odd", torch.zeros(2, dtype=torch.complex128), persistent=False)
+    model.register_buffer("table", torch.zeros(40, 8))
+    with small_engine(nvme, model=model) as engine:
+        engine.save_checkpoint(saved, "one")  # without the odd one
+        engine.register_state("much", SimpleNamespace(state_dict=lambda: "x" * 9000))
+        monkeypatch.setattr(writer, "MAX_MANIFEST_BYTES", 9000)
+        with pytest.raises(ConfigError, match="data other than tensors comes to"):
+            engine.save_checkpoint(saved, "two", wait=True)
+        model._non_persistent_buffers_set.discard("odd")
+        with pytest.raises(
+            ConfigError, match=r"buffer 'odd' cannot be saved: it is of torch\.comp"
+        ):
+            engine.save_checkpoint(saved, "two")
+        engine.close(restore=True)
+    monkeypatch.setattr(checkpoints, "MAX_ARRAY_BYTES", 1024)
+    with pytest.raises(ConfigError, match=r"durable: the buffer 'table' has 1\.25 KiB"):
+        infinity.initialize(model, settings(nvme, durable=True))
+    monkeypatch.undo()
+    assert [path.name for path in nvme.iterdir()] == []
+
+
+def test_older_checkpoints_that_stay_do_not_fail_a_save(
+    nvme: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise MachineError("it cannot be removed")
+
+    monkeypatch.setattr(writer, "prune", refuse)
+    with small_engine(nvme) as engine:
+        with pytest.raises(MachineError, match="was saved, but older checkpoints are left"):
+            engine.save_checkpoint(saved, "one", keep_last=1, wait=True)
+        assert engine.load_checkpoint(saved)[0] == str(saved / "one")

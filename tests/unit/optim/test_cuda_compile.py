@@ -1,0 +1,245 @@
+"""Compiling the CUDA kernels: the machine code's options, the cache, and what is missing.
+
+NVRTC needs no GPU. Tests that compile skip where `cuda-core` and NVRTC are not installed (`make
+setup` installs them); they are also looked for in the folder that $INFINITY_CUDA_SITE names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from support.cuda_pieces import combinations
+
+from infinity.errors import MachineError
+from infinity.optim import cuda, cuda_compile
+from infinity.optim.cuda import CudaKernels
+from infinity.optim.cuda_compile import default_folder, keep, kept
+
+CSRC = Path(__file__).parents[3] / "csrc" / "adam"
+ARCHES = ("sm_80", "sm_90")
+VARIANT = (
+    ("INFINITY_RULE", "Adam"),
+    ("INFINITY_LAYOUT", "Split"),
+    ("INFINITY_GRADIENT", "Bf16"),
+    ("INFINITY_MOMENTS", "Exact"),
+)
+# Fused multiply-add, approximate division and roots, flushed denormals; exact in fp64 are squares.
+FORBIDDEN = re.compile(r"\b(?:fma\.\S*f32|mad\.\S*f32|\S+\.approx\S*|\S+\.ftz\S*|\S+\.full\.f32)\b")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _site():
+    folder = os.environ.get("INFINITY_CUDA_SITE")
+    if folder:
+        sys.path.append(folder)
+        for library in Path(folder).glob("nvidia/*/lib/libnvrtc.so.*"):
+            ctypes.CDLL(str(library))  # cuda-core looks in the interpreter's own folders only
+    cuda_compile.version.cache_clear()
+    yield
+    if folder:
+        sys.path.remove(folder)
+
+
+@pytest.fixture
+def compiler(_site):
+    if (reason := cuda_compile.why_not()) is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "deep" / "kernels"
+    monkeypatch.setenv("INFINITY_KERNEL_CACHE", str(folder))
+    return folder
+
+
+def variant_of(combination) -> cuda.Variant:
+    rule, weight, gradient, format = combination
+    names = (rule.capitalize(), cuda.LAYOUTS[weight], cuda.TYPES[gradient])
+    macros = ("INFINITY_RULE", "INFINITY_LAYOUT", "INFINITY_GRADIENT", "INFINITY_MOMENTS")
+    return tuple(zip(macros, (*names, cuda.FORMATS[format]), strict=True))
+
+
+def ptx(variant: cuda.Variant) -> str:
+    """PTX of a variant, by the options that machine code is made with (cuda-core asks the driver
+    before it makes PTX, so this goes below it)."""
+    bindings = importlib.import_module("cuda.bindings.nvrtc")
+
+    def checked(answer):
+        assert int(answer[0]) == 0, answer
+        return answer[1] if len(answer) > 1 else None
+
+    chosen = cuda_compile.options("compute_80", variant).as_bytes("nvrtc", "ptx")
+    program = checked(
+        bindings.nvrtcCreateProgram(cuda_compile.source().encode(), b"fused_adam.cu", 0, [], [])
+    )
+    checked(bindings.nvrtcCompileProgram(program, len(chosen), chosen))
+    text = b" " * checked(bindings.nvrtcGetPTXSize(program))
+    checked(bindings.nvrtcGetPTX(program, text))
+    return text.decode()
+
+
+def variants() -> list[cuda.Variant]:
+    """In an order that is always the same."""
+    return sorted({variant_of(c) for c in combinations(every=False)} | {VARIANT})
+
+
+@pytest.mark.parametrize(
+    "start", [0, *(pytest.param(n, marks=pytest.mark.big) for n in range(1, 6))]
+)
+def test_every_combination_compiles(compiler, cache, start: int) -> None:
+    """A third of them for one of the machines each; the others in the big tests.
+
+    `test_the_instructions_are_exact_and_wide` compiles all, but for no machine.
+    """
+    for number, variant in enumerate(variants()[start % 3 :: 3], start // 3):
+        code = cuda_compile.cubin(ARCHES[number % 2], variant)
+        assert code.startswith(b"\x7fELF")
+    for arch in ARCHES:
+        assert cuda_compile.cubin(arch, cuda.HELPERS).startswith(b"\x7fELF")
+
+
+def test_the_instructions_are_exact_and_wide(compiler) -> None:
+    texts = {variant: ptx(variant) for variant in [*variants(), cuda.HELPERS]}
+    for variant, text in texts.items():
+        assert FORBIDDEN.findall(text) == [], variant
+        assert ".local" not in text, variant  # nothing spills into memory
+    adam = texts[VARIANT]
+    assert "div.rn.f32" in adam
+    assert "sqrt.rn.f32" in adam
+    for moved in ("ld.global.cg.v4.f32", "st.global.cg.v4.f32", "st.global.cg.v4.u16"):
+        assert moved in adam
+
+
+def test_the_check_of_instructions_sees_what_is_wrong() -> None:
+    for wrong in ("fma.rn.f32 %f1", "div.approx.f32", "mul.ftz.f32", "div.full.f32"):
+        assert FORBIDDEN.search(f"\t{wrong} ")
+    for right in ("div.rn.f32 ", "sqrt.rn.f32 ", "mul.rn.f32 ", "fma.rn.f64 ", "mad.lo.s32 "):
+        assert not FORBIDDEN.search(f"\t{right}")
+
+
+def test_machine_code_is_compiled_once(compiler, cache, monkeypatch) -> None:
+    first = cuda_compile.cubin("sm_80", VARIANT)
+    (entry,) = cache.iterdir()
+    with monkeypatch.context() as patch:
+        core = importlib.import_module("cuda.core")
+        patch.setattr(core, "Program", None)  # a second compilation would call it
+        assert cuda_compile.cubin("sm_80", VARIANT) == first
+    entry.write_bytes(entry.read_bytes()[:-1])  # damaged: as good as none
+    again = cuda_compile.cubin("sm_80", VARIANT)  # not the same bytes: names hold random parts
+    assert again.startswith(b"\x7fELF")
+    assert cuda_compile.cubin("sm_80", VARIANT) == again
+    assert cuda_compile.cubin("sm_90", VARIANT) not in (first, again)
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_a_source_that_does_not_compile_is_shown(compiler, cache, monkeypatch) -> None:
+    monkeypatch.setattr(cuda_compile, "source", lambda: "this is no kernel")
+    with pytest.raises(MachineError, match="did not compile") as caught:
+        cuda_compile.cubin("sm_80", VARIANT)
+    assert "this is no kernel" in (caught.value.because or "")
+
+
+# --- without NVRTC -------------------------------------------------------------------------------
+
+
+def test_without_cuda_core_the_reason_is_named(monkeypatch) -> None:
+    cuda_compile.version.cache_clear()
+    cuda_compile.core.cache_clear()
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    reason = cuda_compile.why_not()
+    assert reason is not None
+    assert "cuda.core" in reason
+    with pytest.raises(MachineError, match=re.escape("torch-infinity[cuda]")):
+        cuda_compile.version()
+    cuda_compile.version.cache_clear()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA is needed")
+def test_without_a_gpu_the_reason_is_named() -> None:
+    reason = cuda.why_not(torch.device("cuda"))
+    assert reason is not None
+    assert "torch" in reason
+    with pytest.raises(MachineError, match="not a CUDA device"):
+        CudaKernels("cuda")
+    with pytest.raises(MachineError, match="cpu is not a CUDA device"):
+        CudaKernels("cpu")
+
+
+def test_the_source_is_whole_and_needs_no_header() -> None:
+    text = cuda_compile.source()
+    assert "#include" not in text
+    assert "#pragma once" not in text
+    for word in ("update_small", "struct Adagrad", "fold_partials", "struct Segment"):
+        assert text.count(word) >= 1
+    assert text.count("struct Segment {") == 1
+
+
+def test_the_wheel_carries_every_file_of_the_source() -> None:
+    parts = {cuda_compile.SOURCE}
+    while True:
+        found = {i for p in parts for i in re.findall(r'#include "(.*)"', (CSRC / p).read_text())}
+        if found <= parts:
+            break
+        parts |= found
+    listed = (CSRC / "CMakeLists.txt").read_text()
+    (installed,) = re.findall(r"install\(FILES ([^)]*?)\s+DESTINATION infinity/optim\)", listed)
+    assert set(installed.split()) == parts
+
+
+def test_cache_entries_are_apart_and_survive(cache: Path) -> None:
+    assert kept("a", "b") is None
+    keep(b"one", "a", "b")
+    keep(b"two", "ab", "")
+    assert kept("a", "b") == b"one"
+    assert kept("ab", "") == b"two"
+    keep(b"three", "a", "b")
+    assert kept("a", "b") == b"three"
+    assert len(list(cache.iterdir())) == 2  # and nothing half-written
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", b"\0" * 100])
+def test_a_damaged_cache_entry_is_none(cache: Path, damage: bytes) -> None:
+    keep(b"payload", "key")
+    (entry,) = cache.iterdir()
+    entry.write_bytes(damage)
+    assert kept("key") is None
+    keep(b"payload", "key")
+    assert kept("key") == b"payload"
+
+
+def test_a_cache_that_cannot_be_written_is_only_forgetful(cache: Path) -> None:
+    cache.parent.write_text("in the way")
+    keep(b"payload", "key")
+    assert kept("key") is None
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("INFINITY_KERNEL_CACHE", raising=False)
+    assert default_folder() == tmp_path / "infinity" / "kernels"
+    monkeypatch.setenv("INFINITY_KERNEL_CACHE", str(tmp_path / "mine"))
+    assert default_folder() == tmp_path / "mine"
+
+
+def test_writers_may_race_for_an_entry(cache: Path) -> None:
+    payloads = [bytes([k]) * 100_000 for k in range(3)]
+
+    def write_and_read(payload: bytes) -> bool:
+        for _ in range(60):
+            keep(payload, "key")
+            if kept("key") not in payloads:
+                return False
+        return True
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(write_and_read, payloads))
+    assert len(list(cache.iterdir())) == 1

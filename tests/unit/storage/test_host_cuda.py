@@ -1,0 +1,64 @@
+"""The engine on a CUDA device without a GPU: `CudaDevice` itself, on torch's device of that name.
+
+Its tensors are the device's own to torch, a backward runs on the device's thread, and what nothing
+orders is told; see `support/host_cuda.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.cuda_on_host import compiler
+
+TESTS = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.skipif(torch.version.cuda is not None, reason="torch has a CUDA of its own"),
+    pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="written for torch 2.13"),
+    pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
+]
+# What takes a GPU's time, captures or compiles is not for this one.
+NOT_HERE = ("compiled", "capture", "queued", "cache", "square", "many")
+# One of each sort.
+SOME = ("updates[2-disk]", "device-ram", "in_turn", "inputs[host]", "once", "trace", "own[ram]")
+SOME += ("another_thread", "bad_input", "cpu_adam", "that_copies")
+
+
+def python(*command: str) -> str:
+    """What it printed; it must end well."""
+    paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=TESTS.parent,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("chosen", [SOME, pytest.param((), marks=pytest.mark.big)])
+def test_tests_of_a_gpu_pass(chosen: tuple[str, ...]) -> None:
+    words = [f"({' or '.join(chosen)})"] if chosen else []
+    words += [f"not {word}" for word in NOT_HERE]
+    told = python(
+        *("-m", "pytest", "-q", "-p", "support.host_cuda", "-p", "no:cacheprovider"),
+        *("-m", "gpu", "-k", " and ".join(words), str(TESTS / "gpu")),
+    )
+    assert " passed" in told
+    assert "skipped" not in told
+
+
+def test_what_nothing_orders_is_told() -> None:
+    told = json.loads(python("-c", "from support import host_cuda, unordered; unordered.main()"))
+    assert told.pop("nothing") == 0
+    assert len(told) == 6
+    assert all(count > 0 for count in told.values()), told

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_plan_command import DESKTOP, GIB, TINY, answer, run
+from cli.test_plan_command import DESKTOP, GIB, TINY, answer, run
 
 HF = {  # as Hugging Face's documentation writes it: what a Trainer fills in is auto
     "train_batch_size": "auto",

@@ -21,8 +21,8 @@ from support.rank_crash import HANG_S, POINTS, Death, journey, launched
 from support.ranks import ThreadRanks, make_engine, on_ranks
 from support.small import MIXED, ON_DEVICE, ON_DISK
 from support.trainer import make_config
-from test_checkpoint_cli import run
 from torch import Tensor
+from unit.checkpoint.test_checkpoint_cli import run
 
 from infinity.checkpoint.commits import COMMIT_NAMES, CommitFiles, CommitRecord
 from infinity.checkpoint.durable_reader import DurableReader

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.ranks import ThreadRanks, on_ranks
 from support.small import settings, small_model
-from test_rates import folder  # noqa: F401  (a fixture)
+from unit.profiling.test_rates import folder  # noqa: F401  (a fixture)
 
 import infinity
 from infinity.config.schema import Config

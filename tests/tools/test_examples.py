@@ -25,7 +25,7 @@ import torch
 from support.forked import HANG_S, Program
 from support.patience import wait_until
 from support.small import assert_nothing_left
-from test_planner import plan_of
+from unit.plan.test_planner import plan_of
 
 import infinity
 from infinity.engine import Engine

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from integrations.huggingface.test_hf_examples import losses, run
 from support.small import ON_DEVICE, ON_DISK
-from test_hf_examples import losses, run
 from torch import Tensor
 from torch.nn import functional
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.durable import PLACEMENTS, durable_engine, gated, step
-from test_checkpoint_cli import flip, run
+from unit.checkpoint.test_checkpoint_cli import flip, run
 
 from infinity.checkpoint.durable_reader import DurableReader
 from infinity.model.weight_files import WeightFiles

@@ -28,7 +28,7 @@ from support.small import (
     train,
 )
 from support.trainer import cpu_beside
-from test_saving import SlowWriter, saved_masters
+from unit.checkpoint.test_saving import SlowWriter, saved_masters
 
 import infinity
 from infinity.profiling.trace_reader import read_timeline

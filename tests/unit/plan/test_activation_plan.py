@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_activations import one_unit
+from unit.plan.test_activations import one_unit
 
 from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.small import small_engine
-from test_advice import MIB, machine, units
+from unit.plan.test_advice import MIB, machine, units
 
 from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_planner import plan_of
+from unit.plan.test_planner import plan_of
 
 from infinity.config.schema import load_config
 from infinity.plan import cost

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.small import SmallModel, batch, masters, same
-from test_activations import one_unit
+from unit.plan.test_activations import one_unit
 
 import infinity
 from infinity.config.schema import load_config

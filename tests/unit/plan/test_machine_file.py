@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_machine import GIB, computer
+from unit.plan.test_machine import GIB, computer
 
 from infinity.errors import ConfigError, MachineError
 from infinity.plan.machine import PlanMachine, read_machine_file

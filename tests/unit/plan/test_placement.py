@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_planner import units
+from unit.plan.test_planner import units
 
 from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError

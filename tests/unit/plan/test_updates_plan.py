@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_planner import UNLIMITED, units
+from unit.plan.test_planner import UNLIMITED, units
 
 from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError

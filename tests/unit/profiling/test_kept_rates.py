@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.small import settings, small_model
-from test_rates import Measurements, cached, folder, measurements  # noqa: F401  (fixtures)
+from unit.profiling.test_rates import Measurements, cached, folder, measurements  # noqa: F401  (fixtures)
 
 import infinity
 from infinity.plan.plan import Plan

@@ -16,7 +16,7 @@ import torch
 from support.fake_accelerator import FakeAccelerator
 from support.forked import HANG_S
 from support.rough import rough_io
-from test_machine import GIB, computer
+from unit.plan.test_machine import GIB, computer
 
 from infinity.config.schema import IoConfig
 from infinity.errors import DoesNotFitError, InfinityWarning, MachineError, TransferError

@@ -49,7 +49,7 @@ def case_of(
     machine = PlanMachine("table", ram * GIB, DEVICE, drives * SPACE, 16, rates)
     groups = groups_of(target.module, config)
     cut = partition_model(target.module, config, groups, None)
-    made = max(p.nbytes for p in target.module.parameters())
+    made = target.made_bytes(quantises=KINDS[kind] == "nf4")
     case = case_for(
         target, cut, groups, config, machine, tokens, recompute=False, made=made, length=length
     )

@@ -362,7 +362,7 @@ def report_of(wishes: SearchOptions, rated_bytes: int) -> dict[str, Any]:
         machine,
         tokens,
         recompute=wishes.run is not None and wishes.run.model.gradient_checkpointing,
-        made=max((p.nbytes for p in target.module.parameters()), default=0),
+        made=target.made_bytes(quantises=config.frozen.rest != "as_is"),
         length=length,
     )
     _check_pieces(wish, samples)

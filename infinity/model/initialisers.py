@@ -31,7 +31,6 @@ from infinity.errors import ConfigError
 from infinity.model.deferred_init import DEFER_FROM_BYTES, DeferredInitMode, storage_key
 
 REMEDY = "build the model with real initialisers: `with infinity.Init(): model = Build()`"
-PIECE_ELEMENTS = 4 << 20  # of values that can be read in pieces, so many at a time
 _OWN = ("reset_parameters", "_reset_parameters", "reset_running_stats")
 _FAMILY = "_init_weights"
 

@@ -28,8 +28,9 @@ from torch.nn.modules import module as registration
 from infinity.config.schema import Config, load_config
 from infinity.errors import ConfigError, ResidencyError
 from infinity.model.deferred_init import DEFER_FROM_BYTES, DeferredInitMode
-from infinity.model.initialisers import PIECE_ELEMENTS, Initialisers, tensors_of
+from infinity.model.initialisers import Initialisers, tensors_of
 from infinity.model.lazy_tensor import PackedRead, Read, pieces_of, resolve_lazy_tensors
+from infinity.model.shapes import PIECE_ELEMENTS
 
 _M = TypeVar("_M", bound="_InitMark")
 

@@ -378,7 +378,7 @@ def adapter_case(case: PlanInput, target: Target, rank: int, rest: str) -> PlanI
         case.work.tokens,
         recompute=case.work.recompute == "all",
         base=case.base,
-        made=case.made,
+        made=adapted.made_bytes(quantises=rest != "as_is"),
         length=case.work.context,
     )
     return replace(found, device_share=case.device_share)

@@ -149,6 +149,7 @@ def is_list(module: nn.Module | Outline) -> bool:
 # Which model is meant: a size people know, a config.json, a directory with one, an id on the Hub.
 
 
+PIECE_ELEMENTS = 4 << 20  # of values that can be read in pieces, so many at a time
 MAX_CONFIG_BYTES = 16 << 20  # a config.json has some KiB, with many labels 1 MiB
 # A file with one of these is a model's, even if it does not say of which family.
 _MODEL_KEYS = ("model_type", "architectures", "hidden_size", "n_embd", "num_hidden_layers")
@@ -314,7 +315,8 @@ class Target:
 
     `lookups` are only indexed into (embeddings that are not tied to a head), `heads` make the
     logits, `shares` hold the part of all tokens that an expert's parameters see, where not all.
-    `config` is that of the model, as transformers writes it.
+    `config` is that of the model, as transformers writes it. Weights `from_files` are read in
+    pieces.
     """
 
     name: str
@@ -324,10 +326,28 @@ class Target:
     heads: frozenset[int]
     shares: Mapping[int, float]
     config: Mapping[str, Any]
+    from_files: bool = False
 
     def with_adapters(self, rank: int) -> Target:
         """The same model with adapters of LoRA, on a copy of its module (see `add_adapters`)."""
-        return target_of(self.name, deepcopy(self.module), self.config, rank)
+        found = target_of(self.name, deepcopy(self.module), self.config, rank)
+        return replace(found, from_files=self.from_files)
+
+    def made_bytes(self, *, quantises: bool) -> int:
+        """Return the bytes of the largest value in RAM at once while the state is written first.
+
+        As `InitialValues.most_bytes`; frozen matrices are quantised as a whole if `quantises`.
+        """
+
+        def nbytes(parameter: Any) -> int:
+            if not self.from_files:
+                return int(parameter.nbytes)
+            if quantises and not parameter.requires_grad and parameter.dim() > 1:
+                matrix = math.prod(parameter.shape[-2:]) * parameter.element_size()
+                return (1 + (parameter.dim() > 2)) * matrix
+            return 4 * min(parameter.numel(), PIECE_ELEMENTS)
+
+        return max(map(nbytes, self.module.parameters()), default=0)
 
 
 def target_of(

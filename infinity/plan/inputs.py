@@ -32,7 +32,8 @@ from infinity.plan.planner import make_plan
 from infinity.types import MomentFormat, Tier
 
 # Of what activations are estimated at, what placement by the plan leaves free: estimates are within
-# a tenth (tests/unit/offload/test_activation_peak.py), and allocators do not fill their memory to the last byte.
+# a tenth (tests/unit/offload/test_activation_peak.py), and allocators do not fill their memory to
+# the last byte.
 MARGIN = 1.15
 
 

@@ -207,7 +207,8 @@ def target_on_meta(run: RunConfig) -> Target:
     """The model of a configuration as the plan sees it."""
     size, end = (BYTES_SIZE, BYTES_END) if run.tokenizer == BYTES else (None, None)
     facts = read_facts(run, size, end)
-    return target_of(facts.name, facts.on_meta, facts.config.to_dict())
+    target = target_of(facts.name, facts.on_meta, facts.config.to_dict())
+    return replace(target, from_files=run.model.path is not None)
 
 
 def loss_of(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:

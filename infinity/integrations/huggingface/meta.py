@@ -6,6 +6,7 @@ A config is all it takes: a file, a directory, or a Hub id, of which config.json
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,9 @@ def find_target(text: str, model_class: str | None = None, lora: int | None = No
     file = path / CONFIG_NAME if path.is_dir() else path
     _check_counts(read_model_config(file))
     config = read_config(file, model_class)
-    return target_of(text, meta_model(config, model_class), config.to_dict(), lora)
+    target = target_of(text, meta_model(config, model_class), config.to_dict(), lora)
+    from_files = file != path and (not Path(text).exists() or any(path.glob("*.safetensors")))
+    return replace(target, from_files=from_files)
 
 
 def published_target(name: str, lora: int | None = None) -> Target:
@@ -94,7 +97,8 @@ def published_target(name: str, lora: int | None = None) -> Target:
 
     with explained(f"transformers has no config for {name}", "install a newer transformers"):
         config = AutoConfig.for_model(**PUBLISHED[name.lower()])
-    return target_of(name, meta_model(config), config.to_dict(), lora)
+    target = target_of(name, meta_model(config), config.to_dict(), lora)
+    return replace(target, from_files=True)
 
 
 def _check_counts(raw: Mapping[str, Any]) -> None:

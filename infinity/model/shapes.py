@@ -344,8 +344,8 @@ class Target:
                 return int(parameter.nbytes)
             if quantises and not parameter.requires_grad and parameter.dim() > 1:
                 matrix = math.prod(parameter.shape[-2:]) * parameter.element_size()
-                return (1 + (parameter.dim() > 2)) * matrix
-            return 4 * min(parameter.numel(), PIECE_ELEMENTS)
+                return int((1 + (parameter.dim() > 2)) * matrix)
+            return 4 * min(int(parameter.numel()), PIECE_ELEMENTS)
 
         return max(map(nbytes, self.module.parameters()), default=0)
 

@@ -454,6 +454,7 @@ def test_this_machine_is_planned_for_with_measured_rates(
     assert machine["disk_bytes"] > 0
     assert report["plan"]["budget"]["device"] is None
     assert machine["assumed_disk"] is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # of no other test's rates
     monkeypatch.chdir(tmp_path)  # nobody named a drive: it is not written to, its space is known
     bare = answer(tiny, "--tokens", "64")
     assert bare["machine"]["disk_bytes"] > 0

@@ -81,14 +81,14 @@ def find_target(text: str, model_class: str | None = None, lora: int | None = No
     an id that is not in the Hub's cache and that the Hub does not give.
     """
     path = Path(text).expanduser()
-    if not path.exists():
+    from_hub = not path.exists()
+    if from_hub:
         path = find_directory(text, wanted=[CONFIG_NAME])
     file = path / CONFIG_NAME if path.is_dir() else path
     _check_counts(read_model_config(file))
     config = read_config(file, model_class)
     target = target_of(text, meta_model(config, model_class), config.to_dict(), lora)
-    from_files = file != path and (not Path(text).exists() or any(path.glob("*.safetensors")))
-    return replace(target, from_files=from_files)
+    return replace(target, from_files=from_hub or any(file.parent.glob("*.safetensors")))
 
 
 def published_target(name: str, lora: int | None = None) -> Target:

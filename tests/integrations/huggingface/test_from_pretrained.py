@@ -25,8 +25,9 @@ from torch import Tensor, nn
 import infinity
 from infinity.engine import Engine
 from infinity.errors import ConfigError, MachineError
+from infinity.integrations.huggingface.meta import find_target
 from infinity.integrations.huggingface.models import load_model
-from infinity.model import meta_init
+from infinity.model import meta_init, shapes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -349,24 +350,34 @@ def test_tensors_that_live_at_once_do_not_grow_with_the_model(kind: str, tmp_pat
 def test_room_is_kept_for_a_piece_of_what_files_hold_and_for_the_whole_of_what_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fused experts are of several tensors of the files; a quantised one is made whole."""
-    monkeypatch.setattr(meta_init, "PIECE_ELEMENTS", 1000)
+    """Fused experts are of several tensors of the files; a quantised one is made whole.
+
+    The plan, which sees the directory alone, counts the same.
+    """
+    for module in (meta_init, shapes):
+        monkeypatch.setattr(module, "PIECE_ELEMENTS", 1000)
     facts = FAMILIES["mixtral"].config()
     facts.hidden_size, facts.intermediate_size = 64, 128
     hf.MixtralForCausalLM(facts).save_pretrained(tmp_path)
     model = load_model(tmp_path)
     origins = meta_init.InitialValues(model)
-    parameters = list(model.parameters())
+    parameters, planned = list(model.parameters()), find_target(str(tmp_path))
+    assert planned.made_bytes(quantises=True) == 4000
     assert origins.most_bytes(parameters, quantises=True) == 4000
     stack = model.model.layers[0].mlp.experts.gate_up_proj.requires_grad_(False)
     assert origins.most_bytes(parameters, quantises=False) == 4000
     expert = stack.nbytes // stack.shape[0]  # joined of two matrices of the file
     assert origins.most_bytes(parameters, quantises=True) == 2 * expert
+    planned.module.requires_grad_(False)
+    assert planned.made_bytes(quantises=True) >= 2 * expert  # the head is no stack, and larger
+    assert planned.made_bytes(quantises=False) == 4000
     origins.forget()  # and with them the files
     with torch.device("meta"):
         made = hf.MixtralForCausalLM(facts)
     largest = max(p.nbytes for p in made.parameters())
     assert meta_init.InitialValues(made).most_bytes(made.parameters(), quantises=False) == largest
+    (tmp_path / "model.safetensors").unlink()
+    assert find_target(str(tmp_path)).made_bytes(quantises=False) == largest
 
 
 @needs_peak

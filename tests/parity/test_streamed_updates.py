@@ -174,6 +174,38 @@ def test_the_cpu_updates_chunks_while_others_are_on_their_way(
     assert {name.rpartition("_")[0] for name in threads} == {"infinity-cpu-update"}
 
 
+def test_a_unit_is_updated_when_all_its_chunks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last chunk, which the CPU updates, is done before others that are streamed."""
+    done: dict[int, list[range]] = {}
+    handed_back, finish, updated = [], UnitUpdater._finish, UpdateHandover.updated
+
+    def note(self: UnitUpdater, work: Any) -> None:
+        done.setdefault(work.unit, []).append(work.chunks)
+        finish(self, work)
+
+    def hand_back(self: UpdateHandover, unit: int, ready: Any) -> None:
+        handed_back.append(done.pop(unit))
+        updated(self, unit, ready)
+
+    monkeypatch.setattr(UnitUpdater, "_finish", note)
+    monkeypatch.setattr(UpdateHandover, "updated", hand_back)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128, bias=False) for _ in range(2)))
+    config = make_config(IN_RAM, update="device", chunk_size=2048)
+    with (
+        ordered_device(seed=1, kernels=True) as device,
+        cpu_beside(0.2),
+        at_once(1),
+        infinity.initialize(model, config, device=device)[0] as engine,
+    ):
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, 128)).square().mean())
+            engine.step()
+    assert {chunk for found in handed_back for some in found for chunk in some} == set(range(8))
+    assert all(sum(map(len, found)) == 8 for found in handed_back), handed_back
+    assert any(found[-1].stop < 8 for found in handed_back), handed_back
+
+
 def test_few_calls_are_made_for_much_that_moves() -> None:
     """Each takes the host some time: at most ten a passage, and few passages."""
     torch.manual_seed(0)

@@ -497,7 +497,10 @@ def _find(wishes: SearchOptions) -> tuple[Config, Target, Translation | None]:
             wishes = replace(wishes, lora=run.adapter.r)
         target = _model(wishes.model, wishes) if wishes.model is not None else _model_of(run)
         return _with_flags(run.engine, wishes), target, None
-    translation = find_translation(wishes.target, given, lenient=True) if theirs else None
+    translation = None
+    if theirs:
+        ranks = (wishes.gpus or 1) * (wishes.nodes or 1)
+        translation = find_translation(wishes.target, given, lenient=True, ranks=ranks)
     if translation is not None:
         config = translation.config
     else:

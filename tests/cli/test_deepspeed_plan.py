@@ -94,6 +94,18 @@ def test_options_win_over_the_configuration(files: tuple[str, str]) -> None:
     assert report["plan"]["lossy"]
 
 
+def test_batch_sizes_are_those_of_all_ranks(files: tuple[str, str], tmp_path: Path) -> None:
+    sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}
+    path = tmp_path / "ranks.json"
+    path.write_text(json.dumps({**HF, **sizes, "gradient_accumulation_steps": 2}))
+    report = answer(str(path), "--model", files[1], *DESKTOP, "--gpus", "2")
+    assert "2 micro-batches" in report["schedule"]["line"]
+    code, _, error = run(str(path), "--model", files[1], *DESKTOP)
+    assert code == 2
+    assert "x 1 process; " in error
+    assert "they are right for 2 processes" in error
+
+
 def test_comments_are_read_here_too(files: tuple[str, str]) -> None:
     path = Path(files[0])
     path.write_text("// mine\n" + path.read_text())

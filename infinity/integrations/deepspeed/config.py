@@ -492,7 +492,7 @@ def _batch(draft: _Draft) -> None:
             _BATCH[0],
             f"{said[0]} is not {said[1]} x {said[2]} x {ranks} process"
             f"{'es' if ranks > 1 else ''}; "
-            f"change one of them, or leave {_BATCH[2]} out",
+            f"change one of them, or leave {_BATCH[2]} out" + _processes_for(*sizes),
         )
         return
     draft.batch_size = micro
@@ -511,6 +511,12 @@ def _autocast(draft: _Draft, precision: str) -> None:
         draft.problem(enabled, f"true, and {precision}.enabled too; keep one of them")
     else:
         draft.set("autocast", True, enabled)
+
+
+def _processes_for(total: int, micro: int, steps: int) -> str:
+    """Return advice on the number of processes that the batch sizes are right for, if any."""
+    count, left = divmod(total, micro * steps) if micro * steps else (0, 1)
+    return f"; they are right for {count} processes" if count > 1 and not left else ""
 
 
 def _precision(draft: _Draft) -> None:

@@ -7,7 +7,8 @@ they are in cache, one per parameter, over one fixed tree.
 
 On a device with memory of its own a first gradient that needs no conversion is copied directly to
 its range in RAM (`GradientCopies`); others land in a staging buffer, and a thread adds them
-(`gradient_buffers.py` says what the training thread waits for, [Note: sums] which thread sums).
+(`gradient_buffers.py` says what the training thread waits for, [Note: sums] in `gradient_sums.py`
+which thread sums).
 
 [Note: one copy per gradient]
 Each gradient is copied separately, also within a unit. Packing them costs a launch on the device

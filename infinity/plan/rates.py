@@ -40,8 +40,8 @@ class Rates:
     on the device, as training mixes them (forward, and both of backward), by precision ("bf16",
     "fp32"); so are `between`, bytes per second of what stands between them, and `attention`, FLOP
     per second of its own. `logits` is how many cross entropy takes in a second, there and back: see
-    [Note: compute]. `all_gather` and `all_to_all` are what one rank receives from others while all
-    do; None where there is one rank.
+    [Note: compute] in `plan/cost.py`. `all_gather` and `all_to_all` are what one rank receives from
+    others while all do; None where there is one rank.
     `between_nodes` is what a node receives from others, for all of its ranks, and `between_hosts`
     what each of these gets in RAM from its peers, ranks of the same number on other nodes.
     """

@@ -8,7 +8,7 @@ for that unit's update. Nothing is stale and nothing is speculative.
 [Note: pacing]
 The optimizer pass publishes a unit's new weights into a free slot, and waits for one when there
 is none: it stays at most the slot count ahead of the forward, so that weights are not written,
-dropped and read again. A demand for anything else lifts the pacing (see the prefetcher).
+dropped and read again. A demand for anything else lifts the pacing (see `offload/handover.py`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ A staging buffer in RAM holds one chunk of the kinds that cannot be updated in p
 device, for a streamed update, those that are not stored there. Copies in, kernels and copies out
 of different chunks overlap, ordered by events only; the optimizer thread waits for nothing but
 the oldest chunk, which must be back before its buffers are filled again. No copy waits for
-compute: a unit becomes available when its last chunk is back. From RAM to RAM several chunks are
+compute: a unit becomes available when all its chunks are back. From RAM to RAM several chunks are
 streamed at once (`Plan.chunks_per_batch`), since a copy costs the host some 100 us of calls at
 any size; for the same reason the CPU updates several at once, where it addresses all. Units
 follow each other without a gap, unless one must wait. During a streamed update the CPU may update

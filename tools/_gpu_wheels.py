@@ -35,7 +35,7 @@ BINDINGS = "cuda-bindings==13.5.0"  # with the cuda-core of constraints.txt our 
 # What building and testing need beside what pyproject.toml says.
 TOOLS = (
     "packaging", "pip", "cmake", "ninja", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis",
-    "psutil", "cuda-bindings",
+    "cuda-bindings",
 )  # fmt: skip
 PROGRAMS = ("cmake", "ninja")  # the machine's own: half of all bytes, if they were carried
 CARRIED = (

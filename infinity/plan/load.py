@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 # Others take less of all processors than this where nobody works beside a measurement: a desktop,
 # a monitor. With more idle time than the second number nobody waits for a processor.
@@ -31,18 +32,15 @@ class ProcessorTimes:
     count: int
 
     @staticmethod
-    def now(root: Path = Path("/")) -> ProcessorTimes | None:
-        """Return them as `/proc/stat` has them; None where it cannot be read."""
+    def now() -> ProcessorTimes | None:
+        """Return them as the kernel counts them; None where it does not tell."""
         try:
-            lines = (root / "proc" / "stat").read_text(encoding="ascii").splitlines()
-            user, nice, _, idle, waiting = (int(word) for word in lines[0].split()[1:6])
-        except (OSError, ValueError, IndexError):
+            times = psutil.cpu_times()
+        except (OSError, ValueError, IndexError, psutil.Error):
             return None
-        ticks = os.sysconf("SC_CLK_TCK")
-        count = sum(line.startswith("cpu") for line in lines) - 1
-        return ProcessorTimes(
-            (user + nice) / ticks, (idle + waiting) / ticks, os.times().user, max(count, 1)
-        )
+        count = psutil.cpu_count() or 1
+        user, idle = times.user + times.nice, times.idle + times.iowait
+        return ProcessorTimes(user, idle, os.times().user, count)
 
 
 def load_between(before: ProcessorTimes | None, after: ProcessorTimes | None) -> str:

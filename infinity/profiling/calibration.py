@@ -142,9 +142,9 @@ def cached_rates(
     for of, needed, measure in _parts(paths, device, io, num_threads, root):
         kept = None if refresh else _read(of, needed)
         if kept is None:
-            before = ProcessorTimes.now(root)
+            before = ProcessorTimes.now()
             kept = measure(seconds), datetime.now(UTC).date().isoformat()
-            if load := load_between(before, ProcessorTimes.now(root)):
+            if load := load_between(before, ProcessorTimes.now()):
                 loads.add(load)
             else:
                 _write(of, *kept)

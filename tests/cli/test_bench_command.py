@@ -39,7 +39,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples of milliseconds; the load of other programs is not seen."""
     monkeypatch.setattr(comparison, "SAMPLE_S", 0.01)
     monkeypatch.setattr(comparison, "TRIAL_S", 0.01)
-    monkeypatch.setattr(comparison.ProcessorTimes, "now", lambda root=None: None)
+    monkeypatch.setattr(comparison.ProcessorTimes, "now", lambda: None)
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_bench_names_the_load_of_other_programs(
     drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter([ProcessorTimes(0, 0, 0, 2), ProcessorTimes(9, 3, 1, 2)])
-    monkeypatch.setattr(comparison.ProcessorTimes, "now", lambda root=None: next(times, None))
+    monkeypatch.setattr(comparison.ProcessorTimes, "now", lambda: next(times, None))
     code, out, _ = run("bench", str(drive), *SMALL)
     assert code == 0
     assert "note: other programs used 1.3 of 2 processors while this was measured" in out

@@ -253,7 +253,7 @@ def _brief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_MATRIX_SIZES", (64,))
     monkeypatch.setattr(calibration, "_WIDTH", {True: 64, False: 64})
     monkeypatch.setattr(calibration, "_NUM_LOGITS", 512)
-    monkeypatch.setattr(calibration.ProcessorTimes, "now", lambda root: None)  # tests run beside
+    monkeypatch.setattr(calibration.ProcessorTimes, "now", lambda: None)  # tests run beside
 
 
 @pytest.mark.usefixtures("_brief")

@@ -304,7 +304,7 @@ def test_what_was_measured_beside_other_programs_is_not_kept(
     busy = ProcessorTimes(10.0, 5.0, 1.0, 2), ProcessorTimes(13.8, 5.2, 2.4, 2)
     quiet = ProcessorTimes(20.0, 6.0, 3.0, 2), ProcessorTimes(23.1, 6.9, 6.0, 2)
     times = iter([*busy, *quiet])
-    monkeypatch.setattr(ProcessorTimes, "now", lambda root: next(times))
+    monkeypatch.setattr(ProcessorTimes, "now", lambda: next(times))
     with pytest.warns(InfinityWarning, match=r"used 1\.2 of 2 processors while rates were"):
         first = cached()
     assert not folder.exists()
@@ -342,7 +342,6 @@ def test_this_process_is_no_other_program() -> None:
     after = ProcessorTimes.now()
     assert after is not None
     assert after.user - before.user >= after.own - before.own - 0.05
-    assert ProcessorTimes.now(Path("/nowhere")) is None
 
 
 def test_refresh_measures_again_and_keeps_it(
@@ -464,7 +463,7 @@ def test_the_default_place(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_measured_for_real_and_kept(
     drive: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ProcessorTimes, "now", lambda root: None)  # other tests may be running
+    monkeypatch.setattr(ProcessorTimes, "now", lambda: None)  # other tests may be running
     found = cached([drive], seconds=BRIEF_S)
     check(found.rates, [*DISK, DISK_PER_CPU_S, *UPDATE, *COMPUTE])
     assert cached([drive], seconds=BRIEF_S) == found, "JSON gives the very numbers back"

@@ -34,7 +34,7 @@ class MixtureConfig:
 
 # "moe-1b" has 1.04 billion parameters, of which a token uses 0.15. "moe-tiny" is for tests.
 PRESETS = {
-    "moe-tiny": MixtureConfig(256, 64, 2, 4, 2, 64, 32, 8, 2),
+    "moe-tiny": MixtureConfig(256, 64, 2, 4, 2, 64, 64, 8, 2),
     "moe-1b": MixtureConfig(32_000, 2048, 10, 16, 4, 1024, 480, 64, 4),
 }
 

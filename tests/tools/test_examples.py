@@ -644,6 +644,29 @@ def test_bench_step_reports_ratios(
     assert set(threading.enumerate()) <= threads
 
 
+def test_bench_step_compares_ranges_of_experts_with_whole_layers(
+    tmp_path: Path, here: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many experts travel together changes bytes and times, and no bit of the loss."""
+    known = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr(_bench_child, "subprocess", SimpleNamespace(Popen=Served, **known))
+    monkeypatch.setattr(_bench_bound, "MEASURE_S", 0.01)  # the rates are not asked for here
+    arguments = [
+        "--model", "moe-tiny", "--experts-per-unit", "3", "--rounds", "1", "--warmup", "1",
+        "--tokens", "64", "--path", str(tmp_path), "--json",
+        "--only", "infinity_disk,infinity_layers",
+    ]  # fmt: skip
+    code, output, errors = here(bench_step.main, arguments)
+    assert code == 0, errors
+    report = json.loads(output)
+    ranges, layers = (report["contenders"][n] for n in ("infinity_disk", "infinity_layers"))
+    assert ranges["loss"] == layers["loss"]
+    assert ranges["moved_bytes"] == ranges["predicted_bytes"] != layers["moved_bytes"]
+    assert set(report["ratio"]) == {"layers_to_disk"}
+    unused = 2 * (8 - 2) * 3 * 64 * 64  # layers, experts that a token is not sent to, parameters
+    assert report["num_parameters"] - report["num_active"] == unused
+
+
 def test_each_contender_gets_the_schedule_that_is_fastest_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

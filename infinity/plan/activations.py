@@ -22,8 +22,8 @@ carried. No token counts there.
 
 *Logits* of a head exist three times in fp32 at the turn: as probabilities, which cross entropy
 keeps, and as two gradients, of the probabilities and of the logits. (bf16 ones are upcast before.)
-Where they are sliced, those of one chunk of tokens do, and the gradient of the head's weight is
-there already: a chunk's, and the sum in fp32 where there are several.
+Where they are sliced, those of one chunk of tokens do, and the gradient of the head's weight, if
+that is trained, is there already: a chunk's, and the sum in fp32 where there are several.
 
 *Flow.* What backward carries: the gradient of the residual sum, and those of the widest product
 inside a block, of one slice, two of them where it is gated, while all that the block saved is still
@@ -118,7 +118,7 @@ class ActivationModel:
         self.units = units
         self.widths = block_widths(units)
         self._itemsize = max((u.weight_itemsize for u in units), default=0)
-        self._heads: list[tuple[int, ...]] = []
+        self._heads: list[Segment] = []
         self._blocks = [self._shape(b, lookups, heads, shares or {}) for b in _blocks(units)]
 
     def _shape(
@@ -136,7 +136,7 @@ class ActivationModel:
         for matrix in matrices:
             values = sum(_sides(matrix))
             if matrix.origin in heads:
-                self._heads.append(matrix.shape)
+                self._heads.append(matrix)
                 values = matrix.shape[1]
             saved += passes(matrix, shares) * values * itemsize
         modules: dict[str, list[Segment]] = {}
@@ -201,13 +201,16 @@ class ActivationModel:
         return Activations(saved, again, boundaries, logits, flow, gradients)
 
 
-def _of_logits(head: tuple[int, ...], at_once: int | None, tokens: int, itemsize: int) -> int:
+def _of_logits(head: Segment, at_once: int | None, tokens: int, itemsize: int) -> int:
     """Bytes that logits take: of all tokens as torch makes them, or in chunks as `losses.py`."""
-    size, width = head
+    size, width = head.shape
     if at_once is None:
         return tokens * size * LOGIT_BYTES
+    made = min(tokens, at_once) * size * LOGIT_BYTES
+    if not head.trained:
+        return made
     summed = _SUM_BYTES if tokens > at_once else 0
-    return min(tokens, at_once) * size * LOGIT_BYTES + size * width * (itemsize + summed)
+    return made + size * width * (itemsize + summed)
 
 
 def _summed_bytes(unit: UnitLayout) -> int:

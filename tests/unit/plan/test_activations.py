@@ -145,9 +145,11 @@ def test_with_recomputation_blocks_keep_their_inputs() -> None:
     assert found.gradients == plain.gradients
 
 
-def one_unit(name: str, *shapes: tuple[int, ...], first: int = 0) -> UnitLayout:
+def one_unit(
+    name: str, *shapes: tuple[int, ...], first: int = 0, trained: bool = True
+) -> UnitLayout:
     facts = [
-        ParameterFacts(f"{name}.{i}", first + i, shape, "bfloat16", _product(shape), 2, True, 0)
+        ParameterFacts(f"{name}.{i}", first + i, shape, "bfloat16", _product(shape), 2, trained, 0)
         for i, shape in enumerate(shapes)
     ]
     return lay_out(first, name, facts, PRECISIONS["bf16"])
@@ -190,15 +192,16 @@ def test_lookups_cost_nothing_heads_their_logits_and_experts_their_share() -> No
     assert again.again == 8 * 2 * (2 * h + 4 * 0.5 * 5 * h)
 
 
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("chunks", [1, 4])
-def test_sliced_logits_are_those_of_a_chunk(chunks: int) -> None:
+def test_sliced_logits_are_those_of_a_chunk(chunks: int, trained: bool) -> None:
     """Beside the gradient of the head's input; compared with what lives."""
     assert CHUNK_TOKENS == losses.CHUNK_TOKENS
     tokens, vocabulary, width, dtype = 64 * chunks, 2000, 32, torch.bfloat16
-    head = one_unit("head", (vocabulary, width))
+    head = one_unit("head", (vocabulary, width), trained=trained)
     found = ActivationModel([head], heads={0}).of(tokens, logits_at_once=64)
     hidden = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
-    weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=trained)
     with LiveBytes() as live:
         labels = torch.randint(0, vocabulary, (tokens,))
         chunked_cross_entropy(hidden, weight, labels, chunk_size=64).backward()

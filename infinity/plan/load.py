@@ -33,7 +33,7 @@ class ProcessorTimes:
 
     @staticmethod
     def now() -> ProcessorTimes | None:
-        """Return them as the kernel counts them; None where it does not tell."""
+        """Return the counts of the kernel; None where they cannot be read."""
         try:
             times = psutil.cpu_times()
         except (OSError, ValueError, IndexError, psutil.Error):

@@ -466,8 +466,7 @@ def _batch(draft: _Draft) -> None:
     """
     if draft.wrong.intersection(_BATCH):
         return  # told; nothing can be derived
-    given: list[Any] = [draft.given.get(name) for name in _BATCH]
-    total, micro, steps = given
+    total, micro, steps = (draft.given.get(name) for name in _BATCH)
     guessed = draft.lenient or draft.autos.intersection(_BATCH)
     if total is None and micro is None and not guessed:
         text = f"must be given, or {_BATCH[1]}: the number of samples of a micro-batch"
@@ -488,11 +487,12 @@ def _batch(draft: _Draft) -> None:
             f"{name} {value}" + ("" if name in draft.given else " (derived)")
             for name, value in zip(_BATCH, sizes, strict=True)
         ]
+        count, left = divmod(total, micro * steps or total + 1)
+        fit = f"; they are right for {count} processes" if count > 1 and not left else ""
         draft.problem(
             _BATCH[0],
             f"{said[0]} is not {said[1]} x {said[2]} x {ranks} process"
-            f"{'es' if ranks > 1 else ''}; "
-            f"change one of them, or leave {_BATCH[2]} out" + _processes_for(*sizes),
+            f"{'es' if ranks > 1 else ''}; change one of them, or leave {_BATCH[2]} out{fit}",
         )
         return
     draft.batch_size = micro
@@ -511,12 +511,6 @@ def _autocast(draft: _Draft, precision: str) -> None:
         draft.problem(enabled, f"true, and {precision}.enabled too; keep one of them")
     else:
         draft.set("autocast", True, enabled)
-
-
-def _processes_for(total: int, micro: int, steps: int) -> str:
-    """Return advice on the number of processes that the batch sizes are right for, if any."""
-    count, left = divmod(total, micro * steps) if micro * steps else (0, 1)
-    return f"; they are right for {count} processes" if count > 1 and not left else ""
 
 
 def _precision(draft: _Draft) -> None:

@@ -83,16 +83,8 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
 
-class Llama(nn.Module):
-    """The whole model; `forward` returns the loss."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.tokens = nn.Embedding(config.vocab_size, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.width, eps=1e-5)
-        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+class UniformInit(nn.Module):
+    """A model whose matrices are drawn evenly; vectors are ones."""
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -103,6 +95,18 @@ class Llama(nn.Module):
                 parameter.fill_(1.0)
             else:
                 parameter.uniform_(-_INIT_BOUND, _INIT_BOUND)
+
+
+class Llama(UniformInit):
+    """The whole model; `forward` returns the loss."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.width, eps=1e-5)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy (nats) of `targets` (batch, time) given `tokens`."""

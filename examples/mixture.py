@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-_INIT_BOUND = 0.02 * 3**0.5  # uniform with a standard deviation of 0.02: cheap to draw
+from llama import UniformInit
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ PRESETS = {
 }
 
 
-class Mixture(nn.Module):
+class Mixture(UniformInit):
     """The model, and its loss."""
 
     def __init__(self, config: MixtureConfig) -> None:
@@ -67,16 +66,6 @@ class Mixture(nn.Module):
             self.model.model.rotary_emb = type(rotary)(shape)
         if config.checkpointing:
             self.model.gradient_checkpointing_enable()
-
-    @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
-        """Fill every parameter from `seed`."""
-        torch.manual_seed(seed)
-        for parameter in self.parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0)
-            else:
-                parameter.uniform_(-_INIT_BOUND, _INIT_BOUND)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy (nats) of `targets` (batch, time) given `tokens`."""

@@ -17,11 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.config.settings import Settings
-from infinity.errors import (
-    ConfigError,
-    EngineClosedError,
-    TrainingError,
-)
+from infinity.errors import ConfigError, EngineClosedError, TrainingError
 from infinity.model.offloaded_parameter import name_engine, unname_engine
 from infinity.model.parameters import freeze, move_buffers, zero_grad_of
 from infinity.offload.call_guard import engine_call

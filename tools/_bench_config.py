@@ -12,10 +12,11 @@ from infinity.common.sizes import parse_size
 HYPER_PARAMETERS = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 PLACEMENTS = {
     "infinity_ram": {"weights": "host", "moments": "host", "gradients": "host"},
-    "infinity_disk": {"weights": "disk", "moments": "disk", "gradients": "host"},
-    "infinity_layers": {"weights": "disk", "moments": "disk", "gradients": "host"},
 }
 ON_DISK = ("infinity_disk", "infinity_layers")
+PLACEMENTS |= {
+    name: {"weights": "disk", "moments": "disk", "gradients": "host"} for name in ON_DISK
+}
 ALL_EXPERTS = 1 << 20
 
 

@@ -9,9 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from infinity.distributed.context import DistContext
-from infinity.errors import (
-    ConfigError,
-)
+from infinity.errors import ConfigError
 
 
 def as_json(facts: Any) -> str:

@@ -32,11 +32,7 @@ import torch
 from torch import Tensor
 
 from infinity.common.crc32c import crc32c_of
-from infinity.errors import (
-    InfinityError,
-    MachineError,
-    TrainingError,
-)
+from infinity.errors import InfinityError, MachineError, TrainingError
 
 NOTES = 8  # integers that a rank may report at a synchronization
 

@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from infinity.distributed.context import named_ranks
-from infinity.errors import (
-    ConfigError,
-)
+from infinity.errors import ConfigError
 
 
 def num_launched() -> int:
@@ -26,7 +24,7 @@ def on_this_machine(store: Any, rank: int, count: int) -> tuple[int, int]:
     Taken from the variables of torchrun or DeepSpeed's launcher. With another launcher, such as
     srun, ranks compare their machines through `store`.
     """
-    launched = number_of("LOCAL_WORLD_SIZE", number_of("LOCAL_SIZE", 0))
+    launched = number_of("LOCAL_WORLD_SIZE", number_of("LOCAL_SIZE"))
     if launched or store is None:
         return number_of("LOCAL_RANK", rank), launched or count
     machine = _machine_id()
@@ -47,12 +45,8 @@ def _machine_id() -> bytes:
     return socket.gethostname().encode()
 
 
-def launched_rank(name: str) -> int:
-    """Return RANK or LOCAL_RANK, as `name`; 0 without a launcher."""
-    return number_of(name, 0)
-
-
-def number_of(name: str, default: int) -> int:
+def number_of(name: str, default: int = 0) -> int:
+    """Return the number in an environment variable; `default` without a launcher."""
     text = os.environ.get(name) or str(default)
     if not text.isdecimal():
         raise ConfigError(f"{name} is {text!r}, not a number", remedy=f"unset {name}")

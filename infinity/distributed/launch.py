@@ -17,12 +17,7 @@ from infinity.common.accelerators import backend
 from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.distributed.environment import by_loopback, num_launched, number_of, on_this_machine
 from infinity.distributed.torch_context import HELD_UP, OF_OUR_GROUP, TorchDistContext
-from infinity.errors import (
-    ConfigError,
-    InfinityWarning,
-    MachineError,
-    first_lines,
-)
+from infinity.errors import ConfigError, InfinityWarning, MachineError, first_lines
 
 _SAYS_S = 10.0  # of the rendezvous, after which a rank warns what it waits for
 _POLLS_S = 0.1
@@ -60,7 +55,7 @@ def find_ranks(timeout: timedelta | None = None) -> DistContext:
 
     timeout = timeout or HELD_UP
     try:
-        if number_of("RANK", 0):
+        if number_of("RANK"):
             _wait_until(_listens, "rank 0", timeout)
         # world_size=1: else rank 0 would wait here, deaf to Ctrl-C, for ranks that never start.
         store, rank, _ = next(dist.rendezvous("env://", world_size=1, timeout=timeout))
@@ -95,7 +90,7 @@ def _wait_until(came: Callable[[], bool], who: str, timeout: timedelta) -> None:
         if waited_s > says_s:
             says_s = patience_s  # once
             warnings.warn(
-                f"rank {number_of('RANK', 0)} of {num_launched()} waits for {who} to come to "
+                f"rank {number_of('RANK')} of {num_launched()} waits for {who} to come to "
                 f"{address}",
                 InfinityWarning,
                 stacklevel=4,
@@ -105,7 +100,7 @@ def _wait_until(came: Callable[[], bool], who: str, timeout: timedelta) -> None:
 
 def _listens() -> bool:
     """Return True if rank 0, or a launcher for it, takes connections."""
-    address = os.environ["MASTER_ADDR"], number_of("MASTER_PORT", 0)
+    address = os.environ["MASTER_ADDR"], number_of("MASTER_PORT")
     with contextlib.suppress(OSError), socket.create_connection(address, timeout=1):
         return True
     return False

@@ -18,11 +18,7 @@ from torch import Tensor
 
 from infinity.distributed.context import DistContext, LostRankError, Work, named_ranks
 from infinity.distributed.environment import by_loopback, on_this_machine
-from infinity.errors import (
-    ConfigError,
-    InfinityWarning,
-    first_lines,
-)
+from infinity.errors import ConfigError, InfinityWarning, first_lines
 
 _IN_PLACE_BYTES = 1 << 16  # of a shard, from which gloo is faster with one broadcast a shard
 HELD_UP = timedelta(minutes=30)  # a rank that is late by more counts as lost

@@ -26,11 +26,7 @@ from infinity.model.torch_calls import (
     results_on_meta,
     tensors_in,
 )
-from infinity.model.torch_private import (
-    is_cast,
-    tensor_without_memory,
-    tree_map,
-)
+from infinity.model.torch_private import is_cast, tensor_without_memory, tree_map
 from infinity.types import FrozenFormat
 
 Read = Callable[[], Tensor]

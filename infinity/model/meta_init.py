@@ -12,7 +12,6 @@ takes its `Init` along, a forward without values is an error, and so is a copy.
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,7 +29,7 @@ from infinity.errors import ConfigError, ResidencyError
 from infinity.model.deferred_init import DEFER_FROM_BYTES, DeferredInitMode
 from infinity.model.initialisers import Initialisers, tensors_of
 from infinity.model.lazy_tensor import PackedRead, Read, pieces_of, resolve_lazy_tensors
-from infinity.model.shapes import PIECE_ELEMENTS
+from infinity.model.shapes import piece_bytes
 
 _M = TypeVar("_M", bound="_InitMark")
 
@@ -270,11 +269,8 @@ class InitialValues:
             inside = self.pieces(tensor, 0, tensor.numel())
             if inside is None:
                 return tensor.nbytes
-            is_whole = quantises and not tensor.requires_grad
-            if is_whole or any(isinstance(read, PackedRead) for read in inside[:1]):
-                whole = math.prod(tensor.shape[-2:]) * tensor.element_size()
-                return (1 + (tensor.dim() > 2)) * whole
-            return 4 * min(tensor.numel(), PIECE_ELEMENTS)
+            packed = any(isinstance(read, PackedRead) for read in inside[:1])
+            return piece_bytes(tensor, is_matrix=packed or (quantises and not tensor.requires_grad))
 
         return max((nbytes(tensor) for tensor in parameters if tensor.is_meta), default=0)
 

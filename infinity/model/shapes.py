@@ -342,12 +342,20 @@ class Target:
         def nbytes(parameter: Any) -> int:
             if not self.from_files:
                 return int(parameter.nbytes)
-            if quantises and not parameter.requires_grad and parameter.dim() > 1:
-                matrix = math.prod(parameter.shape[-2:]) * parameter.element_size()
-                return int((1 + (parameter.dim() > 2)) * matrix)
-            return 4 * min(int(parameter.numel()), PIECE_ELEMENTS)
+            return piece_bytes(parameter, is_matrix=quantises and not parameter.requires_grad)
 
         return max(map(nbytes, self.module.parameters()), default=0)
+
+
+def piece_bytes(parameter: Any, *, is_matrix: bool) -> int:
+    """Return the bytes of the largest piece in which a parameter is read.
+
+    That is a matrix if it is quantised as one, and of a stack twice, since it may be joined.
+    """
+    if not is_matrix:
+        return 4 * min(int(parameter.numel()), PIECE_ELEMENTS)
+    matrix = math.prod(parameter.shape[-2:]) * parameter.element_size()
+    return int((1 + (parameter.dim() > 2)) * matrix)
 
 
 def target_of(

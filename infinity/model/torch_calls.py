@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.model.torch_private import (
-    tree_leaves,
-    tree_map,
-)
+from infinity.model.torch_private import tree_leaves, tree_map
 
 
 def tensors_in(value: Any) -> list[Tensor]:

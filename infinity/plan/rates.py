@@ -10,10 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from infinity.plan.plan import (
-    BETWEEN_HOSTS,
-    LINKS,
-)
+from infinity.plan.plan import BETWEEN_HOSTS, LINKS
 
 UPDATE_FORMATS = ("fp32", "bf16", "8bit")
 PRECISIONS = ("bf16", "fp32")

@@ -255,7 +255,7 @@ class _Current:
 
     A stack of experts that is cut would be made again for each of its ranges, since all stacks of a
     layer take turns: it is made once, and its values wait in an unnamed file. Without a drive, or
-    space on it, it is made again.
+    space on it, or where that fails, it is made again.
     """
 
     def __init__(self, initial_values: InitialValues, folder: Path | None) -> None:
@@ -278,9 +278,10 @@ class _Current:
 
     def part(self, parameter: nn.Parameter, first: int, count: int) -> Tensor:
         """Return `count` values from `first`, of one dimension and any dtype."""
-        file = self._files.get(id(parameter))
-        if file is not None:
-            return file.read(first, count)
+        if (file := self._files.get(id(parameter))) is not None:
+            with contextlib.suppress(OSError):
+                return file.read(first, count)
+            self.drop(parameter)
         if parameter is not self._parameter:
             self.forget()
             self._flat = self._initial_values.value(parameter).detach().reshape(-1)
@@ -327,10 +328,11 @@ class _ValuesFile:
             raise
 
     def read(self, first: int, count: int) -> Tensor:
-        """Return `count` values from `first`."""
+        """Return `count` values from `first`; raises `OSError` if they cannot be read."""
         values = torch.empty(count, dtype=self._dtype, device="cpu")
         self._file.seek(first * self._dtype.itemsize)
-        self._file.readinto(values.view(torch.uint8).numpy().data)
+        if self._file.readinto(values.view(torch.uint8).numpy().data) != values.nbytes:
+            raise OSError("the file of values is shorter than it was written")
         return values
 
     def close(self) -> None:

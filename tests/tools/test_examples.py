@@ -599,13 +599,17 @@ class Served:
         self.stdout.close()
 
 
-@pytest.mark.parametrize("micro_batches", ["1", "2"])
-def test_bench_step_reports_ratios(
-    tmp_path: Path, here: Call, monkeypatch: pytest.MonkeyPatch, micro_batches: str
-) -> None:
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contenders of `bench_step` are threads of this process, and no rate is asked for."""
     known = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
     monkeypatch.setattr(_bench_child, "subprocess", SimpleNamespace(Popen=Served, **known))
-    monkeypatch.setattr(_bench_bound, "MEASURE_S", 0.01)  # the rates are not asked for here
+    monkeypatch.setattr(_bench_bound, "MEASURE_S", 0.01)
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("micro_batches", ["1", "2"])
+def test_bench_step_reports_ratios(tmp_path: Path, here: Call, micro_batches: str) -> None:
     threads = set(threading.enumerate())
     arguments = [
         "--model", "gpt-tiny", "--rounds", "2", "--warmup", "1",
@@ -644,13 +648,11 @@ def test_bench_step_reports_ratios(
     assert set(threading.enumerate()) <= threads
 
 
+@pytest.mark.usefixtures("served")
 def test_bench_step_compares_ranges_of_experts_with_whole_layers(
-    tmp_path: Path, here: Call, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, here: Call
 ) -> None:
     """How many experts travel together changes bytes and times, and no bit of the loss."""
-    known = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
-    monkeypatch.setattr(_bench_child, "subprocess", SimpleNamespace(Popen=Served, **known))
-    monkeypatch.setattr(_bench_bound, "MEASURE_S", 0.01)  # the rates are not asked for here
     arguments = [
         "--model", "moe-tiny", "--experts-per-unit", "3", "--rounds", "1", "--warmup", "1",
         "--tokens", "64", "--path", str(tmp_path), "--json",
@@ -696,13 +698,11 @@ def test_each_contender_gets_the_schedule_that_is_fastest_for_it(
         race.job_for("fsdp2")
 
 
+@pytest.mark.usefixtures("served")
 def test_bench_step_does_as_the_plan_has_it(
     tmp_path: Path, here: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Placement and schedule from the case of the job; what was chosen and expected is told."""
-    known = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
-    monkeypatch.setattr(_bench_child, "subprocess", SimpleNamespace(Popen=Served, **known))
-    monkeypatch.setattr(_bench_bound, "MEASURE_S", 0.01)
     rates = KnownRates(nominal(unified=True), None, ())
     monkeypatch.setattr(_bench_contender, "cached_rates", lambda *_, **__: rates)
     planned, taken = _bench_contender.Planned, set[tuple[int, ...]]()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils import checkpoint as torch_checkpoint
 
 from infinity.common import accelerators
-from infinity.distributed.environment import launched_rank, num_launched
+from infinity.distributed.environment import num_launched, number_of
 from infinity.distributed.launch import find_ranks
 from infinity.errors import ConfigError
 from infinity.integrations.deepspeed.names import table
@@ -122,12 +122,12 @@ def is_initialized() -> bool:
 
 def get_rank(group: Any = None) -> int:
     """The number of this process; 0 where there is one."""
-    return dist.get_rank(group) if _has_group() else launched_rank("RANK")
+    return dist.get_rank(group) if _has_group() else number_of("RANK")
 
 
 def get_local_rank() -> int:
     """Its number on this machine."""
-    return launched_rank("LOCAL_RANK")
+    return number_of("LOCAL_RANK")
 
 
 def get_world_size(group: Any = None) -> int:

@@ -25,6 +25,7 @@ from infinity.integrations.huggingface.models import (
 )
 from infinity.model.named_models import PUBLISHED
 from infinity.model.shapes import Target, read_model_config, target_of
+from infinity.model.weight_directory import holds_weights
 
 # Far above every published model; more is a slip of the pen, and takes minutes to build.
 MAX_LAYERS = 4096
@@ -88,7 +89,7 @@ def find_target(text: str, model_class: str | None = None, lora: int | None = No
     _check_counts(read_model_config(file))
     config = read_config(file, model_class)
     target = target_of(text, meta_model(config, model_class), config.to_dict(), lora)
-    return replace(target, from_files=from_hub or any(file.parent.glob("*.safetensors")))
+    return replace(target, from_files=from_hub or holds_weights(file.parent))
 
 
 def published_target(name: str, lora: int | None = None) -> Target:

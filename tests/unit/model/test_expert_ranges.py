@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from infinity.model.quantised import quantise
 from infinity.model.shapes import Outline, Shape
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.layout import Segment, StackRows
+from infinity.training import initial_write
 from infinity.types import FrozenFormat
 
 
@@ -125,6 +127,32 @@ def test_the_values_of_a_stack_are_made_once_for_all_its_ranges(
     assert times == [2, 2, 8][: len(times)]  # of two layers in four ranges
     for state in states[1:]:
         assert all(torch.equal(state[name], states[0][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("failing", ["readable", "cut short", "failing"])
+def test_values_that_wait_in_a_file_that_fails_are_made_again(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = initial_write._ValuesFile.read
+
+    def fail(self: Any, first: int, count: int) -> torch.Tensor:
+        if failing == "cut short":
+            self._file.truncate(64)
+        elif failing == "failing":
+            raise OSError(errno.EIO, "Input/output error")
+        return read(self, first, count)
+
+    monkeypatch.setattr(initial_write._ValuesFile, "read", fail)
+    torch.manual_seed(0)
+    expected = Stacked().state_dict()
+    torch.manual_seed(0)
+    with infinity.Init(threshold_bytes=0):
+        model = Stacked()
+    config = {"nvme_path": tmp_path, "experts_per_unit": 2, "precision": "fp32"}
+    config |= {"optimizer": {"type": "AdamW", "lr": 1e-2}, "gradient_clipping": 0.5}
+    with infinity.initialize(model, config, device="cpu")[0] as engine:
+        found = dict(engine.state_dict())
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_a_durable_run_goes_on_in_ranges_and_is_read_in_others(tmp_path: Path) -> None:

@@ -258,7 +258,8 @@ def test_a_wait_is_ended_by_the_second(tmp_path: Path, wait: str) -> None:
             parts.gradients._worker.put(lambda: gate.wait() and None)
             call = lambda: engine.gradient(engine.module.norm.weight)  # noqa: E731
         elif wait == "for a save":
-            parts.saver._copy = lambda put, *, frozen: gate.wait() and None
+            copy = parts.saver._copy
+            parts.saver._copy = lambda put, *, frozen: (gate.wait(), copy(put, frozen=frozen))[1]
             engine.save_checkpoint(tmp_path / "saved", "one")
             call = engine.finish_saving
         else:

@@ -13,11 +13,15 @@ So a value that several parameters of one call make together is found by whateve
 by that these share with the model: counts, entries, the shape. Not by the model's own values: a
 norm of all gradients that is used above a threshold only is found if small parameters pass it.
 Their gradients are of three magnitudes, in turn. Nothing of this is a proof for a global variable.
+
+Groups of one kind differ in rates alone, floats other than 0: those of a learning rate for each
+layer, say. Of those a few step, in turn, since a hundred would take half a second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from infinity.errors import ConfigError
@@ -28,14 +32,18 @@ from infinity.optim.adapter import (
     AdaptedOptimizer,
     AdapterFacts,
     Captured,
+    Group,
     copied,
     differences,
     on_cpu,
+    same,
     small_shape,
 )
 from infinity.optim.adapter_probe import SCALES, Small, Trial
 from infinity.optim.cpu import CpuKernels
 from infinity.types import MomentFormat
+
+NUM_OF_A_KIND = 4  # groups that step in one check; more than SCALES, so that each meets them all
 
 
 class AdapterRule:
@@ -78,6 +86,29 @@ class AdapterRule:
         return CheckedOptimizer(self.facts, size, kernels, names, self._planned)
 
 
+@dataclass(frozen=True)
+class _Checked:
+    """A group before a step, the shapes of its parameters, and the scalars of one of them."""
+
+    group: Group
+    shapes: frozenset[tuple[int, ...]]
+    scalars: Mapping[str, Any]
+
+    def is_like(self, other: _Checked) -> bool:
+        """Return True if the two are of one kind; see [Note: small parameters step first]."""
+        mine, others = self.group.given, other.group.given
+        return (
+            self.shapes == other.shapes
+            and mine.keys() == others.keys()
+            and all(same(mine[k], others[k]) or _are_rates(mine[k], others[k]) for k in mine)
+            and same(self.scalars, other.scalars)
+        )
+
+
+def _are_rates(*values: Any) -> bool:
+    return all(type(value) is float and value for value in values)
+
+
 class CheckedOptimizer(AdaptedOptimizer):
     """An adapted optimizer that takes each step on small parameters first."""
 
@@ -91,7 +122,8 @@ class CheckedOptimizer(AdaptedOptimizer):
     ) -> None:
         super().__init__(facts, tile_elements, kernels, names)
         self._passed = planned  # entries of groups that passed the last check
-        self._smalls: Sequence[Small] = ()  # parameters that step along, as that left them
+        # Parameters that step along, as the last step of their group left them; by group.
+        self._smalls: dict[int, list[Small]] = {}
         self._num_checks = 0
 
     def check(self, params_by_index: Mapping[int, Captured]) -> None:
@@ -99,31 +131,50 @@ class CheckedOptimizer(AdaptedOptimizer):
 
         See [Note: small parameters step first].
         """
-        groups, entries, scalars = [], [], list[Mapping[str, Any]]()
+        groups = []
         for indices, group in self.grouped(params_by_index):
-            shapes = params_by_index[indices[0]].shapes
             kept = next((self._kept[i] for i in indices if i in self._kept), None)
-            groups.append((group.given, shapes))
-            entries.append(group.rule_params)
-            scalars += [{} if kept is None else {"scalars": kept.scalars}] * len(shapes)
-        smalls = self._smalls
-        for _ in range(1 if smalls else 2):  # the first makes state, the second uses it
-            starts = {
-                2 * number: Small({**small.kept, **own}, small.moments)
-                for number, (small, own) in enumerate(zip(smalls, scalars, strict=False))
-            }
+            scalars: dict[str, Any] = {} if kept is None else {"scalars": kept.scalars}
+            groups.append(_Checked(group, params_by_index[indices[0]].shapes, scalars))
+        entries = [one.group.rule_params for one in groups]
+        chosen = self._choose(groups)
+        smalls = {number: self._smalls.get(number, []) for number in chosen}
+        for _ in range(1 if all(smalls.values()) else 2):  # the first makes state for the second
+            starts, place = {}, 0
+            for number in chosen:
+                for nth, small in enumerate(smalls[number]):
+                    kept_on = {**small.kept, **groups[number].scalars}
+                    starts[2 * (place + nth)] = Small(kept_on, small.moments)
+                place += len(groups[number].shapes)
             scale = SCALES[self._num_checks % len(SCALES)]
             self._num_checks += 1
+            given = [(groups[number].group.given, groups[number].shapes) for number in chosen]
             with on_cpu():
                 try:
-                    trial = Trial(self.facts, groups, scale, starts=starts)
+                    trial = Trial(self.facts, given, scale, starts=starts)
                     problem, left = trial.compare(self.facts, trial.plain())
                 except Exception as error:
                     problem, left = repr(error), ()
             if problem:
                 raise self._refusal(problem, entries)
-            smalls = left[::2]
-        self._smalls, self._passed = smalls, entries
+            stepped = iter(left[::2])
+            smalls = {n: [next(stepped) for _ in groups[n].shapes] for n in chosen}
+        self._smalls |= smalls
+        self._passed = entries
+
+    def _choose(self, groups: Sequence[_Checked]) -> list[int]:
+        """Return the numbers of the groups that step in this check: some of each kind, in turn."""
+        kinds: list[list[int]] = []
+        for number, one in enumerate(groups):
+            kind = next((kind for kind in kinds if one.is_like(groups[kind[0]])), None)
+            if kind is None:
+                kinds.append(kind := [])
+            kind.append(number)
+        chosen = []
+        for kind in kinds:
+            first = self._num_checks % len(kind)
+            chosen += (kind[first:] + kind[:first])[:NUM_OF_A_KIND]
+        return sorted(chosen)
 
     def _refusal(self, problem: str, entries: Sequence[Mapping[str, Any]]) -> ConfigError:
         edits: dict[str, str] = {}

@@ -17,7 +17,7 @@ from torch import Tensor, nn, optim
 
 from infinity.errors import ConfigError, DoesNotFitError, EngineFailedError
 from infinity.optim.adapter import TILE_ELEMENTS
-from infinity.optim.adapter_probe import open_adapter
+from infinity.optim.adapter_probe import Trial, open_adapter
 from infinity.optim.adapter_rule import AdapterRule
 from infinity.optim.update import BuiltInRule
 
@@ -485,6 +485,52 @@ def test_coupling_that_begins_late_is_refused_before_the_step(
         assert "mixes parameters" in str(caught.value)
         assert run.engine.global_steps == 25
         assert all(same_bits(v, before[k]) for k, v in run.masters().items())
+
+
+class _LateGroup(_LateNorm):
+    """Couples from the step on that one of its groups names."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for group in self.param_groups:
+            group.setdefault("until", 25)
+
+    def is_late(self) -> bool:
+        return any(group["k"] > group["until"] for group in self.param_groups)
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_groups_that_differ_in_rates_take_turns_in_the_check(
+    odd: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four of them in a step, all of them in time; one that differs otherwise steps every time."""
+    checked = []
+
+    class Recorded(Trial):
+        def __init__(self, facts: Any, groups: Any, *args: Any, **more: Any) -> None:
+            super().__init__(facts, groups, *args, **more)
+            checked.append([entries["lr"] for entries, _ in groups])
+
+    monkeypatch.setattr("infinity.optim.adapter_rule.Trial", Recorded)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(9)))
+    rates = [0.01 * 0.9**number for number in range(9)]
+    groups = [
+        {"params": list(layer.parameters()), "lr": rate}
+        for layer, rate in zip(model, rates, strict=True)
+    ]
+    if odd:
+        groups[5]["until"] = 7
+    with Run(
+        model, config_of(), device="cpu", groups=lambda _: groups, optimizer=_LateGroup
+    ) as run:
+        for number in range(7):
+            small_step(run, number)
+        assert all(len(found) == 4 + odd for found in checked[2:])
+        assert set().union(*checked) == set(rates)
+        if odd:
+            assert all(rates[5] in found for found in checked)
+            with pytest.raises(ConfigError, match="cannot take the next step"):
+                small_step(run, 7)
 
 
 class _LargeOnes(SignedMomentum):

@@ -46,15 +46,19 @@ class Bounds:
 
 
 def bounds_of(plan: Plan, rates: Rates, forward_s: float, backward_s: float) -> Bounds:
-    """The bounds of a steady step whose micro-batches compute for so long."""
+    """The bounds of a steady step whose micro-batches compute for so long.
+
+    The schedule has the first unit updated before a forward computes; `ideal_s` does not wait.
+    """
     schedule_s, resources, decided = 0.0, dict[str, float](), dict[str, float]()
     for phase in step_cost(plan, rates).phases:
         now = dict(phase.resources)
         compute = computing(now)
         now[compute] += backward_s if phase.name.startswith("backward") else forward_s
-        slowest = max(now, key=lambda resource: now[resource])
-        schedule_s += now[slowest]
-        decided[slowest] = decided.get(slowest, 0.0) + now[slowest]
+        slowest = max(now, key=lambda r: now[r] + (phase.lead if r == compute else 0.0))
+        seconds = now[slowest] + (phase.lead if slowest == compute else 0.0)
+        schedule_s += seconds
+        decided[slowest] = decided.get(slowest, 0.0) + seconds
         for resource, seconds in now.items():
             resource = "compute" if resource == compute else resource
             resources[resource] = resources.get(resource, 0.0) + seconds

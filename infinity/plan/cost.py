@@ -96,11 +96,15 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class PhaseCost:
-    """Seconds that each resource would need for one phase alone, and the phase as a whole."""
+    """Seconds that each resource would need for one phase alone, and the phase as a whole.
+
+    `lead` are seconds at its beginning in which nothing can be computed: the first unit is updated.
+    """
 
     name: str
     resources: dict[str, float]
     seconds: float
+    lead: float
 
     @property
     def binds(self) -> str:
@@ -176,19 +180,18 @@ class _Pricing:
         self.trained = plan.num_trained
         self._elements = _NONE
         self._again = _NONE, _NONE  # what a forward, and a backward, computes once more
-        self._ends: tuple[int, int] | None = None
         if work is not None:
             self._elements = _elements(plan.units, work)
             self._again = _again(plan, work)
-            order = dict.fromkeys(cycle or guess_cycle(len(plan.units), backward=True))
-            updated = [unit for unit in order if plan.units[unit].numel]
-            self._ends = (updated[0], updated[-1]) if updated else None
+        order = dict.fromkeys(cycle or guess_cycle(len(plan.units), backward=True))
+        self._updated = [unit for unit in order if plan.units[unit].numel]
         self._known: dict[tuple[int, bool, bool, bool], tuple[dict[str, float], float]] = {}
 
     def of(self, phase: PhaseBytes) -> PhaseCost:
         """One phase."""
         name = f"{'backward' if phase.backward else 'forward'} {phase.micro_batch + 1}"
-        return PhaseCost(name, *self._priced(phase))
+        resources, seconds = self._priced(phase)
+        return PhaseCost(name, resources, seconds, self._lead(phase, resources))
 
     def _priced(self, phase: PhaseBytes) -> tuple[dict[str, float], float]:
         last = phase.micro_batch + 1 == self.plan.micro_batches
@@ -210,23 +213,32 @@ class _Pricing:
     def _seconds(self, phase: PhaseBytes, resources: dict[str, float]) -> float:
         """Of a phase, with the two ends that stick out of it."""
         slowest = max(resources.values())
-        if not phase.has_update or self._ends is None or self.work is None:
+        if not phase.has_update or not self._updated or self.work is None:
             return slowest
-        plan, (first, last) = self.plan, (self.plan.units[unit] for unit in self._ends)
+        plan, last = self.plan, self.plan.units[self._updated[-1]]
         named = computing(resources)
-        others = {name: s for name, s in resources.items() if name != named}
-        on_disk = [sum(disk_of_pass(plan, a.layout, a.placement)) for a in plan.unit_groups]
-        whole = sum(n * len(a.units) for n, a in zip(on_disk, plan.unit_groups, strict=True))
-        shares = {
-            "disk": sum(disk_of_pass(plan, first, plan.placements[first.index])) / (whole or 1)
-        }
-        share = first.num_trained / max(self.trained, 1)
-        lead = max(seconds * shares.get(name, share) for name, seconds in others.items())
         # Heads that are elsewhere, tied or frozen, are computed last all the same.
         heads = [s for unit in plan.units if unit is not last for s in unit.segments
                  if s.origin in self.work.heads]  # fmt: skip
         tail = self._compute_s(phase, _elements([last], self.work, heads), _NONE)
-        return max(slowest, resources[named] + lead, max(others.values()) + tail)
+        others = max(s for name, s in resources.items() if name != named)
+        return max(slowest, resources[named] + self._lead(phase, resources), others + tail)
+
+    def _lead(self, phase: PhaseBytes, resources: dict[str, float]) -> float:
+        """Seconds of the first unit's update, before which nothing is computed."""
+        if not phase.has_update or not self._updated:
+            return 0.0
+        plan, first = self.plan, self.plan.units[self._updated[0]]
+        on_disk = [sum(disk_of_pass(plan, a.layout, a.placement)) for a in plan.unit_groups]
+        total = sum(n * len(a.units) for n, a in zip(on_disk, plan.unit_groups, strict=True))
+        disk = sum(disk_of_pass(plan, first, plan.placements[first.index])) / (total or 1)
+        share = first.num_trained / max(self.trained, 1)
+        named = computing(resources)
+        return max(
+            seconds * (disk if name == "disk" else share)
+            for name, seconds in resources.items()
+            if name != named
+        )
 
     def _resources(self, phase: PhaseBytes) -> dict[str, float]:
         plan, rates, moved = self.plan, self.rates, phase.moved

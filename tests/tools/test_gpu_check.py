@@ -201,7 +201,7 @@ def fits(one: Benchmark, rates: Rates, card_bytes: int) -> None:
             assert activation_bytes(case, job["slices"]) <= room
         bounds = bounds_of(plan, rates, 0.5, 1.0)
         assert 1.5 * case.micro_batches <= bounds.ideal_s <= bounds.schedule_s
-        assert bounds_of(plan, rates, 0.0, 0.0).schedule_s == step_cost(plan, rates).seconds
+        assert bounds_of(plan, rates, 0.0, 0.0).schedule_s >= step_cost(plan, rates).seconds
     if "torch_ram" in one.contenders:
         assert plain_bytes(job) <= card_bytes - 4 * GIB  # its allocator is no arena
 

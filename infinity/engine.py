@@ -38,7 +38,7 @@ from infinity.training.optimizer_state import write_state
 from infinity.training.parameter_access import targets
 from infinity.training.run_state import ResumableLoader, RunState, Stateful
 from infinity.training.state_dict import ModuleStateHooks, StateDict, state_dict_of
-from infinity.training.step import StepInputs, StepRunner
+from infinity.training.step import StepInputs, StepRunner, TrainingCounters
 
 _IN_PLACE = "has been modified by an inplace operation: [torch."  # torch's own words
 
@@ -92,6 +92,10 @@ class Engine:
         self._window = components.window
         self._cycles = components.cycles
         self._values = components.values
+        self._bound = components.bound
+        self._gradients = components.gradients
+        self._saver = components.saver
+        self._failure = components.failure
         self._inputs = Inputs(
             module,
             components.partition,
@@ -122,6 +126,10 @@ class Engine:
         _after_fork(self)
         if isinstance(loader, ResumableLoader):
             self.register_state("training_data", loader)
+
+    @property
+    def _counters(self) -> TrainingCounters:
+        return self._step_runner.counters
 
     def _own(self, module: nn.Module) -> None:
         """Attach the engine to the module and its parameters, until it is closed or collected."""
@@ -244,7 +252,7 @@ class Engine:
         scaled, share = self._scaled(loss), micro_batches * self._window.ranks
         scaled = scaled / share if share > 1 else scaled
         result = loss.detach() / micro_batches if micro_batches > 1 else loss.detach()
-        gradients, hooks = self._components.gradients, self._components.hooks
+        gradients, hooks = self._gradients, self._components.hooks
         mark = hooks.mark(backward=True)
         try:
             self._window.divisor = 1
@@ -306,7 +314,7 @@ class Engine:
             TransferError: Gradients were lost. Either the step has happened or the window is
                 discarded; `global_steps` and `micro_step` show which.
         """
-        self._components.saver.warn()
+        self._saver.warn()
         self._check_usable()
         self._window.updated = False
         self._check_trains("step()")
@@ -317,8 +325,8 @@ class Engine:
             return
         with self._step_runner.together("a step"):
             self._cycles.end()
-            self._components.bound.verify(every=True)
-            self._components.bound.release_all(reached=True)
+            self._bound.verify(every=True)
+            self._bound.release_all(reached=True)
             self._values.release_all_materialized()
             self._values.settle()
             samples = self._micro_batch_size * self._window.share
@@ -442,7 +450,7 @@ class Engine:
                 "number made by .item()",
             )
         self._window.check()
-        state = self._step_runner.counters.loss_scale
+        state = self._counters.loss_scale
         return loss if state is None else loss.float() * state.scale
 
     def _end_users_backward(self) -> None:
@@ -452,13 +460,13 @@ class Engine:
         self._refuse_unscaled()
         self._window.check()
         with self._step_runner.together("a backward"):
-            self._components.gradients.finish()
+            self._gradients.finish()
             self._cycles.end()
             self._step_runner.count_backward()
 
     def _refuse_unscaled(self) -> None:
         """In fp16, gradients that came of a loss that `scale` did not make are dropped."""
-        window, scale = self._window, self._step_runner.counters.loss_scale
+        window, scale = self._window, self._counters.loss_scale
         if window.has_news and scale is not None and not window.scaled:
             self._step_runner.roll_back()
             raise TrainingError(
@@ -582,8 +590,8 @@ class Engine:
         self._check_usable()
         (index,) = targets(parameter, self._index_of)
         with self.ranks.propagate_errors("reads a gradient"):
-            value = self._components.gradients.read(index).view(parameter.shape)
-        state = self._step_runner.counters.loss_scale
+            value = self._gradients.read(index).view(parameter.shape)
+        state = self._counters.loss_scale
         return value if state is None else value.float() / state.scale
 
     @engine_call
@@ -600,12 +608,12 @@ class Engine:
         """
         with self.ranks.propagate_errors("sets a gradient"):
             index = self._index_for(parameter, value)
-        state = self._step_runner.counters.loss_scale
+        state = self._counters.loss_scale
         scaled = value.float() * (1.0 if state is None else state.scale)
         for unit in self._values.units_of(index):
             self._components.prefetcher.handover.await_consumed(unit)
         for piece, rows in self._values.rows(index):
-            self._components.gradients.replace(piece, scaled[rows].reshape(-1))
+            self._gradients.replace(piece, scaled[rows].reshape(-1))
 
     @engine_call
     def set_optimizer_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
@@ -710,7 +718,7 @@ class Engine:
     @property
     def saving(self) -> bool:
         """True while a checkpoint is written in the background."""
-        return self._components.saver.busy
+        return self._saver.busy
 
     @engine_call
     def finish_saving(self) -> None:
@@ -721,7 +729,7 @@ class Engine:
             MachineError: Writing it failed.
         """
         self._check_usable()
-        self._components.saver.finish()
+        self._saver.finish()
 
     @engine_call
     def load_checkpoint(
@@ -757,7 +765,7 @@ class Engine:
         """
         self._guard.check()
         self._check_open()
-        self._components.bound.verify(every=True)
+        self._bound.verify(every=True)
         if custom_load_fn is not None:
             raise ConfigError(
                 "load_checkpoint(custom_load_fn=...) is not supported",
@@ -832,12 +840,12 @@ class Engine:
     @property
     def global_steps(self) -> int:
         """Number of steps, including skipped ones, as in DeepSpeed."""
-        return self._step_runner.counters.steps
+        return self._counters.steps
 
     @property
     def skipped_steps(self) -> int:
         """Number of steps skipped because gradients were not finite."""
-        return self._step_runner.counters.skipped_steps
+        return self._counters.skipped_steps
 
     def __repr__(self) -> str:
         return self.plan.line(type(self).__name__, type(self.module).__name__, self.device)
@@ -890,9 +898,9 @@ class Engine:
         failure: BaseException | None = None
         if not self._closed:
             try:
-                if self._components.failure.error is None:
-                    failure = self._components.bound.find_edit(every=True)
-                self._components.saver.finish()
+                if self._failure.error is None:
+                    failure = self._bound.find_edit(every=True)
+                self._saver.finish()
                 if rest and failure is None:
                     self._components.rest()
                     self._closed = True
@@ -929,8 +937,8 @@ class Engine:
         self._guard.check()
         self._check_open()
         with self.ranks.propagate_errors("uses the engine"):
-            self._components.failure.check()
-            self._components.bound.verify(every=every)
+            self._failure.check()
+            self._bound.verify(every=every)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -950,11 +958,9 @@ def _fail(reference: weakref.ref[Engine]) -> None:
     """A call ended in the middle. A signal handler's: it takes no lock."""
     engine = reference()
     if engine is not None:
-        step = engine._step_runner.counters.steps + 1
+        step = engine._counters.steps + 1
         engine.ranks.mark_failed()
-        engine._components.failure.note(
-            TrainingError(f"a call was interrupted in the middle, in step {step}")
-        )
+        engine._failure.note(TrainingError(f"a call was interrupted in the middle, in step {step}"))
 
 
 def _after_fork(engine: Engine) -> None:

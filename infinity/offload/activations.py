@@ -88,6 +88,7 @@ class ActivationStore:
         assert plan.offload is not None
         self.plan = plan
         self.transfers = transfers
+        self._device = transfers.device
         self.sizes = plan.sizes
         self._arena: HostArena | None = HostArena(plan.host_bytes)
         transfers.device.pin(self._arena)
@@ -115,7 +116,7 @@ class ActivationStore:
         the latter are given to every block.
         """
         nbytes = tensor.numel() * tensor.element_size()
-        dense = tensor.is_contiguous() and tensor.device == self.transfers.device.torch_device
+        dense = tensor.is_contiguous() and tensor.device == self._device.torch_device
         dense = dense and tensor.requires_grad and not (tensor.is_conj() or tensor.is_neg())
         if self._arena is None or not dense or nbytes < max(self.plan.min_bytes, 1):
             return None
@@ -239,7 +240,7 @@ class ActivationStore:
         _check_version(record.modified, record.shape)
         if not record.ready.done():
             with self.transfers.stall("copy"):
-                self.transfers.device.compute_wait(record.ready)
+                self._device.compute_wait(record.ready)
         tensor = record.fetched
         assert tensor is not None
         record.given = True
@@ -287,7 +288,7 @@ class ActivationStore:
             self._coming.remove(record)
 
     def _copy_in(self, record: SavedTensor) -> None:
-        device = self.transfers.device
+        device = self._device
         target = torch.empty(record.shape, dtype=record.dtype, device=device.torch_device)
         # What was in the target's memory may still be computed with, and the way out under way.
         after = after_all(device.compute_event(), record.left or HAPPENED)
@@ -412,8 +413,8 @@ class ActivationStore:
         """Wait for transfers and drop everything; remaining graphs become unusable."""
         for record in self._records.values():
             record.end_requests()
-        if not self.transfers.device.unified:
-            self.transfers.device.synchronize()
+        if not self._device.unified:
+            self._device.synchronize()
         self._records.clear()
         self._known.clear()
         self._retired.clear()

@@ -44,6 +44,7 @@ class Experts:
     ) -> None:
         self.module = rows[0].stacks.module
         self._hooks = hooks
+        self._expert_calls = hooks.expert_calls
         self._rows = rows
         self._parameters = parameters
         self._ranks = ranks
@@ -52,7 +53,7 @@ class Experts:
         hooks.watch_root(self.module, _nothing, _nothing)
 
     def _compute(self, call: RangeCall) -> Tensor:
-        if (computer := self._hooks.expert_calls.begin_ranged()) is not None:
+        if (computer := self._expert_calls.begin_ranged()) is not None:
             return computer(self, call)
         self.count(call)
         used = self.used([call.counts])
@@ -61,7 +62,7 @@ class Experts:
 
     def count(self, call: RangeCall) -> None:
         """Count the tokens of a call in a forward that trains."""
-        self._hooks.expert_calls.add(self.module, self._rows[0].stacks.path, call.counts)
+        self._expert_calls.add(self.module, self._rows[0].stacks.path, call.counts)
 
     def used(self, counts: Sequence[Sequence[int]]) -> list[Rows]:
         """Return the ranges that any of these calls, here or on another rank, has tokens for."""

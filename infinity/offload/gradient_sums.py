@@ -86,3 +86,11 @@ class GradientSums:
     def square(self, unit: int, segment: Segment) -> None:
         """Sum the squares of what lies in RAM already."""
         self.squares[segment.parameter] = self._square(part(self._ram[unit], segment), segment)
+
+    def drop(self, parameter: int) -> None:
+        """Discard the squares of a parameter whose gradient is replaced."""
+        self.squares.pop(parameter, None)
+
+    def reset(self) -> None:
+        """Discard all squares."""
+        self.squares.clear()

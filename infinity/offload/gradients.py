@@ -65,6 +65,7 @@ class GradientStore:
         self.plan = plan
         self.ranks = ranks
         self.transfers = transfers
+        self._device = transfers.device
         self.kernels = kernels
         summed = plan.gradient_itemsize == 4
         self.dtype = torch.float32 if summed else getattr(torch, plan.precision.dtype)
@@ -115,7 +116,7 @@ class GradientStore:
         nbytes = NUM_GRADIENT_BUFFERS * largest_trained(self.plan)
         arena = HostArena(nbytes)
         if nbytes:
-            self.transfers.device.pin(arena)
+            self._device.pin(arena)
         return arena.view(0, nbytes)
 
     def _reserve(self) -> dict[int, Range]:
@@ -199,7 +200,7 @@ class GradientStore:
     def _accumulate_on_device(
         self, unit: int, segment: Segment, gradient: Tensor, *, first: bool
     ) -> None:
-        self.transfers.device.sync_compute_stream()
+        self._device.sync_compute_stream()
         target = part(self.on_device[unit], segment)
         if first:
             target.copy_(gradient)
@@ -266,7 +267,7 @@ class GradientStore:
         self.drain()
         self._copies.wait(parameter)
         self._has.discard(parameter)  # so that it is not added
-        self._sums.squares.pop(parameter, None)
+        self._sums.drop(parameter)
         self.put(parameter, value)
         self.finish()
         self.drain()
@@ -277,7 +278,7 @@ class GradientStore:
             unit, segment = self._places[parameter]
             first, end = (n - segment.offset for n in segment.within(0, self.plan.own[unit].numel))
             flat = value.reshape(-1)[first:end].contiguous()
-            self.take(unit, segment, flat.to(self.transfers.device.torch_device))
+            self.take(unit, segment, flat.to(self._device.torch_device))
         self._has.add(parameter)
 
     def complete(self) -> None:
@@ -382,7 +383,7 @@ class GradientStore:
         }
         if parts:
             flat = [one for found in parts.values() for one in found]
-            sums = iter(self.transfers.device.begin_square_sums(flat).result())
+            sums = iter(self._device.begin_square_sums(flat).result())
             self._squares |= {p: list(islice(sums, len(found))) for p, found in parts.items()}
 
     def non_finite(self) -> list[str]:
@@ -453,6 +454,6 @@ class GradientStore:
         self._copies.reset()
         self._device_squares.reset()
         self._windows.reset()
-        self._sums.squares.clear()
+        self._sums.reset()
         self._squares.clear()
         self._has.clear()

@@ -49,6 +49,7 @@ class Prefetcher:
     ) -> None:
         self._plan = plan
         self._transfers = transfers
+        self._device = transfers.device
         self._store = store
         self.ledger = ledger = SlotLedger(plan, transfers.device)
         self._entries = ledger.entries
@@ -80,7 +81,7 @@ class Prefetcher:
 
     def use(self, unit: int, *, bind: bool = True) -> None:
         """Make the unit resident and bind it (unless `bind` is False); prefetch the next ones."""
-        self._transfers.device.sync_compute_stream()
+        self._device.sync_compute_stream()
         entry = self._entries[unit]
         if unit == self.ledger.current and entry.residency is Residency.RESIDENT and entry.gathered:
             if bind and not entry.bound:  # since a call ended
@@ -120,7 +121,7 @@ class Prefetcher:
                 self.handover.await_update(unit, self._require_slot)
         if not entry.bound and not entry.ready.done():
             with self._transfers.stall("copy", unit):
-                self._transfers.device.compute_wait(entry.ready)
+                self._device.compute_wait(entry.ready)
         if entry.gathered:
             self.ledger.dequantise(unit)
         if bind and not entry.bound:
@@ -141,7 +142,7 @@ class Prefetcher:
         found: list[int] = []
         if self.order is None:
             return found
-        device, count = self._transfers.device, min(self._plan.prefetch_units, MAX_AHEAD)
+        device, count = self._device, min(self._plan.prefetch_units, MAX_AHEAD)
         for unit in self.order.upcoming(count, wraps=self.wraps):
             entry = self._entries[unit]
             landed = entry.ticket is None or entry.ticket.done()
@@ -256,7 +257,7 @@ class Prefetcher:
 
         Slots are evicted because a traceback may hold views of them, which look like our own.
         """
-        self._transfers.device.synchronize()
+        self._device.synchronize()
         self.ledger.current, self.retries = -1, False
         for unit, entry in enumerate(self._entries):
             entry.forward_depth = 0

@@ -70,6 +70,7 @@ class Slicer:
         self._unit = unit
         self._owner = owner
         self._hooks = hooks
+        self._expert_calls = hooks.expert_calls
         self._sums = hooks.sums
         self._plain = plain
         self._name = cut.name
@@ -226,10 +227,10 @@ class Slicer:
         self, training: bool, shape: Any, tensors: Sequence[Tensor], sliced: Sequence[bool],
         size: int,
     ) -> str:  # fmt: skip
-        before = self._hooks.expert_calls.num_ranged
+        before = self._expert_calls.num_ranged
         gpus = {t.get_device() for t in tensors if t.is_cuda}
         runs, alone = Rerun([*self._module.modules()]), self._undisturbed(training)
-        uncounted = self._hooks.expert_calls.paused()
+        uncounted = self._expert_calls.paused()
         with torch.no_grad(), torch.random.fork_rng(gpus), runs.again(), alone, uncounted:
             drawn = _random_state(tensors)
             first, second, both = (
@@ -255,7 +256,7 @@ class Slicer:
                     f"{size} samples give other results in a larger batch",
                     "its samples see one another, or its first dimension is not the batch",
                 )
-        num_calls = (self._hooks.expert_calls.num_ranged - before) // 3
+        num_calls = (self._expert_calls.num_ranged - before) // 3
         if random:
             return "it draws random numbers (dropout)"
         return "" if num_calls == 1 else f"it calls experts {num_calls} times"

@@ -61,6 +61,7 @@ class FrozenBytes:
     def __init__(self, plan: Plan, store: StateStore) -> None:
         self._plan = plan
         self._store = store
+        self._ranks = store.ranks
         self._last: _Last | None = None
         self._edition = 0  # of the save that is under way
         self._sums: Sums = {}
@@ -73,7 +74,7 @@ class FrozenBytes:
         self._edition, self._sums = self._store.frozen_edition, {}
         last = self._last
         same = last is not None and last.edition == self._edition
-        reports = self._store.ranks.synchronize("saves a checkpoint", same)
+        reports = self._ranks.synchronize("saves a checkpoint", same)
         return last.written if last is not None and all(one for one, *_ in reports) else None
 
     def check(self, writer: CheckpointWriter) -> None:
@@ -138,6 +139,9 @@ class Saver:
         self.frozen = FrozenBytes(plan, store)
         self._plan = plan
         self._store = store
+        self._ranks = store.ranks
+        self._transfers = store.transfers
+        self._device = store.transfers.device
         self._pinned: BufferPool | None = None  # kept where pinning is worth it
         self._changed = threading.Condition()
         self._left: set[int] = set()  # units that are not copied yet
@@ -188,7 +192,7 @@ class Saver:
     @property
     def busy(self) -> bool:
         """Whether a save is under way; of several ranks until `poll` has ended it."""
-        if self._together is not None or self._store.ranks.count > 1:
+        if self._together is not None or self._ranks.count > 1:
             return self._together is not None
         return self._thread is not None and self._thread.is_alive()
 
@@ -204,7 +208,7 @@ class Saver:
 
     def poll(self, doing: str = "looks after a checkpoint") -> None:
         """End a save of several ranks, which all call this, if each has ended its part of it."""
-        together, ranks = self._together, self._store.ranks
+        together, ranks = self._together, self._ranks
         if together is None or self._thread is None:
             return
         over = 0 if self._thread.is_alive() else 1 if self._error is None else 2
@@ -254,7 +258,7 @@ class Saver:
     def _run(self, part: CheckpointWriter | RangeWriter, write: Callable[[], None]) -> None:
         """Write a part, or nothing of it where that fails."""
         try:
-            self._store.transfers.device.attach_worker_thread()
+            self._device.attach_worker_thread()
             write()
         except BaseException as error:
             part.abort()
@@ -270,7 +274,7 @@ class Saver:
         self.frozen.check(writer)
         frozen = not writer.shares(FROZEN)
         self._copy(lambda piece, data: writer.write(piece.stream, data), frozen=frozen)
-        laps = Laps(self._store.transfers.trace)
+        laps = Laps(self._transfers.trace)
         publish()
         self.frozen.published(writer.written)
         laps.lap("saving", "publish the checkpoint")
@@ -309,7 +313,7 @@ class Saver:
             buffers.settle()
 
     def _copy_one(self, put: Put, layout: UnitLayout, read: _Read, *, frozen: bool) -> None:
-        laps = Laps(self._store.transfers.trace, layout.index)
+        laps = Laps(self._transfers.trace, layout.index)
         for item in read.staged.waits:
             item.wait()
         laps.lap("saving", "save: wait for state")
@@ -333,7 +337,7 @@ class Saver:
     def _buffers(self) -> BufferPool:
         if self._pinned is not None:
             return self._pinned
-        nbytes, device = copy_buffer_bytes(self._plan), self._store.transfers.device
+        nbytes, device = copy_buffer_bytes(self._plan), self._device
         if device.unified:
             return BufferPool(NUM_COPY_BUFFERS, nbytes)
         # Not pinned, a copy from the device would hold up the stream that gradients leave by.

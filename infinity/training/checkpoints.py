@@ -166,6 +166,8 @@ class Checkpoints:
         self.run_state = run_state
         self._module = module
         self._components = components
+        self._ranks = components.ranks
+        self._saver = components.saver
         self._step_runner = step_runner
         self._values = values
         self._index_of = index_of
@@ -192,7 +194,7 @@ class Checkpoints:
     ) -> Path:
         """`engine.save_checkpoint`."""
         components = self._components
-        components.saver.finish()
+        self._saver.finish()
         tag = tag if tag is not None else f"global_step{self._step_runner.counters.steps}"
         check_alike(components.ranks, "the checkpoint to save", {"tag": tag})
         with components.ranks.propagate_errors("saves a checkpoint"):
@@ -215,7 +217,7 @@ class Checkpoints:
         by_ranges = ranks.count > 1 or self._in_ranges  # bytes come in another order than files'
         files = {n: f for n, f in files_of(streams).items() if n not in (BUFFERS, GRADIENT)}
         try:
-            before = components.saver.frozen.begin()
+            before = self._saver.frozen.begin()
             with ranks.collective_section("saves a checkpoint"):
                 if ranks.rank == 0:
                     writer = CheckpointWriter(root, tag, streams, before=before, same=(FROZEN,))
@@ -234,14 +236,14 @@ class Checkpoints:
             publish = partial(
                 _finish, writer, manifest, save_latest=save_latest, keep_last=keep_last
             )
-            components.saver.start(writer, ranges, publish)
+            self._saver.start(writer, ranges, publish)
         except BaseException:
             for one in (writer, ranges):
-                if one is not None and not components.saver.busy:
+                if one is not None and not self._saver.busy:
                     one.abort()
             raise
         if wait:
-            components.saver.finish()
+            self._saver.finish()
         return root / tag
 
     def _manifest(self, client_state: Mapping[str, Any], buffers: Sequence[Buffer]) -> Manifest:
@@ -286,7 +288,7 @@ class Checkpoints:
 
         Of buffers, too: the first rank's are those of the checkpoint.
         """
-        components, ranks = self._components, self._components.ranks
+        components, ranks = self._components, self._ranks
         share_kept(components.store, components.updater, self._origins.keys())
         state = self.run_state.capture()
         if ranks.count > 1:
@@ -302,8 +304,8 @@ class Checkpoints:
         kept = [b for b in buffers if b.persistent and type(b.value) is Tensor]
         values = {b.names[0]: b.value.detach().cpu().contiguous() for b in kept}
         sums = {n: crc32c_of(v) for n, v in values.items()}
-        self._components.ranks.synchronize("saves a checkpoint")
-        first = self._components.ranks.all_gather_object(sums)[0]
+        self._ranks.synchronize("saves a checkpoint")
+        first = self._ranks.all_gather_object(sums)[0]
         apart = {n: v for n, v in values.items() if first.get(n) != sums[n]}
         if sum(v.nbytes for v in apart.values()) <= _MOST_OF_A_RANK:
             return apart
@@ -332,10 +334,10 @@ class Checkpoints:
         self, root: Path, tag: str | None, wanted: Wanted
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """`engine.load_checkpoint`."""
-        failure, ranks = self._components.failure, self._components.ranks
+        failure, ranks = self._components.failure, self._ranks
         with ranks.propagate_errors("loads a checkpoint"):
             failure.check(besides=HalfLoadedError)
-            self._components.saver.finish()
+            self._saver.finish()
             self._refuse_loans("loaded")
         is_run = tag is None and (root / RECORD_NAME).is_file()  # a directory of a durable one
         with ranks.propagate_errors("loads a checkpoint"):

@@ -48,6 +48,7 @@ class OptimizerPass:
         self.durability = durability
         self.transfers = transfers
         self._handover = handover
+        self._changed = handover.changed
         self._failure = failure
         self.updates = UnitUpdater(
             plan, transfers, store, gradients, handover, updater, before_change
@@ -81,10 +82,10 @@ class OptimizerPass:
         In a durable run of several ranks the last step is then committed on all, which all call
         this; except one that is `closing`.
         """
-        with self.transfers.stall("update"), self._handover.changed:
+        with self.transfers.stall("update"), self._changed:
             self._handover.lift_pacing()
             while not self._closing and self._job is not None and self._failure.error is None:
-                self._handover.changed.wait()
+                self._changed.wait()
         if self._closing:
             raise EngineClosedError(
                 "the engine is closed", remedy="read values before close(), or make a new engine"
@@ -99,13 +100,13 @@ class OptimizerPass:
 
     def close(self) -> None:
         """Abandon unfinished updates and end the thread."""
-        with self._handover.changed:
+        with self._changed:
             self._closing = True
             self._submitted.notify_all()
             self._handover.lift_pacing()
         with suppress(RuntimeError):  # a second Ctrl-C may have come between the lock and its block
             while True:
-                self._handover.changed.release()
+                self._changed.release()
         # The garbage collector may close a dropped engine on any thread, this one's too.
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
@@ -127,9 +128,9 @@ class OptimizerPass:
             while (job := self._next_job()) is not None:
                 self._run(job)
                 del job
-                with self._handover.changed:
+                with self._changed:
                     self._job = None
-                    self._handover.changed.notify_all()
+                    self._changed.notify_all()
         except AbortedError:
             return
         except BaseException as error:

@@ -70,8 +70,11 @@ class ParameterValues:
         self.pieces = pieces
         self.store = store
         self._prefetcher = prefetcher
+        self.ranks = store.ranks
+        self._precision = store.plan.precision
+        self._bound, self._failure = prefetcher.bound, prefetcher.failure
         self.ledger = prefetcher.ledger
-        self.device = prefetcher.ledger.device.torch_device
+        self.device = self.ledger.device.torch_device
         self._binding = binding
         self.kernels = kernels
         self.settle = settle
@@ -238,7 +241,7 @@ class ParameterValues:
         cached, self._cached = self._cached, None
         if cached is not None and cached.given:
             parts = (cached.weight, cached.rest) if cached.dirty else ()
-            self.store.ranks.synchronize_write(f"unit {cached.layout.name!r}", *parts)
+            self.ranks.synchronize_write(f"unit {cached.layout.name!r}", *parts)
         if cached is not None and cached.dirty:
             unit = cached.layout.index
             self.before_change(unit)
@@ -247,17 +250,17 @@ class ParameterValues:
             finally:  # an edit outside a loan raises, those inside one are kept
                 try:
                     self.store.write(unit, Kind.WEIGHT, cached.weight)
-                    kind = self.store.plan.precision.rest_kind
+                    kind = self._precision.rest_kind
                     if cached.rest is not None and kind is not None:
                         self.store.write(unit, kind, cached.rest)
                 except TransferError as error:  # neither the old value nor the new one is at rest
-                    self._prefetcher.failure.fail(error)
+                    self._failure.fail(error)
                     raise
                 self.ledger.note_edit(unit)
 
     def abandon(self) -> None:
         """`flush` after an error; of several ranks nothing is written, as others may do."""
-        if self.store.ranks.count > 1:
+        if self.ranks.count > 1:
             self._cached = None
         self.flush()
 
@@ -269,7 +272,7 @@ class ParameterValues:
     def _load(self, layout: UnitLayout) -> _CachedUnit:
         self._guard.check()
         if not self._at_rest:
-            self._prefetcher.bound.verify(layout.index)
+            self._bound.verify(layout.index)
         if self._cached is not None and self._cached.layout is layout:
             return self._cached
         if not self._at_rest:
@@ -292,7 +295,7 @@ class ParameterValues:
             return part if segment.form else part.view(dtype), None
         elements = slice(segment.offset, segment.offset + segment.numel)
         weight = cached.weight[: layout.trained_bytes].view(dtype)[elements]
-        kind = self.store.plan.precision.rest_kind
+        kind = self._precision.rest_kind
         if not with_rest or kind is None:
             return weight, None
         if cached.rest is None:
@@ -314,11 +317,11 @@ class ParameterValues:
             self._lend_all(indices, master=master)
             yield
         except BaseException as error:
-            if self.store.ranks.count == 1:
+            if self.ranks.count == 1:
                 self._release_materialized(indices)
             else:  # the others, who write at the end, write nothing either
                 if isinstance(error, Exception):
-                    self.store.ranks.broadcast_error("edits values", error)
+                    self.ranks.broadcast_error("edits values", error)
                 self._drop(indices)
             raise
         self._release_materialized(indices)
@@ -335,7 +338,7 @@ class ParameterValues:
                 self.release_materialized(index)
             self.flush()
         except BaseException:
-            if self.store.ranks.count > 1:
+            if self.ranks.count > 1:
                 self._drop(indices)
             raise
 

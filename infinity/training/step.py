@@ -104,6 +104,12 @@ class StepRunner:
         self._prefetcher = components.prefetcher
         self._gradients = components.gradients
         self._window = components.window
+        self._ranks = components.ranks
+        self._guard = components.guard
+        self._store = components.store
+        self._transfers = components.transfers
+        self._updater = components.updater
+        self._optimizer_pass = components.optimizer_pass
         self._optimizer = optimizer
         self._index_of = dict(index_of)
         self._journal = journal
@@ -145,7 +151,7 @@ class StepRunner:
 
     def _warn(self, text: str) -> None:
         """Warn, on one of the ranks."""
-        if self._components.ranks.rank == 0:
+        if self._ranks.rank == 0:
             warnings.warn(text, InfinityWarning, stacklevel=6)
 
     # --- rollback --------------------------------------------------------------------------------
@@ -179,10 +185,10 @@ class StepRunner:
         except Exception as error:
             lost = loses and _loses_gradients(error)
             try:
-                if (lost or self._components.ranks.count > 1) and self.counters is before:
+                if (lost or self._ranks.count > 1) and self.counters is before:
                     self.roll_back()
             finally:
-                self._components.ranks.broadcast_error(doing, error)
+                self._ranks.broadcast_error(doing, error)
             raise
 
     # --- the step --------------------------------------------------------------------------------
@@ -199,12 +205,12 @@ class StepRunner:
         self._gradients.complete()
         # What may fail on one rank alone comes before ranks meet for the norm: then all commit.
         self._gradients.settle()
-        self._components.store.settle_copies()
+        self._store.settle_copies()
         params_by_index = self._optimizer.params_by_index(self._index_of)
-        self._components.updater.check(params_by_index)
+        self._updater.check(params_by_index)
         self._refuse_others(params_by_index)
-        equal = self._must_be_equal(clipping) if self._components.ranks.count > 1 else {}
-        with self._components.transfers.stall("norm"):
+        equal = self._must_be_equal(clipping) if self._ranks.count > 1 else {}
+        with self._transfers.stall("norm"):
             norm = math.sqrt(self._gradients.square_sum(equal))
         before = self.counters.loss_scale
         norm /= self.loss_scale
@@ -214,11 +220,11 @@ class StepRunner:
         if clipping and not skipped:
             factor = min(1.0, clipping / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         # Here: streams belong to threads.
-        computed = self._components.transfers.device.compute_event()
-        with self._components.guard.locked():
+        computed = self._transfers.device.compute_event()
+        with self._guard.locked():
             job, error = self._commit(norm, factor, culprits, computed, params_by_index, given)
         if job is not None:
-            self._components.optimizer_pass.submit(job)
+            self._optimizer_pass.submit(job)
         if error is not None:
             raise error
         if culprits:
@@ -324,7 +330,7 @@ class StepRunner:
             if job is not None:
                 for index in job.steps:
                     self.steps[index] += 1
-                self._components.updater.begin(params_by_index, job.steps)
+                self._updater.begin(params_by_index, job.steps)
                 self._prefetcher.make_pending(job.units)
         except ResidencyError as error:
             failure = error
@@ -362,12 +368,12 @@ class StepRunner:
 
     def _read_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """`OffloadedOptimizer.read_state`."""
-        self._components.guard.check()
+        self._guard.check()
         index = self._index_of.get(id(parameter))
         if index is None:
             raise ConfigError("this parameter does not belong to the engine's module")
         components = self._components
-        components.optimizer_pass.finish()  # groups are captured while no update runs
+        self._optimizer_pass.finish()  # groups are captured while no update runs
         rule_params = self._optimizer.params_by_index(self._index_of).get(index)
         return read_state(components.store, components.updater, index, rule_params, self.steps)
 

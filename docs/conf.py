@@ -1,14 +1,16 @@
-"""Sphinx configuration: `make docs` builds the pages, the API and the configuration reference."""
+"""Sphinx configuration: `make docs` builds the pages and the API."""
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+import sys
 from pathlib import Path
 from typing import Any
 
 import infinity
 from infinity.integrations.deepspeed.key_table import OLD_SECTIONS, TABLE
-from infinity.train.settings import RunConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+from config_tables import table_row
 
 project = "torch-infinity"
 author = "The torch-infinity maintainers"
@@ -27,55 +29,14 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
 # Generated, and not in the repository.
-REFERENCE = Path(__file__).with_name("config-reference.md")
 DEEPSPEED_KEYS = Path(__file__).with_name("deepspeed-keys.md")
 NOTES = Path(__file__).with_name("notes.md")
 
 
 def setup(app: Any) -> None:
     """Write the generated pages before Sphinx reads the sources."""
-    write_reference()
     write_deepspeed_keys()
     write_notes()
-
-
-def write_reference() -> None:
-    """Write a row for each key of our configuration."""
-    schemas = {
-        "Engine": ("What `initialize` takes.", infinity.Config),
-        "Runs": ("What `infinity train` takes; `engine` holds the keys above.", RunConfig),
-    }
-    text = ["# Configuration reference", "", "Every key, from the schema that checks it."]
-    for title, (what, kind) in schemas.items():
-        schema = kind.model_json_schema()
-        text += ["", f"## {title}", "", what, "", "| key | values | default | |"]
-        text += ["| --- | --- | --- | --- |"]
-        skipped = "engine" if kind is RunConfig else None
-        text += list(rows(schema, schema.get("$defs", {}), "", skipped))
-    REFERENCE.write_text("\n".join(text) + "\n", encoding="utf-8")
-
-
-def rows(
-    schema: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str, skipped: str | None
-) -> Iterator[str]:
-    """Yield a row of Markdown for each key of a section, and for those of its sections."""
-    for name, facts in schema["properties"].items():
-        section = section_of(facts, definitions)
-        if name == skipped:
-            continue
-        if section is not None and "properties" in section:
-            yield from rows(section, definitions, f"{prefix}{name}.", skipped)
-            continue
-        default = "required" if name in schema.get("required", ()) else "derived"
-        if "default" in facts:
-            default = f"`{json.dumps(facts['default'])}`"
-        text = " ".join(facts.get("description", "").split())
-        yield table_row(f"`{prefix}{name}`", values_of(facts, definitions), default, text)
-
-
-def table_row(*cells: str) -> str:
-    """Return a row of a Markdown table."""
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def write_deepspeed_keys() -> None:
@@ -104,25 +65,6 @@ def write_deepspeed_keys() -> None:
         note = f"{key.note}; {key.remedy}" if key.remedy else key.note
         text.append(table_row(name, kind, f"`{key.default}`", ours, note))
     DEEPSPEED_KEYS.write_text("\n".join(text) + "\n", encoding="utf-8")
-
-
-def section_of(facts: Mapping[str, Any], definitions: Mapping[str, Any]) -> Any:
-    """Return the schema that a key refers to, alone or beside null."""
-    for one in (facts, *facts.get("anyOf", ()), *facts.get("allOf", ())):
-        if "$ref" in one:
-            return definitions[one["$ref"].rpartition("/")[2]]
-    return None
-
-
-def values_of(facts: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
-    """Return the types and words that a key takes."""
-    if "anyOf" in facts:
-        return " or ".join(dict.fromkeys(values_of(one, definitions) for one in facts["anyOf"]))
-    if "$ref" in facts:
-        return values_of(section_of(facts, definitions), definitions)
-    if "enum" in facts or "const" in facts:
-        return ", ".join(f"`{json.dumps(v)}`" for v in facts.get("enum", [facts.get("const")]))
-    return str(facts.get("type", "any"))
 
 
 def write_notes() -> None:

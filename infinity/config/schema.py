@@ -6,359 +6,36 @@ derives them and says so.
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
-    create_model,
     field_validator,
     model_validator,
 )
 
-from infinity.common.sizes import parse_size
+from infinity.config.fields import (
+    _BARE_BYTES,
+    Number,
+    OnePath,
+    Paths,
+    Section,
+    Size,
+    Weight,
+    Whole,
+    as_pair,
+    as_path,
+)
+from infinity.config.optimizer import FrozenName, LossScaleConfig, OptimizerConfig, SchedulerConfig
 from infinity.config.source import apply_overrides, explain, read_source
-from infinity.errors import ConfigError, did_you_mean
-from infinity.optim.rules import RULES
-from infinity.types import FrozenFormat, MomentFormat
-
-# Values and sections that a configuration is made of, and what each may look like.
-
-
-def _size(value: Any) -> int:
-    try:
-        return parse_size(value)
-    except ConfigError as error:
-        details = [part for part in (error.because, error.remedy) if part]
-        raise ValueError("; ".join([error.what, *details])) from None
-
-
-def _number(value: Any) -> Any:
-    # YAML 1.1 reads 1e-4 as text, and so does a dict that came from elsewhere.
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            raise ValueError(f"should be a number, got {value!r}") from None
-    return value
-
-
-def _whole(value: Any) -> Any:
-    # 1e9 is a float to YAML and JSON.
-    number = _number(value)
-    return int(number) if isinstance(number, float) and number.is_integer() else number
-
-
-_BARE_BYTES = 1 << 16  # fewer are no budget: a unit was forgotten
-_LONGEST_NAME = 255  # bytes, of a file on Linux
-
-
-def as_path(value: Any) -> Path:
-    """A path, `~` expanded."""
-    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or "\0" in str(value):
-        raise ValueError(f"should be a path, got {value!r}")
-    try:
-        return Path(os.fsdecode(value)).expanduser()
-    except RuntimeError:
-        raise ValueError(f"there is no such user, got {value!r}") from None
-
-
-def as_paths(value: Any) -> tuple[Path, ...]:
-    """Return one path, or a list of them, as a tuple of directories; `None` is none of them."""
-    if value is None:
-        return ()
-    parts = value if isinstance(value, (list, tuple)) else [value]
-    paths = tuple(as_path(part) for part in parts)
-    if not paths and not isinstance(value, tuple):
-        raise ValueError("is an empty list; give a path, or leave it out")
-    for path in paths:
-        try:
-            longest = max((len(name.encode()) for name in path.parts), default=0)
-        except UnicodeEncodeError:
-            raise ValueError(f"should be UTF-8, got {str(path)!r}") from None
-        if longest > _LONGEST_NAME:
-            raise ValueError(f"has a name of {longest} bytes, more than {_LONGEST_NAME}: {path}")
-    seen: dict[Any, Path] = {}
-    for path in paths:
-        if (first := seen.setdefault(_identity(path), path)) is not path:
-            also = "" if first == path else f": {first} and {path} are one directory"
-            raise ValueError(f"names the same path twice{also}")
-    return paths
-
-
-def _identity(path: Path) -> Any:
-    """Return what shows that two paths, one of them by a link, lead to one directory."""
-    try:
-        facts = os.stat(path)
-    except OSError:  # it is not there, or of another machine
-        return path
-    return facts.st_dev, facts.st_ino
-
-
-def as_pair(value: Any) -> Any:
-    """A list as a tuple; YAML and JSON know lists only."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-Size: TypeAlias = Annotated[int, BeforeValidator(_size, json_schema_input_type=int | str)]
-Whole: TypeAlias = Annotated[int, BeforeValidator(_whole)]
-Number: TypeAlias = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-Paths: TypeAlias = Annotated[
-    tuple[Path, ...],
-    BeforeValidator(
-        as_paths, json_schema_input_type=Path | Annotated[list[Path], Field(min_length=1)]
-    ),
-]
-Weight: TypeAlias = Annotated[Number, Field(gt=0)]
-Beta: TypeAlias = Annotated[Number, Field(ge=0, lt=1)]
-OnePath: TypeAlias = Annotated[Path, BeforeValidator(as_path)]
-
-
-class Section(BaseModel):
-    """A part of the configuration: frozen, strict, and an unknown key is an error."""
-
-    # The texts below fields are the descriptions in `model_json_schema()`.
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
-    )
-
-
-# The optimizer, scheduler and loss scale sections of a configuration.
-
-
-_RULE_OF = {name.lower(): name for name in RULES}
-_ENTRIES = {name: default for rule in RULES.values() for name, default in rule.defaults().items()}
-if TYPE_CHECKING:
-    RuleName: TypeAlias = str
-    MomentName: TypeAlias = str
-    FrozenName: TypeAlias = str
-else:
-    RuleName = Literal[tuple(RULES)]
-    MomentName = Literal[tuple(form.value for form in MomentFormat)]
-    FrozenName = Literal[("as_is", *(form.value for form in FrozenFormat))]
-
-
-class _AnyOptimizer(Section):
-    """What every rule takes; what else one takes, `OptimizerConfig` has from `RULES`."""
-
-    type: RuleName = "AdamW"
-    moments: MomentName = "fp32"
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _any_case(cls, value: Any) -> Any:
-        return _RULE_OF.get(value.lower(), value) if isinstance(value, str) else value
-
-    @field_validator(*_ENTRIES, mode="before", check_fields=False)
-    @classmethod
-    def _the_rule_takes_it(cls, value: Any, info: ValidationInfo) -> Any:
-        kind = info.data.get("type")
-        if kind is not None and info.field_name not in RULES[kind].defaults():
-            takes = ", ".join(RULES[kind].defaults())
-            raise ValueError(f"{kind} does not take it; it takes {takes}, moments")
-        return value
-
-    @field_validator("moments")
-    @classmethod
-    def _has_kernels_for_it(cls, value: str, info: ValidationInfo) -> str:
-        kind = info.data.get("type")
-        if kind is not None and not RULES[kind].kernel and value != MomentFormat.FP32.value:
-            raise ValueError(f"{kind} keeps moments in fp32; leave it out, got {value}")
-        return value
-
-    @field_validator(*_ENTRIES, check_fields=False)
-    @classmethod
-    def _fits_the_others(cls, value: Any, info: ValidationInfo) -> Any:
-        kind = info.data.get("type")
-        if kind is not None and (
-            problem := RULES[kind].problem(info.field_name or "", value, info.data)
-        ):
-            raise ValueError(problem)
-        return value
-
-    def parameters(self) -> dict[str, Any]:
-        """Return the parameters of the rule by torch's names, as defaults of its groups."""
-        return {name: getattr(self, name) for name in RULES[self.type].defaults()}
-
-
-def _field_of(name: str) -> tuple[Any, Any]:
-    """The field of an entry of some rule: its default depends on `type`, None if it has none."""
-
-    def default(given: dict[str, Any]) -> Any:
-        return RULES[given["type"]].defaults().get(name) if "type" in given else None
-
-    of, field = _ENTRIES[name], Field(default_factory=default)
-    signed = any(rule.is_signed(name) for rule in RULES.values())
-    if isinstance(of, bool):
-        return bool, field
-    if isinstance(of, str):
-        choices = next(rule.choices(name) for rule in RULES.values() if name in rule.defaults())
-        return Literal[choices], field
-    if isinstance(of, tuple):
-        each = (Number if signed else Beta,) * len(of)
-        return Annotated[tuple.__class_getitem__(each), BeforeValidator(as_pair)], field
-    least = None if signed else 0
-    return Whole if isinstance(of, int) else Number, Field(default_factory=default, ge=least)
-
-
-if TYPE_CHECKING:
-    OptimizerConfig = _AnyOptimizer
-else:
-    OptimizerConfig = create_model(
-        "OptimizerConfig",
-        __base__=_AnyOptimizer,
-        __module__=__name__,
-        __doc__="""The update rule; each takes some of the keys, with torch's names and defaults.
-
-    "AdamW" decays weights directly, "Adam" adds the decay to the gradient. `moments` is how
-    moments are stored: all but fp32 are lossy.
-    """,
-        **{name: _field_of(name) for name in _ENTRIES},
-    )
-
-
-class LossScaleConfig(Section):
-    """By how much the loss is multiplied in fp16; see `training/step.py` for the rules."""
-
-    value: Number = Field(default=0.0, ge=0)
-    """0 = dynamic: it halves when gradients overflow, doubles when they have not for a while."""
-    initial_power: int = Field(default=16, ge=0, le=127)
-    """It begins at 2 to the power of this."""
-    window: int = Field(default=1000, ge=1)
-    """Steps without an overflow until it doubles."""
-    hysteresis: int = Field(default=2, ge=1)
-    """Overflows until it halves."""
-    consecutive_hysteresis: bool = False
-    """Start counting overflows anew in every good step, not only when the scale doubles."""
-    min: Number = Field(default=1.0, gt=0)
-    """An overflow at this scale is an error."""
-
-    @field_validator("initial_power", "window", "hysteresis", "consecutive_hysteresis", "min")
-    @classmethod
-    def _is_dynamic(cls, value: Any, info: ValidationInfo) -> Any:
-        if info.data.get("value"):
-            raise ValueError(f"a loss_scale.value of {info.data['value']:g} never changes")
-        return value
-
-    @field_validator("min")
-    @classmethod
-    def _begins_above(cls, value: float, info: ValidationInfo) -> float:
-        power = info.data.get("initial_power")
-        if power is not None and value > 2.0**power:
-            raise ValueError(f"{value:g} is above the first scale, 2 ** {power} = {2**power}")
-        return value
-
-
-NEEDED = inspect.Parameter.empty
-# What DeepSpeed's schedules take, and their defaults; `infinity.optim.lr_schedules` makes them.
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "LRRangeTest": {
-        "lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000,
-        "lr_range_test_step_rate": 1.0, "lr_range_test_staircase": False,
-    },
-    "OneCycle": {
-        "cycle_min_lr": NEEDED, "cycle_max_lr": NEEDED, "decay_lr_rate": 0.0,
-        "cycle_first_step_size": 2000, "cycle_second_step_size": None,
-        "cycle_first_stair_count": 0, "cycle_second_stair_count": None, "decay_step_size": 0,
-        "cycle_momentum": True, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_mom_rate": 0.0,
-    },
-    "WarmupLR": {
-        "warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000,
-        "warmup_type": "log",
-    },
-    "WarmupDecayLR": {
-        "total_num_steps": NEEDED, "warmup_min_lr": 0.0, "warmup_max_lr": 0.001,
-        "warmup_num_steps": 1000, "warmup_type": "log",
-    },
-    "WarmupCosineLR": {
-        "total_num_steps": NEEDED, "warmup_min_ratio": 0.0, "warmup_num_steps": 1000,
-        "cos_min_ratio": 0.0001, "warmup_type": "log",
-    },
-}  # fmt: skip
-for _defaults in SCHEDULES.values():
-    _defaults["last_batch_iteration"] = -1
-
-
-def torch_schedules() -> dict[str, Any]:
-    """The classes of `torch.optim.lr_scheduler` by name; torch is imported when this is asked."""
-    from torch.optim import lr_scheduler
-
-    base = lr_scheduler.LRScheduler
-    return {
-        name: value
-        for name, value in vars(lr_scheduler).items()
-        if inspect.isclass(value)
-        and issubclass(value, base)
-        and value is not base
-        and not name.startswith("_")
-    }
-
-
-def _parameters_of(name: str) -> dict[str, Any] | None:
-    """Return the parameters of a schedule with defaults; None for an unknown one."""
-    if name in SCHEDULES:
-        return SCHEDULES[name]
-    found = torch_schedules().get(name)
-    if found is None:
-        return None
-    takes = inspect.signature(found).parameters.values()
-    return {taken.name: taken.default for taken in takes if taken.name != "optimizer"}
-
-
-class SchedulerConfig(Section):
-    """A class of `torch.optim.lr_scheduler` or `infinity.optim.lr_schedules`, and its arguments."""
-
-    type: str
-    params: dict[str, Any] = Field(default_factory=dict)
-
-    @field_validator("type")
-    @classmethod
-    def _is_known(cls, name: str) -> str:
-        if _parameters_of(name) is None:
-            known = sorted({*torch_schedules(), *SCHEDULES})
-            hint = did_you_mean(name, known)
-            where = "torch.optim.lr_scheduler or infinity.optim.lr_schedules"
-            raise ValueError(f"is not in {where}; {hint}known: {', '.join(known)}")
-        return name
-
-    @field_validator("params")
-    @classmethod
-    def _fit_the_class(cls, params: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        kind = info.data.get("type", "")
-        takes = _parameters_of(kind)
-        if takes is None:
-            return params
-        unknown = [name for name in params if name not in takes]
-        needed = [name for name, default in takes.items() if default is NEEDED]
-        missing = [name for name in needed if name not in params]
-        if unknown or missing:
-            problem = f"does not take {', '.join(unknown)}" if unknown else ""
-            problem += " and " if unknown and missing else ""
-            problem += f"needs {', '.join(missing)}" if missing else ""
-            hint = did_you_mean(unknown[0], takes) if unknown else ""
-            raise ValueError(f"{kind} {problem}; {hint}it takes {', '.join(takes)}")
-        return {name: _number_if_it_looks_like_one(value) for name, value in params.items()}
-
-
-def _number_if_it_looks_like_one(value: Any) -> Any:
-    if isinstance(value, str) and value[:1] in set("+-.0123456789"):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-# The `activations` section: what happens to what autograd keeps between forward and backward.
-
+from infinity.errors import ConfigError
 
 Recompute: TypeAlias = int | Literal["all"]
 Offload: TypeAlias = Literal["none", "host", "disk"]
@@ -382,20 +59,22 @@ class ActivationsConfig(Section):
     offload: Offload = "none"
     """Where inputs of recomputed blocks wait for backward, beyond the device: disk is RAM first."""
     tokens: int | None = Field(default=None, ge=1)
-    """The most tokens of one micro-batch; the sizes below are made for it if they are left out.
-
-    In `InfinityTrainer`: of one batch; the plan then chooses how those of a step pass the model.
+    """The most tokens of one micro-batch, as the loop or the Trainer hands it over (`infinity
+    train` knows them): memory is kept for its activations, and the sizes of this section follow.
+    In `InfinityTrainer` the plan then chooses how the batches of a step pass the model.
     """
     host: Size | None = None
-    """Pinned RAM that is reserved for them."""
+    """Pinned RAM that is reserved for these inputs."""
     disk: Size | None = None
-    """Scratch space that is reserved for them."""
+    """Scratch space on disk that is reserved for these inputs."""
     min_bytes: Size = 1 << 20
     """Smaller tensors stay where they are."""
     slices: int = Field(default=1, ge=1)
-    """Number of slices of a batch in a block, whose weights are fetched once for all slices."""
+    """Slices of a batch in a block, whose weights are fetched once for all slices. `infinity plan`
+    finds the fastest number.
+    """
     logits: Literal["auto", "whole", "sliced"] = "auto"
-    """sliced: cross entropy makes the head's logits a chunk of tokens at a time. auto is sliced for
+    """sliced: cross entropy makes the head's logits 1024 tokens at a time. auto is sliced for
     causal language models in `infinity train`, `InfinityTrainer` and `from_pretrained`, else whole.
     """
 
@@ -458,14 +137,22 @@ class PlacementConfig(Section):
     """
 
     weights: TierChoice = "auto"
+    """Tier of the weights; "auto" fills the device, then RAM, then disk, by cost. `placement: disk`
+    sets weights, moments and gradients.
+    """
     moments: TierChoice = "auto"
+    """Tier of moments and fp32 residuals of the masters."""
     gradients: TierChoice = "auto"
+    """Tier of the gradients."""
     whole: bool | None = None
-    """Several ranks: gathered weights stay on the device until they are updated (ZeRO-2), or leave
-    it between uses and are gathered at each (ZeRO-3); `None`: they stay where there is room."""
+    """Several ranks. true: gathered weights stay on the device until they are updated (ZeRO-2).
+    false: they are gathered at each use (ZeRO-3). null: they stay where there is room.
+    """
     shared: bool | None = None
-    """Several ranks: weights that rest in RAM do so once a node, where every rank copies whole
-    units from, and nothing is gathered; `None`: where the plan finds that faster."""
+    """Several ranks. true: weights in RAM are stored once per node, in memory that its ranks map,
+    and nothing is gathered; several nodes exchange updated values once per step. false: each rank
+    keeps its shard. null: the faster one by the plan.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -496,8 +183,14 @@ class BudgetConfig(Section):
     """Hard limits per tier in bytes; `None` is derived from the machine."""
 
     device: Size | None = None
+    """Memory of one GPU, as "24GiB"; null: most of the free memory."""
     host: Size | None = None
+    """RAM of the machine, for all ranks. null: 80 % of the free RAM, within the cgroup's
+    limit. On a virtual machine that gets more RAM as it uses it, set `INFINITY_HOST_RAM=128GiB` in
+    the environment.
+    """
     disk: Size | None = None
+    """Space on the drives of `nvme_path`; null: the free space."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -524,9 +217,11 @@ class IoConfig(Section):
     """How the disk is read and written."""
 
     backend: Literal["auto", "io_uring", "threads"] = "auto"
+    """How requests are made; "auto" is io_uring where the kernel allows it."""
     block_size: Annotated[Size, Field(gt=0, le=2**30, multiple_of=BLOCK_MULTIPLE)] = 2**20
-    """Bytes; 1 MiB at depth 4 to 16 was the fastest wherever it was measured."""
+    """Bytes of a request; 1 MiB at depth 4 to 16 was the fastest wherever it was measured."""
     queue_depth: int = Field(default=8, ge=1, le=256)
+    """Requests under way on each path."""
     num_threads: int = Field(default=4, ge=1, le=64)
     """Four plain threads reach the disk; used by the threads back end only."""
     weights: Annotated[tuple[Weight, ...] | None, BeforeValidator(as_pair)] = None
@@ -536,7 +231,9 @@ class IoConfig(Section):
     is on for durable runs, so that a run resumes only from the bytes that were written.
     """
     stuck_after_s: Number = Field(default=120.0, ge=0)
-    """Seconds a request may be in the kernel before waiting for it is an error. 0 = for ever."""
+    """Seconds a request may be in the kernel before waiting for it is an error, which lists the
+    outstanding requests. 0 = for ever.
+    """
 
 
 class CpuConfig(Section):
@@ -545,24 +242,31 @@ class CpuConfig(Section):
     num_threads: int = Field(default=0, ge=0, le=1024)
     """0 = all that this process may use; with a GPU all but three, which launch its work."""
     isa: Literal["auto", "baseline", "avx2", "avx512", "neon"] = "auto"
+    """Instructions of the optimizer's kernels; "auto" is the widest that the processor has."""
 
 
 class Config(Section):
     """Configuration of an engine. `load_config` builds it and explains mistakes."""
 
     nvme_path: Paths = ()
-    """Directories on the drives that state may rest on; several are striped."""
+    """A directory, or a list of them, on the drives that state may be stored on; several are
+    striped. The only key that a run from disk needs.
+    """
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Of the weights that compute; masters are fp32. fp16 has a loss scale, dynamic by default."""
     cast_inputs: bool = False
     """In bf16 and fp16: floating inputs are cast to these, as by DeepSpeed's auto_cast."""
     autocast: bool = False
-    """In fp32: calls of the engine run under `torch.autocast` in bf16."""
+    """In fp32: calls of the engine run under `torch.autocast` in bf16, as by DeepSpeed's
+    torch_autocast.
+    """
     loss_scale: LossScaleConfig = LossScaleConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig | None = None
     gradient_clipping: Number = Field(default=1.0, ge=0)
     """Largest global norm; 0 = off."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
+    """Micro-batches of a step; their gradients are summed in fp32."""
     placement: PlacementConfig = PlacementConfig()
     frozen: FrozenConfig = FrozenConfig()
     update: Literal["auto", "cpu", "device"] = "auto"
@@ -573,8 +277,8 @@ class Config(Section):
     hints: HintsConfig = HintsConfig()
     io: IoConfig = IoConfig()
     chunk_size: int | Literal["auto"] = "auto"
-    """Elements of a chunk, in which the optimizer works and which travels as one; "auto" is 1 Mi,
-    of which four pass at once where nothing rests on disk.
+    """Parameters that are updated and moved at once: fewer take less RAM. "auto" is 1 Mi, of which
+    four pass at once where nothing is on disk.
     """
     prefetch_units: int = Field(default=2, ge=0)
     """Units fetched before they are needed."""
@@ -583,13 +287,20 @@ class Config(Section):
     unit below 512 MiB, of models with very many experts below 1 GiB. The bits are the same.
     """
     seed: int | None = None
+    """Seed of the torch generator on all ranks. For separate dropout a rank may seed again after
+    `initialize`, unless ranks must draw the same numbers (the order of an IterableDataset, sampling
+    in `generate`).
+    """
     cpu: CpuConfig = CpuConfig()
     activations: ActivationsConfig = ActivationsConfig()
     compile: bool = False
     """`torch.compile` of every block's forward; weights stay where they are."""
     journal: OnePath | None = None
+    """A file that gets one JSON line for each step."""
     trace: OnePath | None = None
-    """A timeline of training in Chrome's format, for ui.perfetto.dev and `infinity trace`."""
+    """A file that gets a timeline of training in Chrome's format, for ui.perfetto.dev and
+    `infinity trace`, which names the bottleneck.
+    """
     trace_steps: Annotated[
         tuple[int, int],
         BeforeValidator(_first_and_last, json_schema_input_type=int | tuple[int, int]),
@@ -598,9 +309,13 @@ class Config(Section):
     durable: bool = False
     """State on disk is the checkpoint: updates go out of place, and steps are committed."""
     durable_every: int | Literal["auto"] = "auto"
-    """Steps from one commit to the next; "auto" is every step where all state rests on disk."""
+    """Steps from one commit to the next. "auto" is every step where all state is on disk; where
+    some is in RAM every k-th, so that commits cost 5 % at most.
+    """
     resume: Annotated[Literal["never", "auto"] | Path, BeforeValidator(_resume)] = "never"
-    """auto: go on from the durable run under nvme_path that fits the model; or its directory."""
+    """"auto" goes on from the last commit of the durable run under `nvme_path` that fits the model,
+    and refuses where there are signs of one that it cannot go on from; or the directory of a run.
+    """
 
     @field_validator("loss_scale")
     @classmethod

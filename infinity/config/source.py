@@ -53,7 +53,7 @@ def explain(
         names, verb = ", ".join(foreign), "is" if len(foreign) == 1 else "are"
         problems.append(
             f"{names} {verb} from a DeepSpeed configuration; initialize() and `infinity plan` take "
-            'such a one as a whole, with keys of ours in its section "infinity"'
+            'such a file, with our keys in its section "infinity"'
         )
     found: dict[tuple[int | str, ...], list[str]] = {}
     for detail in error.errors(include_url=False):

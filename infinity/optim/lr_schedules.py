@@ -2,7 +2,7 @@
 
 Those five have DeepSpeed's names, parameters and values, quirks included, in closed form: what a
 group gets depends on the number of steps only. Each is a function of its parameters, checked and
-complete (names and defaults: `SCHEDULES` in `config/schema.py`), and of the iteration: the count
+complete (names and defaults: `SCHEDULES` in `config/optimizer.py`), and of the iteration: the count
 starts at -1 when the schedule is made. In torch `last_epoch` is 0 then, so it is `last_epoch - 1`.
 State is plain numbers and lists.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer, lr_scheduler
 
-from infinity.config.schema import SCHEDULES, torch_schedules
+from infinity.config.optimizer import SCHEDULES, torch_schedules
 from infinity.errors import ConfigError, InfinityError, InfinityWarning, first_lines
 
 _SECOND_BETA = 0.99  # what OneCycle sets beside the momentum it cycles

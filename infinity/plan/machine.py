@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
 from infinity.common.sizes import parse_size
-from infinity.config.schema import Section, Size
+from infinity.config.fields import Section, Size
 from infinity.config.source import explain, read_config_file
 from infinity.errors import ConfigError, MachineError
 from infinity.plan.rates import (

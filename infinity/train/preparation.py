@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from infinity.checkpoint.manifest import MANIFEST_NAME
 from infinity.checkpoint.plain import decode
 from infinity.checkpoint.reader import CheckpointReader
-from infinity.config.schema import SCHEDULES, Config
+from infinity.config.optimizer import SCHEDULES
+from infinity.config.schema import Config
 from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import (
     ConfigError,
@@ -247,9 +248,9 @@ def check_packing(facts: ModelFacts, attention: str | None) -> None:
     elif not {"position_ids", "use_cache"} <= inspect.signature(kind.forward).parameters.keys():
         because = "it takes no positions, or does not say whether it uses a cache"
     elif "create_causal_mask" not in source and "create_masks_for_generate" not in source:
-        because = "it makes its attention masks by itself"
+        because = "it makes its own attention masks"
     elif attention is not None and "flash" in attention:
-        because = f"with {attention} nobody has compared their losses with those of each alone"
+        because = f"with {attention} their losses have not been compared with those of each alone"
     else:
         return
     raise ConfigError(

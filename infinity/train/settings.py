@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from infinity.config.schema import Config, Number, OnePath, Section, as_pair, as_path, entries
+from infinity.config.fields import Number, OnePath, Section, as_pair, as_path
+from infinity.config.schema import Config, entries
 from infinity.config.source import apply_overrides, explain, read_source
 from infinity.errors import ConfigError
 from infinity.types import FrozenFormat
@@ -76,6 +77,7 @@ class DataSection(Section):
     train: Patterns
     """Files, directories, patterns, hub:NAME[:CONFIG[:SPLIT]]."""
     evaluate: Patterns = ()
+    """The same, for evaluation."""
     held_out: Number = Field(default=0.0, ge=0, lt=1)
     """The last part of `train`, for evaluation."""
     format: Literal["auto", "text", "jsonl", "tokens", "parquet"] = "auto"
@@ -101,6 +103,7 @@ class DataSection(Section):
     undecodable: Literal["refuse", "replace"] = "refuse"
     """What to do with bytes that are not UTF-8."""
     shuffle: bool = True
+    """Draw windows in a random order, anew for each epoch."""
     cache: OnePath | None = None
     """Where tokens are kept; the run's directory by default."""
 
@@ -132,6 +135,7 @@ class TrainingSection(Section):
     """Length of the run, its steps, evaluations and checkpoints."""
 
     steps: int | None = Field(default=None, ge=1)
+    """Steps of the run; or give `epochs`."""
     epochs: Number | None = Field(default=None, gt=0)
     """1 where neither is given."""
     micro_batch: int = Field(default=1, ge=1)
@@ -177,6 +181,7 @@ class AdapterSection(Section):
     alpha: Annotated[Number, Field(gt=0)] | None = None
     """Their product counts alpha / r times; 2 r by default."""
     dropout: Number = Field(default=0.0, ge=0, lt=1)
+    """Dropout before the matrices."""
     targets: Annotated[
         tuple[Text, ...], BeforeValidator(_names, json_schema_input_type=str | tuple[str, ...])
     ] = (ALL_LINEAR,)
@@ -204,6 +209,7 @@ class RunConfig(Section):
     """Configuration of `infinity train`; read it with `load_run_config`."""
 
     run_dir: OnePath
+    """The directory of the run: its record, metrics, checkpoints and model."""
     model: ModelSection
     adapter: AdapterSection | None = None
     tokenizer: Text = "auto"

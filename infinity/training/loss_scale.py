@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from infinity.config.schema import LossScaleConfig
+from infinity.config.optimizer import LossScaleConfig
 from infinity.errors import TrainingError
 
 FACTOR = 2.0

@@ -20,7 +20,8 @@ from support.small import ON_DISK, assert_nothing_left, batch, masters, same, sm
 from torch.utils.data import TensorDataset
 
 import infinity
-from infinity.config.schema import DEEPSPEED_NAMES, Config, LossScaleConfig, load_config
+from infinity.config.optimizer import LossScaleConfig
+from infinity.config.schema import DEEPSPEED_NAMES, Config, load_config
 from infinity.errors import ConfigError
 from infinity.integrations.deepspeed.config import Translation, translate_deepspeed
 from infinity.integrations.deepspeed.key_table import TABLE, Key, KeyStatus
@@ -535,7 +536,7 @@ def test_what_it_makes_of_ours(more: dict[str, Any], expected: dict[str, Any]) -
         (rule("AdamW", beta=1), "did you mean 'betas'?"),
         (rule("AdamW", momentum=0.9), "AdamW does not take it"),
         (rule("SGD", adam_w_mode=True), "SGD does not take it"),
-        (rule("AdamW", lr="auto"), "auto, and nobody filled it in"),
+        (rule("AdamW", lr="auto"), "auto was not resolved"),
         (rule("AdamW", lr=-1), "optimizer.params.lr: should be greater"),
         (rule("AdamW", betas=[0.9]), "optimizer.params.betas: should be two"),
         ({"optimizer.parms": {}}, "did you mean 'optimizer.params'?"),
@@ -596,7 +597,7 @@ def test_schedules_that_are_auto() -> None:
     assert scheduler is not None
     assert scheduler.params == {"total_num_steps": 10, "warmup_max_lr": 3e-4}
     unknown = {**more, "scheduler.params.total_num_steps": "auto"}
-    assert "scheduler.params.total_num_steps: auto, and nobody" in refusal(unknown)
+    assert "scheduler.params.total_num_steps: auto was not resolved" in refusal(unknown)
     assert translated(unknown, lenient=True).config.scheduler is None
     fill = {"scheduler.params.total_num_steps": 99}
     filled = translated(unknown, fill=fill).config.scheduler

@@ -12,14 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from infinity.config.schema import (
-    BLOCK_MULTIPLE,
-    CHUNK_MULTIPLE,
-    SCHEDULES,
-    Config,
-    IoConfig,
-    load_config,
-)
+from infinity.config.optimizer import SCHEDULES
+from infinity.config.schema import BLOCK_MULTIPLE, CHUNK_MULTIPLE, Config, IoConfig, load_config
 from infinity.errors import ConfigError, did_you_mean, listed, mistakes
 from infinity.integrations.deepspeed.key_table import Key, KeyStatus
 from infinity.integrations.deepspeed.keys import (
@@ -129,7 +123,7 @@ def find_translation(source: Any, overrides: Iterable[str] = (), **how: Any) -> 
         draft.problem(name, "given twice in one section")
     ours: Any = found.raw.get(OURS, {})
     if not isinstance(ours, Mapping):
-        draft.problem(OURS, f"should be a section with keys of ours, got {ours!r}")
+        draft.problem(OURS, f"should be a section with infinity's keys, got {ours!r}")
         ours = {}
     # Without an optimizer nothing is scheduled: transformers leaves a section of 0 steps for that.
     unread = (OURS, "scheduler") if draft.may_infer and "optimizer" not in found.raw else (OURS,)
@@ -323,8 +317,8 @@ def _when_auto(key: Key) -> str:
 def _unknown(section: str, name: str) -> str:
     if not section and name in Config.model_fields:
         return (
-            f"a key of ours, not of DeepSpeed's, whose keys are beside it; write "
-            f'"{OURS}": {{"{name}": ...}}, or leave out theirs'
+            "one of infinity's keys, among DeepSpeed's; write "
+            f'"{OURS}": {{"{name}": ...}}, or leave out the others'
         )
     prefix = f"{section}." if section else ""
     known = names_in(section)
@@ -397,7 +391,7 @@ def _pinned(draft: _Draft, key: str, value: bool) -> str | None:
 
 def _quantised_frozen(draft: _Draft, key: str, value: bool) -> str | None:
     if not value:
-        return "frozen weights rest as they are"
+        return "frozen weights are stored unquantized"
     draft.set("frozen.rest", "int8", key)
     return None
 
@@ -520,7 +514,7 @@ def _precision(draft: _Draft) -> None:
         draft.problem("bf16.enabled", "bf16 and fp16 cannot both be enabled; keep one of them")
     if bf16 is None and "bf16.enabled" in draft.autos:
         bf16 = True
-        draft.note("bf16.enabled", "auto: nobody filled it in, so bf16", KeyStatus.DONE)
+        draft.note("bf16.enabled", "auto was not resolved: bf16", KeyStatus.DONE)
     chosen = "bf16" if bf16 else "fp16" if fp16 else "fp32"
     if chosen == "fp32":
         draft.note(
@@ -694,7 +688,7 @@ def _built_in(draft: _Draft, kind: str) -> None:
         if draft.lenient:
             draft.note(f"{_PARAMS}.lr", "auto: a plan does not depend on it")
         else:
-            draft.problem(f"{_PARAMS}.lr", "auto, and nobody filled it in; write a number")
+            draft.problem(f"{_PARAMS}.lr", "auto was not resolved; write a number")
     _moments(draft, params)
     # DeepSpeed refuses max_grad_norm here; its meaning is clear.
     most, clipping = params.get("max_grad_norm"), draft.given.get("gradient_clipping")
@@ -762,7 +756,7 @@ def _scheduler(draft: _Draft) -> None:
         draft.note(_SCHEDULE, f"left out of the plan: {', '.join(missing)} is auto")
         return
     for name in missing:
-        draft.problem(f"{section}.{name}", "auto, and nobody filled it in; write a number of steps")
+        draft.problem(f"{section}.{name}", "auto was not resolved; write a number of steps")
     if not missing and not any(name.startswith(section) for name in draft.wrong):
         draft.set(_SCHEDULE, kind, _SCHEDULE)
         draft.set(section, params, section)

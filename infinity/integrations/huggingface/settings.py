@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.config.schema import Config, SchedulerConfig, load_config
+from infinity.config.optimizer import SchedulerConfig
+from infinity.config.schema import Config, load_config
 from infinity.config.source import read_source
 from infinity.errors import ConfigError
 from infinity.integrations.deepspeed.config import OURS, Translation, translate_deepspeed

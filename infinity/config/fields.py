@@ -1,0 +1,115 @@
+"""Values that a configuration is made of, and the base of its sections."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+)
+
+from infinity.common.sizes import parse_size
+from infinity.errors import ConfigError
+
+
+def _size(value: Any) -> int:
+    try:
+        return parse_size(value)
+    except ConfigError as error:
+        details = [part for part in (error.because, error.remedy) if part]
+        raise ValueError("; ".join([error.what, *details])) from None
+
+
+def _number(value: Any) -> Any:
+    # YAML 1.1 reads 1e-4 as text, and so does a dict that came from elsewhere.
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            raise ValueError(f"should be a number, got {value!r}") from None
+    return value
+
+
+def _whole(value: Any) -> Any:
+    # 1e9 is a float to YAML and JSON.
+    number = _number(value)
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+_BARE_BYTES = 1 << 16  # fewer are no budget: a unit was forgotten
+_LONGEST_NAME = 255  # bytes, of a file on Linux
+
+
+def as_path(value: Any) -> Path:
+    """A path, `~` expanded."""
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or "\0" in str(value):
+        raise ValueError(f"should be a path, got {value!r}")
+    try:
+        return Path(os.fsdecode(value)).expanduser()
+    except RuntimeError:
+        raise ValueError(f"there is no such user, got {value!r}") from None
+
+
+def as_paths(value: Any) -> tuple[Path, ...]:
+    """Return one path, or a list of them, as a tuple of directories; `None` is none of them."""
+    if value is None:
+        return ()
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    paths = tuple(as_path(part) for part in parts)
+    if not paths and not isinstance(value, tuple):
+        raise ValueError("is an empty list; give a path, or leave it out")
+    for path in paths:
+        try:
+            longest = max((len(name.encode()) for name in path.parts), default=0)
+        except UnicodeEncodeError:
+            raise ValueError(f"should be UTF-8, got {str(path)!r}") from None
+        if longest > _LONGEST_NAME:
+            raise ValueError(f"has a name of {longest} bytes, more than {_LONGEST_NAME}: {path}")
+    seen: dict[Any, Path] = {}
+    for path in paths:
+        if (first := seen.setdefault(_identity(path), path)) is not path:
+            also = "" if first == path else f": {first} and {path} are one directory"
+            raise ValueError(f"names the same path twice{also}")
+    return paths
+
+
+def _identity(path: Path) -> Any:
+    """Return what shows that two paths, one of them by a link, lead to one directory."""
+    try:
+        facts = os.stat(path)
+    except OSError:  # it is not there, or of another machine
+        return path
+    return facts.st_dev, facts.st_ino
+
+
+def as_pair(value: Any) -> Any:
+    """A list as a tuple; YAML and JSON know lists only."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Size: TypeAlias = Annotated[int, BeforeValidator(_size, json_schema_input_type=int | str)]
+Whole: TypeAlias = Annotated[int, BeforeValidator(_whole)]
+Number: TypeAlias = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Paths: TypeAlias = Annotated[
+    tuple[Path, ...],
+    BeforeValidator(
+        as_paths, json_schema_input_type=Path | Annotated[list[Path], Field(min_length=1)]
+    ),
+]
+Weight: TypeAlias = Annotated[Number, Field(gt=0)]
+Beta: TypeAlias = Annotated[Number, Field(ge=0, lt=1)]
+OnePath: TypeAlias = Annotated[Path, BeforeValidator(as_path)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, strict, and an unknown key is an error."""
+
+    # The texts below fields are the descriptions in `model_json_schema()`.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )

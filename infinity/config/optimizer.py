@@ -1,0 +1,286 @@
+"""The optimizer, scheduler and loss scale sections of a configuration."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    create_model,
+    field_validator,
+)
+
+from infinity.config.fields import Beta, Number, Section, Whole, as_pair
+from infinity.errors import did_you_mean
+from infinity.optim.rules import RULES
+from infinity.types import FrozenFormat, MomentFormat
+
+_RULE_OF = {name.lower(): name for name in RULES}
+_ENTRIES = {name: default for rule in RULES.values() for name, default in rule.defaults().items()}
+if TYPE_CHECKING:
+    RuleName: TypeAlias = str
+    MomentName: TypeAlias = str
+    FrozenName: TypeAlias = str
+else:
+    RuleName = Literal[tuple(RULES)]
+    MomentName = Literal[tuple(form.value for form in MomentFormat)]
+    FrozenName = Literal[("as_is", *(form.value for form in FrozenFormat))]
+
+
+class _AnyOptimizer(Section):
+    """What every rule takes; what else one takes, `OptimizerConfig` has from `RULES`."""
+
+    type: RuleName = "AdamW"
+    """The update rule. "AdamW" decays weights directly, "Adam" adds the decay to the gradient;
+    "Muon" updates matrices, and each matrix of stacked experts, and AdamW all else. Any other
+    optimizer of torch, slower: `initialize(optimizer=torch.optim.NAdam)`.
+    """
+    moments: MomentName = "fp32"
+    """The format in which moments are stored: 12 bytes of state a parameter with fp32, 6 with 8bit.
+    All but fp32 are lossy; Muon's are fp32.
+    """
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _any_case(cls, value: Any) -> Any:
+        return _RULE_OF.get(value.lower(), value) if isinstance(value, str) else value
+
+    @field_validator(*_ENTRIES, mode="before", check_fields=False)
+    @classmethod
+    def _the_rule_takes_it(cls, value: Any, info: ValidationInfo) -> Any:
+        kind = info.data.get("type")
+        if kind is not None and info.field_name not in RULES[kind].defaults():
+            takes = ", ".join(RULES[kind].defaults())
+            raise ValueError(f"{kind} does not take it; it takes {takes}, moments")
+        return value
+
+    @field_validator("moments")
+    @classmethod
+    def _has_kernels_for_it(cls, value: str, info: ValidationInfo) -> str:
+        kind = info.data.get("type")
+        if kind is not None and not RULES[kind].kernel and value != MomentFormat.FP32.value:
+            raise ValueError(f"{kind} keeps moments in fp32; leave it out, got {value}")
+        return value
+
+    @field_validator(*_ENTRIES, check_fields=False)
+    @classmethod
+    def _fits_the_others(cls, value: Any, info: ValidationInfo) -> Any:
+        kind = info.data.get("type")
+        if kind is not None and (
+            problem := RULES[kind].problem(info.field_name or "", value, info.data)
+        ):
+            raise ValueError(problem)
+        return value
+
+    def parameters(self) -> dict[str, Any]:
+        """Return the parameters of the rule by torch's names, as defaults of its groups."""
+        return {name: getattr(self, name) for name in RULES[self.type].defaults()}
+
+
+_ENTRY_TEXTS = {
+    "lr": "Learning rate.",
+    "betas": "Decay rates of the moments.",
+    "eps": "Added to the denominator.",
+    "weight_decay": "Decay of the weights.",
+    "maximize": "Ascend instead of descend.",
+    "momentum": "Decay rate of the momentum.",
+    "dampening": "Dampening of the momentum.",
+    "nesterov": "Nesterov momentum.",
+    "lr_decay": "Decay of the learning rate over the steps.",
+    "initial_accumulator_value": "Initial value of the sums of squares.",
+    "ns_coefficients": "Coefficients of the Newton-Schulz iteration.",
+    "ns_steps": "Steps of the Newton-Schulz iteration.",
+    "adjust_lr_fn": "How the learning rate depends on a matrix's shape.",
+    "adam_lr": "AdamW's learning rate, for parameters that are not matrices.",
+    "adam_betas": "AdamW's decay rates, for the same parameters.",
+    "adam_eps": "AdamW's eps, for the same parameters.",
+    "adam_weight_decay": "AdamW's decay, for the same parameters.",
+}
+
+
+def _text_of(name: str) -> str:
+    """Return the meaning of an entry, and its default by rule."""
+    rules = {rule: RULES[rule].defaults() for rule in RULES}
+    by_default: dict[str, list[str]] = {}
+    for rule, defaults in rules.items():
+        if name in defaults:
+            by_default.setdefault(json.dumps(defaults[name]), []).append(rule)
+    each = "; ".join(f"{', '.join(found)}: {value}" for value, found in by_default.items())
+    return f"{_ENTRY_TEXTS[name]} {each}."
+
+
+def _field_of(name: str) -> tuple[Any, Any]:
+    """The field of an entry of some rule: its default depends on `type`, None if it has none."""
+
+    def default(given: dict[str, Any]) -> Any:
+        return RULES[given["type"]].defaults().get(name) if "type" in given else None
+
+    of, text = _ENTRIES[name], _text_of(name)
+    field = Field(default_factory=default, description=text)
+    signed = any(rule.is_signed(name) for rule in RULES.values())
+    if isinstance(of, bool):
+        return bool, field
+    if isinstance(of, str):
+        choices = next(rule.choices(name) for rule in RULES.values() if name in rule.defaults())
+        return Literal[choices], field
+    if isinstance(of, tuple):
+        each = (Number if signed else Beta,) * len(of)
+        return Annotated[tuple.__class_getitem__(each), BeforeValidator(as_pair)], field
+    least = None if signed else 0
+    kind = Whole if isinstance(of, int) else Number
+    return kind, Field(default_factory=default, ge=least, description=text)
+
+
+if TYPE_CHECKING:
+    OptimizerConfig = _AnyOptimizer
+else:
+    OptimizerConfig = create_model(
+        "OptimizerConfig",
+        __base__=_AnyOptimizer,
+        __module__=__name__,
+        __doc__="The update rule; each takes some of the keys, with torch's names and defaults.",
+        **{name: _field_of(name) for name in _ENTRIES},
+    )
+
+
+class LossScaleConfig(Section):
+    """By how much the loss is multiplied in fp16; see `training/step.py` for the rules."""
+
+    value: Number = Field(default=0.0, ge=0)
+    """0 = dynamic: it halves when gradients overflow, doubles when they have not for a while."""
+    initial_power: int = Field(default=16, ge=0, le=127)
+    """It begins at 2 to the power of this."""
+    window: int = Field(default=1000, ge=1)
+    """Steps without an overflow until it doubles."""
+    hysteresis: int = Field(default=2, ge=1)
+    """Overflows until it halves."""
+    consecutive_hysteresis: bool = False
+    """Start counting overflows anew in every good step, not only when the scale doubles."""
+    min: Number = Field(default=1.0, gt=0)
+    """An overflow at this scale is an error."""
+
+    @field_validator("initial_power", "window", "hysteresis", "consecutive_hysteresis", "min")
+    @classmethod
+    def _is_dynamic(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.data.get("value"):
+            raise ValueError(f"a loss_scale.value of {info.data['value']:g} never changes")
+        return value
+
+    @field_validator("min")
+    @classmethod
+    def _begins_above(cls, value: float, info: ValidationInfo) -> float:
+        power = info.data.get("initial_power")
+        if power is not None and value > 2.0**power:
+            raise ValueError(f"{value:g} is above the first scale, 2 ** {power} = {2**power}")
+        return value
+
+
+NEEDED = inspect.Parameter.empty
+# What DeepSpeed's schedules take, and their defaults; `infinity.optim.lr_schedules` makes them.
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "LRRangeTest": {
+        "lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000,
+        "lr_range_test_step_rate": 1.0, "lr_range_test_staircase": False,
+    },
+    "OneCycle": {
+        "cycle_min_lr": NEEDED, "cycle_max_lr": NEEDED, "decay_lr_rate": 0.0,
+        "cycle_first_step_size": 2000, "cycle_second_step_size": None,
+        "cycle_first_stair_count": 0, "cycle_second_stair_count": None, "decay_step_size": 0,
+        "cycle_momentum": True, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_mom_rate": 0.0,
+    },
+    "WarmupLR": {
+        "warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000,
+        "warmup_type": "log",
+    },
+    "WarmupDecayLR": {
+        "total_num_steps": NEEDED, "warmup_min_lr": 0.0, "warmup_max_lr": 0.001,
+        "warmup_num_steps": 1000, "warmup_type": "log",
+    },
+    "WarmupCosineLR": {
+        "total_num_steps": NEEDED, "warmup_min_ratio": 0.0, "warmup_num_steps": 1000,
+        "cos_min_ratio": 0.0001, "warmup_type": "log",
+    },
+}  # fmt: skip
+for _defaults in SCHEDULES.values():
+    _defaults["last_batch_iteration"] = -1
+
+
+def torch_schedules() -> dict[str, Any]:
+    """The classes of `torch.optim.lr_scheduler` by name; torch is imported when this is asked."""
+    from torch.optim import lr_scheduler
+
+    base = lr_scheduler.LRScheduler
+    return {
+        name: value
+        for name, value in vars(lr_scheduler).items()
+        if inspect.isclass(value)
+        and issubclass(value, base)
+        and value is not base
+        and not name.startswith("_")
+    }
+
+
+def _parameters_of(name: str) -> dict[str, Any] | None:
+    """Return the parameters of a schedule with defaults; None for an unknown one."""
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    found = torch_schedules().get(name)
+    if found is None:
+        return None
+    takes = inspect.signature(found).parameters.values()
+    return {taken.name: taken.default for taken in takes if taken.name != "optimizer"}
+
+
+class SchedulerConfig(Section):
+    """A class of `torch.optim.lr_scheduler` or `infinity.optim.lr_schedules`, and its arguments."""
+
+    type: str
+    """A class of `torch.optim.lr_scheduler`, or a schedule of DeepSpeed: LRRangeTest, OneCycle,
+    WarmupLR, WarmupDecayLR, WarmupCosineLR.
+    """
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Its arguments, without the optimizer."""
+
+    @field_validator("type")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if _parameters_of(name) is None:
+            known = sorted({*torch_schedules(), *SCHEDULES})
+            hint = did_you_mean(name, known)
+            where = "torch.optim.lr_scheduler or infinity.optim.lr_schedules"
+            raise ValueError(f"is not in {where}; {hint}known: {', '.join(known)}")
+        return name
+
+    @field_validator("params")
+    @classmethod
+    def _fit_the_class(cls, params: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        kind = info.data.get("type", "")
+        takes = _parameters_of(kind)
+        if takes is None:
+            return params
+        unknown = [name for name in params if name not in takes]
+        needed = [name for name, default in takes.items() if default is NEEDED]
+        missing = [name for name in needed if name not in params]
+        if unknown or missing:
+            problem = f"does not take {', '.join(unknown)}" if unknown else ""
+            problem += " and " if unknown and missing else ""
+            problem += f"needs {', '.join(missing)}" if missing else ""
+            hint = did_you_mean(unknown[0], takes) if unknown else ""
+            raise ValueError(f"{kind} {problem}; {hint}it takes {', '.join(takes)}")
+        return {name: _number_if_it_looks_like_one(value) for name, value in params.items()}
+
+
+def _number_if_it_looks_like_one(value: Any) -> Any:
+    if isinstance(value, str) and value[:1] in set("+-.0123456789"):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+# The `activations` section: what happens to what autograd keeps between forward and backward.

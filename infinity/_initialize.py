@@ -428,8 +428,8 @@ def _announce(
     notes = list(engine.warnings)
     if left_open:
         notes.append(
-            f"the configuration leaves open what a plain loop may do otherwise: {left_open}; name "
-            "them in it"
+            f"defaults that may differ from a plain loop: {left_open}; name them in the "
+            "configuration"
         )
     for warning in notes:
         warnings.warn(warning, InfinityWarning, stacklevel=5)

@@ -129,7 +129,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     if (ranks := there.get("ranks", 1)) != here["ranks"]:
         one = "one rank" if ranks == 1 else f"{ranks} ranks"
         return [
-            f"it is of {one}, here are {here['ranks']}: start as many, or with resume: never "
+            f"it is of {one}, here are {here['ranks']}: start that number, or with resume: never "
             "engine.load_checkpoint(of that directory), which takes any number"
         ]
     for key, what in (("precision", "precision"), ("rule", "optimizer"), ("moments", "moments")):
@@ -337,7 +337,7 @@ def _check_files(striping: Striping, run: str) -> None:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         if tag != state_tag(run, index):
             whose = tag.rstrip(b"\0").decode(errors="replace")
-            why = f"its last page, at byte {used}, says {whose!r:.100}: it was damaged or exchanged"
+            why = f"its last page, at byte {used}, reads {whose!r:.100}: damaged or exchanged"
             if len(tag) < PAGE:
                 why = f"it was cut short, to less than {used + PAGE} bytes"
             raise CheckpointError(f"{path} is not part {index} of run {run}", because=why)

@@ -171,7 +171,7 @@ def _show(report: dict[str, Any]) -> None:
     others = [tag for tag in report.get("tags", ()) if tag != report["tag"]]
     if others:
         page.say()
-        page.say(f"beside it: {listed(others, limit=_MAX_TAGS)}")
+        page.say(f"next to it: {listed(others, limit=_MAX_TAGS)}")
 
 
 def _show_commit(page: Page, report: dict[str, Any]) -> None:
@@ -274,7 +274,7 @@ def _is_sound(place: Path, opened: Opener) -> bool:
             if not reader.verified:
                 verdict = (
                     f"plan and commit record are sound; of the state, {format_size(reader.nbytes)},"
-                    " no checksums were kept (io.verify was off), so nothing can be said"
+                    " no checksums were kept (io.verify was off): it cannot be verified"
                 )
     except CheckpointError as error:
         problems.append(error.what)
@@ -364,7 +364,7 @@ def _description_of(directory: Path, state: Path, model: str | None, merge: bool
         )
     if found is None and model is None:
         say(
-            "note: weights alone are written, as nothing here says of which model they are; "
+            "note: only weights are written, as their model is unknown; "
             "--model DIR names its config.json"
         )
     return None if found is None else str(found)

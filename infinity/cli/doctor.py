@@ -404,8 +404,8 @@ def _machine_lines(facts: dict[str, Any]) -> list[str]:
 def rate_lines(rates: dict[str, Any], origin: str) -> list[str]:
     """Return how fast disk and links are, and where the numbers come from."""
     lines = [f"rates      {origin}"]
-    beside = "" if "to_device" in rates else "; beside busy processors"
-    for title, names, more in (("disk", DISK, beside), ("copies", COPIES, "")):
+    busy = "" if "to_device" in rates else "; with busy processors"
+    for title, names, more in (("disk", DISK, busy), ("copies", COPIES, "")):
         known = [name for name in names if name in rates]
         each = ", ".join(f"{_words(name)} {format_rate(rates[name])}" for name in known)
         lines += [f"           {title}: {each}{more}"] if known else []

@@ -84,7 +84,7 @@ def show_answer(
     if report["machine"]["assumed_disk"] is not None:
         page.entry(
             "disk",
-            f"what is free at {report['machine']['assumed_disk']}; another: --path DIR, "
+            f"the free space at {report['machine']['assumed_disk']}; another: --path DIR, "
             "--disk SIZE",
         )
 
@@ -120,7 +120,7 @@ def _memory_line(report: dict[str, Any]) -> str:
             of = f" of {_size(whole)}" if whole else ""
             parts.append(f"{tier} {_size(sum(used.values()))}{of}")
     activations = report["activations"]
-    parts.append(f"activations about {_size(activations['total'])} beside that")
+    parts.append(f"plus about {_size(activations['total'])} of activations")
     return ", ".join(parts)
 
 
@@ -279,7 +279,7 @@ def _moved(page: Page, report: dict[str, Any]) -> None:
         ]
         for direction, moved in directions.items()
     ]
-    title = "what a step moves" + (" of one rank" if report["ranks"] else "")
+    title = "bytes moved in a step" + (" of one rank" if report["ranks"] else "")
     title += " (* nominal, not measured)" if stars else ""
     page.table(title, ["direction", "a step", "bytes a parameter", "rate"], rows)
     wear = report["wear"]

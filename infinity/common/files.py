@@ -43,7 +43,10 @@ _ADVICE: dict[int, tuple[str, str]] = {
     ),
     errno.EACCES: ("its permissions forbid it", "chown or chmod it, or use another place"),
     errno.EPERM: ("its permissions forbid it", "chown or chmod it, or use another place"),
-    errno.ENOENT: ("it is not there, or was removed meanwhile", "look who removes files there"),
+    errno.ENOENT: (
+        "it does not exist, or was just removed",
+        "check which process removes files there",
+    ),
     errno.ENOTDIR: ("a file is where a directory should be", "name a directory"),
     errno.EFBIG: (
         "the process or the file system does not allow files of this size",

@@ -137,8 +137,8 @@ class TorchDistContext(DistContext):
             here = f"; this one {every._doing}"
             because = f"another rank has ended, was killed, hangs, or cannot be reached{here}"
             remedy = (
-                "look at what the other ranks said last; torchrun names the one that ended "
-                f"first. One that is silent for {HELD_UP.seconds // 60} minutes counts as lost; "
+                "read the last messages of the other ranks; torchrun names the first that "
+                f"ended. One that is silent for {HELD_UP.seconds // 60} minutes counts as lost; "
                 "for less: torch.distributed.init_process_group(timeout=...) before initialize()"
             )
             if closed:
@@ -148,7 +148,7 @@ class TorchDistContext(DistContext):
                 because = f"all ranks must call the engine, and use the model, together{here}"
                 remedy = (
                     f"look whether {who} ended by an error; else: no `if rank == 0:` around "
-                    "these calls, and as many batches on each rank"
+                    "these calls, and the same number of batches on each rank"
                 )
             raise LostRankError(
                 f"rank {every.rank} of {every.count} lost the others{first}: {first_lines(error)}",

@@ -62,7 +62,7 @@ def choose_given(config: Config, given: Any, groups: Any) -> OptimizerChoice:
         if parameter.default is not parameter.empty
     }
     rule = _rule_of(kind, defaults)
-    assert rule is not None, "a rule of torch's with its own defaults is one of ours"
+    assert rule is not None, "torch's rule with torch's defaults is a built-in one"
     return OptimizerChoice(_with_rule(config, *rule), groups)
 
 

@@ -144,7 +144,7 @@ def _step_differences(case: PlanInput, after: PlanInput) -> Iterator[Change]:
         yield Change(what, "recompute", new.recompute)
     token_limits = [one.config.activations.tokens for one in (case, after)]
     if old == new and token_limits[0] is None and token_limits[1] is not None:
-        what = "as much left to activations as they are expected to take"
+        what = "the expected size of activations as their room"
         yield Change(what, "activations.tokens", new.tokens)
     if old.offload != new.offload:
         where = {"none": "on the device", "host": "in RAM", "disk": "in RAM and on disk"}

@@ -558,7 +558,7 @@ class Plan:
         """How many parameters are not trained, and how they rest; "" where there are none."""
         found = Counter[str]()
         for segment in (s for unit in self.units for s in unit.segments if not s.trained):
-            how = f"rest and travel as {segment.form} (lossy)" if segment.form else "as they are"
+            how = f"rest and travel as {segment.form} (lossy)" if segment.form else "unquantized"
             found[how] += segment.numel
         return ", ".join(f"{format_count(count)} {how}" for how, count in found.items())
 
@@ -571,7 +571,7 @@ class Plan:
                 counts[update_place(self, group.units[0]).value] += len(group.units)
         why = why_only_cpu(self) if len(counts) == 1 else ""
         meanwhile = (
-            f", {self.cpu_share:.0%} of these by the CPU meanwhile" if self.cpu_share else ""
+            f", {self.cpu_share:.0%} of these by the CPU at the same time" if self.cpu_share else ""
         )
         return (_counted(counts) or "nothing is trained") + (f": {why}" if why else meanwhile)
 

@@ -482,7 +482,7 @@ def report_lines(data: Mapping[str, Any]) -> Iterator[str]:
         share = percent(stall["resource_seconds"] / stall["seconds"])
         yield (
             f"  {stall['seconds'] * 1e3:9.2f} ms  {stall['cause']:10} {stall['unit']:20} in "
-            f"{stall['step']}; meanwhile {_short(stall['track'])} was busy {share}"
+            f"{stall['step']}; at the same time {_short(stall['track'])} was busy {share}"
         )
     yield ""
     yield from (step["verdict"] for step in shown)

@@ -160,7 +160,7 @@ def repeating(work: Callable[[], object]) -> Iterator[Callable[[], int]]:
             work()
             calls += 1
 
-    thread = threading.Thread(target=repeat, name="infinity-beside")
+    thread = threading.Thread(target=repeat, name="infinity-load")
     thread.start()
     try:
         yield lambda: calls

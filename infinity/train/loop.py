@@ -257,7 +257,7 @@ class Loop:
         ranks = self.engine.ranks
         if ranks.count == 1:
             return losses
-        ranks.synchronize("tells its losses")
+        ranks.synchronize("reports its losses")
         own = torch.stack(list(losses)).cpu().view(torch.int64)
         return list(ranks.gather(own).view(torch.float64).T.flatten())
 

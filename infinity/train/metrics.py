@@ -142,7 +142,7 @@ class Metrics:
                     file.write(path.read_bytes())
                 self.notes.append(
                     f"{path.name} has steps up to {recorded}, and the run goes on from {after}: "
-                    f"what it was is in {aside.name}"
+                    f"the old lines are in {aside.name}"
                 )
             with atomic_write(path) as file:
                 file.write("".join(line for line, _ in kept).encode())

@@ -87,7 +87,7 @@ _MAX_SESSIONS = 1000  # of which a run directory keeps the ids
 _WAITS_S = 60.0  # for the first rank, until that says that it is at work
 OTHER = Path("/other/drive")  # what people put their own in the place of
 _HEADING = """\
-What this run was told; in comments what was left to defaults, and what was derived from it.
+Arguments of this run; defaults and derived values are in comments.
 This file can be given to `infinity train` again; relative paths are from {}"""
 
 
@@ -305,7 +305,7 @@ class Run:
         if self._begins and free < count * each:
             watcher.note(
                 f"{what}: there are {count} while one is written (training.keep_last: "
-                f"{training.keep_last}); those that do not fit are told, and tried again"
+                f"{training.keep_last}); those that do not fit are reported, and tried again"
             )
 
     def _metrics(self, done: int, device: torch.device) -> Metrics:

@@ -90,8 +90,8 @@ class Inputs:
         if not isinstance(error, RuntimeError) or not _OTHER_DTYPE.search(str(error)):
             return
         cast = (
-            "; or write cast_inputs: true, which does so with all floating inputs (among keys of "
-            'DeepSpeed\'s: "infinity": {"cast_inputs": true})'
+            "; or write cast_inputs: true, which does so with all floating inputs (in a DeepSpeed "
+            'configuration: "infinity": {"cast_inputs": true})'
         )
         for tensor in self._of_other_dtype(arguments):
             raise TrainingError(

@@ -56,7 +56,7 @@ def share_kept(store: StateStore, updater: Updater, parameters: Collection[int])
     ranks, plan = store.ranks, store.plan
     if ranks.count == 1 or _is_ours(updater):  # ours counts steps, of all parameters
         return
-    doing = "tells what the optimizer keeps"
+    doing = "reports the state of the optimizer"
     own = {s.parameter for unit in plan.own for s in unit.trained_segments}.intersection(parameters)
     kept = updater.kept()
     with ranks.propagate_errors(doing):

@@ -460,7 +460,7 @@ def test_this_machine_is_planned_for_with_measured_rates(
     assert bare["machine"]["disk_bytes"] > 0
     assert set(bare["machine"]["nominal"]) == {"disk_read", "disk_write", "disk_mixed"}
     _, out, _ = run(tiny, "--tokens", "64")
-    assert f"what is free at {tmp_path}; another: --path DIR" in out
+    assert f"the free space at {tmp_path}; another: --path DIR" in out
     assert "device" not in out.partition("to go faster")[0]
     none = answer(tiny, "--tokens", "64", "--disk", "0")
     assert none["machine"]["disk_bytes"] == 0
@@ -739,7 +739,7 @@ def test_the_page_says_what_is_a_ranks_and_what_a_nodes() -> None:
         "units become whole by ",
         "threads of a rank that update on the CPU: ",
         " of RAM pinned, near its GPU",
-        "what a step moves of one rank",
+        "bytes moved in a step of one rank",
         "all-gather",
         "11.00 GB/s *",
         "one more GPU, as fast, with the same RAM",

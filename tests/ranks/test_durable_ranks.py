@@ -200,7 +200,9 @@ def test_another_number_of_ranks_reads_the_last_commit(tmp_path: Path) -> None:
     expected = train_six(1, third, 6)
     train_six(3, first, 2)
     (own,) = parts_of(first, 0)
-    with pytest.raises(ConfigError, match="it is of 3 ranks, here are 2: start as many") as caught:
+    with pytest.raises(
+        ConfigError, match="it is of 3 ranks, here are 2: start that number"
+    ) as caught:
         train_six(2, first, 4, resume="auto")
     assert "engine.load_checkpoint(of that directory)" in str(caught.value)
     with pytest.raises(ConfigError, match="it is of 3 ranks, here are 1"):

@@ -424,7 +424,7 @@ def test_models_that_would_let_them_see_each_other_are_refused(tmp_path: Path) -
     raw = settings(tmp_path, model={"config": {"model_type": "llama"}})
     facts = read_facts(load_run_config(raw), 257, 256)
     check_packing(facts, "sdpa")
-    with pytest.raises(ConfigError, match="nobody has compared"):
+    with pytest.raises(ConfigError, match="have not been compared"):
         check_packing(facts, "flash_attention_2")
 
 

@@ -37,7 +37,7 @@ _DEEPSPEED = (
     "config_params",
 )  # fmt: skip
 _REFUSED = {
-    "mpu": "it says which processes share a model; here all share all of it",
+    "mpu": "it names the processes that share a model; here all share all of it",
     "mesh_param": "it lays processes out in a mesh; here all share all of the model",
 }
 

@@ -46,7 +46,7 @@ def _told(key: str) -> Callable[[ConfigMethods], Any]:
     def method(self: ConfigMethods) -> Any:
         return self._said(key)
 
-    method.__doc__ = f"What the configuration says of {key}, else DeepSpeed's default."
+    method.__doc__ = f"Return {key} of the configuration, else DeepSpeed's default."
     return method
 
 

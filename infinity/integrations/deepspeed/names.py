@@ -95,8 +95,8 @@ _ALIASES = {"checkpointing": "runtime.activation_checkpointing.checkpointing", "
 # What to write instead of a name: its module and those below, or the name itself; why; the remedy.
 # The longest that fits counts.
 _INSTEAD: tuple[tuple[str, str, str], ...] = (
-    ("", "it is of DeepSpeed's inner works, which have no counterpart here",
-     "docs/migrating-from-deepspeed.md says what there is"),
+    ("", "it is internal to DeepSpeed",
+     "docs/migrating-from-deepspeed.md lists the names that work"),
     ("PipelineModule PipelineEngine DualPipeVEngine DualPipeVModule pipe runtime.pipe",
      "layers are not laid out over GPUs: each GPU has all of them in turn",
      "pass the model whole, such as nn.Sequential(*layers), to initialize()"),
@@ -110,7 +110,7 @@ _INSTEAD: tuple[tuple[str, str, str], ...] = (
     ("sequence runtime.sequence_parallel", "sequences are not cut over GPUs",
      "leave it out; for long sequences `activations: {checkpoint: units, offload: host}`"),
     ("moe", "experts are not laid out over GPUs",
-     "the MoE layers of your model as they are, such as transformers': experts are fetched when "
+     "the MoE layers of your model unchanged, such as transformers': experts are fetched when "
      "they are used"),
     ("autotuning", "the plan chooses what autotuning would try",
      "`infinity plan --config ds_config.json`"),
@@ -123,7 +123,7 @@ _INSTEAD: tuple[tuple[str, str, str], ...] = (
     ("nvme io ops.aio ops.gds", "files are read and written by our own engine",
      "`infinity bench DIR` measures a drive, `nvme_path` in the configuration names it"),
     ("ops.op_builder", "nothing is built at run time",
-     "leave it out; `infinity doctor` says what this machine offers"),
+     "leave it out; `infinity doctor` lists the features of this machine"),
     ("ops", "", "torch's own layers and optimizers: initialize(optimizer=...) takes any"),
     ("ops.lion runtime.zero.muon", "", 'the configuration: {"optimizer": {"type": "Lion", ...}}'),
     ("ops.transformer DeepSpeedTransformerLayer DeepSpeedTransformerConfig", "",
@@ -152,8 +152,8 @@ _INSTEAD: tuple[tuple[str, str, str], ...] = (
     ("comm", "", "torch.distributed"),
     ("accelerator set_accelerator", "torch chooses the device", "initialize(device=...)"),
     ("monitor", "", "tensorboard, wandb, comet or csv_monitor in the configuration"),
-    ("profiling", "", "FlopsProfiler or get_model_profile; `infinity trace` says what a run waited "
-     "for"),
+    ("profiling", "", "FlopsProfiler or get_model_profile; `infinity trace` shows the waits of a "
+     "run"),
     ("utils.timer", "", "engine.last_report, or `infinity trace`"),
     ("utils.groups utils.bwc", "all GPUs share all of the model", "torch.distributed"),
     ("env_report", "", "`infinity doctor`"),

@@ -454,7 +454,7 @@ def class_for(config: Any, wanted: Any) -> Any:
     found = getattr(library, names[0], None) if names else None
     if not (hasattr(found, "from_config") or hasattr(found, "_from_config")):
         what = f"transformers has no model {names[0]!r}" if names else "which class is meant?"
-        unknown = f"the model's class cannot be told from {type(config).__name__}: "
+        unknown = f"the model's class is not known from {type(config).__name__}: "
         raise ConfigError(
             what if wanted else unknown + what,
             because=None if wanted else "a config.json names it under architectures",
@@ -467,7 +467,7 @@ def _chosen(kind: Any, config: Any) -> tuple[Any, Any]:
     """Return the class that an `AutoModel...` chooses for a config, and its config."""
     if not hasattr(kind, "from_config"):
         return kind, config
-    with explained(f"{kind.__name__} cannot tell which class is meant"), torch.device("meta"):
+    with explained(f"{kind.__name__} does not find the class"), torch.device("meta"):
         made = kind.from_config(config, **_NO_CODE)
     return type(made), made.config
 

@@ -176,7 +176,7 @@ def _state(facts: RunFacts) -> Iterable[tuple[str, str]]:
     of = f" of {facts.num_steps:,}" if facts.num_steps else ""
     ended = facts.lives[-1].get("ended") if facts.lives else None
     if ended is None:
-        yield f"{done:,}{of} steps; no end was told: it goes on, or was killed", "bad"
+        yield f"{done:,}{of} steps; no end was recorded: it goes on, or was killed", "bad"
     elif ended.get("why"):
         yield f"ended after {done:,}{of} steps by an error: {ended['why']}", "bad"
     elif ended.get("stopped_early"):
@@ -545,7 +545,7 @@ def _faster(page: ReportPage, facts: RunFacts) -> None:
         if {"seconds", "binds"} <= set(step):
             binds = str(step["binds"]).replace("_", " ")
             note += f"; the plan expected {format_duration(step['seconds'])}, and {binds} to bind"
-        page.table("What a step waited for, and what helps", rows, note)
+        page.table("Waits of a step, and remedies", rows, note)
     ways = [
         (
             f"{way['speed_up']:.2f} x",
@@ -556,7 +556,7 @@ def _faster(page: ReportPage, facts: RunFacts) -> None:
         if {"speed_up", "what", "changes_batch", "how"} <= set(mapping(way))
     ]
     if ways:
-        page.table("What a change would gain, by the plan", ways, "each planned again; predicted")
+        page.table("Predicted gain of changes", ways, "each planned again; predicted")
 
 
 def _remedy(cause: str) -> str:

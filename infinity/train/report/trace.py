@@ -150,9 +150,9 @@ def _timeline(page: ReportPage, drawn: list[StepShares]) -> None:
         },
     }  # fmt: skip
     page.chart(
-        "Who was busy when",
+        "Busy times by resource",
         {"vconcat": [overview, tracks], "spacing": 8, "names": _NAMES},
-        "drag over the steps to choose what is shown below, and drag that part to move it",
+        "drag over the steps to select a part, and drag that part to move it",
         wide=True,
     )
 
@@ -163,7 +163,7 @@ def _stall(stall: dict[str, Any]) -> tuple[str, str, str]:
     return (
         seconds(stall["seconds"]),
         what,
-        f"{stall['step']}; meanwhile {_track(stall['track'])} was busy {busy}",
+        f"{stall['step']}; at the same time {_track(stall['track'])} was busy {busy}",
     )
 
 

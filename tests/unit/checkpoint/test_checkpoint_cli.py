@@ -83,7 +83,7 @@ def test_inspect_says_what_there_is(root: Path) -> None:
         "6 tensors, of which 5 are trained; 1 more tied name(s); 2 buffer(s)",
         "client state: note",
         "moment2_scales",
-        "beside it: s2, s1",
+        "next to it: s2, s1",
     ):
         assert text in out, out
     code, out, _ = run("inspect", root, "--tag", "s1", "--json")

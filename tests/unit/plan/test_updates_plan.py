@@ -122,7 +122,9 @@ def test_what_the_cpu_updates_beside_the_links_is_spread_over_each_unit() -> Non
     assert [len(chunks) if by_device else 0 for chunks, by_device in passages] == [
         2, 0, 2, 2, 2, 0, 2, 2,
     ]  # fmt: skip
-    assert plan.updates_line == "streamed through the device, 25% of these by the CPU meanwhile"
+    assert (
+        plan.updates_line == "streamed through the device, 25% of these by the CPU at the same time"
+    )
     updated = forecast_phases(plan)[0].moved
     numel, by_cpu = sum(SIZES), sum(SIZES) // 4  # which sends 2 bytes of new weights
     assert updated["to_device"] == 14 * (numel - by_cpu) + 2 * by_cpu

@@ -86,10 +86,9 @@ def initialize(
     """Make an engine that trains a model with offloaded weights, gradients and optimizer state.
 
     Args:
-        model: Any module. It may be larger than RAM if it is built under `infinity.Init`, under
-            ``torch.device("meta")``, or with `remember_values`: its values are then made one tensor
-            at a time. If no parameter requires grad, the engine is for inference, and `backward`
-            and `step` raise.
+        model: Any module. It may be larger than RAM if it is built under `infinity.Init` or under
+            ``torch.device("meta")``: its values are then made one tensor at a time. If no parameter
+            requires grad, the engine is for inference, and `backward` and `step` raise.
         config: A `Config`, a mapping, or the path of a YAML or JSON file.
         optimizer: Replaces the configuration's: a class of `torch.optim`, an instance over the
             model's parameters without state, or a function of parameter groups that returns an

@@ -33,7 +33,7 @@ from infinity.plan.rates import NOMINAL
 
 GIB = 1 << 30
 DEVICE, DISK, SPACE = 24 * GIB, ("disk_read", "disk_write", "disk_mixed"), 4096 * GIB
-MODELS = ("8b", "70b", *PUBLISHED)
+MODELS = ("8b", "13b", "70b", *PUBLISHED)
 KINDS = {"all": None, "LoRA": "as_is", "QLoRA": "nf4"}
 RAM, DRIVES, RANK = (64, 128, 256), (1, 4), 16
 HEAD = ("model", "trained", "RAM", *(f"{n} drive{'s' if n > 1 else ''}" for n in DRIVES))

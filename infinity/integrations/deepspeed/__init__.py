@@ -13,3 +13,7 @@ from infinity.integrations.deepspeed.names import getter, make_modules, table
 make_modules()
 __all__ = [name for name in table()[""] if "." not in name]
 __getattr__ = getter("")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

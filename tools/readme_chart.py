@@ -3,13 +3,15 @@
 
     python tools/readme_chart.py docs/benchmarks/peers_2-core-epyc_2026-11-27.json docs/images/peers
 
-Writes PREFIX-light.svg and PREFIX-dark.svg. Needs vl-convert-python (the extra `report`).
+Writes PREFIX-light.svg and PREFIX-dark.svg, and PREFIX-narrow-light.svg and -dark.svg for phones.
+Needs vl-convert-python (the extra `report`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,8 @@ COLORS = {
 }
 
 
-def chart(results: dict[str, Any], scheme: str) -> dict[str, Any]:
-    """Return a Vega-Lite specification: two bar charts that share the contenders' names."""
+def chart(results: dict[str, Any], scheme: str, *, narrow: bool) -> dict[str, Any]:
+    """Return a Vega-Lite specification: two bar charts, side by side or one below the other."""
     colors, names = COLORS[scheme], [row["name"] for row in results["rows"]]
 
     def bars(field: str, title: str, number_format: str, *, named: bool) -> dict[str, Any]:
@@ -36,7 +38,7 @@ def chart(results: dict[str, Any], scheme: str) -> dict[str, Any]:
         text = {"type": "text", "align": "left", "dx": 4, "color": colors["text"]}
         return {
             "title": {"text": title, "anchor": "start", "fontSize": 12},
-            "width": 210,
+            "width": 150 if narrow else 210,
             "height": {"step": 24},
             "layer": [
                 {
@@ -47,19 +49,21 @@ def chart(results: dict[str, Any], scheme: str) -> dict[str, Any]:
             ],
         }
 
+    title = textwrap.wrap(results["title"], 44 if narrow else 200)
     rows = [{**row, "peak_gib": row["peak_bytes"] / 2**30} for row in results["rows"]]
     text = {"labelColor": colors["text"], "titleColor": colors["text"]}
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
-        "title": {"text": results["title"], "anchor": "start", "fontSize": 13, "offset": 12},
+        "title": {"text": title, "anchor": "start", "fontSize": 13, "offset": 12},
         "data": {"values": rows},
         "background": None,
-        "padding": {"left": 48, "top": 5, "right": 24, "bottom": 5},  # fonts differ in width
-        "hconcat": [
+        # Fonts differ in width.
+        "padding": {"left": 4 if narrow else 48, "top": 5, "right": 24, "bottom": 5},
+        "vconcat" if narrow else "hconcat": [
             bars("step_s", "seconds a step (less is better)", ".2f", named=True),
-            bars("peak_gib", "peak RAM in GiB (less is better)", ".2f", named=False),
+            bars("peak_gib", "peak RAM in GiB (less is better)", ".2f", named=narrow),
         ],
-        "spacing": 36,
+        "spacing": 16 if narrow else 36,
         "config": {
             "view": {"stroke": None},
             "axis": {**text, "labelFontSize": 12},
@@ -70,15 +74,16 @@ def chart(results: dict[str, Any], scheme: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Draw both files."""
+    """Draw all files."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("results", type=Path, help="JSON with a title and rows")
     parser.add_argument("prefix", help="where to write, without -light.svg")
     arguments = parser.parse_args()
     results = json.loads(arguments.results.read_text(encoding="utf-8"))
     for scheme in COLORS:
-        drawing = vl_convert.vegalite_to_svg(chart(results, scheme))
-        Path(f"{arguments.prefix}-{scheme}.svg").write_text(drawing, encoding="utf-8")
+        for width, narrow in (("", False), ("-narrow", True)):
+            drawing = vl_convert.vegalite_to_svg(chart(results, scheme, narrow=narrow))
+            Path(f"{arguments.prefix}{width}-{scheme}.svg").write_text(drawing, encoding="utf-8")
 
 
 if __name__ == "__main__":

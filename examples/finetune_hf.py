@@ -67,7 +67,7 @@ def main() -> None:
         source = arguments.model or write_small_model(Path(folder) / "small")
         config = {
             "nvme_path": str(drive),
-            "placement": {"moments": "disk"} if arguments.model else {"weights": "disk"},
+            "placement": {"optimizer_state": "disk"} if arguments.model else {"weights": "disk"},
             "precision": "bf16" if on_gpu else "fp32",
             "optimizer": {"type": "AdamW", "lr": arguments.lr},
             "scheduler": {"type": "LinearLR", "params": {"total_iters": arguments.steps // 4}},

@@ -85,7 +85,7 @@ def main() -> None:
         strategy = InfinityStrategy(
             {
                 "nvme_path": scratch,
-                "placement": {"weights": "disk", "moments": "disk", "gradients": "disk"},
+                "placement": {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"},
             }
         )
         out = told.out or Path(scratch) / "run"

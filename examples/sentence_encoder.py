@@ -92,7 +92,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = {
             "nvme_path": arguments.nvme_path or folder,
-            "placement": {"weights": "disk", "moments": "disk"},
+            "placement": {"weights": "disk", "optimizer_state": "disk"},
             "precision": "bf16" if torch.cuda.is_available() else "fp32",
             "optimizer": {"type": "AdamW", "lr": 5e-5},
             "seed": 0,

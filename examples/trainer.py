@@ -84,7 +84,7 @@ def run(given: argparse.Namespace, out: Path, scratch: Path) -> None:
     text = standard_library()
     disk = {
         "nvme_path": str(scratch),
-        "placement": {"weights": "disk", "moments": "disk", "gradients": "disk"},
+        "placement": {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"},
     }
     with Trainer(
         model=build(),

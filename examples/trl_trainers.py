@@ -145,7 +145,7 @@ def main() -> None:
     told = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         source = told.model or write_model(Path(scratch) / "model")
-        disk = {"nvme_path": scratch, "placement": {"weights": "disk", "moments": "disk"}}
+        disk = {"nvme_path": scratch, "placement": {"weights": "disk", "optimizer_state": "disk"}}
         asked: dict[str, Any] = {}
         if told.kind == "reward":
             head = transformers.AutoModelForSequenceClassification

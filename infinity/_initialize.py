@@ -37,7 +37,7 @@ from infinity.optim.lr_schedules import make_schedule
 from infinity.optim.offloaded import OffloadedOptimizer, mark_stepped
 from infinity.optim.param_groups import check_same, make_optimizer
 from infinity.plan.plan import Plan
-from infinity.profiling.step_log import Journal
+from infinity.profiling.step_log import StepLog
 from infinity.storage.cuda import find_device
 from infinity.storage.device import Device
 from infinity.storage.os_errors import checked_root, refusal
@@ -203,9 +203,9 @@ def _make(
     if any(partition.trained):
         scheduler = _make_scheduler(settings, offloaded, given.lr_scheduler, client)
     loader = _make_loader(given.training_data, start, given.collate_fn, ranks)
-    journal = Journal(settings.journal) if settings.journal and not ranks.rank else None
-    if journal is not None:
-        undo.callback(journal.close)
+    step_log = StepLog(settings.step_log) if settings.step_log and not ranks.rank else None
+    if step_log is not None:
+        undo.callback(step_log.close)
     initial_values.check()
     for path in settings.nvme_path if not ranks.local_rank else ():
         remove_dead_ranks(path, ranks.local_ranks, ranks.count)
@@ -224,7 +224,7 @@ def _make(
         start,
         lr_scheduler=scheduler,
         loader=loader,
-        journal=journal,
+        step_log=step_log,
     )
     undo.callback(engine.close)  # no values: they may not fit RAM
     if isinstance(client, torch.optim.Optimizer):
@@ -233,7 +233,7 @@ def _make(
         origin = start.start_record()
         asks = any(partition.trained) and not origin
         left_open = _left_open(start.config, groups, client) if asks else ""
-        _announce(engine, start.config, origin, left_open, journal)
+        _announce(engine, start.config, origin, left_open, step_log)
     return engine, offloaded, loader, scheduler
 
 
@@ -250,7 +250,7 @@ _EXPERTS = "infinity.integrations.huggingface.experts"  # imported where transfo
 
 def _check_alike(settings: Settings, ranks: DistContext) -> None:
     """Raise `ConfigError` if arguments or settings differ between ranks."""
-    apart = ("nvme_path", "journal", "trace", "io.weights")
+    apart = ("nvme_path", "step_log", "trace", "io.weights")
     facts = {n: e["value"] for n, e in settings.config.resolved().items() if n not in apart}
     batches = {"samples of a micro-batch": settings.batch_size, "drop_last": settings.drop_last}
     versions = {"infinity": version("torch-infinity"), "torch": torch.__version__}
@@ -421,9 +421,9 @@ def _left_open(config: Config, groups: Any, client: Any) -> str:
 
 def _announce(
     engine: Engine, config: Config, origin: Mapping[str, Any], left_open: str,
-    journal: Journal | None,
+    step_log: StepLog | None,
 ) -> None:  # fmt: skip
-    """Report the start: as warnings, and in the journal, with the `origin` of the config."""
+    """Report the start: as warnings, and in the step log, with the `origin` of the config."""
     notes = list(engine.warnings)
     if left_open:
         notes.append(
@@ -432,9 +432,9 @@ def _announce(
         )
     for warning in notes:
         warnings.warn(warning, InfinityWarning, stacklevel=5)
-    if journal is not None:
+    if step_log is not None:
         start = {"config": config.resolved(), "plan": engine.plan.describe(), **origin}
-        journal.write({"event": "start", **start, "warnings": notes})
+        step_log.write({"event": "start", **start, "warnings": notes})
 
 
 def _make_scheduler(config: Config, optimizer: OffloadedOptimizer, given: Any, client: Any) -> Any:

@@ -25,7 +25,7 @@ from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.plan import Plan
-from infinity.profiling.step_log import Journal
+from infinity.profiling.step_log import StepLog
 from infinity.profiling.step_report import StepReport
 from infinity.training.adapted_parameters import AdaptedParameters
 from infinity.training.batches import LossFn, micro_batches_of, train_one
@@ -76,7 +76,7 @@ class Engine:
         *,
         lr_scheduler: Any = None,
         loader: Any = None,
-        journal: Journal | None = None,
+        step_log: StepLog | None = None,
     ) -> None:
         config = settings.config
         self._set_micro_batch_size(settings.batch_size)
@@ -86,7 +86,7 @@ class Engine:
         self.gradient_clipping = float(config.gradient_clipping)
         self.ranks = components.ranks
         self._components = components
-        self._journal = journal
+        self._step_log = step_log
         self._index_of = {id(p): i for i, p in enumerate(components.partition.parameters)}
         self._guard = components.guard
         self._window = components.window
@@ -106,7 +106,7 @@ class Engine:
         self._autocast = config.autocast
         scale_rules = ScaleRules.of(config.loss_scale) if config.precision == "fp16" else None
         self._step_runner = StepRunner(
-            components, optimizer, self._index_of, lr_scheduler, journal, scale_rules
+            components, optimizer, self._index_of, lr_scheduler, step_log, scale_rules
         )
         names = components.partition.names
         run_state = RunState(
@@ -145,8 +145,8 @@ class Engine:
         components.add_cleanup(partial(vars(module).pop, "zero_grad", None))
         name_engine(parameters, self, components.access)
         components.add_cleanup(partial(unname_engine, parameters))
-        if self._journal is not None:
-            components.add_cleanup(self._journal.close, last=True)
+        if self._step_log is not None:
+            components.add_cleanup(self._step_log.close, last=True)
 
     if not TYPE_CHECKING:  # for a type checker an engine has only what it has itself
 

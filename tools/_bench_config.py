@@ -11,11 +11,11 @@ from infinity.common.sizes import parse_size
 
 HYPER_PARAMETERS = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 PLACEMENTS = {
-    "infinity_ram": {"weights": "host", "moments": "host", "gradients": "host"},
+    "infinity_ram": {"weights": "host", "optimizer_state": "host", "gradients": "host"},
 }
 ON_DISK = ("infinity_disk", "infinity_layers")
 PLACEMENTS |= {
-    name: {"weights": "disk", "moments": "disk", "gradients": "host"} for name in ON_DISK
+    name: {"weights": "disk", "optimizer_state": "disk", "gradients": "host"} for name in ON_DISK
 }
 ALL_EXPERTS = 1 << 20
 
@@ -46,7 +46,7 @@ def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
             "checkpoint": "units" if recomputes_by_engine(job) else "none",
             "slices": job["slices"],
             "offload": job["offload"],
-            "logits": "sliced" if job.get("logits_by_engine") else "auto",
+            "logits": "chunked" if job.get("logits_by_engine") else "auto",
         },
         "budget": {},
     }
@@ -66,7 +66,7 @@ def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
                 held = parse_size(job["device_budget"])
                 config["budget"]["device"] = int((1 - EXACT_MEMORY) * held)
         if contender == "infinity_ram":
-            config["placement"] = {"moments": "host"} if job["state"] == "host" else {}
+            config["placement"] = {"optimizer_state": "host"} if job["state"] == "host" else {}
     if job["host_budget"] is not None and (contender, job["device"]) != ("infinity_ram", "cpu"):
         config["budget"]["host"] = job["host_budget"]
         if contender in ON_DISK:  # what fits in it stays in RAM: the plan chooses

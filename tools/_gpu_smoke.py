@@ -164,7 +164,7 @@ def training(make: Make, say: Say, left_s: float) -> dict[str, Any]:
 
     losses, warned, seconds = {}, list[str](), {}
     for place in ("device", "host"):
-        kinds = dict.fromkeys(("weights", "moments", "gradients"), place)
+        kinds = dict.fromkeys(("weights", "optimizer_state", "gradients"), place)
         config = {"placement": kinds, "precision": "bf16", "optimizer": {"lr": 1e-3}}
         model = presets.build(presets.shape_of("gpt-tiny"), torch.bfloat16, seed=1)
         device = make()

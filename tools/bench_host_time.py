@@ -36,7 +36,7 @@ from infinity.storage.device import HAPPENED, CpuDevice, Event, SquareSums
 
 FEW, MANY = 4, 16
 PHASES = ("forward", "backward")
-IN_RAM = dict.fromkeys(("weights", "moments", "gradients"), "host")
+IN_RAM = dict.fromkeys(("weights", "optimizer_state", "gradients"), "host")
 TOKENS = torch.zeros(1, 8, dtype=torch.long)
 
 

@@ -53,10 +53,10 @@ from infinity.storage.disk_rates import measure_disk
 
 STEADY = 1.25  # rates before and after a turn agree to this factor, or it does not count
 TRIES = 2
-IN_RAM = {"weights": "device", "moments": "host", "gradients": "host"}
-ON_DISK = {"weights": "disk", "moments": "disk", "gradients": "disk"}
-STATE_ON_DISK = {"weights": "device", "moments": "disk", "gradients": "host"}
-GRADIENTS_IN_RAM = {"weights": "disk", "moments": "disk", "gradients": "host"}
+IN_RAM = {"weights": "device", "optimizer_state": "host", "gradients": "host"}
+ON_DISK = {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"}
+STATE_ON_DISK = {"weights": "device", "optimizer_state": "disk", "gradients": "host"}
+GRADIENTS_IN_RAM = {"weights": "disk", "optimizer_state": "disk", "gradients": "host"}
 SLOW = {"slow_bytes_per_s": 400_000_000}
 BUDGET = "by budget"
 

@@ -70,7 +70,7 @@ def train(arguments: argparse.Namespace, variant: str, say: Callable[[str], None
     shape = presets.shape_of(arguments.model, arguments.context)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[arguments.precision]
     model = presets.build(shape, dtype, arguments.seed)
-    in_ram = dict.fromkeys(("weights", "moments", "gradients"), "host")
+    in_ram = dict.fromkeys(("weights", "optimizer_state", "gradients"), "host")
     rule = {**VARIANTS[variant], "lr": arguments.lr}
     if variant == "muon":
         rule["adam_lr"] = arguments.lr

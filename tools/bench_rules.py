@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 
     shape = presets.shape_of(arguments.model, arguments.context)
     tokens = torch.randint(0, 256, (1, arguments.context + 1))
-    in_ram = {"placement": dict.fromkeys(("weights", "moments", "gradients"), "host")}
+    in_ram = {"placement": dict.fromkeys(("weights", "optimizer_state", "gradients"), "host")}
     given: dict[str, tuple[dict[str, Any], Any]] = {
         name: ({**in_ram, "optimizer": section}, None) for name, section in BUILT_IN.items()
     }

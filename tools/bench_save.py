@@ -42,8 +42,8 @@ from infinity.checkpoint.directory import prune
 from infinity.engine import Engine
 
 PLACEMENTS = {
-    "ram": {"weights": "device", "moments": "device", "gradients": "device"},
-    "disk": {"weights": "disk", "moments": "disk", "gradients": "host"},
+    "ram": {"weights": "device", "optimizer_state": "device", "gradients": "device"},
+    "disk": {"weights": "disk", "optimizer_state": "disk", "gradients": "host"},
 }
 _WIDTH = 2048
 _BLOCK = 4 << 20
@@ -195,7 +195,7 @@ def measure_durable(folder: Path, arguments: argparse.Namespace, placement: str)
         every = planned.plan.durable_every
     # Between two commits a step is an ordinary one, so a turn has one commit, however seldom.
     steps = min(every, _STEPS)
-    more = {"durable": True, "durable_every": steps}
+    more = {"durable": True, "commit_every": steps}
     with (
         make_engine(folder / "plain", placement, layers) as plain,
         make_engine(folder / "durable", placement, layers, **more) as durable,

@@ -44,7 +44,7 @@ def case_of(
     target: Target, kind: str, ram: int, drives: int, tokens: int, length: int
 ) -> PlanInput:
     """One model on one machine, all tokens in one micro-batch."""
-    config = load_config({"nvme_path": "/nvme"}).with_sliced_logits()
+    config = load_config({"nvme_path": "/nvme"}).with_chunked_logits()
     rates = replace(NOMINAL, **{name: drives * getattr(NOMINAL, name) for name in DISK})
     machine = PlanMachine("table", ram * GIB, DEVICE, drives * SPACE, 16, rates)
     groups = groups_of(target.module, config)

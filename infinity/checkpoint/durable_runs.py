@@ -401,13 +401,13 @@ def find_run(
     roots: Sequence[Path],
     resume: str | Path,
     here: Mapping[str, Any],
-    journal: Path | None = None,
+    step_log: Path | None = None,
     ranks: DistContext = SINGLE_PROCESS,
 ) -> StoredRun | None:
     """The durable run to go on from, of several ranks this one's part; None for a new one.
 
     `resume` is "never", "auto", or a directory, of several ranks any one's; `here` are
-    `model_facts` of this run; `journal` is where an earlier run may have told of its steps. Raises
+    `model_facts` of this run; `step_log` is where an earlier run may have told of its steps. Raises
     `ConfigError` where "auto" finds several that fit, or signs of one that it cannot go on with,
     and where the given one does not fit; and what `read_run` raises. All ranks call this, go on
     from one run, and raise where one does.
@@ -439,14 +439,14 @@ def find_run(
         fitting={group: (str(run), run.sequences) for group, run in runs.items()},
         signs=[f"{path}: {why}" for path, why in signs],
         named=named,
-        steps=_durable_steps(journal) if journal is not None else 0,
+        steps=_durable_steps(step_log) if step_log is not None else 0,
         misplaced=[str(run) for run in misplaced],
     )
     ranks.synchronize("looks for a durable run")
     every = [_FoundRun(**fields) for fields in ranks.all_gather_object(asdict(found_here))]
     began = [group for group in _groups(every) if _has_begun(group, every)]
     if directory is None:
-        group = _chosen(began, every, roots, journal)
+        group = _chosen(began, every, roots, step_log)
     else:
         group = next((one.named for one in every if one.named is not None), str(directory))
     lacking = [r for r, one in enumerate(every) if group not in (None, *one.fitting)]
@@ -471,8 +471,8 @@ class _FoundRun:
 
     `fitting` has by group what to call its part of a run, and the sequence numbers of its commits;
     `signs` are words on what it cannot go on with, `named` is the group of the directory that was
-    given, `steps` those that a journal tells of, `misplaced` words on parts that are of ranks which
-    this machine does not have.
+    given, `steps` those in a step log, `misplaced` words on parts that are of ranks which this
+    machine does not have.
     """
 
     fitting: dict[str, tuple[str, Sequence[int]]]
@@ -493,7 +493,7 @@ def _has_begun(group: str, every: Sequence[_FoundRun]) -> bool:
 
 
 def _chosen(
-    began: Sequence[str], every: Sequence[_FoundRun], roots: Sequence[Path], journal: Path | None
+    began: Sequence[str], every: Sequence[_FoundRun], roots: Sequence[Path], step_log: Path | None
 ) -> str | None:
     """Return the group of runs to resume without a given name, if any, from all ranks' reports."""
     if signs := [sign for one in every for sign in one.signs]:
@@ -514,7 +514,7 @@ def _chosen(
     if not began and (steps := max(one.steps for one in every)):
         raise ConfigError(
             f"resume: auto finds no durable run below {', '.join(map(str, roots))}, but the "
-            f"journal {journal} has {steps} durable steps",
+            f"step log {step_log} has {steps} durable steps",
             because="a drive is not mounted, or the run was moved or removed",
             remedy="mount it; or start a new run: resume: never",
         )
@@ -554,11 +554,11 @@ def _elsewhere(roots: Sequence[Path], ranks: DistContext) -> list[Path]:
     return found if alone else [*roots, *found]
 
 
-def _durable_steps(journal: Path) -> int:
-    """Return the steps in a journal since the last start, if that start was of a durable run."""
+def _durable_steps(step_log: Path) -> int:
+    """Return the steps in a step log since the last start, if that start was of a durable run."""
     steps, durable = 0, False
     with suppress(OSError):
-        for _, record in json_lines(journal):
+        for _, record in json_lines(step_log):
             with suppress(KeyError, TypeError):
                 if record["event"] == "start":
                     steps, durable = 0, record["config"]["durable"]["value"]

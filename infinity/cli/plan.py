@@ -362,7 +362,7 @@ def report_of(wishes: SearchOptions, rated_bytes: int) -> dict[str, Any]:
         machine,
         tokens,
         recompute=wishes.run is not None and wishes.run.model.gradient_checkpointing,
-        made=target.made_bytes(quantises=config.frozen.rest != "as_is"),
+        made=target.made_bytes(quantises=config.frozen.format != "as_is"),
         length=length,
     )
     _check_pieces(wish, samples)
@@ -416,7 +416,7 @@ def _as_trained(config: Config, wishes: SearchOptions, target: Target) -> Config
     if wishes.run is None and wishes.model is not None:
         return config
     if isinstance(target.module, Outline):
-        return config.with_sliced_logits()
+        return config.with_chunked_logits()
     from infinity.integrations.huggingface.models import choose_logits
 
     return choose_logits(target.module, config)
@@ -513,7 +513,7 @@ def _flags(wishes: SearchOptions) -> list[str]:
     flags: dict[str, Any] = {
         "precision": wishes.precision,
         "optimizer.moments": wishes.moments,
-        "frozen.rest": wishes.rest,
+        "frozen.format": wishes.rest,
         "gradient_accumulation_steps": wishes.micro_batches,
     }
     given = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]

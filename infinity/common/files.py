@@ -60,7 +60,7 @@ _ADVICE: dict[int, tuple[str, str]] = {
     ),
     errno.ETIMEDOUT: (
         "the drive hangs, or the network behind it does",
-        "check `dmesg`; close the engine; raise io.stuck_after_s if the drive is only slow",
+        "check `dmesg`; close the engine; raise io.timeout_s if the drive is only slow",
     ),
 }
 

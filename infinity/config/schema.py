@@ -34,6 +34,7 @@ from infinity.config.fields import (
     as_path,
 )
 from infinity.config.optimizer import FrozenName, LossScaleConfig, OptimizerConfig, SchedulerConfig
+from infinity.config.renamed import with_current_names, with_current_overrides
 from infinity.config.source import apply_overrides, explain, read_source
 from infinity.errors import ConfigError
 
@@ -73,9 +74,9 @@ class ActivationsConfig(Section):
     """Slices of a batch in a block, whose weights are fetched once for all slices. `infinity plan`
     finds the fastest number.
     """
-    logits: Literal["auto", "whole", "sliced"] = "auto"
-    """sliced: cross entropy makes the head's logits 1024 tokens at a time. auto is sliced for
-    causal language models in `infinity train`, `InfinityTrainer` and `from_pretrained`, else whole.
+    logits: Literal["auto", "full", "chunked"] = "auto"
+    """chunked: cross entropy makes the head's logits 1024 tokens at a time. auto is chunked for
+    causal language models in `infinity train`, `InfinityTrainer` and `from_pretrained`, else full.
     """
 
     @property
@@ -138,15 +139,15 @@ class PlacementConfig(Section):
 
     weights: TierChoice = "auto"
     """Tier of the weights; "auto" fills the device, then RAM, then disk, by cost. `placement: disk`
-    sets weights, moments and gradients.
+    sets weights, optimizer_state and gradients.
     """
-    moments: TierChoice = "auto"
+    optimizer_state: TierChoice = "auto"
     """Tier of moments and fp32 residuals of the masters."""
     gradients: TierChoice = "auto"
     """Tier of the gradients."""
-    whole: bool | None = None
-    """Several ranks. true: gathered weights stay on the device until they are updated (ZeRO-2).
-    false: they are gathered at each use (ZeRO-3). null: they stay where there is room.
+    reshard_after_forward: bool | None = None
+    """Several ranks. true: weights are gathered at each use (ZeRO-3). false: gathered weights stay
+    on the device until they are updated (ZeRO-2). null: they stay where there is room.
     """
     shared: bool | None = None
     """Several ranks. true: weights in RAM are stored once per node, in memory that its ranks map,
@@ -162,13 +163,13 @@ class PlacementConfig(Section):
         if value not in get_args(TierChoice):
             known = ", ".join(get_args(TierChoice))
             raise ValueError(f"should be one of {known}, or a section with keys, got {value!r}")
-        return dict.fromkeys(("weights", "moments", "gradients"), value)
+        return dict.fromkeys(("weights", "optimizer_state", "gradients"), value)
 
 
 class FrozenConfig(Section):
     """How weights that are not trained rest: a base under adapters (LoRA) may be quantised."""
 
-    rest: FrozenName = "as_is"
+    format: FrozenName = "as_is"
     """The format in which matrices of frozen `nn.Linear` layers and stacks of experts rest and
     travel; where they compute they are dequantised. All but as_is are lossy. nf4, nf4_double and
     int8 are bitsandbytes'; mxfp4 (experts alone) and fp8 keep the bytes of files that have them.
@@ -209,7 +210,7 @@ class HintsConfig(Section):
 
     live_parameters: Whole | None = Field(default=None, ge=0)
     """Most parameters in slots on the device."""
-    weights_in_ram: Whole | None = Field(default=None, ge=0)
+    max_params_in_cpu: Whole | None = Field(default=None, ge=0)
     """Most weights of the disk tier that are kept in RAM instead, within budget.host."""
 
 
@@ -230,7 +231,7 @@ class IoConfig(Section):
     """Keep a CRC32C of every page on disk in RAM (0.1 % of it), and check it on every read; "auto"
     is on for durable runs, so that a run resumes only from the bytes that were written.
     """
-    stuck_after_s: Number = Field(default=120.0, ge=0)
+    timeout_s: Number = Field(default=120.0, ge=0)
     """Seconds a request may be in the kernel before waiting for it is an error, which lists the
     outstanding requests. 0 = for ever.
     """
@@ -295,7 +296,7 @@ class Config(Section):
     activations: ActivationsConfig = ActivationsConfig()
     compile: bool = False
     """`torch.compile` of every block's forward; weights stay where they are."""
-    journal: OnePath | None = None
+    step_log: OnePath | None = None
     """A file that gets one JSON line for each step."""
     trace: OnePath | None = None
     """A file that gets a timeline of training in Chrome's format, for ui.perfetto.dev and
@@ -308,7 +309,7 @@ class Config(Section):
     """Which steps of this run are traced, [first, last], counted from 1; a number is the last."""
     durable: bool = False
     """State on disk is the checkpoint: updates go out of place, and steps are committed."""
-    durable_every: int | Literal["auto"] = "auto"
+    commit_every: int | Literal["auto"] = "auto"
     """Steps from one commit to the next. "auto" is every step where all state is on disk; where
     some is in RAM every k-th, so that commits cost 5 % at most.
     """
@@ -341,14 +342,14 @@ class Config(Section):
             raise ValueError("true: activations.offload must be host or none, files are kept")
         return value
 
-    @field_validator("durable_every", mode="before")
+    @field_validator("commit_every", mode="before")
     @classmethod
     def _whole_steps(cls, value: Any) -> Any:
         if value != "auto" and not (type(value) is int and value > 0):
             raise ValueError(f'should be "auto" or a number of steps, 1 or more, got {value!r}')
         return value
 
-    @field_validator("durable_every", "resume")
+    @field_validator("commit_every", "resume")
     @classmethod
     def _is_durable(cls, value: Any, info: ValidationInfo) -> Any:
         default = cls.model_fields[info.field_name or ""].default
@@ -396,12 +397,12 @@ class Config(Section):
             raise ValueError(needs)
         return value
 
-    def with_sliced_logits(self) -> Config:
-        """Return a copy with `activations.logits` sliced unless another value was chosen."""
+    def with_chunked_logits(self) -> Config:
+        """Return a copy with `activations.logits` chunked unless another value was chosen."""
         if self.activations.logits != "auto":
             return self
-        sliced = self.activations.model_copy(update={"logits": "sliced"})
-        return self.model_copy(update={"activations": sliced})
+        chunked = self.activations.model_copy(update={"logits": "chunked"})
+        return self.model_copy(update={"activations": chunked})
 
     def resolved(self) -> dict[str, dict[str, Any]]:
         """Return every value by dotted name, JSON-able, with its origin.
@@ -462,7 +463,7 @@ def load_config(
     if isinstance(source, Config):
         source = source.model_dump(exclude_unset=True)
     where, raw = read_source(source)
-    merged = apply_overrides(raw, overrides)
+    merged = apply_overrides(with_current_names(raw), with_current_overrides(overrides))
     try:
         return Config.model_validate(merged)
     except ValidationError as error:

@@ -27,8 +27,9 @@ class Settings:
     trains: bool = True
 
     def start_record(self) -> dict[str, Any]:
-        """Return JSON-able facts for the journal's start record; {} if `config` was not translated.
+        """Return JSON-able facts for the first record of the step log.
 
-        A configuration that was translated leaves nothing open: its format has the defaults.
+        They are {} if `config` was not translated. A configuration that was translated leaves
+        nothing open: its format has the defaults.
         """
         return {}

@@ -320,7 +320,7 @@ def _check_keys(where: str, raw: Any, depth: int = 1) -> None:
 def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """Return a copy of `raw` with each "section.key=value" set; values are read as YAML.
 
-    "io.queue_depth=16" gives an int, "placement.weights=disk" text, "journal=" a null. Sections
+    "io.queue_depth=16" gives an int, "placement.weights=disk" text, "step_log=" a null. Sections
     that do not exist yet are made. Raises one `ConfigError` that names every override that has no
     "=", an empty name, a value that is not YAML, or a path through something that is not a section.
     """

@@ -155,7 +155,7 @@ def partition_model(
                            group >= 0, group,
                            whole=of_muon and group >= 0 and groups[group]["use_muon"])
         )  # fmt: skip
-    if config.frozen.rest != "as_is":
+    if config.frozen.format != "as_is":
         facts = _quantised(cutter, facts, config)
     stacks, notes = _stacks(cutter, facts, config, whole=whole)
     cuts, rows = cutter.cut_stacks(cutter.cut(units), _sizes(stacks, facts, config, precision))
@@ -262,7 +262,7 @@ def _quantised(
     cutter: Partitioner, facts: list[ParameterFacts], config: Config
 ) -> list[ParameterFacts]:
     """The same, with frozen matrices and stacks of matrices in the format they shall rest in."""
-    form = FrozenFormat(config.frozen.rest)
+    form = FrozenFormat(config.frozen.format)
     keep, where = set(config.frozen.keep), dict[int, bool]()  # by id: is a matrix in all modules
     for name, module in cutter.root.named_modules():
         for own_name, own in dict(module.named_parameters(recurse=False)).items():
@@ -277,22 +277,22 @@ def _quantised(
     what = "stack of experts" if form is FrozenFormat.MXFP4 else "nn.Linear layer"
     if not chosen:
         raise ConfigError(
-            f"frozen.rest is {form}, but nothing is frozen that could be quantised: "
+            f"frozen.format is {form}, but nothing is frozen that could be quantised: "
             f"all {len(matrices)} matrices of {what}s are trained"
             if matrices
-            else f"frozen.rest is {form}, but no {what} is left to quantise",
+            else f"frozen.format is {form}, but no {what} is left to quantise",
             because="trained weights are never quantised: updates would be lost in the rounding"
             if matrices
             else "frozen.keep names them, or there are none",
             remedy="freeze the base, e.g. with peft.get_peft_model, before initialize(), or leave "
-            "frozen.rest out",
+            "frozen.format out",
         )
     if unfit := [facts[i] for i in sorted(chosen) if not form.fits(facts[i].shape)]:
         raise ConfigError(
-            f"frozen.rest is {form}, and {unfit[0].name!r} of shape {unfit[0].shape} cannot be "
+            f"frozen.format is {form}, and {unfit[0].name!r} of shape {unfit[0].shape} cannot be "
             f"stored in it ({len(unfit)} such)",
             because=f"blocks have {MXFP4_BLOCK} elements along the second dimension",
-            remedy="frozen.rest: nf4, which takes every shape; or name it in frozen.keep",
+            remedy="frozen.format: nf4, which takes every shape; or name it in frozen.keep",
         )
     return [replace(f, form=form.value) if i in chosen else f for i, f in enumerate(facts)]
 
@@ -359,13 +359,13 @@ def adapter_case(case: PlanInput, target: Target, rank: int, rest: str) -> PlanI
         case: That of `target` with all its parameters trained.
         target: The model; it stays as it is.
         rank: The inner size of the adapters' matrices (LoRA, arXiv:2106.09685).
-        rest: The format of frozen matrices, as `frozen.rest` of a configuration names it.
+        rest: The format of frozen matrices, as `frozen.format` of a configuration names it.
 
     Raises:
         ConfigError: If the model has no linear layers.
     """
     adapted = target.with_adapters(rank)
-    frozen = case.config.frozen.model_copy(update={"rest": rest})
+    frozen = case.config.frozen.model_copy(update={"format": rest})
     config = case.config.model_copy(update={"frozen": frozen})
     groups = groups_of(adapted.module, config)
     cut = partition_model(adapted.module, config, groups, None, case.machine.ranks)

@@ -594,7 +594,7 @@ def _unknown_format(name: str, found: str) -> ConfigError:
         f"tensor {name!r} is quantised in a way that is not known: {found}",
         because="of files that are quantised these are read: bitsandbytes' NF4 in blocks of 64, "
         "MXFP4 of gpt-oss, and FP8 (e4m3) with a scale for each square of 128",
-        remedy="give the original weights, and frozen.rest in the configuration",
+        remedy="give the original weights, and frozen.format in the configuration",
     )
 
 

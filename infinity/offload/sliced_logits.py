@@ -185,7 +185,7 @@ class Head:
             if self.updates != updates:
                 raise modified_in_place(
                     f"the weights of {self._name!r} were updated before its logits were made; read "
-                    "them before step, or train with activations.logits: whole"
+                    "them before step, or train with activations.logits: full"
                 )
             return function(weight, bias)
         finally:
@@ -198,7 +198,7 @@ class Head:
         self._warn_once(
             f"logits of {self._name}",
             f"all logits of {self._name!r} are made at once, for {because}: only cross_entropy "
-            "(mean or sum, without weights) takes them in slices; activations.logits: whole "
+            "(mean or sum, without weights) takes them in slices; activations.logits: full "
             "silences this",
         )
 

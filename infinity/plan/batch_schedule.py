@@ -62,7 +62,7 @@ class BatchSchedule:
             settings.slices,
             case.work.recompute,
             settings.offload,
-            settings.logits == "sliced",
+            settings.logits == "chunked",
         )
 
     @staticmethod

@@ -67,7 +67,7 @@ def activations_on_device(
 
 def logits_at_once(settings: ActivationsConfig) -> int | None:
     """Tokens whose logits exist at a time; None: those of all."""
-    return CHUNK_TOKENS if settings.logits == "sliced" else None
+    return CHUNK_TOKENS if settings.logits == "chunked" else None
 
 
 @dataclass(frozen=True)

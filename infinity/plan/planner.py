@@ -84,7 +84,7 @@ def with_weights_in_ram(plan: Plan, hints: HintsConfig, limits: Limits) -> Plan:
 
     Where the device is the host, in its memory: see `UnitPlacement`.
     """
-    most = hints.weights_in_ram
+    most = hints.max_params_in_cpu
     if most is None:
         return plan
     tier = Tier.DEVICE if plan.unified else Tier.HOST
@@ -99,8 +99,8 @@ def with_weights_in_ram(plan: Plan, hints: HintsConfig, limits: Limits) -> Plan:
             break
         kept, placements = kept + size, tried
     note = (
-        f"hints.weights_in_ram is {format_count(most)}: {format_count(kept)} parameters' weights "
-        "are kept in RAM" + ("" if kept else ", where none more find room")
+        f"hints.max_params_in_cpu is {format_count(most)}: weights of {format_count(kept)} "
+        "parameters are kept in RAM" + ("" if kept else ", where none more find room")
     )
     plan = replace(plan, placements=tuple(placements), notes=(*plan.notes, note))
     return with_memory(plan, limits)
@@ -320,7 +320,7 @@ def make_plan(
         saved=saved,
         ranks=ranks,
         durable=config.durable,
-        durable_every=config.durable_every if config.durable_every != "auto" else _RARELY,
+        durable_every=config.commit_every if config.commit_every != "auto" else _RARELY,
         nodes=nodes,
         may_share=may_share and config.placement.shared is not False,
         shared=may_share and config.placement.shared is True,
@@ -333,7 +333,7 @@ def make_plan(
         draft = draft.changed(chunks_at_once=at_once)
     plan = _with_prefetch(draft, stored, config, limits, rates)
     plan = with_live_note(plan, config.hints)
-    if plan.durable and config.durable_every == "auto":
+    if plan.durable and config.commit_every == "auto":
         plan = replace(plan, durable_every=_often(plan, rates))
     plan = replace(plan, rank=rank)  # placement was chosen by rank 0's bytes: by all alike
     return replace(plan, predicted_bytes=forecast_bytes(plan))
@@ -393,7 +393,11 @@ def _with_placement(draft: Plan, config: Config, limits: Limits, rates: Rates) -
 
 def _placed_for(wish: str, draft: Plan, config: Config, limits: Limits, rates: Rates) -> Plan:
     """The same for one `Config.update`."""
-    wishes = (config.placement.weights, config.placement.gradients, config.placement.moments)
+    wishes = (
+        config.placement.weights,
+        config.placement.gradients,
+        config.placement.optimizer_state,
+    )
     has_disk = bool(config.nvme_path)
     if "disk" in wishes and not has_disk:
         raise ConfigError(
@@ -424,7 +428,10 @@ def _placed_for(wish: str, draft: Plan, config: Config, limits: Limits, rates: R
 def _whole(config: Config) -> bool | None:
     """Return True if weights stay complete in slots; hints of slots decide."""
     hinted = config.hints.live_parameters is not None
-    return False if config.placement.whole is None and hinted else config.placement.whole
+    reshards = config.placement.reshard_after_forward
+    if reshards is None:
+        return False if hinted else None
+    return not reshards
 
 
 def _with_stored(draft: Plan, stored: Stored, config: Config, limits: Limits, rates: Rates) -> Plan:
@@ -501,7 +508,9 @@ def _remedy(tier: Tier, config: Config, plan: Plan) -> str:
     if not config.nvme_path:
         return "set nvme_path so that state can rest on disk"
     placement = config.placement
-    on_disk = [k for k in ("weights", "moments", "gradients") if getattr(placement, k) != "disk"]
+    on_disk = [
+        k for k in ("weights", "optimizer_state", "gradients") if getattr(placement, k) != "disk"
+    ]
     if on_disk:
         return f"raise budget.{tier}, or put more on disk: placement.{on_disk[-1]}=disk"
     if plan.rule.whole:  # no chunk size helps: a chunk is a unit

@@ -318,7 +318,7 @@ def _parts(
         per_cpu = (names.DISK_PER_CPU_S,) if device.unified else ()
         disks = computer | {
             "disks": [asdict(mount_of(path, root)) for path in paths],
-            "io": settings.model_dump(mode="json", exclude={"stuck_after_s"}),  # no speed
+            "io": settings.model_dump(mode="json", exclude={"timeout_s"}),  # no speed
             "beside_products": device.unified,
         }
 

@@ -1,4 +1,4 @@
-"""The journal: one JSON object per line; its errors never stop training.
+"""The step log: one JSON object per line; its errors never stop training.
 
 Invariants: `write` waits for nothing but a lock that is held for moments; what does not fit in the
 queue or cannot be written is counted, never raised; a forked child writes nothing.
@@ -23,7 +23,7 @@ from infinity.errors import MachineError
 QUEUE_LENGTH = 10_000
 
 
-class Journal:
+class StepLog:
     """Appends records to the JSON-lines file at `path`, from its own daemon thread.
 
     Makes missing directories. Raises `MachineError` if the file cannot be opened for appending.
@@ -47,13 +47,13 @@ class Journal:
                 pass
         except OSError as error:
             because = error.strerror
-            remedy = "give journal a path that can be written"
+            remedy = "give step log a path that can be written"
             raise MachineError(
-                f"the journal {self.path} cannot be opened", because=because, remedy=remedy
+                f"the step log {self.path} cannot be opened", because=because, remedy=remedy
             ) from error
         self._loop = asyncio.new_event_loop()
         self._wake = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="infinity-journal", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="infinity-step-log", daemon=True)
         self._thread.start()
 
     def write(self, record: Mapping[str, Any]) -> None:

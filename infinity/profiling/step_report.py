@@ -67,7 +67,7 @@ class StepReport:
         return {"max": largest, "unused": sum(counts.count(0) for counts in layers)}
 
     def record(self) -> dict[str, Any]:
-        """Return the facts as a journal has them: tokens of experts in two numbers."""
+        """Return the facts as a step log has them: tokens of experts in two numbers."""
         facts = {name: value for name, value in vars(self).items() if name != "expert_tokens"}
         return facts | {"expert_load": self.expert_load}
 

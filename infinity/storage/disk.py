@@ -241,7 +241,7 @@ class Disk:
     """Scratch directories, one state file in each, and the native engine that moves bytes.
 
     `warnings` says what the user should know about the paths, once `allocate` has run. `stuck` is
-    the error of the first request that the kernel did not let go of in `io.stuck_after_s`.
+    the error of the first request that the kernel did not let go of in `io.timeout_s`.
     """
 
     joins = True
@@ -278,7 +278,7 @@ class Disk:
                 block_size=io.block_size,
                 queue_depth=io.queue_depth,
                 num_threads=io.num_threads,
-                stuck_after_s=io.stuck_after_s,
+                stuck_after_s=io.timeout_s,
             )
         except ValueError as error:
             self.close()

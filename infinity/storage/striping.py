@@ -106,7 +106,7 @@ def file_system_warnings(path: Path, file: _aio.File, nbytes: int) -> list[str]:
     if name == "nfs":
         warnings.append(
             f"nvme_path {path} is NFS: all {size} of state cross the network every step, and a "
-            "lost connection stops the training (see io.stuck_after_s); the lock of a killed run "
+            "lost connection stops the training (see io.timeout_s); the lock of a killed run "
             f"may live on at the server; {_REMEDY}"
         )
     if name == "btrfs" and not _overwrites_in_place(file.fd):

@@ -345,7 +345,7 @@ class Prepared:
             "training.tokens_per_step": self.tokens_per_step,
             "engine.seed": self.engine.seed,
             "engine.gradient_accumulation_steps": self.micro_batches,
-            "engine.frozen.rest": self.engine.frozen.rest,
+            "engine.frozen.format": self.engine.frozen.format,
             "engine.activations.logits": self.engine.activations.logits,
             "engine.activations.slices": self.engine.activations.slices,
             "engine.activations.checkpoint": self.engine.activations.checkpoint,
@@ -365,10 +365,10 @@ class Prepared:
         }
         if self.engine.scheduler is not None:  # with the steps in the place of auto
             found[_SCHEDULE] = self.engine.scheduler.params
-        if self.engine.activations.logits == "sliced":  # runs from before it could be are whole
-            found["engine.activations.logits"] = "sliced"
-        if self.engine.frozen.rest != "as_is":
-            found["engine.frozen.rest"] = self.engine.frozen.rest
+        if self.engine.activations.logits == "chunked":  # runs from before it could be are full
+            found["engine.activations.logits"] = "chunked"
+        if self.engine.frozen.format != "as_is":
+            found["engine.frozen.format"] = self.engine.frozen.format
         found |= {f"model.{name}": value for name, value in self.facts.identity().items()}
         if self.config.adapter is not None:
             found["adapter"] = self.config.adapter.model_dump(mode="json")

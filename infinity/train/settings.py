@@ -12,6 +12,7 @@ import yaml
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from infinity.config.fields import Number, OnePath, Section, as_pair, as_path
+from infinity.config.renamed import with_current_names, with_current_overrides
 from infinity.config.schema import Config, entries
 from infinity.config.source import apply_overrides, explain, read_source
 from infinity.errors import ConfigError
@@ -219,15 +220,15 @@ class RunConfig(Section):
     engine: Config = Config()
 
     def engine_for(self, length: int | Literal["auto"], ranks: int = 1) -> Config:
-        """Return the engine's configuration for the micro-batches of a step; logits are sliced.
+        """Return the engine's configuration for the micro-batches of a step; logits are chunked.
 
         Here a step is the same on any number of `ranks`, which share out its micro-batches. Raises
         `ConfigError` where windows of `length` tokens, or these, do not come out even.
         """
-        wanted, engine = self.training.tokens_per_step, self.engine.with_sliced_logits()
+        wanted, engine = self.training.tokens_per_step, self.engine.with_chunked_logits()
         quantised = self.adapter is not None and self.adapter.type == "qlora"
-        if quantised and "rest" not in engine.frozen.model_fields_set:
-            frozen = engine.frozen.model_copy(update={"rest": FrozenFormat.NF4.value})
+        if quantised and "format" not in engine.frozen.model_fields_set:
+            frozen = engine.frozen.model_copy(update={"format": FrozenFormat.NF4.value})
             engine = engine.model_copy(update={"frozen": frozen})
         count = engine.gradient_accumulation_steps
         if wanted is not None and length != "auto":
@@ -337,7 +338,8 @@ def load_run_config(
         remedy = "`infinity init` writes one to start from"
         raise ConfigError(f"{path} does not exist", remedy=remedy)
     where, raw = read_source(source)
-    merged = apply_overrides(raw, overrides)
+    raw = with_current_names(raw, "engine.")
+    merged = apply_overrides(raw, with_current_overrides(overrides, "engine."))
     if merged and not is_run_config(merged) and any(name in Config.model_fields for name in merged):
         raise ConfigError(
             f"{where} is the configuration of an engine, not of a run",

@@ -231,7 +231,7 @@ class InitialWrite:
                 raise ConfigError(
                     f"{segment.name!r} cannot rest in {form} as the file has it: {error}",
                     because=f"its scales are for {FP8_BLOCK} rows each",
-                    remedy="frozen.rest: nf4 or int8, or as_is",
+                    remedy="frozen.format: nf4 or int8, or as_is",
                 ) from error
         if pieces is None:
             value = self._values.part(parameter, index * numel, numel)

@@ -83,7 +83,7 @@ def limits_for(
     made = max((p.nbytes for p in model.parameters() if p.is_meta), default=0)
     if initial_values is not None:
         made = initial_values.most_bytes(
-            model.parameters(), quantises=config.frozen.rest != "as_is"
+            model.parameters(), quantises=config.frozen.format != "as_is"
         )
     return Limits(device_budget, max(host - held, 0), disk, base, made)
 
@@ -229,7 +229,7 @@ def plan_for(
         here = model_facts(
             partition.layouts, config.precision, facts, gradient_itemsize(config, ranks.count)
         )
-        run = find_run(config.nvme_path, config.resume, here, config.journal, ranks)
+        run = find_run(config.nvme_path, config.resume, here, config.step_log, ranks)
     reason = "" if device.unified else device.why_no_kernels()
     plan = make_plan(
         partition.layouts,

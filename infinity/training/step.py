@@ -38,7 +38,7 @@ from infinity.errors import (
 )
 from infinity.model.torch_private import end_checkpoints
 from infinity.optim.offloaded import OffloadedOptimizer
-from infinity.profiling.step_log import Journal
+from infinity.profiling.step_log import StepLog
 from infinity.profiling.step_report import Meter, StepReport
 from infinity.storage.device import Event
 from infinity.training.components import EngineComponents
@@ -91,7 +91,7 @@ class StepRunner:
         optimizer: OffloadedOptimizer,
         index_of: Mapping[int, int],
         lr_scheduler: Any,
-        journal: Journal | None,
+        step_log: StepLog | None,
         scale_rules: ScaleRules | None = None,
     ) -> None:
         self.scale_rules = scale_rules
@@ -112,7 +112,7 @@ class StepRunner:
         self._optimizer_pass = components.optimizer_pass
         self._optimizer = optimizer
         self._index_of = dict(index_of)
-        self._journal = journal
+        self._step_log = step_log
         self._meter = Meter(components.transfers, components.hooks.watch)
         self._timeline = components.timeline  # until it is over
         if self._timeline is not None:
@@ -394,8 +394,8 @@ class StepRunner:
         )
         if self._timeline is not None and not self._timeline.step(self.last_report):
             self._timeline = None
-        if self._journal is not None:
-            self._journal.write({"event": "step", **self.last_report.record()})
+        if self._step_log is not None:
+            self._step_log.write({"event": "step", **self.last_report.record()})
 
 
 def _loses_gradients(error: Exception) -> bool:

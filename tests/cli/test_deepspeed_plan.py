@@ -73,7 +73,7 @@ def test_the_table_stands_before_the_plan(files: tuple[str, str]) -> None:
 
 def test_the_plan_is_that_of_our_own_words(files: tuple[str, str], tmp_path: Path) -> None:
     theirs = answer(files[0], "--model", files[1], *DESKTOP)
-    ours = {"placement": {"weights": "host", "moments": "disk"}, "nvme_path": "/local_nvme",
+    ours = {"placement": {"weights": "host", "optimizer_state": "disk"}, "nvme_path": "/local_nvme",
             "gradient_accumulation_steps": 1}  # fmt: skip
     (tmp_path / "ours.json").write_text(json.dumps(ours))
     expected = answer(str(tmp_path / "ours.json"), "--model", files[1], *DESKTOP)

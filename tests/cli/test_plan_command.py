@@ -297,7 +297,7 @@ def test_adapters_over_a_base_that_rests_quantised(tmp_path: Path) -> None:
     for wrong in (["--rest", "nf4"], ["--lora", "8", "--rest", "fp4"]):
         code, _, error = run(layers, *arguments[:6], *wrong)
         assert code == 2
-        assert "frozen.rest" in error
+        assert "frozen.format" in error
 
 
 def test_a_configuration_of_ours_is_obeyed(tiny: str, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from infinity.train.settings import RunConfig, load_run_config
 
 GIB = 1 << 30
 VALUES: dict[str, tuple[Any, ...]] = {
-    "placement": (["weights", "moments"],),
+    "placement": (["weights", "optimizer_state"],),
     "chunk_size": (1 << 17,),
     "budget.device": (GIB, None),
     "budget.host": (GIB + (1 << 20), None),

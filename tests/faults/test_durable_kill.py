@@ -37,10 +37,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "moments in RAM": {
         "placement": PLACEMENTS["moments in RAM"],
-        "durable_every": 1,
+        "commit_every": 1,
         "io": {"slow_bytes_per_s": 8 << 20},
     },
-    "all in RAM, every third": {"placement": PLACEMENTS["all in RAM"], "durable_every": 3},
+    "all in RAM, every third": {"placement": PLACEMENTS["all in RAM"], "commit_every": 3},
 }
 
 
@@ -52,7 +52,7 @@ def kill_often(root: Path, case: str, moments: Iterable[int | float | None]) -> 
     """
     path, more = root / "nvme", CASES[case]
     path.mkdir()
-    every, last = more.get("durable_every", 1), 0
+    every, last = more.get("commit_every", 1), 0
     for moment in (*moments, None):
         (root / "told").write_text("")
         line, extra = moment if isinstance(moment, int) else None, 2 if moment is None else None
@@ -84,7 +84,7 @@ def fail_often(root: Path, seeds: range) -> Counter[str]:
         faults = (
             f"seed={seed},kinds=eio+enospc+flip+short+reorder,rate={choose.choice((1e-3, 1e-2))}"
         )
-        more = {"placement": placement, "durable_every": choose.choice((1, 2)), "prefetch_units": 1}
+        more = {"placement": placement, "commit_every": choose.choice((1, 2)), "prefetch_units": 1}
         told = 0
         try:
             io = {"faults": faults, "block_size": 4096}
@@ -101,7 +101,7 @@ def fail_often(root: Path, seeds: range) -> Counter[str]:
             continue
         with durable_engine(path, gated(), **more, resume="auto") as engine:
             found = engine.global_steps
-            assert told - more["durable_every"] <= found <= told + 1, seed
+            assert told - more["commit_every"] <= found <= told + 1, seed
             try:
                 assert equal(state_of(engine), states[found]), seed
                 seen["resumed"] += 1
@@ -128,7 +128,7 @@ def test_a_drive_that_fails_at_length(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_killed_at_any_line(tmp_path: Path, case: str) -> None:
-    draw, every = random.Random(case), CASES[case].get("durable_every", 1)
+    draw, every = random.Random(case), CASES[case].get("commit_every", 1)
     # A start runs 20 000 lines, and so does a step; on a busy machine more, as threads look around.
     firsts = (5_000, 40_000, 90_000 + 25_000 * every)
     lines = [draw.randrange(first, first + 20_000) for first in firsts]

@@ -52,10 +52,10 @@ ERRNOS = {
     "stuck": {errno.ETIMEDOUT},
 }
 PLACEMENTS = (
-    {"weights": "disk", "moments": "disk", "gradients": "disk"},
-    {"weights": "disk", "moments": "disk", "gradients": "host"},
-    {"weights": "disk", "moments": "host", "gradients": "disk"},
-    {"weights": "device", "moments": "disk", "gradients": "disk"},
+    {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"},
+    {"weights": "disk", "optimizer_state": "disk", "gradients": "host"},
+    {"weights": "disk", "optimizer_state": "host", "gradients": "disk"},
+    {"weights": "device", "optimizer_state": "disk", "gradients": "disk"},
 )
 
 
@@ -85,7 +85,7 @@ class Case:
             "queue_depth": 4,
             "num_threads": 2,
             "verify": self.verify,
-            "stuck_after_s": STUCK_AFTER_S if "stuck" in self.kinds else 60,
+            "timeout_s": STUCK_AFTER_S if "stuck" in self.kinds else 60,
             "faults": f"seed={self.seed},kinds={'+'.join(self.kinds)},rate={self.rate}",
         }
         if self.num_paths > 1:
@@ -154,7 +154,7 @@ def clean(micro_batches: int, precision: str) -> tuple[dict[int, float], dict[st
     if key not in _clean:
         given = settings(
             Path("unused"),
-            {"weights": "device", "moments": "host", "gradients": "host"},
+            {"weights": "device", "optimizer_state": "host", "gradients": "host"},
             precision=precision,
             gradient_accumulation_steps=micro_batches,
         )
@@ -285,7 +285,7 @@ def test_late_blocks_change_no_bit(tmp_path: Path) -> None:
     for seed in range(6):
         placement = {
             "weights": ("device", "disk")[seed % 2],
-            "moments": "disk",
+            "optimizer_state": "disk",
             "gradients": "disk",
         }
         case = Case(

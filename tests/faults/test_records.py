@@ -42,7 +42,7 @@ from infinity.errors import InfinityError
 STEPS = 2  # that are recorded
 MORE: dict[str, Any] = {
     "placement": PLACEMENTS["moments in RAM"],
-    "durable_every": 1,
+    "commit_every": 1,
     "io": {"weights": [2, 1], "block_size": 4096},
 }
 FIRST = (*COMMIT_NAMES, "checksums.bin", "plan.json", "run.json", "lock", "state.bin")

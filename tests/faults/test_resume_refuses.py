@@ -33,7 +33,7 @@ def durable_settings(folder: Path, **changes: Any) -> dict[str, Any]:
         os.makedirs(path, exist_ok=True)
     io = {"weights": [1, 1], "block_size": 4096}
     more: dict[str, Any] = {"engine__nvme_path": paths, "engine__durable": True, "engine__io": io}
-    more |= {"engine__placement": PLACEMENTS["all on disk"], "engine__durable_every": 1}
+    more |= {"engine__placement": PLACEMENTS["all on disk"], "engine__commit_every": 1}
     return settings(folder, **(more | changes))
 
 
@@ -177,7 +177,7 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], Sabotage, str]] = {
 }
 
 
-NOT_DURABLE = {"engine__durable": None, "engine__durable_every": None}
+NOT_DURABLE = {"engine__durable": None, "engine__commit_every": None}
 # How a run was begun, and with which other settings it is started again.
 CHANGES: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any], str]] = {
     "not durable any more": (
@@ -340,30 +340,30 @@ def test_a_record_that_is_set_back_loses_no_steps(
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> dict[str, Any]:
-    """The settings of a durable run of two steps that told a journal."""
+def step_log(tmp_path: Path) -> dict[str, Any]:
+    """The settings of a durable run of two steps that told a step log."""
     (tmp_path / "nvme").mkdir()
-    told = {"journal": str(tmp_path / "journal.jsonl"), "placement": PLACEMENTS["all on disk"]}
+    told = {"step_log": str(tmp_path / "journal.jsonl"), "placement": PLACEMENTS["all on disk"]}
     with durable_engine(tmp_path / "nvme", gated(), **told) as engine:
         step(engine)
         step(engine)
     return told
 
 
-def test_a_journal_tells_of_a_run_that_is_gone(tmp_path: Path, journal: dict[str, Any]) -> None:
+def test_a_step_log_tells_of_a_run_that_is_gone(tmp_path: Path, step_log: dict[str, Any]) -> None:
     (directory,) = run_records(tmp_path / "nvme")
     shutil.move(directory, tmp_path / directory.name)
-    auto = durable_engine(tmp_path / "nvme", gated(), **journal, resume="auto")
+    auto = durable_engine(tmp_path / "nvme", gated(), **step_log, resume="auto")
     with pytest.raises(ConfigError, match=r"journal.jsonl has 2 durable steps"), auto:
         pass
     assert not list((tmp_path / "nvme").iterdir())
-    with durable_engine(tmp_path / "nvme", gated(), **journal, resume="never"):
+    with durable_engine(tmp_path / "nvme", gated(), **step_log, resume="never"):
         pass  # asked for by name
 
 
-def test_two_processes_do_not_go_on_with_one_run(tmp_path: Path, journal: dict[str, Any]) -> None:
-    del journal["journal"]
-    auto: dict[str, Any] = {**journal, "resume": "auto"}
+def test_two_processes_do_not_go_on_with_one_run(tmp_path: Path, step_log: dict[str, Any]) -> None:
+    del step_log["step_log"]
+    auto: dict[str, Any] = {**step_log, "resume": "auto"}
     with durable_engine(tmp_path / "nvme", gated(), **auto) as engine:
         step(engine)
         second = durable_engine(tmp_path / "nvme", gated(), **auto)

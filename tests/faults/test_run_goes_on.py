@@ -299,7 +299,7 @@ def test_the_drive_of_the_state_fails_and_the_run_goes_on_elsewhere(
     config = tmp_path / "run of mine.json"
     given = settings(
         tmp_path,
-        engine__placement={"weights": "disk", "moments": "disk", "gradients": "disk"},
+        engine__placement={"weights": "disk", "optimizer_state": "disk", "gradients": "disk"},
         engine__nvme_path=[str(path) for path in paths],
         engine__durable=durable or None,
         training__checkpoint_every=None if durable else 99 if kind == "bare" else 2,
@@ -349,7 +349,7 @@ def test_a_file_that_is_removed_ends_the_run(
     (tmp_path / "nvme").mkdir()
     durable = {"engine__nvme_path": str(tmp_path / "nvme"), "engine__durable": True}
     config, shown = tmp_path / "run.json", TrainPage.on_record
-    config.write_text(json.dumps(settings(tmp_path, **durable, engine__durable_every=1)))
+    config.write_text(json.dumps(settings(tmp_path, **durable, engine__commit_every=1)))
     steps: list[int] = []
 
     def told(self: TrainPage, record: Any) -> None:

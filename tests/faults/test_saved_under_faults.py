@@ -28,7 +28,7 @@ from infinity.errors import CheckpointError, InfinityError, TransferError
 pytestmark = pytest.mark.filterwarnings("ignore::infinity.errors.InfinityWarning")
 STEPS = 4
 KINDS = ("eio", "enospc", "flip", "short", "delay", "reorder")
-PLACEMENTS = (ON_DISK, MIXED, {**ON_DEVICE, "moments": "disk"})
+PLACEMENTS = (ON_DISK, MIXED, {**ON_DEVICE, "optimizer_state": "disk"})
 
 
 def make(root: Path, placement: dict[str, str], **more: Any) -> Engine:
@@ -116,7 +116,7 @@ def one_seed(seed: int, root: Path, set_faults: Callable[[str], None]) -> Counte
     engine = None
     try:
         engine = make(
-            root / "nvme", placement, durable=True, durable_every=choose.choice((1, 2)), io=io
+            root / "nvme", placement, durable=True, commit_every=choose.choice((1, 2)), io=io
         )
         faulty_run(engine, saved)
         seen["finished"] += 1

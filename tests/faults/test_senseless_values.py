@@ -103,7 +103,7 @@ def command(*arguments: str) -> int:
 def durable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a durable run."""
     root = tmp_path_factory.mktemp("durable")
-    more: dict[str, Any] = {"placement": PLACEMENTS["moments in RAM"], "durable_every": 1}
+    more: dict[str, Any] = {"placement": PLACEMENTS["moments in RAM"], "commit_every": 1}
     with durable_engine(root, gated(), **more) as engine:
         step(engine)
         step(engine)

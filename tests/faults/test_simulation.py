@@ -41,7 +41,7 @@ STEPS = 3
 QUICK, BATCH = 150, 50
 MORE: dict[str, Any] = {
     "placement": PLACEMENTS["moments in RAM"],
-    "durable_every": 1,
+    "commit_every": 1,
     "io": {"weights": [2, 1], "block_size": 4096},
 }
 

@@ -42,8 +42,10 @@ def go_on(
     promise: Callable[[str], None] | None = None,
 ) -> dict[int, Weights]:
     """Resume, and train up to a step (default: the next); the master weights at each, by step."""
-    config = settings(world, MIXED | {"whole": False}, seed=1, durable=True, resume="auto")
-    config |= {"durable_every": 1, "io": {"block_size": 4096}}
+    config = settings(
+        world, MIXED | {"reshard_after_forward": True}, seed=1, durable=True, resume="auto"
+    )
+    config |= {"commit_every": 1, "io": {"block_size": 4096}}
 
     models = [small_model(num_blocks=1) for _ in range(COUNT)]  # threads share the generator
 

@@ -266,7 +266,7 @@ def test_a_dropped_engine_gives_back_all_but_weights_which_end_with_its_module(
     model = small_model()
     arguments = {"device": FakeAccelerator(1)} if place == "accelerator" else {}
     placement = ON_DEVICE if place == "device" else ON_DISK
-    given = settings(nvme, placement, journal=str(tmp_path / "journal"))
+    given = settings(nvme, placement, step_log=str(tmp_path / "step_log"))
     engine = infinity.initialize(model, given, **arguments)[0]
     optimizer = engine.optimizer
     kept: list[Any] = []

@@ -26,7 +26,7 @@ def train(
     config = {
         "nvme_path": str(path),
         "precision": precision,
-        "placement": dict(zip(("weights", "moments", "gradients"), placement, strict=True)),
+        "placement": dict(zip(("weights", "optimizer_state", "gradients"), placement, strict=True)),
         "gradient_accumulation_steps": 2,
         "chunk_size": 16384,
     }

@@ -169,25 +169,25 @@ DONE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     f"{ZERO}.sub_group_size": (1e5, {"chunk_size": 48 * 2048}, {}),
     f"{ZERO}.stage3_prefetch_bucket_size": (0, {"prefetch_units": 0}, {}),
     f"{ZERO}.stage3_max_live_parameters": (3e8, {"hints.live_parameters": 300_000_000}, {}),
-    f"{ZERO}.offload_param.max_in_cpu": (1e9, {"hints.weights_in_ram": 10**9}, {}),
-    f"{ZERO}.cpu_offload": (True, {"placement.moments": "host"}, {}),
+    f"{ZERO}.offload_param.max_in_cpu": (1e9, {"hints.max_params_in_cpu": 10**9}, {}),
+    f"{ZERO}.cpu_offload": (True, {"placement.optimizer_state": "host"}, {}),
     f"{ZERO}.cpu_offload_param": (True, {"placement.weights": "host"}, {}),
     f"{ZERO}.offload_param.device": ("cpu", {"placement.weights": "host"}, {}),
     f"{ZERO}.offload_param.nvme_path": (
         "/a", {"placement.weights": "disk", "nvme_path": ["/a"]}, NVME,
     ),
-    f"{OFFLOAD}.device": ("none", {"placement.moments": "device"}, {}),
+    f"{OFFLOAD}.device": ("none", {"placement.optimizer_state": "device"}, {}),
     f"{OFFLOAD}.nvme_path": (
-        ["/a", "/b"], {"placement.moments": "disk", "nvme_path": ["/a", "/b"]},
+        ["/a", "/b"], {"placement.optimizer_state": "disk", "nvme_path": ["/a", "/b"]},
         {f"{OFFLOAD}.device": "nvme"},
     ),
-    f"{OFFLOAD}.ratio": (0.4, {"placement.moments": "auto"}, {f"{OFFLOAD}.device": "cpu"}),
+    f"{OFFLOAD}.ratio": (0.4, {"placement.optimizer_state": "auto"}, {f"{OFFLOAD}.device": "cpu"}),
     "aio.block_size": (2**21, {"io.block_size": 2**21}, {}),
     "aio.queue_depth": (32.0, {"io.queue_depth": 32}, {}),
     "aio.intra_op_parallelism": (8, {"io.num_threads": 8}, {}),
     "steps_per_print": (10, {}, {}),
     "csv_monitor.enabled": (
-        True, {"journal": "/logs/run/journal.jsonl"},
+        True, {"step_log": "/logs/run/journal.jsonl"},
         {"csv_monitor.output_path": "/logs", "csv_monitor.job_name": "run"},
     ),
     "csv_monitor.output_path": ("/l", {}, {}),
@@ -206,7 +206,7 @@ DONE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     **{f"comet.experiment_{name}": ("ours", {}, {}) for name in ("name", "key")},
     "flops_profiler.enabled": (True, {}, {}),
     "flops_profiler.detailed": (False, {}, {}),
-    f"{ZERO}.zero_quantized_nontrainable_weights": (True, {"frozen.rest": "int8"}, {}),
+    f"{ZERO}.zero_quantized_nontrainable_weights": (True, {"frozen.format": "int8"}, {}),
     "activation_checkpointing.cpu_checkpointing": (True, {"activations.offload": "host"}, {}),
     f"{PARAMS}.ns_method": ("standard", {}, {"optimizer.type": "Muon"}),
     "flops_profiler.output_file": ("profile.txt", {}, {}),
@@ -494,12 +494,12 @@ def rule(kind: str | None, **params: Any) -> dict[str, Any]:
         (rule("SGD", lr=0.1), adam("SGD", 0.1, 0.0)),
         (rule("SGD", max_grad_norm=1.5), {"gradient_clipping": 1.5}),
         ({f"{PARAMS}.max_grad_norm": 1.5, "gradient_clipping": 1.5}, {"gradient_clipping": 1.5}),
-        ({**CPU, f"{OFFLOAD}.ratio": 1.0}, {"placement.moments": "host"}),
-        ({**CPU, f"{OFFLOAD}.ratio": 0}, {"placement.moments": "device"}),
-        ({**NVME_MOMENTS, f"{OFFLOAD}.ratio": 0.5}, {"placement.moments": "disk"}),
-        ({**CPU, f"{ZERO}.cpu_offload": True}, {"placement.moments": "host"}),
-        ({f"{ZERO}.cpu_offload": False}, {"placement.moments": "auto"}),
-        ({f"{OFFLOAD}.buffer_count": 0}, {"placement.moments": "auto"}),
+        ({**CPU, f"{OFFLOAD}.ratio": 1.0}, {"placement.optimizer_state": "host"}),
+        ({**CPU, f"{OFFLOAD}.ratio": 0}, {"placement.optimizer_state": "device"}),
+        ({**NVME_MOMENTS, f"{OFFLOAD}.ratio": 0.5}, {"placement.optimizer_state": "disk"}),
+        ({**CPU, f"{ZERO}.cpu_offload": True}, {"placement.optimizer_state": "host"}),
+        ({f"{ZERO}.cpu_offload": False}, {"placement.optimizer_state": "auto"}),
+        ({f"{OFFLOAD}.buffer_count": 0}, {"placement.optimizer_state": "auto"}),
         ({"aio.thread_count": 1}, {"io.num_threads": 4}),  # fewer than a disk needs
         ({"aio.thread_count": 16}, {"io.num_threads": 16}),
         # Hints never stop a run, and what people copy says nothing.
@@ -652,7 +652,7 @@ def test_offload_is_placement_at_any_stage(
         ZERO: {key: value for key, value in zero.items() if key != "stage"}
     }).config  # fmt: skip
     assert config.placement.weights == DEVICES[weights]
-    assert config.placement.moments == DEVICES[moments]
+    assert config.placement.optimizer_state == DEVICES[moments]
     assert config.placement.gradients == "auto"
     paths = (Path("/fast"),) if "nvme" in (weights, moments) else ()
     assert config.nvme_path == paths
@@ -675,7 +675,7 @@ def test_paths() -> None:
     assert "not used" in row(unused, f"{two}.nvme_path")["note"]
     left = translated({f"{two}.nvme_path": "/fast"})
     assert left.config.nvme_path == (Path("/fast"),)
-    assert left.config.placement.moments == "auto"
+    assert left.config.placement.optimizer_state == "auto"
 
 
 # --- names -----------------------------------------------------------------------------------
@@ -1011,8 +1011,8 @@ def test_the_three_ways_in_and_the_loader(tmp_path: Path) -> None:
     assert args.deepspeed
     data = TensorDataset(torch.zeros(5, 3, dtype=torch.long))
     for way in ({"config": config}, {"config_params": str(path)}, {"args": args}):
-        journal = tmp_path / "journal.jsonl"
-        journal.unlink(missing_ok=True)
+        step_log = tmp_path / "journal.jsonl"
+        step_log.unlink(missing_ok=True)
         engine, _, loader, _ = infinity.initialize(model=small_model(), training_data=data, **way)
         engine.close()
         assert [len(tokens) for (tokens,) in loader] == [2, 2]
@@ -1026,7 +1026,7 @@ def test_the_three_ways_in_and_the_loader(tmp_path: Path) -> None:
     assert read_settings({}).translation is None
 
 
-def test_the_journal_has_a_row_for_each_key(tmp_path: Path) -> None:
+def test_the_step_log_has_a_row_for_each_key(tmp_path: Path) -> None:
     config = {**ds_config(tmp_path), "steps_per_print": float("inf")}
     config["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
     engine, *_ = infinity.initialize(small_model(), config)

@@ -300,7 +300,7 @@ def test_a_stuck_request_is_an_error_and_close_returns(tmp_path: Path) -> None:
     path = tmp_path / "drive"
     path.mkdir()
     with rough_io(faults="seed=1,kinds=stuck,rate=1"):
-        disk = Disk([path], IoConfig(stuck_after_s=0.2))
+        disk = Disk([path], IoConfig(timeout_s=0.2))
     extent = disk.extent(PAGE, "unit 'u', chunk 7")
     disk.allocate()
     ticket = disk.write([(extent, noise(PAGE, 0))])

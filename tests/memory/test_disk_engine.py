@@ -138,7 +138,9 @@ def test_the_report_says_how_long_the_disk_took(tmp_path: Path) -> None:
         )
         assert drive["nbytes"] == engine.plan.tier_bytes["disk"]
         assert drive["speed"] is None
-    with small_engine(tmp_path, {"weights": "device", "moments": "host", "gradients": "host"}) as e:
+    with small_engine(
+        tmp_path, {"weights": "device", "optimizer_state": "host", "gradients": "host"}
+    ) as e:
         train(e, 1)
         assert e.drives() == {}
         assert e.last_report is not None
@@ -264,7 +266,7 @@ def test_an_edit_that_is_lost_on_its_way_is_not_trained_with(
         ({"weights": [1]}, "weights needs one number per nvme_path: 1 for 2"),
         ({"weights": [1, 0]}, "io.weights.1: should be greater than 0"),
         ({"weights": [1, "fast"]}, "io.weights.1: should be a number"),
-        ({"stuck_after_s": -1}, "io.stuck_after_s: should be greater than or equal to 0"),
+        ({"timeout_s": -1}, "io.timeout_s: should be greater than or equal to 0"),
         ({"verify": "perhaps"}, "io.verify"),
     ],
 )
@@ -276,7 +278,7 @@ def test_settings_that_mean_nothing_are_refused(io: dict[str, Any], words: str) 
 
 def test_the_defaults() -> None:
     io = load_config({}).io
-    assert (io.verify, io.weights, io.stuck_after_s) == ("auto", None, 120.0)
+    assert (io.verify, io.weights, io.timeout_s) == ("auto", None, 120.0)
 
 
 def test_a_failure_that_is_remembered_keeps_nothing_alive() -> None:

@@ -77,7 +77,9 @@ def test_a_tmpfs_is_told_and_trained_on() -> None:
             assert [w for w in engine.warnings if f"{path} is tmpfs, which is RAM" in w]
             (drive,) = engine.drives().values()
             assert drive["file_system"] == "tmpfs"
-        with small_engine(path, {"weights": "device", "moments": "host", "gradients": "host"}) as e:
+        with small_engine(
+            path, {"weights": "device", "optimizer_state": "host", "gradients": "host"}
+        ) as e:
             assert not e.warnings  # nothing rests on disk
             assert train(e, 2) == expected
             assert same(masters(e), state)

@@ -118,7 +118,7 @@ def test_a_closed_engine_holds_no_memory(tmp_path: Path, weights: str) -> None:
 
 def held_by_an_engine(path: Path, weights: str) -> tuple[int, int]:
     count_held()
-    config = settings(path, {"weights": weights, "moments": "host", "gradients": "host"})
+    config = settings(path, {"weights": weights, "optimizer_state": "host", "gradients": "host"})
     for num_blocks in (1, 8):
         start = held_bytes()
         model = small_model(width=1024, num_blocks=num_blocks)

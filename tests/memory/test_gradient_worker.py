@@ -41,8 +41,8 @@ from infinity.profiling.trace_reader import read_timeline
 from infinity.storage.device import HAPPENED, CpuDevice, Event
 
 THREAD = "infinity-gradients"
-IN_RAM = {"weights": "host", "moments": "host", "gradients": "host"}
-SUMMED = {"weights": "device", "moments": "host", "gradients": "host"}
+IN_RAM = {"weights": "host", "optimizer_state": "host", "gradients": "host"}
+SUMMED = {"weights": "device", "optimizer_state": "host", "gradients": "host"}
 
 
 class Signal:

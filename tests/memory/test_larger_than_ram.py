@@ -25,7 +25,7 @@ from infinity.plan.machine import mount_of
 TESTS = Path(__file__).resolve().parent.parent
 IN_CGROUP = TESTS / "memory" / "run_in_cgroup.sh"
 MIB = 1 << 20
-ON_DISK = {"weights": "disk", "moments": "disk", "gradients": "disk"}
+ON_DISK = {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"}
 NO_GROUP = 77
 
 

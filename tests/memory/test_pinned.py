@@ -240,7 +240,7 @@ def test_moments_that_begin_with_zeros_are_not_written_to_ram(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A fresh mapping is zero; two thirds of an initial write are moments."""
-    kinds = dict.fromkeys(("weights", "moments", "gradients"), "host")
+    kinds = dict.fromkeys(("weights", "optimizer_state", "gradients"), "host")
     config = {"placement": kinds, "precision": "bf16", "chunk_size": 16384}
     written: list[int] = []
     write = Transfers.write

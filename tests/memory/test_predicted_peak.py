@@ -14,8 +14,8 @@ from support.measured_run import measure
 from support.process_memory import SMALL_BYTES, needs_peak
 
 MIB = 1 << 20
-ON_DISK = {"weights": "disk", "moments": "disk", "gradients": "disk"}
-IN_RAM = {"weights": "device", "moments": "host", "gradients": "host"}
+ON_DISK = {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"}
+IN_RAM = {"weights": "device", "optimizer_state": "host", "gradients": "host"}
 # 38 million parameters in 3 blocks of 48 MiB: large beside what else moves in a process.
 MODEL = {"width": 1024, "num_layers": 3, "vocab_size": 512, "tokens": 8, "init": True}
 GRADIENTS = (48 - 16) * MIB  # those of a block, without its largest

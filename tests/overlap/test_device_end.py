@@ -15,7 +15,7 @@ from infinity.errors import EngineFailedError
 from infinity.storage.device import HAPPENED, Event
 from infinity.types import Kind
 
-IN_RAM = {"weights": "host", "moments": "host", "gradients": "host"}
+IN_RAM = {"weights": "host", "optimizer_state": "host", "gradients": "host"}
 
 
 class Watched(FakeAccelerator):
@@ -95,7 +95,7 @@ def test_gradients_go_when_their_copies_have_ended(tmp_path: Path) -> None:
 
 def test_state_comes_back_for_the_cpu_without_waiting_for_compute(tmp_path: Path) -> None:
     """Of what rests on the device, compute touches weights and gradients only."""
-    device, placement = Watched(max_delay_s=0.001), {**IN_RAM, "moments": "device"}
+    device, placement = Watched(max_delay_s=0.001), {**IN_RAM, "optimizer_state": "device"}
     more: dict[str, Any] = {"arguments": {"device": device}, "update": "cpu", "precision": "bf16"}
     with small_engine(tmp_path, placement, **more) as engine:
         train(engine, 2)

@@ -116,7 +116,7 @@ def test_so_is_every_access_of_what_the_cpu_updates_beside_streamed_chunks(numbe
 
 @pytest.mark.parametrize("placement", [(tier,) * 3 for tier in TIERS], ids="-".join)
 def test_so_is_every_access_of_sliced_logits(placement: tuple[str, str, str]) -> None:
-    sliced = {"activations": {"logits": "sliced"}}
+    sliced = {"activations": {"logits": "chunked"}}
     done = run(placement, kernels=True, **sliced)
     near = train(CASE.build(), CASE.batches(3), make_config(**sliced))
     assert done.device.violations + done.result.differences(near) == []
@@ -387,7 +387,7 @@ PINNED: dict[tuple[str, str], tuple[tuple[str, str, str], dict[str, Any]]] = {
     ("infinity.offload.activations", "__init__"): (IN_RAM, {"activations": OFFLOADS["host"]}),
     ("infinity.checkpoint.durability", "__init__"): (
         ON_DEVICE,
-        {"durable": True, "durable_every": 1, "resume": "never"},
+        {"durable": True, "commit_every": 1, "resume": "never"},
     ),
     ("infinity.training.async_save", "_buffers"): (ON_DEVICE, {}),
 }

@@ -28,7 +28,7 @@ def masters_after_an_old_backward(path: Path, where: str, slow_bytes_per_s: int)
     config = {
         "nvme_path": str(path),
         "precision": "fp32",
-        "placement": {"weights": where, "moments": where, "gradients": "host"},
+        "placement": {"weights": where, "optimizer_state": where, "gradients": "host"},
         "chunk_size": 4096,
         "gradient_clipping": 0.0,
         "io": {"slow_bytes_per_s": slow_bytes_per_s},

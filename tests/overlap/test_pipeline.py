@@ -63,7 +63,7 @@ def make_engine(path: Path, *, prefetch_units: int, slow_bytes_per_s: int) -> in
         SlowModel(),
         {
             "nvme_path": str(path),
-            "placement": {"weights": "disk", "moments": "disk", "gradients": "host"},
+            "placement": {"weights": "disk", "optimizer_state": "disk", "gradients": "host"},
             "chunk_size": 4096,
             "prefetch_units": prefetch_units,
             "io": {"slow_bytes_per_s": slow_bytes_per_s},

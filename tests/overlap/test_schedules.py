@@ -32,7 +32,7 @@ def losses_of(
 ) -> list[float]:
     config = {
         "nvme_path": str(path),
-        "placement": dict(zip(("weights", "moments", "gradients"), placement, strict=True)),
+        "placement": dict(zip(("weights", "optimizer_state", "gradients"), placement, strict=True)),
         "chunk_size": 2048,
         "gradient_accumulation_steps": 2,
         "prefetch_units": 1,

@@ -26,7 +26,7 @@ from infinity.optim import cuda as kernels_module
 
 CASE = CASES["gpt"]
 AT_LAST = 60.0  # a copy begins when somebody waits for it
-IN_RAM = {"weights": "host", "moments": "host", "gradients": "host"}
+IN_RAM = {"weights": "host", "optimizer_state": "host", "gradients": "host"}
 TRIPLES = {"ram": ("host",) * 3, "device": ("device",) * 3, "mixed": ("disk", "device", "host")}
 
 

@@ -109,7 +109,7 @@ PLACEMENT = ("device", "weights", "moments", "gradients")
 COSTLY = ("ranks", "micro_batches")
 BASE: OptimizerChoice = {name: values[0] for name, values in AXES.items()} | {
     "weights": "disk",
-    "moments": "disk",
+    "optimizer_state": "disk",
     "gradients": "disk",
 }
 # Experts are chosen for the whole batch, outside the block that would be cut.
@@ -177,7 +177,10 @@ def config_of(choice: OptimizerChoice) -> dict[str, Any]:
         seed=5,
     )
     config["frozen"] = {"rest": choice["frozen"]}
-    config["placement"] |= {"whole": choice["whole"], "shared": choice["shared"]}
+    config["placement"] |= {
+        "reshard_after_forward": not choice["whole"],
+        "shared": choice["shared"],
+    }
     if choice["optimizer"] in ADAPTED:
         del config["optimizer"]
     else:

@@ -260,7 +260,7 @@ def test_groups_of_other_rules_may_say_use_muon(kind: Any) -> None:
 
 def test_a_durable_run_goes_on(tmp_path: Path) -> None:
     config = {"precision": "bf16", "gradient_clipping": 0.1, "optimizer": {"type": "Muon"}}
-    run = ResumeRun({**config, "durable": True, "durable_every": 1, "resume": "auto"})
+    run = ResumeRun({**config, "durable": True, "commit_every": 1, "resume": "auto"})
     expected = straight(tmp_path, ResumeRun(config), 6)
     losses = []
     for number, (first, end) in enumerate(pairwise((0, 3, 6))):

@@ -225,7 +225,7 @@ def test_sliced_logits_are_summed_in_fp32_whatever_the_default_is(tmp_path: Path
         model = small_model()
         torch.set_default_dtype(default)
         try:
-            with small_engine(tmp_path, model=model, activations={"logits": "sliced"}) as engine:
+            with small_engine(tmp_path, model=model, activations={"logits": "chunked"}) as engine:
                 found.append(float(engine(batch(0)).detach()))
         finally:
             torch.set_default_dtype(torch.float32)

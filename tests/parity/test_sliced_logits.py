@@ -1,4 +1,4 @@
-"""`activations.logits: sliced`: numbers near those of whole logits, and no logits in memory.
+"""`activations.logits: chunked`: numbers near those of whole logits, and no logits in memory.
 
 Near, not equal: chunks are other products than all tokens at once. Equal, bit for bit: every
 placement. What slices do not know gives whole logits, and then the numbers are theirs.
@@ -139,7 +139,7 @@ def test_the_same_bits_in_every_placement(
     """With a tied head and one of its own; and the bytes of the forecast."""
     found = []
     for here, kind in ((SIMPLEST, "cpu"), (placement, device)):
-        config = make_config(here, precision=precision, activations={"logits": "sliced"})
+        config = make_config(here, precision=precision, activations={"logits": "chunked"})
         model, batches = CASES[case].build(), CASES[case].batches(3)
         found.append(train(model, batches, config, device=make_device(kind)))
     assert found[1].differences(found[0]) == []
@@ -325,7 +325,7 @@ def test_the_doors_of_causal_language_models_slice_unless_told_otherwise() -> No
     for built, told, expected in (
         (causal_model, {}, "sliced"),
         (nn.ModuleDict({"wrapped": causal_model}), {}, "sliced"),
-        (causal_model, {"activations": {"logits": "whole"}}, "whole"),
+        (causal_model, {"activations": {"logits": "full"}}, "whole"),
         (other, {}, "auto"),
     ):
         assert choose_logits(built, load_config(told)).activations.logits == expected
@@ -334,9 +334,9 @@ def test_the_doors_of_causal_language_models_slice_unless_told_otherwise() -> No
         "model": {"config": {"model_type": "gpt2"}},
         "data": {"train": "t"},
     }
-    assert load_run_config(run_config).engine_for("auto").activations.logits == "sliced"
-    told = {**run_config, "engine": {"activations": {"logits": "whole"}}}
-    assert load_run_config(told).engine_for("auto").activations.logits == "whole"
+    assert load_run_config(run_config).engine_for("auto").activations.logits == "chunked"
+    told = {**run_config, "engine": {"activations": {"logits": "full"}}}
+    assert load_run_config(told).engine_for("auto").activations.logits == "full"
     settings = {"precision": "fp32", "placement": {"weights": "device"}}
     with infinity.from_config(LLAMA.config(), settings)[0] as engine:
         assert type(engine(**LLAMA.batches(1)[0]).logits) is Logits

@@ -47,7 +47,7 @@ def saved(count: int, folder: Path, kind: str) -> dict[str, bytes]:
         models = [adapted(FAMILY.build(), ["lm_head"]) for _ in range(count)]
     else:
         models = [on_experts(FAMILIES[kind].build()) for _ in range(count)]
-        config = {**config, "frozen": {"rest": "nf4"}}
+        config = {**config, "frozen": {"format": "nf4"}}
 
     def work(ranks: DistContext) -> list[Path]:
         with make_engine(ranks, models[ranks.rank], config, nvme) as engine:

@@ -113,7 +113,7 @@ def test_meetings_are_one_for_each_use_of_a_unit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tier", ["host", "disk", "device"])
 def test_whole_weights_are_gathered_once_a_step(whole: bool, tier: str, tmp_path: Path) -> None:
     config = make_config((tier, "host", "host"), gradient_accumulation_steps=2, prefetch_units=1)
-    config["placement"]["whole"] = whole
+    config["placement"]["reshard_after_forward"] = not whole
     batches = GPT.batches(12)
     expected = train_exactly(
         GPT.build(), batches, {**config, "gradient_accumulation_steps": 4}, groups=GPT.groups
@@ -157,7 +157,7 @@ def test_what_one_rank_lacks_is_gathered_on_all(tmp_path: Path) -> None:
 
 def test_frozen_weights_stay_whole_for_good(tmp_path: Path) -> None:
     case, config = CASES["frozen"], make_config()
-    config["placement"]["whole"] = True
+    config["placement"]["reshard_after_forward"] = False
     found = train_ranks(2, case.build, case.batches(8), config, groups=case.groups)
     assert found.report is not None
     assert found.plan is not None
@@ -178,13 +178,13 @@ def planned(device: int | None, whole: bool | None = None, **placement: str) -> 
     units = tuple(
         replace(lay_out(i, f"unit {i}", facts, FP32, ranks=4), index=i) for i in range(10)
     )
-    config = load_config({"precision": "fp32", "prefetch_units": 1,
-                          "placement": {"whole": whole, **placement}})  # fmt: skip
+    placement = {"reshard_after_forward": not whole, **placement}
+    config = load_config({"precision": "fp32", "prefetch_units": 1, "placement": placement})
     return make_plan(units, config, Limits(device, None, None), unified=False)
 
 
 def test_what_fits_stays_whole() -> None:
-    host = {"weights": "host", "moments": "host", "gradients": "host"}
+    host = {"weights": "host", "optimizer_state": "host", "gradients": "host"}
     unlimited, unit = planned(None, **host), 1 << 20
     assert unlimited.zero_stage == 2
     assert "gathered once after each update" in unlimited.describe()

@@ -64,7 +64,7 @@ def test_killed_at_the_phases_of_a_commit(tmp_path: Path, expected: Callable[[in
         (1, "after committed", 1),
     ]
     here = tmp_path / "here"
-    begins = journey(here, 2, ON_DISK | {"whole": False}, 1, deaths)
+    begins = journey(here, 2, ON_DISK | {"reshard_after_forward": True}, 1, deaths)
     assert (here / "done").read_text() == expected(2)
     # Each start that a rank reaches: anew, as nothing was committed; after three updates; after 4.
     assert begins == [0, 0, 3, 4]
@@ -128,7 +128,7 @@ def test_killed_at_every_point(
     deaths: list[Death | int | None] = [(rank, point, nth), (rank, "prepared", 1)]
     if "repaired" in point:
         deaths.insert(0, (rank, "prepared", 2))
-    journey(tmp_path, count, PLACEMENTS[name] | {"whole": whole}, every, deaths)
+    journey(tmp_path, count, PLACEMENTS[name] | {"reshard_after_forward": not whole}, every, deaths)
     assert (tmp_path / "done").read_text() == expected(count)
 
 
@@ -139,7 +139,10 @@ def test_killed_at_any_line(tmp_path: Path, expected: Callable[[int], str], coun
     draw = random.Random(count)
     for whole, every, name in TURNS:
         lines = [draw.randrange(5_000, 80_000) for _ in range(4)]
-        here, placement = tmp_path / f"{whole}-{every}-{name}", PLACEMENTS[name] | {"whole": whole}
+        here, placement = (
+            tmp_path / f"{whole}-{every}-{name}",
+            PLACEMENTS[name] | {"reshard_after_forward": not whole},
+        )
         journey(here, count, placement, every, [*lines])
         assert (here / "done").read_text() == expected(count), (whole, every, name, lines)
 
@@ -164,7 +167,7 @@ def train_durably(
     A step has `together` micro-batches on all ranks.
     """
     config = make_config(("disk", "host", "disk"), precision="bf16", seed=5)
-    config |= {"durable": True, "durable_every": 1} | more
+    config |= {"durable": True, "commit_every": 1} | more
     config["gradient_accumulation_steps"] = max(1, together // count)
     if optimizer is not None:
         config.pop("optimizer")
@@ -305,7 +308,7 @@ def test_parts_of_ranks_that_changed_places_are_named(tmp_path: Path) -> None:
         node = tmp_path / f"node-{order[ranks.rank]}"
         node.mkdir(exist_ok=True)
         config = make_config(("disk", "host", "disk"), precision="bf16", seed=5)
-        config |= {"durable": True, "resume": "auto", "durable_every": 1}
+        config |= {"durable": True, "resume": "auto", "commit_every": 1}
         with make_engine(ranks, models.pop(), config, node, groups=CASE.groups) as engine:
             engine.backward(CASE.batches(2)[ranks.rank].call(engine))
             engine.step()
@@ -391,6 +394,6 @@ def test_ranks_that_end_at_different_steps_go_back_to_a_common_one(tmp_path: Pat
             engine._step_runner._make_job = lose  # type: ignore[method-assign]
 
     with pytest.raises(InfinityError, match="a gradient was lost"):
-        train_durably(2, tmp_path, 4, durable_every=2, before_step=fail_on_one)
+        train_durably(2, tmp_path, 4, commit_every=2, before_step=fail_on_one)
     found = train_durably(2, tmp_path, 4, resume="auto")
     assert [n for n, value in found.items() if not torch.equal(value, expected[n])] == []

@@ -139,7 +139,9 @@ def test_a_rank_plans_with_its_part_and_the_least_of_all(
     models = [small_model() for _ in range(2)]
 
     def origin(ranks: DistContext) -> str:
-        given = settings(tmp_path, {"weights": "auto", "moments": "auto", "gradients": "auto"})
+        given = settings(
+            tmp_path, {"weights": "auto", "optimizer_state": "auto", "gradients": "auto"}
+        )
         with infinity.initialize(models[ranks.rank], given, ranks=ranks)[0] as engine:
             return engine.plan.rates_origin
 

@@ -122,7 +122,7 @@ def test_processes_that_a_launcher_started_give_the_bits_of_one(
     config = make_config(("host", "host", "disk"), precision="bf16", gradient_accumulation_steps=2)
     config["placement"]["shared"] = shared
     if not shared:  # units come and go, over gloo
-        config["placement"]["whole"], config["prefetch_units"] = False, 0
+        config["placement"]["reshard_after_forward"], config["prefetch_units"] = True, 0
     case, num_batches = CASES["gpt"], 6 * count
     batches = case.batches(num_batches)
     together = {**config, "gradient_accumulation_steps": 2 * count}

@@ -718,7 +718,7 @@ def test_plans_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
         return replace(plan, whole=frozenset()) if rank else plan
 
     monkeypatch.setattr(run_plan, "make_plan", make_plan)
-    config = make_config() | {"placement": {"whole": True}}
+    config = make_config() | {"placement": {"reshard_after_forward": False}}
     for told in words_of(2, lambda r: make_engine(r, models[r.rank], config, tmp_path)).values():
         assert "ranks 0 and 1 differ in the plan: units that stay whole is [0, 1, 2] on" in told
 

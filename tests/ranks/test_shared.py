@@ -49,7 +49,7 @@ def test_the_bits_and_the_bytes(
     """
     case = CASES[name]
     config = make_config(placement, precision="bf16", gradient_accumulation_steps=2)
-    config["placement"] |= {"whole": whole, "shared": True}
+    config["placement"] |= {"reshard_after_forward": not whole, "shared": True}
     batches = case.batches(6 * count)
     one = {**config, "gradient_accumulation_steps": 2 * count}
     expected = train_exactly(case.build(), batches, one, groups=case.groups)
@@ -215,7 +215,9 @@ def planned(
     **placement: object,
 ) -> Plan:
     units = tuple(lay_out(i, f"unit {i}", FACTS, FP32, ranks=4) for i in range(10))
-    config = load_config({"precision": "fp32", "placement": {"whole": False, **placement}})
+    config = load_config(
+        {"precision": "fp32", "placement": {"reshard_after_forward": True, **placement}}
+    )
     rates, _ = with_links(NOMINAL, 4, unified=False)
     rates = NOMINAL.of({**rates.numbers(), "all_gather": link, "all_to_all": link})
     rates = replace(rates, between_hosts=link)

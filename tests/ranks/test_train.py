@@ -51,7 +51,7 @@ def run_of(folder: Path, *, durable: bool = False) -> dict[str, Any]:
     if durable:
         (folder / "nvme").mkdir()
         own = {"engine__nvme_path": str(folder / "nvme"), "engine__durable": True}
-        own |= {"engine__durable_every": 1, "training__checkpoint_every": 0}
+        own |= {"engine__commit_every": 1, "training__checkpoint_every": 0}
     return settings(folder, **write_chat(folder, 200), **NO_DROPOUT, **(LONG | own))
 
 

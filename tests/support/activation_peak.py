@@ -30,7 +30,7 @@ import presets
 from support.live_bytes import LiveBytes
 
 MIB = 1 << 20
-IN_RAM = {"weights": "device", "moments": "host", "gradients": "host"}
+IN_RAM = {"weights": "device", "optimizer_state": "host", "gradients": "host"}
 _GPT = gpt.GPTConfig(vocab_size=512, context=1024, num_layers=6, num_heads=8, width=512)
 _WORDS = gpt.GPTConfig(vocab_size=32_000, context=1024, num_layers=3, num_heads=4, width=256)
 _LLAMA = llama.LlamaConfig(512, 1024, 6, 8, 2, 512, 1408)

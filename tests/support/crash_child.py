@@ -70,7 +70,7 @@ def train_durably(folder: str, placement: dict[str, str], every: int) -> None:
     report(root, "start")
     nvme = root / "nvme"
     nvme.mkdir(exist_ok=True)
-    durable = {"durable": True, "resume": "auto", "durable_every": every}
+    durable = {"durable": True, "resume": "auto", "commit_every": every}
     engine = make_engine(nvme, placement, **durable)
     while engine.global_steps < TOTAL_STEPS:
         take_step(root, engine)

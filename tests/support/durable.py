@@ -26,10 +26,10 @@ from infinity.storage.disk import Disk
 State = dict[tuple[int, str], Tensor]
 SECTOR = 512
 PLACEMENTS = {
-    "all on disk": {"weights": "disk", "moments": "disk", "gradients": "disk"},
-    "weights in RAM": {"weights": "device", "moments": "disk", "gradients": "host"},
-    "moments in RAM": {"weights": "disk", "moments": "host", "gradients": "disk"},
-    "all in RAM": {"weights": "device", "moments": "host", "gradients": "host"},
+    "all on disk": {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"},
+    "weights in RAM": {"weights": "device", "optimizer_state": "disk", "gradients": "host"},
+    "moments in RAM": {"weights": "disk", "optimizer_state": "host", "gradients": "disk"},
+    "all in RAM": {"weights": "device", "optimizer_state": "host", "gradients": "host"},
 }
 
 

@@ -46,7 +46,7 @@ def without_values(way: str, **size: int) -> nn.Module:
 def start(model: nn.Module, config: Mapping[str, Any]) -> infinity.Engine:
     """On disk, unless `config` says otherwise."""
     config = {
-        "placement": {"weights": "disk", "moments": "disk", "gradients": "disk"},
+        "placement": {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"},
         "optimizer": {"type": "SGD", "lr": 1e-3, "momentum": 0.0},  # little to write
         "chunk_size": 1 << 19,
         "budget": {"device": 32 << 20},

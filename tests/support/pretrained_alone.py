@@ -30,7 +30,7 @@ def config(path: Path) -> dict[str, Any]:
     return {
         "nvme_path": str(path),
         "precision": "fp32",
-        "placement": {"weights": "disk", "moments": "disk", "gradients": "disk"},
+        "placement": {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"},
         "optimizer": {"type": "SGD", "lr": 1e-3, "momentum": 0.0},  # little to write
         "chunk_size": 1 << 18,
         "prefetch_units": 0,

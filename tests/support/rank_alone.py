@@ -115,8 +115,11 @@ def memory(job: dict[str, Any]) -> None:
     """
     process_memory.count_held()
     rank = int(os.environ.get("RANK", "0"))
-    placement = dict.fromkeys(("weights", "moments", "gradients"), "host")
-    config = {"nvme_path": job["nvme"], "placement": placement | {"whole": False, "shared": False}}
+    placement = dict.fromkeys(("weights", "optimizer_state", "gradients"), "host")
+    config = {
+        "nvme_path": job["nvme"],
+        "placement": placement | {"reshard_after_forward": True, "shared": False},
+    }
     config["budget"] = {}
 
     def run(width: int, num_layers: int) -> dict[str, int]:
@@ -138,9 +141,12 @@ def shares_ram(job: dict[str, Any]) -> None:
     """Of a model whose weights ranks share in RAM, bytes after a step: of the others' shards, and
     how much less than the kernel the engine counts for this process.
     """
-    rank, placement = os.environ["RANK"], dict.fromkeys(("weights", "moments", "gradients"), "host")
+    rank, placement = (
+        os.environ["RANK"],
+        dict.fromkeys(("weights", "optimizer_state", "gradients"), "host"),
+    )
     config: dict[str, Any] = {"nvme_path": job["nvme"], "precision": "fp32", "budget": {}}
-    config["placement"] = placement | {"whole": False, "shared": True}
+    config["placement"] = placement | {"reshard_after_forward": True, "shared": True}
     with init_alone.start(layers(WIDTH, NUM_LAYERS), config) as engine:
         engine.backward(engine(torch.ones(1, WIDTH)).sum())
         engine.step()
@@ -162,7 +168,7 @@ def out_of_memory(job: dict[str, Any]) -> None:
 
     if job["when"] == "start":
         limit()
-    placement = dict.fromkeys(("weights", "moments", "gradients"), "host")
+    placement = dict.fromkeys(("weights", "optimizer_state", "gradients"), "host")
     config = {"nvme_path": job["nvme"], "placement": placement | {"shared": False}, "budget": {}}
     with init_alone.start(model, config) as engine:
         for number in range(2):

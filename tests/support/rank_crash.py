@@ -101,9 +101,9 @@ def train(
     torch.manual_seed(rank)
     if death is not None and death[0] == rank:
         arm(death)
-    whole = placement.get("whole", True)
+    whole = not placement.get("reshard_after_forward", False)
     ahead = 2 if whole else 0  # so few units have a slot each otherwise, too
-    engine = make_engine(root, placement, count, durable_every=every, prefetch_units=ahead)
+    engine = make_engine(root, placement, count, commit_every=every, prefetch_units=ahead)
     assert engine.plan.zero_stage == (2 if whole else 3)
     (root / f"from-{attempt}-{rank}").write_text(str(engine.global_steps))
     while engine.global_steps < TOTAL_STEPS:

@@ -284,7 +284,7 @@ def make_engine(
     """One rank's engine; all share the folder. Unless told otherwise units move through slots, and
     are gathered.
     """
-    placement = {"whole": False, "shared": False, **config.get("placement", {})}
+    placement = {"reshard_after_forward": True, "shared": False, **config.get("placement", {})}
     plain, io = rough.taken({"nvme_path": str(folder), **config, "placement": placement})
     if groups is not None:
         options["model_parameters"] = groups(model)

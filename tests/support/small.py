@@ -19,9 +19,9 @@ from infinity.model.offloaded_parameter import OffloadedParameter
 
 VOCABULARY = 50
 WIDTH = 16
-ON_DISK = {"weights": "disk", "moments": "disk", "gradients": "disk"}
-ON_DEVICE = {"weights": "device", "moments": "device", "gradients": "device"}
-MIXED = {"weights": "disk", "moments": "host", "gradients": "host"}
+ON_DISK = {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"}
+ON_DEVICE = {"weights": "device", "optimizer_state": "device", "gradients": "device"}
+MIXED = {"weights": "disk", "optimizer_state": "host", "gradients": "host"}
 
 
 class Block(nn.Module):

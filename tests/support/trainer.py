@@ -56,7 +56,7 @@ SIMPLEST = ("device", "device", "device")
 
 def tiers_of(placement: tuple[str, str, str]) -> dict[str, str]:
     """The config's `placement` of a (weights, moments, gradients) placement."""
-    return dict(zip(("weights", "moments", "gradients"), placement, strict=True))
+    return dict(zip(("weights", "optimizer_state", "gradients"), placement, strict=True))
 
 
 def make_config(placement: tuple[str, str, str] = SIMPLEST, **changes: Any) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def train(update: str) -> int:
         with cpu_beside(0.4):
             return train("device")
     config = {
-        "placement": dict.fromkeys(("weights", "moments", "gradients"), "host"),
+        "placement": dict.fromkeys(("weights", "optimizer_state", "gradients"), "host"),
         "precision": "bf16",
         "update": update,
         "chunk_size": 2048,

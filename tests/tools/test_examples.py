@@ -367,7 +367,7 @@ def test_the_results_say_what_held_and_what_did_not() -> None:
 
 def test_the_bounds_are_those_of_the_architecture() -> None:
     """State and weights on disk, gradients in RAM: 12 bytes a parameter each way, one pass."""
-    placement = {"weights": "disk", "moments": "disk", "gradients": "host"}
+    placement = {"weights": "disk", "optimizer_state": "disk", "gradients": "host"}
     sizes = [102_400] * 8
     for micro_batches in (1, 2):
         plan = plan_of(

@@ -226,7 +226,7 @@ def test_a_chosen_schedule_is_told_nothing_but_tokens_and_budgets() -> None:
     assert (config["placement"], config.get("nvme_path")) == ({}, None)
     assert config["budget"] == {"device": int(0.95 * 24 * GIB), "host": "116GiB"}
     assert config["activations"] == {
-        "checkpoint": "none", "slices": 1, "offload": "none", "logits": "sliced"
+        "checkpoint": "none", "slices": 1, "offload": "none", "logits": "chunked"
     }  # fmt: skip
     # Who slices logits: the engine or the model, not both.
     assert [vars(shape_of(one))["whole_logits"] for one in (told, job)] == [True, False]
@@ -287,7 +287,7 @@ def test_the_budgets_of_ours_are_told_on_a_gpu_only() -> None:
     assert on_cpu["placement"] == PLACEMENTS["infinity_ram"]
     assert engine_config(job | {"compile": True}, "infinity_disk")["compile"] is True
     assert engine_config(job | {"state": "host"}, "infinity_ram")["placement"] == {
-        "moments": "host"
+        "optimizer_state": "host"
     }
 
 

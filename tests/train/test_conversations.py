@@ -523,7 +523,7 @@ def test_the_best_weights_are_kept_and_the_run_ends_early(
         "checkpoints": {},
         "disk": {
             "engine__nvme_path": str(state),
-            "engine__placement": dict.fromkeys(("weights", "moments", "gradients"), "disk"),
+            "engine__placement": dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk"),
             "engine__durable": True,
             "training__checkpoint_every": None,
         },

@@ -340,7 +340,7 @@ def test_a_durable_run_goes_on_without_checkpoints(
 ) -> None:
     state = tmp_path / "state"
     state.mkdir()
-    placement = {"weights": "disk", "moments": "disk", "gradients": "host"}
+    placement = {"weights": "disk", "optimizer_state": "disk", "gradients": "host"}
     raw = settings(
         tmp_path,
         engine__placement=placement,

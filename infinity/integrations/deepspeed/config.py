@@ -392,7 +392,7 @@ def _pinned(draft: _Draft, key: str, value: bool) -> str | None:
 def _quantised_frozen(draft: _Draft, key: str, value: bool) -> str | None:
     if not value:
         return "frozen weights are stored unquantized"
-    draft.set("frozen.rest", "int8", key)
+    draft.set("frozen.format", "int8", key)
     return None
 
 
@@ -424,7 +424,7 @@ def _csv(draft: _Draft, key: str, value: bool) -> str | None:
         return None
     given = draft.below("csv_monitor")
     folder = Path(given.get("output_path", "")) / given.get("job_name", "DeepSpeedJobName")
-    draft.set("journal", str(folder / "journal.jsonl"), key)
+    draft.set("step_log", str(folder / "journal.jsonl"), key)
     return f"CSV files, and a line of JSON for each step, in {folder}"
 
 
@@ -545,7 +545,7 @@ def _precision(draft: _Draft) -> None:
 # DeepSpeed's section, the placement that it decides here, and how it was said once.
 _OFFLOADED = {
     "offload_param": ("weights", "cpu_offload_param"),
-    "offload_optimizer": ("moments", "cpu_offload"),
+    "offload_optimizer": ("optimizer_state", "cpu_offload"),
 }
 _TIERS = {
     "none": ("device", "on the GPU at all times, where there is one; without a GPU the device is "
@@ -575,12 +575,12 @@ def _placement(draft: _Draft) -> None:
             draft.problem(path_key, text)
         elif device is not None:
             tier, where = _TIERS[device]
-            draft.note(device_key, f"{kind} rest {where}", KeyStatus.DONE)
+            draft.note(device_key, f"{kind.replace('_', ' ')}: {where}", KeyStatus.DONE)
             if section == "offload_optimizer":
                 tier = _by_ratio(draft, tier)
             draft.set(f"placement.{kind}", tier, device_key)
         elif any(n.startswith(f"{_ZERO}.{section}.") for n in (*draft.given, *draft.autos)):
-            draft.note(device_key, f"not given: the plan decides where {kind} rest")
+            draft.note(device_key, f"not given: the plan places the {kind.replace('_', ' ')}")
         if path is not None and device in (None, "nvme"):
             for one in path:
                 paths.setdefault(one, path_key)
@@ -606,7 +606,7 @@ def _by_ratio(draft: _Draft, tier: str) -> str:
     text = "none is offloaded" if ratio == 0 else "the plan decides which units' moments stay"
     draft.note(key, f"{text} on the GPU; the numbers are the same", KeyStatus.DONE)
     device = f"{_ZERO}.offload_optimizer.device"
-    draft.note(device, f"moments: {where}, because of ratio {ratio:g}", KeyStatus.DONE)
+    draft.note(device, f"optimizer state: {where}, because of ratio {ratio:g}", KeyStatus.DONE)
     return where
 
 

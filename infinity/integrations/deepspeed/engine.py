@@ -42,7 +42,7 @@ from infinity.integrations.deepspeed.source import find_source
 from infinity.integrations.deepspeed.zero import mark, unmark
 from infinity.offload.call_guard import engine_call
 from infinity.optim.offloaded import OffloadedOptimizer
-from infinity.profiling.step_log import Journal
+from infinity.profiling.step_log import StepLog
 from infinity.storage.run_dir import RECORD_NAME
 from infinity.training.components import EngineComponents
 from infinity.training.run_state import ResumableLoader
@@ -110,7 +110,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         settings: Configuration, and how a DeepSpeed configuration was translated.
         lr_scheduler: Stepped with the engine; None for none.
         loader: Training data loader; the attribute `training_dataloader`.
-        journal: Log of steps; None for none.
+        step_log: Log of steps; None for none.
     """
 
     # The configuration as `initialize` got it, and the loader that it made.
@@ -131,7 +131,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         *,
         lr_scheduler: Any = None,
         loader: Any = None,
-        journal: Journal | None = None,
+        step_log: StepLog | None = None,
     ) -> None:
         nn.Module.__init__(self)
         del self.training  # that of the module
@@ -140,7 +140,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         self.training_dataloader = loader
         super().__init__(
             module, components, optimizer, settings,
-            lr_scheduler=lr_scheduler, loader=loader, journal=journal,
+            lr_scheduler=lr_scheduler, loader=loader, step_log=step_log,
         )  # fmt: skip
         if not self._said("managed_gradient_accumulation"):
             self.set_gradient_accumulation_boundary(True)  # by each step()

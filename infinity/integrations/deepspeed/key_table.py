@@ -99,7 +99,7 @@ _PARALLEL = "each rank has its own data, and the model is sharded over all ranks
 _ANY_ORDER = "weights are fetched when they are used, in any order"
 _ZEROPP = "it is ZeRO++'s, for several GPUs"
 _OVERLAP = "reads, updates and writes always overlap"
-_TIMES = "engine.last_report and the journal have times, bytes and stalls of each step"
+_TIMES = "engine.last_report and the step log have times, bytes and stalls of each step"
 _MOVED = "engine.counters() and `infinity trace` report moved bytes"
 _PINNED = "memory that a GPU copies from is page-locked"
 
@@ -336,7 +336,7 @@ TABLE: tuple[Key, ...] = (
             "it is ZeRO++'s, which is not built in"),
         _refused("zero_quantized_weights", "flag", "false", "true", _ZEROPP),
         _done("zero_quantized_nontrainable_weights", "flag", "false",
-            "frozen.rest int8: matrices of frozen linear layers, one scale per row; lossy, as in "
+            "frozen.format int8: matrices of frozen linear layers, one scale per row; lossy, as in "
             "DeepSpeed"),
         _refused("zero_quantized_gradients", "flag", "false", "true", _ZEROPP),
         _refused("zeropp_loco_param", "section", "off", "on", _ZEROPP),
@@ -354,14 +354,14 @@ TABLE: tuple[Key, ...] = (
         _accepted("buffer_count", "whole", "5", _BUFFERS),
         _accepted("buffer_size", "whole", "1e8", _BUFFERS),
         _done("max_in_cpu", "whole", "1e9",
-            "with nvme: hints.weights_in_ram, the number of weights that stay in RAM if "
+            "with nvme: hints.max_params_in_cpu, the number of weights that stay in RAM if "
             "budget.host allows it; not given: none. Without device the plan fills RAM first",
-            ours="hints.weights_in_ram"),
+            ours="hints.max_params_in_cpu"),
     ),
     *_section("zero_optimization.offload_optimizer",
         _done("device", ("none", "cpu", "nvme"), "none",
-            "placement.moments: none = device, cpu = host, nvme = disk; works at any stage. The "
-            "plan places gradients"),
+            "placement.optimizer_state: none = device, cpu = host, nvme = disk; works at any "
+            "stage. The plan places gradients"),
         _done("nvme_path", "paths", "-", "nvme_path; several are striped"),
         _accepted("pin_memory", "flag", "true", _PINNED),
         _accepted("buffer_count", "whole", "4", _BUFFERS),
@@ -422,9 +422,9 @@ TABLE: tuple[Key, ...] = (
         "the first rank prints step, skipped steps, loss, learning rates and samples/s to stdout"),
     _accepted("wall_clock_breakdown", "flag", "false", _TIMES),
     _accepted("memory_breakdown", "flag", "false", "the plan lists the content of each tier"),
-    _accepted("dump_state", "flag", "false", "a journal begins with the configuration and plan"),
+    _accepted("dump_state", "flag", "false", "a step log begins with the configuration and plan"),
     _accepted("log_level", "text", "null",
-        "the library prints nothing; a journal has a line for each step"),
+        "the library prints nothing; a step log has a line for each step"),
     _accepted("disable_python_gc", "flag", "false", "the garbage collector is not changed"),
     *_section("timers.throughput",
         _accepted("enabled", "flag", "true", _TIMES),
@@ -432,7 +432,7 @@ TABLE: tuple[Key, ...] = (
     ),
     *_section("csv_monitor",
         _done("enabled", "flag", "false",
-            "a CSV file each of loss, learning rate and loss scale, and the journal, JSON lines, "
+            "a CSV file each of loss, learning rate and loss scale, and the step log, JSON lines, "
             "in output_path/job_name"),
         _done("output_path", "text", '""', "directory of these files"),
         _done("job_name", "text", "DeepSpeedJobName", "directory of these files"),

@@ -23,7 +23,7 @@ BUILT_IN = {name.lower(): name for name, rule in RULES.items() if rule.deepspeed
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of one key that was given: shown by `infinity plan`, written to the journal."""
+    """What became of one key that was given: shown by `infinity plan`, written to the step log."""
 
     key: str
     given: Any

@@ -84,6 +84,6 @@ def refuse_to_move(plan: Plan, include: Any, device: Any) -> None:
             f"offload_states({', '.join(kind.value for kind in kinds)}): "
             f"{format_size(sum(held.values()))} on the GPU cannot be given back for a while",
             because=f"placement is fixed when the engine is made; the plan has there: {parts}",
-            remedy="plan with less: a smaller budget.device, placement.moments: host; or "
+            remedy="plan with less: a smaller budget.device, placement.optimizer_state: host; or "
             "save_checkpoint(), close(), and initialize() and load_checkpoint() later",
         )

@@ -187,8 +187,8 @@ class OffloadedModel(nn.Module):
 
 
 # Keys that say how to train, or where one run keeps what is its own.
-_OF_TRAINING = {"optimizer", "scheduler", "loss_scale", "durable", "durable_every", "resume",
-                "journal", "trace", "trace_steps"}  # fmt: skip
+_OF_TRAINING = {"optimizer", "scheduler", "loss_scale", "durable", "commit_every", "resume",
+                "step_log", "trace", "trace_steps"}  # fmt: skip
 _TRAINED_BYTES = 14  # a parameter with AdamW and one micro-batch
 
 

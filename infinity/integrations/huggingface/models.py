@@ -482,7 +482,7 @@ _NOT_HERE = {
     ),
     "revision": "from_pretrained(..., revision=...)",
     "device_map": "placement in the configuration",
-    "quantization_config": "frozen.rest in the configuration",
+    "quantization_config": "frozen.format in the configuration",
 }
 
 
@@ -627,4 +627,4 @@ def choose_logits(model: nn.Module, config: Config) -> Config:
     names = importlib.import_module("transformers.models.auto.modeling_auto")
     causal = set(names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     kinds = (kind for module in model.modules() for kind in type(module).__mro__)  # or around one
-    return config.with_sliced_logits() if any(k.__name__ in causal for k in kinds) else config
+    return config.with_chunked_logits() if any(k.__name__ in causal for k in kinds) else config

@@ -85,7 +85,7 @@ def test_frozen_experts_rest_as_each_expert_alone(family: str, tmp_path: Path) -
     common: dict[str, Any] = {"precision": "bf16"}
     expected = run(tmp_path / "rounded", tmp_path, one, **common)[:2]
     for placement in (ON_DISK, ON_DEVICE):
-        told = {**common, "placement": placement, "frozen": {"rest": "nf4"}}
+        told = {**common, "placement": placement, "frozen": {"format": "nf4"}}
         losses, state, plan = run(base, tmp_path, one, **told)
         assert losses == expected[0]
         assert [n for n in state if not torch.equal(state[n], expected[1][n])] == []
@@ -176,7 +176,7 @@ def test_experts_rest_as_the_file_has_them(
         ("native", form, ON_DEVICE),
         ("native", form, ON_DISK),
     ):
-        more: dict[str, Any] = {"precision": "bf16", "frozen": {"rest": rest}}
+        more: dict[str, Any] = {"precision": "bf16", "frozen": {"format": rest}}
         told = {**more, "placement": placement}
         found[source, rest] = run(tmp_path / source, tmp_path, family, **told)
         if rest == form:
@@ -250,7 +250,7 @@ def test_adapters_of_experts_are_trained_as_by_peft(family: str, rest: str, tmp_
         (ON_DISK, {"activations": {"checkpoint": "units"}}),
         (ON_DISK, {"activations": {"checkpoint": "units", "slices": 2}}),
     ):
-        told = {"placement": placement, "frozen": {"rest": rest}, **more}
+        told = {"placement": placement, "frozen": {"format": rest}, **more}
         found.append(run(tmp_path / "base", tmp_path, one, on_experts, **told)[:2])
         assert found[-1][0] == pytest.approx(expected, rel=1e-5)
         state = found[-1][1]

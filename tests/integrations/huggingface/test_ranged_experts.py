@@ -67,7 +67,7 @@ def loss_of(model: Any, step: int) -> Tensor:
 
 
 def config_of(path: Path, tier: str = "disk", **more: Any) -> dict[str, Any]:
-    everything = dict.fromkeys(("weights", "moments", "gradients"), tier)
+    everything = dict.fromkeys(("weights", "optimizer_state", "gradients"), tier)
     common = {"precision": "fp32", "gradient_clipping": 0.0, "placement": everything}
     return {"nvme_path": path, **common, **more}
 

@@ -338,9 +338,9 @@ def test_state_on_disk_gives_the_bits_of_state_in_ram(tmp_path: Path) -> None:
     disk = {
         **FP32,
         "nvme_path": str(tmp_path / "disk"),
-        "placement": {"weights": "disk", "moments": "disk", "gradients": "disk"},
+        "placement": {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"},
     }
-    ram = {**FP32, "placement": {"weights": "host", "moments": "host", "gradients": "host"}}
+    ram = {**FP32, "placement": {"weights": "host", "optimizer_state": "host", "gradients": "host"}}
     (tmp_path / "disk").mkdir()
     runs = []
     for config in (disk, ram):

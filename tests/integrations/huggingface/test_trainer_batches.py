@@ -149,7 +149,7 @@ def test_weights_are_fetched_once_for_all_batches(tmp_path: Path) -> None:
     """From the second step on a step reads the weights twice, less what stays in slots."""
     disk = {
         **FP32, "nvme_path": str(tmp_path), "prefetch_units": 0,
-        "placement": {"weights": "disk", "moments": "disk", "gradients": "disk"},
+        "placement": {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"},
     }  # fmt: skip
     found = {}
     for name, config in (("batches", disk), ("schedule", told(disk))):

@@ -37,7 +37,7 @@ STILL = {"learning_rate": 0.0}
 
 def on_disk(path: Path) -> dict[str, Any]:
     path.mkdir(exist_ok=True)
-    placement = {"weights": "disk", "moments": "disk", "gradients": "disk"}
+    placement = {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"}
     return {**FP32, "nvme_path": str(path), "placement": placement}
 
 

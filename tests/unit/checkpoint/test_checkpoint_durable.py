@@ -19,14 +19,14 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16, on disk": {"placement": PLACEMENTS["all on disk"], "precision": "bf16"},
     "fp32, in RAM, no checksums": {
         "placement": PLACEMENTS["all in RAM"],
-        "durable_every": 1,
+        "commit_every": 1,
         "io": {"verify": False},
     },
     "fp16, two drives": {
         "placement": PLACEMENTS["moments in RAM"],
         "precision": "fp16",
         "loss_scale": {"value": 128},
-        "durable_every": 1,
+        "commit_every": 1,
         "io": {"weights": [2, 1], "block_size": 4096},
     },
 }
@@ -34,7 +34,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 VERIFIED: dict[str, Any] = {
     "placement": PLACEMENTS["moments in RAM"],
     "precision": "bf16",
-    "durable_every": 1,
+    "commit_every": 1,
     "optimizer": {"lr": 1e-2, "moments": "8bit"},
 }
 

@@ -167,7 +167,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "placement": PLACEMENTS["moments in RAM"],
         "optimizer": {"lr": 1e-2, "moments": "8bit"},
         "io": {"verify": True},
-        "durable_every": 2,
+        "commit_every": 2,
     },
     "two drives": {
         "placement": PLACEMENTS["all on disk"],

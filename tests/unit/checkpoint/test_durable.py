@@ -56,12 +56,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "in bf16": ("all on disk", {"precision": "bf16"}),
     "weights in RAM": ("weights in RAM", {}),
     "moments in RAM": ("moments in RAM", {}),
-    "all in RAM, every third": ("all in RAM", {"durable_every": 3}),
-    "moments in RAM, every second": ("moments in RAM", {"durable_every": 2}),
+    "all in RAM, every third": ("all in RAM", {"commit_every": 3}),
+    "moments in RAM, every second": ("moments in RAM", {"commit_every": 2}),
     "no checksums": ("all on disk", {"io": {"verify": False}}),
     "no checksums, moments in RAM": (
         "moments in RAM",
-        {"io": {"verify": False}, "durable_every": 2},
+        {"io": {"verify": False}, "commit_every": 2},
     ),
     "two drives": ("all on disk", {"io": TWO_DRIVES}),
     "two drives, weights in RAM": ("weights in RAM", {"io": TWO_DRIVES}),
@@ -78,7 +78,7 @@ def paths_for(root: Path, more: dict[str, Any]) -> list[Path]:
 
 def arguments(case: str) -> dict[str, Any]:
     placement, more = CASES[case]
-    return {"placement": PLACEMENTS[placement], "durable_every": 1, **more}
+    return {"placement": PLACEMENTS[placement], "commit_every": 1, **more}
 
 
 def check_resumed(paths: list[Path], more: dict[str, Any], to: int | None = None) -> int:
@@ -141,7 +141,7 @@ def test_power_loss_at_any_moment_at_length(
 
 
 def survive(case: str, root: Path, monkeypatch: pytest.MonkeyPatch, cuts: int) -> None:
-    more, every = arguments(case), arguments(case)["durable_every"]
+    more, every = arguments(case), arguments(case)["commit_every"]
     paths, log = record(case, root, monkeypatch)
     assert commits_before(log, len(log)) == STEPS // every
     choose = random.Random(case)
@@ -189,7 +189,7 @@ def test_a_run_goes_on_where_it_was_closed(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize(("placement", "seed"), diagonal([*PLACEMENTS], range(2)))
 def test_a_device_of_its_own(tmp_path: Path, placement: str, seed: int) -> None:
     """Kinds that rest there are copied out for a commit, and back in."""
-    more = {"nvme_path": str(tmp_path), "durable": True, "durable_every": 2, "resume": "auto"}
+    more = {"nvme_path": str(tmp_path), "durable": True, "commit_every": 2, "resume": "auto"}
     at = 0
     for _ in range(2):
         fake = FakeAccelerator(seed)
@@ -238,7 +238,7 @@ def test_the_same_bytes_as_without(tmp_path: Path) -> None:
 @pytest.mark.parametrize("placement", ["weights in RAM", "all in RAM"])
 def test_predicted_bytes_hold_over_commits(tmp_path: Path, placement: str) -> None:
     with durable_engine(
-        tmp_path, small_model(), placement=PLACEMENTS[placement], durable_every=2
+        tmp_path, small_model(), placement=PLACEMENTS[placement], commit_every=2
     ) as engine:
         for _ in range(2):
             step(engine)
@@ -252,7 +252,7 @@ def test_predicted_bytes_hold_over_commits(tmp_path: Path, placement: str) -> No
 
 
 def test_how_often_is_chosen_by_what_it_costs(tmp_path: Path) -> None:
-    auto: dict[str, Any] = {"durable_every": "auto"}
+    auto: dict[str, Any] = {"commit_every": "auto"}
     with durable_engine(
         tmp_path, small_model(), placement=PLACEMENTS["all on disk"], **auto
     ) as engine:
@@ -274,7 +274,7 @@ def test_an_edit_belongs_to_the_next_commit(tmp_path: Path, placement: str, prec
     more: dict[str, Any] = {
         "placement": PLACEMENTS[placement],
         "precision": precision,
-        "durable_every": 1,
+        "commit_every": 1,
     }
     before, edited, after = undisturbed_edit(precision)
     assert not equal(before, edited)
@@ -329,7 +329,7 @@ def edit(engine: Engine) -> None:
 
 def test_close_does_not_commit_edits_that_have_no_document(tmp_path: Path) -> None:
     with durable_engine(
-        tmp_path, gated(), placement=PLACEMENTS["all in RAM"], durable_every=4
+        tmp_path, gated(), placement=PLACEMENTS["all in RAM"], commit_every=4
     ) as engine:
         step(engine)
         edit(engine)

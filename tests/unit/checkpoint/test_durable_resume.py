@@ -25,7 +25,7 @@ IN_RAM = ("host", "host", "host")
 
 
 def durable(run: Run, **more: Any) -> Run:
-    return Run({**run.config, "durable": True, "durable_every": 1, **more})
+    return Run({**run.config, "durable": True, "commit_every": 1, **more})
 
 
 @contextmanager

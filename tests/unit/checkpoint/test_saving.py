@@ -360,7 +360,7 @@ def test_a_loaded_checkpoint_is_committed_at_once(
         train(engine, 3)
         engine.save_checkpoint(saved)
         expected = masters(engine)
-    given = settings(nvme, placement, durable=True, durable_every=4)
+    given = settings(nvme, placement, durable=True, commit_every=4)
     engine, *_ = infinity.initialize(small_model(seed=9), given)
     train(engine, 1, first=7)
     engine.load_checkpoint(saved)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from infinity.config.renamed import dotted_with_current_names
 from infinity.config.schema import Config, load_config
 from infinity.config.source import apply_overrides
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityWarning
 from infinity.optim.rules import RULES
 
 RULE_NAMES = " or ".join(", ".join(map(repr, RULES)).rsplit(", ", 1))
@@ -20,7 +21,7 @@ FULL = {
     "precision": "fp32",
     "optimizer": {"type": "adam", "lr": 1e-4, "betas": [0.9, 0.95]},
     "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 10}},
-    "placement": {"weights": "disk", "moments": "disk", "gradients": "host"},
+    "placement": {"weights": "disk", "optimizer_state": "disk", "gradients": "host"},
     "budget": {"host": "24GiB", "disk": "1 TB"},
     "io": {"block_size": "2MiB", "queue_depth": 16},
     "chunk_size": 1 << 20,
@@ -47,7 +48,10 @@ def test_the_defaults() -> None:
     assert config.gradient_clipping == 1.0
     assert config.gradient_accumulation_steps == 1
     assert (
-        config.placement.weights == config.placement.moments == config.placement.gradients == "auto"
+        config.placement.weights
+        == config.placement.optimizer_state
+        == config.placement.gradients
+        == "auto"
     )
     assert config.budget.host is None
     assert (config.io.block_size, config.io.queue_depth) == (2**20, 8)
@@ -85,7 +89,7 @@ def test_every_mistake_is_told_at_once() -> None:
     text = refusal(
         {
             "nvm_path": "/x",
-            "placement": {"weigths": "host", "moments": "dsik", "gradients": "disk"},
+            "placement": {"weigths": "host", "optimizer_state": "dsik", "gradients": "disk"},
             "io": {"queue_depth": 0, "num_threads": "4", "block_size": 5000},
             "optimizer": {"type": "adamm", "lr": -1, "betas": [0.9, 1.0], "eps": "abc"},
             "budget": {"host": "24 XB", "device": True},
@@ -99,7 +103,7 @@ def test_every_mistake_is_told_at_once() -> None:
     for part in (
         "nvm_path: unknown key; did you mean 'nvme_path'? valid here: nvme_path, precision,",
         "placement.weigths: unknown key; did you mean 'placement.weights'? valid here: weights",
-        "placement.moments: should be 'auto', 'device', 'host' or 'disk', got 'dsik'; did you",
+        "placement.optimizer_state: should be 'auto', 'device', 'host' or 'disk', got 'dsik';",
         "io.queue_depth: should be greater than or equal to 1, got 0",
         "io.num_threads: should be a valid integer, got '4'",
         "io.block_size: should be a multiple of 4096, got 5000",
@@ -138,7 +142,7 @@ def test_a_deepspeed_configuration_is_recognised() -> None:
         ({"precision": "half"}, "precision: "),
         ({"durable": True}, "durable: true: nvme_path must be given, state is kept there"),
         ({"resume": "auto"}, "resume: auto needs durable: true"),
-        ({"durable_every": 0}, "durable_every"),
+        ({"commit_every": 0}, "commit_every"),
         ({"placement": {"weights": "disk"}}, "placement: weights on disk: nvme_path must be given"),
         ({"scheduler": {"type": "CosineAnealingLR"}}, "did you mean 'CosineAnnealingLR'?"),
         ({"scheduler": {"type": "LRScheduler"}}, "scheduler.type: is not in torch"),
@@ -153,7 +157,7 @@ def test_a_deepspeed_configuration_is_recognised() -> None:
         ({"io": {"queue_depth": 257}}, "io.queue_depth: should be less than or equal to 256"),
         ({"io": {"block_size": 0}}, "io.block_size: should be greater than 0"),
         ({"chunk_size": True}, "chunk_size: should be"),
-        ({"journal": 3}, "journal: should be a path, got 3"),
+        ({"step_log": 3}, "step_log: should be a path, got 3"),
         ({"update": "gpu"}, "got 'gpu'; did you mean 'device'?"),
         ({"placement": {"weights": "gpu"}}, "got 'gpu'; did you mean 'device'?"),
         ({"placement": {"weights": "cpu"}}, "got 'cpu'; did you mean 'host'?"),
@@ -288,7 +292,7 @@ def test_overrides_win_and_leave_the_source_alone() -> None:
             "placement.weights=host",
             "cpu.isa=avx2",
             "optimizer.lr=1e-4",
-            "journal=",
+            "step_log=",
         ],
     )
     assert raw == {"io": {"queue_depth": 4}, "cpu": None}
@@ -370,8 +374,8 @@ def test_what_a_rule_does_not_take_is_refused(optimizer: dict[str, Any], words: 
 
 
 def test_numbers_of_parameters_may_be_floats() -> None:
-    hints = load_config({"hints": {"live_parameters": 1e9, "weights_in_ram": "2e6"}}).hints
-    assert (hints.live_parameters, hints.weights_in_ram) == (10**9, 2 * 10**6)
+    hints = load_config({"hints": {"live_parameters": 1e9, "max_params_in_cpu": "2e6"}}).hints
+    assert (hints.live_parameters, hints.max_params_in_cpu) == (10**9, 2 * 10**6)
     assert type(hints.live_parameters) is int
 
 
@@ -394,3 +398,44 @@ def test_the_schema_describes_what_is_taken() -> None:
     assert {"type": "string"} in schema["$defs"]["BudgetConfig"]["properties"]["host"]["anyOf"]
     assert set(schema["properties"]) == set(Config.model_fields)
     assert not schema["additionalProperties"]
+
+
+def test_earlier_names_of_keys_are_taken_with_a_warning() -> None:
+    """From a mapping and from the command line; both names of a key at once are refused."""
+    earlier = {
+        "nvme_path": "/nvme",
+        "durable": True,
+        "durable_every": 3,
+        "journal": "/log",
+        "frozen": {"rest": "nf4"},
+        "io": {"stuck_after_s": 7},
+        "hints": {"weights_in_ram": 1000},
+        "activations": {"logits": "sliced"},
+    }
+    told = ["placement.moments=host", "placement.whole=true", "activations.logits=whole"]
+    with pytest.warns(InfinityWarning) as caught:
+        config = load_config(earlier, told)
+    warned = [str(one.message).partition(" is an earlier name")[0] for one in caught]
+    assert warned == [
+        "activations.logits: \"sliced\"", "durable_every", "frozen.rest", "hints.weights_in_ram",
+        "io.stuck_after_s", "journal", "placement.moments", "placement.whole: true",
+        "activations.logits: \"whole\"",
+    ]  # fmt: skip
+    today = {
+        "nvme_path": "/nvme",
+        "durable": True,
+        "commit_every": 3,
+        "step_log": "/log",
+        "frozen": {"format": "nf4"},
+        "io": {"timeout_s": 7},
+        "hints": {"max_params_in_cpu": 1000},
+        "placement": {"optimizer_state": "host", "reshard_after_forward": False},
+        "activations": {"logits": "full"},
+    }
+    assert config == load_config(today)
+    both = refusal({"journal": "/a", "step_log": "/b"})
+    assert "journal and step_log are given" in both
+    stored = {"engine.frozen.rest": "nf4", "engine.activations.logits": "sliced", "lr": 1}
+    assert dotted_with_current_names(stored, "engine.") == {
+        "engine.frozen.format": "nf4", "engine.activations.logits": "chunked", "lr": 1,
+    }  # fmt: skip

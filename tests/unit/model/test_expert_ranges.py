@@ -110,7 +110,7 @@ def test_the_values_of_a_stack_are_made_once_for_all_its_ranges(
 
     monkeypatch.setattr(InitialValues, "value", count)
     states, times = [], []
-    everything = dict.fromkeys(("weights", "moments", "gradients"), placement)
+    everything = dict.fromkeys(("weights", "optimizer_state", "gradients"), placement)
     for experts, path in ((7, tmp_path), (2, tmp_path), (2, None)):
         if placement == "disk" and path is None:
             continue
@@ -156,7 +156,10 @@ def test_values_that_wait_in_a_file_that_fails_are_made_again(
 
 
 def test_a_durable_run_goes_on_in_ranges_and_is_read_in_others(tmp_path: Path) -> None:
-    case, everything = CASES["stacked"], {"weights": "disk", "moments": "disk", "gradients": "disk"}
+    case, everything = (
+        CASES["stacked"],
+        {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"},
+    )
     config = {"nvme_path": tmp_path, "precision": "bf16", "placement": everything, "seed": 1,
               "optimizer": {"type": "AdamW", "lr": 1e-2}, "gradient_clipping": 0.5}  # fmt: skip
     durable = {"durable": True, "resume": "auto"}
@@ -211,7 +214,7 @@ def test_slices_pass_ranges_together_and_read_each_once_as_the_plan_counts(
     """In forward, recomputation and backward; the plan knows it before anything ran."""
     config = {
         "nvme_path": tmp_path,
-        "placement": {"weights": "disk", "moments": "host", "gradients": "host"},
+        "placement": {"weights": "disk", "optimizer_state": "host", "gradients": "host"},
         "experts_per_unit": 1,
         "prefetch_units": 0,
         "activations": {"slices": slices, "checkpoint": checkpoint},
@@ -268,7 +271,8 @@ def test_slices_share_ranges_with_the_same_bits_or_it_is_said_why_not(kind: str)
         config = {
             "precision": "fp32",
             "gradient_clipping": 0.0,
-            "placement": dict.fromkeys(("moments", "gradients"), "host") | {"weights": "host"},
+            "placement": dict.fromkeys(("optimizer_state", "gradients"), "host")
+            | {"weights": "host"},
             "experts_per_unit": count,
             "prefetch_units": 0,
             "activations": {"slices": 2, "checkpoint": "units"},

@@ -89,7 +89,7 @@ def test_every_placement_gets_the_values_of_an_ordinary_build(
 ) -> None:
     before, losses, after = run(tmp_path, ON_DEVICE, rough(), precision=precision)
     for weights, moments, gradients in product(TIERS, repeat=3):
-        placement = {"weights": weights, "moments": moments, "gradients": gradients}
+        placement = {"weights": weights, "optimizer_state": moments, "gradients": gradients}
         model = under_init(rough)
         assert all(p.is_meta for p in model.parameters())
         found = run(tmp_path, placement, model, precision=precision)

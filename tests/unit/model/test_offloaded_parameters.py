@@ -303,7 +303,7 @@ def test_references_that_a_forward_holds_are_fetched(tmp_path: Path, place: str)
 
 def test_reads_of_several_ranks_give_full_values(tmp_path: Path) -> None:
     models = [small_model() for _ in range(2)]
-    config = settings(tmp_path, MIXED | {"whole": False})
+    config = settings(tmp_path, MIXED | {"reshard_after_forward": True})
 
     def read(ranks: DistContext) -> list[Tensor]:
         with make_engine(ranks, models[ranks.rank], config, tmp_path) as engine, torch.no_grad():

@@ -201,7 +201,7 @@ def adapted() -> nn.Module:
 
 
 def run(path: Path, placement: dict[str, str] = ON_DISK, **more: Any) -> infinity.Engine:
-    told = {"precision": "bf16", "frozen": {"rest": "nf4"}, **more}
+    told = {"precision": "bf16", "frozen": {"format": "nf4"}, **more}
     config = settings(path, placement, **told)
     engine, *_ = infinity.initialize(adapted(), config)
     return engine
@@ -303,7 +303,7 @@ def test_checkpoints_hold_what_rests(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMS[1:])  # values of NF4 give their own bytes again
 def test_weights_alone_are_loaded_as_they_rest(form: FrozenFormat, tmp_path: Path) -> None:
     """Rounded once, however often they are saved and loaded: over another base, in fp32 too."""
-    more: dict[str, Any] = {"precision": "fp32", "frozen": {"rest": form}}
+    more: dict[str, Any] = {"precision": "fp32", "frozen": {"format": form}}
     with run(tmp_path, **more) as engine:
         engine.save_checkpoint(tmp_path / "checkpoints", tag="a")
         expected = state(engine)
@@ -363,10 +363,10 @@ def test_what_cannot_be_quantised_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"(?s)matrices of nn\.Linear layers are trained.*freeze"):
         infinity.initialize(CASES["gpt"].build(), config)
     with pytest.raises(ConfigError, match=r"no nn\.Linear layer is left"):
-        infinity.initialize(adapted(), {**config, "frozen": {"rest": "nf4", "keep": ["base", "up",
+        infinity.initialize(adapted(), {**config, "frozen": {"format": "nf4", "keep": ["base", "up",
                             "down"]}})  # fmt: skip
     with pytest.raises(ConfigError, match=r"frozen\.rest"):
-        infinity.initialize(adapted(), {**config, "frozen": {"rest": "fp4"}})
+        infinity.initialize(adapted(), {**config, "frozen": {"format": "fp4"}})
 
 
 class Stack(nn.Module):
@@ -385,7 +385,7 @@ def test_formats_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no stack of experts is left to quantise"):
         infinity.initialize(adapted(), config)
     with pytest.raises(ConfigError, match=r"no stack of experts is left to quantise"):
-        infinity.initialize(Stack(), {**config, "frozen": {"rest": "mxfp4", "keep": ["experts"]}})
+        infinity.initialize(Stack(), {**config, "frozen": {"format": "mxfp4", "keep": ["experts"]}})
     codes = torch.zeros(64, 64).to(torch.float8_e4m3fn)
     for other in ({"a_scale": torch.ones(64)}, {"a_scale_inv": torch.ones(2, 2)}):
         save_file({"a": codes, **other}, tmp_path / "model.safetensors")

@@ -351,7 +351,7 @@ def test_close_with_graphs_alive(tmp_path: Path) -> None:
 
 
 def test_a_drive_that_fails_is_an_error_and_no_place_is_lost(tmp_path: Path) -> None:
-    on_device = {"weights": "device", "moments": "device", "gradients": "device"}
+    on_device = {"weights": "device", "optimizer_state": "device", "gradients": "device"}
     with small_engine(tmp_path, on_device, model=deep_model(), activations=DISK) as engine:
         store = store_of(engine)
         write = store.transfers.write
@@ -380,7 +380,7 @@ def test_a_drive_that_fails_is_an_error_and_no_place_is_lost(tmp_path: Path) -> 
 def test_places_are_not_used_again_while_late_copies_read_them(tmp_path: Path) -> None:
     expected = reference(2)
     late = FakeAccelerator(1, max_delay_s=0.06, workers=1)
-    on_device = {"weights": "device", "moments": "device", "gradients": "device"}
+    on_device = {"weights": "device", "optimizer_state": "device", "gradients": "device"}
     with small_engine(
         tmp_path, on_device, deep_model(), activations=DISK, arguments={"device": late}
     ) as engine:

@@ -545,7 +545,7 @@ def test_a_unit_without_elements_is_no_end_of_memory(tmp_path: Path) -> None:
         model = small_model()
         for block in blocks:
             model.blocks.insert(1, block)
-        in_ram = {"weights": "device", "moments": "host", "gradients": "host"}
+        in_ram = {"weights": "device", "optimizer_state": "host", "gradients": "host"}
         device = {"device": FakeAccelerator(1)}
         with small_engine(tmp_path, in_ram, model, arguments=device) as engine:
             train(engine, 2)

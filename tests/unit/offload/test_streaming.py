@@ -33,7 +33,7 @@ from unit.checkpoint.test_saving import SlowWriter, saved_masters
 import infinity
 from infinity.profiling.trace_reader import read_timeline
 
-IN_RAM = dict.fromkeys(("weights", "moments", "gradients"), "host")
+IN_RAM = dict.fromkeys(("weights", "optimizer_state", "gradients"), "host")
 PLACES = {"ram": IN_RAM, "mixed": MIXED, "disk": ON_DISK, "ram, the CPU beside": IN_RAM}
 SHARE = {"ram, the CPU beside": 0.4}
 
@@ -90,7 +90,7 @@ def test_a_save_is_of_the_moment_of_the_call(
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_durable_run_goes_on_where_it_was_closed(tmp_path: Path, placement: str) -> None:
-    more = {"nvme_path": str(tmp_path), "durable": True, "durable_every": 2, "resume": "auto"}
+    more = {"nvme_path": str(tmp_path), "durable": True, "commit_every": 2, "resume": "auto"}
     for at in (0, 2):
         fake = with_kernels(at)
         given = settings(tmp_path, PLACEMENTS[placement], update="device", **more)
@@ -115,7 +115,7 @@ def test_a_commit_reads_state_after_what_is_queued_for_them(
 ) -> None:
     """Updates, and copies to where they rest, that are asked for but not over on the device."""
     with ordered_device(seed=1, kernels=True) as device:
-        given = settings(tmp_path, placement, durable=True, durable_every=1, update=update)
+        given = settings(tmp_path, placement, durable=True, commit_every=1, update=update)
         engine, *_ = infinity.initialize(small_model(), given, device=device)
         with engine:
             train(engine, 3)

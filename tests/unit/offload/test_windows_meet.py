@@ -14,7 +14,7 @@ import infinity.integrations.deepspeed
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, TrainingError
 
-IN_RAM = {"weights": "host", "moments": "host", "gradients": "host"}
+IN_RAM = {"weights": "host", "optimizer_state": "host", "gradients": "host"}
 
 
 def make(precision: str = "fp32", windows: int = 1, **options: Any) -> Engine:

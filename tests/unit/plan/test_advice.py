@@ -169,8 +169,10 @@ def test_budgets_of_the_configuration_are_raised_before_hardware_is_bought() -> 
 
 
 def test_explicit_placement_is_given_up_for_those_of_the_plan() -> None:
-    case = case_of(128 * MIB, device=16 * MIB, placement={"moments": "device"}, count=16, tokens=1)
-    assert "placement.moments=auto" in typed(ways_of(case)[0])
+    case = case_of(
+        128 * MIB, device=16 * MIB, placement={"optimizer_state": "device"}, count=16, tokens=1
+    )
+    assert "placement.optimizer_state=auto" in typed(ways_of(case)[0])
 
 
 def test_smaller_units_are_offered_where_the_model_has_them() -> None:

@@ -28,7 +28,7 @@ from infinity.plan.planner import make_plan
 from infinity.plan.rates import Rates
 from infinity.types import MomentFormat, Tier
 
-ON_DISK = dict.fromkeys(("weights", "moments", "gradients"), "disk")
+ON_DISK = dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk")
 GB = 1e9
 CPU = Rates(disk_read=2 * GB, disk_write=GB, disk_mixed=3 * GB, update={"fp32": GB, "8bit": 2 * GB},
             compute={"bf16": 100 * GB})  # fmt: skip
@@ -232,7 +232,11 @@ def test_a_slot_that_was_freed_for_a_unit_is_not_filled_twice() -> None:
     facts = [ParameterFacts(f"p{i}", i, (9216,), "bfloat16", 9216, 2, True, 0) for i in range(12)]
     layouts = tuple(lay_out(i, f"u{i}", [facts[i]], BF16, ranks=3) for i in range(12))
     config = load_config(
-        {"nvme_path": "/nvme", "placement": ON_DISK | {"whole": False}, "prefetch_units": 1}
+        {
+            "nvme_path": "/nvme",
+            "placement": ON_DISK | {"reshard_after_forward": True},
+            "prefetch_units": 1,
+        }
     )
     plan = make_plan(layouts, config, Limits(None, None, None), unified=False)
     first = plan.placements[0]._replace(weight=Tier.DEVICE)

@@ -22,7 +22,7 @@ UNITS = tuple(
     replace(one_unit(f"blocks.{i}", (2048, 64), first=i), index=i) for i in range(8)
 )  # fmt: skip
 EACH = 2048 * 64
-ON_DISK = {"weights": "disk", "moments": "disk", "gradients": "disk"}
+ON_DISK = {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"}
 ZERO = "zero_optimization"
 
 
@@ -55,7 +55,7 @@ def test_who_looks_at_nothing_ahead_is_left_alone() -> None:
 
 @pytest.mark.parametrize(("most", "kept"), [(0, 0), (EACH - 1, 0), (3 * EACH, 3), (10**9, 8)])
 def test_so_many_weights_stay_in_ram(most: int, kept: int) -> None:
-    plan = plan_of({"weights_in_ram": most})
+    plan = plan_of({"max_params_in_cpu": most})
     assert [h.weight for h in plan.placements] == [Tier.HOST] * kept + [Tier.DISK] * (8 - kept)
     assert {(h.state, h.gradient) for h in plan.placements} == {(Tier.DISK, Tier.DISK)}
     before = plan_of({})
@@ -65,7 +65,7 @@ def test_so_many_weights_stay_in_ram(most: int, kept: int) -> None:
 
 def test_as_many_as_the_budget_has_room_for() -> None:
     needs = sum(plan_of({}).memory["host"].values())
-    plan = plan_of({"weights_in_ram": 10**9}, host=needs + 5 * EACH)  # 2 bytes each: 2 units
+    plan = plan_of({"max_params_in_cpu": 10**9}, host=needs + 5 * EACH)  # 2 bytes each: 2 units
     assert sum(h.weight is Tier.HOST for h in plan.placements) == 2
     assert any(f"{2 * EACH // 1000}" in note.replace(".", "") for note in plan.notes)
 

@@ -53,7 +53,8 @@ def lowest(sizes: Sequence[int], limits: Limits, micro_batches: int, *, unified:
     plan = make_plan(
         units(sizes),
         load_config(
-            given | {"placement": dict.fromkeys(("weights", "moments", "gradients"), "disk")}
+            given
+            | {"placement": dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk")}
         ),
         replace(limits, device=None, host=None),
         unified=unified,

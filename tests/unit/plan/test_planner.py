@@ -92,7 +92,7 @@ def assert_slots_serve(plan: Plan) -> None:
 def test_every_explicit_tier_is_honoured(
     weights: str, moments: str, gradients: str, unified: bool
 ) -> None:
-    wish = {"weights": weights, "moments": moments, "gradients": gradients}
+    wish = {"weights": weights, "optimizer_state": moments, "gradients": gradients}
     plan = plan_of([5000, 7000, 40000], placement=wish, unified=unified)
     for placement in plan.placements:
         expected = "device" if unified and weights == "host" else weights
@@ -104,9 +104,9 @@ def test_every_explicit_tier_is_honoured(
 
 
 @pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("kind", ["weights", "moments", "gradients"])
+@pytest.mark.parametrize("kind", ["weights", "optimizer_state", "gradients"])
 def test_an_explicit_tier_that_does_not_fit_is_refused_and_not_moved(kind: str, tier: str) -> None:
-    wish = dict.fromkeys(("weights", "moments", "gradients"), "auto") | {kind: tier}
+    wish = dict.fromkeys(("weights", "optimizer_state", "gradients"), "auto") | {kind: tier}
     roomy = dict.fromkeys(TIERS, 2**40)
     tight = Limits(**{**roomy, tier: 64 << 10})
     text = refusal([100_000, 100_000], tight, placement=wish, unified=False)
@@ -207,7 +207,10 @@ def test_auto_leaves_nothing_on_disk_where_ram_has_room() -> None:
 
 def test_auto_fills_ram_with_weights_first() -> None:
     """A byte of a weight saves three of the disk's, one of gradients or state two."""
-    sizes, on_disk = [1_000_000] * 8, dict.fromkeys(("weights", "moments", "gradients"), "disk")
+    sizes, on_disk = (
+        [1_000_000] * 8,
+        dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk"),
+    )
     lean = plan_of(sizes, placement=on_disk, chunk_size=65536)
     room = lean.tier_bytes["host"] + lean.tier_bytes["device"] + 9 * MIB  # 8 units x 2 bytes: 15
     plan = plan_of(sizes, Limits(None, int(room / 0.7), 1 << 40), chunk_size=65536)
@@ -229,7 +232,7 @@ def test_placement_on_disk_without_a_path_are_refused() -> None:
 
 
 def test_the_refusal_names_unit_and_numbers_when_two_slots_do_not_fit() -> None:
-    wish = dict.fromkeys(("weights", "moments", "gradients"), "disk")
+    wish = dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk")
     text = refusal([5000, 300_000], Limits(MIB, 1 << 30, 1 << 40), placement=wish, unified=False)
     assert "cannot hold two slots of the largest unit: 'unit1'" in text
     assert "1.00 MiB" in text
@@ -238,7 +241,7 @@ def test_the_refusal_names_unit_and_numbers_when_two_slots_do_not_fit() -> None:
 
 
 def test_the_refusal_of_a_disk_budget_names_the_missing_bytes() -> None:
-    wish = dict.fromkeys(("weights", "moments", "gradients"), "disk")
+    wish = dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk")
     text = refusal([102_400] * 4, Limits(None, None, MIB), placement=wish)
     needed = 4 * 102_400 * (12 + 2)
     assert "5.47 MiB" in text  # needed
@@ -249,14 +252,14 @@ def test_the_refusal_of_a_disk_budget_names_the_missing_bytes() -> None:
 
 def test_the_refusal_of_a_device_budget_in_ram_has_its_own_bytes() -> None:
     """Not all that rests in RAM: 12 + 2 bytes a parameter, of which none is elsewhere."""
-    wish = dict.fromkeys(("weights", "moments", "gradients"), "device")
+    wish = dict.fromkeys(("weights", "optimizer_state", "gradients"), "device")
     text = refusal([102_400] * 4, Limits(MIB, None, None, base=64 * MIB), placement=wish)
     assert "the device tier needs 5.47 MiB of a budget of 1.00 MiB: 4.47 MiB too much" in text
     assert "process" not in text
 
 
 def test_prefetch_is_lowered_to_fit_and_noted() -> None:
-    wish = dict.fromkeys(("weights", "moments", "gradients"), "disk")
+    wish = dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk")
     slot = 102_400 * 2
     for device, expected in ((20 * slot, 4), (5 * slot, 3), (3 * slot, 1), (2 * slot, 0)):
         limits = Limits(device, 1 << 30, 1 << 40)
@@ -268,7 +271,7 @@ def test_prefetch_is_lowered_to_fit_and_noted() -> None:
 
 
 def test_units_of_like_size_share_slots_and_small_ones_do_not_waste_large_ones() -> None:
-    wish = dict.fromkeys(("weights", "moments", "gradients"), "disk")
+    wish = dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk")
     sizes = [2048 * n for n in (64, 63, 33, 32, 20, 1)]
     plan = plan_of(sizes, placement=wish)
     assert [c.members for c in plan.slot_classes] == [(0, 1, 2), (3, 4), (5,)]
@@ -285,7 +288,7 @@ def test_the_gradient_is_wide_only_where_it_is_summed() -> None:
 def test_bytes_per_step_are_those_of_the_table(micro_batches: int) -> None:
     """The table of docs/bytes.md, with everything but the gradient on disk."""
     count = 2048 * 16
-    wish = {"weights": "disk", "moments": "disk", "gradients": "host"}
+    wish = {"weights": "disk", "optimizer_state": "disk", "gradients": "host"}
     plan = plan_of(
         [count] * 30, placement=wish, unified=True, gradient_accumulation_steps=micro_batches
     )
@@ -305,7 +308,7 @@ def test_chunks_are_no_longer_than_the_largest_unit() -> None:
 
 
 def test_the_description_says_where_everything_lives() -> None:
-    wish = {"weights": "device", "moments": "disk", "gradients": "host"}
+    wish = {"weights": "device", "optimizer_state": "disk", "gradients": "host"}
     text = plan_of(
         [5000, 6000], Limits(None, 1 << 30, 1 << 40, base=77 << 20), placement=wish
     ).describe()
@@ -335,8 +338,9 @@ def test_sizes_follow_the_rule_and_its_formats(
     sizes: list[int], rule: RuleFacts, precision: str, tier: str
 ) -> None:
     """Memory, stages, records and forecast, added up chunk by chunk from the formats alone."""
-    given = {"nvme_path": "/nvme", "precision": precision, "chunk_size": 4096,
-             "placement": dict.fromkeys(("weights", "moments", "gradients"), tier)}  # fmt: skip
+    placement = dict.fromkeys(("weights", "optimizer_state", "gradients"), tier)
+    given = {"nvme_path": "/nvme", "precision": precision, "chunk_size": 4096}
+    given["placement"] = placement
     made = units(sizes, precision)
     plan = make_plan(made, load_config(given), UNLIMITED, unified=False, rule=rule)
     largest = max(u.numel for u in made)
@@ -368,7 +372,7 @@ def test_sizes_follow_the_rule_and_its_formats(
     assert ("lossy" in text) == any(not kind.is_exact for kind in rule.moments)
 
 
-@pytest.mark.parametrize("wishes", [{}, {"moments": "host"}, {"weights": "host"}])
+@pytest.mark.parametrize("wishes", [{}, {"optimizer_state": "host"}, {"weights": "host"}])
 def test_without_a_disk_weights_rest_where_one_memory_computes(wishes: dict[str, str]) -> None:
     """Above 70 % of it as well, where nothing is left to choose: no slots, no second copies."""
     rest = 2 * 100_352 * 14  # two units, padded: 12 bytes of state, 2 of a gradient
@@ -383,7 +387,10 @@ def test_without_a_disk_weights_rest_where_one_memory_computes(wishes: dict[str,
 
 
 def test_initial_write_is_in_the_plan_beyond_what_is_not_touched_yet() -> None:
-    sizes, wish = [100_000] * 2, {"weights": "device", "moments": "host", "gradients": "host"}
+    sizes, wish = (
+        [100_000] * 2,
+        {"weights": "device", "optimizer_state": "host", "gradients": "host"},
+    )
     chunk = 100_352
     working = 2 * 12 * chunk + 4 * chunk + 5 * MIB  # two records, a master, a value of 5 MiB
     limits = Limits(None, None, None, made=5 * MIB)

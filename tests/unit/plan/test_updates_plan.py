@@ -18,9 +18,9 @@ from infinity.plan.planner import make_plan
 from infinity.plan.rates import NOMINAL, Rates
 from infinity.types import Tier
 
-IN_RAM = dict.fromkeys(("weights", "moments", "gradients"), "host")
-ON_DISK = dict.fromkeys(("weights", "moments", "gradients"), "disk")
-ON_DEVICE = dict.fromkeys(("weights", "moments", "gradients"), "device")
+IN_RAM = dict.fromkeys(("weights", "optimizer_state", "gradients"), "host")
+ON_DISK = dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk")
+ON_DEVICE = dict.fromkeys(("weights", "optimizer_state", "gradients"), "device")
 NUMEL = 1 << 20
 SIZES = [NUMEL] * 8
 CHUNK = 1 << 16
@@ -136,7 +136,7 @@ def test_the_cpu_takes_several_chunks_at_once_where_it_reaches_all_of_them() -> 
     for placement, lengths in (
         (IN_RAM, [5, 5, 5, 1]),
         ({**IN_RAM, "weights": "device"}, [1] * 16),
-        ({**IN_RAM, "moments": "disk"}, [1] * 16),
+        ({**IN_RAM, "optimizer_state": "disk"}, [1] * 16),
     ):
         plan = replace(plan_of(placement, "cpu"), chunks_at_once=5)
         passages = plan.chunk_batches(plan.units[0], plan.placements[0])
@@ -180,7 +180,7 @@ def test_sums_rest_on_the_device_as_far_as_its_budget_goes_where_ram_would_bind(
     assert not any(phase.resources["sums"] for phase in step_cost(plan_of(IN_RAM), rates).phases)
     room = 4 * NUMEL * 2 + 3 * NUMEL * 4  # slots, and three sums
     limits = Limits(int(room / AUTO_SHARE) + 2, None, None)
-    few = plan_of({"moments": "host"}, limits=limits, rates=rates, **sums)
+    few = plan_of({"optimizer_state": "host"}, limits=limits, rates=rates, **sums)
     assert [placement.gradient for placement in few.placements].count(Tier.DEVICE) == 3
 
 

@@ -14,7 +14,7 @@ from infinity.plan.rates import nominal
 from infinity.profiling.calibration import kept_rates
 from infinity.storage.device import CpuDevice
 
-AUTO = {"weights": "auto", "moments": "auto", "gradients": "auto"}
+AUTO = {"weights": "auto", "optimizer_state": "auto", "gradients": "auto"}
 
 
 def plan_of(path: Path, placement: dict[str, str] = AUTO) -> Plan:
@@ -65,5 +65,5 @@ def test_a_part_that_was_not_measured_is_named(
 
 
 def test_placement_that_was_named_says_nothing_of_rates(tmp_path: Path) -> None:
-    placement = {"weights": "disk", "moments": "disk", "gradients": "disk"}
+    placement = {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"}
     assert "chosen by" not in plan_of(tmp_path, placement).describe()

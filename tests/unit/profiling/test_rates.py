@@ -289,7 +289,7 @@ def test_measured_once(tmp_path: Path, folder: Path, measurements: Measurements)
     first = cached([tmp_path])
     assert measurements.counts == (1, 1)
     assert cached([tmp_path]) == first
-    assert cached([tmp_path], io=IoConfig(stuck_after_s=3.0)) == first
+    assert cached([tmp_path], io=IoConfig(timeout_s=3.0)) == first
     assert measurements.counts == (1, 1)
     assert len(first.measured) == len("2026-11-21")
     assert len(list(folder.iterdir())) == 2

@@ -40,7 +40,7 @@ from infinity.profiling.trace_reader import (
 from infinity.storage.device import Event
 
 TRACKS = ("disk_read", "disk_write", "to_device", "from_device")
-IN_RAM = dict.fromkeys(("weights", "moments", "gradients"), "host")
+IN_RAM = dict.fromkeys(("weights", "optimizer_state", "gradients"), "host")
 PLACEMENTS = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
 
 

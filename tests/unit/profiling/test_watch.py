@@ -167,7 +167,7 @@ def test_what_another_engine_reserved_later_is_not_held_against_the_first(
     monkeypatch.setattr(memory_watch, "SAMPLE_S", 0.0)
     wide = SmallModel(num_blocks=2, width=2048)  # 128 MiB of weights, 512 MiB with all that rests
     given = settings(tmp_path, **budget_above_now(128 * MIB))
-    placement = {"weights": "device", "moments": "host", "gradients": "host"}
+    placement = {"weights": "device", "optimizer_state": "host", "gradients": "host"}
     with (
         infinity.initialize(hoarding_model(), given)[0] as engine,
         infinity.initialize(wide, settings(tmp_path, placement, chunk_size=1 << 20))[0],

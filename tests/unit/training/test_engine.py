@@ -367,7 +367,7 @@ def test_a_second_engine_that_does_not_fit_is_refused_until_the_first_closes(
     tmp_path: Path,
 ) -> None:
     big = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))  # 8 MiB with its state
-    placement = dict.fromkeys(("weights", "moments", "gradients"), "device")
+    placement = dict.fromkeys(("weights", "optimizer_state", "gradients"), "device")
     fake, other = FakeAccelerator(), FakeAccelerator()
     limits = {"budget": {"device": "12MiB"}}
     before = PROCESS.total("device")

@@ -158,13 +158,13 @@ def unchanged(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("bad", [INF, NAN])
 def test_an_engine_follows_the_closed_form(tmp_path: Path, bad: float) -> None:
-    """Scale, counters, learning rate, weights, report and journal, at every step."""
+    """Scale, counters, learning rate, weights, report and step log, at every step."""
     words = ScaleWords(initial=64.0, window=3, hysteresis=2)
     overflows = [step == "x" for step in ".x.xx....x.....x...."]
-    journal = tmp_path / "journal.jsonl"
+    step_log = tmp_path / "journal.jsonl"
     schedule = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.9}}
     engine = make_engine(
-        tmp_path / "run", journal=str(journal), scheduler=schedule, **config_of(words)
+        tmp_path / "run", step_log=str(step_log), scheduler=schedule, **config_of(words)
     )
     with engine:
         assert engine.loss_scale == 64.0
@@ -182,7 +182,7 @@ def test_an_engine_follows_the_closed_form(tmp_path: Path, bad: float) -> None:
             lr = engine.optimizer.param_groups[0]["lr"]
             assert lr == pytest.approx(1e-2 * 0.9 ** (number + 1 - engine.skipped_steps), rel=1e-12)
             assert unchanged(before, masters(engine)) == overflow
-    entries = [json.loads(line) for line in journal.read_text().splitlines()]
+    entries = [json.loads(line) for line in step_log.read_text().splitlines()]
     told = [entry["loss_scale"] for entry in entries if entry["event"] == "step"]
     assert told == [closed_form_scale(words, overflows[:n]) for n in range(len(overflows))]
 

@@ -300,7 +300,7 @@ def peaks(folder: str, dtypes: list[str | None]) -> list[float]:
         "nvme_path": f"{folder}/nvme",
         "precision": "bf16",
         "cpu": {"num_threads": 1},
-        "placement": {"weights": "disk", "moments": "disk", "gradients": "host"},
+        "placement": {"weights": "disk", "optimizer_state": "disk", "gradients": "host"},
         "optimizer": {"type": "SGD", "lr": 0.1},  # no moments: less to write
     }
     out, found = Path(folder) / "out", []

@@ -1,4 +1,4 @@
-"""The journal: never in the way, complete after close, silent in a child."""
+"""The step log: never in the way, complete after close, silent in a child."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from support.forked import HANG_S
 from support.patience import wait_until
 
 from infinity.errors import MachineError
-from infinity.profiling.step_log import Journal
+from infinity.profiling.step_log import StepLog
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def journal_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if "journal" in thread.name]
+def step_log_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "step-log" in thread.name]
 
 
-def stall(monkeypatch: pytest.MonkeyPatch, journal: Journal) -> threading.Event:
-    """Make the disk of `journal` hang until the returned event is set."""
+def stall(monkeypatch: pytest.MonkeyPatch, step_log: StepLog) -> threading.Event:
+    """Make the disk of `step_log` hang until the returned event is set."""
     import asyncio
 
-    released, hanging, append = threading.Event(), threading.Event(), journal._append
+    released, hanging, append = threading.Event(), threading.Event(), step_log._append
 
     async def slow(lines: list[str]) -> None:
         hanging.set()
@@ -37,8 +37,8 @@ def stall(monkeypatch: pytest.MonkeyPatch, journal: Journal) -> threading.Event:
             await asyncio.sleep(0.005)
         await append(lines)
 
-    monkeypatch.setattr(journal, "_append", slow)
-    journal.write({"first": True})
+    monkeypatch.setattr(step_log, "_append", slow)
+    step_log.write({"first": True})
     assert hanging.wait(60)
     return released
 
@@ -46,27 +46,27 @@ def stall(monkeypatch: pytest.MonkeyPatch, journal: Journal) -> threading.Event:
 def test_every_record_in_order_after_close(tmp_path: Path) -> None:
     path = tmp_path / "made" / "here" / "run.jsonl"
     threads = set(threading.enumerate())
-    with Journal(path) as journal:
-        assert journal_threads()
+    with StepLog(path) as step_log:
+        assert step_log_threads()
         for step in range(3000):
-            journal.write({"step": step})
+            step_log.write({"step": step})
     assert lines_of(path) == [{"step": step} for step in range(3000)]
-    assert journal.num_dropped == 0
-    assert not journal_threads()
+    assert step_log.num_dropped == 0
+    assert not step_log_threads()
     assert set(threading.enumerate()) <= threads  # the file threads of the loop are gone too
 
 
-def test_a_second_journal_appends(tmp_path: Path) -> None:
+def test_a_second_step_log_appends(tmp_path: Path) -> None:
     for step in range(2):
-        with Journal(tmp_path / "run.jsonl") as journal:
-            journal.write({"step": step})
+        with StepLog(tmp_path / "run.jsonl") as step_log:
+            step_log.write({"step": step})
     assert lines_of(tmp_path / "run.jsonl") == [{"step": 0}, {"step": 1}]
 
 
 def test_a_record_is_taken_as_it_is_now(tmp_path: Path) -> None:
     record = {"loss": float("nan"), "path": Path("/x"), "more": [float("-inf"), {"a": 1}]}
-    with Journal(tmp_path / "run.jsonl") as journal:
-        journal.write(record)
+    with StepLog(tmp_path / "run.jsonl") as step_log:
+        step_log.write(record)
         record["loss"] = 3.0
     assert lines_of(tmp_path / "run.jsonl") == [
         {"loss": "nan", "path": "/x", "more": ["-inf", {"a": 1}]}
@@ -75,20 +75,20 @@ def test_a_record_is_taken_as_it_is_now(tmp_path: Path) -> None:
 
 def test_records_appear_without_close(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    with Journal(path) as journal:
-        journal.write({"step": 1})
+    with StepLog(path) as step_log:
+        step_log.write({"step": 1})
         assert wait_until(lambda: path.read_text(encoding="utf-8"))
         assert lines_of(path) == [{"step": 1}]
 
 
 def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(tmp_path / "run.jsonl", queue_length=10)
-    released = stall(monkeypatch, journal)
+    step_log = StepLog(tmp_path / "run.jsonl", queue_length=10)
+    released = stall(monkeypatch, step_log)
     for step in range(25):
-        journal.write({"step": step})
-    assert journal.num_dropped == 15
+        step_log.write({"step": step})
+    assert step_log.num_dropped == 15
     released.set()
-    journal.close()
+    step_log.close()
     assert lines_of(tmp_path / "run.jsonl") == [
         {"first": True},
         *({"step": step} for step in range(10)),
@@ -99,39 +99,39 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_hanging_disk_does_not_hold_up_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = Journal(tmp_path / "run.jsonl")
-    released = stall(monkeypatch, journal)
-    journal.write({"step": 1})
+    step_log = StepLog(tmp_path / "run.jsonl")
+    released = stall(monkeypatch, step_log)
+    step_log.write({"step": 1})
     joined: list[float] = []
-    join = journal._thread.join
+    join = step_log._thread.join
     with monkeypatch.context() as patch:
-        patch.setattr(journal._thread, "join", lambda limit: (joined.append(limit), join(limit)))
-        journal.close(timeout_s=0.2)
+        patch.setattr(step_log._thread, "join", lambda limit: (joined.append(limit), join(limit)))
+        step_log.close(timeout_s=0.2)
     assert joined == [0.2]  # and then it went on, though the disk hangs
     assert not released.is_set()
-    assert journal.num_dropped == 2
+    assert step_log.num_dropped == 2
     released.set()
-    journal._thread.join(HANG_S)
+    step_log._thread.join(HANG_S)
 
 
 def test_an_error_of_the_disk_is_kept_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "d").mkdir()
-    journal = Journal(tmp_path / "d" / "run.jsonl")
+    step_log = StepLog(tmp_path / "d" / "run.jsonl")
     (tmp_path / "d" / "run.jsonl").unlink()
     (tmp_path / "d").rmdir()
-    journal.write({"step": 1})
-    journal.close()
-    assert isinstance(journal.failure, FileNotFoundError)
-    assert journal.num_dropped == 1
+    step_log.write({"step": 1})
+    step_log.close()
+    assert isinstance(step_log.failure, FileNotFoundError)
+    assert step_log.num_dropped == 1
 
 
 def test_after_close_nothing_happens(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "run.jsonl")
-    journal.close()
-    journal.close()
-    journal.write({"step": 1})
+    step_log = StepLog(tmp_path / "run.jsonl")
+    step_log.close()
+    step_log.close()
+    step_log.write({"step": 1})
     assert lines_of(tmp_path / "run.jsonl") == []
 
 
@@ -139,27 +139,27 @@ def test_a_path_that_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path, tmp_path / "file" / "run.jsonl"):
         with pytest.raises(MachineError, match="cannot be opened"):
-            Journal(path)
-    assert not journal_threads()
+            StepLog(path)
+    assert not step_log_threads()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_does_nothing(tmp_path: Path) -> None:
     held = threading.Lock()
     held.acquire()
-    with Journal(tmp_path / "run.jsonl") as journal:
+    with StepLog(tmp_path / "run.jsonl") as step_log:
         # The writer may hold the lock at this very moment; in the child nobody would give it back.
         pid = os.fork()
         if pid == 0:
             code = 1
             signal.alarm(HANG_S)
             try:
-                journal._lock = held
-                journal.write({"child": True})
-                journal.close(timeout_s=30)
+                step_log._lock = held
+                step_log.write({"child": True})
+                step_log.close(timeout_s=30)
                 code = 0
             finally:
                 os._exit(code)
         assert os.waitpid(pid, 0)[1] == 0
-        journal.write({"parent": True})
+        step_log.write({"parent": True})
     assert lines_of(tmp_path / "run.jsonl") == [{"parent": True}]

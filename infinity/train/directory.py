@@ -58,6 +58,7 @@ class _RunRecord:
     durable: bool = False
     ranks: int = 1
     state: int = 0
+    inode: int = 0
     origin: str = ""
 
 
@@ -128,6 +129,11 @@ class RunDirectory:
     def has_run(self) -> bool:
         """Whether training has begun here before."""
         return bool(self.record)
+
+    @property
+    def inode(self) -> int:
+        """Number of the directory in its file system, which a copy does not have."""
+        return os.stat(self.path).st_ino
 
     @property
     def is_complete(self) -> bool:
@@ -247,17 +253,17 @@ class RunDirectory:
 class Session:
     """Id of one start of a durable run, committed with its state by `engine.register_state`.
 
-    Each start adds its id to the record of the run directory before it commits. If `last`, the id
-    in a resumed state, is not in that record, the directory and the state are not of one history.
+    `last` is the id in a resumed state. `run_dir` is the directory of the run.
     """
 
-    def __init__(self, id: str) -> None:
+    def __init__(self, id: str, run_dir: str) -> None:
         self.id = id
+        self.run_dir = run_dir
         self.last = ""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return {"id": self.id}
+        return {"id": self.id, "run_dir": self.run_dir}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Store the session that committed the state."""

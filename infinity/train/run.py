@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import shlex
-import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +21,11 @@ import torch
 
 from infinity._initialize import device_for, initialize
 from infinity.checkpoint.directory import checkpoints, find_tag
-from infinity.checkpoint.durable_reader import DurableReader
 from infinity.checkpoint.durable_runs import read_run
 from infinity.checkpoint.manifest import LATEST_NAME
 from infinity.checkpoint.streams import state_streams
-from infinity.common.files import free_bytes, sync_directory
+from infinity.common.files import free_bytes
 from infinity.common.sizes import format_size
-from infinity.config.schema import Config
 from infinity.distributed.compare import check_alike
 from infinity.distributed.context import DistContext
 from infinity.distributed.launch import find_ranks
@@ -51,10 +47,11 @@ from infinity.plan.batch_schedule import ScheduleResult
 from infinity.plan.plan import Plan
 from infinity.storage.cuda import find_device
 from infinity.storage.os_errors import checked_root
-from infinity.storage.run_dir import durable_records, ranks_below, run_records
+from infinity.storage.run_dir import durable_records
 from infinity.train.best import Best
 from infinity.train.data import Progress
-from infinity.train.directory import RUN_RECORD, RunDirectory, Session, state_name
+from infinity.train.directory import RunDirectory
+from infinity.train.durable_state import DurableState, places
 from infinity.train.loop import Compute, Loop, latest
 from infinity.train.metrics import (
     LastStep,
@@ -76,14 +73,12 @@ from infinity.train.preparation import (
     scheduled,
 )
 from infinity.train.sample import record_sample
-from infinity.train.settings import AUTO, RunConfig, as_yaml
+from infinity.train.settings import AUTO, NEVER, RunConfig, as_yaml
 from infinity.train.trackers import Trackers, check_trackers
 from infinity.train.windows import BatchIterator
 
-NEVER = "never"
 _NAMED = ("precision", "gradient_clipping")
 _SCHEDULED = ("lr", "betas", "momentum")  # entries of a group that a schedule may change
-_MAX_SESSIONS = 1000  # of which a run directory keeps the ids
 _WAITS_S = 60.0  # for the first rank, until that says that it is at work
 OTHER = Path("/other/drive")  # what people put their own in the place of
 _HEADING = """\
@@ -113,16 +108,32 @@ class Run:
         self.ranks = ranks or find_ranks()
         self._shares_ranks = False  # with an engine, which closes them
         self._begins = True  # nothing was trained here before
-        self._left: Path | None = None  # the state of another number of ranks, until it is copied
         with self.ranks.collective_section("looks for a run"):
             transformers()  # told before anything is done
             self.checkpoint = None if resume in (NEVER, AUTO) else _find_checkpoint(Path(resume))
         self.directory = RunDirectory(config.run_dir, resume=resume != NEVER, ranks=self.ranks)
+        self.state = DurableState(
+            self.directory, config.engine, self.ranks, resume, self.checkpoint
+        )
+        if self.checkpoint is not None:
+            self._refuse_other_runs(self.checkpoint)
         self.prepared: Prepared | None = None
         self.chosen: ScheduleResult | None = None
         """The batch schedule and the next one, where the plan chose it."""
         self.trains = False
         """Whether there is, or was, an engine."""
+
+    def _refuse_other_runs(self, checkpoint: Path) -> None:
+        """Raise `ConfigError` for a checkpoint of another run where this one has some already."""
+        own = latest(self.directory.checkpoints)
+        if own is not None and checkpoint.parent != self.directory.checkpoints:
+            self.directory.close()
+            raise ConfigError(
+                f"{self.directory.path} has checkpoints of its own run, the last is {own}; "
+                f"{checkpoint} is of another",
+                because="--resume auto could not tell which of them it goes on from",
+                remedy="run_dir=... a new directory, to go on from that checkpoint there",
+            )
 
     def prepare(self, progress: Progress | None = None) -> Prepared:
         """Check everything, and make the corpus.
@@ -165,13 +176,7 @@ class Run:
     def continues_state(self) -> bool:
         """Whether its state is on disk already, so that where it rests is settled."""
         durable = self.config.engine.durable
-        return durable and self.resume == AUTO and self.directory.has_run and not self._moves
-
-    @property
-    def _moves(self) -> bool:
-        """Whether its state is of another number of ranks, which an engine cannot go on with."""
-        record = self.directory.record
-        return bool(record.get("durable")) and record.get("ranks", 1) != self.ranks.count
+        return durable and self.resume == AUTO and self.directory.has_run and not self.state.moves
 
     def train(self, watcher: TrainCallback, progress: Progress | None = None) -> Result:
         """Train to the end, or until the watcher wants to stop, and write what came of it.
@@ -182,13 +187,14 @@ class Run:
         prepared, directory, ranks = self.prepared, self.directory, self.ranks
         assert prepared is not None
         self._begins = not directory.has_run
+        self.state.choose()
         with directory.beginning(prepared.decides()):
             with ranks.collective_section("builds the model"):
                 model = build(self.config, prepared.facts, prepared.engine)
                 compute = loss_of(model)
                 # Defaults stand in config.yaml: only loops of users' own are warned of them.
                 named = {name: getattr(prepared.engine, name) for name in _NAMED}
-                config = self._own_state(prepared.engine).model_copy(update=named)
+                config = self.state.config_for(prepared.engine).model_copy(update=named)
             self._shares_ranks = True
             engine, _, _, _ = initialize(model, config, progress=progress, ranks=ranks)
             try:
@@ -207,6 +213,7 @@ class Run:
             raise
         finally:
             engine.close()
+            self.state.drop()
 
     def _train(self, engine: Engine, compute: Compute, watcher: TrainCallback) -> Result:
         prepared, directory, ranks = self.prepared, self.directory, self.ranks
@@ -222,7 +229,7 @@ class Run:
         last_step = LastStep()
         engine.register_state("last_step", last_step)
         try:
-            session = self._claim_state(engine) if prepared.engine.durable else None
+            session = self.state.claim(engine) if prepared.engine.durable else None
             source = self._go_on(engine, reel, prepared)
             if session is not None and not engine.resumed:
                 engine.register_state("session", session)  # after loading: checkpoints have none
@@ -235,7 +242,8 @@ class Run:
         if note := follow_steps(engine.lr_scheduler, prepared):
             watcher.note(note)
         if prepared.engine.durable:
-            self._keep_state()
+            if note := self.state.keep():
+                watcher.note(note)
         elif directory.record.get("durable"):  # a checkpoint was named to go on from instead
             directory.remember(durable=False)
         with ranks.collective_section("remembers the run"):
@@ -395,100 +403,21 @@ class Run:
 
     # --- going on --------------------------------------------------------------------------------
 
-    @property
-    def state_name(self) -> str:
-        """Below every nvme_path, where its steps are durable; of a run that has begun."""
-        return state_name(self.directory.record, self.directory.path)
-
-    def _own_state(self, config: Config) -> Config:
-        """A durable run has directories of its own, so that it cannot go on from another's.
-
-        What another number of ranks left stays as it is until `_keep_state`.
-        """
-        if not config.durable:
-            if self.resume == AUTO and self.directory.record.get("durable"):
-                raise self._leaves_its_state()
-            return config
-        name, resume = self.state_name, AUTO if self.resume == AUTO else NEVER
-        if resume == AUTO and self.directory.record.get("durable"):
-            left = self._check_state([path / name for path in config.nvme_path])
-            if self._moves:
-                self._remove_states(but=name)  # of a start that died before its copy was whole
-                self._left, resume = left, NEVER
-                record = self.directory.record
-                name = state_name(record, self.directory.path, record.get("state", 0) + 1)
-        paths = tuple(path / name for path in config.nvme_path)
-        for path in paths if not self.ranks.local_rank else ():
-            try:
-                path.mkdir(exist_ok=True)
-                sync_directory(path.parent)
-            except OSError as error:
-                raise MachineError(
-                    f"{path} cannot be made: {error.strerror}",
-                    remedy="engine.nvme_path=... an existing directory that can be written",
-                ) from error
-        return config.model_copy(update={"nvme_path": paths, "resume": resume})
-
-    def _claim_state(self, engine: Engine) -> Session:
-        """Refuse a state that another copy of the run directory has continued; see `Session`.
-
-        Raises `CheckpointError`, before anything is committed.
-        """
-        session = Session(self.ranks.all_gather_object(secrets.token_hex(4))[0])
-        with self.ranks.collective_section("looks for the session of the state"):
-            if engine.resumed:
-                engine.register_state("session", session)
-            elif self._left is not None:
-                with closing(DurableReader(self._left)) as reader:
-                    session.load_state_dict(
-                        reader.document.run.get("registered", {}).get("session", {})
-                    )
-            known = self.directory.record.get("sessions", [])
-            if session.last and session.last not in known:
-                raise CheckpointError(
-                    f"another copy of {self.directory.path} has continued the state of this run "
-                    f"(session {session.last}, which is not in its {RUN_RECORD})",
-                    because="the run directory was copied, or was set back to an older copy; all "
-                    f"copies share one state below engine.nvme_path, {self.state_name}",
-                    remedy="go on with that copy; or start from a checkpoint in a new run: "
-                    "run_dir=... --resume .../checkpoints/...",
-                )
-            self.directory.remember(sessions=[*known, session.id][-_MAX_SESSIONS:])
-        return session
-
-    def _keep_state(self) -> None:
-        """From now on the run goes on with the state of this engine, and with no other."""
-        number = self.directory.record.get("state", 0) + (self._left is not None)
-        self.directory.remember(
-            durable=True,
-            nvme_path=list(map(str, self.config.engine.nvme_path)),
-            ranks=self.ranks.count,
-            state=number,
-        )
-        self.ranks.synchronize("keeps its state")
-        if self._left is not None:
-            self._remove_states(but=self.state_name)
-
-    def _remove_states(self, *, but: str) -> None:
-        """Remove what this run kept before and, where it was killed, began to copy."""
-        own = state_name(self.directory.record, self.directory.path, 0)
-        for path in self.config.engine.nvme_path if not self.ranks.local_rank else ():
-            for found in path.iterdir() if path.is_dir() else ():
-                if found.name.startswith(own) and found.name != but:
-                    shutil.rmtree(found, ignore_errors=True)
-
     def _go_on(self, engine: Engine, reel: BatchIterator, prepared: Prepared) -> str:
         """Load the saved state and return a description of it; empty for a new run."""
         if self.checkpoint is not None:
             self._load(engine, self.checkpoint, reel, prepared)
             with self.ranks.collective_section("remembers where it came from"):
                 self.directory.remember(origin=str(self.checkpoint))
+                if self.checkpoint.parent == self.directory.checkpoints:
+                    # Later ones are of steps that this start discards.
+                    self.directory.write(f"checkpoints/{LATEST_NAME}", f"{self.checkpoint.name}\n")
             return f"{self.checkpoint}; its optimizer and schedule go on as they were"
         if self.resume != AUTO:
             return ""
-        if self._left is not None:
-            engine.load_checkpoint(self._left)
-        goes_on = engine.resumed or self._left is not None
+        if self.state.left is not None:
+            engine.load_checkpoint(self.state.left)
+        goes_on = engine.resumed or self.state.left is not None
         with self.ranks.collective_section("looks for a checkpoint"):
             found = self.last_checkpoint()
             if found is None and not goes_on:
@@ -529,37 +458,6 @@ class Run:
                 because="its optimizer and its schedule go on as they were",
                 remedy="put them back; or begin anew with its weights, model.path=...",
             )
-
-    def _check_state(self, paths: Sequence[Path]) -> Path:
-        """A directory of the state of a durable run, of any rank.
-
-        Raises `CheckpointError` if it is nowhere to be seen.
-        """
-        there = [path for place in _places(paths) for path in run_records(place)]
-        if not there:
-            raise CheckpointError(
-                f"the run in {self.directory.path} keeps its state below "
-                f"{', '.join(map(str, paths))}, where there is none",
-                because="a drive is not mounted, or the state was moved or removed",
-                remedy="mount it, or engine.nvme_path=... where it is now; a new run needs "
-                "another run_dir=...",
-            )
-        return there[0]
-
-    def _leaves_its_state(self) -> ConfigError:
-        """Return the error for a run whose committed steps would be ignored."""
-        directory, num_recorded = self.directory, recorded_steps(self.directory.metrics)
-        paths = directory.record.get("nvme_path") or ["..."]
-        given = f"[{','.join(paths)}]" if len(paths) > 1 else paths[0]
-        checkpoint = latest(directory.checkpoints)
-        instead = f"; or --resume {checkpoint}, and lose the steps since" if checkpoint else ""
-        return ConfigError(
-            f"the run in {directory.path} did {num_recorded} steps with engine.durable=true, and "
-            f"keeps its state below engine.nvme_path={given}; here engine.durable is false",
-            because="--resume auto goes on from the last committed step, or not at all",
-            remedy=f"engine.durable=true engine.nvme_path={given}{instead}; a new run needs "
-            "another run_dir=...",
-        )
 
     def _unnamed_checkpoint(self) -> Path | None:
         """Return the whole checkpoint of a run that was killed before `latest` named its first.
@@ -701,7 +599,7 @@ def elsewhere(error: InfinityError, run: Run, command: Sequence[str]) -> Infinit
     if durable and update is None:
         others = []  # they hold parts of what is lost
     if update is not None:
-        state = drive / run.state_name
+        state = drive / run.state.name
         copies.append(state)
         instead = "no checkpoint is there to go on from instead"
         if checkpoint is not None:
@@ -744,18 +642,12 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _committed(run: Run) -> int | None:
     """The update that was committed last; None where there is none, or it cannot be read."""
-    own = [path / run.state_name for path in run.config.engine.nvme_path]
+    own = [path / run.state.name for path in run.config.engine.nvme_path]
     steps = []
     with suppress(InfinityError, OSError):
-        for place in _places(own[:1]) if run.config.engine.durable else ():
-            steps += [read_run(d, _places(own)).record.step for d in durable_records(place)]
+        for place in places(own[:1]) if run.config.engine.durable else ():
+            steps += [read_run(d, places(own)).record.step for d in durable_records(place)]
     return min(steps, default=None)  # of several ranks each may have prepared one more
-
-
-def _places(paths: Iterable[Path]) -> list[Path]:
-    """Where run directories may be: one rank's in a path, each of several ranks' in its own."""
-    there = [path for path in paths if path.is_dir()]
-    return [place for path in there for place in (path, *ranks_below(path).values())]
 
 
 def _same_drive(one: Path, other: Path) -> bool:

@@ -18,6 +18,7 @@ from infinity.config.source import apply_overrides, explain, read_source
 from infinity.errors import ConfigError
 from infinity.types import FrozenFormat
 
+NEVER = "never"  # of `resume`
 AUTO = "auto"  # in scheduler.params: the number of steps of the run
 ALL_LINEAR = "all-linear"  # of adapter.targets, as peft calls it
 BYTES = "bytes"  # the tokenizer that needs no files

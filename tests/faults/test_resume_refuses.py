@@ -19,6 +19,7 @@ import pytest
 from support.durable import PLACEMENTS, durable_engine, gated, step
 from support.runs import losses_of, metrics_of, settings, train
 
+from infinity.checkpoint.directory import find_tag
 from infinity.checkpoint.writer import CheckpointWriter
 from infinity.errors import ConfigError, InfinityError, MachineError
 from infinity.storage.run_dir import Scratch, remove_dead_runs, run_records
@@ -370,3 +371,48 @@ def test_two_processes_do_not_go_on_with_one_run(tmp_path: Path, step_log: dict[
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"), second:
             pass
     assert len(run_records(tmp_path / "nvme")) == 1
+
+
+def going_on(raw: dict[str, Any], **how: Any) -> list[int]:
+    return [facts.step for facts in train(raw, **how)[1].steps]
+
+
+def test_a_start_from_a_checkpoint_replaces_the_state(tmp_path: Path) -> None:
+    """`auto` goes on with what it began; one that could not be loaded changes nothing."""
+    raw = durable_settings(tmp_path)
+    assert going_on(raw, stop_after=4) == [1, 2, 3, 4]
+    before = [sorted((tmp_path / drive).iterdir()) for drive in DRIVES]
+    root = tmp_path / "run" / "checkpoints"
+    files = (p for p in (root / "step4").iterdir() if p.name != "manifest.json")
+    with flipped(max(files, key=lambda p: p.stat().st_size)), pytest.raises(InfinityError):
+        train(raw, resume=str(root / "step4"))
+    assert [sorted((tmp_path / drive).iterdir()) for drive in DRIVES] == before
+    assert going_on(raw, resume="auto", stop_after=1) == [5]
+    assert going_on(raw, resume=str(root / "step2"), stop_after=1) == [3]
+    assert find_tag(root, None) == "step2"
+    for drive, was in zip(DRIVES, before, strict=True):
+        (state,) = (tmp_path / drive).iterdir()
+        assert state not in was
+    assert going_on(raw, resume="auto") == [4, 5, 6]
+
+
+def test_a_copy_that_starts_from_a_checkpoint_leaves_the_state_of_the_run(tmp_path: Path) -> None:
+    raw = durable_settings(tmp_path)
+    train(raw, stop_after=4)
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "run", copy)
+    other = {**raw, "run_dir": str(copy)}
+    _, watcher = train(other, resume=str(copy / "checkpoints" / "step2"), stop_after=1)
+    assert any("the former state stays" in note for note in watcher.notes)
+    assert going_on(raw, resume="auto", stop_after=1) == [5]
+    assert going_on(other, resume="auto", stop_after=1) == [4]
+
+
+def test_a_run_directory_that_is_not_mounted_is_not_begun_again(tmp_path: Path) -> None:
+    raw = durable_settings(tmp_path)
+    train(raw, stop_after=4)
+    with away(tmp_path / "run"):
+        with pytest.raises(ConfigError, match="holds the state of one that was there"):
+            train(raw, resume="auto")
+        shutil.rmtree(tmp_path / "run")
+    assert going_on(raw, resume="auto") == [5, 6]

@@ -330,7 +330,7 @@ def test_the_drive_of_the_state_fails_and_the_run_goes_on_elsewhere(
     state.close()
     if durable:
         assert "the commit of update " in error
-        assert f" in {paths[0] / state.state_name} is whole" in error
+        assert f" in {paths[0] / state.state.name} is whole" in error
     elif kind == "bare":
         assert "there is no checkpoint to go on from" in error
     else:

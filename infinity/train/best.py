@@ -6,6 +6,20 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
+
+class _BestState(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    of: str
+    loss: float
+    step: int
+    last: int
+    worse: int
+    kept: float
+    kept_step: int
+
 
 class Best:
     """The smallest held-out loss and its step; a state for `engine.register_state`.
@@ -33,8 +47,9 @@ class Best:
         return {name: value for name, value in vars(self).items() if name != "anew"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
-        if state.get("of", self.of) == self.of:
-            vars(self).update(state)
+        """The inverse; raises `ValueError` for values that no run has."""
+        found = _BestState.model_validate({"of": self.of, **state})
+        if found.of == self.of:
+            vars(self).update(found)
         else:
-            self.anew = state["step"] >= 0
+            self.anew = found.step >= 0

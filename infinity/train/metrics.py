@@ -102,7 +102,9 @@ class LastStep:
         return {k: v.item() if isinstance(v, Tensor) else v for k, v in self.record.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
+        """The inverse; raises `ValueError` for a record that is not of a step."""
+        if state and type(state.get("step")) is not int:
+            raise ValueError(f"its step is {state.get('step')!r}")
         self.record = dict(state)
 
 

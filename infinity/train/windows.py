@@ -258,7 +258,10 @@ class BatchIterator:
         return {"taken": self.taken, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there; raises `CheckpointError` if that was in other data."""
+        """Go on there; raises `CheckpointError` if that was in other data.
+
+        `ValueError` for a position that cannot be.
+        """
         for name, here in self._identity().items():
             if state.get(name) != here:
                 raise CheckpointError(
@@ -268,4 +271,6 @@ class BatchIterator:
                     remedy="go on with the files and settings of that run, or start a new one with "
                     "model.path=... its model/ directory",
                 )
-        self.taken = int(state["taken"])
+        if type(state["taken"]) is not int or state["taken"] < 0:
+            raise ValueError(f"taken is {state['taken']!r}")
+        self.taken = state["taken"]

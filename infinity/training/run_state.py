@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from infinity.common import accelerators
 from infinity.distributed.context import SINGLE_PROCESS, DistContext
-from infinity.errors import CheckpointError, ConfigError, InfinityWarning
+from infinity.errors import CheckpointError, ConfigError, InfinityWarning, first_lines
 from infinity.offload.window import AccumulationWindow
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.optim.update import KernelUpdater, Updater
@@ -274,7 +274,19 @@ class RunState:
         """Take and give back the state of one thing more."""
         self._registered[name] = item
         if name in self._loaded:
+            self._load(name, item)
+
+    def _load(self, name: str, item: Stateful) -> None:
+        """Give one thing its loaded state; raises `CheckpointError` where it makes no sense."""
+        try:
             item.load_state_dict(self._loaded.pop(name))
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the state that was registered as {name!r} cannot be loaded: "
+                f"{type(error).__name__}: {first_lines(error)}",
+                because="another program saved it, or the object has changed since",
+                remedy="load another checkpoint, or register the object that saved this state",
+            ) from error
 
     def capture(self) -> dict[str, Any]:
         """The state now; no step may be under way."""
@@ -376,7 +388,7 @@ class RunState:
             self._optimizer.mark_stepped()
         self._loaded = dict(state["registered"])
         for name, item in self._registered.items():
-            item.load_state_dict(self._loaded.pop(name))
+            self._load(name, item)
         self._rng = state["rng"]
         self.restore_rng()
 

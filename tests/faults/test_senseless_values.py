@@ -13,8 +13,10 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +27,14 @@ from typer.testing import CliRunner
 
 from infinity.checkpoint.commits import COMMIT_NAMES
 from infinity.checkpoint.durable_runs import find_run, read_run
+from infinity.checkpoint.plain import decode
 from infinity.cli.main import app
 from infinity.common.checksummed_json import first_sealed, seal, unseal
 from infinity.errors import CheckpointError, ConfigError, InfinityError
+from infinity.train.best import Best
+from infinity.train.metrics import LastStep, Metrics
+from infinity.train.windows import BatchIterator
+from infinity.training.run_state import RunState
 
 SENSELESS: list[Any] = [
     None, True, -1, 0, 2**62, 2**70, 0.5, 1e308, "", "x", "\ud800", "\0", [], {}, [[]], [-1],
@@ -262,3 +269,40 @@ def test_a_report_does_not_wait_for_what_has_no_end(
     with suppress(InfinityError):
         command("report", str(tmp_path))
     assert name == "plan.json" or not (tmp_path / "report.html").exists()
+
+
+def test_what_a_run_registers_is_checked_when_it_is_loaded(tmp_path: Path) -> None:
+    """Each value of what `infinity train` keeps with its state, replaced or taken out."""
+    train(settings(tmp_path, training__steps=2, training__evaluate_every=1), stop_after=1)
+    (manifest,) = tmp_path.glob("run/checkpoints/*/manifest.json")
+    saved = decode(unseal(first_sealed(manifest.read_bytes()))["run"])["registered"]
+    assert set(saved) == {"windows", "last_step", "evaluations"}
+    same = SimpleNamespace(_identity=lambda: {k: v for k, v in saved["windows"].items()
+                                              if k != "taken"})  # fmt: skip
+    metrics: Any = SimpleNamespace(last_step=0, write=lambda record: record)
+
+    def go_on(name: str, state: Any) -> None:
+        run_state: Any = RunState.__new__(RunState)
+        run_state._registered, run_state._loaded = {}, {name: state}
+        if name == "evaluations":
+            run_state.register(name, best := Best(saved[name]["of"]))
+            best.on_evaluation(2, 1.0)
+        elif name == "last_step":
+            run_state.register(name, last := LastStep())
+            Metrics.catch_up(metrics, last)
+        else:
+            load = partial(BatchIterator.load_state_dict, same)
+            run_state.register(name, SimpleNamespace(load_state_dict=load))
+            assert same.taken >= 0
+
+    refused = 0
+    for name, state in saved.items():
+        go_on(name, state)
+        for what, values in changed(state):
+            try:
+                go_on(name, values)
+            except CheckpointError:
+                refused += 1
+            except Exception as error:
+                raise AssertionError(f"{name} with {what}") from error
+    assert refused > 10

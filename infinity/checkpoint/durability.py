@@ -40,7 +40,9 @@ from infinity.checkpoint.durable_runs import (
     state_tag,
     write_plan,
 )
+from infinity.checkpoint.kept_files import KeptFiles
 from infinity.common.crc32c import crc32c
+from infinity.common.files import refused
 from infinity.distributed.context import DistContext
 from infinity.errors import CheckpointError
 from infinity.offload.state import ExtentCopies, StateStore, UnitState
@@ -50,6 +52,7 @@ from infinity.plan.plan import Plan
 from infinity.profiling.trace_recorder import NO_UNIT, Laps
 from infinity.storage.device import Event
 from infinity.storage.disk import CHECKSUM_BYTES, STATE_NAME, Extent, stored_checksums
+from infinity.storage.run_dir import LOCK_NAME, RECORD_NAME
 from infinity.storage.staging import BufferPool, host_buffer
 from infinity.storage.store import Range
 from infinity.types import PAGE, Kind
@@ -85,6 +88,7 @@ class Durability:
         self._buffers = BufferPool(NUM_COMMIT_BUFFERS, commit_buffer_bytes(plan), transfers.device)
         self._records = CommitFiles(self._primary.directory)
         self._sums: SmallFile | None = None
+        self._kept = KeptFiles()
         self._checksums: dict[int, int] = {}  # as in a record, by position
         try:
             if self._disk.checksums is not None:
@@ -140,6 +144,17 @@ class Durability:
             for scratch in self._disk.scratches:
                 scratch.durable = False  # nothing was promised: they go with the others
             raise
+        self._watch()
+
+    def _watch(self) -> None:
+        """Watch the files that are written once, in every directory."""
+        plan = self._primary.path(PLAN_NAME)
+        records = (scratch.directory / RECORD_NAME for scratch in self._disk.scratches)
+        locks = (scratch.directory / LOCK_NAME for scratch in self._disk.scratches)
+        try:
+            self._kept.watch([plan, *records, *locks])
+        except OSError as error:
+            raise refused(f"{error.filename} cannot be opened", error) from error
 
     def forget(self) -> None:
         """Drop the reserved ranges."""
@@ -147,6 +162,7 @@ class Durability:
 
     def close(self) -> None:
         """Close the files; idempotent."""
+        self._kept.close()
         self._records.close()
         if self._sums is not None:
             self._sums.close()
@@ -216,6 +232,7 @@ class Durability:
                 write.wait()
         laps.lap("saving", "commit: write what rests in memory")
         self._disk.sync()
+        self._kept.check()
         laps.lap("saving", "commit: sync")
         self._write_sums()
         units = self.store.units
@@ -364,6 +381,7 @@ class Durability:
             state.copy.active = state.copy.committed = copy
             state.frozen_copy.active = state.frozen_copy.committed = frozen
         self._restore_sums(record)
+        self._watch()
 
     def fill_memory(self, progress: Callable[[int, int, str], None] | None) -> None:
         """Bring what rests in RAM and on devices from the committed copies; raises as reads do."""

@@ -1,0 +1,51 @@
+"""Small files that a durable run is found and read by, watched while it goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from infinity.common.files import atomic_write
+from infinity.errors import RemovedError
+
+
+class KeptFiles:
+    """Holds files open that are written once, and puts one back that was removed."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, int] = {}
+
+    def watch(self, paths: Iterable[Path]) -> None:
+        """Watch these files from now on. Raises `OSError`."""
+        for path in paths:
+            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def check(self) -> None:
+        """Raise `RemovedError` if a file was removed, after it has been written again.
+
+        Commits after that would go into a directory that nothing can resume from.
+        """
+        for path, descriptor in self._open.items():
+            if os.fstat(descriptor).st_nlink:
+                continue
+            content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+            is_back = False
+            with suppress(OSError):
+                with atomic_write(path) as file:
+                    file.write(content)
+                is_back = True
+            raise RemovedError(
+                f"{path} was removed while its run was going on",
+                because="a program, or a cleanup job, removed it",
+                remedy="find that program; the file was written again, and resume: auto goes on "
+                "from the last committed step"
+                if is_back
+                else "find that program; then resume from the last checkpoint that is left",
+            )
+
+    def close(self) -> None:
+        """Close the files; idempotent."""
+        while self._open:
+            os.close(self._open.popitem()[1])

@@ -1,4 +1,4 @@
-"""The state of a run with durable steps: its directories below every nvme_path, and who owns them.
+"""The state of a run with durable steps: its directories below every nvme_path, and their owner.
 
 [Note: one state, one directory]
 A run's state has the name and id of the run directory, so that it is no other run's. Copies of that
@@ -281,7 +281,7 @@ def _below(path: Path) -> list[Path]:
 
 
 def _session_of(directory: Path) -> dict[str, Any]:
-    """Return what the last commit has of its session; raises as `DurableReader`."""
+    """Return the session of the last commit; raises as `DurableReader`."""
     with closing(DurableReader(directory)) as reader:
         found = reader.document.run.get("registered", {}).get("session", {})
         return dict(found) if isinstance(found, dict) else {}

@@ -131,7 +131,7 @@ class Run:
             raise ConfigError(
                 f"{self.directory.path} has checkpoints of its own run, the last is {own}; "
                 f"{checkpoint} is of another",
-                because="--resume auto could not tell which of them it goes on from",
+                because="--resume auto could not choose between them",
                 remedy="run_dir=... a new directory, to go on from that checkpoint there",
             )
 

@@ -62,7 +62,7 @@ def test_the_table_stands_before_the_plan(files: tuple[str, str]) -> None:
     assert len(table.splitlines()) == 1 + 24
     for part in (
         '  zero_optimization.offload_optimizer.device     "nvme"',
-        "done      moments rest on disk",
+        "done      optimizer state: on disk",
         "auto: a plan does not depend on it",
         "left out of the plan: total_num_steps, warmup_num_steps is auto",
         "auto was not resolved: bf16",

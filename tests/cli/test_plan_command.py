@@ -303,7 +303,7 @@ def test_adapters_over_a_base_that_rests_quantised(tmp_path: Path) -> None:
 def test_a_configuration_of_ours_is_obeyed(tiny: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
-        "nvme_path: /a/b\ngradient_accumulation_steps: 3\nplacement: {moments: disk}\n"
+        "nvme_path: /a/b\ngradient_accumulation_steps: 3\nplacement: {optimizer_state: disk}\n"
         "optimizer: {type: Lion, moments: bf16}\nbudget: {host: 1GiB}\n"
     )
     report = answer(str(path), "--model", tiny, *DESKTOP)

@@ -181,7 +181,7 @@ def test_what_cannot_be_exported_is_refused_by_name(trained: Path, tmp_path: Pat
         engine.save_checkpoint(tmp_path / "mine" / "saved")
     (tmp_path / "mine" / "config.json").write_text(json.dumps({"precision": "bf16"}))
     said = export(tmp_path / "mine" / "saved", tmp_path / "linear")
-    assert "weights alone are written" in said
+    assert "only weights are written" in said
     code, _, err = run(
         "checkpoint", "export", tmp_path / "mine" / "saved", tmp_path / "b", "--merge"
     )

@@ -46,7 +46,7 @@ _METADATA = frozenset(
 _IN_PLACE = frozenset(
     """
     __setitem__ __delitem__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__
-    __ipow__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__ __imatmul__
+    __ipow__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__ __imatmul__ __dlpack__
     """.split()  # noqa: SIM905
 )
 
@@ -137,7 +137,7 @@ class OffloadedParameter:
         for parameter in found:
             if isinstance(parameter, OffloadedParameter):  # the first may have woken the others
                 _access(parameter).wake()
-        if _edits(name, args, kwargs, is_set=is_set):
+        if _edits(func, name, args, kwargs, is_set=is_set):
             raise _refused(name, "an offloaded parameter")
         found = [p for p in found if isinstance(p, OffloadedParameter)]
         recorded = torch.is_grad_enabled() and name not in ("data", "detach")
@@ -213,7 +213,7 @@ class ReadOnly(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs, (name, is_set) = kwargs or {}, _name_of(func)
-        if name not in _METADATA and _edits(name, args, kwargs, is_set=is_set):
+        if name not in _METADATA and _edits(func, name, args, kwargs, is_set=is_set):
             raise _refused(name, "the value of an offloaded parameter")
         shared = {t: t.origin for t in _tensors((args, kwargs)) if isinstance(t, ReadOnly)}
         for origin in shared.values() if name not in _METADATA else ():
@@ -274,11 +274,25 @@ def _name_of(func: Any) -> tuple[str, bool]:
     return name, False
 
 
-def _edits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_set: bool) -> bool:
+def _edits(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_set: bool
+) -> bool:
     """Return True if the operation writes to an offloaded parameter, or to a copy of its value."""
     writes = is_set or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    targets = [kwargs.get("out"), args[:1] if writes else None]
+    targets = [kwargs.get("out"), args[:1] if writes else None, _written(func, args, kwargs)]
     return any(isinstance(t, OffloadedParameter | ReadOnly) for t in _tensors(targets))
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that an operation of `torch.ops` writes to, by its schemas."""
+    overloads = getattr(func, "overloads", None)
+    found = [func] if overloads is None else [getattr(func, name) for name in overloads()]
+    written = []
+    for schema in filter(None, (getattr(one, "_schema", None) for one in found)):
+        for index, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written += [*args[index : index + 1], kwargs.get(argument.name)]
+    return written
 
 
 def _refused(name: str, what: str) -> ResidencyError:

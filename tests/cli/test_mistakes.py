@@ -130,7 +130,8 @@ LOOPS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         lambda _: engine(gradient_cliping=1.0), ("gradient_cliping", "'gradient_clipping'?"),
     ),
     "disk without a drive": (
-        lambda _: engine(placement={"optimizer_state": "disk"}), ("optimizer_state on disk", "nvme_path"),
+        lambda _: engine(placement={"optimizer_state": "disk"}),
+        ("optimizer_state on disk", "nvme_path"),
     ),
     "optimizer of another model": (
         lambda _: infinity.initialize(

@@ -136,7 +136,18 @@ EDITS: dict[str, Callable[[nn.Parameter], object]] = {
     "out": lambda p: torch.add(p, 1, out=p),
     "vector": lambda p: nn.utils.vector_to_parameters(torch.ones(p.numel()), [p]),
     "numpy": lambda p: p.detach().numpy().fill(1),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()).zero_(),
+    "overload": lambda p: torch.ops.aten.fill_.Scalar(p, 0),
+    "overload of p.data": lambda p: torch.ops.aten.fill_.Scalar(p.data, 0),
+    "packet": lambda p: torch.ops.aten.fill_(p, 0),
+    "custom": lambda p: halve(p),
+    "custom of p.data": lambda p: torch.ops.infinity_tests.halve(p.data),
 }
+
+
+@torch.library.custom_op("infinity_tests::halve", mutates_args={"w"})
+def halve(w: Tensor) -> None:
+    w.mul_(0.5)
 
 
 @pytest.mark.parametrize("place", PLACES)

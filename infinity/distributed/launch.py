@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -57,8 +58,7 @@ def find_ranks(timeout: timedelta | None = None) -> DistContext:
     try:
         if number_of("RANK"):
             _wait_until(_listens, "rank 0", timeout)
-        # world_size=1: else rank 0 would wait here, deaf to Ctrl-C, for ranks that never start.
-        store, rank, _ = next(dist.rendezvous("env://", world_size=1, timeout=timeout))
+        store, rank = _rendezvous(dist, timeout)
         _check_count(store, rank, count, timeout)
         one_machine = on_this_machine(store, rank, count)[1] == count
         with by_loopback(one_machine):
@@ -80,18 +80,45 @@ def find_ranks(timeout: timedelta | None = None) -> DistContext:
         ) from error
 
 
+def _rendezvous(dist: Any, timeout: timedelta) -> tuple[Any, int]:
+    """Return the store of all ranks, and this rank.
+
+    On a thread, since torch blocks signals: something else may take connections at that address.
+    """
+    found: list[Any] = []
+    failed: list[BaseException] = []
+
+    def connect() -> None:
+        try:
+            # world_size=1: else rank 0 would wait here for ranks that never start.
+            found.extend(next(dist.rendezvous("env://", world_size=1, timeout=timeout)))
+        except BaseException as error:
+            failed.append(error)
+
+    def has_ended() -> bool:
+        thread.join(_POLLS_S)
+        return not thread.is_alive()
+
+    thread = threading.Thread(target=connect, name="infinity-rendezvous", daemon=True)
+    thread.start()
+    _wait_until(has_ended, "an answer from rank 0", timeout)
+    if failed:
+        raise failed[0]
+    store, rank, _ = found
+    return store, rank
+
+
 def _wait_until(came: Callable[[], bool], who: str, timeout: timedelta) -> None:
     """Poll for other ranks, so that Ctrl-C ends it; warns of a long wait, raises `RuntimeError`."""
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     began, patience_s, says_s = time.monotonic(), timeout.total_seconds(), _SAYS_S
     while not came():
         if (waited_s := time.monotonic() - began) > patience_s:
-            raise RuntimeError(f"{who} did not come to {address} in {waited_s:.0f} s")
+            raise RuntimeError(f"no sign of {who} at {address} in {waited_s:.0f} s")
         if waited_s > says_s:
             says_s = patience_s  # once
             warnings.warn(
-                f"rank {number_of('RANK')} of {num_launched()} waits for {who} to come to "
-                f"{address}",
+                f"rank {number_of('RANK')} of {num_launched()} waits for {who} at {address}",
                 InfinityWarning,
                 stacklevel=4,
             )

@@ -5,6 +5,7 @@ The bits of every feature are held on ranks that are threads (`test_ranks.py`, t
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 from collections.abc import Callable
@@ -237,15 +238,25 @@ def test_plain_torch_on_as_many_ranks_agrees(tmp_path: Path) -> None:
             torch.testing.assert_close(rank["masters"][name], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_alone_says_whom_it_waits_for_and_ends_on_ctrl_c(rank: int) -> None:
-    with socket.socket() as probe:
+@pytest.mark.parametrize(("rank", "taken"), [(0, False), (1, False), (1, True)])
+def test_a_rank_alone_says_whom_it_waits_for_and_ends_on_ctrl_c(rank: int, taken: bool) -> None:
+    """Also where another program takes connections at that address, and says nothing."""
+    with contextlib.ExitStack() as stack:
+        probe = socket.socket() if not taken else stack.enter_context(socket.socket())
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
+        if taken:
+            probe.listen()
+        else:
+            probe.close()
+        wait_alone(rank, port, "an answer from rank 0" if taken else f"rank {1 - rank}")
+
+
+def wait_alone(rank: int, port: str, who: str) -> None:
     environment = {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_PORT": port}
     environment |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
     with forked.Program(rank_alone.waits_for_others, **environment) as program:
-        said = f"rank {rank} of 2 waits for rank {1 - rank} to come to 127.0.0.1:{port}"
+        said = f"rank {rank} of 2 waits for {who} at 127.0.0.1:{port}"
         assert wait_until(lambda: said in program.err.read_text(), HANG_S)
         program.signal(signal.SIGINT)
         _, _, error = program.end()

@@ -50,9 +50,15 @@ def as_path(value: Any) -> Path:
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or "\0" in str(value):
         raise ValueError(f"should be a path, got {value!r}")
     try:
-        return Path(os.fsdecode(value)).expanduser()
+        path = Path(os.fsdecode(value)).expanduser()
+        longest = max((len(name.encode()) for name in path.parts), default=0)
     except RuntimeError:
         raise ValueError(f"there is no such user, got {value!r}") from None
+    except UnicodeEncodeError:
+        raise ValueError(f"should be UTF-8, got {str(value)!r}") from None
+    if longest > _LONGEST_NAME:
+        raise ValueError(f"has a name of {longest} bytes, more than {_LONGEST_NAME}: {path}")
+    return path
 
 
 def as_paths(value: Any) -> tuple[Path, ...]:
@@ -63,13 +69,6 @@ def as_paths(value: Any) -> tuple[Path, ...]:
     paths = tuple(as_path(part) for part in parts)
     if not paths and not isinstance(value, tuple):
         raise ValueError("is an empty list; give a path, or leave it out")
-    for path in paths:
-        try:
-            longest = max((len(name.encode()) for name in path.parts), default=0)
-        except UnicodeEncodeError:
-            raise ValueError(f"should be UTF-8, got {str(path)!r}") from None
-        if longest > _LONGEST_NAME:
-            raise ValueError(f"has a name of {longest} bytes, more than {_LONGEST_NAME}: {path}")
     seen: dict[Any, Path] = {}
     for path in paths:
         if (first := seen.setdefault(_identity(path), path)) is not path:

@@ -210,7 +210,7 @@ TABLE: tuple[Key, ...] = (
         _done("nesterov", "flag", "false", "SGD"),
         _done("ns_method", ("standard", "gram"), "gram",
             "Muon; standard: Newton-Schulz in bf16, as torch.optim.Muon; gram, on the smaller Gram "
-            "matrix, rounds otherwise and is not built in: standard is used, with a warning"),
+            "matrix, rounds otherwise and is not built in: standard is used, with a note"),
         _done("lr_decay", "number", "0", "Adagrad"),
         _done("initial_accumulator_value", "number", "0", "Adagrad"),
         _done("maximize", "flag", "false", "with torch's meaning"),

@@ -140,16 +140,22 @@ class Init:
         tensor_overrides: Any = None,
     ) -> None:
         refused = {
-            "mpu": mpu is not None,
-            "zero_quantized_weights": zero_quantized_weights,
-            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+            "mpu": (mpu is not None, "all processes share all of the model", "leave it out"),
+            "zero_quantized_weights": (
+                zero_quantized_weights,
+                "weights are not quantised on their way between processes",
+                "leave it out",
+            ),
+            "zero_quantized_nontrainable_weights": (
+                zero_quantized_nontrainable_weights,
+                "the engine quantises frozen weights when it is made",
+                "set zero_optimization.zero_quantized_nontrainable_weights in the configuration",
+            ),
         }
-        for name in (name for name, given in refused.items() if given):
-            raise ConfigError(
-                f"zero.Init({name}=...) is not supported",
-                because="it is for several processes",
-                remedy="leave it out",
-            )
+        for name, (given, why, remedy) in refused.items():
+            if given:
+                what = f"zero.Init({name}=...) is not supported"
+                raise ConfigError(what, because=why, remedy=remedy)
         source = config_dict_or_path if config_dict_or_path is not None else config
         self._seed = None if source is None else _seed_in(source)
         self._enabled = enabled and not _is_transformers(source)

@@ -252,8 +252,9 @@ def test_a_directory_and_a_link_to_it_are_not_two_drives(tmp_path: Path) -> None
     ("given", "words"),
     [("/mnt/\udcff", "should be UTF-8"), (f"/mnt/{'ä' * 128}/b", "a name of 256 bytes, more than")],
 )
-def test_nvme_path_that_no_record_or_file_system_takes(given: str, words: str) -> None:
+def test_a_path_that_no_record_or_file_system_takes(given: str, words: str) -> None:
     assert words in refusal({"nvme_path": given})
+    assert words in refusal({"step_log": given})
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

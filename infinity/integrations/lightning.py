@@ -33,6 +33,10 @@ LOOP = "lightning.ckpt"  # what Lightning keeps of a run, written last
 _PRECISION = {"bf16": "bf16", "16": "fp16", "32": "fp32"}  # of Lightning's "bf16-true", ...
 
 
+# Names of Lightning's callbacks, some of which releases lack.
+_AVERAGING = frozenset(("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging"))
+
+
 def _lightning() -> Any:
     """The package, under whichever of its two names the program uses it."""
     names = ["lightning.pytorch", "pytorch_lightning"]
@@ -191,11 +195,19 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
             trainer: The Trainer.
 
         Raises:
-            ConfigError: `configure_optimizers()` returned several optimizers, or the configuration
-                and the Trainer contradict each other.
+            ConfigError: `configure_optimizers()` returned several optimizers, a callback averages
+                weights, or the configuration and the Trainer contradict each other.
         """
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == "fit"
+        for callback in trainer.callbacks if fits else ():
+            if not _AVERAGING.isdisjoint(kind.__name__ for kind in type(callback).__mro__):
+                raise ConfigError(
+                    f"the callback {type(callback).__name__} is not supported",
+                    because="it writes averages into weights that are on another tier",
+                    remedy="leave it out, and average strategy.engine.state_dict(master=True) in "
+                    "on_train_batch_end",
+                )
         if self.engine is not None and (fits or self.engine.module is not self.lightning_module):
             self.close(restore=True)
         if self.engine is None:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import lightning
 import lightning_module as example
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
 
 from infinity.errors import CheckpointError, ConfigError, InfinityWarning
 from infinity.integrations.lightning import InfinityStrategy
@@ -212,6 +212,7 @@ def test_a_module_that_steps_by_hand(tmp_path: Path) -> None:
         ({}, {"precision": "64-true"}, "Trainer.precision='64'"),
         ({}, {"gradient_clip_algorithm": "value"}, "gradient_clip_algorithm='value'"),
         ({"optimizer": {"type": "SGD"}}, {}, "two optimizers"),
+        ({}, {"callbacks": [StochasticWeightAveraging(1e-2)]}, "StochasticWeightA.* not supported"),
     ],
 )
 def test_what_cannot_be(

@@ -284,8 +284,8 @@ def _quantised(
             because="trained weights are never quantised: updates would be lost in the rounding"
             if matrices
             else "frozen.keep names them, or there are none",
-            remedy="freeze the base, e.g. with peft.get_peft_model, before initialize(), or leave "
-            "frozen.format out",
+            remedy="freeze the base, e.g. with peft.get_peft_model, before initialize(), and leave "
+            "frozen parameters out of the optimizer; or leave frozen.format out",
         )
     if unfit := [facts[i] for i in sorted(chosen) if not form.fits(facts[i].shape)]:
         raise ConfigError(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from infinity.common.sizes import format_count
 from infinity.config.schema import Config
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityWarning
 from infinity.model.partition import complete_groups
 from infinity.optim.adapter_probe import OptimizerMaker, open_adapter
 from infinity.optim.adapter_rule import AdapterRule
@@ -60,6 +62,7 @@ def make_optimizer(
             "there is an optimizer, and no parameter for it",
             remedy="call requires_grad_(True) on what should be trained before initialize()",
         )
+    _warn_of_frozen(flat)
     own = {id(p): name for name, p in model.named_parameters()}
     for parameter in flat:
         if id(parameter) not in own:
@@ -98,6 +101,20 @@ def make_optimizer(
         return ours
     facts = open_adapter(given, groups)
     return OffloadedOptimizer(facts.groups, facts.defaults, rule=AdapterRule(facts))
+
+
+def _warn_of_frozen(flat: Sequence[nn.Parameter]) -> None:
+    """Warn if most of what the optimizer holds is frozen: its state is reserved all the same."""
+    frozen = sum(p.numel() for p in flat if not p.requires_grad)
+    trained = sum(p.numel() for p in flat) - frozen
+    if frozen > trained:
+        warnings.warn(
+            f"{format_count(frozen)} of the optimizer's {format_count(frozen + trained)} "
+            "parameters are frozen; their optimizer state is reserved, since they may be unfrozen "
+            "later. To save it: [p for p in model.parameters() if p.requires_grad]",
+            InfinityWarning,
+            stacklevel=6,
+        )
 
 
 def _flat(groups: Iterable[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from support.models import CASES, Batch
 from support.trainer import Run, make_config, make_device, same_bits, train_torch
 from torch import nn
 
-from infinity.errors import TrainingError
+from infinity.errors import InfinityWarning, TrainingError
 
 EPS = 1e-4
 STEPS = 12
@@ -113,3 +113,14 @@ def test_unfreezing_what_was_not_passed_is_refused_by_name() -> None:
         batch: Batch = case.batch(1)
         run.engine.backward(batch.call(run.engine))
         run.engine.step()
+
+
+def test_state_of_frozen_parameters_is_warned_of_where_it_is_most() -> None:
+    """As with adapters, and an optimizer over all of model.parameters()."""
+    model = CASES["gpt"].build().requires_grad_(False)
+    next(model.parameters()).requires_grad_(True)
+    with (
+        pytest.warns(InfinityWarning, match="parameters are frozen; their optimizer state is res"),
+        Run(model, make_config(), device="cpu", groups=all_parameters),
+    ):
+        pass

@@ -104,7 +104,7 @@ def make_optimizer(
 
 
 def _warn_of_frozen(flat: Sequence[nn.Parameter]) -> None:
-    """Warn if most of what the optimizer holds is frozen: its state is reserved all the same."""
+    """Warn if most parameters of the optimizer are frozen: their state is reserved all the same."""
     frozen = sum(p.numel() for p in flat if not p.requires_grad)
     trained = sum(p.numel() for p in flat) - frozen
     if frozen > trained:

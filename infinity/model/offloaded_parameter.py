@@ -51,6 +51,7 @@ _IN_PLACE = frozenset(
 )
 
 
+_GRADIENT_HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 _LIKE_OTHER = frozenset(("view_as", "reshape_as", "expand_as", "type_as"))  # the second argument
 
 
@@ -71,6 +72,9 @@ class Access(Protocol):
 
     def note_missing_gradient(self) -> None:
         """Called when `p.grad` was read and is None."""
+
+    def check_gradient(self, parameter: Any, what: str) -> None:
+        """Raise `ResidencyError` if autograd never has the gradient of the parameter."""
 
 
 _NAME = "_infinity_engine"
@@ -123,15 +127,17 @@ class OffloadedParameter:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs, (name, is_set) = kwargs or {}, _name_of(func)
+        if name in _GRADIENT_HOOKS or func is torch.autograd.grad:
+            for parameter in _tensors((args, kwargs)):
+                if (access := _access_of(parameter)) is not None:
+                    access.check_gradient(parameter, name)
         if name in _METADATA or (
             name in _LIKE_OTHER and not isinstance(args[0], OffloadedParameter)
         ):
             with without_torch_function():
                 found = func(*args, **kwargs)
-            if name == "grad" and found is None and not is_set:
-                mark = vars(args[0]).get(_NAME)
-                if isinstance(mark, _EngineMark) and (access := mark.access()) is not None:
-                    access.note_missing_gradient()
+            if name == "grad" and found is None and not is_set and (access := _access_of(args[0])):
+                access.note_missing_gradient()
             return found
         found = [p for p in _tensors((args, kwargs)) if isinstance(p, OffloadedParameter)]
         for parameter in found:
@@ -252,9 +258,13 @@ def gone() -> EngineClosedError:
     )
 
 
+def _access_of(tensor: Tensor) -> Access | None:
+    mark = vars(tensor).get(_NAME)
+    return mark.access() if isinstance(mark, _EngineMark) else None
+
+
 def _access(parameter: Any) -> Access:
-    mark = vars(parameter).get(_NAME)
-    access: Access | None = mark.access() if isinstance(mark, _EngineMark) else None
+    access = _access_of(parameter)
     if access is None:
         raise gone()
     return access

@@ -182,6 +182,9 @@ def partition_model(
     )
 
 
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
 def _stacks(
     cutter: Partitioner, facts: list[ParameterFacts], config: Config, *, whole: bool
 ) -> tuple[list[Stacks], tuple[str, ...]]:
@@ -204,7 +207,7 @@ def _stacks(
                 because = "the optimizer needs whole parameters"
             elif fact.dtype not in _CASTABLE and not fact.form:
                 because = f"{fact.dtype} is no dtype that computes"
-            elif getattr(parameter, "_backward_hooks", None):
+            elif any(getattr(parameter, name, None) for name in _HOOKS):
                 because = "a hook waits for the gradient of all experts"
         if because is None:
             found.append(stacks)

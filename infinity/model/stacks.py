@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, ResidencyError
 from infinity.model.shapes import Outline
 
 if TYPE_CHECKING:
@@ -120,6 +120,16 @@ def compute_whole(module: nn.Module, call: RangeCall) -> Tensor:
     count = len(getattr(module, stacks_of(module)[0]))
     experts = StackRange(0, count, call.counts, lambda name: getattr(module, name))
     return call.compute(experts, *call.rows)
+
+
+def no_whole_gradient(name: str, what: str) -> ResidencyError:
+    """Return the error for a use of the gradient of a stack that is cut into ranges."""
+    return ResidencyError(
+        f"{what} of {name!r}, a stack of experts that is cut into ranges: its gradient arrives "
+        "range by range, and never whole",
+        remedy="read engine.gradient(p), and change it by engine.set_gradient(p, value), between "
+        "backward and step(); or register a hook before initialize(): the layer is not cut then",
+    )
 
 
 def set_computer(module: nn.Module, computer: Computer | None) -> None:

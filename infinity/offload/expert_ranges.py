@@ -12,8 +12,9 @@ range if one of them does. Slices of a block pass its ranges together: `shared_r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +27,11 @@ from infinity.model.stacks import (
     RangeCall,
     StackRange,
     compute_whole,
+    no_whole_gradient,
     set_computer,
     stacks_of,
 )
-from infinity.offload.hooks import Hooks
+from infinity.offload.hooks import Hooks, is_ours
 
 
 def _nothing() -> None:
@@ -49,8 +51,23 @@ class Experts:
         self._parameters = parameters
         self._ranks = ranks
         set_computer(self.module, self._compute)
+        for name, origin in rows[0].stacks.members:
+            if (stack := parameters[origin]).requires_grad:
+                register: Any = stack.register_post_accumulate_grad_hook
+                hooks.keep([register(self._arrived(name))])
         # A checkpoint inside the layer would keep all ranges that it computes again.
         hooks.watch_root(self.module, _nothing, _nothing)
+
+    def _arrived(self, name: str) -> Callable[[Tensor], None]:
+        """Return a hook that receives the gradient of a stack that was used materialized."""
+
+        def hook(stack: Tensor) -> None:
+            gradient, stack.grad = stack.grad, None
+            if gradient is not None:
+                for one in self._rows:
+                    self._hooks.receive(one.parameters[name], gradient[one.first : one.end])
+
+        return hook
 
     def _compute(self, call: RangeCall) -> Tensor:
         if (computer := self._expert_calls.begin_ranged()) is not None:
@@ -91,9 +108,16 @@ class Experts:
                     "the whole module",
                 )
             return stack[rows.first : rows.end]
+        if _has_hooks(stack):  # of a block in which it was materialized
+            raise no_whole_gradient(f"{rows.stacks.path}.{name}", "a hook")
         parameter = self._parameters[rows.parameters[name]]
         parameter.requires_grad = stack.requires_grad
         return self._hooks.touch(parameter)
+
+
+def _has_hooks(stack: nn.Parameter) -> bool:
+    found: Any = (stack._backward_hooks, stack._post_accumulate_grad_hooks)
+    return not all(is_ours(hook) for hooks in found for hook in (hooks or {}).values())
 
 
 def _counting(hooks: Hooks, path: str, module: nn.Module) -> Computer:

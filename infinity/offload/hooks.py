@@ -383,7 +383,6 @@ class Hooks:
         unit = self._unit_of[index]
 
         def hook(parameter: Tensor) -> None:
-            self._backward()
             gradient, parameter.grad = parameter.grad, None
             gradient = self.sums.take(index, gradient)
             if gradient is None:
@@ -402,6 +401,7 @@ class Hooks:
 
     def receive(self, index: int, gradient: Tensor) -> None:
         """Take a parameter's gradient from a backward."""
+        self._backward()
         unit = self._unit_of[index]
         self._handover.await_consumed(unit)
         self.window.arrived += 1

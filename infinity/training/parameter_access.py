@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from infinity.errors import ConfigError, InfinityWarning
+from infinity.model.stacks import no_whole_gradient
 from infinity.offload.call_guard import CallGuard
 from infinity.offload.hooks import Hooks
 from infinity.offload.window import AccumulationWindow
@@ -52,6 +53,12 @@ class ParameterAccess:
         _, segment = self._values.place_of(index)
         units = self._values.units_of(index)
         return sum(ledger.version(unit, trained=segment.trained) for unit in units)
+
+    def check_gradient(self, parameter: nn.Parameter, what: str) -> None:
+        """Raise `ResidencyError` if the parameter is cut into ranges and not materialized."""
+        index = self._index_of[id(parameter)]
+        if index in self._values.pieces and index not in self._values.materialized_now:
+            raise no_whole_gradient(self._values.name(index), what)
 
     def note_missing_gradient(self) -> None:
         """Warn once if there are gradients that a loop looks for in `p.grad`."""

@@ -140,6 +140,9 @@ class Resting:
     def note_missing_gradient(self) -> None:
         """Without an engine there are no gradients to look for."""
 
+    def check_gradient(self, parameter: nn.Parameter, what: str) -> None:
+        """Without an engine no stack is cut."""
+
     def answer(self) -> None:
         """Answer references to parameters that were kept; see `offloaded_parameter.Access`."""
         name_engine(self._binding.parameters, None, self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 import infinity
 from infinity.checkpoint.streams import first_frozen_byte
 from infinity.config.schema import load_config
-from infinity.errors import ConfigError, TrainingError
+from infinity.errors import ConfigError, ResidencyError, TrainingError
 from infinity.model.meta_init import InitialValues
 from infinity.model.partition import groups_of, partition_model
 from infinity.model.quantised import quantise
@@ -295,3 +296,49 @@ def test_slices_share_ranges_with_the_same_bits_or_it_is_said_why_not(kind: str)
         engine.close()
     assert runs[0][0] == runs[1][0]
     assert all(torch.equal(runs[0][1][name], value) for name, value in runs[1][1].items())
+
+
+def in_ranges(model: nn.Module, experts: Any = 2, **more: Any) -> Any:
+    config = {"precision": "fp32", "experts_per_unit": experts, "optimizer": {"lr": 1e-2}, **more}
+    return infinity.initialize(model, config, device="cpu")[0]
+
+
+BATCH = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(0))
+REGISTER = ("register_hook", "register_post_accumulate_grad_hook")
+
+
+@pytest.mark.parametrize("register", REGISTER)
+def test_a_hook_of_a_stack_in_ranges_is_refused_or_runs(register: str) -> None:
+    """Registered before `initialize` it runs, since its layer is not cut."""
+    calls: list[Any] = []
+    model = Stacked()
+    getattr(model.blocks[1].experts.up, register)(lambda given: calls.append(given.shape))
+    with in_ranges(model) as engine:
+        assert {u.name[:8] for u in engine.plan.units if u.is_range} == {"blocks.0"}
+        engine.backward(engine(BATCH))
+        assert calls == [model.blocks[1].experts.up.shape]
+        experts = model.blocks[0].experts
+        with pytest.raises(ResidencyError, match=rf"{register} of 'blocks.0.experts.up'"):
+            getattr(experts.up, register)(calls.append)
+        loss = engine(BATCH)
+        with pytest.raises(ResidencyError, match=r"grad of 'blocks.0.experts.down'"):
+            torch.autograd.grad(loss, [model.head.weight, experts.down], allow_unused=True)
+        with engine.materialized(experts):
+            getattr(experts.up, register)(calls.append)
+        with pytest.raises(ResidencyError, match=r"a hook of 'blocks.0.experts.up'"):
+            engine(BATCH)
+
+
+def test_a_stack_that_trains_materialized_gets_its_gradient() -> None:
+    found = []
+    for in_block in (False, True):
+        torch.manual_seed(0)
+        model = Stacked()
+        with in_ranges(model) as engine:
+            experts = model.blocks[0].experts
+            with engine.materialized(experts) if in_block else nullcontext():
+                model(BATCH).backward()
+            used = {n: p for n, p in model.named_parameters() if "experts" in n or "embed" in n}
+            found.append({name: engine.gradient(p) for name, p in used.items()})
+    assert found[0]["blocks.0.experts.up"].any()
+    assert all(torch.equal(found[1][name], value) for name, value in found[0].items())

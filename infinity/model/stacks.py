@@ -140,6 +140,11 @@ def set_computer(module: nn.Module, computer: Computer | None) -> None:
         vars(module)[_COMPUTER] = computer
 
 
+def has_computer(module: nn.Module) -> bool:
+    """Return True if an engine computes a module's `compute_ranges`."""
+    return _COMPUTER in vars(module)
+
+
 def stacks_of(module: nn.Module | Outline) -> tuple[str, ...]:
     """Return the names of a module's parameters that are stacks of experts.
 

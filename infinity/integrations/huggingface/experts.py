@@ -4,10 +4,14 @@ transformers 5 keeps a layer's experts as stacks (`gate_up_proj`, `down_proj`), 
 they are computed in a registry. Here is an entry of it, with the products of its `grouped_mm`, and
 its bits: a product of an expert's tokens does not depend on the other experts. Only
 `grouped_mm`, the default, is replaced. Biases, a row an expert, stay with their layer.
+
+The config that selects the entry may be that of other models, too: modules without an engine are
+computed by `grouped_mm`, and the last engine to close restores the config.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib import import_module
@@ -16,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.model.stacks import ATTRIBUTE, StackRange, compute_ranges
+from infinity.model.stacks import ATTRIBUTE, StackRange, compute_ranges, has_computer
 
 NAME = "infinity_ranges"  # in transformers' registry
 REPLACED = "grouped_mm"
+_engines: Counter[int] = Counter()  # by id of a config: those that compute by the entry
 
 
 def declare_experts(model: nn.Module) -> None:
@@ -40,20 +45,27 @@ def compute_in_ranges(model: nn.Module) -> Callable[[], None]:
     if configs:
         _register()
     for config in configs.values():
+        _engines[id(config)] += 1
         config._experts_implementation = NAME
     return partial(_restore, list(configs.values()))
 
 
 def _restore(configs: list[Any]) -> None:
-    for config in configs:
-        config._experts_implementation = REPLACED
-    configs.clear()
+    while configs:
+        config = configs.pop()
+        _engines[id(config)] -= 1
+        if not _engines[id(config)]:
+            del _engines[id(config)]
+            config._experts_implementation = REPLACED
+
+
+def _moe() -> Any:
+    return import_module("transformers.integrations.moe")
 
 
 @cache
 def _register() -> None:
-    moe = import_module("transformers.integrations.moe")
-    moe.ALL_EXPERTS_FUNCTIONS.register(NAME, ranged_experts_forward)
+    _moe().ALL_EXPERTS_FUNCTIONS.register(NAME, ranged_experts_forward)
 
 
 def _experts_of(model: nn.Module) -> Iterator[Any]:
@@ -75,7 +87,10 @@ def _experts_of(model: nn.Module) -> Iterator[Any]:
 def ranged_experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute as transformers' `grouped_mm_experts_forward` does, in ranges of experts."""
+    """Compute as transformers' `grouped_mm_experts_forward` does, in an engine in ranges."""
+    if not has_computer(self):
+        plain: Callable[..., Tensor] = _moe().ALL_EXPERTS_FUNCTIONS[REPLACED]
+        return plain(self, hidden_states, top_k_index, top_k_weights)
     num_top_k, num_tokens = top_k_index.size(-1), hidden_states.size(0)
     expert, order = torch.sort(top_k_index.reshape(-1))
     tokens = torch.bincount(expert, minlength=self.num_experts)
@@ -102,7 +117,7 @@ def _compute(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> Tensor:
-    linear: Callable[..., Tensor] = import_module("transformers.integrations.moe")._grouped_linear
+    linear: Callable[..., Tensor] = _moe()._grouped_linear
     ends = torch.cumsum(tokens[experts.first : experts.end], 0, dtype=torch.int32)
     how = {"offs": ends, "is_transposed": self.is_transposed}
     first = experts["gate_up_proj" if self.has_gate else "up_proj"]

@@ -218,6 +218,27 @@ def test_another_implementation_keeps_experts_with_their_layer(tmp_path: Path) -
             infinity.initialize(model, config_of(tmp_path, experts_per_unit=wrong), device="cpu")
 
 
+def test_engines_and_a_plain_model_share_a_config(tmp_path: Path) -> None:
+    """The plain one computes by `grouped_mm`; the last engine to close restores the config."""
+    config = FAMILIES["qwen3-moe"]()
+    plain, *models = (AutoModelForCausalLM.from_config(config).train() for _ in range(3))
+    assert len({id(m.config) for m in (plain, *models)}) == 1
+    for model in models:
+        model.load_state_dict(plain.state_dict())
+    expected = loss_of(plain, 0)
+    engines = [
+        infinity.initialize(
+            model, config_of(tmp_path, "host", experts_per_unit=2), optimizer=sgd, device="cpu"
+        )[0]
+        for model in models
+    ]
+    for engine in engines:
+        assert loss_of(plain, 0).item() == loss_of(engine, 0).item() == expected.item()
+        assert loss_of(engines[1], 0).item() == expected.item()
+        engine.close(restore=True)
+    assert plain.config._experts_implementation == experts.REPLACED
+
+
 def adapted(**wanted: Any) -> Any:
     model = build("qwen3-moe")
     torch.manual_seed(11)

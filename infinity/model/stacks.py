@@ -151,7 +151,8 @@ def stacks_of(module: nn.Module | Outline) -> tuple[str, ...]:
     Raises:
         ConfigError: A name is none of the module's parameters, or stacks have other lengths.
     """
-    names: Any = getattr(module, ATTRIBUTE, ())
+    # Of the module itself: peft's wrappers have the attributes of the module inside.
+    names: Any = vars(module).get(ATTRIBUTE, getattr(type(module), ATTRIBUTE, ()))
     if not names:
         return ()
     own: Mapping[str, Any] = dict(module.named_parameters(recurse=False))

@@ -246,9 +246,9 @@ def adapted(**wanted: Any) -> Any:
 
 
 def train_adapters(
-    model: Any, config: dict[str, Any]
+    model: Any, config: dict[str, Any], optimizer: Any = None
 ) -> tuple[list[float], dict[str, Tensor], Any]:
-    engine, *_ = infinity.initialize(model, config, device="cpu")
+    engine, *_ = infinity.initialize(model, config, optimizer=optimizer, device="cpu")
     with engine:
         losses = []
         for step in range(3):
@@ -287,6 +287,25 @@ def test_stacks_that_peft_adapts_stay_with_their_layer(tmp_path: Path) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
+
+def test_experts_that_peft_saves_whole_have_the_bits_of_plain_peft(tmp_path: Path) -> None:
+    """peft trains a copy of `modules_to_save`, by a wrapper that has the copy's attributes."""
+    wanted = {"target_modules": ["q_proj"], "modules_to_save": ["experts"]}
+    plain, expected = adapted(**wanted), []
+    optimizer = sgd([p for p in plain.parameters() if p.requires_grad])
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(plain, step)
+        loss.backward()
+        expected.append(loss.item())
+        optimizer.step()
+    for count, ranges in (("auto", 0), (3, 2 * 2 * 3)):
+        config = config_of(tmp_path, experts_per_unit=count)
+        losses, state, plan = train_adapters(adapted(**wanted), config, sgd)
+        assert sum(unit.is_range for unit in plan.units) == ranges
+        assert losses == expected
+        assert_equal(state, dict(plain.state_dict()))
 
 
 def count_fetch(fetcher: Any, fetched: list[int], unit: int, *how: Any) -> None:

@@ -82,14 +82,18 @@ class Experts:
         self._expert_calls.add(self.module, self._rows[0].stacks.path, call.counts)
 
     def used(self, counts: Sequence[Sequence[int]]) -> list[Rows]:
-        """Return the ranges that any of these calls, here or on another rank, has tokens for."""
+        """Return the ranges that any of these calls, here or on another rank, has tokens for.
+
+        Without any tokens that is the first one: it computes the empty result.
+        """
         wanted = [any(any(c[one.first : one.end]) for c in counts) for one in self._rows]
         if self._ranks.count > 1:
             with self._ranks.propagate_errors("routes tokens to experts"):
                 self._ranks.synchronize(f"routes tokens to {self._rows[0].stacks.path}")
                 flags = torch.tensor(wanted, dtype=torch.uint8, device="cpu")
                 wanted = self._ranks.gather(flags).any(0).tolist()
-        return [one for one, is_wanted in zip(self._rows, wanted, strict=True) if is_wanted]
+        used = [one for one, is_wanted in zip(self._rows, wanted, strict=True) if is_wanted]
+        return used or self._rows[:1]
 
     def view_of(self, rows: Rows, call: RangeCall) -> StackRange:
         """Return a range as the module's function of a range sees it."""

@@ -302,7 +302,7 @@ class SharedSlices:
         rows = [call.split(ranges) for call in calls]
         parts: list[list[Tensor]] = [[] for _ in calls]
         for index, one in enumerate(ranges):
-            for number in _sending(one, calls):
+            for number in _sending(one, ranges, calls):
                 view = experts.view_of(one, calls[number])
                 parts[number].append(calls[number].compute(view, *rows[number][index]))
         return _Known(experts, ranges, calls, [torch.cat(results) for results in parts])
@@ -326,7 +326,8 @@ class SharedSlices:
         for index, one in reversed([*enumerate(known.ranges)]):
             self._hooks.expect(one.parameters)
             totals: dict[int, Tensor] = {}
-            for number in _sending(one, known.calls):  # in order, as slices are summed
+            # In order, as slices are summed.
+            for number in _sending(one, known.ranges, known.calls):
                 found = self._range_backward(
                     known.experts, one, known.calls[number], rows[number][index],
                     split[number][index], totals,
@@ -378,9 +379,14 @@ class SharedSlices:
         return [None if leaf is None else leaf.grad for leaf in leaves]
 
 
-def _sending(one: Rows, calls: Sequence[RangeCall]) -> list[int]:
-    """Return the slices with rows for a range; the first one where only other ranks have any."""
-    return [n for n, call in enumerate(calls) if call.rows_of(one)] or [0]
+def _sending(one: Rows, ranges: Sequence[Rows], calls: Sequence[RangeCall]) -> list[int]:
+    """Return the slices with rows for a range; the first one where only other ranks have any.
+
+    A slice without rows sends none to the first range.
+    """
+    first = one is ranges[0]
+    sending = [call.rows_of(one) or (first and not any(call.counts)) for call in calls]
+    return [number for number, sends in enumerate(sending) if sends] or [0]
 
 
 def _captured(function: Any) -> Iterator[Tensor]:

@@ -239,7 +239,9 @@ def test_slices_pass_ranges_together_and_read_each_once_as_the_plan_counts(
 
 
 class Variant(nn.Module):
-    """A block of experts that calls them twice, or draws numbers, or hands a gradient past them."""
+    """A block of experts that calls them twice, or draws numbers, or hands a gradient past them, or
+    sends them no padding.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -252,7 +254,12 @@ class Variant(nn.Module):
         if self.kind == "past":
             scale = self.gate.weight.sum()
             self.experts.compute = lambda *given: Stacks.compute(self.experts, *given) * scale
-        found = self.experts(flat, expert)
+        if self.kind == "padded":
+            sent = flat.any(-1)
+            found = torch.zeros_like(flat)
+            found[sent] = self.experts(flat[sent], expert[sent])
+        else:
+            found = self.experts(flat, expert)
         if self.kind == "twice":
             found = found.tanh() + self.experts(found.tanh(), (expert + 1) % Stacks.NUM_EXPERTS)
         if self.kind == "draws":
@@ -260,13 +267,13 @@ class Variant(nn.Module):
         return x + (weight.unsqueeze(-1) * found).view_as(x)
 
 
-@pytest.mark.parametrize("kind", ["twice", "draws", "past"])
+@pytest.mark.parametrize("kind", ["twice", "draws", "past", "padded"])
 def test_slices_share_ranges_with_the_same_bits_or_it_is_said_why_not(kind: str) -> None:
     runs = []
     for count in (Stacks.NUM_EXPERTS, 2):
         torch.manual_seed(3)
         model = nn.Sequential(
-            nn.Embedding(32, 16), nn.ModuleList([Variant(kind), Variant(kind)]), nn.Linear(16, 4)
+            nn.Embedding(32, 16, 0), nn.ModuleList([Variant(kind), Variant(kind)]), nn.Linear(16, 4)
         )
         model.forward = lambda ids, m=model: m[2](m[1][1](m[1][0](m[0](ids)))).square().mean()
         config = {
@@ -283,7 +290,9 @@ def test_slices_share_ranges_with_the_same_bits_or_it_is_said_why_not(kind: str)
         losses = []
         for step in range(2):
             torch.manual_seed(step)
-            loss = engine(torch.randint(0, 32, (8, 6)))
+            ids = torch.randint(0, 32, (8, 6))
+            ids[4:] *= kind != "padded"  # a slice without rows
+            loss = engine(ids)
             losses.append(loss.item())
             if kind == "past" and count == 2:
                 with pytest.raises(TrainingError, match="uses a tensor that needs a gradient"):
@@ -342,3 +351,17 @@ def test_a_stack_that_trains_materialized_gets_its_gradient() -> None:
             found.append({name: engine.gradient(p) for name, p in used.items()})
     assert found[0]["blocks.0.experts.up"].any()
     assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
+
+
+@pytest.mark.parametrize("experts", ["auto", 2])
+def test_a_call_without_rows_is_empty_and_has_zero_gradients(experts: Any) -> None:
+    model = Stacked()
+    stacks = model.blocks[0].experts
+    with in_ranges(model, experts) as engine:
+        found = stacks(torch.zeros(0, 16), torch.zeros(0, dtype=torch.long))
+        assert found.shape == (0, 16)
+        assert found.dtype == torch.float32
+        assert found.requires_grad
+        engine.backward(found.sum())
+        assert not engine.gradient(stacks.up).any()
+        assert not engine.gradient(stacks.down).any()

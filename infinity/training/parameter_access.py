@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from infinity.errors import ConfigError, InfinityWarning
+from infinity.errors import ConfigError, InfinityWarning, ResidencyError
 from infinity.model.stacks import no_whole_gradient
 from infinity.offload.call_guard import CallGuard
 from infinity.offload.hooks import Hooks
@@ -38,7 +38,18 @@ class ParameterAccess:
 
     def fetch(self, parameter: nn.Parameter) -> Tensor:
         """Make the parameter resident, as access by attribute does."""
-        return self._hooks.touch(parameter)
+        found, index = self._hooks.touch(parameter), self._index_of[id(parameter)]
+        if self._is_cut(index):
+            raise ResidencyError(
+                f"{self._values.name(index)!r} was read where autograd records: it is a stack of "
+                "experts that is cut into ranges, and is never resident as a whole",
+                remedy="read it under torch.no_grad(); add the gradient of a penalty with "
+                "engine.set_gradient(p, engine.gradient(p) + ...) between backward and step()",
+            )
+        return found
+
+    def _is_cut(self, index: int) -> bool:
+        return index in self._values.pieces and index not in self._values.materialized_now
 
     def copy(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a copy of the full value on the compute device; None during a call."""
@@ -56,8 +67,7 @@ class ParameterAccess:
 
     def check_gradient(self, parameter: nn.Parameter, what: str) -> None:
         """Raise `ResidencyError` if the parameter is cut into ranges and not materialized."""
-        index = self._index_of[id(parameter)]
-        if index in self._values.pieces and index not in self._values.materialized_now:
+        if self._is_cut(index := self._index_of[id(parameter)]):
             raise no_whole_gradient(self._values.name(index), what)
 
     def note_missing_gradient(self) -> None:

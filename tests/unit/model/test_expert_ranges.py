@@ -365,3 +365,27 @@ def test_a_call_without_rows_is_empty_and_has_zero_gradients(experts: Any) -> No
         engine.backward(found.sum())
         assert not engine.gradient(stacks.up).any()
         assert not engine.gradient(stacks.down).any()
+
+
+def test_a_penalty_on_a_stack_in_ranges_names_a_remedy_which_has_its_gradient() -> None:
+    found = []
+    for experts in ("auto", 2):
+        torch.manual_seed(0)
+        model = Stacked()
+        stack = model.blocks[0].experts.down
+        with in_ranges(model, experts) as engine:
+            loss = engine(BATCH)
+            if experts == "auto":
+                loss = loss + stack.square().sum() / 2
+            else:
+                with pytest.raises(ResidencyError, match=r"engine\.set_gradient") as error:
+                    stack.square()
+                assert "'blocks.0.experts.down' was read where" in str(error.value)
+                assert "prefetch_units" not in str(error.value)
+                with torch.no_grad():
+                    penalty = stack.clone()
+            engine.backward(loss)
+            if experts == 2:
+                engine.set_gradient(stack, engine.gradient(stack) + penalty)
+            found.append(engine.gradient(stack))
+    torch.testing.assert_close(found[1], found[0])

@@ -24,6 +24,7 @@ from infinity.offload.call_guard import engine_call
 from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.plan.forecast import forecast_bytes
+from infinity.plan.layout import Segment
 from infinity.plan.plan import Plan
 from infinity.profiling.step_log import StepLog
 from infinity.profiling.step_report import StepReport
@@ -586,9 +587,12 @@ class Engine:
 
         Returns:
             A tensor of the parameter's shape on `device`; in fp16 mode fp32 without the loss scale.
+
+        Raises:
+            ConfigError: The parameter is frozen.
+            TrainingError: It has no gradient in this accumulation window.
         """
-        self._check_usable()
-        (index,) = targets(parameter, self._index_of)
+        index, _ = self._trained(parameter)
         with self.ranks.propagate_errors("reads a gradient"):
             value = self._gradients.read(index).view(parameter.shape)
         state = self._counters.loss_scale
@@ -648,12 +652,18 @@ class Engine:
                 value[rows],
             )
 
-    def _index_for(self, parameter: nn.Parameter, value: Tensor) -> int:
+    def _trained(self, parameter: nn.Parameter) -> tuple[int, Segment]:
         self._check_usable()
         (index,) = targets(parameter, self._index_of)
         _, segment = self._values.place_of(index)
         if not segment.trained:
-            raise ConfigError(f"{segment.name!r} is frozen and has no optimizer state")
+            raise ConfigError(
+                f"{segment.name!r} is frozen and has neither a gradient nor optimizer state"
+            )
+        return index, segment
+
+    def _index_for(self, parameter: nn.Parameter, value: Tensor) -> int:
+        index, segment = self._trained(parameter)
         if tuple(value.shape) != segment.full_shape:
             got = tuple(value.shape)
             raise ConfigError(f"{segment.name!r} has shape {segment.full_shape}, got {got}")

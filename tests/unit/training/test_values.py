@@ -320,6 +320,17 @@ def test_a_gradient_is_what_plain_torch_makes(tmp_path: Path) -> None:
         engine.step()
 
 
+def test_a_gradient_of_a_frozen_parameter_is_refused_by_name(tmp_path: Path) -> None:
+    model = small_model()
+    model.norm.requires_grad_(False)
+    with small_engine(tmp_path, model=model) as engine:
+        engine.backward(engine(batch(0)))
+        weight = model.norm.weight
+        for call in (engine.gradient, lambda p: engine.set_gradient(p, torch.ones_like(p))):
+            with pytest.raises(ConfigError, match=r"'norm.weight' is frozen"):
+                call(weight)
+
+
 @pytest.mark.parametrize("read", ["state_dict", "module", "materialized", "attribute"])
 def test_reading_waits_for_the_pass(tmp_path: Path, read: str) -> None:
     with small_engine(tmp_path, ON_DEVICE) as engine:

@@ -389,3 +389,13 @@ def test_a_penalty_on_a_stack_in_ranges_names_a_remedy_which_has_its_gradient() 
                 engine.set_gradient(stack, engine.gradient(stack) + penalty)
             found.append(engine.gradient(stack))
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_compile_leaves_out_blocks_in_ranges_and_is_refused_where_all_are() -> None:
+    model = Stacked()
+    hook = model.blocks[1].experts.up.register_hook(lambda gradient: None)
+    with in_ranges(model, compile=True) as engine:
+        assert engine._components.forwards.num_compiled == 1
+    hook.remove()
+    with pytest.raises(ConfigError, match="no block that can be compiled"):
+        in_ranges(Stacked(), compile=True)

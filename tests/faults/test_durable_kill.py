@@ -19,6 +19,7 @@ from support.durable import (
     durable_engine,
     equal,
     gated,
+    stacked,
     state_of,
     step,
     train_and_tell,
@@ -41,7 +42,13 @@ CASES: dict[str, dict[str, Any]] = {
         "io": {"slow_bytes_per_s": 8 << 20},
     },
     "all in RAM, every third": {"placement": PLACEMENTS["all in RAM"], "commit_every": 3},
+    "experts in ranges": {
+        "placement": PLACEMENTS["all on disk"],
+        "experts_per_unit": 3,
+        "build": stacked,
+    },
 }
+LONGER = {"experts in ranges": 2}  # of more units
 
 
 def kill_often(root: Path, case: str, moments: Iterable[int | float | None]) -> int:
@@ -50,13 +57,15 @@ def kill_often(root: Path, case: str, moments: Iterable[int | float | None]) -> 
     Each moment is of one child: a line of the library at which it is killed, or seconds after
     which it is, or None: it closes after two steps.
     """
-    path, more = root / "nvme", CASES[case]
+    path, more = root / "nvme", {**CASES[case]}
+    build, experts = more.pop("build", gated), more.get("experts_per_unit", "auto")
     path.mkdir()
     every, last = more.get("commit_every", 1), 0
     for moment in (*moments, None):
         (root / "told").write_text("")
         line, extra = moment if isinstance(moment, int) else None, 2 if moment is None else None
-        child = forked.start(train_and_tell, str(root), more, extra, die_at_line=line)
+        args = str(root), more, extra, build
+        child = forked.start(train_and_tell, *args, die_at_line=line)
         if isinstance(moment, float):
             child.join(moment)
             os.kill(child.pid, signal.SIGKILL)
@@ -66,7 +75,8 @@ def kill_often(root: Path, case: str, moments: Iterable[int | float | None]) -> 
             # A step is told when it has returned; its commit follows, while the next step trains.
             assert last - every <= told[0] <= last + every, (last, told)
             last = told[-1]
-    assert equal(torch.load(root / "state.pt", weights_only=True), undisturbed(last))
+    expected = undisturbed(last, build=build, experts=experts)
+    assert equal(torch.load(root / "state.pt", weights_only=True), expected)
     # One run all the time; what never began is cleaned up, but for what was being made just now.
     left = [entry for entry in path.iterdir() if not entry.name.startswith(".infinity-new-")]
     assert len(left) == 1
@@ -131,7 +141,7 @@ def test_killed_at_any_line(tmp_path: Path, case: str) -> None:
     draw, every = random.Random(case), CASES[case].get("commit_every", 1)
     # A start runs 20 000 lines, and so does a step; on a busy machine more, as threads look around.
     firsts = (5_000, 40_000, 90_000 + 25_000 * every)
-    lines = [draw.randrange(first, first + 20_000) for first in firsts]
+    lines = [LONGER.get(case, 1) * draw.randrange(first, first + 20_000) for first in firsts]
     # Those that close take four steps.
     assert kill_often(tmp_path, case, [lines[0], None, *lines[1:]]) > 4
 
@@ -141,5 +151,6 @@ def test_killed_at_any_line(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_killed_at_random_moments_at_length(tmp_path: Path, case: str) -> None:
     draw = random.Random(case)
-    moments = [None if draw.random() < 0.1 else draw.uniform(0, 0.5) for _ in range(100)]
+    most = 0.5 * LONGER.get(case, 1)
+    moments = [None if draw.random() < 0.1 else draw.uniform(0, most) for _ in range(100)]
     assert kill_often(tmp_path, case, moments) > 20

@@ -6,7 +6,7 @@ import os
 import random
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support import rough
+from support.models import VOCAB, Stacked
 from support.small import batch, settings, small_model
 from torch import Tensor, nn
 
@@ -55,6 +56,18 @@ class Gated(nn.Module):
 def gated() -> Gated:
     torch.manual_seed(3)
     return Gated()
+
+
+class Wrapped(Stacked):
+    """Stacks of experts, for the tokens of `batch`."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens % VOCAB)
+
+
+def stacked() -> Stacked:
+    torch.manual_seed(3)
+    return Wrapped()
 
 
 @contextmanager
@@ -100,19 +113,26 @@ def state_of(engine: Engine) -> State:
     }
 
 
-_undisturbed: dict[tuple[str, int], State] = {}
+_undisturbed: dict[tuple[Any, ...], State] = {}
 
 
-def undisturbed(steps: int, precision: str = "fp32") -> State:
-    """The state of `gated` after so many steps without a disk; placement changes no bit."""
-    if (precision, steps) not in _undisturbed:
+def undisturbed(
+    steps: int,
+    precision: str = "fp32",
+    build: Callable[[], nn.Module] = gated,
+    experts: int | str = "auto",
+) -> State:
+    """The state after so many steps without a disk; placement changes no bit."""
+    key = precision, build, experts
+    if (*key, steps) not in _undisturbed:
         given = settings(Path("unused"), PLACEMENTS["all in RAM"], precision=precision)
         del given["nvme_path"]
-        with infinity.initialize(gated(), given)[0] as engine:
+        given["experts_per_unit"] = experts
+        with infinity.initialize(build(), given)[0] as engine:
             for number in range(max(steps, 5) + 1):
-                _undisturbed[precision, number] = state_of(engine)
+                _undisturbed[*key, number] = state_of(engine)
                 step(engine)
-    return _undisturbed[precision, steps]
+    return _undisturbed[*key, steps]
 
 
 def equal(first: State, second: State) -> bool:
@@ -254,14 +274,16 @@ def copies(originals: list[Path], root: Path) -> tuple[list[Path], dict[str, Pat
 # --- children that are killed ---------------------------------------------------------------------
 
 
-def train_and_tell(root: str, more: dict[str, Any], extra: int | None) -> None:
+def train_and_tell(
+    root: str, more: dict[str, Any], extra: int | None, build: Callable[[], nn.Module] = gated
+) -> None:
     """Go on from the last commit in `root`/nvme, for some steps or for ever.
 
     Adds each step to `root`/told, and leaves the state in `root`/state.pt.
     """
     torch.set_num_threads(1)
     told = os.open(Path(root) / "told", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    with durable_engine(Path(root) / "nvme", gated(), resume="auto", **more) as engine:
+    with durable_engine(Path(root) / "nvme", build(), resume="auto", **more) as engine:
         first = engine.global_steps
         os.write(told, f"{first}\n".encode())
         while extra is None or engine.global_steps < first + extra:

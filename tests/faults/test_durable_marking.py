@@ -14,6 +14,7 @@ import pytest
 import torch
 from support import forked
 from support.durable import PLACEMENTS, durable_engine, gated, step
+from support.inside import components
 
 import infinity
 from infinity.errors import InfinityWarning, MachineError
@@ -114,7 +115,7 @@ def survive(paths: list[Path], seen: list[int]) -> str:
             assert remove_dead_runs(path) == []
         with durable_engine(paths, gated(), resume="auto", io=IO) as engine:
             assert engine.resumed is False or engine.global_steps == 0
-            assert engine._components.resumed is not None
+            assert components(engine).resumed is not None
             step(engine)
         return "whole"
     announced = "members" in json.loads((first / "run.json").read_text())

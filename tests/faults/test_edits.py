@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
 from support.grids import diagonal
+from support.inside import components
 from support.small import (
     MIXED,
     ON_DEVICE,
@@ -120,7 +121,7 @@ def told() -> Iterator[None]:
 
 def assert_unedited(engine: Engine, before: dict[str, Tensor]) -> None:
     """The weights are as they were; or the engine refuses everything, and says why."""
-    if engine._components.failure.error is None:
+    if components(engine).failure.error is None:
         engine.zero_grad()
         assert same(masters(engine), before)
         trained(engine, 1)

@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 from support import rough
 from support.fake_accelerator import FakeAccelerator
+from support.inside import components
 from support.leaks import descriptors, tasks
 from support.patience import wait_until
 from support.small import batch, masters, same, settings, small_model
@@ -388,7 +389,7 @@ def test_a_backward_that_failed_keeps_no_engine_alive(
         with pytest.raises(TransferError):  # noqa: PT012
             engine.backward(loss)
             engine.step()  # a device's gradients are summed behind the backward
-    prefetcher = weakref.ref(engine._components.prefetcher)
+    prefetcher = weakref.ref(components(engine).prefetcher)
     del engine, loss
     gc.collect()
     assert prefetcher() is None

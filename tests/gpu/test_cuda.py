@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.inside import components
 from support.small import VOCABULARY, small_model
 from torch import Tensor
 
@@ -40,7 +41,7 @@ def train(
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-        assert not engine._components.device.warnings
+        assert not components(engine).device.warnings
         return losses, list(engine.state_dict(master=True).values())
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import components
 from support.small import VOCABULARY, small_model
 from torch import Tensor
 
@@ -80,7 +81,7 @@ def train(
             losses.append(loss.item() if streams[0] is None else loss.detach())
         torch.cuda.synchronize()
         losses = [float(loss) for loss in losses]
-        assert not engine._components.device.warnings
+        assert not components(engine).device.warnings
         return losses, {n: v.clone() for n, v in engine.state_dict(master=True).items()}
 
 

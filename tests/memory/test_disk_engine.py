@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import components
 from support.patience import wait_until
 from support.rough import rough_io
 from support.small import MIXED, ON_DISK, batch, masters, same, small_engine, train
@@ -198,7 +199,7 @@ def test_verify_changes_no_bit(
             results.append((train(engine, 4), masters(engine)))
             disk = engine.plan.tier_bytes["disk"]
             assert engine.plan.memory["host"]["checksums"] == (disk // PAGE * 4 if verify else 0)
-            sums = engine._components.disk.checksums
+            sums = components(engine).disk.checksums
             assert (sums is not None) == verify
             assert sums is None or sums._sums.numel() * 4 == disk // PAGE * 4
     assert results[0][0] == results[1][0]
@@ -221,10 +222,10 @@ def test_a_bit_that_turned_on_disk_is_named_and_nothing_is_trained_with_it(
         engine.backward(engine(batch(2)))
         engine.step()  # half a window: its gradients rest on disk
         engine.settle()
-        state, gradients = engine._components.store.units, engine._components.gradients.places
+        state, gradients = components(engine).store.units, components(engine).gradients.places
         extents = [e for unit in state for e in unit.copies[0]] + list(gradients.values())
         (extent,) = [e for e in extents if e.owner == what]
-        (piece,) = engine._components.disk._stripes.pieces(extent.offset, PAGE)
+        (piece,) = components(engine).disk._stripes.pieces(extent.offset, PAGE)
         (file,) = tmp_path.glob("*/state.bin")
         flip(file, piece.offset + 100)
         with pytest.raises((TransferError, EngineFailedError)) as caught:  # noqa: PT012
@@ -252,7 +253,7 @@ def test_an_edit_that_is_lost_on_its_way_is_not_trained_with(
         with pytest.raises(TransferError), engine.materialized(engine.module.norm):  # noqa: PT012
             with torch.no_grad():
                 engine.module.norm.weight.fill_(3.0)
-            monkeypatch.setattr(engine._components.store, "write", lose)
+            monkeypatch.setattr(components(engine).store, "write", lose)
         with pytest.raises(EngineFailedError, match="write failed"):
             engine(batch(0))
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.forked import Program
+from support.inside import components
 from support.loops import loop_mount, loop_name, throttled
 from support.patience import wait_until
 from support.small import (
@@ -100,7 +101,7 @@ def test_data_loader_workers_forked_while_a_pass_is_in_flight(tmp_path: Path, ve
             )
             if epoch:
                 assert (
-                    engine._components.optimizer_pass._job is not None
+                    components(engine).optimizer_pass._job is not None
                 )  # forked in the middle of an optimizer pass
             for tokens in loader:
                 loss = engine(tokens)

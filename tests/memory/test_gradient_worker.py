@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
+from support.inside import components
 from support.ordered_accelerator import ordered_device
 from support.small import (
     MIXED,
@@ -309,7 +310,7 @@ def test_the_training_thread_waits_for_no_gradient(
             gradient_accumulation_steps=micro_batches,
         ) as engine:
             device.host_waits.clear()  # of the initial write
-            engine._components.gradients._copies._limit = 1 << 30  # or late copies are waited for
+            components(engine).gradients._copies._limit = 1 << 30  # or late copies are waited for
             for index in range(steps * micro_batches):
                 engine.backward(engine(batch(index)))
                 engine.step()
@@ -342,7 +343,7 @@ def test_an_error_of_the_thread_starts_the_window_over(
     with small_engine(
         tmp_path, model=small_model(num_blocks=1), arguments={"device": FakeAccelerator(2)}, **more
     ) as engine:
-        sums = engine._components.gradients._sums
+        sums = components(engine).gradients._sums
         accumulate, calls = sums._kernels.accumulate, []
 
         def fail_once(target: Tensor, source: Tensor) -> None:

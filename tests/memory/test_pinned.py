@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.bare_cuda import bare_cuda_device
 from support.fake_accelerator import FakeAccelerator
+from support.inside import components
 from support.small import small_model
 
 import infinity
@@ -257,6 +258,6 @@ def test_moments_that_begin_with_zeros_are_not_written_to_ram(
             assert sum(written) == 4 * elements  # weights and their residuals
             assert not any(
                 unit.memory[kind].data.any()
-                for unit in engine._components.store.units
+                for unit in components(engine).store.units
                 for kind in (Kind.MOMENT1, Kind.MOMENT2)
             )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.fake_accelerator import FakeAccelerator, Range
+from support.inside import components
 from support.small import ON_DEVICE, ON_DISK, batch, small_engine, train
 from torch import Tensor
 
@@ -83,7 +84,7 @@ def test_gradients_go_when_their_copies_have_ended(tmp_path: Path) -> None:
     device = FakeAccelerator(1, max_delay_s=0.001)
     more: dict[str, Any] = {"precision": "fp32", "gradient_accumulation_steps": 2}
     with small_engine(tmp_path, IN_RAM, arguments={"device": device}, **more) as engine:
-        homeward = engine._components.gradients._copies
+        homeward = components(engine).gradients._copies
         engine.backward(engine(batch(0)))
         engine.step()
         assert homeward._sent

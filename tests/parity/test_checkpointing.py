@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from support.grids import diagonal
+from support.inside import components
 from support.models import CASES, CHECKPOINTINGS, Batch, Case, Checkpointing, block_calls
 from support.trainer import LiveBytes, Run, SavedBytes, cast_frozen, make_config
 from torch import Tensor, nn
@@ -50,7 +51,7 @@ def measure_engine(case: Case, checkpointing: Checkpointing) -> Measured:
             engine.backward(case.batch(index).call(engine))
             if index == 1:
                 engine.step()
-        engine._components.gradients.reset()
+        components(engine).gradients.reset()
         return _measure(model, case.batch(0), engine, engine.backward)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import components
 from support.models import Batch, Case
 from support.trainer import Run, make_config, make_device, train, train_exactly
 from torch import Tensor, nn
@@ -71,9 +72,9 @@ def compiled(
     graphs = []
     with Run(CASE.build(), config, device=make_device(device)) as run:
         engine = run.engine
-        assert not engine._components.forwards.num_compiled
-        engine._components.forwards.compile_units(backend=backend)
-        assert engine._components.forwards.num_compiled == 4
+        assert not components(engine).forwards.num_compiled
+        components(engine).forwards.compile_units(backend=backend)
+        assert components(engine).forwards.num_compiled == 4
         losses = []
         for index in range(4):
             loss = CASE.batch(index).call(engine)
@@ -128,7 +129,7 @@ def test_inductor_gives_the_same_bits_wherever_weights_rest(
 
 def test_the_configuration_asks_for_it_and_eval_does_without(tmp_path: Path) -> None:
     with Run(CASE.build(), make_config(compile=True), device="cpu") as run:
-        assert run.engine._components.forwards.num_compiled == 4
+        assert components(run.engine).forwards.num_compiled == 4
         run.engine.eval()
         with torch.no_grad():
             CASE.batch(0).call(run.engine)
@@ -156,12 +157,12 @@ class Crowd(nn.Module):
 def test_what_cannot_be_compiled_is_said_by_name() -> None:
     x = torch.randn(4, WIDTH)
     with Run(Stack(Talkative), make_config(ON_DISK), device="cpu") as run:
-        run.engine._components.forwards.compile_units(backend="eager")
+        components(run.engine).forwards.compile_units(backend="eager")
         with pytest.raises(TrainingError, match=r"'blocks.0' cannot be compiled"):
             run.engine(x)
         assert torch.isfinite(run.model.blocks[0].up.weight).all(), "fetched on access again"
     with Run(Stack(Crowd), make_config(ON_DISK), device="cpu") as run:
         with pytest.raises(ConfigError, match="no block that can be compiled"):
-            run.engine._components.forwards.compile_units(backend="eager")
+            components(run.engine).forwards.compile_units(backend="eager")
         with pytest.raises(ConfigError, match="CUDA graphs"):
-            run.engine._components.forwards.compile_units(mode="reduce-overhead")
+            components(run.engine).forwards.compile_units(mode="reduce-overhead")

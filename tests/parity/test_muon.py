@@ -15,6 +15,7 @@ import torch
 from parity.test_resume import SIMPLEST, ending, micro_step, straight
 from parity.test_resume import Run as ResumeRun
 from support.fake_accelerator import FakeAccelerator
+from support.inside import components
 from support.models import CASES
 from support.trainer import Run, make_config, same_bits
 from torch import nn, optim
@@ -162,7 +163,7 @@ def test_each_matrix_of_stacked_experts_equals_torchs_muon_on_it_alone(kernels: 
 
 def test_a_matrix_rests_in_eight_bytes_and_the_plan_says_what_went_where() -> None:
     with Run(CASE.build(), config_of(), device="cpu") as run:
-        plan, store = run.engine.plan, run.engine._components.store
+        plan, store = run.engine.plan, components(run.engine).store
         matrices = sum(p.numel() for p in hidden(run.model))
         others = sum(p.numel() for p in run.model.parameters()) - matrices
         exact = (8 * matrices + 12 * others) / (matrices + others)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support.grids import diagonal
+from support.inside import components
 from support.models import VOCAB, WIDTH, Batch, Case, Gpt
 from support.slices import in_slices
 from support.trainer import Result, Run, make_config, make_device, train, train_exactly
@@ -214,7 +215,7 @@ def test_each_slice_is_recomputed_by_itself() -> None:
         del sizes[:]
         run.engine.backward(loss)
         assert sizes == [2, 2, 2]
-        assert run.engine._components.forwards.recomputed == 4 * 3
+        assert components(run.engine).forwards.recomputed == 4 * 3
 
 
 @pytest.mark.parametrize("rows", [5, 7])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.grids import diagonal
+from support.inside import components
 from support.models import (
     CASES,
     CHECKPOINTINGS,
@@ -121,13 +122,13 @@ def measure(case: Case, own: Checkpointing, activations: dict[str, Any]) -> tupl
         engine.backward(case.batch(1).call(engine))
         engine.step()
         engine.backward(case.batch(2).call(engine))
-        engine._components.gradients.reset()
-        start, recomputed = block_calls(model), engine._components.forwards.recomputed
+        components(engine).gradients.reset()
+        start, recomputed = block_calls(model), components(engine).forwards.recomputed
         with LiveBytes() as live:
             loss = case.batch(0).call(engine)
             kept, middle = live.now(), block_calls(model)
             engine.backward(loss)
-        end, recomputed = block_calls(model), engine._components.forwards.recomputed - recomputed
+        end, recomputed = block_calls(model), components(engine).forwards.recomputed - recomputed
     return (middle[0] - start[0], end[0] - middle[0]), kept, live.peak, recomputed
 
 
@@ -219,7 +220,7 @@ def test_offloaded_inputs_are_not_in_the_devices_memory(device: str) -> None:
             batch = case.batch(3)
             with LiveBytes() as live:
                 loss = batch.call(engine)
-                store = engine._components.activations
+                store = components(engine).activations
                 if store is not None:
                     store._take(0)  # what is under way has left
                     while store._going:
@@ -435,9 +436,9 @@ def test_without_gradients_nothing_is_recomputed() -> None:
         with torch.inference_mode():
             case.batch(0).call(run.engine)
         assert block_calls(run.model)[0] == before + 8
-        assert run.engine._components.forwards.recomputed == 0
-        assert run.engine._components.activations is not None
-        assert run.engine._components.activations.num_saved == 0
+        assert components(run.engine).forwards.recomputed == 0
+        assert components(run.engine).activations is not None
+        assert components(run.engine).activations.num_saved == 0
 
 
 class Keyed(nn.Module):
@@ -520,7 +521,7 @@ def test_tensors_in_kwargs_tuples_and_dicts_are_inputs_and_caches_are_left_out()
                 run.engine.backward(loss)
                 run.engine.step()
                 losses.append(loss.item())
-            store = run.engine._components.activations
+            store = components(run.engine).activations
             assert store is not None
             # of each block its input and its scale; what all are given, once
             assert store.num_saved == 3 * (3 * 2 + 1)

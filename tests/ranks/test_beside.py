@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import components
 from support.models import CASES
 from support.ranks import ThreadRanks, make_engine, on_ranks, together, train_ranks
 from support.trainer import make_config, make_device, same_bits, train_exactly
@@ -140,7 +141,7 @@ def test_what_one_rank_lacks_is_gathered_on_all(tmp_path: Path) -> None:
 
     def work(ranks: DistContext) -> tuple[int, bool]:
         with make_engine(ranks, Chain(), make_config(), tmp_path) as engine, torch.no_grad():
-            first, prefetcher, lacking = engine(x), engine._components.prefetcher, 0
+            first, prefetcher, lacking = engine(x), components(engine).prefetcher, 0
             for slot in prefetcher.ledger.slots if ranks.rank else ():
                 assert slot.slot_class is not None
                 if slot.owner in prefetcher._slots.evictable(slot.slot_class):
@@ -222,13 +223,13 @@ def test_a_rank_that_ends_under_a_gather_ends_all_with_words(
         with make_engine(ranks, model, config, tmp_path) as engine:
 
             def bad(*_: Any) -> None:
-                under_way = [e.gathering for e in engine._components.prefetcher.ledger.entries]
+                under_way = [e.gathering for e in components(engine).prefetcher.ledger.entries]
                 assert any(under_way), "a gather goes on"
                 raise BadError("no more")
 
             engine.backward(engine(torch.ones(2, WIDTH)))
             engine.step()
-            engine._components.optimizer_pass.finish()  # else units come by it, in its time
+            components(engine).optimizer_pass.finish()  # else units come by it, in its time
             if ranks.rank == 1 and how == "raises":
                 block = model.blocks[2]
                 if when == "forward":
@@ -258,7 +259,7 @@ def test_an_addition_that_fails_is_told_after_what_was_agreed_on(
     def work(ranks: DistContext) -> None:
         model = Chain(more=at_the_end)  # then no unit is ever complete
         with make_engine(ranks, model, make_config(), tmp_path) as engine:
-            exchange = engine._components.gradients.exchange
+            exchange = components(engine).gradients.exchange
             assert exchange is not None
             keep, calls = exchange._keep, []
 
@@ -291,10 +292,10 @@ def test_a_step_given_up_under_way_leaves_no_trace(tmp_path: Path) -> None:
     def work(ranks: DistContext) -> dict[str, Tensor]:
         model = models[ranks.rank]
         with make_engine(ranks, model, config, tmp_path, groups=GPT.groups) as engine:
-            entries = engine._components.prefetcher.ledger.entries
+            entries = components(engine).prefetcher.ledger.entries
             for number, batch in enumerate(batches[ranks.rank :: 2]):
                 if number == 1:  # all ranks give up in the middle: what is under way is dropped
-                    engine._components.optimizer_pass.finish()
+                    components(engine).optimizer_pass.finish()
                     with pytest.raises(BadError):
                         give_up(engine, batch, model)
                     assert not any(e.gathering for e in entries)
@@ -304,7 +305,7 @@ def test_a_step_given_up_under_way_leaves_no_trace(tmp_path: Path) -> None:
 
     def give_up(engine: Any, batch: Any, model: nn.Module) -> None:
         def bad(*_: Any) -> None:
-            assert any(e.gathering for e in engine._components.prefetcher.ledger.entries)
+            assert any(e.gathering for e in components(engine).prefetcher.ledger.entries)
             raise BadError("not this one")
 
         handle = model.blocks[0].register_forward_hook(bad)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import forked
 from support.durable import PLACEMENTS
+from support.inside import components
 from support.rank_crash import HANG_S, train_until_one_hangs
 from support.ranks import make_engine, on_ranks, together
 from support.small import batch, settings, small_model
@@ -69,7 +70,7 @@ def test_a_rank_that_cannot_go_on_ends_every_later_call(tmp_path: Path) -> None:
         with make_engine(ranks, models[ranks.rank], small(tmp_path), tmp_path) as engine:
             for number in range(4):
                 if number == 1 and ranks.rank == 1:
-                    engine._components.failure.fail(lost)
+                    components(engine).failure.fail(lost)
                 try:
                     engine.backward(engine(batch(number)))
                     engine.step()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.half import ScaleWords, train_half
+from support.inside import components
 from support.models import CASES, Batch
 from support.ranks import make_engine, on_ranks, together, train_ranks
 from support.trainer import make_config, same_bits, train_exactly
@@ -109,8 +110,8 @@ def test_compiled_blocks_give_the_bits_of_one(tmp_path: Path) -> None:
 
     def work(ranks: DistContext) -> dict[str, Tensor]:
         with make_engine(ranks, models[ranks.rank], config, tmp_path) as engine:
-            engine._components.forwards.compile_units(backend="eager")
-            assert engine._components.forwards.num_compiled == 3
+            components(engine).forwards.compile_units(backend="eager")
+            assert components(engine).forwards.num_compiled == 3
             for batch in batches[ranks.rank :: 2]:
                 engine.backward(batch.call(engine))
                 engine.step()

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.inside import components
 from support.models import CASES, Batch, Gpt
 from support.ranks import ThreadRanks, make_engine, on_ranks, together, train_over, train_ranks
 from support.trainer import make_config, make_device, same_bits, train_exactly
@@ -78,10 +79,10 @@ def test_each_rank_keeps_its_share_and_no_more(tmp_path: Path) -> None:
 
     def work(ranks: DistContext) -> tuple[int, int, int, int]:
         with make_engine(ranks, models[ranks.rank], config, tmp_path) as engine:
-            store, plan = engine._components.store, engine.plan
+            store, plan = components(engine).store, engine.plan
             in_ram = sum(place.nbytes for unit in store.units for place in unit.memory.values())
             on_disk = sum(e.nbytes for unit in store.units for copy in unit.copies for e in copy)
-            sums = sum(place.nbytes for place in engine._components.gradients.places.values())
+            sums = sum(place.nbytes for place in components(engine).gradients.places.values())
             assert in_ram == sum(tier["state"] for tier in plan.memory.values())
             elements = sum(unit.numel for unit in plan.units)
             assert plan.num_trained <= elements
@@ -370,7 +371,7 @@ def test_an_error_on_one_rank_is_told_on_all(where: str, tmp_path: Path) -> None
             if is_bad and where == "loss":
                 model.register_forward_hook(bad)
             if is_bad and where == "plain":  # at the end of a `loss.backward()`
-                engine._components.gradients._windows.save = bad
+                components(engine).gradients._windows.save = bad
             for _ in range(2):
                 if where == "batch":
                     engine.train_batch(map(bad if is_bad else one_batch, range(9)))
@@ -398,7 +399,7 @@ def test_whoever_catches_an_error_of_one_rank_goes_on_with_the_bits_of_none(
     def train(ranks: DistContext, model: nn.Module, broken: bool) -> tuple[list[Any], list[str]]:
         raised = []
         with make_engine(ranks, model, config, tmp_path / str(broken)) as engine:
-            calls, usual = itertools.count(), getattr(engine._components.gradients, where, print)
+            calls, usual = itertools.count(), getattr(components(engine).gradients, where, print)
 
             def fail(*args: Any) -> None:
                 if where != "forward":
@@ -410,7 +411,7 @@ def test_whoever_catches_an_error_of_one_rank_goes_on_with_the_bits_of_none(
                 if where == "forward":
                     model.register_forward_hook(fail)
                 else:
-                    setattr(engine._components.gradients, where, fail)
+                    setattr(components(engine).gradients, where, fail)
             while engine.global_steps < 4:
                 try:
                     engine.backward(engine(*one_batch(engine.micro_step + 2 * engine.global_steps)))
@@ -752,7 +753,7 @@ def tell_all(engine: Engine, ranks: DistContext, weights: Path) -> dict[str, Ten
         engine.backward(batch.call(engine))
         engine.step()
     names = {id(p): name for name, p in engine.module.named_parameters()}
-    parameters = engine._components.partition.parameters
+    parameters = components(engine).partition.parameters
     for parameter in parameters:
         state = engine.optimizer.read_state(parameter)
         found |= {f"{names[id(parameter)]}.{k}": torch.as_tensor(v) for k, v in state.items()}

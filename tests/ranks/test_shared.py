@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.inside import components
 from support.models import CASES
 from support.ranks import ThreadRanks, make_engine, on_ranks, train_ranks
 from support.trainer import make_config, make_device, train_exactly
@@ -180,7 +181,7 @@ def test_copies_are_over_before_ranks_meet_for_the_norm(tmp_path: Path) -> None:
         assert isinstance(ranks, ThreadRanks)
         with make_engine(ranks, models[ranks.rank], config, tmp_path) as engine:
             engine.backward(FROZEN.batches(2)[ranks.rank].call(engine))
-            engine._components.store._copies = Open(ranks.log)
+            components(engine).store._copies = Open(ranks.log)
             before = len(ranks.log)
             engine.step()
             return [what for what, _ in ranks.log[before:]]

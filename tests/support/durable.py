@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support import rough
+from support.inside import components
 from support.models import VOCAB, Stacked
 from support.small import batch, settings, small_model
 from torch import Tensor, nn
@@ -104,7 +105,7 @@ def step(engine: Engine, shift: int = 0) -> None:
 def state_of(engine: Engine) -> State:
     """Every byte at rest: weights with the frozen ones, residuals, moments."""
     engine.settle()
-    store = engine._components.store
+    store = components(engine).store
     kinds = engine.plan.precision.kinds
     return {
         (unit.index, kind.value): store.read(unit.index, kind).clone()

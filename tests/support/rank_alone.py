@@ -18,6 +18,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from support import init_alone, process_memory
+from support.inside import components
 from support.models import CASES
 
 import infinity
@@ -150,7 +151,7 @@ def shares_ram(job: dict[str, Any]) -> None:
     with init_alone.start(layers(WIDTH, NUM_LAYERS), config) as engine:
         engine.backward(engine(torch.ones(1, WIDTH)).sum())
         engine.step()
-        watch = engine._components.hooks.watch
+        watch = components(engine).hooks.watch
         less = psutil.Process().memory_info().rss - watch._resident()
         torch.save({"others": engine.plan.shared_bytes, "less": less}, f"{job['out']}-{rank}")
 

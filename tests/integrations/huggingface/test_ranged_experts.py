@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from support.inside import components
 from support.runs import metrics_of, settings, train
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -143,7 +144,7 @@ def test_a_range_without_tokens_is_not_fetched_and_is_updated(tmp_path: Path) ->
     )
     before = engine.state_dict()["model.layers.0.mlp.experts.down_proj"]
     used: list[int] = []
-    prefetcher = engine._components.prefetcher
+    prefetcher = components(engine).prefetcher
     use = prefetcher.use
     prefetcher.use = lambda unit, **how: (used.append(unit), use(unit, **how))[1]
     engine.backward(few(engine))
@@ -332,7 +333,7 @@ def test_slices_in_ranges_have_the_bits_of_slices_of_whole_layers(
         )
         model = build(family)
         engine, *_ = infinity.initialize(model, config, optimizer=sgd, device="cpu")
-        losses, fetcher = [], engine._components.prefetcher._fetcher
+        losses, fetcher = [], components(engine).prefetcher._fetcher
         for step in range(3):
             ids = torch.randint(0, 97, (8, 16), generator=torch.Generator().manual_seed(step))
             fetched: list[int] = []

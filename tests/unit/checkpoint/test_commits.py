@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.durable import PLACEMENTS, durable_engine, gated, state_of, step
+from support.inside import components
 from torch import Tensor
 
 from infinity.checkpoint.commits import (
@@ -214,7 +215,7 @@ def test_every_parameter_can_be_read_by_name(tmp_path: Path, case: str) -> None:
             reader.read_into("frozen", "fixed.bias", 40, torch.empty(128, dtype=torch.uint8))
     assert reader._parts[0]._files == []
     with durable_engine(paths, gated(), **more, resume="auto") as engine:
-        assert engine._components.resumed
+        assert components(engine).resumed
 
 
 def test_rot_is_named(tmp_path: Path) -> None:

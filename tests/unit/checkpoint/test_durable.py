@@ -28,6 +28,7 @@ from support.durable import (
 )
 from support.fake_accelerator import FakeAccelerator
 from support.grids import diagonal
+from support.inside import components
 from support.small import batch, settings, small_model
 from torch import nn
 
@@ -86,7 +87,7 @@ def check_resumed(paths: list[Path], more: dict[str, Any], to: int | None = None
     precision = more.get("precision", "fp32")
     with durable_engine(paths, gated(), **{"resume": "auto", **more}) as engine:
         found = engine.global_steps
-        assert engine._components.resumed is not None
+        assert components(engine).resumed is not None
         assert equal(state_of(engine), undisturbed(found, precision))
         while to is not None and engine.global_steps < to:
             step(engine)
@@ -242,11 +243,11 @@ def test_predicted_bytes_hold_over_commits(tmp_path: Path, placement: str) -> No
     ) as engine:
         for _ in range(2):
             step(engine)
-        engine._components.optimizer_pass.finish()
+        components(engine).optimizer_pass.finish()
         before = engine.counters()
         for _ in range(4):
             step(engine)
-        engine._components.optimizer_pass.finish()
+        components(engine).optimizer_pass.finish()
         written = engine.counters()["disk_write"] - before["disk_write"]
         assert written == 4 * engine.forecast()["disk_write"]
 
@@ -341,7 +342,7 @@ def test_an_edit_can_be_committed_at_once(tmp_path: Path) -> None:
     with durable_engine(tmp_path, gated(), placement=PLACEMENTS["moments in RAM"]) as engine:
         step(engine)
         edit(engine)
-        durability = engine._components.durability
+        durability = components(engine).durability
         assert durability is not None
         durability.commit(engine._checkpoints.document(), 7)
         edited = state_of(engine)
@@ -381,7 +382,7 @@ def test_a_directory_can_be_named(tmp_path: Path, finished: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     with start(other, resume=str(finished)) as engine:
-        assert engine._components.resumed
+        assert components(engine).resumed
         assert str(finished) in engine.plan.describe()
         with pytest.raises(MachineError, match="in use by another process"):
             start(other, resume=str(finished))
@@ -439,7 +440,7 @@ def test_one_of_another_model_is_left_alone(tmp_path: Path, finished: Path) -> N
         start(tmp_path, small_model(), resume=str(finished))
     with pytest.warns(InfinityWarning, match=why):
         engine = start(tmp_path, small_model(), resume="auto")
-    assert engine._components.resumed is None
+    assert components(engine).resumed is None
     engine.close()
 
 
@@ -491,8 +492,8 @@ def test_rot_between_runs_is_found(tmp_path: Path) -> None:
     state = bytearray((directory / "state.bin").read_bytes())
     assert read_run(directory).record.checksums
     with durable_engine(tmp_path, gated(), **verify, resume="auto") as engine:
-        extent = engine._components.store.on_disk(
-            0, Kind.WEIGHT, 0, engine._components.store.units[0].copy.active
+        extent = components(engine).store.on_disk(
+            0, Kind.WEIGHT, 0, components(engine).store.units[0].copy.active
         )
     state[extent.offset] ^= 1
     (directory / "state.bin").write_bytes(state)

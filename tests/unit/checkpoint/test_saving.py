@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import components
 from support.patience import wait_until
 from support.small import (
     MIXED,
@@ -81,7 +82,7 @@ class SlowWriter:
 
     def on_wait(self, engine: Engine, act: Callable[[], None]) -> None:
         """Do this when somebody begins to wait for bytes that are not copied yet."""
-        changed = engine._components.saver._changed
+        changed = components(engine).saver._changed
         wait = changed.wait
 
         def told(timeout: float | None = None) -> bool:
@@ -141,7 +142,7 @@ def test_a_pass_waits_for_the_units_it_would_change(
         assert waits.acquire(timeout=60)
         # The update has not begun: all state is as it was.
         segment = engine.plan.units[0].trained_segments[0]
-        at_rest = engine._components.store.units[0].in_ram(Kind.WEIGHT)
+        at_rest = components(engine).store.units[0].in_ram(Kind.WEIGHT)
         assert at_rest is not None
         held = at_rest.view(torch.float32)
         held = held[segment.offset : segment.offset + segment.numel].view(segment.shape)
@@ -201,7 +202,7 @@ def test_what_fails_behind_the_back_is_told(
             train(engine, 1)
             monkeypatch.setattr(CheckpointWriter, "finish", full)
             engine.save_checkpoint(saved)
-            thread = engine._components.saver._thread
+            thread = components(engine).saver._thread
             assert thread is not None
             thread.join(600)
             monkeypatch.undo()

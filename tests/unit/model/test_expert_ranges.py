@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
+from support.inside import components
 from support.models import CASES, Stacked, Stacks
 from torch import nn
 
@@ -395,7 +396,7 @@ def test_compile_leaves_out_blocks_in_ranges_and_is_refused_where_all_are() -> N
     model = Stacked()
     hook = model.blocks[1].experts.up.register_hook(lambda gradient: None)
     with in_ranges(model, compile=True) as engine:
-        assert engine._components.forwards.num_compiled == 1
+        assert components(engine).forwards.num_compiled == 1
     hook.remove()
     with pytest.raises(ConfigError, match="no block that can be compiled"):
         in_ranges(Stacked(), compile=True)

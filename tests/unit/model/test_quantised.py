@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.inside import components
 from support.models import CASES
 from support.quantised import as_bitsandbytes, dynamic, packed, rounded
 from support.small import ON_DEVICE, ON_DISK, settings
@@ -251,12 +252,12 @@ def test_values_are_given_dequantised_and_quantised_anew_only_if_they_change(
 ) -> None:
     first = adapted().get_parameter("0.base.weight").detach().bfloat16()
     with run(tmp_path) as engine:
-        before, edition = state(engine), engine._components.store.frozen_edition
+        before, edition = state(engine), components(engine).store.frozen_edition
         assert torch.equal(before["0.base.weight"], rounded(first, "nf4"))
         with engine.materialized(engine.module):
             pass
         engine.load_state_dict(before)
-        assert engine._components.store.frozen_edition == edition
+        assert components(engine).store.frozen_edition == edition
         assert same(state(engine), before)
         other = matrix((WIDE, WIDE))
         with engine.materialized(engine.module), torch.no_grad():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
+from support.inside import components
 from support.patience import wait_until
 from support.small import SmallModel, batch, small_engine, small_model
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ def deep_model() -> SmallModel:
 
 
 def store_of(engine: Engine) -> ActivationStore:
-    store = engine._components.activations
+    store = components(engine).activations
     assert store is not None
     return store
 
@@ -295,7 +296,7 @@ def test_what_finds_no_room_stays(tmp_path: Path) -> None:
             engine.step()
         loss = engine(batch(2))
         size = 2 * 9 * 16 * 4
-        assert (engine._components.forwards.recomputed, store_of(engine).num_saved) == (
+        assert (components(engine).forwards.recomputed, store_of(engine).num_saved) == (
             2 * 6,
             3 * 6,
         )

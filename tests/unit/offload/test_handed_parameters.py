@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import rough
+from support.inside import components
 from support.small import ON_DEVICE, ON_DISK, settings
 from torch import Tensor, nn
 
@@ -67,7 +68,7 @@ def train(path: Path, placement: dict[str, str]) -> tuple[list[float], dict[str,
             losses.append(loss.item())
         with torch.no_grad():
             losses.append(engine.module(x).item())
-        stuck = sum(entry.forward_depth for entry in engine._components.prefetcher.ledger.entries)
+        stuck = sum(entry.forward_depth for entry in components(engine).prefetcher.ledger.entries)
         return losses, dict(engine.state_dict(master=True)), stuck
 
 
@@ -89,6 +90,6 @@ def test_an_exception_inside_gives_it_back(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError):
             engine(torch.ones(5, WIDTH + 1))
         assert (
-            sum(entry.forward_depth for entry in engine._components.prefetcher.ledger.entries) == 0
+            sum(entry.forward_depth for entry in components(engine).prefetcher.ledger.entries) == 0
         )
         assert engine(torch.ones(5, WIDTH)).isfinite()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
+from support.inside import components
 from support.small import (
     MIXED,
     ON_DEVICE,
@@ -42,7 +43,7 @@ INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 
 def resident(engine: Engine) -> set[str]:
     """Names of units that parameters are bound to."""
-    entries = engine._components.prefetcher.ledger.entries
+    entries = components(engine).prefetcher.ledger.entries
     return {u.name for u in engine.plan.units if entries[u.index].bound}
 
 
@@ -147,7 +148,7 @@ def test_leaving_bumps_the_version_so_that_stale_saves_raise(tmp_path: Path) -> 
         weight = engine.module.blocks[0].up.weight
         saved = (weight * weight).sum()  # outside any hook of ours: the leaf itself is saved
         unit = next(u.index for u in engine.plan.units if u.name == "blocks.0")
-        engine._components.prefetcher.drop(unit)
+        components(engine).prefetcher.drop(unit)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             saved.backward()
 
@@ -198,7 +199,7 @@ def test_saved_tensors_hold_no_slot(tmp_path: Path) -> None:
     """After a whole forward the graph refers to no slot: nothing lingers but what is bound."""
     with small_engine(tmp_path, prefetch_units=1) as engine:
         loss = engine(batch(0))
-        prefetcher = engine._components.prefetcher
+        prefetcher = components(engine).prefetcher
         for slot in prefetcher.ledger.slots:
             if slot.owner is not None:
                 entry = prefetcher.ledger.entries[slot.owner]
@@ -225,7 +226,7 @@ def test_other_saved_tensors_are_checked_for_edits(tmp_path: Path) -> None:
         loss = engine(torch.randn(2, 4))
         with pytest.raises(RuntimeError, match="inplace operation"):
             engine.backward(loss)
-        assert isinstance(engine._components.hooks.saved, SavedTensors)
+        assert isinstance(components(engine).hooks.saved, SavedTensors)
 
 
 # --- the mapping ---------------------------------------------------------------------------------
@@ -449,11 +450,11 @@ def test_a_frozen_parameter_of_any_dtype_is_served_as_it_was(tmp_path: Path) -> 
 def test_where_units_are_is_what_the_ledger_says(tmp_path: Path) -> None:
     """Bound parameters, and only those, share memory with their unit's slot."""
     with small_engine(tmp_path, prefetch_units=1, model=SmallModel(num_blocks=5)) as engine:
-        prefetcher = engine._components.prefetcher
+        prefetcher = components(engine).prefetcher
         engine.backward(engine(batch(0)))
         for unit, entry in zip(engine.plan.units, prefetcher.ledger.entries, strict=True):
             for segment in unit.segments:
-                parameter = engine._components.partition.parameters[segment.parameter]
+                parameter = components(engine).partition.parameters[segment.parameter]
                 if entry.bound:
                     assert entry.residency is Residency.RESIDENT
                     storage = entry.slot.memory.untyped_storage()

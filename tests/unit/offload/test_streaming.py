@@ -14,6 +14,7 @@ import pytest
 from support.durable import PLACEMENTS, equal, gated, state_of, undisturbed
 from support.fake_accelerator import FakeAccelerator
 from support.grids import diagonal
+from support.inside import components
 from support.ordered_accelerator import ordered_device
 from support.small import (
     MIXED,
@@ -138,7 +139,7 @@ def test_a_close_waits_for_chunks_under_way(tmp_path: Path, place: str) -> None:
     ):
         engine.backward(engine(batch(0)))
         engine.step()
-        streams = engine._components.optimizer_pass.updates._under_way
+        streams = components(engine).optimizer_pass.updates._under_way
         while not len(streams):
             time.sleep(0.0005)
     assert len(streams) == 0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.fake_accelerator import FakeAccelerator
+from support.inside import components
 from support.small import small_engine
 
 from infinity.errors import ConfigError, MachineError
@@ -268,4 +269,4 @@ def test_an_engine_leaves_them(
     device = CpuDevice() if unified else FakeAccelerator()
     told = {"cpu": {"num_threads": 0}}
     with small_engine(tmp_path, arguments={"device": device}, **told) as engine:
-        assert engine._components.kernels.num_threads == threads
+        assert components(engine).kernels.num_threads == threads

@@ -18,6 +18,7 @@ import torch
 from support import rough
 from support.fake_accelerator import FakeAccelerator
 from support.forked import Program
+from support.inside import components
 from support.models import CASES, CHECKPOINTINGS, Checkpointing
 from support.patience import wait_until
 from support.small import MIXED, ON_DEVICE, ON_DISK, batch, settings, small_engine, small_model
@@ -220,7 +221,7 @@ def test_only_the_steps_that_are_asked_for(tmp_path: Path) -> None:
     config = make_config(("disk", "disk", "disk"), trace=str(tmp_path / "t.json"))
     with Run(small_model(), config | {"trace_steps": [2, 3]}) as run:
         engine = run.engine
-        tracks, hooks = engine._components.transfers, engine._components.hooks
+        tracks, hooks = components(engine).transfers, components(engine).hooks
         seen = []
         for index in range(6):
             seen.append((tracks.trace is not None, hooks.saved.timeline is not None))
@@ -249,9 +250,9 @@ def test_steps_that_can_be_asked_for() -> None:
 
 def test_without_a_trace_there_is_none(tmp_path: Path) -> None:
     with small_engine(tmp_path, ON_DISK) as engine:
-        assert engine._components.transfers.trace is None
-        assert engine._components.hooks.saved.timeline is None
-        assert engine._components.timeline is None
+        assert components(engine).transfers.trace is None
+        assert components(engine).hooks.saved.timeline is None
+        assert components(engine).timeline is None
         assert not [t for t in threading.enumerate() if t.name == "infinity-trace"]
 
 
@@ -315,7 +316,7 @@ def test_waiting_for_weights_is_not_computing(tmp_path: Path, checkpoint: str) -
     config = settings(tmp_path / "nvme", IN_RAM, trace=str(tmp_path / "t.json"), **more)
     device = Watched()
     with infinity.initialize(small_model(), config, device=device)[0] as engine:
-        trace = engine._components.transfers.trace
+        trace = components(engine).transfers.trace
         assert trace is not None
         for index in range(3):
             engine.backward(engine(batch(index)))

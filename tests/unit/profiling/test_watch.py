@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from support.inside import components
 from support.small import WIDTH, Block, SmallModel, batch, settings, train
 from torch import Tensor, nn
 
@@ -81,7 +82,7 @@ def test_memory_near_the_budget_is_told_once(
     with infinity.initialize(hoarding_model(), given)[0] as engine:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            monkeypatch.setattr(engine._components.hooks.watch, "_next_trim_s", 0.0)
+            monkeypatch.setattr(components(engine).hooks.watch, "_next_trim_s", 0.0)
             train(engine, 2)
         texts = [str(w.message) for w in told if issubclass(w.category, InfinityWarning)]
         assert len(texts) == 1
@@ -111,7 +112,7 @@ def test_a_full_machine_is_an_error_before_the_kernel_strikes(
         monkeypatch.setattr(memory_watch, "ROOM_S", 0.0)
         monkeypatch.setattr(memory_watch, "memory_room", lambda: (1000 * MIB, 15 * MIB))
         monkeypatch.setattr(memory_watch, "LOOK_AGAIN_S", 0.0)
-        engine._components.hooks.watch._next_room_s = 0.0
+        components(engine).hooks.watch._next_room_s = 0.0
         with pytest.raises(DoesNotFitError, match=r"1000.00 MiB .* 15.00 MiB are left"):
             train(engine, 1)
 
@@ -126,7 +127,7 @@ def test_a_reading_that_lags_behind_ends_no_run(
         monkeypatch.setattr(memory_watch, "ROOM_S", 0.0)
         monkeypatch.setattr(memory_watch, "LOOK_AGAIN_S", 0.0)
         monkeypatch.setattr(memory_watch, "memory_room", lambda: (1000 * MIB, next(readings) * MIB))
-        engine._components.hooks.watch._next_room_s = 0.0
+        components(engine).hooks.watch._next_room_s = 0.0
         train(engine, 1)
     assert next(readings) == 500
 
@@ -149,7 +150,7 @@ def test_the_first_steps_say_what_activations_took(tmp_path: Path) -> None:
 def test_few_looks_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with infinity.initialize(hoarding_model(), settings(tmp_path))[0] as engine:
         train(engine, 3)
-        watcher = engine._components.hooks.watch
+        watcher = components(engine).hooks.watch
         samples: list[float] = []
         monkeypatch.setattr(watcher, "_sample", lambda *given: samples.append(given[2]))
         ticks = itertools.count(time.monotonic() + 10, memory_watch.SAMPLE_S / 100)

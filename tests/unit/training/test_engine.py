@@ -12,6 +12,7 @@ import pytest
 import torch
 from support import rough
 from support.fake_accelerator import FakeAccelerator
+from support.inside import components
 from support.small import (
     MIXED,
     ON_DEVICE,
@@ -479,10 +480,10 @@ def test_a_failed_update_poisons_the_engine(
     with small_engine(tmp_path) as engine:
         train(engine, 1)
         engine.settle()
-        transfers = engine._components.transfers
+        transfers = components(engine).transfers
         loss = engine(batch(1))
         engine.backward(loss)
-        engine._components.gradients.settle()
+        components(engine).gradients.settle()
 
         def broken(pieces: Any, **options: Any) -> Any:
             raise OSError(5, "Input/output error")

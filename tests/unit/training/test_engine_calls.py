@@ -19,6 +19,7 @@ import pytest
 import torch
 from support import rough, small
 from support.fake_accelerator import FakeAccelerator
+from support.inside import components
 from support.small import (
     MIXED,
     ON_DEVICE,
@@ -445,7 +446,7 @@ def test_groups_are_captured_when_no_update_is_under_way(
     with small_engine(tmp_path) as engine:
         engine.backward(engine(batch(0)))
         engine.step()
-        note(engine._components.optimizer_pass, "finish")
+        note(components(engine).optimizer_pass, "finish")
         note(engine.optimizer, "params_by_index")
         engine.optimizer.read_state(next(engine.module.parameters()))
         assert calls == ["finish", "params_by_index"]

@@ -20,6 +20,7 @@ from support import rough
 from support.backward_thread import backward_on_a_thread
 from support.fake_accelerator import FakeAccelerator
 from support.grids import diagonal
+from support.inside import components
 from support.small import (
     ON_DISK,
     assert_nothing_left,
@@ -56,12 +57,12 @@ def from_another_thread() -> None:
 
 def assert_restored(engine: Engine) -> None:
     """Between two calls no stack of ours or of torch's holds anything, nor is SIGINT ours."""
-    hooks = engine._components.hooks
+    hooks = components(engine).hooks
     assert hooks.saved.depth == 0
     assert not hooks._inside
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch.is_autocast_cache_enabled()
-    assert all(entry.forward_depth == 0 for entry in engine._components.prefetcher.ledger.entries)
+    assert all(entry.forward_depth == 0 for entry in components(engine).prefetcher.ledger.entries)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -76,7 +77,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], 
 
 def during(engine: Engine, name: str, action: Callable[[], object]) -> Callable[[], None]:
     """The action happens in the middle of each such call, until what is returned is called."""
-    block, parts = engine.module.blocks[1], engine._components
+    block, parts = engine.module.blocks[1], components(engine)
     if name == "forward":
         return block.up.register_forward_hook(lambda *_: action() and None).remove
     if name == "backward":
@@ -249,7 +250,7 @@ def test_a_wait_is_ended_by_the_second(tmp_path: Path, wait: str) -> None:
     nvme, gate = tmp_path / "nvme", threading.Event()
     nvme.mkdir()
     with small_engine(nvme, arguments={"device": FakeAccelerator(1)}, **TWO) as engine:
-        parts = engine._components
+        parts = components(engine)
         if wait == "for an update":
             parts.optimizer_pass.updates.before_change = lambda unit: gate.wait() and None
             train(engine, 1)
@@ -291,7 +292,7 @@ def test_close_can_be_called_again_when_it_was_ended(
     engine, *_ = infinity.initialize(small_model(), settings(tmp_path))
     train(engine, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(engine._components.binding, "forget", lambda unit: (ctrl_c(), ctrl_c()))
+        patch.setattr(components(engine).binding, "forget", lambda unit: (ctrl_c(), ctrl_c()))
         with pytest.raises(KeyboardInterrupt):
             engine.close()
     engine.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import components
 from support.small import ON_DEVICE, ON_DISK, SmallModel, batch, masters, same, small_engine
 from torch import Tensor, nn
 from torch.nn import functional
@@ -280,7 +281,7 @@ def test_what_fails_midway_leaves_no_trace(tmp_path: Path, placement: dict[str, 
             with pytest.raises(kind, match=words):
                 engine.train_batch(data, loss_fn)
             assert (engine.micro_step, engine._window.is_open) == (0, False)
-            assert not engine._components.gradients.arrived()
+            assert not components(engine).gradients.arrived()
         return clean(engine, tokens)
 
     found = []

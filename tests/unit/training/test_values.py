@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
+from support.inside import components
 from support.small import (
     MIXED,
     ON_DEVICE,
@@ -59,7 +60,7 @@ def test_a_state_dict_reads_what_is_asked_for_and_no_more(
 ) -> None:
     with small_engine(tmp_path) as engine:
         read: list[int] = []
-        store = engine._components.store
+        store = components(engine).store
         original = store.read
         monkeypatch.setattr(store, "read", lambda u, k: read.append(u) or original(u, k))
         state = engine.state_dict()
@@ -339,8 +340,8 @@ def test_reading_waits_for_the_pass(tmp_path: Path, read: str) -> None:
     slow = {"io": {"slow_bytes_per_s": 5_000_000}}
     with small_engine(tmp_path, **slow) as engine:
         train(engine, 1)
-        weight = engine._components.partition.parameters[
-            engine._components.partition.names.index("blocks.2.up.weight")
+        weight = components(engine).partition.parameters[
+            components(engine).partition.names.index("blocks.2.up.weight")
         ]
         if read == "state_dict":
             value = engine.state_dict()["blocks.2.up.weight"]

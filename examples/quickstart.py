@@ -21,7 +21,7 @@ with infinity.Init():  # no memory is taken until the engine takes over
 
 config = {
     "nvme_path": tempfile.mkdtemp(),  # a directory on your fastest drive
-    "placement": {"weights": "disk", "optimizer_state": "disk"},  # or leave it out: the plan decides
+    "placement": {"weights": "disk", "optimizer_state": "disk"},  # without it the plan decides
     "precision": "bf16" if device == "cuda" else "fp32",
     "cast_inputs": True,  # x is fp32
     "gradient_clipping": 1.0,

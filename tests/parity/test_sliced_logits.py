@@ -323,9 +323,9 @@ def test_heads_are_found_and_given_back() -> None:
 def test_the_doors_of_causal_language_models_slice_unless_told_otherwise() -> None:
     causal_model, other = LLAMA.build(), FAMILIES["bert"].build()
     for built, told, expected in (
-        (causal_model, {}, "sliced"),
-        (nn.ModuleDict({"wrapped": causal_model}), {}, "sliced"),
-        (causal_model, {"activations": {"logits": "full"}}, "whole"),
+        (causal_model, {}, "chunked"),
+        (nn.ModuleDict({"wrapped": causal_model}), {}, "chunked"),
+        (causal_model, {"activations": {"logits": "full"}}, "full"),
         (other, {}, "auto"),
     ):
         assert choose_logits(built, load_config(told)).activations.logits == expected

@@ -179,8 +179,9 @@ def planned(device: int | None, whole: bool | None = None, **placement: str) -> 
     units = tuple(
         replace(lay_out(i, f"unit {i}", facts, FP32, ranks=4), index=i) for i in range(10)
     )
-    placement = {"reshard_after_forward": not whole, **placement}
-    config = load_config({"precision": "fp32", "prefetch_units": 1, "placement": placement})
+    reshards = None if whole is None else not whole
+    wishes = {"reshard_after_forward": reshards, **placement}
+    config = load_config({"precision": "fp32", "prefetch_units": 1, "placement": wishes})
     return make_plan(units, config, Limits(device, None, None), unified=False)
 
 

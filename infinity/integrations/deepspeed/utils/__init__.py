@@ -50,7 +50,12 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The gradient accumulated in this window; None where none has come, as after `step()`."""
+    """The gradient accumulated in this window; None where none has come, as after `step()`.
+
+    None of a frozen parameter, too.
+    """
+    if not param.requires_grad:
+        return None
     engine = _engine(param)
     try:
         return engine.gradient(param).to(engine.device, torch.float32)

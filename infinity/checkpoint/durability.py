@@ -51,8 +51,8 @@ from infinity.plan.budget import FROZEN_PIECE, NUM_COMMIT_BUFFERS, commit_buffer
 from infinity.plan.plan import Plan
 from infinity.profiling.trace_recorder import NO_UNIT, Laps
 from infinity.storage.device import Event
-from infinity.storage.disk import CHECKSUM_BYTES, Extent, stored_checksums
-from infinity.storage.run_dir import LOCK_NAME, RECORD_NAME, STATE_NAME
+from infinity.storage.disk import CHECKSUM_BYTES, STATE_NAME, Extent, stored_checksums
+from infinity.storage.run_dir import LOCK_NAME, RECORD_NAME
 from infinity.storage.staging import BufferPool, host_buffer
 from infinity.storage.store import Range
 from infinity.types import PAGE, Kind

@@ -42,8 +42,8 @@ from infinity.common.files import LockFile
 from infinity.errors import CheckpointError, MachineError, listed
 from infinity.offload.state import ExtentAllocator, UnitState, promise_extents
 from infinity.plan.plan import Plan
-from infinity.storage.disk import Extent, stored_checksums, wrong_pages
-from infinity.storage.run_dir import STATE_NAME, lock_durable
+from infinity.storage.disk import STATE_NAME, Extent, stored_checksums, wrong_pages
+from infinity.storage.run_dir import lock_durable
 from infinity.storage.striping import Stripes
 from infinity.types import PAGE, Tier, round_up
 

@@ -26,10 +26,9 @@ from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.plan.layout import PRECISIONS, Segment, StackRows, UnitLayout
 from infinity.plan.plan import Plan, RuleFacts, UnitPlacement
 from infinity.plan.planner import Stored
+from infinity.storage.disk import STATE_NAME
 from infinity.storage.run_dir import (
     RECORD_NAME,
-    STATE_FORMAT,
-    STATE_NAME,
     disown,
     durable_records,
     has_commits,
@@ -48,6 +47,7 @@ PLAN_NAME = "plan.json"
 SUMS_NAME = "checksums.bin"
 _FORMAT = "torch-infinity-durable"
 _VERSION = 4
+_STATE_FORMAT = "torch-infinity-state"
 MAX_TOLD = 5  # differences between a stored run and this one
 
 
@@ -243,7 +243,7 @@ def plan_of(facts: Mapping[str, Any], placements: Sequence[Any]) -> Plan:
 
 def state_tag(run: str, index: int) -> bytes:
     """The last page of a state file: whose it is, and which of its run's."""
-    text = json.dumps({"format": STATE_FORMAT, "run": run, "index": index})
+    text = json.dumps({"format": _STATE_FORMAT, "run": run, "index": index})
     return text.encode().ljust(PAGE, b"\0")
 
 

@@ -24,7 +24,7 @@ from infinity.storage import striping
 from infinity.storage.device import HostArena
 from infinity.storage.disk_speed import measure_speeds
 from infinity.storage.os_errors import corruption, does_not_fit, transfer_error
-from infinity.storage.run_dir import STATE_NAME, Scratch
+from infinity.storage.run_dir import Scratch
 from infinity.storage.store import Pieces, Priority
 from infinity.storage.striping import Stripes, Striping
 from infinity.types import PAGE, Tier, round_up
@@ -134,6 +134,7 @@ def first_difference(buffer: Tensor, expected: Tensor) -> tuple[int, int, int] |
     return page * PAGE, int(found[page]) & 0xFFFFFFFF, int(expected[page]) & 0xFFFFFFFF
 
 
+STATE_NAME = "state.bin"
 # What a path keeps free where there are others: a file system needs some for its own tables.
 _SPARE_SHARE = 64
 _SPARE_BYTES = 64 << 20

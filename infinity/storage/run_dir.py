@@ -38,7 +38,6 @@ from infinity.common.files import (
 )
 from infinity.errors import MachineError
 from infinity.storage.os_errors import checked_root, does_not_fit, refusal
-from infinity.types import PAGE
 
 RECORD_FORMAT, RECORD_VERSION = "torch-infinity-run", 3
 
@@ -87,8 +86,6 @@ _RUN_NAME = re.compile(r"infinity-run-[0-9]+-[0-9a-f]{16}")
 _NEW_NAME = re.compile(r"\.infinity-new-[0-9]+-[0-9a-f]{16}")
 # Making takes milliseconds; what is older was abandoned between two system calls.
 _NEW_GRACE_S = 600.0
-STATE_NAME = "state.bin"
-STATE_FORMAT = "torch-infinity-state"  # in the last page of a durable run's, which no other has
 LOCK_NAME = "lock"
 RECORD_NAME = "run.json"
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -315,25 +312,14 @@ def not_ours(directory: Path) -> str:
 def has_commits(directory: Path, record: Mapping[str, Any]) -> bool:
     """Return True if a step was committed in a directory, or in the first one of its run.
 
-    Holds whatever the directory's `record` says: a file may be set back to an older copy. Where the
-    first one is not there, on a drive that is not mounted, a step may have been committed.
+    Holds whatever the directory's `record` says: a file may be set back to an older copy.
     """
-    first = Path(str(record.get("primary", directory)))
-    if not first.is_dir() and _is_durable_state(directory / STATE_NAME):
-        return True
-    for place in (directory, first):
+    for place in (directory, Path(str(record.get("primary", directory)))):
         for path in place.glob("commit-*.bin"):
             with suppress(OSError, ValueError):
                 sequence = unseal(first_sealed(read_small(path))).get("sequence")
                 if isinstance(sequence, int) and sequence > 0:
                     return True
-    return False
-
-
-def _is_durable_state(path: Path) -> bool:
-    with suppress(OSError):
-        end = path.stat().st_size
-        return STATE_FORMAT.encode() in read_small(path, max(end - PAGE, 0))
     return False
 
 

@@ -45,8 +45,8 @@ from infinity.errors import (
     MachineError,
     TransferError,
 )
+from infinity.storage.disk import STATE_NAME as STATE
 from infinity.storage.disk import Disk
-from infinity.storage.run_dir import STATE_NAME as STATE
 from infinity.storage.run_dir import remove_dead_runs
 from infinity.types import Kind
 

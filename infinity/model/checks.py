@@ -108,3 +108,8 @@ def _refuse_shared_memory(model: nn.Module) -> None:
             )
         if end > reach:
             reach, before, also = end, name, trained
+
+
+def recomputes_itself(model: nn.Module) -> bool:
+    """Return True if gradient checkpointing of transformers is enabled in the model."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

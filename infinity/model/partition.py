@@ -163,7 +163,7 @@ def partition_model(
         for name, origin in one.stacks.members:
             count = one.end - one.first
             facts.append(facts[origin].rows(one.parameters[name], one.first, count))
-    layouts = tuple(
+    layouts = [
         lay_out(
             index,
             cut.name,
@@ -174,15 +174,40 @@ def partition_model(
             whole=whole,
         )
         for index, cut in enumerate(cuts)
-    )
+    ]
     trained = [fact.trained for fact in facts]
     dtypes = [fact.dtype for fact in facts]
     return Partition(
-        cutter.names, cutter.parameters, trained, dtypes, cuts, layouts, cutter.num_own, rows, notes
+        cutter.names,
+        cutter.parameters,
+        trained,
+        dtypes,
+        cuts,
+        _with_uses(layouts, target_of("", model, {})),
+        cutter.num_own,
+        rows,
+        notes,
     )
 
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _with_uses(layouts: Sequence[UnitLayout], target: Target) -> tuple[UnitLayout, ...]:
+    """Return the layouts with `at_end` and `looked_up` of those outside blocks."""
+    last = max((s.origin for u in layouts if u.is_block for s in u.segments), default=None)
+    embedded, found = target.lookups | target.heads, list[UnitLayout]()
+    for unit in layouts:
+        if last is not None and not unit.is_block and not unit.is_range:
+            origins = {s.origin for s in unit.segments}
+            before = {i for i in origins if i < last}
+            unit = replace(
+                unit,
+                at_end=bool(before) and (before != origins or not origins.isdisjoint(target.heads)),
+                looked_up=bool(before) and before <= embedded,
+            )
+        found.append(unit)
+    return tuple(found)
 
 
 def _stacks(

@@ -12,16 +12,17 @@ from collections.abc import Callable
 import torch
 
 from infinity.offload.prefetch import Prefetcher
-from infinity.plan.access_order import AccessOrder, guess_cycle
+from infinity.plan.access_order import AccessOrder
+from infinity.plan.plan import Plan
+from infinity.plan.usual_cycle import usual_cycle
 
 
 class Cycles:
     """Opens and closes orders of the prefetcher; `plan/access_order.py` defines a cycle."""
 
-    def __init__(self, prefetcher: Prefetcher) -> None:
-        num_units = len(prefetcher.ledger.entries)
-        self.training = AccessOrder(guess_cycle(num_units, backward=True))
-        self.without_grad = AccessOrder(guess_cycle(num_units, backward=False))
+    def __init__(self, prefetcher: Prefetcher, plan: Plan) -> None:
+        self.training = AccessOrder(usual_cycle(plan))
+        self.without_grad = AccessOrder(usual_cycle(plan, backward=False))
         self._prefetcher = prefetcher
         self._open = False
         self._interrupted: bool | None = None  # a training cycle; whether its next one follows

@@ -2,7 +2,7 @@
 
 A cycle is what lies between the first forward after a backward and the end of the next backward
 (one micro-batch); without gradients it is one call of the engine. The order starts from a guess
-(module order forward, then reversed) and is replaced by what the last whole cycle really did.
+(`plan/usual_cycle.py`) and is replaced by what the last whole cycle really did.
 
 [Note: one rule, two runs]
 The functions below decide which unit leaves a slot (the one used farthest in the future) and which
@@ -106,12 +106,6 @@ def _index(sequence: Sequence[int]) -> dict[int, list[int]]:
     for position, unit in enumerate(sequence):
         uses.setdefault(unit, []).append(position)
     return uses
-
-
-def guess_cycle(num_units: int, *, backward: bool) -> list[int]:
-    """The order assumed before anything was seen: forward in module order, backward reversed."""
-    forward = list(range(num_units))
-    return forward + forward[::-1] if backward else forward
 
 
 # Which unit leaves a slot and which is fetched next: one rule, for the run and for its forecast.

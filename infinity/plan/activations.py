@@ -119,7 +119,7 @@ class ActivationModel:
         self.widths = block_widths(units)
         self._itemsize = max((u.weight_itemsize for u in units), default=0)
         self._heads: list[Segment] = []
-        self._blocks = [self._shape(b, lookups, heads, shares or {}) for b in _blocks(units)]
+        self._blocks = [self._shape(b, lookups, heads, shares or {}) for b in blocks_of(units)]
 
     def _shape(
         self,
@@ -293,7 +293,7 @@ def recomputed(units: Sequence[UnitLayout], recompute: Recompute) -> list[UnitLa
     """Return the units of the first `count` blocks with their experts; all of them for "all"."""
     if not recompute:
         return []
-    blocks = [b for b in _blocks(units) if b[0].is_block]
+    blocks = [b for b in blocks_of(units) if b[0].is_block]
     if recompute == "all":
         return [unit for block in blocks for unit in block] or list(units)
     return [unit for block in blocks[:recompute] for unit in block]
@@ -305,7 +305,7 @@ def sharing(
     """Return the units of blocks whose slices pass these stacks together: own ones, and ranges."""
     own: list[UnitLayout] = []
     ranges: list[UnitLayout] = []
-    for block in _blocks(units) if stacks else ():
+    for block in blocks_of(units) if stacks else ():
         if any(u.is_range and u.stacks_path in stacks for u in block):
             ranges += (u for u in block if u.is_range)
             own += (u for u in block if not u.is_range)
@@ -314,12 +314,12 @@ def sharing(
 
 def num_blocks(units: Sequence[UnitLayout]) -> int:
     """Blocks that repeat."""
-    return sum(block[0].is_block for block in _blocks(units))
+    return sum(block[0].is_block for block in blocks_of(units))
 
 
 def block_widths(units: Sequence[UnitLayout]) -> list[int]:
     """Values a token brings to each block, in order; experts belong to their block."""
-    own = {block[0].name for block in _blocks(units) if block[0].is_block}
+    own = {block[0].name for block in blocks_of(units) if block[0].is_block}
     widths = (
         _width([s for s in unit.segments if len(s.shape) > 1]) for unit in units if unit.name in own
     )
@@ -329,7 +329,7 @@ def block_widths(units: Sequence[UnitLayout]) -> list[int]:
 def attending_width(units: Sequence[UnitLayout]) -> int:
     """Values that a token brings to attention, all blocks together: those whose names say so."""
     found = 0
-    for block in _blocks(units):
+    for block in blocks_of(units):
         segments = [s for unit in block for s in unit.segments if len(s.shape) > 1]
         names = (segment.name.lower() for segment in segments)
         if any(word in name for name in names for word in _ATTENTION):
@@ -343,7 +343,7 @@ def _sides(segment: Segment) -> tuple[int, int]:
     return first, second
 
 
-def _blocks(units: Sequence[UnitLayout]) -> list[list[UnitLayout]]:
+def blocks_of(units: Sequence[UnitLayout]) -> list[list[UnitLayout]]:
     """The units by block, the block's own first: experts are units inside one."""
     names = {unit.name for unit in units}
     found: dict[str, list[UnitLayout]] = {}

@@ -47,7 +47,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 
 from infinity.config.schema import Recompute
-from infinity.plan.access_order import guess_cycle
 from infinity.plan.activations import attending_width, passes, recomputed, sharing
 from infinity.plan.forecast import PhaseBytes, counted_phases, disk_of_pass, forecast_phases
 from infinity.plan.layout import Segment, UnitLayout
@@ -183,7 +182,7 @@ class _Pricing:
         if work is not None:
             self._elements = _elements(plan.units, work)
             self._again = _again(plan, work)
-        order = dict.fromkeys(cycle or guess_cycle(len(plan.units), backward=True))
+        order = dict.fromkeys(cycle or range(len(plan.units)))
         self._updated = [unit for unit in order if plan.units[unit].numel]
         self._known: dict[tuple[int, bool, bool, bool], tuple[dict[str, float], float]] = {}
 

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any
 
 from infinity.plan import access_order
-from infinity.plan.access_order import AccessOrder, guess_cycle
+from infinity.plan.access_order import AccessOrder
 from infinity.plan.activations import saved_moves
 from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import (
@@ -28,6 +28,7 @@ from infinity.plan.plan import (
     streamed_bytes,
     update_place,
 )
+from infinity.plan.usual_cycle import usual_cycle
 from infinity.types import Tier
 
 FEW = 5  # micro-batches after which, most often, each is like the one before it
@@ -74,18 +75,9 @@ def forecast_phases(
     summed: Collection[int] | None = None,
 ) -> list[PhaseBytes]:
     """The same by phase: forward and backward of every micro-batch, in order."""
-    course = _course_of(plan, tuple(cycle) if cycle else None)
+    course = _course_of(plan, tuple(cycle) if cycle else usual_cycle(plan))
     sizes = plan.saved.sizes if saved is None else saved
-    repeats = not cycle and _repeats(plan)
-    return _Bytes(plan, course.cycle, sizes, summed, repeats).of(_run(course))
-
-
-def _repeats(plan: Plan) -> bool:
-    """Return True if a backward passes a layer's ranges twice: a recomputation passes them too.
-
-    Blocks whose slices pass ranges together are recomputed: see `offload/shared_ranges.py`.
-    """
-    return bool(plan.saved.recompute or plan.shared_stacks)
+    return _Bytes(plan, course.cycle, sizes, summed).of(_run(course))
 
 
 def counted_phases(plan: Plan) -> tuple[list[tuple[PhaseBytes, int]], list[PhaseBytes] | None]:
@@ -95,12 +87,12 @@ def counted_phases(plan: Plan) -> tuple[list[tuple[PhaseBytes, int]], list[Phase
     micro-batch are apart: a pass over gradients comes behind them.
     """
     known, how = plan.facts.known, (plan.whole, plan.prefetch_units, plan.micro_batches, plan.ranks)
-    key = (plan.at_device, *how)  # what a course follows from
+    cycle = usual_cycle(plan)
+    key = (plan.at_device, *how, cycle)  # what a course follows from
     if key not in known:
-        known[key] = _counted(_course_of(plan, None))
+        known[key] = _counted(_course_of(plan, cycle))
     counted, more = known[key]
-    usual = _usual_cycle(len(plan.units))
-    moving = _Bytes(plan, usual, plan.saved.sizes, repeats=_repeats(plan))
+    moving = _Bytes(plan, cycle, plan.saved.sizes)
     phases = [(moving.of_phase(moves), count) for moves, count in counted]
     return phases, None if more is None else [phases[index][0] for index in more]
 
@@ -123,20 +115,15 @@ def _counted(
     return [(moves, count) for moves, count in found.values()], added
 
 
-def _course_of(plan: Plan, cycle: tuple[int, ...] | None) -> _Course:
+def _course_of(plan: Plan, cycle: tuple[int, ...]) -> _Course:
     return _Course(
-        cycle=cycle or _usual_cycle(len(plan.units)),
+        cycle=cycle,
         slot_classes=plan.slot_classes,
         trained=plan.facts.trained,
         publishes=tuple(map(_publishing(plan).__contains__, range(len(plan.units)))),
         prefetch_units=plan.prefetch_units,
         micro_batches=plan.micro_batches,
     )
-
-
-@lru_cache(maxsize=16)
-def _usual_cycle(num_units: int) -> tuple[int, ...]:
-    return tuple(guess_cycle(num_units, backward=True))
 
 
 def _publishing(plan: Plan) -> set[int]:
@@ -213,7 +200,7 @@ class _Bytes:
 
     `cycle` are its accesses, `saved` sizes of tensors that each forward saves, and its backward
     brings back, `summed` units whose gradients leave in fp32: all blocks if None, and if the plan
-    has slices; `again` is the result of `_repeats`.
+    has slices.
     """
 
     def __init__(
@@ -222,7 +209,6 @@ class _Bytes:
         cycle: tuple[int, ...],
         saved: tuple[int, ...],
         summed: Collection[int] | None = None,
-        repeats: bool = False,
     ) -> None:
         self.plan = plan
         if summed is None:
@@ -238,22 +224,6 @@ class _Bytes:
                 self._on_disk[unit] = size if tier is Tier.DISK else 0
                 self._inward[unit] = 0 if plan.unified or tier is Tier.DEVICE else size
         self._gradients = self._of_gradients(cycle, frozenset(summed))
-        # By group, in a backward.
-        self._fetched_again = self._of_repeats() if repeats else Counter[int]()
-
-    def _of_repeats(self) -> Counter[int]:
-        """Return the ranges of experts, by group, that a backward which repeats them fetches again.
-
-        Of each class those of a layer that its slots do not hold.
-        """
-        plan, found = self.plan, Counter[int]()
-        ranges = {u.index: u.stacks_path for u in plan.units if u.is_range}
-        for slot_class in plan.slot_classes:
-            members = [unit for unit in slot_class.members if unit in ranges]
-            held = slot_class.count * len({ranges[unit] for unit in members})
-            for group, count in Counter(self._group[unit] for unit in members).items():
-                found[group] += max(count * (len(members) - held) // len(members), 0)
-        return found
 
     def of(self, phases: Sequence[_PhaseMoves]) -> list[PhaseBytes]:
         """The bytes of every phase; of repeated ones, which share their lists, counted once."""
@@ -274,10 +244,6 @@ class _Bytes:
         if moves.fetched:
             moved["disk_read"] += sum(map(self._on_disk.__getitem__, moves.fetched))
             moved["to_device"] += sum(map(self._inward.__getitem__, moves.fetched))
-        for kind, count in self._fetched_again.items() if moves.backward else ():
-            index = self.plan.unit_groups[kind].units[0]
-            moved["disk_read"] += count * self._on_disk[index]
-            moved["to_device"] += count * self._inward[index]
         _add(self._saved[moves.backward], moved)
         if not moves.backward and not moves.micro_batch:
             moved["disk_write"] += self.plan.commit_bytes // self.plan.durable_every
@@ -303,8 +269,6 @@ class _Bytes:
         others = self.plan.ranks - 1
         brought = [*moves.fetched, *(unit for unit, publish in moves.updated if publish)]
         counts = Counter(map(self._group.__getitem__, brought))
-        if moves.backward:
-            counts.update(self._fetched_again)
         nbytes = copied = 0
         for group, count in counts.items():
             units = self.plan.unit_groups[group]

@@ -179,6 +179,7 @@ class PlanInput:
             nodes=self.machine.nodes,
             may_share=self.machine.ranks > 1,
             facts=self.facts,
+            model_recomputes=self.work.recompute == "all",
         )
 
     def lowest_plans(self) -> Iterator[Plan]:
@@ -250,9 +251,12 @@ class PlanInput:
         if offload != self.config.activations.offload:  # sizes are for the place that was named
             update |= {"host": None, "disk": None}
         settings = self.config.activations.model_copy(update=update)
-        case = replace(self, work=replace(self.work, tokens=tokens, recompute=0))
         changes = {"gradient_accumulation_steps": micro_batches, "activations": settings}
-        return replace(case, config=case.config.model_copy(update=changes))
+        return replace(
+            self,
+            work=replace(self.work, tokens=tokens, recompute=0),
+            config=self.config.model_copy(update=changes),
+        )
 
 
 @dataclass(frozen=True)

@@ -209,6 +209,9 @@ class UnitLayout:
     is_block: bool = False  # its modules compute by themselves: what can be recomputed, or sliced
     shards: int = 1  # ranks that share it; a shard's own layout has 1
     paired: int | None = None  # of a shard, see `Precision`; None where no parameter is `whole`
+    # Outside blocks, for the order of uses: see `plan/usual_cycle.py`.
+    at_end: bool = False  # what it holds comes behind the blocks too: a norm, or a head
+    looked_up: bool = False  # what it holds before them is embeddings, which no backward uses
 
     @property
     def trained_bytes(self) -> int:
@@ -449,7 +452,7 @@ def lay_out_again(
             unit.index, unit.name, facts, precision,
             is_block=unit.is_block, ranks=ranks, whole=whole,
         )  # fmt: skip
-        found.append(again)
+        found.append(replace(again, at_end=unit.at_end, looked_up=unit.looked_up))
     return tuple(found)
 
 

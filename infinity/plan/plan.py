@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from infinity.common.sizes import format_count, format_size
-from infinity.plan.activations import NOTHING_SAVED, SavedPlan, block_widths, saved_moves
+from infinity.plan.activations import NOTHING_SAVED, SavedPlan, block_widths, blocks_of, saved_moves
 from infinity.plan.layout import Precision, Record, UnitLayout
 from infinity.types import OFF_DEVICE, PAGE, Kind, MomentFormat, Tier, round_up
 
@@ -103,7 +103,7 @@ class UnitFacts:
             (u.numel, u.frozen_bytes, u.dequantised_bytes, u.paired, u.is_range) for u in units
         )
         self.kinds = [ids.setdefault(key, len(ids)) for key in sizes]
-        self.has_ranges = any(unit.is_range for unit in units)
+        self.has_experts = any(len(block) > 1 for block in blocks_of(units))  # units in blocks
         self.trained = tuple(bool(unit.numel) for unit in units)
         self.largest_quantised = max((u.largest_quantised for u in units), default=0)
         self.dequantised = frozenset(u.index for u in units if u.dequantised_bytes)
@@ -144,7 +144,7 @@ _BASIS = (
 # Cached properties of a plan, and the fields that they follow from.
 _FOLLOWS = {
     "facts": frozenset(["units"]),
-    "basis": frozenset(["units", "saved", *_BASIS]),
+    "basis": frozenset(["units", "saved", "model_recomputes", *_BASIS]),
     "own": frozenset(["units", "rank"]),
     "unit_groups": frozenset(["units", "placements"]),
     "at_device": frozenset(["placements"]),
@@ -192,6 +192,7 @@ class Plan:
     durable_every: int = 1  # steps from one commit to the next
     resumed: str = ""  # the durable directory that this run continues
     saved: SavedPlan = NOTHING_SAVED  # what autograd keeps for backward, and where
+    model_recomputes: bool = False  # all blocks, as a model's own gradient checkpointing does
     rank: int = 0  # whose plan this is, of `ranks`
     ranks: int = 1  # that share every unit: bytes and memory are of one of them
     whole: frozenset[int] = frozenset()  # of several ranks: units with a slot each, for good
@@ -223,8 +224,10 @@ class Plan:
         saved, known = self.saved, self.facts.known
         moves = saved_moves(saved.sizes, saved, unified=self.unified)
         waiting = saved.offload, saved.host_bytes, saved.disk_bytes, saved.slices > 1
-        # Each slice, and a recomputation, fetches ranges of experts again.
-        again = (saved.slices, saved.recompute) if self.facts.has_ranges else ()
+        # Slices that pass ranges of experts together, and a recomputation, use units again.
+        again: tuple[Any, ...] = ()
+        if self.facts.has_experts:
+            again = saved.slices > 1, saved.recompute, self.model_recomputes
         moved = (tuple(sorted(one.items())) for one in moves)
         key = (*(getattr(self, name) for name in _BASIS), *waiting, *again, *moved)
         found: int = known.setdefault(key, len(known))

@@ -268,6 +268,7 @@ def make_plan(
     nodes: int = 1,
     may_share: bool = False,
     facts: UnitFacts | None = None,
+    model_recomputes: bool = False,
 ) -> Plan:
     """Choose placement, slots and staging buffers; raises `DoesNotFitError` or `ConfigError`.
 
@@ -277,6 +278,7 @@ def make_plan(
     gives placement and chunks of a durable run that is continued. Units that are laid out for
     several ranks make the plan of one of them: `rank`, of so many `nodes`; `may_share` says that
     those of a node can map the same RAM. `facts` are those of the units, if there are any yet.
+    `model_recomputes` says that the model runs its blocks again in backward by itself.
     """
     if units and units[0].shards > 1 and config.placement.shared and not may_share:
         raise ConfigError(
@@ -318,6 +320,7 @@ def make_plan(
         rule=rule,
         device_kernels=device_kernels,
         saved=saved,
+        model_recomputes=model_recomputes,
         ranks=ranks,
         durable=config.durable,
         durable_every=config.commit_every if config.commit_every != "auto" else _RARELY,

@@ -235,7 +235,7 @@ class EngineComponents:
             self.values, self.hooks, self.guard, partition.parameters, self.window
         )
         uses.append(self.hooks.remove)
-        self.cycles = Cycles(self.prefetcher)
+        self.cycles = Cycles(self.prefetcher, plan)
         self.hooks.watch_root(model, *self.cycles.around_calls())
         self.forwards = UnitForwards(self.hooks, partition.units, partition.parameters, plan.saved)
         uses.append(self.forwards.remove)

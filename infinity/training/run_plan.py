@@ -14,6 +14,7 @@ from infinity.config.schema import Config
 from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.distributed.shared_memory import can_share
 from infinity.errors import ConfigError
+from infinity.model.checks import recomputes_itself
 from infinity.model.meta_init import InitialValues
 from infinity.model.partition import (
     AUTO_DEVICE_BUDGET,
@@ -243,6 +244,7 @@ def plan_for(
         rank=ranks.rank,
         nodes=ranks.num_nodes,
         may_share=config.placement.shared is not False and can_share(ranks),
+        model_recomputes=recomputes_itself(model),
     )
     if plan.micro_batches > 1 and any(unit.is_block for unit in plan.units):
         whole = replace(plan, micro_batches=1)  # gradients are fp32 either way

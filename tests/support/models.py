@@ -259,7 +259,7 @@ class RoutedBlock(Block):
 
 
 class Stacks(nn.Module):
-    """Experts as stacks, of which an engine may lend ranges; the last ones see few tokens."""
+    """Experts as stacks, of which an engine may lend ranges."""
 
     NUM_EXPERTS = 7
     INNER = 256  # an expert's matrices have 4096 elements: whole blocks of the norm's tree
@@ -283,18 +283,25 @@ class Stacks(nn.Module):
 
 
 class StackedBlock(Block):
-    """A block that sends each token to one of its experts, which are stacks."""
+    """A block that sends each token to one of its experts, which are stacks.
+
+    Of each sample the gate chooses where the last ones go; the first ones, one each, use them all.
+    """
 
     def __init__(self, checkpointing: Checkpointing) -> None:
         super().__init__(checkpointing)
+        del self.up, self.down  # experts stand for them
         self.gate = nn.Linear(WIDTH, Stacks.NUM_EXPERTS)
         self.experts = Stacks()
 
     def feed_forward(self, x: Tensor) -> Tensor:
         self.num_inner_calls += 1
         flat = self.norm2(x).flatten(0, -2)
-        weight, expert = self.gate(flat).softmax(dim=-1).max(dim=-1)
-        return (weight.unsqueeze(-1) * self.experts(flat, expert)).view_as(x)
+        shares = self.gate(flat).softmax(dim=-1)
+        expert = shares.argmax(dim=-1).view(-1, x.shape[-2])
+        expert[:, : Stacks.NUM_EXPERTS] = torch.arange(Stacks.NUM_EXPERTS)
+        weight = shares.gather(-1, expert.view(-1, 1))
+        return (weight * self.experts(flat, expert.flatten())).view_as(x)
 
 
 class Stacked(nn.Module):
@@ -452,7 +459,7 @@ CASES = {
         Case("reused", Reused, _plain_batch),
         Case("frozen", Frozen, _plain_batch),
         Case("routed", Routed, _routed_batch, regular=False),
-        Case("stacked", Stacked, _plain_batch, regular=False),
+        Case("stacked", Stacked, _plain_batch),
         Case("buffered", Buffered, _dict_batch, decay_matrices_only),
     )
 }

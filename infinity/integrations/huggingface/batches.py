@@ -25,6 +25,7 @@ from infinity.config.schema import Config
 from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import InfinityWarning
 from infinity.integrations.huggingface.experts import declare_experts
+from infinity.model.checks import recomputes_itself
 from infinity.plan.activations import num_blocks
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.plan.planner import gradient_itemsize
@@ -265,7 +266,7 @@ def with_schedule(
     if "slices" in settings.model_fields_set:
         slices = None
     wish = BatchSchedule.named_by(settings, micro_batches, slices)
-    recompute = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    recompute = recomputes_itself(model)
     if recompute:
         wish = replace(wish, slices=wish.slices or 1, recompute="all")
     facts = cast(Any, model).config.to_dict()

@@ -73,6 +73,29 @@ def config_of(path: Path, tier: str = "disk", **more: Any) -> dict[str, Any]:
     return {"nvme_path": path, **common, **more}
 
 
+@pytest.mark.parametrize("recompute", ["no", "units", "own"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_plan_counts_the_bytes_of_every_step_before_any_ran(
+    recompute: str, count: int, tmp_path: Path
+) -> None:
+    """Of ranges that are passed again where blocks are recomputed, by the engine or the model, and
+    of the head, which shares a unit with the embeddings and its slots with blocks."""
+    model = build("qwen3-moe")
+    if recompute == "own":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    activations = {"checkpoint": "units"} if recompute == "units" else {}
+    config = config_of(tmp_path, experts_per_unit=count, prefetch_units=0, activations=activations)
+    engine, *_ = infinity.initialize(model, config, optimizer=sgd, device="cpu")
+    assert len([unit for unit in engine.plan.units if unit.is_range]) == 2 * -(-EXPERTS // count)
+    for step in range(3):  # tokens enough for each expert
+        ids = torch.randint(0, 97, (16, 32), generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    assert engine.last_report is not None
+    assert engine.last_report.moved == engine.plan.predicted_bytes
+    engine.close()
+
+
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 

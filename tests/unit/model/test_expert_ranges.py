@@ -222,11 +222,7 @@ def test_slices_pass_ranges_together_and_read_each_once_as_the_plan_counts(
         "activations": {"slices": slices, "checkpoint": checkpoint},
         "optimizer": {"lr": 1e-5},
     }
-    model = CASES["stacked"].build()
-    for block in model.blocks:  # not used
-        block.up.requires_grad_(False)
-        block.down.requires_grad_(False)
-    engine, *_ = infinity.initialize(model, config, device=FakeAccelerator(0))
+    engine, *_ = infinity.initialize(CASES["stacked"].build(), config, device=FakeAccelerator(0))
     expected = forecast_bytes(engine.plan)
     for step in range(3):  # tokens enough for each expert
         ids = torch.randint(0, 32, (64, 8), generator=torch.Generator().manual_seed(step))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.plan.access_order import NEVER, AccessOrder, guess_cycle
+from infinity.plan.access_order import NEVER, AccessOrder
 
 sequences = st.lists(st.integers(0, 5), min_size=1, max_size=20)
 
@@ -19,12 +19,6 @@ def run(order: AccessOrder, units: list[int]) -> None:
 
 def collapsed(units: list[int]) -> list[int]:
     return [u for i, u in enumerate(units) if i == 0 or units[i - 1] != u]
-
-
-def test_the_guess_is_forward_and_back() -> None:
-    assert guess_cycle(3, backward=True) == [0, 1, 2, 2, 1, 0]
-    assert guess_cycle(3, backward=False) == [0, 1, 2]
-    assert AccessOrder(guess_cycle(3, backward=True)).sequence == [0, 1, 2, 1, 0]
 
 
 @given(sequences, sequences)

@@ -151,3 +151,12 @@ def test_a_loop_of_micro_batches_is_told_what_the_whole_batch_would_move(tmp_pat
     with small_engine(other, activations=told) as engine:
         assert engine.plan.predicted_bytes == whole
         assert "as one micro-batch" not in engine.plan.describe()
+
+
+def test_a_schedule_keeps_nothing_of_the_one_before() -> None:
+    """A case that was planned with recomputation is priced without it where that is asked."""
+    case = case_of(*MACHINES["roomy"])
+    tokens = case.work.tokens
+    again = case.with_schedule(1, tokens, 1, "all", "none").with_schedule(1, tokens, 1, 0, "none")
+    assert again.work.recompute == again.config.activations.recompute == 0
+    assert price(again).cost == price(case.with_schedule(1, tokens, 1, 0, "none")).cost

@@ -1,0 +1,54 @@
+"""The access order that a plan assumes before a run has shown its own.
+
+Units are used in module order, and in backward the other way round, with these exceptions:
+
+- A unit outside the blocks that holds a norm or a head behind them (`UnitLayout.at_end`) is used
+  again when they have run. A backward does not use embeddings (`UnitLayout.looked_up`).
+- A block that is recomputed, by the engine or by the model, passes its units once more at the
+  beginning of its backward.
+- A block whose slices pass ranges of experts together runs up to its experts, and then again: in
+  forward, in the recomputation, and between the two passes of its ranges in backward. See
+  `offload/shared_ranges.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from infinity.config.schema import Recompute
+from infinity.plan.access_order import AccessOrder
+from infinity.plan.activations import blocks_of
+from infinity.plan.layout import UnitLayout
+from infinity.plan.plan import Plan
+
+
+def usual_cycle(plan: Plan, *, backward: bool = True) -> tuple[int, ...]:
+    """Return the units in the order in which a micro-batch is expected to use them."""
+    recompute: Recompute = "all" if plan.model_recomputes else plan.saved.recompute
+    known, key = plan.facts.known, ("cycle", recompute, plan.shared_stacks, backward)
+    if key not in known:
+        forward, back = _cycle(plan.units, recompute, plan.shared_stacks)
+        known[key] = tuple(AccessOrder([*forward, *back] if backward else forward).sequence)
+    found: tuple[int, ...] = known[key]
+    return found
+
+
+def _cycle(
+    units: Sequence[UnitLayout], recompute: Recompute, shared: Collection[str]
+) -> tuple[list[int], list[int]]:
+    """Return the order of a forward, and of the backward behind it."""
+    forward: list[int] = []
+    backward: list[list[int]] = []  # of each block, in forward order
+    num_again = len(units) if recompute == "all" else recompute
+    for block in sorted(blocks_of(units), key=lambda block: min(unit.index for unit in block)):
+        path = [unit.index for unit in block]  # its own unit first
+        is_shared = any(unit.is_range and unit.stacks_path in shared for unit in block)
+        once = [*path, path[0]] if is_shared else path
+        is_again = block[0].is_block and num_again > 0
+        num_again -= block[0].is_block
+        forward += once
+        back = [] if block[0].looked_up else path[::-1]
+        backward.append([*once, *back] if is_shared or is_again else back)
+    turn = [unit.index for unit in reversed(units) if unit.at_end]
+    order = [*turn[::-1], *(unit for block in reversed(backward) for unit in block)]
+    return [*forward, *turn], order

@@ -147,9 +147,8 @@ def make_slot_free(
     view: SlotView, slot_class: int, distance: Callable[[int], int], nearer_than: int = -1
 ) -> bool:
     """Free one slot by evicting the unit used farthest in the future, beyond `nearer_than`."""
-    candidates = sorted(view.evictable(slot_class), key=lambda u: (-distance(u), u))
-    for unit in candidates:
-        if distance(unit) <= nearer_than:
+    for nearness, unit in sorted((-distance(u), u) for u in view.evictable(slot_class)):
+        if -nearness <= nearer_than:
             return False
         if view.try_evict(unit):
             return True

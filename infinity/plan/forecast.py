@@ -107,8 +107,10 @@ def _counted(
         last = moves.micro_batch + 1 == course.micro_batches
         return *moves.lists, moves.backward, moves.micro_batch > 0, last
 
-    phases, more = _steady(course)
-    for moves in phases:
+    _, more = _steady(_few(course))
+    if more is None and course.micro_batches > FEW:
+        _, more = _steady(course)
+    for moves in _run(course):
         found.setdefault(key_of(moves), [moves, 0])[1] += 1
     order = list(found)
     added = None if more is None else [order.index(key_of(moves)) for moves in more]
@@ -160,9 +162,14 @@ class _PhaseMoves:
         return id(self.fetched), id(self.updated)
 
 
+def _few(course: _Course) -> _Course:
+    """The same with no more micro-batches than differ."""
+    return replace(course, micro_batches=min(course.micro_batches, FEW))
+
+
 def _run(course: _Course) -> tuple[_PhaseMoves, ...]:
     """The moves of a steady step."""
-    few, more = _steady(replace(course, micro_batches=min(course.micro_batches, FEW)))
+    few, more = _steady(_few(course))
     if course.micro_batches <= FEW:
         return few
     if more is None:

@@ -4,65 +4,36 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from infinity.cli.plan_machine import SearchOptions, assumed_disk, machine_of
 from infinity.cli.terminal import AsJson, Drives, command, stdout_is_ours
 from infinity.common.sizes import format_size, parse_size
-from infinity.errors import ConfigError, DoesNotFitError, MachineError
+from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
 from infinity.model.named_models import NAMED
 
 if TYPE_CHECKING:
     from infinity.config.schema import Config, Offload, Recompute
     from infinity.integrations.deepspeed.config import Translation
+    from infinity.model.partition import Partition
     from infinity.model.shapes import Target
-    from infinity.plan.batch_schedule import BatchSchedule
+    from infinity.plan.batch_schedule import BatchSchedule, ScheduleResult
+    from infinity.plan.inputs import PlanEstimate, PlanInput
     from infinity.plan.machine import PlanMachine
     from infinity.train.settings import RunConfig
 
 DEFAULT_STEP = 65_536  # tokens, of all ranks; as in the presets of `infinity init`
 DEFAULT_SAMPLE = 2048  # tokens
-_COMMON = "a common machine"
+_TYPED = "COMMANDLINE"  # click's name of where a parameter's value is from
 _BARE = 1 << 20  # bytes; less than this is no size of a machine
 DEFAULT_ENDURANCE = "600TB"  # what data sheets promise for common 1 TB drives
-
-
-@dataclass(frozen=True)
-class SearchOptions:
-    """Options of the search; sizes in bytes, None where machine or configuration decide."""
-
-    target: str
-    model: str | None = None
-    model_class: str | None = None  # of transformers; None: what the model's config names
-    machine_file: Path | None = None
-    device: int | None = None
-    host: int | None = None
-    disk: int | None = None
-    gpus: int | None = None
-    nodes: int | None = None
-    link: int | None = None
-    between: int | None = None
-    paths: tuple[Path, ...] = ()
-    tokens: int | None = None  # of all ranks
-    micro_batches: int | None = None
-    sequence: int | None = None
-    slices: int | None = None
-    offload: Offload | None = None
-    recompute: Recompute | None = None
-    precision: str | None = None
-    moments: str | None = None
-    lora: int | None = None
-    rest: str | None = None
-    refresh: bool = False
-    drives: int | None = None
-    finer_units: bool = False
-    keys: tuple[str, ...] = ()  # KEY=VALUE, of the engine's configuration
-    run: RunConfig | None = None  # where TARGET is a configuration for `infinity train`
 
 
 _Overrides = Annotated[
@@ -222,6 +193,7 @@ _Endurance = Annotated[
 
 
 def plan(
+    ctx: typer.Context,
     target: _Target,
     overrides: _Overrides = None,
     model: _Model = None,
@@ -297,12 +269,39 @@ def plan(
             wishes = replace(wishes, run=run)
         else:
             wishes = replace(wishes, keys=tuple(overrides or ()))
-        _say(wishes, _size("--endurance", endurance) or 0, as_json=as_json, verbose=verbose)
+        rated_bytes = _size("--endurance", endurance) or 0
+
+        def more(text: str) -> SearchOptions:
+            return _with_more(wishes, ctx, overrides or [], text)
+
+        with stdout_is_ours(), _no_collections():
+            report = report_of(wishes, rated_bytes, more)
+        _say(report, as_json=as_json, verbose=verbose)
 
 
-def _say(wishes: SearchOptions, rated_bytes: int, *, as_json: bool, verbose: bool) -> None:
-    with stdout_is_ours(), _no_collections():
-        report = report_of(wishes, rated_bytes)
+def _with_more(
+    wishes: SearchOptions, ctx: typer.Context, overrides: list[str], text: str
+) -> SearchOptions:
+    """Return the wishes of a command with more options and keys behind it."""
+    again = ctx.command.make_context("plan", [wishes.target, *shlex.split(text)])
+    params = again.params
+    given = {n for n in params if getattr(again.get_parameter_source(n), "name", "") == _TYPED}
+    sizes = {n: _size(f"--{n}", params[n], least=0) for n in ("device", "host", "disk")}
+    same = ("tokens", "micro_batches", "slices", "precision", "moments", "lora", "rest", "gpus",
+            "drives", "finer_units")  # fmt: skip
+    fields: dict[str, Any] = {n: v for n, v in sizes.items() if n in given}
+    fields |= {n: params[n] for n in same if n in given}
+    if "activations" in given:
+        fields["offload"] = _tier(params["activations"])
+    if not given.isdisjoint(("recompute", "recompute_blocks")):
+        fields["recompute"] = _recomputed(params["recompute"], params["recompute_blocks"])
+    keys = [*overrides, *(params["overrides"] or ())]
+    if wishes.run is not None:
+        return replace(wishes, **fields, run=_find_run(wishes.target, keys), refresh=False)
+    return replace(wishes, **fields, keys=tuple(keys), refresh=False)
+
+
+def _say(report: dict[str, Any], *, as_json: bool, verbose: bool) -> None:
     if as_json:
         print(json.dumps(report), flush=True)
     else:
@@ -325,15 +324,67 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def report_of(wishes: SearchOptions, rated_bytes: int) -> dict[str, Any]:
-    """The answer, JSON-able; its keys are those of `infinity.cli.plan_report`."""
+@dataclass(frozen=True)
+class _Found:
+    """A search: its model, its machine, and its result."""
+
+    target: Target
+    partition: Partition
+    machine: PlanMachine
+    chosen: ScheduleResult
+    translation: Translation | None
+
+
+def report_of(
+    wishes: SearchOptions, rated_bytes: int, more: Callable[[str], SearchOptions] | None = None
+) -> dict[str, Any]:
+    """The answer, JSON-able; its keys are those of `infinity.cli.plan_report`.
+
+    `more` returns the wishes with options and keys that are typed behind; with it, every way that
+    is proposed has the numbers that are the answer to them.
+    """
     from infinity.cli.plan_report import report
     from infinity.cli.remedies import for_plan
+    from infinity.plan.inputs import price
+
+    first = _search(wishes)
+    case, machine = first.chosen.case, first.machine
+
+    def answer(text: str) -> PlanEstimate | None:
+        assert more is not None
+        with suppress(InfinityError):  # it does not fit, or makes no sense
+            chosen = _search(more(text), like=case).chosen
+            priced = chosen.best or price(chosen.case)
+            return None if priced.missing else priced
+        return None
+
+    found = report(
+        case,
+        first.target,
+        first.partition,
+        rated_bytes,
+        first.chosen,
+        typed=for_plan(of_run=wishes.run is not None),
+        assumed_tokens=wishes.tokens is None,
+        answer=None if more is None else answer,
+    )
+    if machine.measured and wishes.machine_file is None:
+        found["machine"]["rates_origin"] += " (again: --refresh)"
+    found["machine"]["assumed_disk"] = next(map(str, assumed_disk(wishes)), None)
+    translation = first.translation
+    return found if translation is None else found | {"deepspeed": translation.table()}
+
+
+def _search(wishes: SearchOptions, like: PlanInput | None = None) -> _Found:
+    """Find the model, the machine and the fastest schedule.
+
+    What follows from units is taken from the case `like`, if they are equal.
+    """
     from infinity.model.partition import case_for, finer_units, groups_of, partition_model
     from infinity.plan.batch_schedule import choose_schedule
 
     source, target, translation = _find(wishes)
-    machine = _machine(wishes, source)
+    machine = machine_of(wishes, source)
     if wishes.drives is not None:
         now = max(len(wishes.paths or source.nvme_path), 1)
         machine = machine.with_drives(wishes.drives / now)
@@ -366,20 +417,9 @@ def report_of(wishes: SearchOptions, rated_bytes: int) -> dict[str, Any]:
         length=length,
     )
     _check_pieces(wish, samples)
-    chosen = choose_schedule(case, wish, samples)
-    found = report(
-        chosen.case,
-        target,
-        partition,
-        rated_bytes,
-        chosen,
-        typed=for_plan(of_run=wishes.run is not None),
-        assumed_tokens=wishes.tokens is None,
-    )
-    if machine.measured and wishes.machine_file is None:
-        found["machine"]["rates_origin"] += " (again: --refresh)"
-    found["machine"]["assumed_disk"] = next(map(str, _assumed_disk(wishes)), None)
-    return found if translation is None else found | {"deepspeed": translation.table()}
+    if like is not None and like.units == case.units:
+        case = replace(case, units=like.units, model=like.model, facts=like.facts)
+    return _Found(target, partition, machine, choose_schedule(case, wish, samples), translation)
 
 
 def _step_of(wishes: SearchOptions, wish: BatchSchedule, ranks: int) -> tuple[int, int]:
@@ -566,107 +606,6 @@ def _model_of(run: RunConfig) -> Target:
     except MachineError as error:
         remedy = f"{error.remedy}; --model 7b, 13b or 70b plans for one like it"
         raise MachineError(error.what, because=error.because, remedy=remedy) from None
-
-
-def _machine(wishes: SearchOptions, config: Config) -> PlanMachine:
-    """The machine to plan for, with the sizes that were given."""
-    from infinity.plan.machine import PlanMachine, may_have_gpu, read_machine_file
-    from infinity.plan.rates import DISK, Rates
-
-    if wishes.machine_file is not None:
-        if wishes.paths or wishes.refresh:
-            raise ConfigError(
-                "--machine is a machine that was measured; --path and --refresh measure this one",
-                remedy="leave out one or the other; --disk changes its space",
-            )
-        return _sized(read_machine_file(wishes.machine_file), wishes)
-    paths = wishes.paths or config.nvme_path
-    if wishes.disk is not None and not wishes.paths:
-        paths = tuple(path for path in paths if path.exists())
-    assumed = _assumed_disk(wishes)
-    unmeasured = wishes.device is not None and not paths
-    if unmeasured and not may_have_gpu():
-        return _sized(PlanMachine.here(assumed, None, name=_COMMON), wishes)
-    from infinity.storage.cuda import find_device
-
-    with closing(find_device(None)) as device:
-        if unmeasured and device.unified:
-            machine = PlanMachine.here(assumed, None, name=_COMMON)
-        else:
-            from infinity.profiling.calibration import cached_rates, kept_links, kept_rates
-
-            found = cached_rates(paths, device, io=config.io, refresh=wishes.refresh)
-            gpus, nodes = wishes.gpus or 1, wishes.nodes or 1
-            links, _ = kept_links(device, gpus, nodes) or ({}, "")
-            rates = Rates.of(found.rates.numbers() | links)
-            memory = device.memory_bytes()
-            machine = PlanMachine.here(paths or assumed, memory, rates, measured=found.measured)
-            if assumed:  # nobody asked to write there, so it is not measured
-                kept = kept_rates(assumed, device, io=config.io)
-                rates = replace(machine.rates, **{n: getattr(kept.rates, n) for n in DISK})
-                nominal = (*machine.nominal, *(name for name in kept.nominal if name in DISK))
-                machine = replace(machine, rates=rates, nominal=nominal)
-            if links:
-                machine = replace(machine, gpus=gpus, nodes=nodes)
-    return _sized(machine, wishes)
-
-
-def _assumed_disk(wishes: SearchOptions) -> tuple[Path, ...]:
-    """The disk of a model that no drive was named for: where the question was asked.
-
-    A configuration says by itself whether there is one.
-    """
-    is_asked = wishes.model is None and wishes.run is None and wishes.machine_file is None
-    return (Path.cwd(),) if is_asked and wishes.disk is None and not wishes.paths else ()
-
-
-def _sized(machine: PlanMachine, wishes: SearchOptions) -> PlanMachine:
-    """With other sizes; a GPU that is not there brings the rates of a common one."""
-    from infinity.plan.rates import COMPUTE, completed
-
-    if wishes.device is not None:
-        if machine.unified:
-            numbers = {
-                name: rate
-                for name, rate in machine.rates.numbers().items()
-                if name not in machine.nominal and name not in COMPUTE
-            }
-            rates, nominal = completed(numbers, unified=False)
-            machine = replace(machine, rates=rates, nominal=nominal)
-        machine = replace(machine, device_bytes=wishes.device)
-    if wishes.host is not None:
-        machine = replace(machine, host_bytes=wishes.host)
-    if wishes.disk is not None:
-        machine = replace(machine, disk_bytes=wishes.disk)
-    return _of_ranks(machine, wishes)
-
-
-def _of_ranks(machine: PlanMachine, wishes: SearchOptions) -> PlanMachine:
-    """Return the case of several ranks, with the given rates between them."""
-    from infinity.plan.plan import LINKS
-    from infinity.plan.rates import BETWEEN_NODES
-
-    machine = machine.with_ranks(wishes.gpus or machine.gpus, wishes.nodes or machine.nodes)
-    if wishes.link is not None and machine.ranks == 1:
-        raise ConfigError(
-            "--link is a rate between ranks, and there is one",
-            remedy="add --gpus 4, or leave it out",
-        )
-    if wishes.between is not None and machine.nodes == 1:
-        raise ConfigError(
-            "--between is a rate between nodes, and there is one",
-            remedy="add --nodes 2, or leave it out",
-        )
-    given: dict[str, Any] = {}
-    if wishes.link is not None:
-        given |= dict.fromkeys(LINKS, wishes.link)
-    if wishes.between is not None:
-        given[BETWEEN_NODES] = wishes.between
-    return replace(
-        machine,
-        rates=replace(machine.rates, **given),
-        nominal=tuple(name for name in machine.nominal if name not in given),
-    )
 
 
 def _on_machine(config: Config, wishes: SearchOptions, machine: PlanMachine) -> Config:

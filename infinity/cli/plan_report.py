@@ -37,9 +37,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from infinity._version import __version__
 from infinity.cli.remedies import Typed
@@ -53,7 +53,18 @@ from infinity.model.partition import (
 )
 from infinity.model.shapes import Target
 from infinity.plan.activations import num_blocks
-from infinity.plan.advice import LEAST_GAIN, Change, Suggestion, faster, ways_to_fit
+from infinity.plan.advice import (
+    LEAST_GAIN,
+    TIERS,
+    Change,
+    Suggestion,
+    faster,
+    round_size,
+    size_of,
+    sized,
+    way_of,
+    ways_to_fit,
+)
 from infinity.plan.batch_schedule import (
     MOST_MICRO_BATCHES,
     BatchSchedule,
@@ -68,6 +79,9 @@ from infinity.plan.machine import threads_for
 from infinity.plan.plan import DIRECTIONS, Plan
 from infinity.types import Kind, Tier
 
+# Plans for the command with a text typed behind it; None where that does not fit, or is refused.
+Answer: TypeAlias = Callable[[str], "PlanEstimate | None"]
+
 _KINDS = {"weights": Kind.WEIGHT, "moments and residual": Kind.RESIDUAL, "gradients": Kind.GRADIENT}
 
 
@@ -81,12 +95,14 @@ def report(
     typed: Typed,
     assumed_tokens: bool = False,
     adapters: bool = True,
+    answer: Answer | None = None,
 ) -> dict[str, Any]:
     """Plan and price the case of a target that was cut into units.
 
     `chosen` is what the case comes from, if its batch schedule was searched; `typed` says what to
     type for a change, `assumed_tokens` that nobody named the tokens of a step. `adapters` are
-    looked at where they would be faster; where all else does not fit they always are.
+    looked at where they would be faster; where all else does not fit they always are. `answer`
+    plans again as the command with a text typed behind it would: ways have its numbers then.
     """
     after = None if chosen is None else chosen.runner_up
     known = None if chosen is None else chosen.best
@@ -139,24 +155,69 @@ def report(
         facts |= _planned(priced, rated_bytes)
         facts["activations"] |= {"room": priced.room, "missing": priced.missing}
         priced.require_room()
-        found = faster(priced, chosen=chosen)
-        adapted = _adapters(case, target, chosen) if adapters else []
+        found = _answered(case, faster(priced, chosen=chosen), typed, answer)
+        adapted = _adapters(case, target, chosen, typed, answer) if adapters else []
         facts["faster"] = _ways(_faster_with(found, adapted, priced.tokens_per_s), typed)
     except DoesNotFitError as error:
         facts["fits"] = False
         facts["problem"] = {"what": error.what, "because": error.because, "remedy": error.remedy}
-        found = ways_to_fit(case, smaller, chosen=chosen)
-        facts["ways"] = _ways([*found, *_adapters(case, target, chosen)], typed)
+        found = _answered(case, ways_to_fit(case, smaller, chosen=chosen), typed, answer)
+        adapted = _adapters(case, target, chosen, typed, answer)
+        facts["ways"] = _ways([*found, *adapted], typed)
     return facts
 
 
-def _adapters(case: PlanInput, target: Target, chosen: ScheduleResult | None) -> list[Suggestion]:
+def _answered(
+    case: PlanInput, ways: Sequence[Suggestion], typed: Typed, answer: Answer | None
+) -> list[Suggestion]:
+    """Ways with the numbers of the command that is typed for them, which searches anew.
+
+    Where it does not find what fits, larger tiers are made somewhat larger. Of several ones the
+    dear ones are left out if the others are enough.
+    """
+    if answer is None:
+        return list(ways)
+    found: list[Suggestion] = []
+    for way in ways:
+        for other in _variants(case, way):
+            text = typed(other.changes)
+            priced = answer(text) if text is not None else way.priced
+            if priced is not None:
+                gain = priced.tokens_per_s / (way.priced.tokens_per_s or 1.0)
+                found.append(replace(other, priced=priced, speed_up=gain * way.speed_up))
+                break
+    return found
+
+
+def _variants(case: PlanInput, way: Suggestion) -> Iterator[Suggestion]:
+    """Yield ways with one of the dear tiers less, the way itself, and ways with larger tiers."""
+    for one in way.changes if len(way.changes) > 1 else ():
+        if one.name in ("device", "host"):
+            yield replace(way, changes=tuple(c for c in way.changes if c is not one))
+    yield way
+    names = {change.name for change in way.changes}
+    after = way.priced.case
+    for _ in range(_ATTEMPTS if names & {*TIERS} else 0):
+        for tier in (tier for tier in TIERS if tier.value in names):
+            after = sized(after, tier, round_size(int(1.06 * (size_of(after, tier) or 0))))
+        yield way_of(case, replace(way.priced, case=after))
+
+
+def _adapters(
+    case: PlanInput,
+    target: Target,
+    chosen: ScheduleResult | None,
+    typed: Typed,
+    answer: Answer | None,
+) -> list[Suggestion]:
     """LoRA and QLoRA of the same steps, where all parameters are trained now and they fit.
 
-    They are looked for with as many micro-batches as the case has, and with the most, which leave
-    room for weights on the device: a search of all numbers takes seconds.
+    Where some are frozen, these in 4 bits. Without an `answer` adapters are looked for with as many
+    micro-batches as the case has, and with the most, which leave room for weights on the device.
     """
-    if not all(s.trained for unit in case.units for s in unit.segments):
+    if answer is not None:
+        return _adapters_typed(case, typed, answer)
+    if not _all_trained(case):
         return []
     whole = case.with_step(case.work.tokens * case.micro_batches, 1)
     wish, samples = (chosen.wish, chosen.samples) if chosen else (BatchSchedule.of(case), None)
@@ -179,12 +240,38 @@ def _adapters(case: PlanInput, target: Target, chosen: ScheduleResult | None) ->
     return ways
 
 
+def _all_trained(case: PlanInput) -> bool:
+    return all(s.trained for unit in case.units for s in unit.segments)
+
+
+def _adapters_typed(case: PlanInput, typed: Typed, answer: Answer) -> list[Suggestion]:
+    changes = [
+        Change(what, "adapter", (LORA_RANK, None if rest == "as_is" else rest))
+        for rest, what in _ADAPTERS.items()
+    ]
+    if not _all_trained(case):
+        quantises = case.config.frozen.format == "as_is"
+        changes = [Change("the frozen model rests in 4 bits", "rest", "nf4")] if quantises else []
+    ways = []
+    for change in changes:
+        text = typed((change,))
+        if text is not None and (priced := answer(text)) is not None:
+            ways.append(Suggestion((change,), priced))
+    return ways
+
+
 def _faster_with(found: list[Suggestion], more: list[Suggestion], now: float) -> list[Suggestion]:
     gains = [replace(way, speed_up=way.priced.tokens_per_s / now) for way in more if now]
-    worth = [way for way in gains if way.speed_up >= LEAST_GAIN]
-    return sorted([*found, *worth], key=lambda way: -way.speed_up)
+    asked = {"gpus", "drives"}  # of several ranks these are shown whatever they gain
+    worth = [
+        way
+        for way in (*found, *gains)
+        if way.speed_up >= LEAST_GAIN or any(change.name in asked for change in way.changes)
+    ]
+    return sorted(worth, key=lambda way: -way.speed_up)
 
 
+_ATTEMPTS = 3
 LORA_RANK = 16  # peft's examples have 8 to 64; `AdapterSection.r`
 _ADAPTERS = {
     "as_is": f"LoRA: adapters of rank {LORA_RANK} are trained, the model itself is frozen",

@@ -479,8 +479,12 @@ def _more_hardware(priced: PlanEstimate) -> Iterator[PlanInput]:
         copies = priced.plan.nodes if purpose == "weights" and priced.plan.shared else 1
         held += local * copies * disk[purpose]
         sizes.add(round_size(int(1.01 * held / share)))  # and what else grows with it
-    for nbytes in sorted(sizes):
+    larger = None
+    for nbytes in sorted(sizes, reverse=True):  # of nearly equal ones the larger
+        if larger is not None and LEAST_CHANGE * nbytes > larger:
+            continue
         if LEAST_CHANGE * case.machine.host_bytes <= nbytes <= _LARGEST[Tier.HOST]:
+            larger = nbytes
             yield sized(case, Tier.HOST, nbytes)
 
 

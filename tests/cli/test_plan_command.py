@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,21 +52,33 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infinity.cli.plan.report_of", planned_once)
 
 
-planned_once = cache(report_of)  # a page and its JSON are of one report
+def once() -> Callable[..., dict[str, Any]]:
+    """A page and its JSON are of one report."""
+    known: dict[Any, dict[str, Any]] = {}
+
+    def planned(wishes: SearchOptions, rated: int, *more: Any) -> dict[str, Any]:
+        if (wishes, rated) not in known:
+            known[wishes, rated] = report_of(wishes, rated, *more)
+        return known[wishes, rated]
+
+    return planned
+
+
+planned_once = once()
 
 
 @pytest.fixture
 def with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     """LoRA and QLoRA are among the advice."""
     monkeypatch.setattr(plan_report, "_adapters", ADAPTERS)
-    monkeypatch.setattr("infinity.cli.plan.report_of", cache(report_of))
+    monkeypatch.setattr("infinity.cli.plan.report_of", once())
 
 
 def no_more_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what is typed from here on only the plan is wanted."""
     for name in ("faster", "_adapters"):
         monkeypatch.setattr(plan_report, name, lambda *_, **__: [])
-    monkeypatch.setattr("infinity.cli.plan.report_of", cache(report_of))
+    monkeypatch.setattr("infinity.cli.plan.report_of", once())
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -567,6 +579,41 @@ def test_what_does_not_fit_says_by_how_much_and_its_ways_work(
     assert "DOES NOT FIT" in out
     for way in report["ways"]:
         assert way["how"] in out
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "sizes"),
+    [
+        ("8b", {"num_hidden_layers": 4}, "--device 12GiB --host 16GiB --disk 64GiB"),
+        ("8b", {}, "--device 24GiB --host 128GiB --disk 2TiB --lora 16"),
+        ("8b", {"num_hidden_layers": 4}, "--device 2GiB --host 3GiB --disk 4GiB"),
+        ("1.3b", {"n_layer": 6}, "--device 4GiB --host 8GiB --disk 60GiB --tokens 16384"),
+    ],
+    ids=["faster", "adapters", "two tiers", "tokens"],
+)
+def test_advice_has_the_numbers_that_its_command_answers(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    layers: dict[str, int],
+    sizes: str,
+) -> None:
+    monkeypatch.setattr(plan_report, "_adapters", ADAPTERS)
+    arguments = [lower(tmp_path, name, **layers), *sizes.split()]
+    code, out, _ = run(*arguments, "--json")
+    report = json.loads(out)
+    assert code == (0 if report["fits"] else 3)
+    ways = report["faster"] or report["ways"]
+    assert ways
+    assert "--lora" not in sizes or "--rest nf4" in [way["how"] for way in ways]
+    no_more_advice(monkeypatch)
+    for way in ways:
+        found = answer(*arguments, *options(way["how"]))
+        assert found["fits"], way["how"]
+        assert found["step"]["tokens_per_s"] == way["tokens_per_s"], way["how"]
+        if report["fits"]:
+            gain = way["tokens_per_s"] / report["step"]["tokens_per_s"]
+            assert way["speed_up"] == pytest.approx(gain)
 
 
 def test_activations_that_do_not_fit_leave_the_plan_on_the_page(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "activations.tokens": (64,),
     "precision": ("fp32",),
     "moments": ("8bit",),
+    "rest": ("nf4",),
     "slices": (2,),
     "recompute": ("all", 2, 0),
     "offload": ("disk", "none"),

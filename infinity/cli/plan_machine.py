@@ -1,0 +1,151 @@
+"""The machine that `infinity plan` plans for: this one, a file's, or one of given sizes."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infinity.errors import ConfigError
+
+if TYPE_CHECKING:
+    from infinity.config.schema import Config, Offload, Recompute
+    from infinity.plan.machine import PlanMachine
+    from infinity.train.settings import RunConfig
+
+_COMMON = "a common machine"
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Options of the search; sizes in bytes, None where machine or configuration decide."""
+
+    target: str
+    model: str | None = None
+    model_class: str | None = None  # of transformers; None: what the model's config names
+    machine_file: Path | None = None
+    device: int | None = None
+    host: int | None = None
+    disk: int | None = None
+    gpus: int | None = None
+    nodes: int | None = None
+    link: int | None = None
+    between: int | None = None
+    paths: tuple[Path, ...] = ()
+    tokens: int | None = None  # of all ranks
+    micro_batches: int | None = None
+    sequence: int | None = None
+    slices: int | None = None
+    offload: Offload | None = None
+    recompute: Recompute | None = None
+    precision: str | None = None
+    moments: str | None = None
+    lora: int | None = None
+    rest: str | None = None
+    refresh: bool = False
+    drives: int | None = None
+    finer_units: bool = False
+    keys: tuple[str, ...] = ()  # KEY=VALUE, of the engine's configuration
+    run: RunConfig | None = None  # where TARGET is a configuration for `infinity train`
+
+
+def machine_of(wishes: SearchOptions, config: Config) -> PlanMachine:
+    """The machine to plan for, with the sizes that were given."""
+    from infinity.plan.machine import PlanMachine, may_have_gpu, read_machine_file
+    from infinity.plan.rates import DISK, Rates
+
+    if wishes.machine_file is not None:
+        if wishes.paths or wishes.refresh:
+            raise ConfigError(
+                "--machine is a machine that was measured; --path and --refresh measure this one",
+                remedy="leave out one or the other; --disk changes its space",
+            )
+        return _sized(read_machine_file(wishes.machine_file), wishes)
+    paths = wishes.paths or config.nvme_path
+    if wishes.disk is not None and not wishes.paths:
+        paths = tuple(path for path in paths if path.exists())
+    assumed = assumed_disk(wishes)
+    unmeasured = wishes.device is not None and not paths
+    if unmeasured and not may_have_gpu():
+        return _sized(PlanMachine.here(assumed, None, name=_COMMON), wishes)
+    from infinity.storage.cuda import find_device
+
+    with closing(find_device(None)) as device:
+        if unmeasured and device.unified:
+            machine = PlanMachine.here(assumed, None, name=_COMMON)
+        else:
+            from infinity.profiling.calibration import cached_rates, kept_links, kept_rates
+
+            found = cached_rates(paths, device, io=config.io, refresh=wishes.refresh)
+            gpus, nodes = wishes.gpus or 1, wishes.nodes or 1
+            links, _ = kept_links(device, gpus, nodes) or ({}, "")
+            rates = Rates.of(found.rates.numbers() | links)
+            memory = device.memory_bytes()
+            machine = PlanMachine.here(paths or assumed, memory, rates, measured=found.measured)
+            if assumed:  # nobody asked to write there, so it is not measured
+                kept = kept_rates(assumed, device, io=config.io)
+                rates = replace(machine.rates, **{n: getattr(kept.rates, n) for n in DISK})
+                nominal = (*machine.nominal, *(name for name in kept.nominal if name in DISK))
+                machine = replace(machine, rates=rates, nominal=nominal)
+            if links:
+                machine = replace(machine, gpus=gpus, nodes=nodes)
+    return _sized(machine, wishes)
+
+
+def assumed_disk(wishes: SearchOptions) -> tuple[Path, ...]:
+    """The disk of a model that no drive was named for: where the question was asked.
+
+    A configuration says by itself whether there is one.
+    """
+    is_asked = wishes.model is None and wishes.run is None and wishes.machine_file is None
+    return (Path.cwd(),) if is_asked and wishes.disk is None and not wishes.paths else ()
+
+
+def _sized(machine: PlanMachine, wishes: SearchOptions) -> PlanMachine:
+    """With other sizes; a GPU that is not there brings the rates of a common one."""
+    from infinity.plan.rates import COMPUTE, completed
+
+    if wishes.device is not None:
+        if machine.unified:
+            numbers = {
+                name: rate
+                for name, rate in machine.rates.numbers().items()
+                if name not in machine.nominal and name not in COMPUTE
+            }
+            rates, nominal = completed(numbers, unified=False)
+            machine = replace(machine, rates=rates, nominal=nominal)
+        machine = replace(machine, device_bytes=wishes.device)
+    if wishes.host is not None:
+        machine = replace(machine, host_bytes=wishes.host)
+    if wishes.disk is not None:
+        machine = replace(machine, disk_bytes=wishes.disk)
+    return _of_ranks(machine, wishes)
+
+
+def _of_ranks(machine: PlanMachine, wishes: SearchOptions) -> PlanMachine:
+    """Return the case of several ranks, with the given rates between them."""
+    from infinity.plan.plan import LINKS
+    from infinity.plan.rates import BETWEEN_NODES
+
+    machine = machine.with_ranks(wishes.gpus or machine.gpus, wishes.nodes or machine.nodes)
+    if wishes.link is not None and machine.ranks == 1:
+        raise ConfigError(
+            "--link is a rate between ranks, and there is one",
+            remedy="add --gpus 4, or leave it out",
+        )
+    if wishes.between is not None and machine.nodes == 1:
+        raise ConfigError(
+            "--between is a rate between nodes, and there is one",
+            remedy="add --nodes 2, or leave it out",
+        )
+    given: dict[str, Any] = {}
+    if wishes.link is not None:
+        given |= dict.fromkeys(LINKS, wishes.link)
+    if wishes.between is not None:
+        given[BETWEEN_NODES] = wishes.between
+    return replace(
+        machine,
+        rates=replace(machine.rates, **given),
+        nominal=tuple(name for name in machine.nominal if name not in given),
+    )

@@ -234,6 +234,8 @@ class ActivationStore:
         if away.tensor is not None:
             _check_version(away.tensor._version != record.version, record.shape)
             return away.tensor
+        if record.source is not None:  # its way out is not over: it may have taken new values
+            _check_version(record.source._version != record.version, record.shape)
         self._start(record, wait=True)
         self._prefetch(record)
         self._land(record)

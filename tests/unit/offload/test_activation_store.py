@@ -332,8 +332,7 @@ class Spoiler(SmallModel):
 
 def test_a_late_copy_of_a_tensor_that_was_changed_is_an_error(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    slow = FakeAccelerator(0, max_delay_s=0.0)
-    slow._max_delay_s = 0.2
+    slow = FakeAccelerator(0, max_delay_s=600.0, on_demand=True)
     arguments = {"device": slow}
     with small_engine(tmp_path, model=Spoiler(), activations=HOST, arguments=arguments) as engine:
         loss = engine(batch(0))

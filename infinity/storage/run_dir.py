@@ -88,6 +88,7 @@ _NEW_NAME = re.compile(r"\.infinity-new-[0-9]+-[0-9a-f]{16}")
 _NEW_GRACE_S = 600.0
 LOCK_NAME = "lock"
 RECORD_NAME = "run.json"
+KEPT_NAME = "kept"  # an empty file of a directory that was made durable
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -153,6 +154,11 @@ class Scratch:
         """
         self._write(durable=True, **facts)
         self.durable = True
+        try:  # the record may be set back to an older copy
+            os.close(os.open(self.directory / KEPT_NAME, os.O_WRONLY | os.O_CREAT, 0o600))
+            sync_directory(self.directory)
+        except OSError as error:
+            raise refusal(self.directory, error) from error
 
     def _write(self, *, durable: bool, **facts: Any) -> None:
         """Replace the record, for good."""
@@ -165,7 +171,7 @@ class Scratch:
     def path(self, name: str) -> Path:
         """Return where the file `name`, a plain file name, lies; the caller makes the file."""
         assert name == os.path.basename(name)
-        assert name not in ("", ".", "..", LOCK_NAME, RECORD_NAME)
+        assert name not in ("", ".", "..", LOCK_NAME, RECORD_NAME, KEPT_NAME)
         return self.directory / name
 
     def free_bytes(self) -> int:
@@ -312,9 +318,13 @@ def not_ours(directory: Path) -> str:
 def has_commits(directory: Path, record: Mapping[str, Any]) -> bool:
     """Return True if a step was committed in a directory, or in the first one of its run.
 
-    Holds whatever the directory's `record` says: a file may be set back to an older copy.
+    Holds whatever the directory's `record` says: a file may be set back to an older copy. Where the
+    first one is not there, on a drive that is not mounted, a kept directory may have steps.
     """
-    for place in (directory, Path(str(record.get("primary", directory)))):
+    first = Path(str(record.get("primary", directory)))
+    if (directory / KEPT_NAME).exists() and not first.is_dir():
+        return True
+    for place in (directory, first):
         for path in place.glob("commit-*.bin"):
             with suppress(OSError, ValueError):
                 sequence = unseal(first_sealed(read_small(path))).get("sequence")

@@ -45,6 +45,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from functools import cached_property
 
 from infinity.config.schema import Recompute
 from infinity.plan.activations import attending_width, passes, recomputed, sharing
@@ -182,9 +183,14 @@ class _Pricing:
         if work is not None:
             self._elements = _elements(plan.units, work)
             self._again = _again(plan, work)
-        order = dict.fromkeys(cycle or range(len(plan.units)))
-        self._updated = [unit for unit in order if plan.units[unit].numel]
+        self._cycle = cycle
         self._known: dict[tuple[int, bool, bool, bool], tuple[dict[str, float], float]] = {}
+
+    @cached_property
+    def _updated(self) -> list[int]:
+        """Units that are updated, in order."""
+        units = self.plan.units
+        return [u for u in dict.fromkeys(self._cycle or range(len(units))) if units[u].numel]
 
     def of(self, phase: PhaseBytes) -> PhaseCost:
         """One phase."""
@@ -212,7 +218,7 @@ class _Pricing:
     def _seconds(self, phase: PhaseBytes, resources: dict[str, float]) -> float:
         """Of a phase, with the two ends that stick out of it."""
         slowest = max(resources.values())
-        if not phase.has_update or not self._updated or self.work is None:
+        if not phase.has_update or self.work is None or not self._updated:
             return slowest
         plan, last = self.plan, self.plan.units[self._updated[-1]]
         named = computing(resources)

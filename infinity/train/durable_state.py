@@ -86,7 +86,8 @@ class DurableState:
         """
         record, ranks, resumes = self._directory.record, self._ranks, self._resume == AUTO
         with ranks.collective_section("looks for the state of the run"):
-            owned = not ranks.rank and self._is_ours()
+            asks = self._checkpoint is not None or bool(self._others())
+            owned = asks and not ranks.rank and self._is_ours()
             if self._config.durable and resumes and not record and not ranks.local_rank:
                 self._refuse_lost_directory()
         facts = (owned, uuid.uuid4().hex[:12], 0 if ranks.rank else self._directory.inode)
@@ -100,7 +101,7 @@ class DurableState:
             self._next = number if owned else {"id": new_id, "state": 0}
             self._replaces = owned
         if owned or self._replaces:  # of a start that died before its state was whole
-            self._remove(but=self.name)
+            self._remove_others()
 
     def config_for(self, config: Config) -> Config:
         """Return a configuration whose paths are this run's own, so that it finds no other state.
@@ -177,7 +178,7 @@ class DurableState:
         self._ranks.synchronize("keeps its state")
         self._made.clear()
         if self._replaces:
-            self._remove(but=self.name, paths=before)
+            self._remove_others(before)
         elif self._next and (there := [path for path in former if path.is_dir()]):
             return (
                 f"the former state stays, which may be of another copy of {directory.path}: "
@@ -192,14 +193,21 @@ class DurableState:
 
     # --- the directories -------------------------------------------------------------------------
 
-    def _remove(self, *, but: str, paths: Iterable[Path] | None = None) -> None:
-        """Remove states of this run's id under other numbers."""
-        own = state_name(self._directory.record, self._directory.path, 0)
-        for path in (paths or self._paths) if not self._ranks.local_rank else ():
-            for found in path.iterdir() if path.is_dir() else ():
-                number = found.name.removeprefix(f"{own}-")
-                if found.name != but and (found.name == own or number.isdigit()):
-                    shutil.rmtree(found, ignore_errors=True)
+    def _others(self, paths: Iterable[Path] | None = None) -> list[Path]:
+        """Return states of this run's id under other numbers; of a run that has begun."""
+        record = self._directory.record
+        own = state_name(record, self._directory.path, 0) if record else ""
+        return [
+            found
+            for path in (paths or self._paths if own else ())
+            for found in _below(path)
+            if found.name == own or found.name.removeprefix(f"{own}-").isdigit()
+            if found.name != self.name
+        ]
+
+    def _remove_others(self, paths: Iterable[Path] | None = None) -> None:
+        for found in self._others(paths) if not self._ranks.local_rank else ():
+            shutil.rmtree(found, ignore_errors=True)
 
     def _is_ours(self) -> bool:
         """Return True if this directory made the state, and is no copy of the one that did."""
@@ -212,7 +220,7 @@ class DurableState:
             except InfinityError:  # it is damaged, or in use
                 return False
             return not last or last in record.get("sessions", [])
-        return True
+        return False  # a copy may have moved it to another number of ranks
 
     def _refuse_lost_directory(self) -> None:
         directory = self._directory.path

@@ -116,7 +116,8 @@ class Run:
             self.directory, config.engine, self.ranks, resume, self.checkpoint
         )
         if self.checkpoint is not None:
-            self._refuse_other_runs(self.checkpoint)
+            with self.ranks.collective_section("looks for checkpoints"):
+                self._refuse_other_runs(self.checkpoint)
         self.prepared: Prepared | None = None
         self.chosen: ScheduleResult | None = None
         """The batch schedule and the next one, where the plan chose it."""

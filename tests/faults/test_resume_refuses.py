@@ -21,7 +21,7 @@ from support.runs import losses_of, metrics_of, settings, train
 
 from infinity.checkpoint.directory import find_tag
 from infinity.checkpoint.writer import CheckpointWriter
-from infinity.errors import ConfigError, InfinityError, MachineError
+from infinity.errors import CheckpointError, ConfigError, InfinityError, MachineError
 from infinity.storage.run_dir import Scratch, remove_dead_runs, run_records
 
 DRIVES = ("d0", "d1")
@@ -409,6 +409,19 @@ def test_a_copy_that_starts_from_a_checkpoint_leaves_the_state_of_the_run(tmp_pa
     assert any("the former state stays" in note for note in watcher.notes)
     assert going_on(raw, resume="auto", stop_after=1) == [5]
     assert going_on(other, resume="auto", stop_after=1) == [4]
+
+
+def test_a_state_that_a_copy_has_moved_is_not_removed_by_the_original(tmp_path: Path) -> None:
+    """As a copy does that goes on with another number of ranks; the original finds none there."""
+    raw = durable_settings(tmp_path)
+    train(raw, stop_after=4)
+    moved = []
+    for drive in DRIVES:
+        (state,) = (tmp_path / drive).iterdir()
+        moved.append(state.rename(state.with_name(f"{state.name}-1")))
+    with pytest.raises(CheckpointError, match="where there is none"):
+        train(raw, resume="auto")
+    assert all(state.is_dir() for state in moved)
 
 
 def test_a_run_directory_that_is_not_mounted_is_not_begun_again(tmp_path: Path) -> None:

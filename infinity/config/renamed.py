@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
-
-import yaml
 
 from infinity.errors import ConfigError, InfinityWarning
 
@@ -58,59 +56,32 @@ def with_current_names(raw: Mapping[str, Any], prefix: str = "") -> dict[str, An
             section = section.get(part) if isinstance(section, dict) else None
         if not isinstance(section, dict) or key not in section:
             continue
-        name, value = _current(old, section[key])
-        new = name.rpartition(".")[2]
+        new = RENAMED[old].name.rpartition(".")[2]
         if new != key and new in section:
             raise ConfigError(
-                f"{prefix}{old} and {prefix}{name} are given",
+                f"{prefix}{old} and {prefix}{RENAMED[old].name} are given",
                 because="they are one key: the first is its earlier name",
                 remedy=f"leave {prefix}{old} out",
             )
-        if (new, value) != (key, section[key]):
-            _warn(f"{prefix}{old}", f"{prefix}{name}", section[key], value)
-        section[new] = value
-        if new != key:
-            del section[key]
+        _, section[new] = current(f"{prefix}{old}", section.pop(key), prefix)
     return result
 
 
-def override_with_current_name(override: str, prefix: str = "") -> str:
-    """Return a text "section.key=value" with today's name of the key."""
-    old, equals, text = override.partition("=")
-    name = old.strip()
-    if not equals or not name.startswith(prefix) or name.removeprefix(prefix) not in RENAMED:
-        return override
-    try:
-        given = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return override  # which is refused later, with the reason
-    new, value = _current(name.removeprefix(prefix), given)
-    if (f"{prefix}{new}", value) == (name, given):
-        return override
-    _warn(name, f"{prefix}{new}", given, value)
-    return f"{prefix}{new}={json.dumps(value)}"
-
-
-def dotted_with_current_names(found: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return values by dotted name, as an earlier release stored them, by today's names."""
-    result = {}
-    for name, value in found.items():
-        old = name.removeprefix(prefix)
-        if name.startswith(prefix) and old in RENAMED:
-            old, value = _current(old, value)
-            name = prefix + old
-        result[name] = value
-    return result
-
-
-def with_current_overrides(overrides: Iterable[str], prefix: str = "") -> list[str]:
-    """Return texts "section.key=value" with today's names."""
-    return [override_with_current_name(one, prefix) for one in overrides]
-
-
-def _current(old: str, value: Any) -> tuple[str, Any]:
+def current(name: str, value: Any, prefix: str = "", *, warns: bool = True) -> tuple[str, Any]:
+    """Return today's dotted name of a key, and its value."""
+    old = name.removeprefix(prefix)
+    if not name.startswith(prefix) or old not in RENAMED:
+        return name, value
     renamed = RENAMED[old]
-    return renamed.name, renamed.value(value)
+    new, now = f"{prefix}{renamed.name}", renamed.value(value)
+    if warns and (new, now) != (name, value):
+        _warn(name, new, value, now)
+    return new, now
+
+
+def stored_with_current_names(found: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return values by dotted name, as an earlier release stored them, by today's names."""
+    return dict(current(name, value, prefix, warns=False) for name, value in found.items())
 
 
 def _warn(old: str, new: str, before: Any, after: Any) -> None:

@@ -34,7 +34,7 @@ from infinity.config.fields import (
     as_path,
 )
 from infinity.config.optimizer import FrozenName, LossScaleConfig, OptimizerConfig, SchedulerConfig
-from infinity.config.renamed import with_current_names, with_current_overrides
+from infinity.config.renamed import current, with_current_names
 from infinity.config.source import apply_overrides, explain, read_source
 from infinity.errors import ConfigError
 
@@ -463,7 +463,7 @@ def load_config(
     if isinstance(source, Config):
         source = source.model_dump(exclude_unset=True)
     where, raw = read_source(source)
-    merged = apply_overrides(with_current_names(raw), with_current_overrides(overrides))
+    merged = apply_overrides(with_current_names(raw), overrides, current)
     try:
         return Config.model_validate(merged)
     except ValidationError as error:

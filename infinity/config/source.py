@@ -317,12 +317,17 @@ def _check_keys(where: str, raw: Any, depth: int = 1) -> None:
         _check_keys(f"{where}: {key}", value, depth + 1)
 
 
-def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+def apply_overrides(
+    raw: Mapping[str, Any],
+    overrides: Iterable[str],
+    current: Callable[[str, Any], tuple[str, Any]] = lambda name, value: (name, value),
+) -> dict[str, Any]:
     """Return a copy of `raw` with each "section.key=value" set; values are read as YAML.
 
     "io.queue_depth=16" gives an int, "placement.weights=disk" text, "step_log=" a null. Sections
     that do not exist yet are made. Raises one `ConfigError` that names every override that has no
     "=", an empty name, a value that is not YAML, or a path through something that is not a section.
+    `current` returns the name of a key today, and its value.
     """
     result = deepcopy(dict(raw))
     problems: list[str] = []
@@ -340,7 +345,8 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[st
         except ValueError as error:
             problems.append(f"{short(override)!r}: the value is not YAML: {error}")
             continue
-        problem = _set(result, keys, value)
+        name, value = current(".".join(keys), value)
+        problem = _set(result, name.split("."), value)
         if problem:
             problems.append(f"{override!r}: {problem}")
     if problems:

@@ -21,6 +21,7 @@ from infinity.model.shapes import (
     is_stack_of_experts,
     target_of,
 )
+from infinity.model.torch_private import gradient_hooks
 from infinity.optim.rules import RULES, lossy_notes, matrix_steps, reserved_moments
 from infinity.plan.cost import USUAL_CONTEXT, StepWork
 from infinity.plan.inputs import PlanInput
@@ -190,9 +191,6 @@ def partition_model(
     )
 
 
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
 def _with_uses(layouts: Sequence[UnitLayout], target: Target) -> tuple[UnitLayout, ...]:
     """Return the layouts with `at_end` and `looked_up` of those outside blocks."""
     last = max((s.origin for u in layouts if u.is_block for s in u.segments), default=None)
@@ -232,7 +230,7 @@ def _stacks(
                 because = "the optimizer needs whole parameters"
             elif fact.dtype not in _CASTABLE and not fact.form:
                 because = f"{fact.dtype} is no dtype that computes"
-            elif any(getattr(parameter, name, None) for name in _HOOKS):
+            elif gradient_hooks(parameter):
                 because = "a hook waits for the gradient of all experts"
         if because is None:
             found.append(stacks)

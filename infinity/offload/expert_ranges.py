@@ -31,6 +31,7 @@ from infinity.model.stacks import (
     set_computer,
     stacks_of,
 )
+from infinity.model.torch_private import gradient_hooks
 from infinity.offload.hooks import Hooks, is_ours
 
 
@@ -112,16 +113,12 @@ class Experts:
                     "the whole module",
                 )
             return stack[rows.first : rows.end]
-        if _has_hooks(stack):  # of a block in which it was materialized
+        # Of a block in which it was materialized.
+        if not all(map(is_ours, gradient_hooks(stack))):
             raise no_whole_gradient(f"{rows.stacks.path}.{name}", "a hook")
         parameter = self._parameters[rows.parameters[name]]
         parameter.requires_grad = stack.requires_grad
         return self._hooks.touch(parameter)
-
-
-def _has_hooks(stack: nn.Parameter) -> bool:
-    found: Any = (stack._backward_hooks, stack._post_accumulate_grad_hooks)
-    return not all(is_ours(hook) for hooks in found for hook in (hooks or {}).values())
 
 
 def _counting(hooks: Hooks, path: str, module: nn.Module) -> Computer:

@@ -32,7 +32,7 @@ from infinity.common.files import (
     make_directories,
     refused,
 )
-from infinity.config.renamed import dotted_with_current_names
+from infinity.config.renamed import stored_with_current_names
 from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import CheckpointError, ConfigError, MachineError, listed
 
@@ -143,7 +143,7 @@ class RunDirectory:
     @property
     def decided(self) -> Mapping[str, Any]:
         """Return the settings that the run's numbers depend on, by name; empty for a new run."""
-        found: dict[str, Any] = dotted_with_current_names(self.record.get("decides", {}), "engine.")
+        found: dict[str, Any] = stored_with_current_names(self.record.get("decides", {}), "engine.")
         return found
 
     def check(self, decides: Mapping[str, Any]) -> None:

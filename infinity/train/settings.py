@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
@@ -12,7 +13,7 @@ import yaml
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from infinity.config.fields import Number, OnePath, Section, as_pair, as_path
-from infinity.config.renamed import with_current_names, with_current_overrides
+from infinity.config.renamed import current, with_current_names
 from infinity.config.schema import Config, entries
 from infinity.config.source import apply_overrides, explain, read_source
 from infinity.errors import ConfigError
@@ -340,7 +341,7 @@ def load_run_config(
         raise ConfigError(f"{path} does not exist", remedy=remedy)
     where, raw = read_source(source)
     raw = with_current_names(raw, "engine.")
-    merged = apply_overrides(raw, with_current_overrides(overrides, "engine."))
+    merged = apply_overrides(raw, overrides, partial(current, prefix="engine."))
     if merged and not is_run_config(merged) and any(name in Config.model_fields for name in merged):
         raise ConfigError(
             f"{where} is the configuration of an engine, not of a run",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infinity.config.renamed import dotted_with_current_names
+from infinity.config.renamed import stored_with_current_names
 from infinity.config.schema import Config, load_config
 from infinity.config.source import apply_overrides
 from infinity.errors import ConfigError, InfinityWarning
@@ -437,6 +437,6 @@ def test_earlier_names_of_keys_are_taken_with_a_warning() -> None:
     both = refusal({"journal": "/a", "step_log": "/b"})
     assert "journal and step_log are given" in both
     stored = {"engine.frozen.rest": "nf4", "engine.activations.logits": "sliced", "lr": 1}
-    assert dotted_with_current_names(stored, "engine.") == {
+    assert stored_with_current_names(stored, "engine.") == {
         "engine.frozen.format": "nf4", "engine.activations.logits": "chunked", "lr": 1,
     }  # fmt: skip

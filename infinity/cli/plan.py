@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 DEFAULT_STEP = 65_536  # tokens, of all ranks; as in the presets of `infinity init`
 DEFAULT_SAMPLE = 2048  # tokens
+_RECOMPUTES = frozenset(("recompute", "recompute_blocks"))
 _TYPED = "COMMANDLINE"  # click's name of where a parameter's value is from
 _BARE = 1 << 20  # bytes; less than this is no size of a machine
 DEFAULT_ENDURANCE = "600TB"  # what data sheets promise for common 1 TB drives
@@ -238,67 +239,52 @@ def plan(
     Exits with 0 if it fits, 3 if it does not, 2 if the question makes no sense.
     """
     with command():
-        wishes = SearchOptions(
-            target=target,
-            model=model,
-            model_class=model_class,
-            machine_file=machine,
-            device=_size("--device", device),
-            host=_size("--host", host),
-            disk=_size("--disk", disk, least=0),
-            paths=tuple(part.expanduser() for part in path or ()),
-            gpus=gpus,
-            nodes=nodes,
-            link=_rate("--link", link),
-            between=_rate("--between", between),
-            tokens=tokens,
-            micro_batches=micro_batches,
-            sequence=sequence,
-            slices=slices,
-            offload=_tier(activations),
-            recompute=_recomputed(recompute, recompute_blocks),
-            precision=precision,
-            moments=moments,
-            lora=lora,
-            rest=rest,
-            refresh=refresh,
-            drives=drives,
-            finer_units=finer_units,
-        )
-        if (run := _find_run(target, overrides or [])) is not None:
-            wishes = replace(wishes, run=run)
-        else:
-            wishes = replace(wishes, keys=tuple(overrides or ()))
+        wishes = _options(ctx.params)  # all that the signature declares
         rated_bytes = _size("--endurance", endurance) or 0
 
         def more(text: str) -> SearchOptions:
-            return _with_more(wishes, ctx, overrides or [], text)
+            return _options(_with_more(ctx, text))
 
         with stdout_is_ours(), _no_collections():
             report = report_of(wishes, rated_bytes, more)
         _say(report, as_json=as_json, verbose=verbose)
 
 
-def _with_more(
-    wishes: SearchOptions, ctx: typer.Context, overrides: list[str], text: str
-) -> SearchOptions:
-    """Return the wishes of a command with more options and keys behind it."""
-    again = ctx.command.make_context("plan", [wishes.target, *shlex.split(text)])
-    params = again.params
-    given = {n for n in params if getattr(again.get_parameter_source(n), "name", "") == _TYPED}
-    sizes = {n: _size(f"--{n}", params[n], least=0) for n in ("device", "host", "disk")}
-    same = ("tokens", "micro_batches", "slices", "precision", "moments", "lora", "rest", "gpus",
-            "drives", "finer_units")  # fmt: skip
-    fields: dict[str, Any] = {n: v for n, v in sizes.items() if n in given}
-    fields |= {n: params[n] for n in same if n in given}
-    if "activations" in given:
-        fields["offload"] = _tier(params["activations"])
-    if not given.isdisjoint(("recompute", "recompute_blocks")):
-        fields["recompute"] = _recomputed(params["recompute"], params["recompute_blocks"])
-    keys = [*overrides, *(params["overrides"] or ())]
-    if wishes.run is not None:
-        return replace(wishes, **fields, run=_find_run(wishes.target, keys), refresh=False)
-    return replace(wishes, **fields, keys=tuple(keys), refresh=False)
+def _options(params: Mapping[str, Any]) -> SearchOptions:
+    """Return the options of the search from those that were typed."""
+    keys = params["overrides"] or []
+    run = _find_run(params["target"], keys)
+    same = ("target", "model", "model_class", "gpus", "nodes", "tokens", "micro_batches",
+            "sequence", "slices", "precision", "moments", "lora", "rest", "refresh", "drives",
+            "finer_units")  # fmt: skip
+    machine = params["machine"]
+    return SearchOptions(
+        **{name: params[name] for name in same},
+        machine_file=None if machine is None else Path(machine),
+        device=_size("--device", params["device"]),
+        host=_size("--host", params["host"]),
+        disk=_size("--disk", params["disk"], least=0),
+        paths=tuple(Path(part).expanduser() for part in params["path"] or ()),
+        link=_rate("--link", params["link"]),
+        between=_rate("--between", params["between"]),
+        offload=_tier(params["activations"]),
+        recompute=_recomputed(params["recompute"], params["recompute_blocks"]),
+        keys=() if run is not None else tuple(keys),
+        run=run,
+    )
+
+
+def _with_more(ctx: typer.Context, text: str) -> dict[str, Any]:
+    """Return the parameters of a command with more options and keys behind it."""
+    again = ctx.command.make_context("plan", [ctx.params["target"], *shlex.split(text)])
+    given = {
+        n for n in again.params if getattr(again.get_parameter_source(n), "name", "") == _TYPED
+    }
+    if not given.isdisjoint(_RECOMPUTES):  # the two exclude each other: the later one counts
+        given |= _RECOMPUTES
+    keys = [*(ctx.params["overrides"] or ()), *(again.params["overrides"] or ())]
+    more = {name: again.params[name] for name in given}
+    return {**ctx.params, **more, "overrides": keys, "refresh": False}
 
 
 def _say(report: dict[str, Any], *, as_json: bool, verbose: bool) -> None:

@@ -103,6 +103,7 @@ def machines(job: dict[str, Any]) -> None:
         module.by_loopback = noted
     with closing(infinity.distributed.launch.find_ranks()) as ranks:
         found = (ranks.local_rank, ranks.local_count, ranks.num_nodes, *by_loopback)
+        ranks.synchronize("has found the others")  # one that closes cuts off who still connects
     torch.save(found, f"{job['out']}-{rank}")
 
 

@@ -21,7 +21,7 @@ from infinity.model.shapes import (
     is_stack_of_experts,
     target_of,
 )
-from infinity.model.torch_private import gradient_hooks
+from infinity.model.stacks import gradient_hooks
 from infinity.optim.rules import RULES, lossy_notes, matrix_steps, reserved_moments
 from infinity.plan.cost import USUAL_CONTEXT, StepWork
 from infinity.plan.inputs import PlanInput

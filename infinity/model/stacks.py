@@ -132,6 +132,13 @@ def no_whole_gradient(name: str, what: str) -> ResidencyError:
     )
 
 
+def gradient_hooks(parameter: Any) -> list[Any]:
+    """Return the hooks that wait for the gradient of a parameter."""
+    names = "_backward_hooks", "_post_accumulate_grad_hooks"
+    found = (getattr(parameter, name, None) or {} for name in names)
+    return [hook for hooks in found for hook in hooks.values()]
+
+
 def set_computer(module: nn.Module, computer: Computer | None) -> None:
     """Set what computes a module's `compute_ranges`, or with None reset it."""
     if computer is None:

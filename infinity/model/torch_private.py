@@ -65,13 +65,6 @@ def negated_view(tensor: Tensor) -> Tensor:
 # list stays as it is (`flatten_parameters` would move it).
 
 
-def gradient_hooks(parameter: Any) -> list[Any]:
-    """Return the hooks that wait for the gradient of a parameter."""
-    names = "_backward_hooks", "_post_accumulate_grad_hooks"
-    found = (getattr(parameter, name, None) or {} for name in names)
-    return [hook for hooks in found for hook in hooks.values()]
-
-
 def forget_flat_weights(model: nn.Module) -> Callable[[], None]:
     """Drop the weak references of RNNs to their weights; returns a function that renews them."""
     modules = _rnns(model)

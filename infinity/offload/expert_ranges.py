@@ -27,11 +27,11 @@ from infinity.model.stacks import (
     RangeCall,
     StackRange,
     compute_whole,
+    gradient_hooks,
     no_whole_gradient,
     set_computer,
     stacks_of,
 )
-from infinity.model.torch_private import gradient_hooks
 from infinity.offload.hooks import Hooks, is_ours
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -366,8 +367,12 @@ def _num_allowed_cpus(root: Path) -> int:
     return count
 
 
+@cache
 def _cache_bytes(root: Path) -> int:
-    """Add up the caches of the highest level, each once however many processors share it."""
+    """Add up the caches of the highest level, each once however many processors share it.
+
+    Read once: these are hundreds of files where there are many processors.
+    """
     caches: dict[int, dict[str, int]] = {}
     for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/cache/index[0-9]*"):
         level = _number(folder / "level")

@@ -34,7 +34,6 @@ HANG_S = 600  # only a hang takes so long
 # In a fork torch makes its pool of threads anew when it is next asked for; two threads that ask at
 # once may find none ("Invalid thread pool!"). So it is asked while there is one thread.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
-PRELOADED = ["infinity._initialize", "infinity.training.checkpoints", "support.durable"]
 
 
 @cache
@@ -43,7 +42,7 @@ def server() -> ForkServerContext:
     from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(["support.preloaded"])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = TESTS
     try:

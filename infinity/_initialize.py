@@ -172,10 +172,10 @@ def _make(
     ranks.check(target.torch_device)
     if settings.seed is not None:
         torch.manual_seed(settings.seed)
-    resting = take_over(model, ranks, undo)
+    reads = take_over(model, ranks, undo)
     if settings.durable:
         check_committed(model)
-    initial_values = InitialValues(model, _seed_of_meta(settings, ranks), resting)
+    initial_values = InitialValues(model, _seed_of_meta(settings, ranks), reads)
     groups = given.model_parameters
     if groups is not None:
         groups = list(groups)
@@ -209,13 +209,13 @@ def _make(
     initial_values.check()
     for path in settings.nvme_path if not ranks.local_rank else ():
         remove_dead_ranks(path, ranks.local_ranks, ranks.count)
-    own = settings if ranks.count == 1 else _of_rank(settings, ranks)
-    undo.callback(_leave, settings, own, ranks)
+    local = settings if ranks.count == 1 else _of_rank(settings, ranks)
+    undo.callback(_leave, settings, local, ranks)
     components = EngineComponents(
-        model, partition, plan, own, target, offloaded, initial_values, given.progress, ranks
+        model, partition, plan, local, target, offloaded, initial_values, given.progress, ranks
     )
     undo.callback(components.close)
-    components.add_cleanup(partial(_leave, settings, own, ranks), last=True)
+    components.add_cleanup(partial(_leave, settings, local, ranks), last=True)
     components.add_cleanup(computes_as_before)
     engine = given.engine_class(
         model,
@@ -457,8 +457,8 @@ def _lead(client: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> Calla
 
     Its parameters have no gradients: else they would do nothing, and not say so.
     """
-    own = vars(client)
-    before = {name: own.get(name) for name in _LED}
+    attributes = vars(client)
+    before = {name: attributes.get(name) for name in _LED}
 
     def leading(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -472,11 +472,11 @@ def _lead(client: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> Calla
 
     def end() -> None:
         for name, method in before.items():
-            own.pop(name, None)
+            attributes.pop(name, None)
             if method is not None:
-                own[name] = method
+                attributes[name] = method
 
-    own.update({name: leading(name) for name in before})
+    attributes.update({name: leading(name) for name in before})
     mark_stepped(client)  # by the engine, of which a scheduler over it knows nothing
     return end
 

@@ -640,13 +640,13 @@ class Engine:
         components = self._components
         params_by_index = self.optimizer.params_by_index(self._index_of)
         for piece, rows in self._values.rows(index):
-            place = self._values.place_of(piece)
-            self._values.before_change(place[0].index)
+            location = self._values.place_of(piece)
+            self._values.before_change(location[0].index)
             write_state(
                 components.store,
                 components.updater,
                 components.kernels,
-                place,
+                location,
                 params_by_index.get(piece),
                 name,
                 value[rows],

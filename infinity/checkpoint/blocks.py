@@ -133,9 +133,9 @@ class BlockWriter:
 
     def _send(self, block: Tensor) -> None:
         offset, length = len(self.crc32c) * block.numel(), self._filled
-        whole = self._aligned(length)  # what direct writes need; the end is cut off later
-        block[length:whole] = 0
-        self._pool.write(self._file, offset, block, whole)
+        padded = self._aligned(length)  # direct writes need it; the end is cut off later
+        block[length:padded] = 0
+        self._pool.write(self._file, offset, block, padded)
         self.crc32c.append(self._sum)
         self._block, self._filled, self._sum = None, 0, 0
 

@@ -171,8 +171,8 @@ def no_latest(root: Path) -> str:
     why = f"{root} has no checkpoint that is called the latest"
     if not (root / MANIFEST_NAME).is_file():
         return why
-    whole = root.absolute()
-    call = f'load_checkpoint("{whole.parent}", tag="{whole.name}")'
+    path = root.absolute()
+    call = f'load_checkpoint("{path.parent}", tag="{path.name}")'
     return f"{why}, but is a checkpoint itself: {call}"
 
 

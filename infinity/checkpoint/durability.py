@@ -290,13 +290,13 @@ class Durability:
     def _in_memory(
         self, changed: list[UnitState], frozen: list[UnitState]
     ) -> Iterator[tuple[Extent, Range]]:
-        """(place on the active copy, range) of state in memory, by pieces of a buffer's size."""
+        """Yield (extent of the active copy, range) of state in memory, at most a buffer each."""
         for state in changed:
             for index in range(state.layout.num_chunks(self.plan.chunk_elements)):
                 for kind in state.memory:
                     unit = state.layout.index
-                    place = self.store.on_disk(unit, kind, index, state.copy.active)
-                    yield place, self.store.chunk(unit, kind, index)
+                    target = self.store.on_disk(unit, kind, index, state.copy.active)
+                    yield target, self.store.chunk(unit, kind, index)
         for state in frozen:
             if state.frozen_copies and Kind.WEIGHT in state.memory:
                 layout, extent = state.layout, state.frozen_copies[state.frozen_copy.active]

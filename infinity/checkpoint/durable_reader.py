@@ -92,15 +92,15 @@ class DurableReader(StateReader):
         for part in self._parts:
             for extent, held in part.extents:
                 for piece in held:
-                    place = self._where.setdefault((piece.stream, piece.name), [])
-                    place.append((part, extent, piece))
+                    holders = self._where.setdefault((piece.stream, piece.name), [])
+                    holders.append((part, extent, piece))
 
     def _run(self) -> Any:
-        """The run's state as JSON; of several ranks with what each has of its own."""
+        """Return the run's state as JSON; with several ranks, including the state of each."""
         if len(self._parts) == 1 or not self.document.run:
             return self.record.document.get("run", {})
         first = self.document.buffers
-        own = [
+        rank_states = [
             {n: part.document.run[n] for n in OF_EACH_RANK}
             | {"buffers": _apart(part.document.buffers, first)}
             for part in self._parts
@@ -109,7 +109,7 @@ class DurableReader(StateReader):
         for part in self._parts:  # whoever has the last part of a parameter tells, as in a save
             there = {s.name for unit in part.plan.own for s in unit.trained_segments}
             kept |= {n: v for n, v in part.document.run["kept"].items() if n in there}
-        return encode({**self.document.run, "kept": kept, "ranks": own}, "the run's state")
+        return encode({**self.document.run, "kept": kept, "ranks": rank_states}, "the run's state")
 
     @property
     def verified(self) -> bool:
@@ -302,9 +302,9 @@ def committed(
         for chunk, extent in enumerate(unit.copies[copy] if unit.copies else ()):
             _, count = unit.layout.chunk(chunk, plan.chunk_elements)
             held = []
-            whole = plan.whole_record(unit.layout)
-            for kind in whole.kinds:
-                start = whole.offset(kind, count)
+            full_record = plan.whole_record(unit.layout)
+            for kind in full_record.kinds:
+                start = full_record.offset(kind, count)
                 for piece in pieces(plan, unit.layout, chunk, kind):
                     held.append(piece._replace(start=start + piece.start))
             trained.append((extent, held))

@@ -161,9 +161,10 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 def _segment_of(facts: Mapping[str, Any]) -> Segment:
     """What `_segment_facts` was made of, without indices."""
     rows = facts.get("rows")
-    own = {key: value for key, value in facts.items() if key != "rows"}
+    fields = {key: value for key, value in facts.items() if key != "rows"}
     stack = StackRows(-2, *rows) if rows else None
-    return Segment(**{**own, "shape": tuple(facts["shape"])}, parameter=-1, group=-1, stack=stack)
+    fields["shape"] = tuple(facts["shape"])
+    return Segment(**fields, parameter=-1, group=-1, stack=stack)
 
 
 def _full_shape(facts: Mapping[str, Any]) -> list[int]:
@@ -295,12 +296,12 @@ def read_parts(directory: Path, roots: Iterable[Path] = ()) -> list[StoredRun]:
     beside = dict.fromkeys(path.parent for path in (*roots, *run.striping.directories))
     bases = dict.fromkeys(base for path in beside for base in (path, path.parent))
     for rank in range(count):
-        places = [of_rank(base, rank) for base in bases if of_rank(base, rank).is_dir()]
-        for path, record in [item for p in places for item in durable_records(p).items()]:
+        rank_dirs = [of_rank(base, rank) for base in bases if of_rank(base, rank).is_dir()]
+        for path, record in [item for p in rank_dirs for item in durable_records(p).items()]:
             if rank not in found and not record.get("index", 0):
                 facts = _read_plan(path)
                 if (facts.get("group"), facts.get("rank")) == (run.group, rank):
-                    found[rank] = read_run(path, places)
+                    found[rank] = read_run(path, rank_dirs)
     if missing := [rank for rank in range(count) if rank not in found]:
         raise CheckpointError(
             f"the durable run in {run.directory} is of {count} ranks; the parts of "
@@ -375,8 +376,8 @@ def _members(directory: Path, facts: Mapping[str, Any], roots: Iterable[Path]) -
     """The directories of a run, one for each of its paths."""
     named = [Path(name) for name in facts["directories"]]
     # What the user names comes first: it may be a copy.
-    places = [*roots, directory.parent, *(path.parent for path in named)]
-    found = {**_pieces(facts["run"], places), 0: directory}
+    search_dirs = [*roots, directory.parent, *(path.parent for path in named)]
+    found = {**_pieces(facts["run"], search_dirs), 0: directory}
     missing = [str(path) for index, path in enumerate(named) if index not in found]
     if missing:
         raise CheckpointError(
@@ -390,8 +391,8 @@ def _members(directory: Path, facts: Mapping[str, Any], roots: Iterable[Path]) -
 def _pieces(run: object, places: Iterable[Path]) -> dict[int, Path]:
     """The directories of a run by their index, those of earlier places first."""
     found: dict[int, Path] = {}
-    for place in dict.fromkeys(places):
-        for path, record in durable_records(place).items() if place.is_dir() else ():
+    for parent in dict.fromkeys(places):
+        for path, record in durable_records(parent).items() if parent.is_dir() else ():
             if record.get("run") == run:
                 found.setdefault(int(record.get("index", -1)), path)
     return found

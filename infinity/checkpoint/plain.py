@@ -65,8 +65,8 @@ def _encode(value: Any, what: str, depth: int) -> Any:
         return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
     if kind in (list, tuple, set):
         # An element of a set has no number, but what it is.
-        places = (f"{{{_short(v)}}}" if kind is set else f"[{i}]" for i, v in enumerate(value))
-        items = [_encode(v, f"{what}{at}", depth + 1) for at, v in zip(places, value, strict=True)]
+        steps = (f"{{{_short(v)}}}" if kind is set else f"[{i}]" for i, v in enumerate(value))
+        items = [_encode(v, f"{what}{at}", depth + 1) for at, v in zip(steps, value, strict=True)]
         return items if kind is list else {f"${kind.__name__}": items}
     if kind is dict:
         pairs = [(k, _encode(v, f"{what}{_step(k)}", depth + 1)) for k, v in value.items()]

@@ -234,8 +234,8 @@ class CheckpointReader(StateReader):
         for record in self.manifest.files:
             self._check_file(record)
         self._specs = {
-            stream: {name: TensorSpec(name, one.shape, one.dtype) for name, one in places.items()}
-            for stream, places in self._places.items()
+            stream: {name: TensorSpec(name, one.shape, one.dtype) for name, one in tensors.items()}
+            for stream, tensors in self._places.items()
         }
         self._engine = _aio.Engine(block_size=BLOCK_BYTES)
         try:
@@ -351,10 +351,10 @@ class CheckpointReader(StateReader):
             raise self._damaged(self.directory / record.name, str(error)) from None
         except OSError as error:
             self._forget(record.stream)
-            place = self._place(record, block)
-            raise refusal(f"reading {place} of", self.directory / record.name, error) from error
-        place = self._place(record, block)
-        raise damaged(f"{self.directory / record.name} is damaged: {place}: {problem}")
+            location = self._place(record, block)
+            raise refusal(f"reading {location} of", self.directory / record.name, error) from error
+        location = self._place(record, block)
+        raise damaged(f"{self.directory / record.name} is damaged: {location}: {problem}")
 
     def _reader(self, record: FileRecord) -> BlockReader:
         if self._engine is None:

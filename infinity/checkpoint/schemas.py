@@ -42,9 +42,9 @@ def _fitting(kind: type[_D], value: Any, where: str) -> _D:
         return kind.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(map(str, first["loc"]))
+        location = ".".join(map(str, first["loc"]))
         raise CheckpointError(
-            f"{where} cannot be: {place or 'it'}: {first['msg']}, not {first['input']!r:.60}",
+            f"{where} cannot be: {location or 'it'}: {first['msg']}, not {first['input']!r:.60}",
             because="it was changed, or was written by something else",
         ) from None
 

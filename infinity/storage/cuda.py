@@ -297,10 +297,10 @@ class CudaDevice(Device):
 
     def memory_bytes(self) -> int | None:
         """Free device memory now, of which torch's allocator may be held to a part."""
-        free, whole = torch.cuda.mem_get_info(self.torch_device)
+        free, total = torch.cuda.mem_get_info(self.torch_device)
         share = torch.cuda.get_per_process_memory_fraction(self.torch_device)
         taken = torch.cuda.memory_reserved(self.torch_device)
-        return max(min(free, int(share * whole) - taken), 0)
+        return max(min(free, int(share * total) - taken), 0)
 
     def copy_h2d(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         """On the copy-in stream."""

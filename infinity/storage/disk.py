@@ -57,11 +57,11 @@ def sum_of_words(flat: Tensor) -> int:
     Each is multiplied with an odd number of its own, as far as those go, so that words that change
     places show.
     """
-    whole = flat.numel() // 8 * 8
-    values, rest = flat[:whole].view(torch.int64), flat[whole:].long()
+    aligned = flat.numel() // 8 * 8
+    values, tail = flat[:aligned].view(torch.int64), flat[aligned:].long()
     odd = torch.arange(1, 2 * min(max(values.numel(), 8), _WORDS), 2, device=flat.device)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for part in (*torch.split(values, _WORDS), rest):
+    for part in (*torch.split(values, _WORDS), tail):
         total = total * _FACTOR + (part * odd[: part.numel()]).sum()
     return int(total)
 
@@ -176,9 +176,9 @@ def _joined(pieces: Pieces) -> list[tuple[Extent, Tensor]]:
             follows = last.offset + last.nbytes == extent.offset and last.owner == extent.owner
             storage = before.untyped_storage().data_ptr(), buffer.untyped_storage().data_ptr()
             if follows and end == buffer.data_ptr() and storage[0] == storage[1]:
-                whole = Extent(last.offset, last.nbytes + extent.nbytes, last.owner)
-                both = before.as_strided((whole.nbytes,), (1,), before.storage_offset())
-                found[-1] = whole, both
+                joined = Extent(last.offset, last.nbytes + extent.nbytes, last.owner)
+                both = before.as_strided((joined.nbytes,), (1,), before.storage_offset())
+                found[-1] = joined, both
                 continue
         found.append((extent, buffer))
     return found
@@ -378,18 +378,18 @@ class Disk:
 
     def read(self, pieces: Pieces, priority: Priority = Priority.NORMAL) -> DiskTicket:
         """Start reading extents into uint8 buffers of their size."""
-        own, expected = _joined(pieces), list[Tensor]()
+        joined, expected = _joined(pieces), list[Tensor]()
         if self.checksums is not None:
-            expected = [self.checksums.expected(e.offset, e.nbytes) for e, _ in own]
-        return self._submit(_aio.READ, own, priority, expected)
+            expected = [self.checksums.expected(e.offset, e.nbytes) for e, _ in joined]
+        return self._submit(_aio.READ, joined, priority, expected)
 
     def write(self, pieces: Pieces, priority: Priority = Priority.BACKGROUND) -> DiskTicket:
         """Start writing uint8 buffers to extents of their size; they may not change till then."""
-        own = _joined(pieces)
+        joined = _joined(pieces)
         if self.checksums is not None:
-            for extent, buffer in own:
+            for extent, buffer in joined:
                 self.checksums.written(extent.offset, buffer)
-        return self._submit(_aio.WRITE, own, priority, ())
+        return self._submit(_aio.WRITE, joined, priority, ())
 
     def learn(self, extent: Extent, buffer: Tensor) -> None:
         """Read an extent and store the checksums of its current bytes."""

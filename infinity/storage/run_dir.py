@@ -324,8 +324,8 @@ def has_commits(directory: Path, record: Mapping[str, Any]) -> bool:
     first = Path(str(record.get("primary", directory)))
     if (directory / KEPT_NAME).exists() and not first.is_dir():
         return True
-    for place in (directory, first):
-        for path in place.glob("commit-*.bin"):
+    for folder in (directory, first):
+        for path in folder.glob("commit-*.bin"):
             with suppress(OSError, ValueError):
                 sequence = unseal(first_sealed(read_small(path))).get("sequence")
                 if isinstance(sequence, int) and sequence > 0:

@@ -102,14 +102,14 @@ class HostStore:
 
     def read(self, pieces: Pieces, priority: Priority = Priority.NORMAL) -> Event:
         """Copies at once."""
-        for place, buffer in pieces:
-            buffer.copy_(_bytes(place))
+        for source, buffer in pieces:
+            buffer.copy_(_bytes(source))
         return HAPPENED
 
     def write(self, pieces: Pieces, priority: Priority = Priority.BACKGROUND) -> Event:
         """Copies at once."""
-        for place, buffer in pieces:
-            _bytes(place).copy_(buffer)
+        for target, buffer in pieces:
+            _bytes(target).copy_(buffer)
         return HAPPENED
 
 
@@ -132,12 +132,14 @@ class DeviceStore:
 
     def read(self, pieces: Pieces, priority: Priority = Priority.NORMAL) -> Event:
         """Device to host."""
-        return together([self._device.copy_d2h(buffer, _bytes(place)) for place, buffer in pieces])
+        return together(
+            [self._device.copy_d2h(buffer, _bytes(source)) for source, buffer in pieces]
+        )
 
     def write(self, pieces: Pieces, priority: Priority = Priority.BACKGROUND) -> Event:
         """Host to device, behind no copy that waits for a slot."""
         return together(
-            [self._device.copy_h2d_unordered(_bytes(place), buffer) for place, buffer in pieces]
+            [self._device.copy_h2d_unordered(_bytes(target), buffer) for target, buffer in pieces]
         )
 
 

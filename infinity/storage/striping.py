@@ -205,9 +205,9 @@ def chosen_backend() -> tuple[str, str]:
 
 def _block_device(number: int) -> tuple[str, str]:
     """Return the kernel's name and the model of a block device; "" where there is none."""
-    place = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    path = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
     try:
-        real = place.resolve(strict=True)
+        real = path.resolve(strict=True)
     except OSError:
         return "", ""
     # A partition lies inside its disk, and only the disk has a model.

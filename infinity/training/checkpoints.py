@@ -109,20 +109,20 @@ def load_state(reader: StateReader, plan: Plan, store: StateStore) -> None:
 
     Raises `CheckpointError` at the first byte that is not as saved.
     """
-    for layout, own in zip(plan.units, plan.own, strict=True):
+    for layout, shard in zip(plan.units, plan.own, strict=True):
         for kind in plan.precision.kinds:
-            nbytes = store.rest_bytes(own, kind)
+            nbytes = store.rest_bytes(shard, kind)
             if not nbytes:
                 continue
             flat = host_buffer(nbytes)
-            for chunk in range(own.num_chunks(plan.chunk_elements)):
-                part = flat[plan.part(own, kind, chunk)]
-                _fill(reader, part, pieces(plan, own, chunk, kind))
-            if kind is Kind.WEIGHT and own.frozen_bytes:
-                frozen = flat[own.trained_bytes :]
-                whole = frozen if own is layout else host_buffer(layout.frozen_bytes)
-                _fill(reader, whole, frozen_pieces(layout))
-                frozen.copy_(whole.view(layout.shards, -1)[plan.rank])
+            for chunk in range(shard.num_chunks(plan.chunk_elements)):
+                part = flat[plan.part(shard, kind, chunk)]
+                _fill(reader, part, pieces(plan, shard, chunk, kind))
+            if kind is Kind.WEIGHT and shard.frozen_bytes:
+                frozen = flat[shard.trained_bytes :]
+                full = frozen if shard is layout else host_buffer(layout.frozen_bytes)
+                _fill(reader, full, frozen_pieces(layout))
+                frozen.copy_(full.view(layout.shards, -1)[plan.rank])
             store.write_own(layout.index, kind, flat)
 
 
@@ -284,7 +284,7 @@ class Checkpoints:
         )
 
     def _run(self, buffers: Sequence[Buffer]) -> Any:
-        """The run's state as JSON; of several ranks with what each has of its own.
+        """Return the run's state as JSON; with several ranks, including the state of each.
 
         Of buffers, too: the first rank's are those of the checkpoint.
         """
@@ -292,10 +292,10 @@ class Checkpoints:
         share_kept(components.store, components.updater, self._origins.keys())
         state = self.run_state.capture()
         if ranks.count > 1:
-            own = {name: state[name] for name in OF_EACH_RANK}
-            own["buffers"] = self._apart(buffers)
+            local_state = {name: state[name] for name in OF_EACH_RANK}
+            local_state["buffers"] = self._apart(buffers)
             with ranks.collective_section("saves a checkpoint"):
-                encoded = encode(own, "the run's state")
+                encoded = encode(local_state, "the run's state")
             state["ranks"] = [decode(found) for found in ranks.all_gather_object(encoded)]
         return encode(state, "the run's state")
 

@@ -345,14 +345,14 @@ class EngineComponents:
             for undo in self._undo
         ]
         self.values.come_to_rest()
-        resting = Resting(self.installation.modules, self.binding, self.values, self.guard, left)
-        self.installation.resting = resting
+        stored = Resting(self.installation.modules, self.binding, self.values, self.guard, left)
+        self.installation.resting = stored
         move_buffers(left.installation.modules[0], torch.device("cpu"), lambda buffer: buffer)
         try:
             undo_all(self._uses)
         finally:
             self._undo = []
-            resting.answer()
+            stored.answer()
             left._forget_modules()
             left.device.synchronize()
             left.device.unpin()

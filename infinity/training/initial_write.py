@@ -76,10 +76,10 @@ class InitialWrite:
         done = 0
         rows = [s for unit in self.plan.units for s in unit.segments if s.is_rows]
         self._values.keep({id(parameters[s.origin]) for s in rows if not s.ends_stack})
-        for layout, own in zip(self.plan.units, self.plan.own, strict=True):
-            zero = self._zero_kinds(own)
-            for index in range(own.num_chunks(self.plan.chunk_elements)):
-                self._write_chunk(own, index, parameters, zero)
+        for layout, shard in zip(self.plan.units, self.plan.own, strict=True):
+            zero = self._zero_kinds(shard)
+            for index in range(shard.num_chunks(self.plan.chunk_elements)):
+                self._write_chunk(shard, index, parameters, zero)
             self._write_frozen(layout, parameters)
             self._values.forget()
             binding.forget(layout.index)
@@ -136,11 +136,11 @@ class InitialWrite:
                 self._values.fill(master[first:last], parameter, first + skipped)
 
     def _fill_views(self, views: dict[Kind, Tensor], master: Tensor) -> None:
-        weight, rest = master_in(views, self.plan.precision)
-        if rest is None:
+        weight, residual = master_in(views, self.plan.precision)
+        if residual is None:
             weight.copy_(master)
         else:
-            self.kernels.split(master, weight, rest)
+            self.kernels.split(master, weight, residual)
 
     def _zero_kinds(self, layout: UnitLayout) -> set[Kind]:
         """Return the moments that need no write: they start at zero in a fresh mapping of RAM.
@@ -181,18 +181,18 @@ class InitialWrite:
             return
         share = layout.frozen_bytes // layout.shards
         start = share * self.plan.rank
-        own = host_buffer(share)
+        local = host_buffer(share)
         for segment in (s for s in layout.segments if not s.trained):
             first = max(start - segment.offset, 0)
             end = min(start + share - segment.offset, segment.nbytes)
             if first < end:
-                target = own[segment.offset + first - start : segment.offset + end - start]
+                target = local[segment.offset + first - start : segment.offset + end - start]
                 self._fill_frozen(segment, first, target, parameters[segment.origin])
         state = self.store.units[layout.index]
-        pieces: list[tuple[Range, Tensor]] = [(extent, own) for extent in state.frozen_copies[:1]]
+        pieces: list[tuple[Range, Tensor]] = [(extent, local) for extent in state.frozen_copies[:1]]
         if Kind.WEIGHT in state.memory:
             weights = state.memory[Kind.WEIGHT]
-            pieces.append((weights.part(state.layout.trained_bytes, own.numel()), own))
+            pieces.append((weights.part(state.layout.trained_bytes, local.numel()), local))
         self.transfers.write(pieces).wait()
 
     def _fill_frozen(

@@ -76,12 +76,12 @@ def load_weights(
     """
     state = Engine.state_dict(target) if isinstance(target, Engine) else None
     module = target.module if isinstance(target, Engine) else target
-    places = _places_of(module) if state is None else state.places()
+    entries = _places_of(module) if state is None else state.places()
     with ExitStack() as stack:
         if isinstance(target, Engine):
             stack.enter_context(target.ranks.collective_section("loads weights"))
         files = stack.enter_context(WeightFiles(source))
-        match = _match(files, places, rename)
+        match = _match(files, entries, rename)
         if match.problems or not match.found or (strict and (match.missing or match.unexpected)):
             raise _refusal(source, match, strict=strict)
         try:
@@ -96,9 +96,9 @@ def load_weights(
             remember_values(module, later)
             stack.pop_all()  # what was remembered holds the files open, until the last is read
     return LoadedWeights(
-        missing=tuple(place.names[0] for place in match.missing),
+        missing=tuple(entry.names[0] for entry in match.missing),
         unexpected=tuple(match.unexpected.values()),
-        loaded=tuple(name for place, _ in match.found for name in place.names),
+        loaded=tuple(name for entry, _ in match.found for name in entry.names),
     )
 
 
@@ -130,11 +130,11 @@ def _places_of(module: nn.Module) -> list[Place]:
 def _write(
     files: WeightFiles, found: Sequence[tuple[Place, str]]
 ) -> dict[str, Callable[[], Tensor]]:
-    """Give every place its values; returns how to read those of places on the meta device."""
+    """Write the values of all entries; return how to read those of entries on the meta device."""
     later: dict[str, Callable[[], Tensor]] = {}
-    for done, (place, name) in enumerate(found):
-        if place.write is None:
-            later[place.names[0]] = StoredTensor(files, name)
+    for done, (entry, name) in enumerate(found):
+        if entry.write is None:
+            later[entry.names[0]] = StoredTensor(files, name)
             continue
         try:
             value = files.read(name)
@@ -144,7 +144,7 @@ def _write(
                 because=error.because,
                 remedy="loaded values stay: load again before you train or save",
             ) from error
-        place.write(value)
+        entry.write(value)
     return later
 
 
@@ -178,13 +178,13 @@ def _match(files: WeightFiles, places: Sequence[Place], rename: Rename | None) -
             match.problems.append(f"rename makes {new!r} of both {both}")
         match.unexpected[new] = name
         match.shapes[new] = facts.shape
-    for place in places:
-        given = [match.unexpected.pop(name) for name in place.names if name in match.unexpected]
+    for entry in places:
+        given = [match.unexpected.pop(name) for name in entry.names if name in match.unexpected]
         if not given:
-            match.missing.append(place)
+            match.missing.append(entry)
             continue
-        match.found.append((place, given[0]))
-        wrong = [text for name in given if (text := _misfit(place, name, files.facts[name]))]
+        match.found.append((entry, given[0]))
+        wrong = [text for name in given if (text := _misfit(entry, name, files.facts[name]))]
         match.problems += wrong
         for other in given[1:]:
             if not wrong and not files.equal(given[0], other):
@@ -222,12 +222,12 @@ def _refusal(source: str | os.PathLike[str], match: _Match, *, strict: bool) -> 
                 f"{swap.new!r}"
             )
             there = set(swap.pairs.values())
-            missing = [place for place in missing if there.isdisjoint(place.names)]
+            missing = [entry for entry in missing if there.isdisjoint(entry.names)]
             unexpected = {n: f for n, f in unexpected.items() if not swap.explains(n)}
         else:
             because = _nearest(missing, unexpected)
         if missing:
-            listed = ", ".join(" or ".join(map(repr, place.names)) for place in missing)
+            listed = ", ".join(" or ".join(map(repr, entry.names)) for entry in missing)
             problems.append(f"{len(missing)} missing: {listed}")
         if unexpected:
             listed = ", ".join(map(repr, unexpected.values()))
@@ -256,7 +256,7 @@ def _best_swap(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> _Prefix | None:
     """The exchange of beginnings that turns most unexpected names into missing ones, if many."""
-    absent = {name: place.shape for place in missing for name in place.names}
+    absent = {name: entry.shape for entry in missing for name in entry.names}
     given = list(unexpected)
     best = None
     for sample in {given[0], given[len(given) // 2], given[-1]} if given else ():
@@ -289,7 +289,7 @@ def _common_parts(one: str, other: str) -> int:
 
 def _nearest(missing: Sequence[Place], unexpected: Mapping[str, str]) -> str | None:
     given = list(unexpected)[:_NUM_COMPARED]
-    names = [place.names[0] for place in missing[:_NUM_NEAREST]]
+    names = [entry.names[0] for entry in missing[:_NUM_NEAREST]]
     near = {name: difflib.get_close_matches(name, given, 1) for name in names}
     pairs = [f"{name!r} may be {found[0]!r}" for name, found in near.items() if found]
     return f"in the file {', '.join(pairs)}" if pairs else None

@@ -57,10 +57,10 @@ def share_kept(store: StateStore, updater: Updater, parameters: Collection[int])
     if ranks.count == 1 or _is_ours(updater):  # ours counts steps, of all parameters
         return
     doing = "reports the state of the optimizer"
-    own = {s.parameter for unit in plan.own for s in unit.trained_segments}.intersection(parameters)
+    local = {s.parameter for u in plan.own for s in u.trained_segments}.intersection(parameters)
     kept = updater.kept()
     with ranks.propagate_errors(doing):
-        encoded = encode({i: kept[i] for i in own & kept.keys()}, "the optimizer's state")
+        encoded = encode({i: kept[i] for i in local & kept.keys()}, "the optimizer's state")
     ranks.synchronize(doing)
     for theirs in ranks.all_gather_object(encoded):  # in the order of parts
         kept |= decode(theirs)
@@ -83,16 +83,16 @@ def _parts_of(
     plan: Plan, layout: UnitLayout, segment: Segment, kind: Kind, flat: Tensor
 ) -> Iterator[Moment]:
     """Yield the parts of a parameter in all chunks; `flat` is from `StateStore.read`."""
-    for rank, own in enumerate(flat.view(layout.shards, -1)):
+    for rank, shard_bytes in enumerate(flat.view(layout.shards, -1)):
         shard = layout.of_shard(rank)
         for found in (s for s in shard.segments if s.parameter == segment.parameter):
             for index, (start, count) in enumerate(shard.chunks(plan.chunk_elements)):
                 first, last = found.within(start, count)
                 if first < last:
-                    part = own[plan.part(shard, kind, index)]
+                    part = shard_bytes[plan.part(shard, kind, index)]
                     kept = plan.precision_of(shard).num_kept(kind, count)
-                    whole = moment_in(part, kept, plan.precision.format_of(kind))
-                    yield whole.part(first, last)
+                    moment = moment_in(part, kept, plan.precision.format_of(kind))
+                    yield moment.part(first, last)
 
 
 def write_state(

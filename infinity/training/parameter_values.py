@@ -94,22 +94,22 @@ class ParameterValues:
         if parameter in self.pieces:
             return self._read_stack(parameter, master=master)
         layout, segment = self._places[parameter]
-        weight, rest = self._parts(self._load(layout), segment, with_rest=master)
-        if rest is None:
+        weight, residual = self._parts(self._load(layout), segment, with_rest=master)
+        if residual is None:
             return self._value(segment, weight)
         joined = torch.empty(segment.numel, dtype=torch.float32, device="cpu")
-        self.kernels.join(weight, rest, joined)
+        self.kernels.join(weight, residual, joined)
         return joined.view(segment.shape)
 
     def _read_stack(self, parameter: int, *, master: bool) -> Tensor:
-        whole: Tensor | None = None
+        full: Tensor | None = None
         for piece, rows in self.rows(parameter):
             value = self.read(piece, master=master)
-            if whole is None:
-                whole = torch.empty(self.shape(parameter), dtype=value.dtype, device="cpu")
-            whole[rows] = value
-        assert whole is not None
-        return whole
+            if full is None:
+                full = torch.empty(self.shape(parameter), dtype=value.dtype, device="cpu")
+            full[rows] = value
+        assert full is not None
+        return full
 
     def rows(self, parameter: int) -> Iterator[tuple[int, slice]]:
         """Yield the parameters that hold rows of one, and which; of any other one itself."""
@@ -171,7 +171,7 @@ class ParameterValues:
         layout, segment = self._places[parameter]
         cached = self._load(layout)
         flat = value.detach().cpu().contiguous().view(-1)
-        weight, rest = self._parts(cached, segment, with_rest=True)
+        weight, residual = self._parts(cached, segment, with_rest=True)
         if segment.form:
             flat, dtype = flat.view(segment.shape), self.dtype(parameter)
             if not torch.equal(flat.to(dtype), self._dequantised(segment, weight)):
@@ -181,10 +181,10 @@ class ParameterValues:
             return
         for start in range(0, segment.numel, _BLOCK):
             block = slice(start, start + _BLOCK)
-            if rest is None:
+            if residual is None:
                 cached.replace(weight[block], flat[block].to(weight.dtype))
             else:
-                self._write_split(cached, weight[block], rest[block], flat[block])
+                self._write_split(cached, weight[block], residual[block], flat[block])
 
     @engine_call
     def write_packed(self, parameter: int, packed: Tensor) -> None:
@@ -196,14 +196,14 @@ class ParameterValues:
     def _write_split(
         self, cached: _CachedUnit, weight: Tensor, rest: Tensor, value: Tensor
     ) -> None:
-        new_weight, new_rest = torch.empty_like(weight), torch.empty_like(rest)
-        self.kernels.split(value.float(), new_weight, new_rest)
+        new_weight, new_residual = torch.empty_like(weight), torch.empty_like(rest)
+        self.kernels.split(value.float(), new_weight, new_residual)
         if value.dtype is weight.dtype:
             keep = value.view(torch.int16) == weight.view(torch.int16)
             new_weight = torch.where(keep, weight, new_weight)
-            new_rest = torch.where(keep, rest, new_rest)
+            new_residual = torch.where(keep, rest, new_residual)
         cached.replace(weight, new_weight)
-        cached.replace(rest, new_rest)
+        cached.replace(rest, new_residual)
 
     def _dequantised(self, segment: Segment, packed: Tensor) -> Tensor:
         value = torch.empty(segment.shape, dtype=self.dtype(segment.parameter), device="cpu")

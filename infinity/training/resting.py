@@ -116,8 +116,8 @@ class Resting:
         self._binding.settle()
         for unit in self._values.store.plan.units:
             self._binding.forget(unit.index)
-        for module, resting in parameters.items():
-            module.__dict__["_parameters"] = resting
+        for module, original in parameters.items():
+            module.__dict__["_parameters"] = original
         self.answer()
 
     def _resting_modules(self) -> list[nn.Module]:
@@ -181,21 +181,21 @@ def take_over(model: nn.Module, ranks: DistContext, undo: ExitStack) -> dict[int
 
     Of several ranks each has a shard of the values, so all read all of them here.
     """
-    resting = {
-        id(rests): rests
+    sources = {
+        id(stored): stored
         for module in model.modules()
         if isinstance(module._parameters, RestingParameters)
-        if isinstance(rests := module._parameters.resting, Resting)
+        if isinstance(stored := module._parameters.resting, Resting)
     }
     reads: dict[int, Read] = {}
-    for rests in resting.values():
-        if ranks.count > 1 or rests.fits:
-            rests.wake()
+    for stored in sources.values():
+        if ranks.count > 1 or stored.fits:
+            stored.wake()
             continue
         try:
-            found, end = rests.materialize()
+            found, end = stored.materialize()
         except ConfigError:
-            rests.wake()
+            stored.wake()
         else:
             reads |= found
             undo.callback(end)

@@ -145,9 +145,9 @@ def rates_of_rank(config: Config, device: Device, ranks: DistContext) -> KnownRa
     known = rates_here(config, device, ranks)
     if ranks.count == 1:
         return known
-    own = known.rates.of_rank(ranks.local_count, ranks.num_nodes, unified=device.unified)
+    local = known.rates.of_rank(ranks.local_count, ranks.num_nodes, unified=device.unified)
     ranks.synchronize("compares rates")
-    reports = ranks.all_gather_object([own.numbers(), known.measured, known.nominal])
+    reports = ranks.all_gather_object([local.numbers(), known.measured, known.nominal])
     every = [numbers for numbers, _, _ in reports]
     least = {n: min(one[n] for one in every) for n in every[0] if all(n in one for one in every)}
     days = [day for _, day, _ in reports if day is not None]
@@ -202,10 +202,10 @@ def _leaving_room(
         shape, settings, settings.tokens, settings.recompute, device.unified
     )
     memory = device.memory_bytes()
-    whole = limits.host if memory is None else int(memory * AUTO_DEVICE_BUDGET)
-    assert whole is not None
+    budget = limits.host if memory is None else int(memory * AUTO_DEVICE_BUDGET)
+    assert budget is not None
     tier = Tier.HOST if device.unified else Tier.DEVICE
-    return leaving_activations(limits, found, tier, whole)
+    return leaving_activations(limits, found, tier, budget)
 
 
 def plan_for(
@@ -247,8 +247,8 @@ def plan_for(
         model_recomputes=recomputes_itself(model),
     )
     if plan.micro_batches > 1 and any(unit.is_block for unit in plan.units):
-        whole = replace(plan, micro_batches=1)  # gradients are fp32 either way
-        plan = replace(plan, whole_batch_bytes=forecast_bytes(whole))
+        full_batch = replace(plan, micro_batches=1)  # gradients are fp32 either way
+        plan = replace(plan, whole_batch_bytes=forecast_bytes(full_batch))
     if reason and Tier.DEVICE in {placement.state for placement in plan.placements}:
         note = f"state that rests on the device is updated by the host, slower: {reason}"
         plan = replace(plan, notes=(*plan.notes, note))

@@ -96,7 +96,7 @@ class StateDict(Mapping[str, Tensor]):
         Raises `ResidencyError` inside `engine.materialized`.
         """
         self._refuse_loans()
-        places = []
+        entries = []
         for names in self._tied():
             first = names[0]
             if first in self.parameters:
@@ -105,8 +105,8 @@ class StateDict(Mapping[str, Tensor]):
             else:
                 buffer = self.buffers[first]
                 dtype, write = buffer.dtype, partial(copy_into, buffer)
-            places.append(Place(names, self._shape(first), dtype, write))
-        return places
+            entries.append(Place(names, self._shape(first), dtype, write))
+        return entries
 
     def flush(self) -> None:
         """Write back what `Place.write` left to be written."""

@@ -205,7 +205,7 @@ class UnitUpdater:
         """Start to move the state and gradients of chunks to where they are updated."""
         if chunks.start == 0:
             self.store.settle_writes(unit)
-        views, waits, used, resting = self.store.stage(
+        views, waits, used, stored = self.store.stage(
             unit,
             chunks.start,
             buffer,
@@ -214,17 +214,17 @@ class UnitUpdater:
             after=job.computed,
         )
         work = ChunkUpdate(
-            unit, chunks, streamed, buffer, views, waits, set(resting), _NOWHERE, _NOWHERE
+            unit, chunks, streamed, buffer, views, waits, set(stored), _NOWHERE, _NOWHERE
         )
         work.waits += job.copies.pop(unit, ())
         part = self.plan.part(self.plan.own[unit], Kind.GRADIENT, chunks.start, len(chunks))
-        place = self.gradients.places[unit].part(part.start, part.stop - part.start)
-        view = place.reached(by_device=streamed)
+        source = self.gradients.places[unit].part(part.start, part.stop - part.start)
+        view = source.reached(by_device=streamed)
         if view is None:
-            view, label = buffer[used : used + place.nbytes], (unit, "gradient")
-            there = place.reached(by_device=True)
+            view, label = buffer[used : used + source.nbytes], (unit, "gradient")
+            there = source.reached(by_device=True)
             if there is None:
-                work.waits.append(self.transfers.read([(place, view)], label=label))
+                work.waits.append(self.transfers.read([(source, view)], label=label))
             else:
                 work.waits.append(
                     self.transfers.copy_d2h_unordered(view, there, job.computed, label)
@@ -307,11 +307,11 @@ class UnitUpdater:
         step = plan.chunks_at_once if is_flat else 1
         before = {kind: plan.part(layout, kind, chunks.start).start for kind in views}
         for first in range(chunks.start, chunks.stop, step):
-            some, own = range(first, min(first + step, chunks.stop)), {}
+            some, chunk_views = range(first, min(first + step, chunks.stop)), {}
             for kind, view in views.items():
                 part, start = plan.part(layout, kind, first, len(some)), before[kind]
-                own[kind] = view[part.start - start : part.stop - start]
-            tiles += tiles_of(job, plan, layout, some, own, self.gradients.dtype)
+                chunk_views[kind] = view[part.start - start : part.stop - start]
+            tiles += tiles_of(job, plan, layout, some, chunk_views, self.gradients.dtype)
         return tiles
 
     # --- by the CPU ----------------------------------------------------------------------------
@@ -350,9 +350,9 @@ class UnitUpdater:
 
     def _part_of_slot(self, work: ChunkUpdate, slot: Slot) -> Tensor:
         """Return the chunks' range of their unit's slot."""
-        own, *_ = self.store.shard_in(work.unit, slot.memory)
+        shard, *_ = self.store.shard_in(work.unit, slot.memory)
         layout, chunks = self.plan.own[work.unit], work.chunks
-        return own[self.plan.part(layout, Kind.WEIGHT, chunks.start, len(chunks))]
+        return shard[self.plan.part(layout, Kind.WEIGHT, chunks.start, len(chunks))]
 
     # --- streamed through the device -----------------------------------------------------------
 
@@ -378,8 +378,8 @@ class UnitUpdater:
             if self._target is None:
                 self._bring(work, Kind.WEIGHT)
             else:
-                place = self._part_of_slot(work, self._target)
-                self._bring(work, Kind.WEIGHT, place, self._target.free_after)
+                slot_range = self._part_of_slot(work, self._target)
+                self._bring(work, Kind.WEIGHT, slot_range, self._target.free_after)
         tiles = self._tiles(job, work.unit, work.chunks, work.there)
         pieces = self.updater.pieces(tiles, job.grad_scale)
         # A copy of the old weights to the device may still read the range about to change.

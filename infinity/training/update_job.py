@@ -53,7 +53,7 @@ def tiles_of(
     precision = plan.precision_of(layout)
     start, _ = layout.chunk(chunks.start, plan.chunk_elements)
     count = sum(layout.chunk(chunks.stop - 1, plan.chunk_elements)) - start
-    weights, rests = master_in(views, precision)
+    weights, residuals = master_in(views, precision)
     gradients = views[Kind.GRADIENT].view(gradient_dtype)
     moments = {
         kind: moment_in(views[kind], precision.num_kept(kind, count), precision.format_of(kind))
@@ -70,7 +70,7 @@ def tiles_of(
                 shape=segment.shape,
                 first=start + first - segment.offset + segment.first_element,
                 weight=weights[first:last],
-                rest=None if rests is None else rests[first:last],
+                rest=None if residuals is None else residuals[first:last],
                 moments=tuple(m.part(first, last) for k, m in moments.items() if segment.keeps(k)),
                 gradient=gradients[first:last],
                 rule_params=job.params_by_index[segment.parameter],

@@ -120,10 +120,10 @@ def free_bytes(path: Path) -> int:
 
 def free_text(path: Path) -> str:
     """How much is free at a path, or above it where it does not exist."""
-    for place in (path, *path.parents):
+    for candidate in (path, *path.parents):
         with suppress(OSError):
-            inodes = os.statvfs(place).f_favail
-            return f"{format_size(free_bytes(place))} and {inodes} inodes free there"
+            inodes = os.statvfs(candidate).f_favail
+            return f"{format_size(free_bytes(candidate))} and {inodes} inodes free there"
     return "free space unknown"
 
 

@@ -100,7 +100,7 @@ class SharedWeights:
     ) -> None:
         """`units` by index, their layouts those of a shard. Raises as `SharedArena`."""
         local, nodes = ranks.local_count, ranks.num_nodes
-        strides = {unit: round_up(own.shard_bytes, PAGE) for unit, own in units.items()}
+        strides = {unit: round_up(layout.shard_bytes, PAGE) for unit, layout in units.items()}
         arena = SharedArena(ranks.count * sum(strides.values()), ranks)
         self._peers: DistContext | None = None
         if nodes > 1:  # before anything that may fail on one rank alone
@@ -116,11 +116,11 @@ class SharedWeights:
         except BaseException:
             self.close()
             raise
-        for unit, own in units.items():
-            whole = arena.carve(ranks.count * strides[unit]).view(local, nodes, -1)
-            whole = whole[..., : own.shard_bytes]
-            self.shards[unit] = [whole[r % local, r // local] for r in range(ranks.count)]
-            mine, trained = whole[ranks.local_rank], own.trained_bytes
+        for unit, layout in units.items():
+            full = arena.carve(ranks.count * strides[unit]).view(local, nodes, -1)
+            full = full[..., : layout.shard_bytes]
+            self.shards[unit] = [full[r % local, r // local] for r in range(ranks.count)]
+            mine, trained = full[ranks.local_rank], layout.trained_bytes
             for frozen, parts in ((False, mine[:, :trained]), (True, mine[:, trained:])):
                 if nodes > 1 and parts.shape[1]:
                     self._of_peers[unit, frozen] = parts

@@ -66,9 +66,9 @@ class UnitForwards:
         for unit, cut in enumerate(self._cuts):
             again = self._plan.recompute == "all" or blocks < self._plan.recompute
             blocks += cut.is_block
-            own = {id(self._parameters[index]) for index in cut.parameters}
+            parameter_ids = {id(self._parameters[index]) for index in cut.parameters}
             for module in blocks_of(cut):
-                alone = own.issuperset(id(p) for p in module.parameters())
+                alone = parameter_ids.issuperset(id(p) for p in module.parameters())
                 self._blocks.append(
                     _Block(self, self._hooks, self._plan, module, unit, cut, alone, again)
                 )

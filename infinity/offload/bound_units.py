@@ -150,7 +150,7 @@ class BoundUnits:
         """Return a description of an edit of the bound parameters of a unit, if there was one."""
         entry, edit = self._entries[unit], self._binding.edited(unit)
         assert entry.slot is not None
-        rests = entry.slot.slot_class is None  # here: these bytes are the only ones
+        only_copy = entry.slot.slot_class is None  # a unit stored on the device
         name = None
         if entry.checksums is not None:
             each = zip(self._plan.units[unit].segments, entry.views, entry.checksums, strict=True)
@@ -158,7 +158,7 @@ class BoundUnits:
         if edit is None and name is None:
             return None
         edit = edit or Edit(name or "", in_place=True)
-        if not rests or not (name or (edit.in_place and entry.checksums is None)):
+        if not only_copy or not (name or (edit.in_place and entry.checksums is None)):
             return edit.error()
         result = "its only copy rests where it computes: it has changed, and training cannot go on"
         # Another one: what is raised would keep frames alive.

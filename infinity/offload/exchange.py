@@ -184,8 +184,8 @@ class GradientExchange:
         elements = sent.view(dtype)
         for segment in layout.trained_segments:
             if segment.parameter in mine:
-                place = elements[segment.offset : segment.offset + segment.numel]
-                place.copy_(mine[segment.parameter])
+                target = elements[segment.offset : segment.offset + segment.numel]
+                target.copy_(mine[segment.parameter])
         start = partial(self._ranks.all_to_all, received, sent)
         after = after_all(self._taken[pair], self._device.compute_event())
         others = nbytes // count * (count - 1)
@@ -210,13 +210,13 @@ class GradientExchange:
                 self._failed = self._failed or error
 
     def _add(self, one: _Exchange) -> None:
-        unit, there, own = one.unit, one.there, self._plan.own[one.unit]
+        unit, there, shard = one.unit, one.there, self._plan.own[one.unit]
         last = {parameter: r for r, parameters in enumerate(there) for parameter in parameters}
         taken = []
         for rank, parameters in enumerate(there):
-            for segment in own.segments:
+            for segment in shard.segments:
                 if segment.parameter in parameters:
-                    first, end = segment.within(0, own.numel)
+                    first, end = segment.within(0, shard.numel)
                     theirs, is_last = one.received[rank, first:end], last[segment.parameter] == rank
                     taken.append(self._keep(unit, segment, theirs, last=is_last))
         self._taken[one.pair] = after_all(*taken)
@@ -251,8 +251,8 @@ class NormTree:
             count = sizes[parameter][self._ranks.rank]
             if count:
                 blocks = own[parameter]
-                whole = count < blocks.numel()
-                if whole:
+                sends_sums = count < blocks.numel()
+                if sends_sums:
                     blocks = torch.tensor(
                         self._fold(parameter, blocks), dtype=torch.float64, device="cpu"
                     )

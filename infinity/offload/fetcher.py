@@ -64,8 +64,8 @@ class Fetcher:
                 except TransferError as error:  # of an update, of which there is no second copy
                     self._failure.fail(error)
                     raise
-        if (rests := state.memory.get(Kind.WEIGHT)) is not None:
-            source = rests.reached(by_device=True)
+        if (stored := state.memory.get(Kind.WEIGHT)) is not None:
+            source = stored.reached(by_device=True)
             assert source is not None
             self._copy_in(unit, source)
             return
@@ -74,8 +74,8 @@ class Fetcher:
             stall = partial(self._transfers.stall, "copy")
             entry.staging = self._staging.take(self._land_oldest, stall)
             parts = (entry.staging[: state.layout.rest_bytes],)
-        places = self._store.places(unit, Kind.WEIGHT, *parts)
-        entry.ticket = self._transfers.read(places, priority, label)
+        pieces = self._store.places(unit, Kind.WEIGHT, *parts)
+        entry.ticket = self._transfers.read(pieces, priority, label)
 
     def finish(self, unit: int) -> None:
         """Wait for the unit's read; it is resident then, and `entry.ready` is its copy."""

@@ -175,8 +175,8 @@ class GradientWindows:
         self._arrived[unit] = 0
         if unit in self._saved:
             self.settle(unit)  # an earlier window may still be writing it
-            place = self.places[unit]
-            piece = place, window.buffer[: place.nbytes]
+            location = self.places[unit]
+            piece = location, window.buffer[: location.nbytes]
             window.ticket = self._transfers.read([piece], label=(unit, "gradient"))
 
     def _save(self, unit: int) -> None:
@@ -193,8 +193,8 @@ class GradientWindows:
 
     def _send(self, unit: int, window: _Window) -> None:
         """Start to write the buffer to its unit's range."""
-        place, window.last_unit = self.places[unit], unit
-        piece = place, window.buffer[: place.nbytes]
+        location, window.last_unit = self.places[unit], unit
+        piece = location, window.buffer[: location.nbytes]
         window.ticket = self._transfers.write([piece], label=(unit, "gradient"))
 
 

@@ -68,8 +68,8 @@ class GradientSums:
 
         `gradient` is flat, in RAM, of any dtype that parameters have.
         """
-        at_rest = self._ram.get(unit)
-        target = part(self._windows.range(unit) if at_rest is None else at_rest, segment)
+        in_ram = self._ram.get(unit)
+        target = part(self._windows.range(unit) if in_ram is None else in_ram, segment)
         self.squares.pop(segment.parameter, None)
         trace = None if self._transfers is None else self._transfers.trace
         laps = Laps(trace, unit)
@@ -80,7 +80,7 @@ class GradientSums:
         if complete:
             self.squares[segment.parameter] = self._square(target, segment)
         laps.lap("sums", "gradient", target.numel() * target.element_size())
-        if at_rest is None:
+        if in_ram is None:
             self._windows.count(unit)
 
     def square(self, unit: int, segment: Segment) -> None:

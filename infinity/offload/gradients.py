@@ -75,12 +75,12 @@ class GradientStore:
         self.ram = {u: cpu.view(self.dtype) for u, (cpu, _) in reached.items() if cpu is not None}
         self.on_device: dict[int, Tensor] = {}
         away: dict[int, Range] = {}
-        for unit, (cpu, place) in reached.items():
-            there = place.reached(by_device=True)
+        for unit, (cpu, location) in reached.items():
+            there = location.reached(by_device=True)
             if cpu is None and there is not None:
                 self.on_device[unit] = there.view(self.dtype)
             elif cpu is None:
-                away[unit] = place
+                away[unit] = location
         self._segments = {s.parameter: (u.index, s) for u in plan.units for s in u.trained_segments}
         rows = sorted(
             (s for _, s in self._segments.values() if s.is_rows), key=lambda s: s.first_element
@@ -126,7 +126,7 @@ class GradientStore:
             sizes = [plan.gradient_bytes(u) for u in units]
             owners = [f"unit {u.name!r}, gradients" for u in units]
             ranges = store.reserve(sizes, owners)
-            found |= {u.index: place for u, place in zip(units, ranges, strict=True)}
+            found |= {u.index: location for u, location in zip(units, ranges, strict=True)}
         return found
 
     def open(self) -> None:
@@ -240,11 +240,11 @@ class GradientStore:
         """Start the copy to the staging buffer, from which the thread adds it."""
         self._copies.let_go()
         source = gradient.view(torch.uint8)
-        place = worker.place(source.numel())
-        event = self.transfers.copy_d2h(place[1], source, label=(unit, "gradient"))
-        landed = place[1].view(gradient.dtype)
+        reserved = worker.place(source.numel())
+        event = self.transfers.copy_d2h(reserved[1], source, label=(unit, "gradient"))
+        landed = reserved[1].view(gradient.dtype)
         add = partial(self._sums.add, unit, segment, landed, first=first, complete=complete)
-        worker.put(add, [self._copies.sent(segment.parameter), event], gradient, place)
+        worker.put(add, [self._copies.sent(segment.parameter), event], gradient, reserved)
         return event
 
     def expect(self, unit: int) -> None:
@@ -429,11 +429,11 @@ class GradientStore:
         self.settle(unit)
         first, end = segment.within(0, self.plan.own[unit].numel)
         start, nbytes = (n * self.dtype.itemsize for n in (first, end - first))
-        whole = 1 if unit in self.on_device else PAGE  # of a disk whole pages are read
-        low = start // whole * whole
-        place = self.places[unit].part(low, round_up(start + nbytes, whole) - low)
-        buffer = host_buffer(place.nbytes)
-        self.transfers.read([(place, buffer)], label=(unit, "gradient")).wait()
+        alignment = 1 if unit in self.on_device else PAGE  # a disk is read in full pages
+        low = start // alignment * alignment
+        location = self.places[unit].part(low, round_up(start + nbytes, alignment) - low)
+        buffer = host_buffer(location.nbytes)
+        self.transfers.read([(location, buffer)], label=(unit, "gradient")).wait()
         return buffer[start - low : start - low + nbytes].view(self.dtype)
 
     def hand_over(self) -> dict[int, list[Copy]]:

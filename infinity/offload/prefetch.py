@@ -68,9 +68,9 @@ class Prefetcher:
             if not plan.units[unit].slot_bytes:  # only parameters without elements
                 ledger.add_permanent(unit, torch.empty(0, dtype=torch.uint8))
             elif plan.computes_at_rest(unit):
-                at_rest = store.units[unit].memory[Kind.WEIGHT].reached(by_device=True)
-                assert at_rest is not None
-                ledger.add_permanent(unit, at_rest)
+                weight = store.units[unit].memory[Kind.WEIGHT].reached(by_device=True)
+                assert weight is not None
+                ledger.add_permanent(unit, weight)
 
     def forget(self) -> None:
         """Free the slots and staging buffers."""

@@ -184,9 +184,9 @@ class SavedTensors:
         if slot is None or slot.owner is None or not tensor.numel():
             return None
         updates = self._entries[slot.owner].updates
-        place = int(tensor.storage_offset()), tensor.size(), tensor.stride()
+        geometry = int(tensor.storage_offset()), tensor.size(), tensor.stride()
         bits = tensor.is_conj(), tensor.is_neg()
-        return _InSlot(slot.owner, updates, tensor.dtype, *place, *bits)
+        return _InSlot(slot.owner, updates, tensor.dtype, *geometry, *bits)
 
     def _unpack(self, packed: Any) -> Tensor:
         if type(packed) is tuple:

@@ -266,8 +266,8 @@ class _Made:
     @property
     def is_view(self) -> bool:
         """Whether the values lie in the parent's memory."""
-        own = self.parent is None or self.call in _ELEMENTWISE or self.call is _COPY
-        return not own
+        new_storage = self.parent is None or self.call in _ELEMENTWISE or self.call is _COPY
+        return not new_storage
 
     def expose(self, because: str) -> None:
         """Somebody may change the values from now on: others that depend on them are made first."""
@@ -338,21 +338,21 @@ class Logits(Tensor):
 
 def _noted(call: Any, args: Any, kwargs: dict[str, Any]) -> Logits | None:
     """`Logits` that remember the operation; None for one that needs the values."""
-    given, rest = args[0], args[1:]
+    given, remaining = args[0], args[1:]
     if not isinstance(given, Logits):
         return None
-    if any(isinstance(other, Tensor) for other in (*rest, *kwargs.values())):
+    if any(isinstance(other, Tensor) for other in (*remaining, *kwargs.values())):
         return None
     if kwargs.get("device") not in (None, given.device) or call not in _NOTED:
         return None
     parent = given.made
     without_device = {name: value for name, value in kwargs.items() if name != "device"}
-    meta = call(parent.meta, *rest, **without_device)
-    last = call in _PARTS and rest[0] % given.dim() == given.dim() - 1
+    meta = call(parent.meta, *remaining, **without_device)
+    last = call in _PARTS and remaining[0] % given.dim() == given.dim() - 1
     if not meta.dim() or meta.shape[-1] != given.shape[-1] or (last and meta.shape != given.shape):
         return None
     made = _Made(meta, parent.head, parent.updates, parent.hidden, parent, None if last else call)
-    made.operation = lambda values: call(values, *rest, **kwargs)  # nothing here is `Logits`
+    made.operation = lambda values: call(values, *remaining, **kwargs)  # nothing here is `Logits`
     parent.children.add(made)
     return Logits(made, given.device)
 

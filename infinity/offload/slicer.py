@@ -88,8 +88,8 @@ class Slicer:
     def __call__(self, run: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`run(*args, **kwargs)`, slice by slice; raises `TrainingError` for what has no slices."""
         for path, part in self._module.named_modules():
-            whole = part.training or getattr(part, "running_mean", None) is None
-            if isinstance(part, _BATCH_NORMS) and whole:
+            uses_batch_stats = part.training or getattr(part, "running_mean", None) is None
+            if isinstance(part, _BATCH_NORMS) and uses_batch_stats:
                 raise self._refusal(
                     f"{path or 'it'} is a {type(part).__name__} in training",
                     "it normalises over the batch",
@@ -166,12 +166,12 @@ class Slicer:
         return shared.forms, results
 
     def _check_left(self, before: Mapping[tuple[int, str], Tensor]) -> None:
-        for place, tensor in self._attributes().items():
+        for key, tensor in self._attributes().items():
             # What had a graph before is made anew by each call, as a weight by its parametrization.
-            had = place in before and before[place].grad_fn is not None
+            had = key in before and before[key].grad_fn is not None
             if tensor.grad_fn is not None and not had:
                 raise self._refusal(
-                    f"it leaves a tensor in its attribute {place[1]!r}",
+                    f"it leaves a tensor in its attribute {key[1]!r}",
                     "the tensor there belongs to one slice only",
                     "let it return the tensor, or set activations.slices=1",
                 )
@@ -269,15 +269,15 @@ class Slicer:
             (part, {name: vars(part)[name] for name in names}) for part in self._module.modules()
         ]
         try:
-            for part, own in before:
+            for part, saved in before:
                 part.training = part.training and training
                 for name in names[1:]:  # ours fetch weights
-                    kept = ((k, h) for k, h in own[name].items() if is_ours(h))
+                    kept = ((k, h) for k, h in saved[name].items() if is_ours(h))
                     vars(part)[name] = OrderedDict(kept)
             yield
         finally:
-            for part, own in before:
-                vars(part).update(own)
+            for part, saved in before:
+                vars(part).update(saved)
 
     def _floats_of(self, shape: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
         found: list[Tensor] = []

@@ -110,8 +110,8 @@ class UnitState:
 
     def in_ram(self, kind: Kind) -> Tensor | None:
         """The bytes (uint8) of a kind where they rest, if the CPU reaches them there."""
-        place = self.memory.get(kind)
-        return None if place is None else place.reached(by_device=False)
+        location = self.memory.get(kind)
+        return None if location is None else location.reached(by_device=False)
 
     def on_device(self, kind: Kind) -> bool:
         """Whether a kind rests in memory that only the device's kernels reach."""
@@ -140,7 +140,7 @@ class StateStore:
         self.plan = plan
         self.transfers = transfers
         self.ranks = ranks
-        self.units = [UnitState(own, plan.record(own)) for own in plan.own]
+        self.units = [UnitState(shard, plan.record(shard)) for shard in plan.own]
         self.edited = False  # since somebody last set it to False
         self.frozen_edition = 0  # counts what may have changed frozen bytes at rest
         self.shared: SharedWeights | None = None
@@ -169,17 +169,17 @@ class StateStore:
             now = [each for each in wanted if each[2] and (each[1] is Kind.WEIGHT) is weights]
             owners = [f"unit {unit.layout.name!r}, {kind.value}" for unit, kind, _ in now]
             ranges = store.reserve([nbytes for _, _, nbytes in now], owners) if now else []
-            for (unit, kind, _), place in zip(now, ranges, strict=True):
-                unit.memory[kind] = place
+            for (unit, kind, _), location in zip(now, ranges, strict=True):
+                unit.memory[kind] = location
 
     def _share(self) -> None:
         """Weights in RAM that all ranks map; see [Note: shared RAM]."""
         shared = (unit for unit in self.plan.own if self.plan.is_shared(unit.index))
-        own = {unit.index: unit for unit in shared if unit.shard_bytes}
-        if not own:
+        layouts = {unit.index: unit for unit in shared if unit.shard_bytes}
+        if not layouts:
             return
-        self.shared = SharedWeights(own, self.ranks, self.transfers.device.pin)
-        for index in own:
+        self.shared = SharedWeights(layouts, self.ranks, self.transfers.device.pin)
+        for index in layouts:
             shard = self.shared.shards[index][self.ranks.rank]
             self.units[index].memory[Kind.WEIGHT] = MemoryRange(Tier.HOST, shard)
 
@@ -331,8 +331,8 @@ class StateStore:
             return [(state.memory[kind], buffer)]
         layout, found = state.layout, list[tuple[Range, Tensor]]()
         for index in range(layout.num_chunks(self.plan.chunk_elements)):
-            place = self.chunk(unit, kind, index, written=written)
-            found.append((place, buffer[self.plan.part(layout, kind, index)]))
+            location = self.chunk(unit, kind, index, written=written)
+            found.append((location, buffer[self.plan.part(layout, kind, index)]))
         if kind is Kind.WEIGHT and layout.frozen_bytes:
             copies = state.frozen_copy
             extent = state.frozen_copies[copies.next if written else copies.active]
@@ -373,27 +373,27 @@ class StateStore:
             by_device: Leave what rests on the device there: its views are the device's.
             after: End of the compute that used the device's kinds: copies of them wait for it.
         """
-        state, views, resting = self.units[unit], dict[Kind, Tensor](), set[Kind]()
+        state, views, on_device = self.units[unit], dict[Kind, Tensor](), set[Kind]()
         pieces: list[tuple[Range, Tensor]] = []
         waits, used = list[Event](), 0
         for kind in state.kinds:
-            place = self.chunk(unit, kind, chunk, chunks=chunks)
-            view = place.reached(by_device=by_device)
+            location = self.chunk(unit, kind, chunk, chunks=chunks)
+            view = location.reached(by_device=by_device)
             if view is None:
-                view = buffer[used : used + place.nbytes]
-                used += place.nbytes
-                there = place.reached(by_device=True)
+                view = buffer[used : used + location.nbytes]
+                used += location.nbytes
+                there = location.reached(by_device=True)
                 if there is None:
-                    pieces.append((place, view))
+                    pieces.append((location, view))
                 else:  # not after all compute: the forward that runs meanwhile changes none of it
                     label = (unit, "state")
                     waits.append(self.transfers.copy_d2h_unordered(view, there, after, label))
             elif state.on_device(kind):
-                resting.add(kind)
+                on_device.add(kind)
             views[kind] = view
         if pieces:
             waits.append(self.transfers.read(pieces, label=(unit, "state")))
-        return Staged(views, waits, used, frozenset(resting))
+        return Staged(views, waits, used, frozenset(on_device))
 
     def send(
         self, unit: int, chunk: int, views: Mapping[Kind, Tensor], *, chunks: int = 1
@@ -409,19 +409,19 @@ class StateStore:
 
     def read(self, unit: int, kind: Kind) -> Tensor:
         """A fresh uint8 copy of one whole kind: shard by shard, frozen bytes behind weights."""
-        own, count = self.read_own(unit, kind), self.ranks.count
+        shard, count = self.read_own(unit, kind), self.ranks.count
         if count == 1:
-            return own
+            return shard
         self.ranks.synchronize(f"reads {kind.value} of unit {self.plan.units[unit].name!r}")
         if kind is not Kind.WEIGHT:
-            return self.ranks.gather(own).view(-1)
-        return torch.cat([self.ranks.gather(part).view(-1) for part in self.cut(unit, own)])
+            return self.ranks.gather(shard).view(-1)
+        return torch.cat([self.ranks.gather(part).view(-1) for part in self.cut(unit, shard)])
 
     def write(self, unit: int, kind: Kind, value: Tensor) -> None:
         """Replace one whole kind, as `read` gives it: of several ranks each its shard."""
         if kind is Kind.WEIGHT:
-            own = self.shard_in(unit, value)
-            value = own[0] if len(own) == 1 else torch.cat(own)
+            parts = self.shard_in(unit, value)
+            value = parts[0] if len(parts) == 1 else torch.cat(parts)
         else:
             value = value.view(self.ranks.count, -1)[self.ranks.rank]
         self.write_own(unit, kind, value)
@@ -455,8 +455,8 @@ class StateStore:
         if kind not in state.memory and nbytes and value.data_ptr() % PAGE:
             source = host_buffer(nbytes)  # O_DIRECT wants aligned memory
             source.copy_(value)
-        places = self.places(unit, kind, source, written=True)
-        self.transfers.write(places, label=(unit, kind.value)).wait()
+        pieces = self.places(unit, kind, source, written=True)
+        self.transfers.write(pieces, label=(unit, kind.value)).wait()
         state.copy.advance()
         if kind is Kind.WEIGHT:
             state.frozen_copy.advance()

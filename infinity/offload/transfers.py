@@ -163,27 +163,28 @@ class Transfers:
         self, pieces: Pieces, priority: Priority = Priority.NORMAL, label: Label = NO_LABEL
     ) -> Event:
         """Read ranges of any tiers into buffers in RAM."""
-        return self._move(pieces, lambda store, own: store.read(own, priority), label, "read")
+        return self._move(pieces, lambda store, group: store.read(group, priority), label, "read")
 
     def write(
         self, pieces: Pieces, priority: Priority = Priority.BACKGROUND, label: Label = NO_LABEL
     ) -> Event:
         """Write buffers in RAM to ranges of any tiers; they must not change before the end."""
-        return self._move(pieces, lambda store, own: store.write(own, priority), label, "write")
+        return self._move(pieces, lambda store, group: store.write(group, priority), label, "write")
 
     def _move(
         self, pieces: Pieces, ask: Callable[[Store, Pieces], Event], label: Label, op: str
     ) -> Event:
         """Return one request per tier, or per piece where a tier's store does not join them."""
         events: list[Event] = []
-        for tier in dict.fromkeys(place.tier for place, _ in pieces):
-            own, store = [piece for piece in pieces if piece[0].tier is tier], self.stores[tier]
-            for group in [own] if store.joins else [[piece] for piece in own]:
+        for tier in dict.fromkeys(location.tier for location, _ in pieces):
+            store = self.stores[tier]
+            selected = [piece for piece in pieces if piece[0].tier is tier]
+            for group in [selected] if store.joins else [[piece] for piece in selected]:
                 submitted = time.perf_counter_ns()
                 event = ask(store, group)
                 direction = _DIRECTIONS.get((tier, op))
                 if direction is not None:
-                    nbytes = sum(place.nbytes for place, _ in group)
+                    nbytes = sum(location.nbytes for location, _ in group)
                     event = self._counted(direction, event, nbytes, submitted, label)
                 events.append(event)
         return together(events)

@@ -68,8 +68,8 @@ class AccumulationWindow:
     @property
     def place(self) -> dict[str, int]:
         """Return the position in the window, which must be equal on all ranks."""
-        place = {"updates": self.updates, "micro_step": self.micro_step}
-        return place | {"backwards": self.backwards, "micro-batches of an update": self.length}
+        position = {"updates": self.updates, "micro_step": self.micro_step}
+        return position | {"backwards": self.backwards, "micro-batches of an update": self.length}
 
     def set_length(self, length: int) -> None:
         """Set the number of micro-batches; no window may be open."""

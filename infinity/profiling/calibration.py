@@ -247,8 +247,8 @@ def _measure_sets(
     ranks: DistContext, sets: Sequence[Sequence[int]], device: Device, seconds: float
 ) -> dict[str, float]:
     """What each rank of these sets receives while all sets are at it: the slowest one's."""
-    with contextlib.closing(ranks.new_subgroup(sets)) as own:
-        found = measure_links(own, device, seconds)
+    with contextlib.closing(ranks.new_subgroup(sets)) as subgroup:
+        found = measure_links(subgroup, device, seconds)
     slowest = ranks.gather(torch.tensor([*found.values()], dtype=torch.float64)).amin(0)
     return dict(zip(found, slowest.tolist(), strict=True))
 

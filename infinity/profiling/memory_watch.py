@@ -193,9 +193,9 @@ class MemoryWatch:
         if self._steps < MEASURED_STEPS and self._statm >= 0:
             if self._accelerator is None:
                 return_freed_memory()
-            rests = self._on_device() if self._accelerator else self._resident()
+            held = self._on_device() if self._accelerator else self._resident()
             guess = self._estimated()
-            report |= {"rests": rests, "activations": max(peak - rests, 0), "tokens": self._tokens}
+            report |= {"rests": held, "activations": max(peak - held, 0), "tokens": self._tokens}
             if guess is not None:
                 report["estimated"] = guess.total
         self._highest = max(self._highest, peak)

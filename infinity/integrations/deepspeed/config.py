@@ -716,8 +716,8 @@ def _why_not(kind: str, params: Mapping[str, Any]) -> str:
     names = {name.lower(): name for name in vars(torch.optim) if name[:1].isupper()}
     in_torch = names.get(kind.lower())
     if in_torch is not None and in_torch != "Optimizer":
-        own = {n: v for n, v in params.items() if n in _HINTS or n not in _SWITCHES}
-        given = "".join(f", {name}={value!r}" for name, value in own.items())
+        arguments = {n: v for n, v in params.items() if n in _HINTS or n not in _SWITCHES}
+        given = "".join(f", {name}={value!r}" for name, value in arguments.items())
         return (
             f"{kind} {reason or 'is not among the built-in rules'} ({_RULES}); remove the "
             f"section and write initialize(optimizer=lambda groups: torch.optim.{in_torch}"

@@ -63,10 +63,10 @@ _REPLACED = ".replaced"
 def _take_back(root: Path) -> None:
     """Give checkpoints their names again that a save which was killed was about to replace."""
     for old in root.glob(f"*{_REPLACED}"):
-        place = old.with_name(old.name.removesuffix(_REPLACED))
-        if not place.exists() and (old / MANIFEST_NAME).is_file() and is_ours_alone(old):
+        directory = old.with_name(old.name.removesuffix(_REPLACED))
+        if not directory.exists() and (old / MANIFEST_NAME).is_file() and is_ours_alone(old):
             with suppress(OSError):
-                old.rename(place)
+                old.rename(directory)
 
 
 def _refuse_theirs(root: Path, tag: str | None, universal: bool) -> None:
@@ -231,8 +231,8 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
             TrainingError: The accumulation window is open: call it between updates.
         """
         least = self._micro_batch_size * self.ranks.count
-        steps, rest = divmod(train_batch_size, least)
-        if rest or steps < 1:
+        steps, remainder = divmod(train_batch_size, least)
+        if remainder or steps < 1:
             on_all = "" if self.ranks.count == 1 else f" on each of {self.ranks.count} ranks"
             raise ConfigError(
                 f"train_batch_size {train_batch_size} is no multiple of the micro-batch of "
@@ -546,22 +546,22 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         check_tag(name)
-        place = Path(save_dir).expanduser() / name
-        old = place.with_name(name + _REPLACED)
+        directory = Path(save_dir).expanduser() / name
+        old = directory.with_name(name + _REPLACED)
         with self.ranks.collective_section("makes room for a checkpoint"):
             if not self.ranks.rank:
-                make_directories(place.parent)
-                _take_back(place.parent)
-            replaces = self.ranks.rank == 0 and place.is_dir()
+                make_directories(directory.parent)
+                _take_back(directory.parent)
+            replaces = self.ranks.rank == 0 and directory.is_dir()
             if replaces:
-                if not is_ours_alone(place):
+                if not is_ours_alone(directory):
                     raise ConfigError(
-                        f"{place} holds other files than those of a checkpoint",
+                        f"{directory} holds other files than those of a checkpoint",
                         because="a checkpoint of that tag would replace it",
                         remedy="another tag; or keep those files elsewhere",
                     )
                 shutil.rmtree(old, ignore_errors=True)
-                place.rename(old)
+                directory.rename(old)
         waits = self.ranks.synchronize("makes room for a checkpoint", int(wait or replaces))
         try:
             saved = super().save_checkpoint(
@@ -569,8 +569,8 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
                 keep_last=keep_last, wait=any(one for one, *_ in waits),
             )  # fmt: skip
         except BaseException:
-            if replaces and not place.exists():
-                old.rename(place)
+            if replaces and not directory.exists():
+                old.rename(directory)
             raise
         if replaces:
             shutil.rmtree(old, ignore_errors=True)
@@ -725,8 +725,8 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         if custom_load_fn is None:
             kept = {} if not allowed_missing_keys else Engine.state_dict(self)
             absent = [n for n in allowed_missing_keys or () if n in kept and n not in state_dict]
-            whole = {**state_dict, **{name: kept[name] for name in absent}}
-            self.load_state_dict(whole, strict=strict)
+            complete = {**state_dict, **{name: kept[name] for name in absent}}
+            self.load_state_dict(complete, strict=strict)
             return
         with self.materialized(self.module):
             custom_load_fn(src=state_dict, dst=self.module)

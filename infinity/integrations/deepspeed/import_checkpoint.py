@@ -385,8 +385,8 @@ def _trained_of(files: ZeroFiles, module: Mapping[str, Tensor]) -> dict[str, _Tr
         files.refuse(f"its {key} is no list of flat tensors")
     states = [_states(files, state, len(masters[0] or ())) for state in files.optimizers]
     trained = {}
-    places = _places_3(files, groups, masters) if files.stage == 3 else _places_12(files, groups)
-    for name, shape, group, where in places:
+    locations = _places_3(files, groups, masters) if files.stage == 3 else _places_12(files, groups)
+    for name, shape, group, where in locations:
         if name not in module:
             files.refuse(f"{name!r} has a shape, and is not in the model")
         lists: dict[str, list[Tensor]] = {}

@@ -204,10 +204,10 @@ def look_up(module: str, name: str) -> Any:
 def why_refused(path: str) -> ConfigError:
     """The error of a name, by its dotted path below `deepspeed`."""
     fits = [
-        (len(place), because, remedy)
-        for places, because, remedy in _INSTEAD
-        for place in places.split() or [""]
-        if not place or f"{path}.".startswith(f"{place}.")
+        (len(prefix), because, remedy)
+        for prefixes, because, remedy in _INSTEAD
+        for prefix in prefixes.split() or [""]
+        if not prefix or f"{path}.".startswith(f"{prefix}.")
     ]
     _, because, remedy = max(fits)
     return ConfigError(f"deepspeed.{path} is not here", because=because or None, remedy=remedy)
@@ -237,15 +237,15 @@ def refused(path: str, is_class: bool) -> Any:
 
 def getter(module: str) -> Callable[[str], Any]:
     """Return the `__getattr__` of a module that stands for DeepSpeed's; results are cached."""
-    own = f"{HERE}.{module}".rstrip(".")
+    full_name = f"{HERE}.{module}".rstrip(".")
 
     def get(name: str) -> Any:
         path = f"{module}.{name}".strip(".")
-        if path in _FILES or (f"{own}.{name}" in sys.modules and not name.startswith("__")):
-            value: Any = import_module(f"{own}.{name}")
+        if path in _FILES or (f"{full_name}.{name}" in sys.modules and not name.startswith("__")):
+            value: Any = import_module(f"{full_name}.{name}")
         else:
             value = look_up("runtime.zero" if module == "zero" else module, name)
-        setattr(sys.modules[own], name, value)
+        setattr(sys.modules[full_name], name, value)
         return value
 
     return get

@@ -60,8 +60,8 @@ _FIELDS = {
 def places_of(plan: Plan, device: torch.device, state: OffloadStateTypeEnum) -> set[Any]:
     """Torch devices, and "disk", where a kind of state rests."""
     name = _FIELDS[OffloadStateTypeEnum(state)]
-    places = {Tier.DEVICE: device, Tier.HOST: torch.device("cpu"), Tier.DISK: "disk"}
-    return {places[getattr(placement, name)] for placement in plan.placements}
+    by_tier = {Tier.DEVICE: device, Tier.HOST: torch.device("cpu"), Tier.DISK: "disk"}
+    return {by_tier[getattr(placement, name)] for placement in plan.placements}
 
 
 def refuse_to_move(plan: Plan, include: Any, device: Any) -> None:

@@ -203,14 +203,14 @@ def offload_beside(
     model.requires_grad_(False).eval()
     raw, ranks = config.model_dump(exclude_unset=True, exclude=_OF_TRAINING), find_ranks()
     config, itemsize = load_config(raw), COMPUTE_DTYPES[config.precision].itemsize
-    own = sum(p.numel() * itemsize for p in model.parameters())
+    model_bytes = sum(p.numel() * itemsize for p in model.parameters())
     others = 0 if trained is None else sum(
         p.numel() * (_TRAINED_BYTES if p.requires_grad else itemsize) for p in trained.parameters()
     )  # fmt: skip
     with closing(find_device(device)) as opened:
         limits = limits_for(config, opened, model, ranks)
     free = {Tier.DEVICE: limits.device or 0, Tier.HOST: (limits.host or 0) - limits.base}
-    left = {tier: int(n * others / (own + others)) for tier, n in free.items()}
+    left = {tier: int(n * others / (model_bytes + others)) for tier, n in free.items()}
     left[Tier.HOST] += limits.base  # the process, which is then not counted as this engine's
     PROCESS.take(model, left, opened, promised=True)
     try:

@@ -154,9 +154,9 @@ def cut(batches: Sequence[Batch], size: int) -> Iterator[list[Batch]]:
         rows, start = _samples(batch) or 0, 0
         while start < rows:
             taken = min(rows - start, room)
-            whole = taken == rows
+            undivided = taken == rows
             parts.append(
-                batch if whole else {k: v.narrow(0, start, taken) for k, v in batch.items()}
+                batch if undivided else {k: v.narrow(0, start, taken) for k, v in batch.items()}
             )
             start, room = start + taken, room - taken
             if not room:
@@ -221,8 +221,8 @@ class StepBatches:
         count, slices = self.schedule
         size = -(-max(self._samples, rows) // count)
         for number, parts in enumerate(cut(self._held, size), start=1):
-            whole = joined(parts, self._pad_token, slices=slices)
-            yield whole, number * size >= rows
+            micro_batch = joined(parts, self._pad_token, slices=slices)
+            yield micro_batch, number * size >= rows
 
 
 # --- the plan ------------------------------------------------------------------------------------
@@ -277,12 +277,12 @@ def with_schedule(
             type(model).__name__, model, facts, config, opened, settings.tokens, tokens // samples,
             recompute=recompute, ranks=ranks,
         )  # fmt: skip
-    whole = case.with_step(tokens, 1)
-    chosen = choose_schedule(whole, wish, samples)
+    full_step = case.with_step(tokens, 1)
+    chosen = choose_schedule(full_step, wish, samples)
     if batches > 1 and gradient_itemsize(chosen.applied_to(config)) < 4:
         sliced = wish.slices is None and num_blocks(case.units)
         wish = replace(wish, slices=2) if sliced else replace(wish, micro_batches=2)
-        chosen = choose_schedule(whole, wish, samples)
+        chosen = choose_schedule(full_step, wish, samples)
     return shared(chosen.applied_to(config), ranks)
 
 

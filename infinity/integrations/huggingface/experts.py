@@ -72,12 +72,12 @@ def _experts_of(model: nn.Module) -> Iterator[Any]:
     """Yield the modules that look up their implementation, and would find `grouped_mm`."""
     for module in model.modules():
         made: Any = module
-        own = {name for name, _ in made.named_parameters(recurse=False)}
+        direct = {name for name, _ in made.named_parameters(recurse=False)}
         first = "gate_up_proj" if getattr(made, "has_gate", True) else "up_proj"
         if (
             hasattr(made, "is_transposed")
             and hasattr(made, "has_bias")
-            and {first, "down_proj"} <= own
+            and {first, "down_proj"} <= direct
             and not made._is_expert_parallel
             and getattr(made.config, "_experts_implementation", None) in (REPLACED, NAME)
         ):

@@ -223,10 +223,10 @@ def _ours(source: Any, args: Any, precision: str) -> TrainerSettings:
     raw = _without_autos(read_source(source)[1])
     given = load_config(raw)
     kind, of_adam = given.optimizer.type, ("optimizer.betas", "optimizer.eps")
-    all_told = {one.ours: one for one in _told(args, precision) if one.ours}
+    from_args = {one.ours: one for one in _told(args, precision) if one.ours}
     by_name = {
         name: one
-        for name, one in all_told.items()
+        for name, one in from_args.items()
         if RULES[kind].decoupled is not None or name not in of_adam
     }
     written = {n: e["value"] for n, e in given.resolved().items() if e["origin"] == "given"}
@@ -237,8 +237,8 @@ def _ours(source: Any, args: Any, precision: str) -> TrainerSettings:
         section, _, key = name.rpartition(".")
         (merged["optimizer"] if section else merged)[key] = one.value
     for key, entries in RULES[kind].deepspeed_keys.items():  # of a rule with a part that is AdamW's
-        for entry in entries if f"optimizer.{key}" in all_told else ():
-            merged["optimizer"].setdefault(entry, all_told[f"optimizer.{key}"].value)
+        for entry in entries if f"optimizer.{key}" in from_args else ():
+            merged["optimizer"].setdefault(entry, from_args[f"optimizer.{key}"].value)
     return TrainerSettings(
         load_config(merged),
         given.scheduler,

@@ -211,10 +211,12 @@ def newest_whole(directory: str) -> str | None:
     }
     folders = [numbers[number] for number in sorted(numbers, reverse=True)]
     weights_only = [p for p in folders if (p / STATE).is_file() and not (p / TAG).exists()]
-    whole = next((p for p in folders if has_engine(p) and (p / STATE).is_file()), None)
-    if whole is not None:
-        _warn_of_newer(whole, [p for p in weights_only if folders.index(p) < folders.index(whole)])
-        return str(whole)
+    complete = next((p for p in folders if has_engine(p) and (p / STATE).is_file()), None)
+    if complete is not None:
+        _warn_of_newer(
+            complete, [p for p in weights_only if folders.index(p) < folders.index(complete)]
+        )
+        return str(complete)
     if folders:
         raise _nothing_whole(folders[0], weights_only)
     return None
@@ -626,8 +628,8 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
         self._settings_now(max_steps)
-        whole = resume_from_checkpoint is not None and has_engine(resume_from_checkpoint)
-        self._goes_on_from = resume_from_checkpoint if whole else None
+        resumes = resume_from_checkpoint is not None and has_engine(resume_from_checkpoint)
+        self._goes_on_from = resume_from_checkpoint if resumes else None
         self.create_optimizer()  # a subclass may set self.optimizer only, or return it
         engine = self._open()
         self.optimizer = engine.optimizer

@@ -123,8 +123,8 @@ def _resume(value: Any) -> Any:
 
 def _first_and_last(value: Any) -> Any:
     pair = (1, value) if type(value) is int else as_pair(value)
-    whole = isinstance(pair, tuple) and len(pair) == 2 and all(type(n) is int for n in pair)
-    if not whole or not 1 <= pair[0] <= pair[1]:
+    is_int_pair = isinstance(pair, tuple) and len(pair) == 2 and all(type(n) is int for n in pair)
+    if not is_int_pair or not 1 <= pair[0] <= pair[1]:
         raise ValueError(
             f"should be a number of steps or [first, last], counted from 1, got {value!r}"
         )
@@ -367,8 +367,8 @@ class Config(Section):
     @field_validator("chunk_size", mode="before")
     @classmethod
     def _whole_blocks(cls, value: Any) -> Any:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if value != "auto" and not (whole and value > 0 and value % CHUNK_MULTIPLE == 0):
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        if value != "auto" and not (is_int and value > 0 and value % CHUNK_MULTIPLE == 0):
             problem = f'should be "auto" or a positive multiple of {CHUNK_MULTIPLE} elements'
             raise ValueError(f"{problem}, got {value!r}")
         return value

@@ -270,8 +270,8 @@ def _load_yaml(text: str) -> Any:
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error)
-        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        raise ValueError(problem + place) from error
+        position = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        raise ValueError(problem + position) from error
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         # PyYAML stumbles over tags: !!int '', !!bool maybe.
         raise ValueError(f"a value does not fit its !!tag: {error}") from error

@@ -139,13 +139,13 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
 
         Without `copy` it may be the shadow itself, to be looked at and let go.
         """
-        place = _place(tensor)
-        shadow = self._storages[place.storage].shadow
+        logged = _place(tensor)
+        shadow = self._storages[logged.storage].shadow
         if shadow is not None:
-            view = _view(shadow, place)
+            view = _view(shadow, logged)
             return view.clone(memory_format=torch.contiguous_format) if copy else view
-        made = self._replay(place.storage)
-        return _view(made, place).contiguous()  # nobody else has it: no copy
+        made = self._replay(logged.storage)
+        return _view(made, logged).contiguous()  # nobody else has it: no copy
 
     @property
     def num_operations(self) -> int:
@@ -177,14 +177,14 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         self, call: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        places = [_place(t) for t in tensors_in((args, kwargs)) if self.holds(t)]
+        logged = [_place(t) for t in tensors_in((args, kwargs)) if self.holds(t)]
         if is_number_on_meta(call, kwargs):  # what `deferred[...] = 1` makes of its number
             kwargs = {**kwargs, "device": torch.device("cpu")}
-        if not places and not self._makes_large(call, args, kwargs):
+        if not logged and not self._makes_large(call, args, kwargs):
             return call(*args, **kwargs)
-        if places and only_makes_views(call):
+        if logged and only_makes_views(call):
             return call(*args, **kwargs)  # of meta tensors: another window on the same storage
-        return self._carry_out(call, args, kwargs, places)
+        return self._carry_out(call, args, kwargs, logged)
 
     def _makes_large(self, call: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether an operation without deferred arguments makes something large on the CPU."""
@@ -256,11 +256,11 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         """The storage whose past does not matter any more: all of it is written, and not read."""
         if call.overloadpacket.__name__ not in _OVERWRITES or len(mutated) != 1:
             return None
-        place = _place(mutated[0])
-        if sum(one.storage == place.storage for one in places) > 1:
+        target = _place(mutated[0])
+        if sum(one.storage == target.storage for one in places) > 1:
             return None
-        whole = place.numel * place.dtype.itemsize == self._storages[place.storage].nbytes
-        return place.storage if whole else None
+        covers_all = target.numel * target.dtype.itemsize == self._storages[target.storage].nbytes
+        return target.storage if covers_all else None
 
     # --- shadows -------------------------------------------------------------------------------
 
@@ -314,10 +314,10 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         numbers, last_use = self._needed(key)
         for number in numbers:
             entry = self._log[number]
-            for place in _places((entry.args, entry.kwargs)):
-                if place.storage not in shadows:  # its past does not matter: it is overwritten here
-                    nbytes = self._storages[place.storage].nbytes
-                    shadows[place.storage] = _empty(nbytes)
+            for logged in _places((entry.args, entry.kwargs)):
+                if logged.storage not in shadows:  # overwritten here: its past does not matter
+                    nbytes = self._storages[logged.storage].nbytes
+                    shadows[logged.storage] = _empty(nbytes)
             if entry.state is not None:
                 torch.set_rng_state(entry.state)
             args, kwargs = _arguments(entry, shadows)

@@ -229,7 +229,7 @@ class ParameterBinding:
         elif not segment.trained:
             start = layout.trained_bytes + segment.offset
         dtype, shape = self.dtypes[segment.parameter], segment.shape
-        strides = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
         return dtype, shape, strides, start // dtype.itemsize
 
     def views(

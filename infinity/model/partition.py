@@ -291,9 +291,9 @@ def _quantised(
     form = FrozenFormat(config.frozen.format)
     keep, where = set(config.frozen.keep), dict[int, bool]()  # by id: is a matrix in all modules
     for name, module in cutter.root.named_modules():
-        for own_name, own in dict(module.named_parameters(recurse=False)).items():
-            kept = not keep.isdisjoint([*name.split("."), own_name])
-            where[id(own)] = where.get(id(own), True) and is_matrix(module, own) and not kept
+        for param_name, param in dict(module.named_parameters(recurse=False)).items():
+            kept = not keep.isdisjoint([*name.split("."), param_name])
+            where[id(param)] = where.get(id(param), True) and is_matrix(module, param) and not kept
     takes = (3,) if form is FrozenFormat.MXFP4 else (2, 3)
     matrices = {
         i for i, p in enumerate(cutter.parameters)

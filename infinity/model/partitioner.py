@@ -85,8 +85,8 @@ class Partitioner:
         )
         found = []
         for path, module in self.root.named_modules():
-            own = dict(module.named_parameters(recurse=False))
-            members = tuple((name, self._index[id(own[name])]) for name in stacks_of(module))
+            direct = dict(module.named_parameters(recurse=False))
+            members = tuple((name, self._index[id(direct[name])]) for name in stacks_of(module))
             if members and all(owners[index] == 1 for _, index in members):
                 count = self.parameters[members[0][1]].shape[0]
                 found.append(Stacks(path, module, members, count))
@@ -190,24 +190,24 @@ class Partitioner:
         alone, most = self._total / ALONE_SHARE, self._total / REST_SHARE
         if block:
             alone, most = min(alone, block / 2), min(most, block)
-        rest = UnitModules(OUTSIDE, [])
+        packed = UnitModules(OUTSIDE, [])
         size = count = 0
         for name, module in self.root.named_modules():
-            own = self._take(module, recurse=False)
-            if not own:
+            indices = self._take(module, recurse=False)
+            if not indices:
                 continue
-            numel = sum(self.parameters[i].numel() for i in own)
+            numel = sum(self.parameters[i].numel() for i in indices)
             if numel >= alone:
-                yield UnitModules(name or "model", [module], own)
+                yield UnitModules(name or "model", [module], indices)
                 continue
-            if rest.parameters and size + numel > most:
-                yield rest
+            if packed.parameters and size + numel > most:
+                yield packed
                 count += 1
-                rest, size = UnitModules(f"{OUTSIDE}.{count}", []), 0
-            rest.modules.append(module)
-            rest.parameters.extend(own)
+                packed, size = UnitModules(f"{OUTSIDE}.{count}", []), 0
+            packed.modules.append(module)
+            packed.parameters.extend(indices)
             size += numel
-        yield rest
+        yield packed
 
 
 def _rows_like(stack: nn.Parameter, count: int) -> nn.Parameter:

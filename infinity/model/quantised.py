@@ -66,16 +66,16 @@ def quantise(
         dtype: Round the values to this dtype first; by default they are used unchanged.
     """
     encode = _CODECS[form].encode
-    for matrix, own in _matrices(value, packed):
-        encode(matrix, _parts(own, form, matrix.shape), dtype or value.dtype)
+    for matrix, record in _matrices(value, packed):
+        encode(matrix, _parts(record, form, matrix.shape), dtype or value.dtype)
 
 
 def quantise_exactly(value: Tensor, form: FrozenFormat, dtype: torch.dtype, packed: Tensor) -> None:
     """`quantise` values in their compute dtype; fp32 values that the format represents exactly, as
     those of a quantised file, stay exact.
     """
-    for matrix, own in _matrices(value, packed):
-        quantise(matrix, form, own, None if _holds(matrix, form) else dtype)
+    for matrix, record in _matrices(value, packed):
+        quantise(matrix, form, record, None if _holds(matrix, form) else dtype)
 
 
 def _holds(value: Tensor, form: FrozenFormat) -> bool:
@@ -105,12 +105,12 @@ def from_parts(form: FrozenFormat, shape: Sequence[int], parts: Sequence[Tensor]
     """
     packed = torch.zeros(form.nbytes(shape), dtype=torch.uint8, device="cpu")
     records = packed.view(prod(shape[:-2]), -1)
-    for place, part in zip(form.places(shape[-2:]), parts, strict=True):
+    for byte_range, part in zip(form.places(shape[-2:]), parts, strict=True):
         data = part.contiguous().view(-1).view(torch.uint8)
-        if data.numel() != records[:, place].numel():
+        if data.numel() != records[:, byte_range].numel():
             sizes = [len(records) * size for size in form.parts(shape[-2:])]
             raise ValueError(f"parts of {[p.nbytes for p in parts]} bytes, not {sizes}")
-        records[:, place] = data.view(len(records), -1)
+        records[:, byte_range] = data.view(len(records), -1)
     return packed
 
 
@@ -143,8 +143,8 @@ def dequantise(packed: Tensor, form: FrozenFormat, value: Tensor) -> None:
         value: Contiguous, on the same device.
     """
     decode = _CODECS[form].decode
-    for matrix, own in _matrices(value, packed):
-        decode(_parts(own, form, matrix.shape), matrix)
+    for matrix, record in _matrices(value, packed):
+        decode(_parts(record, form, matrix.shape), matrix)
 
 
 def _matrices(value: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -157,7 +157,7 @@ def _matrices(value: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _parts(packed: Tensor, form: FrozenFormat, shape: Sequence[int]) -> list[Tensor]:
     """The codes of one matrix, and what scales them."""
-    return [packed[place] for place in form.places(shape)]
+    return [packed[byte_range] for byte_range in form.places(shape)]
 
 
 def _encode_nf4(value: Tensor, parts: list[Tensor], dtype: torch.dtype, *, double: bool) -> None:
@@ -258,13 +258,13 @@ def _encode_fp8(value: Tensor, parts: list[Tensor], dtype: torch.dtype) -> None:
 
 def _decode_fp8(parts: list[Tensor], value: Tensor) -> None:
     codes, scales = _fp8_parts(parts, value.shape)
-    whole = value.shape[1] // FP8_BLOCK
+    num_full = value.shape[1] // FP8_BLOCK
     for rows in _runs(*value.shape):
         part = codes[rows].float()
         first = torch.arange(rows.start, rows.start + len(part), device=value.device)
         by = scales.index_select(0, first // FP8_BLOCK)
-        part[:, : whole * FP8_BLOCK].view(len(part), -1, FP8_BLOCK).mul_(by[:, :whole, None])
-        part[:, whole * FP8_BLOCK :].mul_(by[:, whole:])
+        part[:, : num_full * FP8_BLOCK].view(len(part), -1, FP8_BLOCK).mul_(by[:, :num_full, None])
+        part[:, num_full * FP8_BLOCK :].mul_(by[:, num_full:])
         value[rows].copy_(part)
 
 
@@ -308,21 +308,21 @@ def _pieces(flat: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _largest(flat: Tensor, block: int) -> Tensor:
     """The largest magnitude of every block, fp32; the last may be shorter."""
-    whole = flat.numel() // block * block
-    found = [flat[:whole].view(-1, block).abs().amax(1).float()]
-    if whole < flat.numel():  # here bitsandbytes keeps what it divides by
-        found.append(flat[whole:].abs().amax().float().clamp(min=_TINY).view(1))
+    end = flat.numel() // block * block
+    found = [flat[:end].view(-1, block).abs().amax(1).float()]
+    if end < flat.numel():  # here bitsandbytes keeps what it divides by
+        found.append(flat[end:].abs().amax().float().clamp(min=_TINY).view(1))
     return torch.cat(found)
 
 
 def _nearest(flat: Tensor, largest: Tensor, block: int, bounds: Tensor) -> Tensor:
     """uint8 numbers of the levels that are nearest to fp32 elements, of their block's largest."""
-    whole = flat.numel() // block * block
+    end = flat.numel() // block * block
     by = largest.clamp(min=_TINY)
     scaled = torch.empty_like(flat)
-    scaled[:whole] = (flat[:whole].view(-1, block) * (1.0 / by[: whole // block, None])).view(-1)
-    if whole < flat.numel():
-        scaled[whole:] = flat[whole:] / by[whole // block]
+    scaled[:end] = (flat[:end].view(-1, block) * (1.0 / by[: end // block, None])).view(-1)
+    if end < flat.numel():
+        scaled[end:] = flat[end:] / by[end // block]
     return torch.bucketize(scaled.clamp_(-1, 1), bounds, out_int32=True).to(torch.uint8)
 
 
@@ -337,9 +337,9 @@ def _bounds(levels: Tensor) -> Tensor:
 
 def _scale(flat: Tensor, by: Tensor, block: int) -> None:
     """Multiply the elements of every block by its scale, in place."""
-    blocks, rest = divmod(flat.numel(), block)
+    blocks, remainder = divmod(flat.numel(), block)
     flat[: blocks * block].view(-1, block).mul_(by[:blocks, None])
-    if rest:
+    if remainder:
         flat[blocks * block :].mul_(by[blocks])
 
 

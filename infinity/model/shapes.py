@@ -70,9 +70,9 @@ class Outline:
 
     def at(self, path: str) -> Outline:
         """The module of a dotted name; it is made, with those that it is in, if it is not there."""
-        name, _, rest = path.partition(".")
+        name, _, suffix = path.partition(".")
         child = self.below.setdefault(name, Outline())
-        return child.at(rest) if rest else child
+        return child.at(suffix) if suffix else child
 
     def named_children(self) -> Iterator[tuple[str, Outline]]:
         """Direct children."""
@@ -224,14 +224,14 @@ def add_adapters(target: Target, rank: int) -> nn.Module | Outline:
     frozen = {id(p): replace(p, requires_grad=False) for p in parameters if isinstance(p, Shape)}
     parts: list[nn.Module | Outline] = list(module.modules())
     for part in parts:
-        own: dict[str, Any] = dict(part.named_parameters(recurse=False))
+        direct: dict[str, Any] = dict(part.named_parameters(recurse=False))
         if isinstance(part, Outline):
             part.own = {name: frozen[id(shape)] for name, shape in part.own.items()}
         else:
             part.requires_grad_(requires_grad=False)
-        if not is_linear(part) or id(own["weight"]) in heads:
+        if not is_linear(part) or id(direct["weight"]) in heads:
             continue
-        rows, columns = own["weight"].shape
+        rows, columns = direct["weight"].shape
         for name, shape in {"lora_A": (rank, columns), "lora_B": (rows, rank)}.items():
             if isinstance(part, Outline):
                 part.at(name).own["weight"] = Shape(shape)

@@ -162,16 +162,16 @@ def stacks_of(module: nn.Module | Outline) -> tuple[str, ...]:
     names: Any = vars(module).get(ATTRIBUTE, getattr(type(module), ATTRIBUTE, ()))
     if not names:
         return ()
-    own: Mapping[str, Any] = dict(module.named_parameters(recurse=False))
+    direct: Mapping[str, Any] = dict(module.named_parameters(recurse=False))
     kind = type(module).__name__
-    missing = [name for name in names if name not in own]
+    missing = [name for name in names if name not in direct]
     if isinstance(names, str) or missing:
         raise ConfigError(
             f"{ATTRIBUTE} of a {kind} is {names!r}: {', '.join(map(repr, missing))} is none of its "
-            f"parameters, which are {', '.join(own)}",
+            f"parameters, which are {', '.join(direct)}",
             remedy="a tuple of names of parameters, with one row an expert",
         )
-    lengths = {name: own[name].shape[0] if own[name].dim() else 0 for name in names}
+    lengths = {name: direct[name].shape[0] if direct[name].dim() else 0 for name in names}
     if len(set(lengths.values())) > 1 or not all(lengths.values()):
         raise ConfigError(
             f"{ATTRIBUTE} of a {kind}: stacks have one row an expert, and these "

@@ -59,5 +59,5 @@ def generator_state(call: Any, args: Any, kwargs: Any) -> Tensor | None:
     """The state of the generator an operation draws from, None for one that draws nothing."""
     if torch.Tag.nondeterministic_seeded not in call.tags:
         return None
-    own = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
-    return own[0].get_state() if own else torch.get_rng_state()
+    generators = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
+    return generators[0].get_state() if generators else torch.get_rng_state()

@@ -454,11 +454,11 @@ class WeightFiles:
         mean: Tensor | None,
     ) -> None:
         """List one tensor in place of those that hold it."""
-        places = tuple(self.facts[n] for n in names)
-        self._packed[name] = _Packed(form, shape, tuple(names), places, mean)
+        stored = tuple(self.facts[n] for n in names)
+        self._packed[name] = _Packed(form, shape, tuple(names), stored, mean)
         for key in replaced:
             del self.facts[key]
-        first = places[0]
+        first = stored[0]
         self.facts[name] = TensorFacts(shape, torch.float32, first.file, first.offset)
 
     def packed(self, name: str, form: FrozenFormat, index: int) -> Tensor | None:
@@ -467,9 +467,9 @@ class WeightFiles:
         if packed is None or packed.form is not form:
             return None
         parts, count = [], prod(packed.shape[:-2])
-        for one, place in zip(packed.names, packed.places, strict=True):
-            each = place.numel // count
-            part = self._files[place.file].read(one, index * each, each)
+        for one, stored in zip(packed.names, packed.places, strict=True):
+            each = stored.numel // count
+            part = self._files[stored.file].read(one, index * each, each)
             scales_fp8 = form is FrozenFormat.FP8 and one != packed.names[0]
             parts.append(part.float() if scales_fp8 else part)
         parts += [] if packed.mean is None else [packed.mean]
@@ -584,9 +584,9 @@ class PackedMatrix:
         return self.files.facts[self.name].shape[-2:]
 
     def packed(self, form: FrozenFormat) -> Tensor | None:
-        """Return the bytes of the whole matrix if it is in this format."""
-        whole = self.first == 0 and self.count == prod(self.shape)
-        return self.files.packed(self.name, form, self.index) if whole else None
+        """Return the bytes of the complete matrix if it is in this format."""
+        complete = self.first == 0 and self.count == prod(self.shape)
+        return self.files.packed(self.name, form, self.index) if complete else None
 
 
 def _unknown_format(name: str, found: str) -> ConfigError:

@@ -264,9 +264,9 @@ class AdaptedOptimizer:
         """The optimizer's `state[p]`, as fresh tensors; empty before the first step."""
         kept = self._kept.get(parameter, _Kept())
         state = copied(kept.scalars)
-        for moment, (name, own) in zip(moments, kept.shapes.items(), strict=False):
-            own = own if self.facts.whole else shape
-            state[name] = moment.values[: math.prod(own)].clone().view(own)
+        for moment, (name, state_shape) in zip(moments, kept.shapes.items(), strict=False):
+            state_shape = state_shape if self.facts.whole else shape
+            state[name] = moment.values[: math.prod(state_shape)].clone().view(state_shape)
         return state
 
     def _run(self, tile: Tile, before: _Kept | None, grad_scale: float) -> _Kept:
@@ -344,8 +344,8 @@ class AdaptedOptimizer:
         if before is None:
             return self._fresh(group, parameter)
         state = copied(before.scalars)  # steps change them in place
-        for moment, (name, own) in zip(tile.moments, before.shapes.items(), strict=False):
-            shape = own if self.facts.whole else tuple(parameter.shape)
+        for moment, (name, state_shape) in zip(tile.moments, before.shapes.items(), strict=False):
+            shape = state_shape if self.facts.whole else tuple(parameter.shape)
             state[name] = moment.values[: math.prod(shape)].view(shape)
         return state
 

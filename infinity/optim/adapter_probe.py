@@ -358,8 +358,8 @@ def _try_out(facts: AdapterFacts) -> AdapterFacts:
     _require_change(facts, trials[0], plain[0])
     torch.manual_seed(2)  # so that nobody equals by drawing the same random numbers
     problem = ""
-    for whole in (False, True):
-        candidate = replace(facts, whole=whole)
+    for untiled in (False, True):
+        candidate = replace(facts, whole=untiled)
         found = (t.compare(candidate, p)[0] for t, p in zip(trials, plain, strict=True))
         problem = next(filter(None, found), "")
         if not problem:

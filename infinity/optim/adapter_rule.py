@@ -140,12 +140,12 @@ class CheckedOptimizer(AdaptedOptimizer):
         chosen = self._choose(groups)
         smalls = {number: self._smalls.get(number, []) for number in chosen}
         for _ in range(1 if all(smalls.values()) else 2):  # the first makes state for the second
-            starts, place = {}, 0
+            starts, offset = {}, 0
             for number in chosen:
                 for nth, small in enumerate(smalls[number]):
                     kept_on = {**small.kept, **groups[number].scalars}
-                    starts[2 * (place + nth)] = Small(kept_on, small.moments)
-                place += len(groups[number].shapes)
+                    starts[2 * (offset + nth)] = Small(kept_on, small.moments)
+                offset += len(groups[number].shapes)
             scale = SCALES[self._num_checks % len(SCALES)]
             self._num_checks += 1
             given = [(groups[number].group.given, groups[number].shapes) for number in chosen]

@@ -56,17 +56,18 @@ def check_tensor(
 
 def check_piece(piece: Piece, device: torch.device) -> None:
     """Raise unless dtypes, sizes and formats of a piece fit one another."""
-    weight, rest, moments, gradient, rule_params, _, _, key, first = piece
+    weight, master_state, moments, gradient, rule_params, _, _, key, first = piece
     n = weight.numel()
     check_tensor("weight", weight, n, FLOATS, device)
-    rest_dtype = BESIDE[weight.dtype]
-    if (rest is None) != (rest_dtype is None):
+    expected_dtype = BESIDE[weight.dtype]
+    if (master_state is None) != (expected_dtype is None):
+        found = "missing" if master_state is None else master_state.dtype
         raise ConfigError(
-            f"weight is {weight.dtype} and rest is {'missing' if rest is None else rest.dtype}",
+            f"weight is {weight.dtype} and rest is {found}",
             remedy="fp32 and None, bf16 and int16, or fp16 and fp32",
         )
-    if rest is not None and rest_dtype is not None:
-        check_tensor("rest", rest, n, (rest_dtype,), device)
+    if master_state is not None and expected_dtype is not None:
+        check_tensor("rest", master_state, n, (expected_dtype,), device)
     check_tensor("gradient", gradient, n, FLOATS, device)
     if len(moments) != rule_params.num_moments:
         raise ConfigError(
@@ -349,10 +350,10 @@ def by_kind(pieces: Iterable[Piece]) -> tuple[list[Piece], list[Piece]]:
 
 def step_matrices(pieces: Iterable[Piece]) -> None:
     """One step of matrices and stacks of them, on their device, in torch's current stream."""
-    for weight, rest, moments, gradient, rule_params, _, grad_scale, _, _ in pieces:
+    for weight, master_state, moments, gradient, rule_params, _, grad_scale, _, _ in pieces:
         assert isinstance(rule_params, Muon)
         with torch.no_grad():
-            step_stack(weight, rest, moments, gradient, rule_params, grad_scale)
+            step_stack(weight, master_state, moments, gradient, rule_params, grad_scale)
 
 
 def check_pieces(pieces: list[Piece], device: torch.device) -> None:
@@ -384,10 +385,14 @@ def _settings(pieces: list[Piece]) -> list[Setting]:
     rule_params: RuleParams | None = None
     step, grad_scale = 0, 0.0
     for piece in pieces:
-        _, _, _, _, own, its_step, its_scale, _, _ = piece
-        if own is not rule_params or its_step != step or its_scale != grad_scale:
-            rule_params, step, grad_scale = own, its_step, its_scale
-            setting = (_RULES[own.kernel], own.num_moments, list(own.scalars(step, grad_scale)))
+        _, _, _, _, its_params, its_step, its_scale, _, _ = piece
+        if its_params is not rule_params or its_step != step or its_scale != grad_scale:
+            rule_params, step, grad_scale = its_params, its_step, its_scale
+            setting = (
+                _RULES[its_params.kernel],
+                its_params.num_moments,
+                list(its_params.scalars(step, grad_scale)),
+            )
         settings.append(setting)
     return settings
 
@@ -400,7 +405,7 @@ def _read(pieces: list[Piece], settings: list[Setting]) -> list[_adam.Piece] | N
 
 
 def _native(piece: Piece, setting: Setting) -> _adam.Piece:
-    weight, rest, moments, gradient, _, _, _, key, first = piece
+    weight, master_state, moments, gradient, _, _, _, key, first = piece
     rule, _, scalars = setting
     stored = [tensor for moment in moments for tensor in (moment.values, moment.scales)]
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in stored]
@@ -416,7 +421,7 @@ def _native(piece: Piece, setting: Setting) -> _adam.Piece:
             key,
             first,
             weight.data_ptr(),
-            0 if rest is None else rest.data_ptr(),
+            0 if master_state is None else master_state.data_ptr(),
             moment1,
             scales1,
             moment2,

@@ -140,15 +140,15 @@ class _Schedule(lr_scheduler.LRScheduler):
         bound.apply_defaults()
         params = dict(bound.arguments)
         optimizer, begin = params.pop("optimizer"), params.pop("last_batch_iteration")
-        own = [float(group["lr"]) for group in optimizer.param_groups]
-        if params.get("warmup_max_lr", own) is None:
-            params["warmup_max_lr"] = own
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        if params.get("warmup_max_lr", rates) is None:
+            params["warmup_max_lr"] = rates
         one = [n for n in _LARGEST if isinstance(params.get(n), int | float)]
-        if one and len(set(own)) > 1:
+        if one and len(set(rates)) > 1:
             text = (
-                f"{one[0]} {params[one[0]]:g} is the rate of all {len(own)} parameter groups, "
-                f"whose own rates are {', '.join(f'{rate:g}' for rate in own)}: a list has one for "
-                "each"
+                f"{one[0]} {params[one[0]]:g} is the rate of all {len(rates)} parameter groups, "
+                f"whose own rates are {', '.join(f'{rate:g}' for rate in rates)}: a list has one "
+                "for each"
             )
             warnings.warn(text, InfinityWarning, stacklevel=2)
         params = {name: _checked(optimizer, name, value) for name, value in params.items()}
@@ -157,7 +157,7 @@ class _Schedule(lr_scheduler.LRScheduler):
             params["cycle_momentum"] = False
             text = "OneCycle leaves the momentum alone: this optimizer has no betas"
             warnings.warn(text, InfinityWarning, stacklevel=2)
-        vars(self).update(params, own_lrs=own)  # attributes, and so the state
+        vars(self).update(params, own_lrs=rates)  # attributes, and so the state
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         super().__init__(optimizer, begin)

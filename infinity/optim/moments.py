@@ -76,8 +76,8 @@ class Moment(NamedTuple):
 def master_in(views: Mapping[Kind, Tensor], precision: Precision) -> tuple[Tensor, Tensor | None]:
     """Return views of the weights, and residuals or masters, in a chunk's parts (uint8)."""
     weight = views[Kind.WEIGHT].view(COMPUTE_DTYPES[precision.name])
-    rest = precision.rest_kind
-    return weight, None if rest is None else views[rest].view(KIND_DTYPES[rest])
+    kind = precision.rest_kind
+    return weight, None if kind is None else views[kind].view(KIND_DTYPES[kind])
 
 
 def moment_in(part: Tensor, num_elements: int, kind: MomentFormat) -> Moment:

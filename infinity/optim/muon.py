@@ -34,9 +34,9 @@ def step_stack(
     rule_params, size = rule_params.of_shape((rows, columns)), rows * columns
     for start in range(0, size * math.prod(stacked), size):
         one = slice(start, start + size)
-        own = None if rest is None else rest[one]
+        master_state = None if rest is None else rest[one]
         momentum = moments[0].values[one]
-        _step_matrix(weight[one], own, momentum, gradient[one], rule_params, grad_scale)
+        _step_matrix(weight[one], master_state, momentum, gradient[one], rule_params, grad_scale)
 
 
 def _step_matrix(

@@ -63,9 +63,9 @@ def make_optimizer(
             remedy="call requires_grad_(True) on what should be trained before initialize()",
         )
     _warn_of_frozen(flat)
-    own = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in model.named_parameters()}
     for parameter in flat:
-        if id(parameter) not in own:
+        if id(parameter) not in names:
             raise ConfigError(
                 f"{'model_parameters' if given is None else 'the optimizer'} has a parameter of "
                 f"shape {tuple(parameter.shape)} that the model does not have",
@@ -73,13 +73,13 @@ def make_optimizer(
                 remedy="make the optimizer of the parameters of the model that you pass"
                 + (
                     "; to train two models with one optimizer, put both into one module"
-                    if any(id(p) in own for p in flat)
+                    if any(id(p) in names for p in flat)
                     else ""
                 ),
             )
         if parameter.dtype not in _TRAINABLE:
             raise ConfigError(
-                f"the trained parameter {own[id(parameter)]!r} has dtype {parameter.dtype}",
+                f"the trained parameter {names[id(parameter)]!r} has dtype {parameter.dtype}",
                 remedy="train float32, bfloat16 or float16 parameters; freeze the others",
             )
     if given is None:

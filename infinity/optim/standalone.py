@@ -193,8 +193,8 @@ class _Adam(torch.optim.Optimizer):
         return {**given, "param_groups": groups, "state": states}, loaded
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("moments", "master", "num_threads")}
-        return {**super().__getstate__(), **own}
+        options = {name: getattr(self, name) for name in ("moments", "master", "num_threads")}
+        return {**super().__getstate__(), **options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -246,11 +246,11 @@ class _Adam(torch.optim.Optimizer):
                 f"the gradient of a parameter of shape {tuple(gradient.shape)} is sparse",
                 remedy="use sparse=False in nn.Embedding",
             )
-        rest = views.rest if self.master else self._rest(views.parameter, {})
+        master_state = views.rest if self.master else self._rest(views.parameter, {})
         gradient = gradient.resolve_neg()
         flat = gradient if gradient.is_contiguous() else gradient.contiguous()
         flat = flat if flat.dim() == 1 else flat.view(-1)
-        return Piece(views.weight, rest, views.moments, flat, rule_params, step, scale)
+        return Piece(views.weight, master_state, views.moments, flat, rule_params, step, scale)
 
     def _views_of(self, parameter: Tensor) -> _Views:
         """Return views for the kernels; state and master are made at the first step."""
@@ -269,8 +269,8 @@ class _Adam(torch.optim.Optimizer):
             state["step"] = step_count(0)
             for name in AdamW.state_names:
                 state[name] = torch.zeros_like(parameter, dtype=torch.float32)
-        rest = self._rest(parameter, state) if self.master else None
-        views = self._views[parameter] = _Views(parameter, state, rest)
+        master_state = self._rest(parameter, state) if self.master else None
+        views = self._views[parameter] = _Views(parameter, state, master_state)
         return views
 
     def _rest(self, parameter: Tensor, state: _State) -> Tensor | None:
@@ -422,14 +422,14 @@ def _taken_state(parameter: Tensor, given: Mapping[str, Any], master: bool) -> _
             remedy="load a state of CPUAdam, FusedAdam, torch.optim.AdamW or Adam",
         )
     names: dict[str, torch.dtype | None] = dict.fromkeys(AdamW.state_names, torch.float32)
-    rest = _MASTERS.get(parameter.dtype, "")
-    if master and rest in given:
-        names[rest] = BESIDE[parameter.dtype]
-        if given[rest].dtype is not names[rest]:
+    master_key = _MASTERS.get(parameter.dtype, "")
+    if master and master_key in given:
+        names[master_key] = BESIDE[parameter.dtype]
+        if given[master_key].dtype is not names[master_key]:
             raise ConfigError(
-                f"{rest} has dtype {given[rest].dtype}, not {names[rest]}",
+                f"{master_key} has dtype {given[master_key].dtype}, not {names[master_key]}",
                 because="another optimizer that loaded the state has converted it",
-                remedy=f"delete {rest!r} from the state: the master begins at the parameter",
+                remedy=f"delete {master_key!r} from the state: the master begins at the parameter",
             )
     state: _State = {"step": step_count(given["step"])}
     for name, dtype in names.items():

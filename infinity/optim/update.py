@@ -130,15 +130,15 @@ class BuiltInRule:
                 remedy=f"set it back to 0 and call step() again; to use {name} later, start with "
                 f"optimizer.{name} above 0: a schedule may change it then",
             )
-        whole = not rule_params.kernel
+        use_muon = not rule_params.kernel
         matrices = self._matrices
         if (
-            (whole or matrices)
+            (use_muon or matrices)
             and self._reserved
-            and any((id(p) in matrices) != whole for p in _members(group))
+            and any((id(p) in matrices) != use_muon for p in _members(group))
         ):
             raise ConfigError(
-                f"use_muon is {whole} for parameters that began otherwise",
+                f"use_muon is {use_muon} for parameters that began otherwise",
                 because="where and how they rest was decided when the engine was made",
                 remedy="put them back and call step() again; or make an engine over these groups",
             )

@@ -89,8 +89,8 @@ def checked(testbed: Testbed, work: Callable[[], None], load: Load) -> Sample:
     try:
         sample = timed(work, load)
     except OSError as error:
-        places = ", ".join(map(str, testbed.file_paths))
-        raise refused(f"{places} cannot be used", error) from error
+        paths = ", ".join(map(str, testbed.file_paths))
+        raise refused(f"{paths} cannot be used", error) from error
     testbed.check_slots(load)
     testbed.check_written(load)
     return sample
@@ -219,8 +219,8 @@ class PlainThreads:
         try:
             sample = timed(work, load)
         except OSError as error:
-            place = self._testbed.file_paths[0]
-            raise refused(f"{place} cannot be used", error) from error
+            path = self._testbed.file_paths[0]
+            raise refused(f"{path} cannot be used", error) from error
         for file_index, buffer, (piece, start, nbytes) in last:
             truth = self._testbed.pattern(piece.index)[start : start + nbytes]
             if not np.array_equal(buffer[:nbytes], truth):

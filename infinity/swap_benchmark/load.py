@@ -305,9 +305,9 @@ class Testbed:
 
     def wrong_bytes(self, op: str, file_index: int, offset: int) -> InfinityError:
         """Return the error for a `read` or `write` that moved wrong bytes."""
-        place = f"{self.file_paths[file_index]}, offset {offset}"
+        location = f"{self.file_paths[file_index]}, offset {offset}"
         return InfinityError(
-            f"a {op} delivered other bytes than it should: {place}",
+            f"a {op} delivered other bytes than it should: {location}",
             because="bytes were lost or changed on their way to the drive or back",
             remedy="do not train on this drive; check `dmesg` and its health (`smartctl -a`)",
         )

@@ -97,7 +97,7 @@ def _about_commit(reader: DurableReader) -> dict[str, Any]:
     for stream in reader.streams:
         specs = [reader.facts(stream, name) for name in reader.names(stream)]
         streams[stream] = {"tensors": len(specs), "nbytes": sum(spec.nbytes for spec in specs)}
-    resting = [
+    stored = [
         (kind, tier.value)
         for unit in reader.plan.placements
         for kind, tier in (
@@ -117,9 +117,9 @@ def _about_commit(reader: DurableReader) -> dict[str, Any]:
         "gradients_in": document.window and str(Path(document.window.root) / document.window.tag),
         "document": bool(record.document),
         "checksums": reader.verified,
-        # Kind -> where it rests while the run is alive -> of how many units.
+        # Kind -> where it is stored while the run is alive -> of how many units.
         "placement": {
-            kind: Counter(tier for k, tier in resting if k == kind) for kind in dict(resting)
+            kind: Counter(tier for k, tier in stored if k == kind) for kind in dict(stored)
         },
         "streams": streams,
     }
@@ -251,7 +251,7 @@ def verify(
             found = find_all(directory)
         else:
             found = [find_state(directory, tag)]
-        sound = [_is_sound(place, opened) for place, opened in found]
+        sound = [_is_sound(location, opened) for location, opened in found]
         if not all(sound):
             raise typer.Exit(CheckpointError.exit_code)
 

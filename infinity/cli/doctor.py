@@ -110,8 +110,8 @@ def measured_links(refresh: bool = False) -> dict[str, Any] | None:
     from infinity.storage.cuda import find_device
 
     with closing(find_ranks()) as ranks:
-        own = find_device(device_for(None, ranks))
-        with closing(own) as device, ranks.collective_section("measures links"):
+        opened = find_device(device_for(None, ranks))
+        with closing(opened) as device, ranks.collective_section("measures links"):
             ranks.check(device.torch_device)
             rates, day = cached_links(ranks, device, refresh=refresh)
         found = {"rank": ranks.rank, "gpus": ranks.local_count, "nodes": ranks.num_nodes}
@@ -231,15 +231,15 @@ def _drive(path: Path) -> dict[str, Any]:
 
 def _places() -> list[dict[str, Any]]:
     """Return the mounted file systems on block devices, largest room first; nothing is written."""
-    places: dict[str, dict[str, Any]] = {}
+    file_systems: dict[str, dict[str, Any]] = {}
     for _, where, (kind, device, _) in mounts(Path("/")):
-        # Containers mount one device in many places, single files among them.
-        if device.startswith("/dev/") and device not in places and os.path.isdir(where):
+        # Containers mount one device at many paths, single files among them.
+        if device.startswith("/dev/") and device not in file_systems and os.path.isdir(where):
             with suppress(OSError):
                 free_bytes = shutil.disk_usage(where).free
-                place = {"path": where, "device": device, "file_system": kind}
-                places[device] = place | {"free_bytes": free_bytes}
-    return sorted(places.values(), key=lambda place: -int(place["free_bytes"]))
+                entry = {"path": where, "device": device, "file_system": kind}
+                file_systems[device] = entry | {"free_bytes": free_bytes}
+    return sorted(file_systems.values(), key=lambda item: -int(item["free_bytes"]))
 
 
 def drive_notes(paths: Sequence[Path], drives: Sequence[dict[str, Any]]) -> list[str]:
@@ -342,9 +342,9 @@ def text_of(facts: dict[str, Any]) -> str:
         lines.append("")
         lines.append("file systems on drives (try one with --path DIR):")
         lines += [
-            f"  {place['path']}: {place['file_system']} on {place['device']}, "
-            f"{format_size(place['free_bytes'])} free"
-            for place in facts["places"]
+            f"  {entry['path']}: {entry['file_system']} on {entry['device']}, "
+            f"{format_size(entry['free_bytes'])} free"
+            for entry in facts["places"]
         ]
     lines += ["", *(f"note: {note}" for note in facts["notes"])] if facts["notes"] else []
     lines.append("")

@@ -115,9 +115,9 @@ def _size(nbytes: int) -> str:
 def _memory_line(report: dict[str, Any]) -> str:
     """Return the bytes used of each tier as text."""
     parts = []
-    for tier, (used, whole) in _tiers(report).items():
+    for tier, (used, budget) in _tiers(report).items():
         if sum(used.values()):
-            of = f" of {_size(whole)}" if whole else ""
+            of = f" of {_size(budget)}" if budget else ""
             parts.append(f"{tier} {_size(sum(used.values()))}{of}")
     activations = report["activations"]
     parts.append(f"plus about {_size(activations['total'])} of activations")
@@ -170,18 +170,18 @@ def _placement(page: Page, report: dict[str, Any]) -> None:
     columns["disk"] = ("disk",)
     rows = []
     for kind, placement in plan["placement"].items():
-        whole = sum(at["bytes"] for at in placement.values()) or 1
+        total = sum(at["bytes"] for at in placement.values()) or 1
         cells = []
         for tiers in columns.values():
             nbytes = sum(placement[tier]["bytes"] for tier in tiers if tier in placement)
-            cells.append(f"{format_size(nbytes)} ({nbytes / whole:.0%})" if nbytes else "")
+            cells.append(f"{format_size(nbytes)} ({nbytes / total:.0%})" if nbytes else "")
         rows.append([kind, f"{plan['per_parameter'][kind]:.4g}", *cells])
     names = " and ".join(dict.fromkeys(plan["moments"])) or "no format"
     lossy = ", which is lossy" if plan["lossy"] else ""
-    rest = plan["per_parameter"]["weights"] + plan["per_parameter"]["moments and residual"]
+    stored = plan["per_parameter"]["weights"] + plan["per_parameter"]["moments and residual"]
     title = (
         f"where it rests: {plan['rule']}, {len(plan['moments'])} moment(s) in {names}{lossy}; "
-        f"{rest:.4g} bytes a parameter, and its gradient"
+        f"{stored:.4g} bytes a parameter, and its gradient"
     )
     page.table(title, ["kind", "bytes a parameter", *columns], rows)
     if not report["machine"]["unified"]:
@@ -213,20 +213,22 @@ def _bars(page: Page, report: dict[str, Any]) -> None:
         page.entry("", inside or "nothing")
     if report["ranks"]:
         used = report["ranks"]["node_bytes"]
-        whole, stay = report["machine"], report["ranks"]["whole_units"]
-        taken = [f"RAM {format_size(used['host'])} of {format_size(whole['host_bytes'])}"]
+        machine, stay = report["machine"], report["ranks"]["whole_units"]
+        taken = [f"RAM {format_size(used['host'])} of {format_size(machine['host_bytes'])}"]
         if used["disk"]:
-            taken.append(f"disk {format_size(used['disk'])} of {format_size(whole['disk_bytes'])}")
+            taken.append(
+                f"disk {format_size(used['disk'])} of {format_size(machine['disk_bytes'])}"
+            )
         page.entry(
             "a node",
-            f"{whole['gpus']} such ranks: {', '.join(taken)}; each rank keeps "
+            f"{machine['gpus']} such ranks: {', '.join(taken)}; each rank keeps "
             f"1/{report['ranks']['count']} of every unit, as ZeRO-{report['ranks']['zero_stage']}"
             + (f"; weights of {stay} units stay whole in slots" if stay else ""),
         )
         shared, units = report["ranks"]["shared_units"], report["model"]["units"]
         how = "copies from RAM that ranks share" if shared else "all-gather"
-        rest = f", {units - shared} of {units} by all-gather" if 0 < shared < units else ""
-        page.entry("", f"units become whole by {how}{rest}")
+        gathered = f", {units - shared} of {units} by all-gather" if 0 < shared < units else ""
+        page.entry("", f"units become whole by {how}{gathered}")
         pinned, threads = report["ranks"]["pinned_bytes"], report["ranks"]["num_threads"]
         near = f", {format_size(pinned)} of RAM pinned, near its GPU" if pinned else ""
         page.entry("", f"threads of a rank that update on the CPU: {threads}{near}")

@@ -219,15 +219,15 @@ def _adapters(
         return _adapters_typed(case, typed, answer)
     if not _all_trained(case):
         return []
-    whole = case.with_step(case.work.tokens * case.micro_batches, 1)
+    full_batch = case.with_step(case.work.tokens * case.micro_batches, 1)
     wish, samples = (chosen.wish, chosen.samples) if chosen else (BatchSchedule.of(case), None)
     counts = {case.micro_batches}
     if wish.micro_batches is None and wish.slices is None and samples is not None:
         counts.add(min(samples, MOST_MICRO_BATCHES))
     ways = []
-    for rest, what in _ADAPTERS.items():
+    for storage_format, what in _ADAPTERS.items():
         try:
-            adapted = adapter_case(whole, target, LORA_RANK, rest)
+            adapted = adapter_case(full_batch, target, LORA_RANK, storage_format)
             tried = [
                 choose_schedule(adapted, replace(wish, micro_batches=count), samples).best
                 for count in counts
@@ -235,7 +235,9 @@ def _adapters(
         except InfinityError:  # no linear layers, or an optimizer that is not for them
             continue
         if found := [priced for priced in tried if priced is not None]:
-            change = Change(what, "adapter", (LORA_RANK, None if rest == "as_is" else rest))
+            change = Change(
+                what, "adapter", (LORA_RANK, None if storage_format == "as_is" else storage_format)
+            )
             ways.append(Suggestion((change,), max(found, key=lambda priced: priced.tokens_per_s)))
     return ways
 
@@ -246,8 +248,8 @@ def _all_trained(case: PlanInput) -> bool:
 
 def _adapters_typed(case: PlanInput, typed: Typed, answer: Answer) -> list[Suggestion]:
     changes = [
-        Change(what, "adapter", (LORA_RANK, None if rest == "as_is" else rest))
-        for rest, what in _ADAPTERS.items()
+        Change(what, "adapter", (LORA_RANK, None if storage_format == "as_is" else storage_format))
+        for storage_format, what in _ADAPTERS.items()
     ]
     if not _all_trained(case):
         quantises = case.config.frozen.format == "as_is"
@@ -378,11 +380,11 @@ def _planned(priced: PlanEstimate, rated_bytes: int) -> dict[str, Any]:
 
 def _at_rest(plan: Plan) -> dict[str, float]:
     """Bytes that one parameter takes, by kind, padding not counted."""
-    whole = plan.bytes_per_parameter
+    total = plan.bytes_per_parameter
     weight = plan.precision.weight
     return {
         "weights": weight,
-        "moments and residual": whole - weight,
+        "moments and residual": total - weight,
         "gradients": plan.gradient_itemsize,
     }
 

@@ -135,9 +135,9 @@ def durable_runs(root: Path) -> list[Path]:
     found: dict[object, Path] = {}
     below = (path for path in root.iterdir() if path.is_dir()) if root.is_dir() else ()
     runs = sorted({*below} - {*ranks_below(root).values()})
-    ranks = [list(ranks_below(place).values())[:1] for place in (root, *runs)]
-    for place in dict.fromkeys((root, *runs, *chain(*ranks))):
-        for path, record in durable_records(place).items():
+    ranks = [list(ranks_below(directory).values())[:1] for directory in (root, *runs)]
+    for directory in dict.fromkeys((root, *runs, *chain(*ranks))):
+        for path, record in durable_records(directory).items():
             found.setdefault(record.get("run", path), path)
     return list(found.values())
 

@@ -302,14 +302,14 @@ def recomputed(units: Sequence[UnitLayout], recompute: Recompute) -> list[UnitLa
 def sharing(
     units: Sequence[UnitLayout], stacks: Collection[str]
 ) -> tuple[list[UnitLayout], list[UnitLayout]]:
-    """Return the units of blocks whose slices pass these stacks together: own ones, and ranges."""
-    own: list[UnitLayout] = []
+    """Return block units and ranges of the blocks whose slices pass these stacks together."""
+    block_units: list[UnitLayout] = []
     ranges: list[UnitLayout] = []
     for block in blocks_of(units) if stacks else ():
         if any(u.is_range and u.stacks_path in stacks for u in block):
             ranges += (u for u in block if u.is_range)
-            own += (u for u in block if not u.is_range)
-    return own, ranges
+            block_units += (u for u in block if not u.is_range)
+    return block_units, ranges
 
 
 def num_blocks(units: Sequence[UnitLayout]) -> int:
@@ -319,9 +319,11 @@ def num_blocks(units: Sequence[UnitLayout]) -> int:
 
 def block_widths(units: Sequence[UnitLayout]) -> list[int]:
     """Values a token brings to each block, in order; experts belong to their block."""
-    own = {block[0].name for block in blocks_of(units) if block[0].is_block}
+    block_names = {block[0].name for block in blocks_of(units) if block[0].is_block}
     widths = (
-        _width([s for s in unit.segments if len(s.shape) > 1]) for unit in units if unit.name in own
+        _width([s for s in unit.segments if len(s.shape) > 1])
+        for unit in units
+        if unit.name in block_names
     )
     return [width for width in widths if width]
 
@@ -404,10 +406,10 @@ class SavedPlan:
         if self.slices > 1:
             clauses.append(f"blocks run a batch in {self.slices} slices")
         if self.offload is not None:
-            place = f"{format_size(self.host_bytes)} of RAM"
+            tiers = f"{format_size(self.host_bytes)} of RAM"
             if self.offload is Tier.DISK:
-                place += f", then {format_size(self.disk_bytes)} of disk"
-            clauses.append(f"their inputs wait in {place}")
+                tiers += f", then {format_size(self.disk_bytes)} of disk"
+            clauses.append(f"their inputs wait in {tiers}")
         if self.sizes:
             clauses.append(f"{format_size(sum(self.sizes))} of inputs are expected a micro-batch")
         return "; ".join(clauses)
@@ -549,8 +551,8 @@ class Ranges:
         nbytes = round_up(nbytes, PAGE)
         for index, (start, size) in enumerate(self._free):
             if size >= nbytes:
-                rest = [(start + nbytes, size - nbytes)] if size > nbytes else []
-                self._free[index : index + 1] = rest
+                remaining = [(start + nbytes, size - nbytes)] if size > nbytes else []
+                self._free[index : index + 1] = remaining
                 return start
         return None
 

@@ -407,12 +407,12 @@ def _taken(case: PlanInput, plan: Plan) -> int:
         return taken
     # A search may fill this much, if there is so much to move.
     share = int(AUTO_SHARE * (getattr(case.limits, case.compute_tier) or 0))
-    rests = sum(
+    stored = sum(
         parts.get(purpose, 0)
         for parts in plan.memory.values()
         for purpose in ("weights", "state", "gradients")
     )
-    return max(taken, min(share, taken + rests))
+    return max(taken, min(share, taken + stored))
 
 
 # --- to make it faster ---------------------------------------------------------------------------

@@ -354,10 +354,10 @@ def _again(plan: Plan, work: StepWork) -> tuple[_Elements, _Elements]:
     `offload/shared_ranges.py`: ranges twice in backward, all else twice in forward and three times
     in backward.
     """
-    own, ranges = sharing(plan.units, plan.shared_stacks)
-    several = {unit.index for unit in (*own, *ranges)}
+    block_units, ranges = sharing(plan.units, plan.shared_stacks)
+    several = {unit.index for unit in (*block_units, *ranges)}
     others = [u for u in recomputed(plan.units, work.recompute) if u.index not in several]
-    once = _elements(own, work)
+    once = _elements(block_units, work)
     parts = [_elements(others, work), once, once, once, *[_elements(ranges, work)] * 2]
     return once, _Elements(*map(sum, zip(*map(astuple, parts), strict=True)))
 
@@ -389,12 +389,12 @@ def update_s(plan: Plan, rates: Rates) -> tuple[float, float, float]:
     host = beside = device = 0.0
     for group in plan.unit_groups:
         trained = sum(map(plan.facts.num_trained.__getitem__, group.units)) // plan.ranks
-        place, layout = update_place(plan, group.units[0]), group.layout
-        if not rates.device_update or place is UpdatePlace.CPU:
+        location, layout = update_place(plan, group.units[0]), group.layout
+        if not rates.device_update or location is UpdatePlace.CPU:
             host += trained
             continue
         by_device = 1.0
-        if place is UpdatePlace.STREAMED:
+        if location is UpdatePlace.STREAMED:
             chunks = max(layout.num_chunks(plan.chunk_elements), 1)
             by_device = plan.streamed_chunks(layout, group.placement) / chunks
         device += by_device * trained

@@ -332,10 +332,10 @@ class _Bytes:
         gradient = plan.gradient_bytes(layout) - plan.gradient_bytes(layout, chunks=first)  # CPU's
         if publish and placement.weight is not Tier.DEVICE:  # streamed ones are in the slot by then
             moved["to_device"] += gradient // plan.gradient_itemsize * plan.precision.weight
-        resting = plan.state_bytes(layout, placement, (Tier.DEVICE,))
-        resting -= plan.state_bytes(layout, placement, (Tier.DEVICE,), chunks=first)
-        moved["to_device"] += resting
-        moved["from_device"] += resting + (gradient if placement.gradient is Tier.DEVICE else 0)
+        state = plan.state_bytes(layout, placement, (Tier.DEVICE,))
+        state -= plan.state_bytes(layout, placement, (Tier.DEVICE,), chunks=first)
+        moved["to_device"] += state
+        moved["from_device"] += state + (gradient if placement.gradient is Tier.DEVICE else 0)
         return moved
 
     def _of_gradients(
@@ -344,9 +344,9 @@ class _Bytes:
         """Of all units in one backward: the first of a step, and any other."""
         plan, on_disk, from_device = self.plan, 0, 0
         sizes, exchanged = self._gradient_sizes(cycle, summed)
-        for (rests, leaves), placement in zip(sizes, plan.placements, strict=True):
+        for (stored, leaves), placement in zip(sizes, plan.placements, strict=True):
             if placement.gradient is Tier.DISK:
-                on_disk += rests
+                on_disk += stored
             if placement.gradient is not Tier.DEVICE:
                 from_device += leaves
         first = {"disk_write": on_disk, "from_device": from_device, "all_to_all": exchanged}

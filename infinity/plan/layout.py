@@ -65,8 +65,8 @@ class Precision:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The state kinds this precision stores, in record order."""
-        rest = (self.rest_kind,) if self.rest_kind is not None else ()
-        return (Kind.WEIGHT, *rest, *self.moment_kinds)
+        extra = (self.rest_kind,) if self.rest_kind is not None else ()
+        return (Kind.WEIGHT, *extra, *self.moment_kinds)
 
     @property
     def moment_kinds(self) -> tuple[Kind, ...]:
@@ -388,8 +388,8 @@ def lay_out(
     align = max(SEGMENT_ALIGN_BYTES // precision.weight, MOMENT_BLOCK)  # no scale is shared
     align = align if ranks == 1 else SQUARE_BLOCK  # nor is a block of the norm
     runs = [sorted((p for p in parameters if p.trained), key=lambda p: p.whole)]
-    some_whole = any(p.whole for p in runs[0])
-    whole = whole or some_whole
+    any_full = any(p.whole for p in runs[0])
+    whole = whole or any_full
     if whole and ranks > 1:
         runs = _dealt(runs[0], ranks, index)
     longest = max(sum(round_up(p.numel, align) for p in run) for run in runs)
@@ -423,7 +423,7 @@ def lay_out(
         weight_itemsize=precision.weight,
         is_block=is_block,
         shards=ranks,
-        paired=round_up(max(paired, 1), ELEMENT_ALIGN) if some_whole else None,
+        paired=round_up(max(paired, 1), ELEMENT_ALIGN) if any_full else None,
     )
 
 
@@ -463,10 +463,10 @@ def _dealt(facts: list[ParameterFacts], ranks: int, turn: int) -> list[list[Para
     """
     found: list[list[int]] = [[] for _ in range(ranks)]
     sizes = [0] * ranks
-    for place in sorted(range(len(facts)), key=lambda i: -facts[i].numel):
+    for index in sorted(range(len(facts)), key=lambda i: -facts[i].numel):
         least = sizes.index(min(sizes))
-        found[least].append(place)
-        sizes[least] += round_up(facts[place].numel, SQUARE_BLOCK)
+        found[least].append(index)
+        sizes[least] += round_up(facts[index].numel, SQUARE_BLOCK)
     return [[facts[i] for i in sorted(found[(r - turn) % ranks])] for r in range(ranks)]
 
 

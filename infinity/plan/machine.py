@@ -185,13 +185,13 @@ def mount_of(path: Path, root: Path = Path("/")) -> Mount:
     """
     try:
         number = os.stat(path).st_dev
-        place = os.path.realpath(path)
+        resolved = os.path.realpath(path)
     except OSError as error:
         raise _unseen(path, "cannot be looked at", error) from error
     best, source, kind = "", "", ""
     for _, mount_point, what in mounts(root):
-        inside = (place + "/").startswith(mount_point.rstrip("/") + "/")
-        # What is mounted later on the same place hides what was there.
+        inside = (resolved + "/").startswith(mount_point.rstrip("/") + "/")
+        # What is mounted later on the same path hides what was there.
         if inside and len(mount_point) >= len(best):
             best, source, kind = mount_point, what[1], what[0]
     return Mount(f"{os.major(number)}:{os.minor(number)}", source, kind)
@@ -273,14 +273,14 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
 def _levels(root: Path, controller: str) -> Iterator[Path]:
     """Yield this process's cgroup directory and its ancestors; controller "" is version 2."""
     mount = _cgroup_mount(root, controller)
-    own_path = cgroup_path(root, controller)
-    if mount is None or own_path is None:
+    path = cgroup_path(root, controller)
+    if mount is None or path is None:
         return
     mount_root, mount_point = mount
     # In a container the mount may show only a part of the tree the path is written against.
-    if mount_root != "/" and (own_path + "/").startswith(mount_root + "/"):
-        own_path = own_path[len(mount_root) :]
-    parts = [part for part in own_path.split("/") if part]
+    if mount_root != "/" and (path + "/").startswith(mount_root + "/"):
+        path = path[len(mount_root) :]
+    parts = [part for part in path.split("/") if part]
     if ".." in parts:
         parts = []
     top = root / mount_point.lstrip("/")
@@ -293,8 +293,8 @@ def _levels(root: Path, controller: str) -> Iterator[Path]:
 def cgroup_path(root: Path, controller: str) -> str | None:
     """Return the path of this process's cgroup; the limit is its own or that of one above it."""
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        _, _, fields = line.partition(":")
+        controllers, _, path = fields.partition(":")
         if controller in controllers.split(","):
             return path
     return None

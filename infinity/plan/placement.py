@@ -111,8 +111,8 @@ def with_whole_units(plan: Plan, wish: bool | None, limits: Limits) -> Plan:
     low, high, best = 0, len(units), plan
     while low < high:
         middle = high if wish else (low + high + 1) // 2
-        whole = frozenset(unit.index for unit in units[:middle])
-        changed = with_memory(plan.changed(whole=whole), limits)
+        full_units = frozenset(unit.index for unit in units[:middle])
+        changed = with_memory(plan.changed(whole=full_units), limits)
         if wish or fits_as(changed, plan, limits, auto=True):
             low, best = middle, changed
         else:

@@ -280,13 +280,13 @@ class Plan:
         return stacks
 
     def computes_at_rest(self, unit: int) -> bool:
-        """Whether modules compute with the unit's weights where they rest.
+        """Whether modules compute with the unit's weights where they are stored.
 
         On the device; not of several ranks, of which each has a shard there, nor with quantised
         ones: those come to a slot from there.
         """
-        at_rest = self.placements[unit].weight is Tier.DEVICE and self.ranks == 1
-        return at_rest and unit not in self.facts.dequantised
+        on_device = self.placements[unit].weight is Tier.DEVICE and self.ranks == 1
+        return on_device and unit not in self.facts.dequantised
 
     @property
     def zero_stage(self) -> int:
@@ -344,10 +344,10 @@ class Plan:
 
         Where the rule keeps one moment of some, these have so much less.
         """
-        whole = sum(s.numel for u in self.units for s in u.trained_segments if s.whole)
+        num_full = sum(s.numel for u in self.units for s in u.trained_segments if s.whole)
         all_moments = self.precision.bytes_per_parameter
         first = replace(self.precision, moments=self.precision.moments[:1]).bytes_per_parameter
-        return all_moments - (all_moments - first) * whole / max(self.num_trained, 1)
+        return all_moments - (all_moments - first) * num_full / max(self.num_trained, 1)
 
     @property
     def commit_bytes(self) -> int:
@@ -362,9 +362,9 @@ class Plan:
 
     def range_bytes(self, layout: UnitLayout, kind: Kind) -> int:
         """Bytes of one state kind of a shard's trained range: the sum of its chunks' parts."""
-        whole, rest = divmod(layout.shard_numel, self.chunk_elements)
+        num_full, tail = divmod(layout.shard_numel, self.chunk_elements)
         nbytes = self.precision_of(layout).nbytes
-        return whole * nbytes(kind, self.chunk_elements) + nbytes(kind, rest)
+        return num_full * nbytes(kind, self.chunk_elements) + nbytes(kind, tail)
 
     def state_bytes(
         self,
@@ -375,9 +375,9 @@ class Plan:
         chunks: int | None = None,
     ) -> int:
         """Bytes of a shard's state kinds that rest on one of these tiers; of its first `chunks`."""
-        weight, rest = self.weight_and_state(layout, chunks=chunks)
+        weight, state = self.weight_and_state(layout, chunks=chunks)
         return (weight if placement.weight in tiers else 0) + (
-            rest if placement.state in tiers else 0
+            state if placement.state in tiers else 0
         )
 
     def weight_and_state(self, layout: UnitLayout, *, chunks: int | None = None) -> tuple[int, int]:
@@ -386,10 +386,11 @@ class Plan:
         key = (numel, layout.paired, self.basis)
         found: tuple[int, int] | None = self.facts.known.get(key)
         if found is None:
-            whole, rest = divmod(numel, self.chunk_elements)
+            num_full, tail = divmod(numel, self.chunk_elements)
             precision = self.precision_of(layout)
             nbytes = Record(precision.kinds[1:], precision).nbytes
-            found = numel * precision.weight, whole * nbytes(self.chunk_elements) + nbytes(rest)
+            state = num_full * nbytes(self.chunk_elements) + nbytes(tail)
+            found = numel * precision.weight, state
             self.facts.known[key] = found
         return found
 
@@ -406,11 +407,11 @@ class Plan:
         last = chunk + chunks - 1
         _, count = layout.chunk(last, self.chunk_elements)
         if kind is Kind.GRADIENT:
-            each, rest = (n * self.gradient_itemsize for n in (self.chunk_elements, count))
+            each, tail = (n * self.gradient_itemsize for n in (self.chunk_elements, count))
         else:
             nbytes = self.precision_of(layout).nbytes
-            each, rest = (nbytes(kind, n) for n in (self.chunk_elements, count))
-        return slice(chunk * each, last * each + rest)
+            each, tail = (nbytes(kind, n) for n in (self.chunk_elements, count))
+        return slice(chunk * each, last * each + tail)
 
     def chunks_per_batch(self, placement: UnitPlacement, *, by_device: bool = True) -> int:
         """Chunks of a unit placed so that are streamed, or updated by the CPU, at once.
@@ -452,7 +453,7 @@ class Plan:
         """
         count, streamed = layout.num_chunks(self.chunk_elements), 0
         first = by_cpu = self.streamed_chunks(layout, placement)
-        step, own_step = (self.chunks_per_batch(placement, by_device=yes) for yes in (True, False))
+        step, cpu_step = (self.chunks_per_batch(placement, by_device=yes) for yes in (True, False))
         while streamed < first or by_cpu < count:
             if streamed < first:
                 last = min(streamed + step, first)
@@ -461,7 +462,7 @@ class Plan:
             while by_cpu < count and (
                 streamed == first or (by_cpu - first) * first < (count - first) * streamed
             ):
-                last = min(by_cpu + own_step, count)
+                last = min(by_cpu + cpu_step, count)
                 yield range(by_cpu, last), False
                 by_cpu = last
 
@@ -474,7 +475,7 @@ class Plan:
 
     def describe(self) -> str:
         """Several plain lines: what lives where, memory against budgets, bytes per step."""
-        name, rest = _MASTERS[self.precision.name], self.precision.rest_kind or Kind.RESIDUAL
+        name, extra = _MASTERS[self.precision.name], self.precision.rest_kind or Kind.RESIDUAL
         lines = [
             f"{format_count(self.num_trained)} trained parameters in {len(self.units)} units, "
             f"master {name}, {self.micro_batches} micro-batch(es) per step",
@@ -484,7 +485,7 @@ class Plan:
         ]
         for label, kind in (
             ("weights", Kind.WEIGHT),
-            (f"moments and {rest.value}", Kind.MOMENT1),
+            (f"moments and {extra.value}", Kind.MOMENT1),
             ("gradients", Kind.GRADIENT),
         ):
             lines.append(f"  {label:<21} {self._placement_line(kind)}")
@@ -545,13 +546,13 @@ class Plan:
 
     def _whole_batch_lines(self) -> list[str]:
         """Describe the bytes of a step whose micro-batches pass each block together."""
-        now, whole = (sum(b.values()) for b in (self.predicted_bytes, self.whole_batch_bytes))
-        if not whole or whole >= now:
+        now, full_batch = (sum(b.values()) for b in (self.predicted_bytes, self.whole_batch_bytes))
+        if not full_batch or full_batch >= now:
             return []
         count = self.micro_batches
         return [
-            f"  as one micro-batch in {count} slices it would move {format_size(whole)} instead of "
-            f"{format_size(now)}:",
+            f"  as one micro-batch in {count} slices it would move {format_size(full_batch)} "
+            f"instead of {format_size(now)}:",
             f"    gradient_accumulation_steps: 1, activations: {{slices: {count}, checkpoint: "
             "units}, and the whole batch in each call",
         ]
@@ -610,7 +611,7 @@ class Plan:
     def line(self, engine: str, model: str, device: object) -> str:
         """Return the `repr` of an engine: model, device, precision, rule and placement."""
         kinds = {"weights": Kind.WEIGHT, "moments": Kind.MOMENT1, "gradients": Kind.GRADIENT}
-        rests = ", ".join(f"{n} in {self._placement_line(kind)}" for n, kind in kinds.items())
+        stored = ", ".join(f"{n} in {self._placement_line(kind)}" for n, kind in kinds.items())
         how = f"{self.precision.name} by {self.rule.name}"
         count = format_count(self.num_trained)
         if not self.num_trained:
@@ -618,7 +619,7 @@ class Plan:
             return (
                 f"{engine}({model} on {device}: nothing trained, {self.precision.name}; {weights})"
             )
-        return f"{engine}({model} on {device}: {count} trained parameters in {how}; {rests})"
+        return f"{engine}({model} on {device}: {count} trained parameters in {how}; {stored})"
 
     def _placement_line(self, kind: Kind) -> str:
         tiers = (placement.of(kind) for placement in self.placements)
@@ -641,8 +642,8 @@ def update_place(plan: Plan, unit: int) -> UpdatePlace:
     """Where a unit's optimizer runs."""
     # Asked for by the thousand: no `==` of dataclasses.
     placement, tier = plan.placements[unit], Tier.DEVICE
-    rests = placement.weight is tier and placement.state is tier and placement.gradient is tier
-    if rests and not why_only_cpu(plan):
+    on_device = placement.weight is tier and placement.state is tier and placement.gradient is tier
+    if on_device and not why_only_cpu(plan):
         return UpdatePlace.DEVICE
     streamed = plan.streamed and placement in plan.streamed
     return UpdatePlace.STREAMED if streamed else UpdatePlace.CPU

@@ -412,9 +412,9 @@ def _placed_for(wish: str, draft: Plan, config: Config, limits: Limits, rates: R
         explicit[0] = Tier.DEVICE  # one memory: a second copy of the weights would serve nobody
     fallback = Tier.DISK if has_disk else Tier.HOST
     # The same without a disk: beside weights in RAM, slots would be copies that serve nobody.
-    resting = Tier.DEVICE if draft.unified and not has_disk else fallback
+    weights_tier = Tier.DEVICE if draft.unified and not has_disk else fallback
     placements = [
-        UnitPlacement(weight=explicit[0] or resting, gradient=explicit[1] or fallback,
+        UnitPlacement(weight=explicit[0] or weights_tier, gradient=explicit[1] or fallback,
                   state=explicit[2] or fallback)
         for _ in draft.units
     ]  # fmt: skip

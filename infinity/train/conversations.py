@@ -157,10 +157,10 @@ class Conversations:
             while count and added[count - 1]:
                 count -= 1
         tokens = np.asarray(encoding.ids[:count], np.uint32)
-        places = np.asarray(encoding.offsets[:count], np.int64).reshape(-1, 2)
+        offsets = np.asarray(encoding.offsets[:count], np.int64).reshape(-1, 2)
         for begin, end in one.trained:
-            first = np.searchsorted(places[:, 1], begin, side="right")
-            last = np.searchsorted(places[:, 0], end, side="left")
+            first = np.searchsorted(offsets[:, 1], begin, side="right")
+            last = np.searchsorted(offsets[:, 0], end, side="left")
             tokens[first:last] |= TRAINED
         if one.plain and self.end is not None:
             tokens = np.append(tokens, np.uint32(self.end | TRAINED))
@@ -221,10 +221,10 @@ class Conversations:
         if text.startswith(last):
             return len(last)
         other = [*messages[:i], messages[i] | {"content": _OTHER}, *messages[i + 1 :]]
-        rest = _same_at_the_end(text, self._render(where, other, tools)[0])
+        suffix = _same_at_the_end(text, self._render(where, other, tools)[0])
         tail = _same_at_the_end(last, self._render(where, other[: i + 1], tools)[0])
-        end = len(text) - rest + tail
-        return end if text[:end].endswith(last[len(last) - tail :]) and tail <= rest else -1
+        end = len(text) - suffix + tail
+        return end if text[:end].endswith(last[len(last) - tail :]) and tail <= suffix else -1
 
     def _render(
         self, where: str, messages: Messages, tools: Any, *, prompts: bool = False

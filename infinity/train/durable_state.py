@@ -196,12 +196,12 @@ class DurableState:
     def _others(self, paths: Iterable[Path] | None = None) -> list[Path]:
         """Return states of this run's id under other numbers; of a run that has begun."""
         record = self._directory.record
-        own = state_name(record, self._directory.path, 0) if record else ""
+        base = state_name(record, self._directory.path, 0) if record else ""
         return [
             found
-            for path in (paths or self._paths if own else ())
+            for path in (paths or self._paths if base else ())
             for found in _below(path)
-            if found.name == own or found.name.removeprefix(f"{own}-").isdigit()
+            if found.name == base or found.name.removeprefix(f"{base}-").isdigit()
             if found.name != self.name
         ]
 
@@ -225,19 +225,21 @@ class DurableState:
     def _refuse_lost_directory(self) -> None:
         directory = self._directory.path
         for path in self._config.nvme_path:
-            own = [found for found in _below(path) if found.name.startswith(f"{directory.name}-")]
-            for place in own:
-                for there in run_directories([place]):
+            states = [
+                found for found in _below(path) if found.name.startswith(f"{directory.name}-")
+            ]
+            for state in states:
+                for there in run_directories([state]):
                     try:
                         session = _session_of(there)
                     except InfinityError:
                         continue
                     if session.get("run_dir") == str(directory):
                         raise ConfigError(
-                            f"{directory} holds no run, but {place} holds the state of one that "
+                            f"{directory} holds no run, but {state} holds the state of one that "
                             "was there",
                             because="a drive is not mounted, or the directory was moved or removed",
-                            remedy=f"bring it back; or remove {place}, or start without --resume, "
+                            remedy=f"bring it back; or remove {state}, or start without --resume, "
                             "for a new run",
                         )
 
@@ -273,12 +275,12 @@ class DurableState:
 def places(paths: Iterable[Path]) -> list[Path]:
     """Where run directories may be: one rank's in a path, each of several ranks' in its own."""
     there = [path for path in paths if path.is_dir()]
-    return [place for path in there for place in (path, *ranks_below(path).values())]
+    return [directory for path in there for directory in (path, *ranks_below(path).values())]
 
 
 def run_directories(paths: Iterable[Path]) -> list[Path]:
     """Return the run directories in these paths, of any rank."""
-    return [found for place in places(paths) for found in run_records(place)]
+    return [found for directory in places(paths) for found in run_records(directory)]
 
 
 def _below(path: Path) -> list[Path]:

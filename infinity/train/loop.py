@@ -225,10 +225,10 @@ class Loop:
         windows, rank = prepared.micro_batch, engine.ranks.rank
         fair = self.reel.weight(prepared.windows_per_step) / prepared.micro_batches
         for micro_batch in range(count):
-            own = self.reel.weight(windows, ahead=rank * windows)
+            weight = self.reel.weight(windows, ahead=rank * windows)
             part = self.loss_of(engine, self.reel.next().to(engine.device))
-            if own != fair:  # each token of a step counts the same, wherever it stands
-                part = part * (own / fair)
+            if weight != fair:  # each token of a step counts the same, wherever it stands
+                part = part * (weight / fair)
             values.append(part.detach().double())
             engine.backward(part)
             del part
@@ -258,8 +258,8 @@ class Loop:
         if ranks.count == 1:
             return losses
         ranks.synchronize("reports its losses")
-        own = torch.stack(list(losses)).cpu().view(torch.int64)
-        return list(ranks.gather(own).view(torch.float64).T.flatten())
+        local = torch.stack(list(losses)).cpu().view(torch.int64)
+        return list(ranks.gather(local).view(torch.float64).T.flatten())
 
     def _tell(self, took_s: float) -> None:
         prepared, report, step = self.prepared, self.engine.last_report, self.step
@@ -358,9 +358,9 @@ class Loop:
 
         best = self.best
         with self._refusals(self.checkpoints.parent, failed):
-            place = write(self.engine)
+            path = write(self.engine)
             best.kept, best.kept_step = loss, self.step
-            self.watcher.note(f"best so far: {place} (step {self.step})")
+            self.watcher.note(f"best so far: {path} (step {self.step})")
 
     def evaluate(self) -> tuple[float, int]:
         """The mean loss of the first held-out windows over their tokens, and how many windows."""
@@ -377,8 +377,8 @@ class Loop:
             with torch.no_grad():
                 for begin in range(0, len(batches), ranks.count):
                     # Of a last round that is not full, some ranks' losses are not asked for.
-                    own = batches[min(begin + ranks.rank, len(batches) - 1)]
-                    tokens = torch.stack([windows.window(index) for index in own])
+                    local = batches[min(begin + ranks.rank, len(batches) - 1)]
+                    tokens = torch.stack([windows.window(index) for index in local])
                     loss = self.loss_of(self.engine, tokens.to(self.engine.device))
                     losses.append(loss.double())
         finally:

@@ -715,10 +715,10 @@ def scheduled(
         decided.get("engine.activations.slices"),
     )
     case, _, _ = case_of(prepared, device, ranks)
-    own = prepared.windows_per_step // ranks.count
-    whole = case.with_step(own * prepared.length, 1)
-    chosen = choose_schedule(whole, wish, own)
-    windows = own // chosen.case.micro_batches
+    local_windows = prepared.windows_per_step // ranks.count
+    full_step = case.with_step(local_windows * prepared.length, 1)
+    chosen = choose_schedule(full_step, wish, local_windows)
+    windows = local_windows // chosen.case.micro_batches
     return replace(prepared, engine=chosen.applied_to(prepared.engine), micro_batch=windows), chosen
 
 

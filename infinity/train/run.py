@@ -126,11 +126,11 @@ class Run:
 
     def _refuse_other_runs(self, checkpoint: Path) -> None:
         """Raise `ConfigError` for a checkpoint of another run where this one has some already."""
-        own = latest(self.directory.checkpoints)
-        if own is not None and checkpoint.parent != self.directory.checkpoints:
+        last = latest(self.directory.checkpoints)
+        if last is not None and checkpoint.parent != self.directory.checkpoints:
             self.directory.close()
             raise ConfigError(
-                f"{self.directory.path} has checkpoints of its own run, the last is {own}; "
+                f"{self.directory.path} has checkpoints of its own run, the last is {last}; "
                 f"{checkpoint} is of another",
                 because="--resume auto could not choose between them",
                 remedy="run_dir=... a new directory, to go on from that checkpoint there",
@@ -170,8 +170,8 @@ class Run:
                         prepared, self.directory.decided, device, ranks
                     )
         engine = shared(prepared.engine, ranks)
-        own = windows // (engine.gradient_accumulation_steps * ranks.count)
-        return replace(prepared, engine=engine, micro_batch=own)
+        micro_batch = windows // (engine.gradient_accumulation_steps * ranks.count)
+        return replace(prepared, engine=engine, micro_batch=micro_batch)
 
     @property
     def continues_state(self) -> bool:
@@ -293,14 +293,16 @@ class Run:
 
         The state on disk has its place already. Raises `DoesNotFitError`.
         """
-        training, place = self.config.training, self.directory.path
-        own = self.config.engine.durable and "checkpoint_every" not in training.model_fields_set
-        if own or self.ranks.rank:
+        training, path = self.config.training, self.directory.path
+        state_only = (
+            self.config.engine.durable and "checkpoint_every" not in training.model_fields_set
+        )
+        if state_only or self.ranks.rank:
             return
         each = sum(spec.nbytes for stream in state_streams(plan).values() for spec in stream)
-        free, count = free_bytes(place), training.keep_last + 1
+        free, count = free_bytes(path), training.keep_last + 1
         what = (
-            f"{place}: a checkpoint takes {format_size(each)}, and {format_size(free)} are free "
+            f"{path}: a checkpoint takes {format_size(each)}, and {format_size(free)} are free "
             "there"
         )
         if self._begins and free < each:
@@ -461,22 +463,22 @@ class Run:
             )
 
     def _unnamed_checkpoint(self) -> Path | None:
-        """Return the whole checkpoint of a run that was killed before `latest` named its first.
+        """Return the complete checkpoint of a run that was killed before `latest` named its first.
 
         None for a run that began and never had a checkpoint: it begins again, and `Metrics` says
         so. Raises `CheckpointError` where there was one.
         """
         directory, num_recorded = self.directory, recorded_steps(self.directory.metrics)
         root = directory.checkpoints
-        whole = checkpoints(root) if root.is_dir() else []
+        complete = checkpoints(root) if root.is_dir() else []
         if not directory.record.get("saved", num_recorded > 0) and not directory.is_complete:
-            return root / whole[0].tag if whole else None
-        what = f"{root} has no checkpoint" if not whole else f"{root / LATEST_NAME} is missing"
+            return root / complete[0].tag if complete else None
+        what = f"{root} has no checkpoint" if not complete else f"{root / LATEST_NAME} is missing"
         raise CheckpointError(
             f"{what}, but {num_recorded} steps were done in {directory.path}",
             because="it was moved or removed, or is not mounted",
-            remedy=f"--resume {root / whole[0].tag}"
-            if whole
+            remedy=f"--resume {root / complete[0].tag}"
+            if complete
             else "bring it back; a new run needs another run_dir=...",
         )
 
@@ -506,15 +508,15 @@ def _first(ranks: DistContext, progress: Progress | None) -> Iterator[Progress |
 
     Yields what to call with progress. It tells the others, whose patience has an end.
     """
-    doing, told_s = "prepares tokens", time.monotonic()
+    doing, reported_s = "prepares tokens", time.monotonic()
 
     def report(done_bytes: int, total_bytes: int, what: str) -> None:
-        nonlocal told_s
+        nonlocal reported_s
         if progress is not None:
             progress(done_bytes, total_bytes, what)
-        if time.monotonic() - told_s > _WAITS_S:
+        if time.monotonic() - reported_s > _WAITS_S:
             ranks.synchronize(doing, 1)
-            told_s = time.monotonic()
+            reported_s = time.monotonic()
 
     while ranks.rank and ranks.synchronize(doing, 0)[0][0]:
         pass
@@ -594,7 +596,7 @@ def elsewhere(error: InfinityError, run: Run, command: Sequence[str]) -> Infinit
         copies.append(run.directory.path)
         given.append(f"run_dir={OTHER / run.directory.path.name}")
     checkpoint = latest(run.directory.checkpoints)
-    whole = f"{checkpoint} is whole" if checkpoint else "there is no checkpoint to go on from"
+    recovery = f"{checkpoint} is whole" if checkpoint else "there is no checkpoint to go on from"
     update, durable = _committed(run), run.config.engine.durable
     others = [path for path in run.config.engine.nvme_path if path != drive]
     if durable and update is None:
@@ -606,7 +608,7 @@ def elsewhere(error: InfinityError, run: Run, command: Sequence[str]) -> Infinit
         if checkpoint is not None:
             again = [*command, f"engine.nvme_path={OTHER}", "--resume", str(checkpoint)]
             instead = f"if it cannot be copied, `{shlex.join(again)}` goes on from that checkpoint"
-        whole = f"the commit of update {update} in {state} is whole; {instead}"
+        recovery = f"the commit of update {update} in {state} is whole; {instead}"
     paths = ",".join(map(str, [OTHER, *others]))
     given.append(f"engine.nvme_path={f'[{paths}]' if others else paths}")
     steps = [["cp", "-a", *map(str, copies), f"{OTHER}/"]] if copies else []
@@ -616,7 +618,7 @@ def elsewhere(error: InfinityError, run: Run, command: Sequence[str]) -> Infinit
     stay = f"; or, to stay: {failure.remedy}" if failure.remedy else ""
     return MachineError(
         f"the drive of {drive}, which holds the state of this run, fails: {failure.what}",
-        because="; ".join(part for part in (failure.because, whole) if part),
+        because="; ".join(part for part in (failure.because, recovery) if part),
         remedy=" && ".join(map(shlex.join, steps))
         + f"  (with a directory of yours for {OTHER}){stay}",
     )
@@ -643,11 +645,11 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _committed(run: Run) -> int | None:
     """The update that was committed last; None where there is none, or it cannot be read."""
-    own = [path / run.state.name for path in run.config.engine.nvme_path]
+    states = [path / run.state.name for path in run.config.engine.nvme_path]
     steps = []
     with suppress(InfinityError, OSError):
-        for place in places(own[:1]) if run.config.engine.durable else ():
-            steps += [read_run(d, places(own)).record.step for d in durable_records(place)]
+        for directory in places(states[:1]) if run.config.engine.durable else ():
+            steps += [read_run(d, places(states)).record.step for d in durable_records(directory)]
     return min(steps, default=None)  # of several ranks each may have prepared one more
 
 

@@ -384,8 +384,8 @@ def _merged(layer: Any, path: str, dtype: torch.dtype, reader: StateReader) -> T
     with torch.no_grad():
         for name, parameter in real.named_parameters():
             *parents, last = name.split(".")
-            own = _BASE_LAYER not in parents
-            if own or (last == adapted and {*parents} == {_BASE_LAYER}):
+            is_adapter = _BASE_LAYER not in parents
+            if is_adapter or (last == adapted and {*parents} == {_BASE_LAYER}):
                 parameter.copy_(reader.master(f"{_PEFT_PREFIX}{path}.{name}"))
         real.merge()
     weight: Tensor = getattr(real.get_base_layer(), adapted).detach().to(dtype)

@@ -310,8 +310,8 @@ class RunConfig(Section):
 
 def micro_batches(tokens_per_step: int, micro_batch: int, sequence_length: int) -> int:
     """How many micro-batches make a step; raises `ValueError` where they do not come out even."""
-    count, rest = divmod(tokens_per_step, micro_batch * sequence_length)
-    if rest or not count:
+    count, remainder = divmod(tokens_per_step, micro_batch * sequence_length)
+    if remainder or not count:
         raise ValueError(
             f"tokens_per_step is {tokens_per_step}, which is no multiple of micro_batch x "
             f"data.sequence_length = {micro_batch} x {sequence_length} = "

@@ -86,8 +86,8 @@ def find_sources(key: str, patterns: Sequence[str], form: str) -> list[TextSourc
             for file in files:
                 kinds = (kind for kind, ends in _ENDINGS.items() if _ending(file) in ends)
                 # A .json that is named has rows; among others in a directory it may be anything.
-                rest = "jsonl" if _ending(file) == ".json" else "text"
-                kind = form if form != "auto" else next(kinds, rest)
+                fallback = "jsonl" if _ending(file) == ".json" else "text"
+                kind = form if form != "auto" else next(kinds, fallback)
                 facts = file.stat()
                 source = TextSource(str(file), kind, facts.st_size, facts.st_mtime_ns)
                 found.setdefault(source.path, source)

@@ -118,15 +118,15 @@ def pack(lengths: Ints, size: int) -> list[list[int]]:
     rooms: list[int] = []  # that some window has, in order
     for document in np.argsort(-lengths, kind="stable"):
         count = int(lengths[document])
-        place = bisect_left(rooms, count)
-        if place == len(rooms):
+        index = bisect_left(rooms, count)
+        if index == len(rooms):
             window, room = len(windows), size
             windows.append([])
         else:
-            room = rooms[place]
+            room = rooms[index]
             window = with_room[room].pop()
             if not with_room[room]:
-                del with_room[room], rooms[place]
+                del with_room[room], rooms[index]
         windows[window].append(int(document))
         room -= count
         if room:
@@ -146,22 +146,22 @@ def documents_of(corpus: Corpus, length: int) -> Documents:
     starts = np.concatenate(
         [np.empty(0, np.int64), *(start + np.flatnonzero(read(start) & FIRST) for start in chunks)]
     )
-    whole = np.diff(np.append(starts, corpus.num_tokens))
-    lengths = np.minimum(whole, length)
-    # How many tokens before each place have a loss, for beginnings and ends together.
-    places = np.concatenate([starts, starts + lengths])
-    order = np.argsort(places, kind="stable")
-    before, done, num_before = np.zeros(len(places), np.int64), 0, 0
+    full_lengths = np.diff(np.append(starts, corpus.num_tokens))
+    lengths = np.minimum(full_lengths, length)
+    # How many tokens before each offset have a loss, for beginnings and ends together.
+    offsets = np.concatenate([starts, starts + lengths])
+    order = np.argsort(offsets, kind="stable")
+    before, done, num_before = np.zeros(len(offsets), np.int64), 0, 0
     for start in chunks:
         sums = np.concatenate([[0], np.cumsum((read(start) & TRAINED) != 0)])
-        last = int(np.searchsorted(places[order], start + len(sums) - 1, side="right"))
-        before[order[done:last]] = num_before + sums[places[order[done:last]] - start]
+        last = int(np.searchsorted(offsets[order], start + len(sums) - 1, side="right"))
+        before[order[done:last]] = num_before + sums[offsets[order[done:last]] - start]
         done, num_before = last, num_before + int(sums[-1])
     trained = before[len(starts) :] - before[: len(starts)]
     kept = trained > 0
     return Documents(
         starts[kept], lengths[kept], trained[kept],
-        cut=int((whole > length).sum()), untrained=int((~kept).sum()),
+        cut=int((full_lengths > length).sum()), untrained=int((~kept).sum()),
     )  # fmt: skip
 
 
@@ -183,8 +183,8 @@ def split(
 
     def packed(part: slice, found: Documents = found) -> Packed:
         arrays = found.starts[part], found.lengths[part], found.trained[part]
-        own = Documents(*arrays, found.cut, found.untrained)
-        return Packed(corpus, length, own, packing)
+        documents = Documents(*arrays, found.cut, found.untrained)
+        return Packed(corpus, length, documents, packing)
 
     return packed(slice(0, count - kept)), packed(slice(count - kept, count))
 

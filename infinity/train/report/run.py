@@ -434,11 +434,11 @@ def _planned_memory(plan: Mapping[str, Any], unified: bool) -> dict[str, dict[st
     estimated = mapping(plan.get("activations"))
     memory = dict(mapping(mapping(plan.get("plan")).get("memory")))
     if memory:
-        place = "host" if unified else estimated.get("tier", "device")
+        key = "host" if unified else estimated.get("tier", "device")
         more = {"activations": estimated.get("total", 0)}
-        memory[place] = {**memory.get(place, {}), **more}
-    for place, parts in memory.items():
-        tier = "RAM" if place == "host" or (unified and place == "device") else place
+        memory[key] = {**memory.get(key, {}), **more}
+    for key, parts in memory.items():
+        tier = "RAM" if key == "host" or (unified and key == "device") else key
         for purpose, nbytes in parts.items():
             known = purpose == "activations"
             what = "activations, estimated" if known else _PURPOSES.get(purpose, "buffers")
@@ -489,15 +489,15 @@ def _waits(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         cause: fmean(_number(mapping(s.get("stall_s")).get(cause)) or 0.0 for s in timed)
         for cause in STALLS
     }
-    whole = fmean(s["step_s"] for s in timed)
-    free = max(whole - sum(found.values()), 0.0)
-    return {_FREE: free} | {cause: s for cause, s in found.items() if s >= 5e-4 * whole}
+    mean_s = fmean(s["step_s"] for s in timed)
+    free = max(mean_s - sum(found.values()), 0.0)
+    return {_FREE: free} | {cause: s for cause, s in found.items() if s >= 5e-4 * mean_s}
 
 
 def _times(page: ReportPage, facts: RunFacts) -> None:
     """Where a step's time went."""
-    whole = _waits(facts.steps)
-    if not whole:
+    overall = _waits(facts.steps)
+    if not overall:
         return
     rows = []
     for part in _parts(facts.steps, BARS):
@@ -505,7 +505,7 @@ def _times(page: ReportPage, facts: RunFacts) -> None:
         rows += [
             {"step": part[0]["step"], "to": part[-1]["step"] + 1, "what": _words(cause),
              "seconds": waits.get(cause, 0.0)}
-            for cause in whole
+            for cause in overall
         ]  # fmt: skip
     page.datasets["times"] = rows
     page.chart(
@@ -532,14 +532,14 @@ def _words(cause: str) -> str:
 
 def _faster(page: ReportPage, facts: RunFacts) -> None:
     """What took the time, and what would take less of it."""
-    whole = _waits(facts.steps)
-    total = sum(whole.values())
+    overall = _waits(facts.steps)
+    total = sum(overall.values())
     rows = [
         (f"{seconds / total:.1%}", _words(cause), "" if cause == _FREE else _remedy(cause))
-        for cause, seconds in sorted(whole.items(), key=lambda item: -item[1])
+        for cause, seconds in sorted(overall.items(), key=lambda item: -item[1])
     ]
     if rows:
-        waited = 1 - whole[_FREE] / total
+        waited = 1 - overall[_FREE] / total
         note = f"a step takes {format_duration(total)}, {waited:.1%} of it waits"
         step = mapping(facts.plan.get("step"))
         if {"seconds", "binds"} <= set(step):
@@ -579,16 +579,14 @@ def _wear(page: ReportPage, facts: RunFacts) -> None:
             f": {100 * share:.2g} % of the {wear['rated_bytes'] / 1e12:,.4g} TB that a drive is "
             f"rated for, which last {days:,.0f} days at this rate"
         )
-    told_of = tooltip(
-        step=("step", ","), read=("read, GiB", ".3~g"), written=("written, GiB", ".3~g")
-    )
+    tip = tooltip(step=("step", ","), read=("read, GiB", ".3~g"), written=("written, GiB", ".3~g"))
     lines = [
         {"mark": {"type": "line", "strokeWidth": 2},
          "encoding": {"x": _X, "y": quantitative(name, "GiB since the start"),
                       "color": {"datum": name}}}
         for name in ("read", "written")
     ]  # fmt: skip
-    layers = [*_starts(page), *lines, hover("at", _X, told_of)]
+    layers = [*_starts(page), *lines, hover("at", _X, tip)]
     page.chart("Drives", {"data": {"name": "steps"}, "layer": layers},
                note + "; checkpoints come on top")  # fmt: skip
 

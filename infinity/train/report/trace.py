@@ -30,28 +30,28 @@ def trace_page(shares: Shares, only: StepShares | None = None) -> ReportPage:
     Raises `InfinityError` where no step was completed.
     """
     timeline, steps = shares.timeline, shares.steps if only is None else [only]
-    whole = only or shares.whole
-    if whole is None:
+    total = only or shares.whole
+    if total is None:
         raise InfinityError("no step was completed while the trace was recorded")
     data = report_data(shares, 6, only)
     drawn, slices = _drawn(shares, steps)
-    page = ReportPage(f"Trace of {timeline.path.rpartition('/')[2]}: {whole.name}")
-    page.say(verdict(whole))
+    page = ReportPage(f"Trace of {timeline.path.rpartition('/')[2]}: {total.name}")
+    page.say(verdict(total))
     for note in data["notes"]:
         page.say(note, "bad")
     if len(drawn) < len(steps):
         page.say(f"{drawn[0].name} to {drawn[-1].name} are drawn; --step N draws another", "soft")
     facts = [
         ("steps", str(len(steps)), ""),
-        ("a step", seconds(whole.seconds / len(steps)), "mean"),
+        ("a step", seconds(total.seconds / len(steps)), "mean"),
     ]
-    facts.append(("waits", percent(whole.waits / whole.seconds), "of the time"))
-    page.tiles([*facts, ("the loop's own code", percent(whole.other / whole.seconds), "of it")])
+    facts.append(("waits", percent(total.waits / total.seconds), "of the time"))
+    page.tiles([*facts, ("the loop's own code", percent(total.other / total.seconds), "of it")])
     page.datasets["slices"] = [_row(one, drawn[0].begin) for one in slices]
     _timeline(page, drawn)
-    shown = [track for track in SHOWN if whole.share(track)]
+    shown = [track for track in SHOWN if total.share(track)]
     page.datasets["busy"] = [
-        {"track": _track(track), "share": whole.share(track)} for track in shown
+        {"track": _track(track), "share": total.share(track)} for track in shown
     ]
     y: Spec = {"field": "track", "type": "nominal", "sort": None, "title": None}
     y["axis"] = {"labelLimit": 0}
@@ -168,5 +168,5 @@ def _stall(stall: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _of_step(step: StepShares) -> tuple[str, str, str]:
-    name, _, rest = verdict(step).partition(": ")
-    return name, rest, ""
+    name, _, text = verdict(step).partition(": ")
+    return name, text, ""

@@ -24,7 +24,13 @@ from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError
 from infinity.integrations.huggingface.meta import published_target
 from infinity.model.named_models import PUBLISHED, SIZES
-from infinity.model.partition import adapter_case, case_for, groups_of, partition_model
+from infinity.model.partition import (
+    adapter_case,
+    case_for,
+    groups_of,
+    other_ranges,
+    partition_model,
+)
 from infinity.model.shapes import Target, named_target
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.plan.inputs import PlanInput, price
@@ -42,8 +48,8 @@ BEGIN, END = "<!-- made by tools/plan_table.py -->", "<!-- end -->"
 
 def case_of(
     target: Target, kind: str, ram: int, drives: int, tokens: int, length: int
-) -> PlanInput:
-    """One model on one machine, all tokens in one micro-batch."""
+) -> tuple[PlanInput, Target]:
+    """One model on one machine, all tokens in one micro-batch; with its adapters."""
     config = load_config({"nvme_path": "/nvme"}).with_chunked_logits()
     rates = replace(NOMINAL, **{name: drives * getattr(NOMINAL, name) for name in DISK})
     machine = PlanMachine("table", ram * GIB, DEVICE, drives * SPACE, 16, rates)
@@ -54,12 +60,14 @@ def case_of(
         target, cut, groups, config, machine, tokens, recompute=False, made=made, length=length
     )
     rest = KINDS[kind]
-    return case if rest is None else adapter_case(case, target, RANK, rest)
+    if rest is None:
+        return case, target
+    return adapter_case(case, target, RANK, rest), target.with_adapters(RANK)
 
 
-def cell(case: PlanInput, samples: int) -> tuple[str, str]:
+def cell(case: PlanInput, target: Target, samples: int) -> tuple[str, str]:
     """What is predicted, and why nothing is where no schedule fits."""
-    chosen = choose_schedule(case, BatchSchedule(), samples)
+    chosen = choose_schedule(case, BatchSchedule(), samples, other_ranges(case, target))
     if chosen.best is not None:
         speed, binds = chosen.best.tokens_per_s, chosen.best.cost.binds.replace("_", " ")
         return f"predicted {speed:,.0f} ({binds})", ""
@@ -83,7 +91,7 @@ def rows(models: list[str], rams: list[int], tokens: int, length: int) -> Iterat
         for kind in KINDS:
             for ram in rams:
                 found = [
-                    cell(case_of(target, kind, ram, drives, tokens, length), tokens // length)
+                    cell(*case_of(target, kind, ram, drives, tokens, length), tokens // length)
                     for drives in DRIVES
                 ]
                 reasons |= {f"{name}, {kind}": why for _, why in found if why}

@@ -366,7 +366,13 @@ def _search(wishes: SearchOptions, like: PlanInput | None = None) -> _Found:
 
     What follows from units is taken from the case `like`, if they are equal.
     """
-    from infinity.model.partition import case_for, finer_units, groups_of, partition_model
+    from infinity.model.partition import (
+        case_for,
+        finer_units,
+        groups_of,
+        other_ranges,
+        partition_model,
+    )
     from infinity.plan.batch_schedule import choose_schedule
 
     source, target, translation = _find(wishes)
@@ -405,7 +411,9 @@ def _search(wishes: SearchOptions, like: PlanInput | None = None) -> _Found:
     _check_pieces(wish, samples)
     if like is not None and like.units == case.units:
         case = replace(case, units=like.units, model=like.model, facts=like.facts)
-    return _Found(target, partition, machine, choose_schedule(case, wish, samples), translation)
+    others = () if wishes.finer_units else other_ranges(case, target)
+    chosen = choose_schedule(case, wish, samples, others)
+    return _Found(target, partition, machine, chosen, translation)
 
 
 def _step_of(wishes: SearchOptions, wish: BatchSchedule, ranks: int) -> tuple[int, int]:

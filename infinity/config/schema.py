@@ -285,7 +285,8 @@ class Config(Section):
     """Units fetched before they are needed."""
     experts_per_unit: int | Literal["auto"] = "auto"
     """Experts of a layer that travel together, where a module has them stacked; "auto" keeps a
-    unit below 512 MiB, of models with very many experts below 1 GiB. The bits are the same.
+    unit below 512 MiB, of models with very many experts below 1 GiB. `infinity plan`, `infinity
+    train` and `InfinityTrainer` choose another number where that is faster. The bits are the same.
     """
     seed: int | None = None
     """Seed of the torch generator on all ranks. For separate dropout a rank may seed again after

@@ -5,7 +5,7 @@ A model is a module, or an outline of one: `infinity plan` cuts what was never b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -51,6 +51,7 @@ _CASTABLE = ("float32", "float16", "bfloat16", "float64")
 # it, between which a model has no more than so many ranges.
 EXPERTS_BYTES = 512 << 20, 1 << 30
 MANY_RANGES = 256
+RANGE_BYTES = 256 << 20, 2 << 30  # of a slot for experts that travel together, where a plan chooses
 
 
 @dataclass
@@ -376,6 +377,35 @@ def finer_units(cut: Partition) -> list[str]:
             if len(children) > 1:
                 names += [f"{unit.name}.{child}" for child in children]
     return names
+
+
+def other_ranges(case: PlanInput, target: Target) -> Iterator[PlanInput]:
+    """Yield the case with twice, half and a quarter of the ranges of experts in a layer.
+
+    Larger ones are fetched less often, for a backward that recomputes finds them in their slots;
+    smaller ones leave memory to weights and activations. Only slots within `RANGE_BYTES`, and none
+    where the configuration names `experts_per_unit`.
+
+    Args:
+        case: A case of `target`.
+        target: The model; it stays as it is.
+    """
+    cut = [unit for unit in case.units if unit.is_range]
+    if case.config.experts_per_unit != "auto" or not cut:
+        return
+    slot_bytes = max(unit.slot_bytes for unit in cut)
+    rows = (s for unit in cut for s in unit.segments if s.stack is not None)
+    now, count = max((s.shape[0], s.stack.total) for s in rows if s.stack is not None)
+    ranges, sizes = -(-count // now), {now}
+    for other in (2 * ranges, -(-ranges // 2), -(-ranges // 4)):
+        size = -(-count // min(other, count))
+        if size in sizes or not RANGE_BYTES[0] <= slot_bytes * size // now <= RANGE_BYTES[1]:
+            continue
+        sizes.add(size)
+        config = case.config.model_copy(update={"experts_per_unit": size})
+        groups = groups_of(target.module, config)
+        again = partition_model(target.module, config, groups, None, case.machine.ranks)
+        yield replace(case, config=config, units=again.layouts)
 
 
 def adapter_case(case: PlanInput, target: Target, rank: int, rest: str) -> PlanInput:

@@ -12,13 +12,14 @@ same memory.
 Not all combinations are tried. Of places to wait the nearest one with room is taken (and RAM beside
 the device, for the fastest way of each number of micro-batches: that leaves it to weights), of
 slices the fewest that fit (and the most, where that leaves room for placement), and more
-micro-batches only until they are slower.
+micro-batches only until they are slower. Experts of a layer may travel in other ranges
+(`model.partition.other_ranges`): they are tried with the number of micro-batches found before.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -34,6 +35,7 @@ PER_DOUBLING = 0.005  # of a step's time: what more slices cost in calls, where 
 MOST_MICRO_BATCHES, MOST_SLICES = 1024, 256
 WORSE, MOST_SLOWER = 1.1, 2  # twice so much slower: still more micro-batches are not tried
 MOST_REFINED = 3  # pairs of micro-batches and slices
+LEAST_GAIN = 0.02  # of a step's time: for less, experts stay in the ranges of the rule
 _OFFLOADS: tuple[Offload, ...] = get_args(Offload)  # from the nearest on
 
 
@@ -42,7 +44,8 @@ class BatchSchedule:
     """Of `micro_batches` of `tokens` each; see [Note: batch schedule].
 
     `recompute` counts blocks, the first ones ("all": also where a model does it by itself);
-    `sliced_logits` is about head and loss. As part of a wish None leaves the choice to the plan.
+    `sliced_logits` is about head and loss, `experts` are those that travel together (None: by the
+    rule of the configuration). As part of a wish None leaves the choice to the plan.
     """
 
     micro_batches: int | None = None
@@ -51,11 +54,12 @@ class BatchSchedule:
     recompute: Recompute | None = None
     offload: Offload | None = None
     sliced_logits: bool = False
+    experts: int | None = None
 
     @staticmethod
     def of(case: PlanInput) -> BatchSchedule:
         """That of a case."""
-        settings = case.config.activations
+        settings, experts = case.config.activations, case.config.experts_per_unit
         return BatchSchedule(
             case.micro_batches,
             case.work.tokens,
@@ -63,6 +67,7 @@ class BatchSchedule:
             case.work.recompute,
             settings.offload,
             settings.logits == "chunked",
+            None if experts == "auto" else experts,
         )
 
     @staticmethod
@@ -100,11 +105,13 @@ class BatchSchedule:
             clauses.append("their inputs wait in RAM and on disk")
         if self.sliced_logits:
             clauses.append("logits in slices")
+        if self.experts is not None:
+            clauses.append(f"{self.experts} experts at a time")
         return ", ".join(clauses)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """As `config.activations` and `gradient_accumulation_steps` say it."""
+        """As the keys of a configuration."""
         return {
             "gradient_accumulation_steps": self.micro_batches,
             "activations": {
@@ -113,7 +120,7 @@ class BatchSchedule:
                 "checkpoint": checkpoint_of(self.recompute or 0),
                 "offload": self.offload,
             },
-        }
+        } | ({} if self.experts is None else {"experts_per_unit": self.experts})
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,21 +146,42 @@ class ScheduleResult:
         changes = {
             "gradient_accumulation_steps": found.micro_batches,
             "activations": found.config.activations,
+            "experts_per_unit": found.config.experts_per_unit,
         }
         return config.model_copy(update=changes)
 
 
 def choose_schedule(
-    case: PlanInput, wish: BatchSchedule, samples: int | None = None
+    case: PlanInput,
+    wish: BatchSchedule,
+    samples: int | None = None,
+    others: Iterable[PlanInput] = (),
 ) -> ScheduleResult:
     """The fastest way of a step's tokens through the model that fits.
 
     `case` has all tokens of a step in one micro-batch; `samples` is how many they are,
     None where that is not known: then pieces may be as small as `LEAST_TOKENS`. Parts of `wish`
-    that are not None are kept. Where RAM computes, activations get `MARGIN` more than estimated,
-    unless nothing fits with that; of a device's own memory something is left over anyway.
+    that are not None are kept. `others` are the same case in other units. Where RAM computes,
+    activations get `MARGIN` more than estimated, unless nothing fits with that; of a device's own
+    memory something is left over anyway.
     """
-    chosen = _ScheduleSearch(case, wish, samples, MARGIN if case.machine.unified else 1.0).run()
+    chosen = _chosen(case, wish, samples)
+    for other in others:
+        best, near = chosen.best, wish
+        if best is not None:  # the search takes its time
+            near = replace(wish, micro_batches=best.case.micro_batches)
+        found = _chosen(other, near, samples)
+        if found.best is None:
+            continue
+        if best is None or _seconds(found.best) < (1 - LEAST_GAIN) * _seconds(best):
+            runner_up = found.runner_up if best is None else best
+            chosen = replace(found, wish=wish, runner_up=runner_up)
+    return chosen
+
+
+def _chosen(case: PlanInput, wish: BatchSchedule, samples: int | None) -> ScheduleResult:
+    margin = MARGIN if case.machine.unified else 1.0
+    chosen = _ScheduleSearch(case, wish, samples, margin).run()
     return chosen if chosen.best else _ScheduleSearch(case, wish, samples, 1.0).run()
 
 
@@ -377,7 +405,7 @@ class _ScheduleSearch:
 def _way(priced: PlanEstimate) -> tuple[Any, ...]:
     """What makes two schedules different ones: more slices of the same are not."""
     found = BatchSchedule.of(priced.case)
-    return found.micro_batches, found.recompute, found.offload
+    return found.micro_batches, found.recompute, found.offload, found.experts
 
 
 def _seconds(priced: PlanEstimate) -> float:

@@ -60,6 +60,7 @@ class _RunRecord:
     state: int = 0
     inode: int = 0
     origin: str = ""
+    experts_per_unit: int = 0  # by the rule, which depends on the model alone
 
 
 class RunDirectory:
@@ -170,8 +171,11 @@ class RunDirectory:
             )
 
     @contextmanager
-    def beginning(self, decides: Mapping[str, Any]) -> Iterator[None]:
-        """Context that makes this directory a run, unless the block fails."""
+    def beginning(self, decides: Mapping[str, Any], **facts: Any) -> Iterator[None]:
+        """Context that makes this directory a run, unless the block fails.
+
+        `facts` go into its record.
+        """
         if self.record:
             yield
             return
@@ -182,6 +186,7 @@ class RunDirectory:
             "complete": False,
             "saved": False,  # whether a checkpoint was ever whole
             "decides": _as_kept(decides),
+            **_as_kept(facts),
         }
         with self._ranks.collective_section("begins a run"):
             self._write_record(self.record)

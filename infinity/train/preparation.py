@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from infinity.integrations.huggingface.models import (
     read_config,
     transformers,
 )
-from infinity.model.partition import Partition
+from infinity.model.partition import Partition, other_ranges
 from infinity.model.shapes import Target, target_of
 from infinity.plan.batch_schedule import BatchSchedule, ScheduleResult, choose_schedule
 from infinity.plan.inputs import PlanInput
@@ -695,11 +695,14 @@ def scheduled(
     decided: Mapping[str, Any],
     device: Device,
     ranks: DistContext = SINGLE_PROCESS,
+    *,
+    experts: int | Literal["auto"] | None = None,
 ) -> tuple[Prepared, ScheduleResult]:
     """Choose the schedule of a run that gives only the tokens of a step.
 
     Micro-batches and slices belong to the numbers of a run: one that goes on keeps those that were
-    `decided`.
+    `decided`. A durable one keeps its `experts_per_unit`, too, by which it finds its state:
+    `experts`, None where that is not known yet.
     """
     config, before = prepared.config, decided.get("engine.gradient_accumulation_steps")
     if before is not None and before % ranks.count:
@@ -714,11 +717,15 @@ def scheduled(
         None if before is None else before // ranks.count,
         decided.get("engine.activations.slices"),
     )
-    case, _, _ = case_of(prepared, device, ranks)
-    local_windows = prepared.windows_per_step // ranks.count
-    full_step = case.with_step(local_windows * prepared.length, 1)
-    chosen = choose_schedule(full_step, wish, local_windows)
-    windows = local_windows // chosen.case.micro_batches
+    if experts is not None and config.engine.experts_per_unit == "auto":
+        engine = prepared.engine.model_copy(update={"experts_per_unit": experts})
+        prepared = replace(prepared, engine=engine)
+    case, target, _ = case_of(prepared, device, ranks)
+    samples = prepared.windows_per_step // ranks.count
+    step = case.with_step(samples * prepared.length, 1)
+    others = other_ranges(step, target) if experts is None else ()
+    chosen = choose_schedule(step, wish, samples, others)
+    windows = samples // chosen.case.micro_batches
     return replace(prepared, engine=chosen.applied_to(prepared.engine), micro_batch=windows), chosen
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 
@@ -163,11 +163,14 @@ class Run:
     def _scheduled(self, prepared: Prepared) -> Prepared:
         """With micro-batches that the plan of the first rank chose."""
         ranks, windows = self.ranks, prepared.windows_per_step
+        experts: int | Literal["auto"] | None = None
+        if self.continues_state:  # runs from before the plan chose it had the rule's
+            experts = self.directory.record.get("experts_per_unit", 0) or "auto"
         with ranks.collective_section("chooses micro-batches"):
             if not ranks.rank:
                 with closing(find_device(device_for(None, ranks))) as device:
                     prepared, self.chosen = scheduled(
-                        prepared, self.directory.decided, device, ranks
+                        prepared, self.directory.decided, device, ranks, experts=experts
                     )
         engine = shared(prepared.engine, ranks)
         micro_batch = windows // (engine.gradient_accumulation_steps * ranks.count)
@@ -189,7 +192,9 @@ class Run:
         assert prepared is not None
         self._begins = not directory.has_run
         self.state.choose()
-        with directory.beginning(prepared.decides()):
+        experts = prepared.engine.experts_per_unit
+        facts = {"experts_per_unit": 0 if experts == "auto" else experts}
+        with directory.beginning(prepared.decides(), **facts):
             with ranks.collective_section("builds the model"):
                 model = build(self.config, prepared.facts, prepared.engine)
                 compute = loss_of(model)

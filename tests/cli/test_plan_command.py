@@ -851,3 +851,26 @@ def test_what_makes_no_sense_of_ranks_is_refused(
     code, _, error = run(tiny, *DESKTOP, *arguments)
     assert code == 2
     assert words in error
+
+
+def test_experts_travel_in_the_ranges_that_make_the_step_shortest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the commands with each of the sizes that are tried answer; 10 is that of the rule."""
+    no_more_advice(monkeypatch)
+    model = lower(tmp_path, "gpt-oss-120b", num_hidden_layers=3)
+    adapted = ["--lora", "16", "--rest", "nf4", "--tokens", "4096"]
+    machine = ["--device", "11GiB", "--host", "64GiB", "--disk", "2TiB"]
+    found, seconds = answer(model, *adapted, *machine), {}
+    for experts in (5, 10, 19):
+        path = tmp_path / f"{experts}.json"  # the same question is planned once
+        named = {"experts_per_unit": experts, "activations": {"logits": "chunked"}}
+        path.write_text(json.dumps(named))
+        report = answer(str(path), "--model", model, *adapted, *machine)
+        seconds[experts] = report["step"]["seconds"]
+    schedule = found["schedule"]
+    chosen = schedule["settings"]["experts_per_unit"]
+    assert f"{chosen} experts at a time" in schedule["line"]
+    assert found["step"]["seconds"] == seconds[chosen]
+    assert seconds[chosen] < 1.02 * min(seconds.values())
+    assert seconds[chosen] < 0.98 * seconds[10]

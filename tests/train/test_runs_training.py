@@ -29,7 +29,9 @@ from infinity.errors import (
     MachineError,
     TrainingError,
 )
+from infinity.model import partition
 from infinity.optim.lr_schedules import WarmupCosineLR
+from infinity.plan import batch_schedule
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.storage.device import CpuDevice
 from infinity.train.data import Corpus
@@ -87,6 +89,10 @@ def reference_losses(raw: dict[str, Any], data: Path) -> tuple[list[float], Any]
     return losses, model
 
 
+MIXTURE = {"model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2,
+           "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64,
+           "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2,
+           "max_position_embeddings": 64}  # fmt: skip
 NO_DROPOUT = {f"model__config__{name}_pdrop": 0.0 for name in ("embd", "attn", "resid")}
 
 
@@ -150,8 +156,8 @@ def test_slices_that_were_chosen_have_the_losses_of_micro_batches(
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def _chosen(wish: BatchSchedule, case: Any, _: Any, sequences: int | None) -> Any:
-    return choose_schedule(case, wish, sequences)
+def _chosen(wish: BatchSchedule, case: Any, _: Any, samples: int | None, others: Any) -> Any:
+    return choose_schedule(case, wish, samples, others)
 
 
 def test_evaluation_is_the_loss_of_the_held_out_windows(tmp_path: Path) -> None:
@@ -363,6 +369,31 @@ def test_a_durable_run_goes_on_without_checkpoints(
     shutil.rmtree(state)
     told = CliRunner().invoke(app, ["checkpoint", "inspect", str(tmp_path / "run")])
     assert "has no checkpoint yet" in told.stderr
+
+
+def test_a_durable_run_keeps_the_ranges_of_experts_that_its_plan_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state is found by its units, and another machine would choose others."""
+    monkeypatch.setattr(partition, "EXPERTS_BYTES", (1, 1))  # the rule's are of one expert
+    monkeypatch.setattr(partition, "RANGE_BYTES", (0, 1 << 30))
+    monkeypatch.setattr(batch_schedule, "LEAST_GAIN", -1e9)  # of all that are tried the last
+    raw = left_to_the_plan(
+        tmp_path,
+        model__config=dict(MIXTURE),
+        engine__nvme_path=str(tmp_path),
+        engine__durable=True,
+        training__checkpoint_every=None,
+    )
+    train(raw)
+    expected = losses_of(tmp_path)
+    shutil.rmtree(tmp_path / "run")
+    train(raw, stop_after=3)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["experts_per_unit"] == 4
+    monkeypatch.setattr(batch_schedule, "LEAST_GAIN", 1.0)  # the rule's
+    _, watcher = train(raw, "auto")
+    assert watcher.done == 3
+    assert losses_of(tmp_path) == expected
 
 
 def test_a_state_that_a_copy_of_the_run_went_on_with_is_refused(tmp_path: Path) -> None:

@@ -26,8 +26,9 @@ from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import InfinityWarning
 from infinity.integrations.huggingface.experts import declare_experts
 from infinity.model.checks import recomputes_itself
+from infinity.model.partition import other_ranges
 from infinity.plan.activations import num_blocks
-from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
+from infinity.plan.batch_schedule import BatchSchedule, ScheduleResult, choose_schedule
 from infinity.plan.planner import gradient_itemsize
 from infinity.storage.cuda import find_device
 from infinity.training.run_plan import case_here
@@ -154,9 +155,9 @@ def cut(batches: Sequence[Batch], size: int) -> Iterator[list[Batch]]:
         rows, start = _samples(batch) or 0, 0
         while start < rows:
             taken = min(rows - start, room)
-            undivided = taken == rows
+            whole = taken == rows
             parts.append(
-                batch if undivided else {k: v.narrow(0, start, taken) for k, v in batch.items()}
+                batch if whole else {k: v.narrow(0, start, taken) for k, v in batch.items()}
             )
             start, room = start + taken, room - taken
             if not room:
@@ -221,8 +222,8 @@ class StepBatches:
         count, slices = self.schedule
         size = -(-max(self._samples, rows) // count)
         for number, parts in enumerate(cut(self._held, size), start=1):
-            micro_batch = joined(parts, self._pad_token, slices=slices)
-            yield micro_batch, number * size >= rows
+            whole = joined(parts, self._pad_token, slices=slices)
+            yield whole, number * size >= rows
 
 
 # --- the plan ------------------------------------------------------------------------------------
@@ -273,16 +274,22 @@ def with_schedule(
     tokens = settings.tokens * batches
     declare_experts(model)
     with closing(find_device(device)) as opened:
-        case, _, _ = case_here(
+        case, target, _ = case_here(
             type(model).__name__, model, facts, config, opened, settings.tokens, tokens // samples,
             recompute=recompute, ranks=ranks,
         )  # fmt: skip
-    full_step = case.with_step(tokens, 1)
-    chosen = choose_schedule(full_step, wish, samples)
+    step = case.with_step(tokens, 1)
+
+    def choose(wish: BatchSchedule) -> ScheduleResult:
+        # A durable run finds its state by its units, which may not change with the machine.
+        others = () if config.durable else other_ranges(step, target)
+        return choose_schedule(step, wish, samples, others)
+
+    chosen = choose(wish)
     if batches > 1 and gradient_itemsize(chosen.applied_to(config)) < 4:
         sliced = wish.slices is None and num_blocks(case.units)
         wish = replace(wish, slices=2) if sliced else replace(wish, micro_batches=2)
-        chosen = choose_schedule(full_step, wish, samples)
+        chosen = choose(wish)
     return shared(chosen.applied_to(config), ranks)
 
 
@@ -290,7 +297,7 @@ def shared(config: Config, ranks: DistContext) -> Config:
     """A configuration with the batch schedule that it has on the first rank."""
     if ranks.count == 1:
         return config
-    names = ("gradient_accumulation_steps", "activations")
+    names = ("gradient_accumulation_steps", "activations", "experts_per_unit")
     ranks.synchronize("chooses micro-batches")
     local = config.model_dump(mode="json", exclude_unset=True, include=set(names))
     raw = config.model_dump(exclude_unset=True) | ranks.all_gather_object(local)[0]

@@ -24,8 +24,12 @@ from transformers import (
 )
 
 import infinity
+from infinity.config.schema import load_config
 from infinity.errors import ConfigError, ResidencyError
 from infinity.integrations.huggingface import experts
+from infinity.integrations.huggingface.batches import with_schedule
+from infinity.model import partition
+from infinity.plan import batch_schedule
 
 EXPERTS = 8
 # An expert's matrices have whole blocks of 4096 elements.
@@ -94,6 +98,21 @@ def test_the_plan_counts_the_bytes_of_every_step_before_any_ran(
     assert engine.last_report is not None
     assert engine.last_report.moved == engine.plan.predicted_bytes
     engine.close()
+
+
+def test_the_trainer_takes_the_ranges_of_the_plan_unless_its_run_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partition, "EXPERTS_BYTES", (1, 1))  # the rule's are of one expert
+    monkeypatch.setattr(partition, "RANGE_BYTES", (0, 1 << 30))
+    monkeypatch.setattr(batch_schedule, "LEAST_GAIN", -1e9)  # of all that are tried the last
+    found = {}
+    for durable in (False, True):
+        given = config_of(tmp_path, activations={"tokens": 16}, durable=durable)
+        config, model = load_config(given), build("qwen3-moe")
+        config = with_schedule(model, config, torch.device("cpu"), 4, (None, None))
+        found[durable] = config.experts_per_unit
+    assert found == {False: 4, True: "auto"}
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

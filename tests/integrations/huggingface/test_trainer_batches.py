@@ -114,8 +114,8 @@ def test_a_step_that_is_cut_anew_is_that_of_trainer(
 ) -> None:  # fmt: skip
     """26 samples: four whole steps an epoch, and one of a single batch."""
 
-    def chosen(case: Any, wish: Any, samples: int) -> Any:
-        return choose_schedule(case, replace(wish, micro_batches=micro_batches), samples)
+    def chosen(case: Any, wish: Any, samples: int, others: Any) -> Any:
+        return choose_schedule(case, replace(wish, micro_batches=micro_batches), samples, others)
 
     monkeypatch.setattr("infinity.integrations.huggingface.batches.choose_schedule", chosen)
     options = {"data_collator": ragged}

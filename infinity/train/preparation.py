@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -150,8 +152,8 @@ def _from_keys(keys: Mapping[str, Any], tokenizer_size: int | None, end: int | N
         known = sorted({*plain.to_dict(), *plain.attribute_map, *dir(plain)})
         unknown = [
             f"model.config.{key}: {kind} has no such key{_near(key, known)}"
-            for key in keys
-            if key not in known
+            for key, value in keys.items()
+            if key not in known and not _is_taken(library, plain, key, value)
         ]
         if unknown:
             raise ConfigError("; ".join(unknown))
@@ -163,6 +165,21 @@ def _from_keys(keys: Mapping[str, Any], tokenizer_size: int | None, end: int | N
             filled.setdefault("eos_token_id", end)
             filled.setdefault("bos_token_id", end)
         return library.AutoConfig.for_model(**filled)
+
+
+def _is_taken(library: Any, plain: Any, key: str, value: Any) -> bool:
+    """Return True if a key without a default in the configuration means something all the same.
+
+    Published configurations have such ones: `head_dim` of Qwen3-MoE, which the model's code reads,
+    and `rope_theta`, which becomes a part of another entry.
+    """
+    if key not in type(plain)(**{key: value}).to_dict():
+        return True  # others are stored as they are, even misspelled ones
+    model = library.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(plain), None)
+    if model is None:
+        return False
+    source = inspect.getsource(sys.modules[model.__module__])
+    return re.search(rf'\bconfig(\.|, "){re.escape(key)}\b', source) is not None
 
 
 def _near(name: str, known: Any) -> str:

@@ -21,8 +21,10 @@ from infinity.cli.init import PRESETS
 from infinity.cli.main import app
 from infinity.cli.train import TrainPage, format_stalls, format_step
 from infinity.errors import ConfigError
+from infinity.model.named_models import NAMED
 from infinity.plan.rates import Rates, nominal
 from infinity.profiling.calibration import KnownRates
+from infinity.train.preparation import _from_keys
 from infinity.train.settings import load_run_config
 
 
@@ -169,6 +171,20 @@ def test_sections_that_must_be_given() -> None:
     with pytest.raises(ConfigError, match=r"engine: resume is not for a run; .* --resume auto"):
         load_run_config(base, ["engine.resume=never"])
     assert load_run_config(base, ["engine.seed=3"]).engine.seed == 3
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_keys_of_published_configurations_are_taken_and_misspelled_ones_refused(
+    name: str,
+) -> None:
+    """Some have no default in transformers' class, which reads them all the same."""
+    found = _from_keys(NAMED[name], None, None)
+    assert found.num_hidden_layers == NAMED[name].get(
+        "num_hidden_layers", NAMED[name].get("n_layer")
+    )
+    for key in ("rope_thet", "head_dimm", "config"):
+        with pytest.raises(ConfigError, match=f"model.config.{key}: .* has no such key"):
+            _from_keys(NAMED[name] | {key: 64}, None, None)
 
 
 @pytest.mark.parametrize(

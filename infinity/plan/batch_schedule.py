@@ -35,7 +35,7 @@ PER_DOUBLING = 0.005  # of a step's time: what more slices cost in calls, where 
 MOST_MICRO_BATCHES, MOST_SLICES = 1024, 256
 WORSE, MOST_SLOWER = 1.1, 2  # twice so much slower: still more micro-batches are not tried
 MOST_REFINED = 3  # pairs of micro-batches and slices
-LEAST_GAIN = 0.02  # of a step's time: for less, experts stay in the ranges of the rule
+RANGE_GAIN = 0.02  # of a step's time: for less, experts stay in the ranges of the rule
 _OFFLOADS: tuple[Offload, ...] = get_args(Offload)  # from the nearest on
 
 
@@ -173,7 +173,7 @@ def choose_schedule(
         found = _chosen(other, near, samples)
         if found.best is None:
             continue
-        if best is None or _seconds(found.best) < (1 - LEAST_GAIN) * _seconds(best):
+        if best is None or _seconds(found.best) < (1 - RANGE_GAIN) * _seconds(best):
             runner_up = found.runner_up if best is None else best
             chosen = replace(found, wish=wish, runner_up=runner_up)
     return chosen

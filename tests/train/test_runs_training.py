@@ -377,7 +377,7 @@ def test_a_durable_run_keeps_the_ranges_of_experts_that_its_plan_chose(
     """Its state is found by its units, and another machine would choose others."""
     monkeypatch.setattr(partition, "EXPERTS_BYTES", (1, 1))  # the rule's are of one expert
     monkeypatch.setattr(partition, "RANGE_BYTES", (0, 1 << 30))
-    monkeypatch.setattr(batch_schedule, "LEAST_GAIN", -1e9)  # of all that are tried the last
+    monkeypatch.setattr(batch_schedule, "RANGE_GAIN", -1e9)  # of all that are tried the last
     raw = left_to_the_plan(
         tmp_path,
         model__config=dict(MIXTURE),
@@ -390,7 +390,7 @@ def test_a_durable_run_keeps_the_ranges_of_experts_that_its_plan_chose(
     shutil.rmtree(tmp_path / "run")
     train(raw, stop_after=3)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["experts_per_unit"] == 4
-    monkeypatch.setattr(batch_schedule, "LEAST_GAIN", 1.0)  # the rule's
+    monkeypatch.setattr(batch_schedule, "RANGE_GAIN", 1.0)  # the rule's
     _, watcher = train(raw, "auto")
     assert watcher.done == 3
     assert losses_of(tmp_path) == expected

@@ -105,7 +105,7 @@ def test_the_trainer_takes_the_ranges_of_the_plan_unless_its_run_is_durable(
 ) -> None:
     monkeypatch.setattr(partition, "EXPERTS_BYTES", (1, 1))  # the rule's are of one expert
     monkeypatch.setattr(partition, "RANGE_BYTES", (0, 1 << 30))
-    monkeypatch.setattr(batch_schedule, "LEAST_GAIN", -1e9)  # of all that are tried the last
+    monkeypatch.setattr(batch_schedule, "RANGE_GAIN", -1e9)  # of all that are tried the last
     found = {}
     for durable in (False, True):
         given = config_of(tmp_path, activations={"tokens": 16}, durable=durable)

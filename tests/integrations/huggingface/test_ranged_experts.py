@@ -100,6 +100,24 @@ def test_the_plan_counts_the_bytes_of_every_step_before_any_ran(
     engine.close()
 
 
+def test_larger_ranges_are_read_less_often_where_blocks_are_recomputed(tmp_path: Path) -> None:
+    """A backward finds those in slots that the second forward has passed last."""
+    read = []
+    for count in (1, 4):
+        activations = {"checkpoint": "units"}
+        config = config_of(tmp_path, experts_per_unit=count, activations=activations)
+        engine, *_ = infinity.initialize(build("qwen3-moe"), config, optimizer=sgd, device="cpu")
+        for step in range(2):  # tokens enough for each expert
+            ids = torch.randint(0, 97, (16, 32), generator=torch.Generator().manual_seed(step))
+            engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+            engine.step()
+        assert engine.last_report is not None
+        read.append(engine.last_report.moved["disk_read"])
+        assert read[-1] == engine.plan.predicted_bytes["disk_read"]
+        engine.close()
+    assert read[1] < 0.8 * read[0]
+
+
 def test_the_trainer_takes_the_ranges_of_the_plan_unless_its_run_is_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -256,7 +256,7 @@ def verify(
             raise typer.Exit(CheckpointError.exit_code)
 
 
-def _is_sound(place: Path, opened: Opener) -> bool:
+def _is_sound(path: Path, opened: Opener) -> bool:
     """Read every byte, print damages, and return True if none was found."""
     problems: list[str] = []
     verdict = ""
@@ -267,7 +267,7 @@ def _is_sound(place: Path, opened: Opener) -> bool:
             def seen(nbytes: int) -> None:
                 nonlocal done
                 done += nbytes
-                line.progress(done, reader.nbytes, f"reading {place}")
+                line.progress(done, reader.nbytes, f"reading {path}")
 
             problems += reader.verify(seen)
             verdict = f"sound, {format_size(reader.nbytes)}"
@@ -280,7 +280,7 @@ def _is_sound(place: Path, opened: Opener) -> bool:
         problems.append(error.what)
     for problem in problems:
         print(problem)
-    print(f"{place}: {f'damaged, {len(problems)} problem(s)' if problems else verdict}", flush=True)
+    print(f"{path}: {f'damaged, {len(problems)} problem(s)' if problems else verdict}", flush=True)
     return not problems
 
 

@@ -72,7 +72,7 @@ def examine(paths: Sequence[Path], root: Path = Path("/")) -> dict[str, Any]:
     facts["kernels"] = part(lambda: _kernels(root))
     facts["io"] = part(_io)
     facts["drives"] = [part(partial(_drive, path)) for path in paths]
-    facts["places"] = [] if paths else _places()
+    facts["places"] = [] if paths else _file_systems()
     facts["notes"] = _notes(paths, facts)
     facts["problems"] = problems
     facts["ok"] = not problems
@@ -229,7 +229,7 @@ def _drive(path: Path) -> dict[str, Any]:
     return drive.as_dict() | {"parameters": drive.free_bytes // STATE_BYTES}
 
 
-def _places() -> list[dict[str, Any]]:
+def _file_systems() -> list[dict[str, Any]]:
     """Return the mounted file systems on block devices, largest room first; nothing is written."""
     file_systems: dict[str, dict[str, Any]] = {}
     for _, where, (kind, device, _) in mounts(Path("/")):
@@ -356,7 +356,7 @@ def text_of(facts: dict[str, Any]) -> str:
         lines.append(
             f"links      {links['gpus']} ranks on each of {links['nodes']} node(s), measured"
         )
-        lines += [f"           {links['measured']}: {link_words(links['rates'])}", ""]
+        lines += [f"           {links['measured']}: {link_text(links['rates'])}", ""]
     if "machine_file" in facts:
         lines += [*rate_lines(facts["machine_file"]["rates"], facts["rates"]), ""]
     if facts["ok"]:
@@ -407,10 +407,10 @@ def rate_lines(rates: dict[str, Any], origin: str) -> list[str]:
     busy = "" if "to_device" in rates else "; with busy processors"
     for title, names, more in (("disk", DISK, busy), ("copies", COPIES, "")):
         known = [name for name in names if name in rates]
-        each = ", ".join(f"{_words(name)} {format_rate(rates[name])}" for name in known)
+        each = ", ".join(f"{_label(name)} {format_rate(rates[name])}" for name in known)
         lines += [f"           {title}: {each}{more}"] if known else []
     if LINKS[0] in rates:
-        lines.append(f"           links: {link_words(rates)}")
+        lines.append(f"           links: {link_text(rates)}")
     updates = dict(rates["update"])
     if rates.get("device_update"):
         updates["on the device"] = rates["device_update"]
@@ -424,7 +424,7 @@ def rate_lines(rates: dict[str, Any], origin: str) -> list[str]:
     return lines
 
 
-def link_words(rates: dict[str, Any]) -> str:
+def link_text(rates: dict[str, Any]) -> str:
     """Return how fast bytes pass between ranks."""
     each = ", ".join(f"{name.replace('_', '-')} {format_rate(rates[name])}" for name in LINKS)
     between = rates.get(BETWEEN_NODES)
@@ -434,7 +434,7 @@ def link_words(rates: dict[str, Any]) -> str:
     return f"{each}, received by each rank{more}"
 
 
-def _words(name: str) -> str:
+def _label(name: str) -> str:
     return name.removeprefix("disk_").replace("_", " ")
 
 

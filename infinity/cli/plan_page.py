@@ -237,10 +237,10 @@ def _bars(page: Page, report: dict[str, Any]) -> None:
         page.entry("note", note)
 
 
-def _bar(marks: dict[str, int], whole: int) -> str:
+def _bar(marks: dict[str, int], total: int) -> str:
     """At least one character for everything that is there; cut off at the end."""
     cells = "".join(
-        mark * max(1, round(nbytes / max(whole, 1) * _BAR))
+        mark * max(1, round(nbytes / max(total, 1) * _BAR))
         for mark, nbytes in marks.items()
         if nbytes > 0
     )

@@ -76,7 +76,7 @@ def command() -> Iterator[None]:
         try:
             yield
         except (InfinityError, OSError, RuntimeError, UnicodeError, MemoryError) as error:
-            found = in_words(error)
+            found = as_infinity_error(error)
             if found is None:
                 raise
             say(f"error: {found}")
@@ -155,7 +155,7 @@ def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
             signal.signal(signum, old)
 
 
-def in_words(error: Exception) -> InfinityError | None:
+def as_infinity_error(error: Exception) -> InfinityError | None:
     """Ours for an error that an argument, a file or the machine causes; None where code does."""
     text = first_lines(error)
     if isinstance(error, InfinityError):

@@ -35,7 +35,7 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _whole(value: Any) -> Any:
+def _as_int(value: Any) -> Any:
     # 1e9 is a float to YAML and JSON.
     number = _number(value)
     return int(number) if isinstance(number, float) and number.is_integer() else number
@@ -92,7 +92,7 @@ def as_pair(value: Any) -> Any:
 
 
 Size: TypeAlias = Annotated[int, BeforeValidator(_size, json_schema_input_type=int | str)]
-Whole: TypeAlias = Annotated[int, BeforeValidator(_whole)]
+Integer: TypeAlias = Annotated[int, BeforeValidator(_as_int)]
 Number: TypeAlias = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Paths: TypeAlias = Annotated[
     tuple[Path, ...],

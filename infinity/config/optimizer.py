@@ -14,7 +14,7 @@ from pydantic import (
     field_validator,
 )
 
-from infinity.config.fields import Beta, Number, Section, Whole, as_pair
+from infinity.config.fields import Beta, Integer, Number, Section, as_pair
 from infinity.errors import did_you_mean
 from infinity.optim.rules import RULES
 from infinity.types import FrozenFormat, MomentFormat
@@ -131,7 +131,7 @@ def _field_of(name: str) -> tuple[Any, Any]:
         each = (Number if signed else Beta,) * len(of)
         return Annotated[tuple.__class_getitem__(each), BeforeValidator(as_pair)], field
     least = None if signed else 0
-    kind = Whole if isinstance(of, int) else Number
+    kind = Integer if isinstance(of, int) else Number
     return kind, Field(default_factory=default, ge=least, description=text)
 
 

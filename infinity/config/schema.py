@@ -23,13 +23,13 @@ from pydantic import (
 
 from infinity.config.fields import (
     _BARE_BYTES,
+    Integer,
     Number,
     OnePath,
     Paths,
     Section,
     Size,
     Weight,
-    Whole,
     as_pair,
     as_path,
 )
@@ -208,9 +208,9 @@ class HintsConfig(Section):
     DeepSpeed's `stage3_max_live_parameters` and `max_in_cpu`, see plan/planner.py.
     """
 
-    live_parameters: Whole | None = Field(default=None, ge=0)
+    live_parameters: Integer | None = Field(default=None, ge=0)
     """Most parameters in slots on the device."""
-    max_params_in_cpu: Whole | None = Field(default=None, ge=0)
+    max_params_in_cpu: Integer | None = Field(default=None, ge=0)
     """Most weights of the disk tier that are kept in RAM instead, within budget.host."""
 
 
@@ -345,7 +345,7 @@ class Config(Section):
 
     @field_validator("commit_every", mode="before")
     @classmethod
-    def _whole_steps(cls, value: Any) -> Any:
+    def _positive_steps(cls, value: Any) -> Any:
         if value != "auto" and not (type(value) is int and value > 0):
             raise ValueError(f'should be "auto" or a number of steps, 1 or more, got {value!r}')
         return value
@@ -367,7 +367,7 @@ class Config(Section):
 
     @field_validator("chunk_size", mode="before")
     @classmethod
-    def _whole_blocks(cls, value: Any) -> Any:
+    def _block_multiple(cls, value: Any) -> Any:
         is_int = isinstance(value, int) and not isinstance(value, bool)
         if value != "auto" and not (is_int and value > 0 and value % CHUNK_MULTIPLE == 0):
             problem = f'should be "auto" or a positive multiple of {CHUNK_MULTIPLE} elements'

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from infinity.errors import CheckpointError
 
-_Place = tuple[nn.Module, str]
+_Location = tuple[nn.Module, str]
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Buffer:
 
     names: tuple[str, ...]
     persistent: bool
-    places: tuple[_Place, ...]
+    locations: tuple[_Location, ...]
 
     @property
     def value(self) -> Tensor:
         """The tensor that is registered now."""
-        owner, key = self.places[0]
+        owner, key = self.locations[0]
         found = owner._buffers[key]
         assert found is not None
         return found
@@ -51,7 +51,7 @@ def find_buffers(module: nn.Module) -> list[Buffer]:
                 old,
                 names=(*old.names, *buffer.names),
                 persistent=old.persistent or buffer.persistent,
-                places=(*old.places, *buffer.places),
+                locations=(*old.locations, *buffer.locations),
             )
     return list(found.values())
 
@@ -114,7 +114,7 @@ def put_buffers(
                 here.copy_(value)
         else:  # modules may grow what is not persistent
             new = value.to(here.device, here.dtype if same else None)
-            for owner, key in buffer.places:
+            for owner, key in buffer.locations:
                 owner._buffers[key] = new
 
 
@@ -132,14 +132,14 @@ class Rerun:
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._parts = parts
-        self._before: dict[_Place, Tensor | None] = {}  # of those that the call changed
+        self._before: dict[_Location, Tensor | None] = {}  # of those that the call changed
         self._attributes: dict[str, Tensor] = {}  # of the module itself, before the call
 
     @contextmanager
     def first(self) -> Iterator[None]:
         """Around the call itself."""
         before = [(at, value, _version(value), _copy(value)) for at, value in self._buffers()]
-        self._attributes = self._own_tensors()
+        self._attributes = self._tensor_attributes()
         yield
         now = dict(self._buffers())
         self._before = {
@@ -151,7 +151,7 @@ class Rerun:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Context of a recomputation: buffers as in the call before, and restored afterwards."""
-        live, attributes = list(self._buffers()), self._own_tensors()
+        live, attributes = list(self._buffers()), self._tensor_attributes()
         copies: dict[object, Tensor | None] = {}  # what modules share stays shared
         try:
             for (owner, key), value in live:
@@ -166,10 +166,10 @@ class Rerun:
             for (owner, key), value in live:
                 owner._buffers[key] = value
 
-    def _own_tensors(self) -> dict[str, Tensor]:
+    def _tensor_attributes(self) -> dict[str, Tensor]:
         return {k: v for k, v in vars(self._parts[0]).items() if isinstance(v, Tensor)}
 
-    def _buffers(self) -> Iterator[tuple[_Place, Tensor | None]]:
+    def _buffers(self) -> Iterator[tuple[_Location, Tensor | None]]:
         for owner in self._parts:
             for key, value in owner._buffers.items():
                 yield (owner, key), value

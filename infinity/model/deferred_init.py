@@ -139,7 +139,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
 
         Without `copy` it may be the shadow itself, to be looked at and let go.
         """
-        logged = _place(tensor)
+        logged = _logged(tensor)
         shadow = self._storages[logged.storage].shadow
         if shadow is not None:
             view = _view(shadow, logged)
@@ -177,7 +177,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         self, call: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        logged = [_place(t) for t in tensors_in((args, kwargs)) if self.holds(t)]
+        logged = [_logged(t) for t in tensors_in((args, kwargs)) if self.holds(t)]
         if is_number_on_meta(call, kwargs):  # what `deferred[...] = 1` makes of its number
             kwargs = {**kwargs, "device": torch.device("cpu")}
         if not logged and not self._makes_large(call, args, kwargs):
@@ -200,13 +200,13 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
             for t in tensors_in(results_on_meta(call, args, kwargs))
         )
 
-    def _carry_out(self, call: Any, args: Any, kwargs: Any, places: Sequence[_LoggedTensor]) -> Any:
+    def _carry_out(self, call: Any, args: Any, kwargs: Any, logged: Sequence[_LoggedTensor]) -> Any:
         state = generator_state(call, args, kwargs)
         logged_args, logged_kwargs = tree_map(self._to_log, (args, kwargs))
-        reads = tuple(dict.fromkeys(p.storage for p in places))
+        reads = tuple(dict.fromkeys(p.storage for p in logged))
         mutated = [t for t in mutated_arguments(call, args, kwargs) if self.holds(t)]
         writes = tuple(dict.fromkeys(storage_key(t) for t in mutated))
-        over = self._overwritten(call, mutated, places)
+        over = self._overwritten(call, mutated, logged)
         shadows = {key: self._revive(key, overwritten=key == over) for key in reads}
         real_args, real_kwargs = tree_map(lambda x: _real(x, shadows), (args, kwargs))
         result = call(*real_args, **real_kwargs)
@@ -248,16 +248,16 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
     def _to_log(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return _place(value) if self.holds(value) else value.detach().clone()
+        return _logged(value) if self.holds(value) else value.detach().clone()
 
     def _overwritten(
-        self, call: Any, mutated: Sequence[Tensor], places: Sequence[_LoggedTensor]
+        self, call: Any, mutated: Sequence[Tensor], logged: Sequence[_LoggedTensor]
     ) -> int | None:
         """The storage whose past does not matter any more: all of it is written, and not read."""
         if call.overloadpacket.__name__ not in _OVERWRITES or len(mutated) != 1:
             return None
-        target = _place(mutated[0])
-        if sum(one.storage == target.storage for one in places) > 1:
+        target = _logged(mutated[0])
+        if sum(one.storage == target.storage for one in logged) > 1:
             return None
         covers_all = target.numel * target.dtype.itemsize == self._storages[target.storage].nbytes
         return target.storage if covers_all else None
@@ -314,7 +314,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         numbers, last_use = self._needed(key)
         for number in numbers:
             entry = self._log[number]
-            for logged in _places((entry.args, entry.kwargs)):
+            for logged in _logged_in((entry.args, entry.kwargs)):
                 if logged.storage not in shadows:  # overwritten here: its past does not matter
                     nbytes = self._storages[logged.storage].nbytes
                     shadows[logged.storage] = _empty(nbytes)
@@ -361,7 +361,7 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _place(tensor: Tensor) -> _LoggedTensor:
+def _logged(tensor: Tensor) -> _LoggedTensor:
     return _LoggedTensor(
         storage_key(tensor),
         tensor.dtype,
@@ -375,14 +375,14 @@ def _empty(nbytes: int) -> torch.UntypedStorage:
     return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
 
 
-def _view(storage: torch.UntypedStorage, place: _LoggedTensor) -> Tensor:
-    base = torch.empty(0, dtype=place.dtype)
-    return base.set_(storage, place.offset, place.size, place.stride)
+def _view(storage: torch.UntypedStorage, logged: _LoggedTensor) -> Tensor:
+    base = torch.empty(0, dtype=logged.dtype)
+    return base.set_(storage, logged.offset, logged.size, logged.stride)
 
 
 def _real(value: Any, shadows: dict[int, torch.UntypedStorage]) -> Any:
     if isinstance(value, Tensor) and value.is_meta and storage_key(value) in shadows:
-        return _view(shadows[storage_key(value)], _place(value))
+        return _view(shadows[storage_key(value)], _logged(value))
     return value
 
 
@@ -399,5 +399,5 @@ def _arguments(entry: _Entry, shadows: dict[int, torch.UntypedStorage]) -> Any:
     return tree_map(lambda x: _from_log(x, shadows, entry.state), (entry.args, entry.kwargs))
 
 
-def _places(value: Any) -> list[_LoggedTensor]:
+def _logged_in(value: Any) -> list[_LoggedTensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, _LoggedTensor)]

@@ -31,7 +31,7 @@ from infinity.errors import ConfigError
 from infinity.model.deferred_init import DEFER_FROM_BYTES, DeferredInitMode, storage_key
 
 REMEDY = "build the model with real initialisers: `with infinity.Init(): model = Build()`"
-_OWN = ("reset_parameters", "_reset_parameters", "reset_running_stats")
+_INITIALISERS = ("reset_parameters", "_reset_parameters", "reset_running_stats")
 _FAMILY = "_init_weights"
 
 
@@ -77,7 +77,7 @@ class Initialisers:
                 self._call_families(modules, every)
                 unfilled = [names for key, names in owners.items() if key not in self._filled]
                 for name in _inside_first(modules, unfilled):
-                    for method in _own_initialisers(modules[name]):
+                    for method in _callable_initialisers(modules[name]):
                         self._call(name, method)
                 if unfilled:
                     self._call_families(modules, every)
@@ -173,10 +173,10 @@ def _line(name: str) -> Iterator[str]:
         yield name
 
 
-def _own_initialisers(module: nn.Module) -> list[MethodType]:
+def _callable_initialisers(module: nn.Module) -> list[MethodType]:
     """The methods that initialise a module, as far as they can be called without arguments."""
     found: list[MethodType] = []
-    for name in _OWN:
+    for name in _INITIALISERS:
         method = getattr(module, name, None)
         if inspect.ismethod(method):
             parameters = inspect.signature(method).parameters.values()

@@ -65,7 +65,7 @@ class Outline:
     infinity_stacks: tuple[str, ...] = ()  # see `model/stacks.py`
 
     def __init__(self) -> None:
-        self.own: dict[str, Shape] = {}
+        self.direct: dict[str, Shape] = {}
         self.below: dict[str, Outline] = {}
 
     def at(self, path: str) -> Outline:
@@ -96,7 +96,7 @@ class Outline:
         """Yield parameters with names, by default of children, too."""
         seen: set[int] = set()
         for prefix, module in self.named_modules() if recurse else [("", self)]:
-            for name, parameter in module.own.items():
+            for name, parameter in module.direct.items():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield f"{prefix}.{name}" if prefix else name, parameter
@@ -118,7 +118,7 @@ def is_lookup(module: nn.Module | Outline) -> bool:
 def is_linear(module: nn.Module | Outline) -> bool:
     """Whether a module is a matrix that inputs are multiplied with, and perhaps a bias."""
     if isinstance(module, Outline):
-        weight = module.own.get("weight")
+        weight = module.direct.get("weight")
         return weight is not None and weight.dim() == 2 and not module.is_table
     from torch import nn
 
@@ -226,7 +226,7 @@ def add_adapters(target: Target, rank: int) -> nn.Module | Outline:
     for part in parts:
         direct: dict[str, Any] = dict(part.named_parameters(recurse=False))
         if isinstance(part, Outline):
-            part.own = {name: frozen[id(shape)] for name, shape in part.own.items()}
+            part.direct = {name: frozen[id(shape)] for name, shape in part.direct.items()}
         else:
             part.requires_grad_(requires_grad=False)
         if not is_linear(part) or id(direct["weight"]) in heads:
@@ -234,7 +234,7 @@ def add_adapters(target: Target, rank: int) -> nn.Module | Outline:
         rows, columns = direct["weight"].shape
         for name, shape in {"lora_A": (rank, columns), "lora_B": (rows, rank)}.items():
             if isinstance(part, Outline):
-                part.at(name).own["weight"] = Shape(shape)
+                part.at(name).direct["weight"] = Shape(shape)
             else:
                 from torch import nn
 
@@ -246,13 +246,13 @@ def _with(root: Outline, at: str, sizes: Mapping[str, tuple[int, ...]]) -> None:
     """Add parameters by their names below `at`."""
     for name, shape in sizes.items():
         module, _, key = f"{at}.{name}".rpartition(".")
-        root.at(module).own[key] = Shape(shape)
+        root.at(module).direct[key] = Shape(shape)
 
 
 def _tables(root: Outline, sizes: Mapping[str, tuple[int, ...]]) -> None:
     for name, shape in sizes.items():
         table = root.at(name)
-        table.own["weight"], table.is_table = Shape(shape), True
+        table.direct["weight"], table.is_table = Shape(shape), True
 
 
 def _llama(config: Mapping[str, Any]) -> Outline:
@@ -289,7 +289,7 @@ def _gpt2(config: Mapping[str, Any]) -> Outline:
     for index in range(config["n_layer"]):
         _with(root, f"transformer.h.{index}", layer)
     _with(root, "transformer.ln_f", {"weight": (hidden,), "bias": (hidden,)})
-    root.at("lm_head").own["weight"] = root.at("transformer.wte").own["weight"]
+    root.at("lm_head").direct["weight"] = root.at("transformer.wte").direct["weight"]
     return root
 
 

@@ -325,7 +325,7 @@ class _Packed:
     form: FrozenFormat
     shape: tuple[int, ...]
     names: tuple[str, ...]
-    places: tuple[TensorFacts, ...]
+    facts: tuple[TensorFacts, ...]
     mean: Tensor | None
 
 
@@ -467,7 +467,7 @@ class WeightFiles:
         if packed is None or packed.form is not form:
             return None
         parts, count = [], prod(packed.shape[:-2])
-        for one, stored in zip(packed.names, packed.places, strict=True):
+        for one, stored in zip(packed.names, packed.facts, strict=True):
             each = stored.numel // count
             part = self._files[stored.file].read(one, index * each, each)
             scales_fp8 = form is FrozenFormat.FP8 and one != packed.names[0]

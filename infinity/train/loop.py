@@ -76,7 +76,7 @@ class Loop:
     _saved_step: int = -1
     _saving: Path | None = None  # it is being copied
     _retry_step: int = -1
-    _told_metrics: bool = False
+    _warned_metrics: bool = False
 
     @property
     def step(self) -> int:
@@ -88,7 +88,7 @@ class Loop:
         prepared, watcher = self.prepared, self.watcher
         self._saved_step = self.step  # that is where this came from
         watcher.begin(self.step, prepared.steps)
-        self._tell_early_end()  # of an earlier life
+        self._report_early_end()  # of an earlier life
         self._evaluate_if_due()
         self.evaluation_before = self.evaluation
         while not self.ended and not self._asked_to_stop():
@@ -148,8 +148,8 @@ class Loop:
         self._collect(wait=wait)
 
     @contextmanager
-    def _refusals(self, place: Path, failed: Callable[[InfinityError], None]) -> Iterator[None]:
-        """Propagate a refused save below `place` to all ranks, and call `failed`.
+    def _refusals(self, path: Path, failed: Callable[[InfinityError], None]) -> Iterator[None]:
+        """Propagate a refused save below `path` to all ranks, and call `failed`.
 
         What is worse, on any rank, ends the run of all.
         """
@@ -163,7 +163,7 @@ class Loop:
             if ranks.count == 1:
                 raise
             error = refusal
-        fatal = isinstance(error, TransferError) and not Path(error.path).is_relative_to(place)
+        fatal = isinstance(error, TransferError) and not Path(error.path).is_relative_to(path)
         if any(worse for worse, *_ in ranks.synchronize("saves a checkpoint", int(fatal))):
             assert error is not None
             raise error
@@ -181,9 +181,9 @@ class Loop:
         saving = self._saving
         with self._refusals(self.checkpoints, self._failed):
             self.engine.finish_saving()
-            self._is_whole(saving)
+            self._completed(saving)
 
-    def _is_whole(self, path: Path) -> None:
+    def _completed(self, path: Path) -> None:
         self.saved, self._saving, self.unsaved = path, None, None
         self._retry_step = -1
         self.remember_saved()
@@ -195,7 +195,7 @@ class Loop:
         assert path is not None
         if latest(root) == path:
             self.watcher.note(str(error))  # older ones were not removed
-            self._is_whole(path)
+            self._completed(path)
             return
         every, soon = self._checkpoint_every, self._saved_step != self._retry_step
         self._saving, self._saved_step = None, -1
@@ -248,7 +248,7 @@ class Loop:
         loss = mean.item()
         took_s = time.perf_counter() - started_s
         self.loss = loss
-        self._tell(took_s)
+        self._report(took_s)
         if not math.isfinite(loss) and prepared.engine.precision != "fp16":
             raise self._diverged(loss, lr)
 
@@ -261,7 +261,7 @@ class Loop:
         local = torch.stack(list(losses)).cpu().view(torch.int64)
         return list(ranks.gather(local).view(torch.float64).T.flatten())
 
-    def _tell(self, took_s: float) -> None:
+    def _report(self, took_s: float) -> None:
         prepared, report, step = self.prepared, self.engine.last_report, self.step
         assert report is not None
         self._times_s.append(took_s)
@@ -294,9 +294,9 @@ class Loop:
         except RemovedError:
             raise
         except MachineError as error:
-            if not self._told_metrics:
+            if not self._warned_metrics:
                 self.watcher.note(f"training goes on without metrics: {error.what}")
-            self._told_metrics = True
+            self._warned_metrics = True
         self.watcher.on_record(record | more)
 
     def _diverged(self, loss: float, lr: float) -> TrainingError:
@@ -336,9 +336,9 @@ class Loop:
         beaten = best.step == 0 and loss > best.loss  # by the weights that it began with
         if self.keep_best is not None and self.step and loss < best.kept and not beaten:
             self._keep(self.keep_best, loss)
-        self._tell_early_end()
+        self._report_early_end()
 
-    def _tell_early_end(self) -> None:
+    def _report_early_end(self) -> None:
         best = self.best
         if self.stopped_early:
             self.watcher.note(

@@ -223,7 +223,7 @@ class BatchIterator:
     def next(self) -> Tensor:
         """`micro_batch` windows, stacked."""
         first = self.taken + self._ranks.rank * self._micro_batch
-        picked = [self.place(first + i) for i in range(self._micro_batch)]
+        picked = [self.window_at(first + i) for i in range(self._micro_batch)]
         batch = torch.stack([self._windows.window(index) for index in picked])
         self.taken += self._micro_batch * self._ranks.count
         return batch
@@ -231,9 +231,9 @@ class BatchIterator:
     def weight(self, count: int, ahead: int = 0) -> int:
         """Tokens with a loss in the `count` windows that come `ahead` windows from here."""
         first = self.taken + ahead
-        return sum(self._windows.weight(self.place(first + i)) for i in range(count))
+        return sum(self._windows.weight(self.window_at(first + i)) for i in range(count))
 
-    def place(self, number: int) -> int:
+    def window_at(self, number: int) -> int:
         """Which window comes at `number`, counted over all epochs."""
         epoch, index = divmod(number, len(self._windows))
         if not self._shuffle:

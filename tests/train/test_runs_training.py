@@ -58,7 +58,7 @@ def reference_losses(raw: dict[str, Any], data: Path) -> tuple[list[float], Any]
     corpus = Corpus(directory)
     windows, _ = split(corpus, LENGTH, 0.1)
     reel = BatchIterator(windows, 2, 0, True)
-    order = [reel.place(i) for i in range(6 * 4)]
+    order = [reel.window_at(i) for i in range(6 * 4)]
     tokens = corpus.read(0, corpus.num_tokens)
     torch.manual_seed(0)
     config = transformers.GPT2Config(**TINY, vocab_size=257, bos_token_id=256, eos_token_id=256)

@@ -10,7 +10,7 @@ from infinity.integrations.deepspeed.keys import KEYS, read_value
 
 # Methods that say what a configuration says of a key: (what the method begins with, what the key
 # begins with, how both go on); `method=key` where they go on otherwise.
-_TOLD = (
+_METHODS = (
     ("", "", "dataloader_drop_last dump_state gradient_predivide_factor log_level "
      "managed_gradient_accumulation memory_breakdown scheduler_name=scheduler.type steps_per_print "
      "wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"),
@@ -40,7 +40,7 @@ STAGE = "zero_optimization.stage"
 _NOT_SAID = object()
 
 
-def _told(key: str) -> Callable[[ConfigMethods], Any]:
+def _key_reader(key: str) -> Callable[[ConfigMethods], Any]:
     """Return a method that reads a key of the configuration, or DeepSpeed's default."""
 
     def method(self: ConfigMethods) -> Any:
@@ -74,6 +74,6 @@ class ConfigMethods:
             return given
 
 
-for _before, _section, _words in _TOLD:
-    for _method, _, _key in (word.partition("=") for word in _words.split()):
-        setattr(ConfigMethods, _before + _method, _told(_section + (_key or _method)))
+for _before, _section, _names in _METHODS:
+    for _method, _, _key in (word.partition("=") for word in _names.split()):
+        setattr(ConfigMethods, _before + _method, _key_reader(_section + (_key or _method)))

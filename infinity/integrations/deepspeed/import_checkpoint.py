@@ -385,7 +385,9 @@ def _trained_of(files: ZeroFiles, module: Mapping[str, Tensor]) -> dict[str, _Tr
         files.refuse(f"its {key} is no list of flat tensors")
     states = [_states(files, state, len(masters[0] or ())) for state in files.optimizers]
     trained = {}
-    locations = _places_3(files, groups, masters) if files.stage == 3 else _places_12(files, groups)
+    locations = (
+        _locations_3(files, groups, masters) if files.stage == 3 else _locations_12(files, groups)
+    )
     for name, shape, group, where in locations:
         if name not in module:
             files.refuse(f"{name!r} has a shape, and is not in the model")
@@ -430,7 +432,7 @@ def _step_of(files: ZeroFiles, state: Mapping[str, Any]) -> int:
 
 # Where a parameter lies: (flat tensor, first element, count) of each rank that has a part.
 _Where = list[tuple[int, int, int, int]]  # rank, flat tensor, first element, count
-_Place = tuple[str, tuple[int, ...], int, _Where]
+_Location = tuple[str, tuple[int, ...], int, _Where]
 
 
 def _covering(begin: int, left: int, lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -443,7 +445,9 @@ def _covering(begin: int, left: int, lengths: Sequence[int]) -> Iterator[tuple[i
         begin = max(begin - length, 0)
 
 
-def _places_12(files: ZeroFiles, groups: Sequence[dict[str, tuple[int, ...]]]) -> Iterator[_Place]:
+def _locations_12(
+    files: ZeroFiles, groups: Sequence[dict[str, tuple[int, ...]]]
+) -> Iterator[_Location]:
     paddings = files.optimizers[0].get("param_alignment_paddings")
     flats = [s["single_partition_of_fp32_groups"] for s in files.optimizers]
     if len(flats[0]) != len(groups):
@@ -463,11 +467,11 @@ def _places_12(files: ZeroFiles, groups: Sequence[dict[str, tuple[int, ...]]]) -
             files.refuse(f"group {group} has {sum(lengths)} masters for {at} elements")
 
 
-def _places_3(
+def _locations_3(
     files: ZeroFiles,
     groups: Sequence[dict[str, tuple[int, ...]]],
     masters: Sequence[list[Tensor] | None],
-) -> Iterator[_Place]:
+) -> Iterator[_Location]:
     lengths = [part.numel() for part in masters[0] or ()]
     if any([part.numel() for part in one or ()] != lengths for one in masters):
         files.refuse("its ranks hold parts of different sizes")

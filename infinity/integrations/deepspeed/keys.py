@@ -151,7 +151,7 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _whole(value: Any) -> int:
+def _as_int(value: Any) -> int:
     integral = not isinstance(value, bool) and isinstance(value, numbers.Integral)
     number = value if integral else _number(value)
     if int(number) != number:
@@ -199,7 +199,7 @@ def _kind(types: Any, expected: str) -> Callable[[Any], Any]:
     return _that(lambda value: value, lambda value: isinstance(value, types), expected)
 
 
-_WHOLE = _that(_whole, lambda number: number >= 0, "0 or more")
+_WHOLE = _that(_as_int, lambda number: number >= 0, "0 or more")
 _READ: dict[Kind, Callable[[Any], Any]] = {
     "flag": _kind(bool, "true or false"),
     "number": _number,
@@ -207,8 +207,8 @@ _READ: dict[Kind, Callable[[Any], Any]] = {
     "pair": _that(_numbers, lambda n: isinstance(n, list) and len(n) == 2, "two numbers"),
     "share": _that(_number, lambda number: 0 <= number <= 1, "between 0 and 1"),
     "whole": _WHOLE,
-    "count": _that(_whole, lambda number: number >= 1, "1 or more"),
-    "signed": _whole,
+    "count": _that(_as_int, lambda number: number >= 1, "1 or more"),
+    "signed": _as_int,
     "interval": _interval,
     "text": _kind(str, "text"),
     "names": _names,

@@ -53,14 +53,14 @@ _PADS = {
 # --- which steps are sums over samples -----------------------------------------------------------
 
 
-def sums_over_samples(trainer: Any, own: Iterable[tuple[str, type]]) -> bool:
+def sums_over_samples(trainer: Any, methods: Iterable[tuple[str, type]]) -> bool:
     """Whether a Trainer's loss of a batch is a sum over samples, over `num_items_in_batch`.
 
     So where the loss is the model's, and the model is one of transformers' that leaves it to a
-    `loss_function` that takes the number. `own` are methods and the class that is to have them:
+    `loss_function` that takes the number. `methods` are methods and the class that is to have them:
     a subclass with others may compute anything. A label smoother needs logits, which are whole.
     """
-    for name, kind in own:
+    for name, kind in methods:
         if getattr(getattr(trainer, name), "__func__", None) is not getattr(kind, name):
             return False
     others = (trainer.compute_loss_func, trainer.label_smoother)

@@ -318,7 +318,7 @@ def load_model(
         torch.manual_seed(settings.seed)
     facts = read_config(directory, model_class) if model_config is None else model_config
     kind, facts = _chosen(class_for(facts, model_class), facts)
-    facts, options = _told(facts, dict(model_kwargs or {}))
+    facts, options = _split_kwargs(facts, dict(model_kwargs or {}))
     files = WeightFiles(directory)
     if files.quantised:
         facts = without_quantisation(facts)  # values are promised: transformers must not unpack
@@ -486,7 +486,7 @@ _NOT_HERE = {
 }
 
 
-def _told(facts: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _split_kwargs(facts: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Split `model_kwargs` into a config with its keys and the rest, as transformers does."""
     if refused := [name for name in options if name in _NOT_HERE]:
         raise ConfigError(

@@ -186,7 +186,7 @@ class _NamedArgument:
     theirs: str
 
 
-def _told(args: Any, precision: str) -> list[_NamedArgument]:
+def _named_arguments(args: Any, precision: str) -> list[_NamedArgument]:
     """Return the settings that a configuration may omit, and must agree with otherwise."""
     steps, adam, params = "gradient_accumulation_steps", "adam_beta1, adam_beta2", _PARAMS
     decay = args.weight_decay
@@ -223,7 +223,7 @@ def _ours(source: Any, args: Any, precision: str) -> TrainerSettings:
     raw = _without_autos(read_source(source)[1])
     given = load_config(raw)
     kind, of_adam = given.optimizer.type, ("optimizer.betas", "optimizer.eps")
-    from_args = {one.ours: one for one in _told(args, precision) if one.ours}
+    from_args = {one.ours: one for one in _named_arguments(args, precision) if one.ours}
     by_name = {
         name: one
         for name, one in from_args.items()
@@ -265,7 +265,7 @@ def _translated(
 ) -> TrainerSettings:
     raw: dict[str, Any] = dict(found.raw)
     named = raw.get("optimizer") is not None
-    by_name = {one.theirs: one for one in _told(args, precision)}
+    by_name = {one.theirs: one for one in _named_arguments(args, precision)}
     fill = {name: one.value for name, one in by_name.items()} | {
         f"{_PARAMS}.betas": list(by_name[f"{_PARAMS}.betas"].value),
         "bf16.enabled": precision == "bf16",

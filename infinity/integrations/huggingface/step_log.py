@@ -24,7 +24,7 @@ class StepLog:
 
     def _begin(self) -> None:
         self._steps = self._tokens = self._peak = 0
-        self._whole_s = self._waits_s = 0.0
+        self._total_s = self._waits_s = 0.0
         self._moved = dict.fromkeys(_MOVED, 0)
 
     def batch(self, inputs: Any, name: str) -> None:
@@ -38,7 +38,7 @@ class StepLog:
         if report is not None and report is not self._last:
             self._last = report
             self._steps += 1
-            self._whole_s += report.wall_s
+            self._total_s += report.wall_s
             self._waits_s += math.fsum(report.stall_s.values())
             self._peak = max(self._peak, report.memory.get("peak", 0))
             for direction in _MOVED:
@@ -53,9 +53,9 @@ class StepLog:
         """
         found: dict[str, float] = {}
         if count := self._steps:
-            found = {"step_s": self._whole_s / count, "stall_s": self._waits_s / count}
-            if self._tokens and self._whole_s:
-                found["tokens_per_s"] = self._tokens * ranks / self._whole_s
+            found = {"step_s": self._total_s / count, "stall_s": self._waits_s / count}
+            if self._tokens and self._total_s:
+                found["tokens_per_s"] = self._tokens * ranks / self._total_s
             for direction, name in _MOVED.items():
                 if moved := self._moved[direction]:
                     found[name] = moved / count / _GIB

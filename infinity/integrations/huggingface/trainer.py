@@ -198,7 +198,7 @@ def load_engine(engine: Engine, folder: str) -> None:
         raise CheckpointError(f"there is no checkpoint of an engine in {folder}")
 
 
-def newest_whole(directory: str) -> str | None:
+def newest_complete(directory: str) -> str | None:
     """The newest `checkpoint-N` of an engine that is complete; None where there is no folder.
 
     A crash while one is saved leaves a folder without its last file: such are passed over. Warns
@@ -218,7 +218,7 @@ def newest_whole(directory: str) -> str | None:
         )
         return str(complete)
     if folders:
-        raise _nothing_whole(folders[0], weights_only)
+        raise _no_complete_checkpoint(folders[0], weights_only)
     return None
 
 
@@ -248,7 +248,7 @@ def _warn_of_newer(taken: Path, newer: list[Path]) -> None:
         )
 
 
-def _nothing_whole(newest: Path, weights_only: list[Path]) -> ConfigError:
+def _no_complete_checkpoint(newest: Path, weights_only: list[Path]) -> ConfigError:
     """For folders of which none can be resumed as it was."""
     if weights_only:
         weights = weights_only[0]
@@ -664,7 +664,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             ConfigError: No checkpoint in `output_dir` is complete, or the path is no checkpoint.
         """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = newest_whole(self.args.output_dir) or True
+            resume_from_checkpoint = newest_complete(self.args.output_dir) or True
         if isinstance(resume_from_checkpoint, str | os.PathLike):
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
             refuse_foreign(resume_from_checkpoint)

@@ -503,7 +503,7 @@ def _times(page: ReportPage, facts: RunFacts) -> None:
     for part in _parts(facts.steps, BARS):
         waits = _waits(part)
         rows += [
-            {"step": part[0]["step"], "to": part[-1]["step"] + 1, "what": _words(cause),
+            {"step": part[0]["step"], "to": part[-1]["step"] + 1, "what": _label(cause),
              "seconds": waits.get(cause, 0.0)}
             for cause in overall
         ]  # fmt: skip
@@ -526,7 +526,7 @@ def _times(page: ReportPage, facts: RunFacts) -> None:
     )  # fmt: skip
 
 
-def _words(cause: str) -> str:
+def _label(cause: str) -> str:
     return cause if cause == _FREE else f"wait: {cause.replace('_', ' ')}"
 
 
@@ -535,7 +535,7 @@ def _faster(page: ReportPage, facts: RunFacts) -> None:
     overall = _waits(facts.steps)
     total = sum(overall.values())
     rows = [
-        (f"{seconds / total:.1%}", _words(cause), "" if cause == _FREE else _remedy(cause))
+        (f"{seconds / total:.1%}", _label(cause), "" if cause == _FREE else _remedy(cause))
         for cause, seconds in sorted(overall.items(), key=lambda item: -item[1])
     ]
     if rows:

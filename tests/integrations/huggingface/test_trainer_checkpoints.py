@@ -28,7 +28,7 @@ from support.hf_runs import (
 
 from infinity.errors import ConfigError, InfinityWarning
 from infinity.integrations.huggingface.models import load_model
-from infinity.integrations.huggingface.trainer import InfinityTrainer, newest_whole
+from infinity.integrations.huggingface.trainer import InfinityTrainer, newest_complete
 
 WHOLE = {"max_steps": 8, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "cosine"}
 # A run that is over and is resumed all the same takes one step more, in Trainer too.
@@ -146,17 +146,17 @@ def test_a_first_checkpoint_that_was_cut_short_is_named(tmp_path: Path, missing:
                 second.train(resume_from_checkpoint=str(folder))
         second.train()
         assert_same_bits(masters(second), expected)
-        assert newest_whole(str(tmp_path)) == str(folder)
+        assert newest_complete(str(tmp_path)) == str(folder)
 
 
 def test_weights_only_are_not_taken_unasked(tmp_path: Path) -> None:
-    assert newest_whole(str(tmp_path)) is None
+    assert newest_complete(str(tmp_path)) is None
     options = {**WHOLE, "max_steps": 2, "save_only_model": True}
     with trainer_for(InfinityTrainer, tmp_path, **options) as first:
         first.train()
     weights = str(tmp_path / "checkpoint-2")
     with pytest.raises(ConfigError, match="holds weights only") as caught:
-        newest_whole(str(tmp_path))
+        newest_complete(str(tmp_path))
     assert f"resume_from_checkpoint={weights!r}" in str(caught.value)
     shutil.rmtree(tmp_path / "checkpoint-1")
     with trainer_for(InfinityTrainer, tmp_path, **{**WHOLE, "max_steps": 1}) as other:

@@ -51,10 +51,10 @@ def test_auto_keeps_small_experts_with_their_layer_and_cuts_large_ones() -> None
     large = Outline()
     for index in range(4):
         layer = large.at(f"layers.{index}")
-        layer.at("norm").own["weight"] = Shape((7168, 64))
+        layer.at("norm").direct["weight"] = Shape((7168, 64))
         experts = layer.at("mlp.experts")
         experts.infinity_stacks = ("gate_up_proj", "down_proj")
-        experts.own |= {
+        experts.direct |= {
             "gate_up_proj": Shape((256, 4096, 7168)),
             "down_proj": Shape((256, 7168, 2048)),
         }

@@ -22,7 +22,7 @@ from infinity.common.crc32c import crc32c_of
 from infinity.common.files import sync_directory
 from infinity.config.schema import Config, load_config
 from infinity.config.settings import Settings
-from infinity.distributed.compare import check_alike
+from infinity.distributed.compare import check_equal
 from infinity.distributed.context import DistContext
 from infinity.distributed.launch import find_ranks
 from infinity.engine import Engine
@@ -45,9 +45,9 @@ from infinity.storage.run_dir import of_rank, remove_dead_ranks
 from infinity.training.checkpoints import check_committed
 from infinity.training.components import EngineComponents
 from infinity.training.initial_write import Progress
-from infinity.training.resting import take_over
 from infinity.training.run_plan import plan_for, rates_of_rank
 from infinity.training.run_state import ResumableLoader
+from infinity.training.stored_weights import take_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def _make(
 ) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
     """An engine, one of `ranks`; what must be undone if another fails goes to `undo`."""
     settings, model, client = given.settings.config, given.model, given.optimizer
-    _check_alike(given.settings, ranks)
+    _check_settings(given.settings, ranks)
     target = find_device(device_for(given.device, ranks))
     undo.callback(target.close)
     make_current(target.torch_device, ranks)
@@ -190,15 +190,15 @@ def _make(
     rule, trained = offloaded.rule, offloaded.param_groups
     computes_as_before = undo.callback(_declare_experts(model))
     partition = partition_model(
-        model, settings, trained, given.units, ranks.count, whole=rule.whole
+        model, settings, trained, given.units, ranks.count, needs_full=rule.needs_full
     )
     offloaded.split_stacks(partition.pieces)
     if ranks.count > 1:
-        check_alike(ranks, "the model", _facts_of(partition, initial_values))
-        check_alike(ranks, "the optimizer", _facts_of_optimizer(offloaded))
+        check_equal(ranks, "the model", _facts_of(partition, initial_values))
+        check_equal(ranks, "the optimizer", _facts_of_optimizer(offloaded))
     plan = _make_plan(model, partition, settings, target, offloaded, ranks, initial_values)
     if ranks.count > 1:
-        check_alike(ranks, "the plan", _facts_of_plan(plan))
+        check_equal(ranks, "the plan", _facts_of_plan(plan))
     scheduler = None
     if any(partition.trained):
         scheduler = _make_scheduler(settings, offloaded, given.lr_scheduler, client)
@@ -248,13 +248,13 @@ def _declare_experts(model: nn.Module) -> Callable[[], None]:
 _EXPERTS = "infinity.integrations.huggingface.experts"  # imported where transformers is
 
 
-def _check_alike(settings: Settings, ranks: DistContext) -> None:
+def _check_settings(settings: Settings, ranks: DistContext) -> None:
     """Raise `ConfigError` if arguments or settings differ between ranks."""
     apart = ("nvme_path", "step_log", "trace", "io.weights")
     facts = {n: e["value"] for n, e in settings.config.resolved().items() if n not in apart}
     batches = {"samples of a micro-batch": settings.batch_size, "drop_last": settings.drop_last}
     versions = {"infinity": version("torch-infinity"), "torch": torch.__version__}
-    check_alike(ranks, "the configuration", versions | batches | facts)
+    check_equal(ranks, "the configuration", versions | batches | facts)
 
 
 def device_for(given: Any, ranks: DistContext) -> Any:
@@ -303,7 +303,7 @@ def _facts_of(partition: Partition, initial_values: InitialValues) -> dict[str, 
                 f"trained in group {s.group}" if s.trained else "frozen"
             )
     made: dict[int, tuple[bool, int]] = {}
-    for index, parameter in enumerate(partition.parameters[: partition.num_own]):
+    for index, parameter in enumerate(partition.parameters[: partition.num_model_params]):
         size, name = parameter.numel(), partition.names[index]
         count = min(size, _COMPARED)
         first = initial_values.pieces(parameter, 0, count)
@@ -326,7 +326,7 @@ def _facts_of(partition: Partition, initial_values: InitialValues) -> dict[str, 
 def _facts_of_optimizer(optimizer: OffloadedOptimizer) -> dict[str, Any]:
     """Return facts that all ranks must share: the rule, its state, and values of groups."""
     rule, values = optimizer.rule, optimizer.group_values()
-    kept = {"moments": rule.moments, "whole parameters": rule.whole}
+    kept = {"moments": rule.moments, "whole parameters": rule.needs_full}
     return {"name": rule.name, **kept, **{f"group {n}": v for n, v in enumerate(values)}}
 
 
@@ -335,7 +335,7 @@ def _facts_of_plan(plan: Plan) -> dict[str, Any]:
     names = ("slot_classes", "chunk_elements", "num_staging_buffers", "prefetch_units",
              "micro_batches", "gradient_itemsize", "unified", "durable_every", "saved")  # fmt: skip
     facts: dict[str, Any] = {name: str(getattr(plan, name)) for name in names}
-    facts |= {"shared RAM": plan.shared, "units that stay whole": sorted(plan.whole)}
+    facts |= {"shared RAM": plan.shared, "units that stay whole": sorted(plan.unsharded)}
     for unit, placement in zip(plan.units, plan.placements, strict=True):
         facts[f"placement of {unit.name}"] = f"{placement}, {unit.numel} elements"
     return facts
@@ -354,9 +354,9 @@ def _of_rank(config: Config, ranks: DistContext) -> Config:
     return config.model_copy(update=changes)
 
 
-def _leave(config: Config, own: Config, ranks: DistContext) -> None:
+def _leave(config: Config, local: Config, ranks: DistContext) -> None:
     """Release the connections and directories of a rank that gives no engine."""
-    for path in own.nvme_path if own is not config else ():
+    for path in local.nvme_path if local is not config else ():
         with suppress(OSError):  # something is left in it
             path.rmdir()
     ranks.close()
@@ -395,7 +395,7 @@ def _make_loader(
     if not (isinstance(training_data, Dataset) or (settings.shuffles and has_items)):
         return training_data
     if has_items:
-        check_alike(ranks, "training_data", {"number of samples": len(training_data)})
+        check_equal(ranks, "training_data", {"number of samples": len(training_data)})
     return ResumableLoader(
         training_data,
         ranks,

@@ -120,7 +120,7 @@ class Engine:
         if components.resumed:
             self._checkpoints.restore_document(components.resumed)
         self._closed = False
-        self._own(module)
+        self._attach(module)
         self._guard.fail = partial(_fail, weakref.ref(self))
         self._finalizer = weakref.finalize(self, components.drop, weakref.ref(self))
         optimizer.connect(self.step, self._drop_arrivals)
@@ -132,7 +132,7 @@ class Engine:
     def _counters(self) -> TrainingCounters:
         return self._step_runner.counters
 
-    def _own(self, module: nn.Module) -> None:
+    def _attach(self, module: nn.Module) -> None:
         """Attach the engine to the module and its parameters, until it is closed or collected."""
         components, parameters = self._components, self._components.partition.parameters
         hooks = ModuleStateHooks(module, self._values, self._index_of)
@@ -364,7 +364,7 @@ class Engine:
         self._check_usable()
         self._check_trains("train_batch()")
         self._end_users_backward()
-        self._window.check_whole()
+        self._window.check_full()
         count = self._window.length
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         try:
@@ -640,7 +640,7 @@ class Engine:
         components = self._components
         params_by_index = self.optimizer.params_by_index(self._index_of)
         for piece, rows in self._values.rows(index):
-            location = self._values.place_of(piece)
+            location = self._values.location_of(piece)
             self._values.before_change(location[0].index)
             write_state(
                 components.store,
@@ -655,7 +655,7 @@ class Engine:
     def _trained(self, parameter: nn.Parameter) -> tuple[int, Segment]:
         self._check_usable()
         (index,) = targets(parameter, self._index_of)
-        _, segment = self._values.place_of(index)
+        _, segment = self._values.location_of(index)
         if not segment.trained:
             raise ConfigError(
                 f"{segment.name!r} is frozen and has neither a gradient nor optimizer state"
@@ -903,7 +903,7 @@ class Engine:
             self._close(restore)
 
     @engine_call
-    def _close(self, restore: bool, *, rest: bool = False) -> None:
+    def _close(self, restore: bool, *, keep_weights: bool = False) -> None:
         values = None
         failure: BaseException | None = None
         if not self._closed:
@@ -911,14 +911,14 @@ class Engine:
                 if self._failure.error is None:
                     failure = self._bound.find_edit(every=True)
                 self._saver.finish()
-                if rest and failure is None:
-                    self._components.rest()
+                if keep_weights and failure is None:
+                    self._components.keep_weights()
                     self._closed = True
                     self._finalizer.detach()
                     return
                 if restore:
                     self._values.release_all_materialized()
-                    count = self._components.partition.num_own
+                    count = self._components.partition.num_model_params
                     values = {i: self._values.read(i) for i in range(count)}
             except BaseException as error:
                 failure = failure or error

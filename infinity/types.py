@@ -139,7 +139,7 @@ class FrozenFormat(StrEnum):
             return -(-numel // 2), 4 * blocks
         return -(-numel // 2), blocks, 4 * -(-blocks // DOUBLE_BLOCK), 4
 
-    def places(self, shape: Sequence[int]) -> list[slice]:
+    def byte_ranges(self, shape: Sequence[int]) -> list[slice]:
         """Where the parts of one matrix rest among its bytes: each from a multiple of 4 on."""
         found, end = [], 0
         for part in self.parts(shape):
@@ -150,7 +150,7 @@ class FrozenFormat(StrEnum):
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Return the bytes at rest of a matrix or a stack; of each matrix a multiple of 4."""
-        end: int = self.places(shape[-2:])[-1].stop
+        end: int = self.byte_ranges(shape[-2:])[-1].stop
         return prod(shape[:-2]) * (-(-end // 4) * 4)
 
     @staticmethod
@@ -163,6 +163,6 @@ class FrozenFormat(StrEnum):
 NATIVE = (FrozenFormat.MXFP4, FrozenFormat.FP8)
 
 
-def can_rest(form: str, shape: Sequence[int], *, trained: bool) -> bool:
+def can_store(form: str, shape: Sequence[int], *, trained: bool) -> bool:
     """Return True if a parameter may be stored in the `FrozenFormat` of this name."""
     return not trained and form in {*FrozenFormat} and FrozenFormat(form).fits(shape)

@@ -213,7 +213,7 @@ class Infinity(Contender):
             self.step()
         self.settle()
         shares = Shares(read_timeline(trace_of(self.job)))
-        whole, num_steps = shares.whole, last + 1 - first
+        whole, num_steps = shares.total, last + 1 - first
         assert whole is not None
         assert whole.name == f"all {num_steps} steps"
         found = step_data(whole)
@@ -388,7 +388,7 @@ class Planned(Infinity):
             known = cached_rates(config.nvme_path, device, io=config.io)
             machine = PlanMachine.here(config.nvme_path, device.memory_bytes(), known.rates)
         self.rates = known
-        base = max(read_machine(config.nvme_path).own_rss_bytes, PROCESS_BASE_BYTES)
+        base = max(read_machine(config.nvme_path).process_rss_bytes, PROCESS_BASE_BYTES)
         found = priced_of(job, job["contender"], machine, base)
         line = schedule_line(found.case)
         print(f"infinity_plan: {line}; predicted {found.cost.seconds:.2f} s", file=sys.stderr)

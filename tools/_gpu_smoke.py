@@ -112,7 +112,7 @@ def kernels(make: Make, say: Say, left_s: float) -> dict[str, Any]:
 
 def _written(piece: Piece) -> list[Tensor]:
     stored = [tensor for moment in piece.moments for tensor in (moment.values, moment.scales)]
-    return [tensor for tensor in (piece.weight, piece.rest, *stored) if tensor is not None]
+    return [tensor for tensor in (piece.weight, piece.master_state, *stored) if tensor is not None]
 
 
 def links(make: Make, say: Say, left_s: float) -> dict[str, Any]:

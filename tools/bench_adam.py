@@ -41,7 +41,7 @@ def rounded(ratio: Ratio) -> dict[str, float]:
 
 def moved_by(piece: Piece) -> int:
     """Bytes that an update must read and write at least."""
-    stored = [piece.rest, *(t for m in piece.moments for t in (m.values, m.scales))]
+    stored = [piece.master_state, *(t for m in piece.moments for t in (m.values, m.scales))]
     both = sum(tensor.nbytes for tensor in stored if tensor is not None)
     weights = 1 if piece.weight.dtype is torch.float16 else 2  # a copy of the master: only written
     return weights * piece.weight.nbytes + 2 * both + piece.gradient.nbytes

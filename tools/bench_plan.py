@@ -163,7 +163,7 @@ def start(
     if given.get("budget") == BUDGET:
         machine = read_machine()
         state = 16 * presets.count_parameters(shape)
-        own = machine.own_rss_bytes - 4 * presets.count_parameters(shape)
+        own = machine.process_rss_bytes - 4 * presets.count_parameters(shape)
         given["budget"] = {"host": int((own + state / 2) / 0.7)}
     engine = initialize(model, given, poison=None)[0]
     tokens = batch * shape.context

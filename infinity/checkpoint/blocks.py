@@ -192,14 +192,14 @@ class BlockReader:
 
         Raises `OSError`, and `WrongBytesError` if they are not those that were written.
         """
-        memory = self._place(index)
+        memory = self._memory_of(index)
         if index == self._checked:
             return memory
         self._checked = None
         # Whoever reads here and there would wait for blocks that nobody needs.
         ahead = RING_BLOCKS if index in self._tickets or index == 0 else 2
         for block in range(index, min(index + ahead, len(self._crc32c))):
-            is_end = self._place(block).numel() % self._file.offset_alignment != 0
+            is_end = self._memory_of(block).numel() % self._file.offset_alignment != 0
             # The end of a file is read at once, not ahead: its errors are nobody else's.
             if block not in self._tickets and (block == index or not is_end):
                 self._start(block, plainly=is_end)
@@ -217,7 +217,7 @@ class BlockReader:
         self._checked = index
         return memory
 
-    def _place(self, index: int) -> Tensor:
+    def _memory_of(self, index: int) -> Tensor:
         size = self._block_bytes
         start, left = index % RING_BLOCKS * size, self._nbytes - index * size
         return self._memory[start : start + min(size, left)]
@@ -225,7 +225,7 @@ class BlockReader:
     def _start(self, block: int, *, plainly: bool) -> None:
         for other in [b for b in self._tickets if b % RING_BLOCKS == block % RING_BLOCKS]:
             self._cancel(other)
-        memory, offset = self._place(block), block * self._block_bytes
+        memory, offset = self._memory_of(block), block * self._block_bytes
         if plainly:
             self._read_plainly(memory, offset)
             self._tickets[block] = None

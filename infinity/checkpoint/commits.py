@@ -313,7 +313,7 @@ def foreign_checksums(path: Path, record: CommitRecord, unit: str) -> Checkpoint
     )
 
 
-def whole_records(
+def intact_records(
     directory: Path, found: Mapping[Path, CommitRecord | str]
 ) -> dict[CommitKey, CommitRecord]:
     """Return the intact records among the results of `read_commits`; `CheckpointError` if none."""

@@ -28,9 +28,9 @@ from infinity.checkpoint.commits import (
     CommitRecord,
     SmallFile,
     foreign_checksums,
+    intact_records,
     last_common,
     read_commits,
-    whole_records,
 )
 from infinity.checkpoint.durable_runs import (
     PLAN_NAME,
@@ -360,7 +360,7 @@ class Durability:
         # Read again: the directory is locked now.
         num_units = len(self.store.units)
         found = read_commits(stored.directory, stored.record.run, num_units)
-        records = whole_records(stored.directory, found)
+        records = intact_records(stored.directory, found)
         self._ranks.synchronize("looks for the last commit")
         reports = self._ranks.all_gather_object([sorted(records), _new_session()])
         keys = [[CommitKey(*key) for key in there] for there, _ in reports]

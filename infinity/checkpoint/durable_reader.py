@@ -22,9 +22,9 @@ from infinity.checkpoint.commits import (
     CommitRecord,
     Document,
     foreign_checksums,
+    intact_records,
     last_common,
     read_commits,
-    whole_records,
 )
 from infinity.checkpoint.directory import refusal
 from infinity.checkpoint.durable_runs import SUMS_NAME, StoredRun, plan_of, read_parts
@@ -107,7 +107,7 @@ class DurableReader(StateReader):
         ]
         kept: dict[str, Any] = {}
         for part in self._parts:  # whoever has the last part of a parameter tells, as in a save
-            there = {s.name for unit in part.plan.own for s in unit.trained_segments}
+            there = {s.name for unit in part.plan.local_units for s in unit.trained_segments}
             kept |= {n: v for n, v in part.document.run["kept"].items() if n in there}
         return encode({**self.document.run, "kept": kept, "ranks": rank_states}, "the run's state")
 
@@ -170,7 +170,7 @@ class _Part:
                 self._files.append(_open(member / STATE_NAME))
             num_units = len(run.facts["units"])  # read again, now that it is locked
             found = read_commits(run.directory, run.record.run, num_units)
-            self.records = whole_records(run.directory, found)
+            self.records = intact_records(run.directory, found)
         except BaseException:
             self.close()
             raise
@@ -184,7 +184,7 @@ class _Part:
         groups = list(committed(self.plan, self.record, self))
         self.extents = [item for group in groups for item in group]
         sizes = [os.fstat(file).st_size for file in self._files]
-        self._stripes.place_again(self._striping, sizes)
+        self._stripes.distribute_again(self._striping, sizes)
         sums = zip(groups, self.record.checksums, strict=True) if self.verified else ()
         for group, crc in sums:
             extents = [extent for extent, _ in group]
@@ -216,7 +216,7 @@ class _Part:
                 part = extent.part(start, min(_READ_BYTES, extent.nbytes - start))
                 try:
                     for page in self._wrong_pages(part, self._read_pages(part)):
-                        yield self._place(extent, start + page * PAGE, held)
+                        yield self._describe_page(extent, start + page * PAGE, held)
                 except (CheckpointError, MachineError) as error:
                     yield error.what
                 if seen is not None:
@@ -269,7 +269,7 @@ class _Part:
             why = f"checksums of {self.directory} cannot be read: {error.strerror}"
             raise CheckpointError(why) from error
 
-    def _place(self, extent: Extent, start: int, held: Sequence[StreamRange]) -> str:
+    def _describe_page(self, extent: Extent, start: int, held: Sequence[StreamRange]) -> str:
         """A damaged page of an extent, and whose bytes it holds."""
         (piece,) = self._stripes.pieces(extent.offset + start, PAGE)
         names = [
@@ -291,10 +291,10 @@ def committed(
 
     `disk` promises them. Of each unit there are two lists: trained state, and frozen parameters.
     """
-    units = [UnitState(layout, plan.record(layout)) for layout in plan.own]
+    units = [UnitState(layout, plan.record(layout)) for layout in plan.local_units]
     for unit in units:
         promise_extents(plan, unit, disk)
-    for layout, placement in zip(plan.own, plan.placements, strict=True):
+    for layout, placement in zip(plan.local_units, plan.placements, strict=True):
         if layout.numel and placement.gradient is Tier.DISK:  # behind them, as in a run
             disk.extent(layout.numel * plan.gradient_itemsize)
     for unit, copy, frozen in zip(units, record.copies, record.frozen_copies, strict=True):
@@ -302,7 +302,7 @@ def committed(
         for chunk, extent in enumerate(unit.copies[copy] if unit.copies else ()):
             _, count = unit.layout.chunk(chunk, plan.chunk_elements)
             held = []
-            full_record = plan.whole_record(unit.layout)
+            full_record = plan.full_record(unit.layout)
             for kind in full_record.kinds:
                 start = full_record.offset(kind, count)
                 for piece in pieces(plan, unit.layout, chunk, kind):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity._version import __version__
-from infinity.checkpoint.commits import COMMIT_NAMES, CommitRecord, read_commits, whole_records
+from infinity.checkpoint.commits import COMMIT_NAMES, CommitRecord, intact_records, read_commits
 from infinity.checkpoint.schemas import check_plan
 from infinity.common.checksummed_json import read_sealed, write_sealed
 from infinity.common.crc32c import crc32c
@@ -117,7 +117,8 @@ def model_facts(
 
 def _segment_facts(segment: Segment) -> dict[str, Any]:
     names = ("name", "dtype", "numel", "nbytes", "offset", "trained")
-    of_some = {n: value for n in ("form", "whole") if (value := getattr(segment, n))}
+    keys = {"form": segment.form, "whole": segment.needs_full}
+    of_some = {key: value for key, value in keys.items() if value}
     if segment.is_rows and segment.stack is not None:
         of_some["rows"] = [segment.stack.first, segment.stack.total]
     return {"shape": list(segment.shape), **{n: getattr(segment, n) for n in names}, **of_some}
@@ -161,10 +162,11 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 def _segment_of(facts: Mapping[str, Any]) -> Segment:
     """What `_segment_facts` was made of, without indices."""
     rows = facts.get("rows")
-    fields = {key: value for key, value in facts.items() if key != "rows"}
+    fields = {key: value for key, value in facts.items() if key not in ("rows", "whole")}
     stack = StackRows(-2, *rows) if rows else None
     fields["shape"] = tuple(facts["shape"])
-    return Segment(**fields, parameter=-1, group=-1, stack=stack)
+    needs_full = facts.get("whole", False)
+    return Segment(**fields, needs_full=needs_full, parameter=-1, group=-1, stack=stack)
 
 
 def _full_shape(facts: Mapping[str, Any]) -> list[int]:
@@ -259,7 +261,7 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
     directory = _first_directory(directory, _run_record(directory), roots)
     facts = _read_plan(directory)
     found = read_commits(directory, facts["run"], len(facts["units"]))
-    records = whole_records(directory, found)
+    records = intact_records(directory, found)
     commit = records[max(records)]
     if commit.plan and commit.plan != plan_checksum(facts):
         raise CheckpointError(
@@ -388,10 +390,10 @@ def _members(directory: Path, facts: Mapping[str, Any], roots: Iterable[Path]) -
     return tuple(found[index] for index in range(len(named)))
 
 
-def _pieces(run: object, places: Iterable[Path]) -> dict[int, Path]:
+def _pieces(run: object, parents: Iterable[Path]) -> dict[int, Path]:
     """The directories of a run by their index, those of earlier places first."""
     found: dict[int, Path] = {}
-    for parent in dict.fromkeys(places):
+    for parent in dict.fromkeys(parents):
         for path, record in durable_records(parent).items() if parent.is_dir() else ():
             if record.get("run") == run:
                 found.setdefault(int(record.get("index", -1)), path)
@@ -425,14 +427,14 @@ def find_run(
                 remedy="resume: never starts a new run; the old one stays",
             )
         return run
-    found = survey(_own_places(roots, ranks), here)
+    found = survey(_rank_dirs(roots, ranks), here)
     mine = [run for run in found.fitting if run.rank == ranks.rank]
     runs = {run.group if ranks.count > 1 else str(run.directory): run for run in mine}
     signs = [*found.doubtful, *(survey(_elsewhere(roots, ranks), here).doubtful)]
     for run in (run for run in found.fitting if run.rank != ranks.rank):
         why = f"it holds the shards of rank {run.rank}, not of rank {ranks.rank}"
         signs.append((run.directory, why))
-    misplaced = survey(_others_places(roots, ranks), here).fitting
+    misplaced = survey(_remote_rank_dirs(roots, ranks), here).fitting
     named = None
     if directory is not None and (directory / PLAN_NAME).exists():
         named = read_run(directory, roots).group
@@ -528,7 +530,7 @@ def _chosen(
     return began[0] if began else None
 
 
-def _others_places(roots: Sequence[Path], ranks: DistContext) -> list[Path]:
+def _remote_rank_dirs(roots: Sequence[Path], ranks: DistContext) -> list[Path]:
     """Where ranks that run on other machines would be on this one; one rank of it looks there."""
     if ranks.local_rank or ranks.count == ranks.local_count:
         return []
@@ -538,7 +540,7 @@ def _others_places(roots: Sequence[Path], ranks: DistContext) -> list[Path]:
     ]
 
 
-def _own_places(roots: Sequence[Path], ranks: DistContext) -> list[Path]:
+def _rank_dirs(roots: Sequence[Path], ranks: DistContext) -> list[Path]:
     """Where this rank's run directories are."""
     if ranks.count == 1:
         return list(roots)

@@ -18,7 +18,7 @@ from infinity.errors import CheckpointError, ConfigError
 from infinity.model.weight_directory import INDEX_NAME
 from infinity.model.weight_files import DTYPE_NAMES, encode_header
 from infinity.optim.moments import VALUE_DTYPES
-from infinity.types import FrozenFormat, MomentFormat, can_rest
+from infinity.types import FrozenFormat, MomentFormat, can_store
 
 # Which bytes of a checkpoint lie in which file: streams, shards, names and headers.
 #
@@ -304,7 +304,7 @@ class Manifest:
             if not record.name or prod(n for n in record.shape if n) > LARGEST // 16:
                 yield f"{record.name!r:.200} has the shape {record.shape!r:.60}"
         for one in self.parameters:
-            if one.form and not can_rest(one.form, one.shape, trained=one.trained):
+            if one.form and not can_store(one.form, one.shape, trained=one.trained):
                 yield f"{one.name!r:.200} has the format {one.form!r:.60}"
         yield from _file_problems(self.files)
 

@@ -48,7 +48,7 @@ class RangeWriter:
     streams: Streams
     rows: Tensor = field(default_factory=lambda: torch.zeros((0, 4), dtype=torch.int64))
     _files: list[int] = field(default_factory=list)
-    _places: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    _locations: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     _runs: dict[str, _Run] = field(default_factory=dict)
     _ranges: list[tuple[int, int, int, int]] = field(default_factory=list)
 
@@ -60,7 +60,7 @@ class RangeWriter:
                 for shard in shards:
                     at = len(shard.header)
                     for tensor in shard.tensors:
-                        self._places[stream, tensor.name] = len(self._files), at
+                        self._locations[stream, tensor.name] = len(self._files), at
                         at += tensor.nbytes
                     self._files.append(os.open(self.directory / shard.name, _FLAGS))
         except FileNotFoundError as error:
@@ -88,7 +88,7 @@ class RangeWriter:
 
         They are copied before this returns. Raises `DoesNotFitError` or `MachineError`.
         """
-        number, start = self._places[stream, name]
+        number, start = self._locations[stream, name]
         self._write(self._runs[stream], number, start + first, data.contiguous())
 
     def _write(self, run: _Run, number: int, at: int, data: Tensor) -> None:

@@ -230,12 +230,12 @@ class CheckpointReader(StateReader):
         self.manifest_crc32c = 0  # tells this checkpoint from others of its name
         self.manifest = self._read_manifest()
         self._records = {record.name: record for record in self.manifest.files}
-        self._places: dict[str, dict[str, TensorFacts]] = {}
+        self._tensor_facts: dict[str, dict[str, TensorFacts]] = {}
         for record in self.manifest.files:
             self._check_file(record)
         self._specs = {
             stream: {name: TensorSpec(name, one.shape, one.dtype) for name, one in tensors.items()}
-            for stream, tensors in self._places.items()
+            for stream, tensors in self._tensor_facts.items()
         }
         self._engine = _aio.Engine(block_size=BLOCK_BYTES)
         try:
@@ -292,7 +292,7 @@ class CheckpointReader(StateReader):
         except OSError as error:
             raise refusal("reading", path, error) from error
         file.close()
-        known = self._places.setdefault(record.stream, {})
+        known = self._tensor_facts.setdefault(record.stream, {})
         facts = sorted(file.facts.items(), key=lambda item: item[1].offset)
         for name, one in facts:
             if name in known:
@@ -314,7 +314,7 @@ class CheckpointReader(StateReader):
         return damaged(f"{path} is not sound: {problem}")
 
     def _fill(self, stream: str, name: str, first_byte: int, target: Tensor) -> None:
-        facts = self._places[stream][name]
+        facts = self._tensor_facts[stream][name]
         record = self._records[facts.file.name]
         self._check_header(record)
         done, size = 0, record.block_bytes
@@ -332,7 +332,7 @@ class CheckpointReader(StateReader):
             return
         ends = [
             facts.offset
-            for facts in self._places.get(record.stream, {}).values()
+            for facts in self._tensor_facts.get(record.stream, {}).values()
             if facts.file.name == record.name
         ]
         for block in range(-(-min(ends, default=0) // record.block_bytes)):
@@ -351,9 +351,9 @@ class CheckpointReader(StateReader):
             raise self._damaged(self.directory / record.name, str(error)) from None
         except OSError as error:
             self._forget(record.stream)
-            location = self._place(record, block)
+            location = self._describe_block(record, block)
             raise refusal(f"reading {location} of", self.directory / record.name, error) from error
-        location = self._place(record, block)
+        location = self._describe_block(record, block)
         raise damaged(f"{self.directory / record.name} is damaged: {location}: {problem}")
 
     def _reader(self, record: FileRecord) -> BlockReader:
@@ -373,13 +373,13 @@ class CheckpointReader(StateReader):
         if reader is not None:
             reader.close()
 
-    def _place(self, record: FileRecord, block: int) -> str:
+    def _describe_block(self, record: FileRecord, block: int) -> str:
         """Which block, and whose bytes it holds."""
         first = block * record.block_bytes
         last = min(first + record.block_bytes, record.nbytes)
         names = []
         header = record.nbytes
-        for name, one in self._places.get(record.stream, {}).items():
+        for name, one in self._tensor_facts.get(record.stream, {}).items():
             if one.file.name != record.name:
                 continue
             header = min(header, one.offset)

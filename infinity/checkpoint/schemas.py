@@ -18,7 +18,7 @@ from infinity.checkpoint.plain import DTYPES
 from infinity.common.checksummed_json import LARGEST
 from infinity.errors import CheckpointError
 from infinity.plan.layout import PRECISIONS
-from infinity.types import PAGE, FrozenFormat, MomentFormat, Tier, can_rest
+from infinity.types import PAGE, FrozenFormat, MomentFormat, Tier, can_store
 
 _MAX_RANKS = 1 << 16
 _Count = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -70,7 +70,7 @@ class _SegmentSchema(_Document):
             raise ValueError(f"rows {self.rows} do not fit the shape")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r:.60} is unknown")
-        if self.form and not can_rest(self.form, self.shape, trained=self.trained):
+        if self.form and not can_store(self.form, self.shape, trained=self.trained):
             raise ValueError(f"form {self.form!r:.60} does not fit")
         nbytes = self.numel * DTYPES[self.dtype].itemsize
         if self.form:

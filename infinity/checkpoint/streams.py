@@ -30,7 +30,7 @@ class StreamRange(NamedTuple):
     nbytes: int
 
     @property
-    def place(self) -> slice:
+    def byte_range(self) -> slice:
         """Where they lie."""
         return slice(self.start, self.start + self.nbytes)
 

@@ -135,7 +135,7 @@ _Lora = Annotated[
         "--lora", metavar="RANK", help="Train adapters of this rank; freeze the model.", min=1
     ),
 ]
-_Rest = Annotated[
+_FrozenFormat = Annotated[
     str | None,
     typer.Option(
         "--rest",
@@ -217,7 +217,7 @@ def plan(
     precision: _Precision = None,
     moments: _Moments = None,
     lora: _Lora = None,
-    rest: _Rest = None,
+    frozen_format: _FrozenFormat = None,
     recompute: _Recompute = None,
     recompute_blocks: _Again = None,
     finer_units: _Finer = False,
@@ -255,8 +255,8 @@ def _options(params: Mapping[str, Any]) -> SearchOptions:
     keys = params["overrides"] or []
     run = _find_run(params["target"], keys)
     same = ("target", "model", "model_class", "gpus", "nodes", "tokens", "micro_batches",
-            "sequence", "slices", "precision", "moments", "lora", "rest", "refresh", "drives",
-            "finer_units")  # fmt: skip
+            "sequence", "slices", "precision", "moments", "lora", "frozen_format", "refresh",
+            "drives", "finer_units")  # fmt: skip
     machine = params["machine"]
     return SearchOptions(
         **{name: params[name] for name in same},
@@ -547,7 +547,7 @@ def _flags(wishes: SearchOptions) -> list[str]:
     flags: dict[str, Any] = {
         "precision": wishes.precision,
         "optimizer.moments": wishes.moments,
-        "frozen.format": wishes.rest,
+        "frozen.format": wishes.frozen_format,
         "gradient_accumulation_steps": wishes.micro_batches,
     }
     given = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]

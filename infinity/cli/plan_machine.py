@@ -42,7 +42,7 @@ class SearchOptions:
     precision: str | None = None
     moments: str | None = None
     lora: int | None = None
-    rest: str | None = None
+    frozen_format: str | None = None
     refresh: bool = False
     drives: int | None = None
     finer_units: bool = False

@@ -298,7 +298,7 @@ def _model(case: PlanInput, target: Target) -> dict[str, Any]:
         "active_parameters": active_parameters(case.units, case.work),
         "flop_per_token": flop_per_token(case.units, case.work),
         "units": len(case.units),
-        "largest_unit": {"name": largest.name, "weight_bytes": largest.rest_bytes},
+        "largest_unit": {"name": largest.name, "weight_bytes": largest.stored_bytes},
         "experts": bool(target.shares),
     }
 
@@ -343,7 +343,7 @@ def _planned(priced: PlanEstimate, rated_bytes: int) -> dict[str, Any]:
             "rule": plan.rule.name,
             "moments": [form.value for form in plan.precision.moments],
             "lossy": any(not form.is_exact for form in plan.precision.moments),
-            "per_parameter": _at_rest(plan),
+            "per_parameter": _stored_per_parameter(plan),
             "placement": {name: _placed_bytes(plan, kind) for name, kind in _KINDS.items()},
             "updates": plan.updates_line,
             "frozen": plan.frozen_line,
@@ -378,7 +378,7 @@ def _planned(priced: PlanEstimate, rated_bytes: int) -> dict[str, Any]:
     }
 
 
-def _at_rest(plan: Plan) -> dict[str, float]:
+def _stored_per_parameter(plan: Plan) -> dict[str, float]:
     """Bytes that one parameter takes, by kind, padding not counted."""
     total = plan.bytes_per_parameter
     weight = plan.precision.weight

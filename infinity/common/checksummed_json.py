@@ -112,7 +112,7 @@ def shallow(record: Any) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
-def made(kind: Any, value: Any, place: str = "") -> Any:
+def made(kind: Any, value: Any, path: str = "") -> Any:
     """A `kind` out of parsed JSON: a dataclass of texts, flags, numbers and tuples of such.
 
     Members that the dataclass does not have are left out; a text, number or flag with a default may
@@ -121,11 +121,11 @@ def made(kind: Any, value: Any, place: str = "") -> Any:
     """
     if isinstance(kind, type) and is_dataclass(kind):
         if type(value) is not dict:
-            raise ValueError(f"{place or 'it'} is no object")
+            raise ValueError(f"{path or 'it'} is no object")
         members, hints = {}, _hints(kind)
         for field in fields(kind):
             name = field.name
-            inner = f"{place}.{name}" if place else name
+            inner = f"{path}.{name}" if path else name
             if name not in value and type(field.default) in (str, int, bool):
                 continue
             if name not in value:
@@ -134,18 +134,18 @@ def made(kind: Any, value: Any, place: str = "") -> Any:
         return kind(**members)
     if get_origin(kind) is tuple:
         if type(value) is not list:
-            raise ValueError(f"{place} is {value!r:.60}, not of type list")
+            raise ValueError(f"{path} is {value!r:.60}, not of type list")
         item = get_args(kind)[0]
         if item is int and all(type(v) is int and 0 <= v <= LARGEST for v in value):
             return tuple(value)  # a million checksums
-        return tuple(made(item, v, f"{place}[{i}]") for i, v in enumerate(value))
+        return tuple(made(item, v, f"{path}[{i}]") for i, v in enumerate(value))
     if kind is not Any and type(value) is not kind:
-        raise ValueError(f"{place} is {value!r:.60}, not of type {kind.__name__}")
+        raise ValueError(f"{path} is {value!r:.60}, not of type {kind.__name__}")
     if kind is int and not 0 <= value <= LARGEST:
-        raise ValueError(f"{place} is {value!r:.60}, not from 0 to {LARGEST}")
+        raise ValueError(f"{path} is {value!r:.60}, not from 0 to {LARGEST}")
     if kind is str:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"{place} is no text: {value!r:.60}") from None
+            raise ValueError(f"{path} is no text: {value!r:.60}") from None
     return value

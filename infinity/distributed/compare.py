@@ -17,7 +17,7 @@ def as_json(facts: Any) -> str:
     return json.dumps(facts, default=lambda v: v.tolist() if isinstance(v, Tensor) else str(v))
 
 
-def check_alike(ranks: DistContext, what: str, facts: Mapping[str, Any]) -> None:
+def check_equal(ranks: DistContext, what: str, facts: Mapping[str, Any]) -> None:
     """Raise `ConfigError` on every rank if `facts` (plain data) of two ranks differ.
 
     The message names the first difference, the ranks, and `what` the facts describe.

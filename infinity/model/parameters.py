@@ -427,7 +427,7 @@ class GoneParameters(dict[str, nn.Parameter | None]):
 
 
 def _once_awake(name: str) -> Callable[..., Any]:
-    def method(self: RestingParameters, *args: Any, **kwargs: Any) -> Any:
+    def method(self: StoredParameters, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.awake(), name)(*args, **kwargs)
 
     return method
@@ -440,21 +440,21 @@ class Wakes(Protocol):
         """Give modules plain dicts of parameters that have their values."""
 
 
-class RestingParameters(dict[str, nn.Parameter | None]):
+class StoredParameters(dict[str, nn.Parameter | None]):
     """`module._parameters` while values rest where a collected engine left them.
 
     They wake when a parameter is reached for or replaced. Iterating does not wake: a parameter does
     when it is used.
     """
 
-    def __init__(self, module: nn.Module, resting: Wakes) -> None:
+    def __init__(self, module: nn.Module, stored: Wakes) -> None:
         super().__init__(dict.items(module._parameters))
         self._module = weakref.ref(module)
-        self.resting = resting
+        self.stored = stored
 
     def awake(self) -> dict[str, nn.Parameter | None]:
         """Return the module's plain dict, its parameters with their values."""
-        self.resting.wake()
+        self.stored.wake()
         module = self._module()
         assert module is not None
         return module._parameters
@@ -553,7 +553,7 @@ class Installation:
 
     def __init__(self, root: nn.Module, touch: Touch) -> None:
         self.gone = False  # whether the values will be
-        self.resting: Wakes | None = None  # or else rest here
+        self.stored: Wakes | None = None  # or else rest here
         self.on_new: Callable[[nn.Module], None] = lambda module: None
         self._touch = touch
         self._held = {id(parameter) for parameter in root.parameters()}
@@ -591,16 +591,16 @@ class Installation:
         self._take(path, module)
 
     def remove(self) -> None:
-        """Restore plain dicts and methods; see `resting`."""
+        """Restore plain dicts and methods; see `stored`."""
         kind: Callable[..., Any] = GoneParameters if self.gone else dict
         for module in self.modules:
             if isinstance(module._parameters, ParameterMap):
                 plain = module._parameters
                 found = kind(plain)
-                if self.resting is not None:
-                    found = RestingParameters(module, self.resting)
+                if self.stored is not None:
+                    found = StoredParameters(module, self.stored)
                 module.__dict__["_parameters"] = found
                 module.__dict__["_modules"] = dict(module._modules)
             module.__dict__.pop("_apply", None)
             module.__dict__.pop("flatten_parameters", None)
-        self.modules, self.resting = [], None
+        self.modules, self.stored = [], None

@@ -59,8 +59,8 @@ class Partition:
     """The module's parameters, and the units they were cut into.
 
     `dtype_names` are torch's names of what parameters are while they compute. Rows of stacks of
-    experts (`rows`) are parameters behind the model's own `num_own`; of a stack that is cut,
-    `pieces` has the indices of its rows. `notes` say which experts could not be cut.
+    experts (`rows`) are parameters behind the first `num_model_params`, the model's; of a stack
+    that is cut, `pieces` has the indices of its rows. `notes` say which experts could not be cut.
     """
 
     names: list[str]
@@ -69,7 +69,7 @@ class Partition:
     dtype_names: list[str]
     units: list[UnitModules]
     layouts: tuple[UnitLayout, ...]
-    num_own: int = 0
+    num_model_params: int = 0
     rows: list[Rows] = field(default_factory=list)
     notes: tuple[str, ...] = ()
 
@@ -136,11 +136,11 @@ def partition_model(
     units: Sequence[UnitSpec] | None,
     ranks: int = 1,
     *,
-    whole: bool = False,
+    needs_full: bool = False,
 ) -> Partition:
     """Cut into units and lay them out for `ranks`; parameters in the optimizer's groups train.
 
-    `whole` says that its rule needs whole parameters, all of them.
+    `needs_full` says that its rule needs all parameters unsharded and uncut.
     """
     cutter = Partitioner(model)
     precision = PRECISIONS[config.precision]
@@ -155,11 +155,11 @@ def partition_model(
         facts.append(
             ParameterFacts(cutter.names[index], index, tuple(p.shape), dtype, p.numel(), itemsize,
                            group >= 0, group,
-                           whole=of_muon and group >= 0 and groups[group]["use_muon"])
+                           needs_full=of_muon and group >= 0 and groups[group]["use_muon"])
         )  # fmt: skip
     if config.frozen.format != "as_is":
         facts = _quantised(cutter, facts, config)
-    stacks, notes = _stacks(cutter, facts, config, whole=whole)
+    stacks, notes = _stacks(cutter, facts, config, needs_full=needs_full)
     cuts, rows = cutter.cut_stacks(cutter.cut(units), _sizes(stacks, facts, config, precision))
     for one in rows:
         for name, origin in one.stacks.members:
@@ -173,7 +173,7 @@ def partition_model(
             precision,
             is_block=cut.is_block,
             ranks=ranks,
-            whole=whole,
+            needs_full=needs_full,
         )
         for index, cut in enumerate(cuts)
     ]
@@ -186,7 +186,7 @@ def partition_model(
         dtypes,
         cuts,
         _with_uses(layouts, target_of("", model, {})),
-        cutter.num_own,
+        cutter.num_model_params,
         rows,
         notes,
     )
@@ -210,7 +210,7 @@ def _with_uses(layouts: Sequence[UnitLayout], target: Target) -> tuple[UnitLayou
 
 
 def _stacks(
-    cutter: Partitioner, facts: list[ParameterFacts], config: Config, *, whole: bool
+    cutter: Partitioner, facts: list[ParameterFacts], config: Config, *, needs_full: bool
 ) -> tuple[list[Stacks], tuple[str, ...]]:
     """Return the stacks that may be cut, marked in `facts`, and notes on those that may not."""
     found: list[Stacks] = []
@@ -227,7 +227,7 @@ def _stacks(
                 because = f"an expert has {each} elements, no multiple of {SQUARE_BLOCK}"
                 continue
             facts[index] = replace(fact, stack=StackRows(index, 0, stacks.count))
-            if fact.trained and (whole or fact.whole):
+            if fact.trained and (needs_full or fact.needs_full):
                 because = "the optimizer needs whole parameters"
             elif fact.dtype not in _CASTABLE and not fact.form:
                 because = f"{fact.dtype} is no dtype that computes"
@@ -408,20 +408,20 @@ def other_ranges(case: PlanInput, target: Target) -> Iterator[PlanInput]:
         yield replace(case, config=config, units=again.layouts)
 
 
-def adapter_case(case: PlanInput, target: Target, rank: int, rest: str) -> PlanInput:
+def adapter_case(case: PlanInput, target: Target, rank: int, frozen_format: str) -> PlanInput:
     """The same step of `case`, with adapters of a rank trained over a frozen base.
 
     Args:
         case: That of `target` with all its parameters trained.
         target: The model; it stays as it is.
         rank: The inner size of the adapters' matrices (LoRA, arXiv:2106.09685).
-        rest: The format of frozen matrices, as `frozen.format` of a configuration names it.
+        frozen_format: That of frozen matrices, as `frozen.format` of a configuration names it.
 
     Raises:
         ConfigError: If the model has no linear layers.
     """
     adapted = target.with_adapters(rank)
-    frozen = case.config.frozen.model_copy(update={"format": rest})
+    frozen = case.config.frozen.model_copy(update={"format": frozen_format})
     config = case.config.model_copy(update={"frozen": frozen})
     groups = groups_of(adapted.module, config)
     cut = partition_model(adapted.module, config, groups, None, case.machine.ranks)
@@ -434,7 +434,7 @@ def adapter_case(case: PlanInput, target: Target, rank: int, rest: str) -> PlanI
         case.work.tokens,
         recompute=case.work.recompute == "all",
         base=case.base,
-        made=adapted.made_bytes(quantises=rest != "as_is"),
+        made=adapted.made_bytes(quantises=frozen_format != "as_is"),
         length=case.work.context,
     )
     return replace(found, device_share=case.device_share)

@@ -74,7 +74,7 @@ class Partitioner:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
-        self.num_own = len(self.parameters)  # what comes behind are rows of stacks
+        self.num_model_params = len(self.parameters)  # what comes behind are rows of stacks
         self._taken: set[int] = set()
         self._total = sum(p.numel() for p in self.parameters)
 

@@ -105,7 +105,7 @@ def from_parts(form: FrozenFormat, shape: Sequence[int], parts: Sequence[Tensor]
     """
     packed = torch.zeros(form.nbytes(shape), dtype=torch.uint8, device="cpu")
     records = packed.view(prod(shape[:-2]), -1)
-    for byte_range, part in zip(form.places(shape[-2:]), parts, strict=True):
+    for byte_range, part in zip(form.byte_ranges(shape[-2:]), parts, strict=True):
         data = part.contiguous().view(-1).view(torch.uint8)
         if data.numel() != records[:, byte_range].numel():
             sizes = [len(records) * size for size in form.parts(shape[-2:])]
@@ -157,7 +157,7 @@ def _matrices(value: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _parts(packed: Tensor, form: FrozenFormat, shape: Sequence[int]) -> list[Tensor]:
     """The codes of one matrix, and what scales them."""
-    return [packed[byte_range] for byte_range in form.places(shape)]
+    return [packed[byte_range] for byte_range in form.byte_ranges(shape)]
 
 
 def _encode_nf4(value: Tensor, parts: list[Tensor], dtype: torch.dtype, *, double: bool) -> None:

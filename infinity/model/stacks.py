@@ -112,17 +112,17 @@ def compute_ranges(
     """
     call = RangeCall(compute, counts, rows)
     computer: Computer | None = vars(module).get(_COMPUTER)
-    return compute_whole(module, call) if computer is None else computer(call)
+    return compute_full(module, call) if computer is None else computer(call)
 
 
-def compute_whole(module: nn.Module, call: RangeCall) -> Tensor:
+def compute_full(module: nn.Module, call: RangeCall) -> Tensor:
     """Compute a call of a module's experts in one range."""
     count = len(getattr(module, stacks_of(module)[0]))
     experts = StackRange(0, count, call.counts, lambda name: getattr(module, name))
     return call.compute(experts, *call.rows)
 
 
-def no_whole_gradient(name: str, what: str) -> ResidencyError:
+def no_full_gradient(name: str, what: str) -> ResidencyError:
     """Return the error for a use of the gradient of a stack that is cut into ranges."""
     return ResidencyError(
         f"{what} of {name!r}, a stack of experts that is cut into ranges: its gradient arrives "

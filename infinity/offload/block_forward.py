@@ -141,13 +141,15 @@ class _Block:
         self._read = hooks.read
         self._module = module
         self._before, self._after = hooks.around(unit)
-        self._own: Callable[..., Any] = module.forward
+        self._module_forward: Callable[..., Any] = module.forward
         self._slicer = None
         if plan.slices > 1:
-            self._slicer = Slicer(module, self._own, unit, cut, plan.slices, owner, hooks)
+            self._slicer = Slicer(
+                module, self._module_forward, unit, cut, plan.slices, owner, hooks
+            )
         self._replaced = module.__dict__.get("forward")
 
-        @functools.wraps(self._own)
+        @functools.wraps(self._module_forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._forward(args, kwargs)
 
@@ -155,7 +157,9 @@ class _Block:
 
     def compile(self, options: Mapping[str, Any]) -> None:
         """From the next call on."""
-        self.compiled = CompiledForward(self._module, self._name, self._own, self._read, options)
+        self.compiled = CompiledForward(
+            self._module, self._name, self._module_forward, self._read, options
+        )
 
     def remove(self) -> None:
         """The module's own forward again."""
@@ -208,7 +212,7 @@ class _Block:
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
         if self.compiled is not None and self._module.training:
             return self.compiled(*args, **kwargs)
-        return self._own(*args, **kwargs)
+        return self._module_forward(*args, **kwargs)
 
     def _without_caches(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Remove caches, which a second run would write again; raises `TrainingError` if needed."""

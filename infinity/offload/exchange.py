@@ -152,7 +152,7 @@ class GradientExchange:
         self._take()
         self._check()
         reported = self._ranks.assert_equal_across_ranks(
-            "ends a backward", bool(self._arrived), values=self._window.place
+            "ends a backward", bool(self._arrived), values=self._window.position
         )
         return any(left for left, *_ in reported)
 
@@ -210,7 +210,7 @@ class GradientExchange:
                 self._failed = self._failed or error
 
     def _add(self, one: _Exchange) -> None:
-        unit, there, shard = one.unit, one.there, self._plan.own[one.unit]
+        unit, there, shard = one.unit, one.there, self._plan.local_units[one.unit]
         last = {parameter: r for r, parameters in enumerate(there) for parameter in parameters}
         taken = []
         for rank, parameters in enumerate(there):
@@ -234,11 +234,11 @@ class NormTree:
         self._sums = {s.parameter: s.num_sums for u in plan.units for s in u.trained_segments}
 
     def fold(
-        self, own: Mapping[int, Tensor], parameters: Sequence[int], equal: Mapping[str, int]
+        self, local: Mapping[int, Tensor], parameters: Sequence[int], equal: Mapping[str, int]
     ) -> dict[int, list[float]]:
         """Return sums of squares by parameter, for a stack one per expert.
 
-        `own` has the sums (fp64) of this rank's blocks of each of the `parameters`, the same ones
+        `local` has the sums (fp64) of this rank's blocks of each of the `parameters`, the same ones
         on all ranks. Of a parameter that lies in one shard only the sums themselves are sent.
 
         Raises `TrainingError` unless the values of `equal` are equal on all ranks.
@@ -250,7 +250,7 @@ class NormTree:
         for parameter in parameters:
             count = sizes[parameter][self._ranks.rank]
             if count:
-                blocks = own[parameter]
+                blocks = local[parameter]
                 sends_sums = count < blocks.numel()
                 if sends_sums:
                     blocks = torch.tensor(

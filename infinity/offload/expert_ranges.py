@@ -26,9 +26,9 @@ from infinity.model.stacks import (
     Computer,
     RangeCall,
     StackRange,
-    compute_whole,
+    compute_full,
     gradient_hooks,
-    no_whole_gradient,
+    no_full_gradient,
     set_computer,
     stacks_of,
 )
@@ -115,7 +115,7 @@ class Experts:
             return stack[rows.first : rows.end]
         # Of a block in which it was materialized.
         if not all(map(is_ours, gradient_hooks(stack))):
-            raise no_whole_gradient(f"{rows.stacks.path}.{name}", "a hook")
+            raise no_full_gradient(f"{rows.stacks.path}.{name}", "a hook")
         parameter = self._parameters[rows.parameters[name]]
         parameter.requires_grad = stack.requires_grad
         return self._hooks.touch(parameter)
@@ -126,7 +126,7 @@ def _counting(hooks: Hooks, path: str, module: nn.Module) -> Computer:
 
     def compute(call: RangeCall) -> Tensor:
         hooks.expert_calls.add(module, path, call.counts)
-        return compute_whole(module, call)
+        return compute_full(module, call)
 
     return compute
 

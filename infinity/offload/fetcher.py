@@ -73,8 +73,8 @@ class Fetcher:
         if not self._unified:
             stall = partial(self._transfers.stall, "copy")
             entry.staging = self._staging.take(self._land_oldest, stall)
-            parts = (entry.staging[: state.layout.rest_bytes],)
-        pieces = self._store.places(unit, Kind.WEIGHT, *parts)
+            parts = (entry.staging[: state.layout.stored_bytes],)
+        pieces = self._store.ranges(unit, Kind.WEIGHT, *parts)
         entry.ticket = self._transfers.read(pieces, priority, label)
 
     def finish(self, unit: int) -> None:

@@ -3,7 +3,7 @@
 [Note: one queue]
 Tasks run in the order in which they were queued: the order of additions does not depend on when
 copies end. Each waits for its own events first. The training thread only queues; it waits for space
-in the staging buffer (`place`), and for results of queued tasks (`drain`).
+in the staging buffer (`reserve`), and for results of queued tasks (`drain`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Window:
 
 
 class GradientWindows:
-    """RAM buffers for the gradients of units whose ranges, `places`, cannot be added to.
+    """RAM buffers for the gradients of units whose `ranges` cannot be added to.
 
     `stall` times waits, by cause.
     """
@@ -62,10 +62,10 @@ class GradientWindows:
         plan: Plan,
         transfers: Transfers,
         dtype: torch.dtype,
-        places: Mapping[int, Range],
+        ranges: Mapping[int, Range],
         stall: Stall,
     ) -> None:
-        self.places = places
+        self.ranges = ranges
         self._plan = plan
         self._transfers = transfers
         self._dtype = dtype
@@ -83,7 +83,7 @@ class GradientWindows:
 
     def write_once(self) -> None:
         """Write every range before training: the first write of reserved space is slow."""
-        for turn, unit in enumerate(self.places):
+        for turn, unit in enumerate(self.ranges):
             window = self._windows[turn % len(self._windows)]
             if window.ticket is not None:
                 window.ticket.wait()
@@ -120,13 +120,13 @@ class GradientWindows:
         self._wait(window)
         # Most recently used last.
         self._windows.sort(key=lambda w: w is window)
-        nbytes = self._plan.gradient_bytes(self._plan.own[unit])
+        nbytes = self._plan.gradient_bytes(self._plan.local_units[unit])
         return window.buffer[:nbytes].view(self._dtype)
 
     def count(self, unit: int) -> None:
         """Count a gradient in the unit's range; the last one has the buffer written back."""
         self._arrived[unit] = self._arrived.get(unit, 0) + 1
-        expected = len(self._plan.own[unit].trained_segments) * self._plan.ranks
+        expected = len(self._plan.local_units[unit].trained_segments) * self._plan.ranks
         if self._arrived[unit] == expected:
             self._save(unit)
 
@@ -175,7 +175,7 @@ class GradientWindows:
         self._arrived[unit] = 0
         if unit in self._saved:
             self.settle(unit)  # an earlier window may still be writing it
-            location = self.places[unit]
+            location = self.ranges[unit]
             piece = location, window.buffer[: location.nbytes]
             window.ticket = self._transfers.read([piece], label=(unit, "gradient"))
 
@@ -193,7 +193,7 @@ class GradientWindows:
 
     def _send(self, unit: int, window: _Window) -> None:
         """Start to write the buffer to its unit's range."""
-        location, window.last_unit = self.places[unit], unit
+        location, window.last_unit = self.ranges[unit], unit
         piece = location, window.buffer[: location.nbytes]
         window.ticket = self._transfers.write([piece], label=(unit, "gradient"))
 
@@ -250,7 +250,7 @@ class GradientWorker:
 
     # --- the training thread -------------------------------------------------------------------
 
-    def place(self, nbytes: int) -> tuple[int, Tensor]:
+    def reserve(self, nbytes: int) -> tuple[int, Tensor]:
         """Reserve bytes of the staging buffer for the next task; waits for space.
 
         Bytes are released in the order of tasks, so the buffer is a ring.
@@ -278,13 +278,15 @@ class GradientWorker:
         run: Callable[[], None],
         after: Sequence[Event] = (),
         source: Tensor | None = None,
-        place: tuple[int, Tensor] | None = None,
+        reserved: tuple[int, Tensor] | None = None,
     ) -> None:
         """Queue a function to run once all events have happened. Never blocks."""
-        first, end = (0, 0) if place is None else (place[0], place[0] + place[1].numel())
+        first, end = (
+            (0, 0) if reserved is None else (reserved[0], reserved[0] + reserved[1].numel())
+        )
         task = _Task(run, after, source, first, end)
         self._tasks.append(task)
-        if place is not None:
+        if reserved is not None:
             self._landing.append(task)
         self._queue.put(task)
 

@@ -50,7 +50,7 @@ from infinity.types import PAGE, round_up
 class GradientStore:
     """Ranges and square sums of all units; used by the training thread.
 
-    After `settle` the optimizer thread reads `places`: unit -> range. What of them the CPU or the
+    After `settle` the optimizer thread reads `ranges`: unit -> range. What of them the CPU or the
     device can compute with is in `ram` and `on_device`, as flat tensors of `dtype`.
     """
 
@@ -70,8 +70,8 @@ class GradientStore:
         summed = plan.gradient_itemsize == 4
         self.dtype = torch.float32 if summed else getattr(torch, plan.precision.dtype)
         self._window = window  # in its last micro-batch square sums are worth taking
-        self.places = self._reserve()
-        reached = {u: (p.reached(by_device=False), p) for u, p in self.places.items()}
+        self.ranges = self._reserve()
+        reached = {u: (p.reached(by_device=False), p) for u, p in self.ranges.items()}
         self.ram = {u: cpu.view(self.dtype) for u, (cpu, _) in reached.items() if cpu is not None}
         self.on_device: dict[int, Tensor] = {}
         away: dict[int, Range] = {}
@@ -89,10 +89,12 @@ class GradientStore:
         for segment in rows:
             self._stacks.setdefault(segment.origin, []).append(segment.parameter)
         # Of what this rank keeps.
-        self._places = {s.parameter: (u.index, s) for u in plan.own for s in u.trained_segments}
+        self._locations = {
+            s.parameter: (u.index, s) for u in plan.local_units for s in u.trained_segments
+        }
         self._targets = {  # where copies go, as bytes
             parameter: part(self.ram[unit], segment).view(torch.uint8)
-            for parameter, (unit, segment) in self._places.items()
+            for parameter, (unit, segment) in self._locations.items()
             if unit in self.ram and segment.numel
         }
         self._has: set[int] = set()  # parameters that have arrived
@@ -122,7 +124,9 @@ class GradientStore:
     def _reserve(self) -> dict[int, Range]:
         plan, found = self.plan, dict[int, Range]()
         for tier, store in self.transfers.stores.items():
-            units = [u for u in plan.own if u.numel and plan.placements[u.index].gradient is tier]
+            units = [
+                u for u in plan.local_units if u.numel and plan.placements[u.index].gradient is tier
+            ]
             sizes = [plan.gradient_bytes(u) for u in units]
             owners = [f"unit {u.name!r}, gradients" for u in units]
             ranges = store.reserve(sizes, owners)
@@ -131,7 +135,7 @@ class GradientStore:
 
     def open(self) -> None:
         """Start the thread, and write every extent once, before training."""
-        if self._worker is not None and (self.ram or self._windows.places):
+        if self._worker is not None and (self.ram or self._windows.ranges):
             self._worker.open()
         self._windows.write_once()
 
@@ -146,7 +150,7 @@ class GradientStore:
             self.exchange.forget()
         self._copies.reset()
         self._device_squares.reset()
-        self.places.clear()
+        self.ranges.clear()
         self._targets.clear()
         self.ram.clear()
         self.on_device.clear()
@@ -240,7 +244,7 @@ class GradientStore:
         """Start the copy to the staging buffer, from which the thread adds it."""
         self._copies.let_go()
         source = gradient.view(torch.uint8)
-        reserved = worker.place(source.numel())
+        reserved = worker.reserve(source.numel())
         event = self.transfers.copy_d2h(reserved[1], source, label=(unit, "gradient"))
         landed = reserved[1].view(gradient.dtype)
         add = partial(self._sums.add, unit, segment, landed, first=first, complete=complete)
@@ -249,7 +253,7 @@ class GradientStore:
 
     def expect(self, unit: int) -> None:
         """Start to read the unit's saved gradients, which are needed soon."""
-        if unit not in self._windows.places:
+        if unit not in self._windows.ranges:
             return
         if self._worker is None:
             self._windows.expect(unit)
@@ -274,9 +278,11 @@ class GradientStore:
 
     def put(self, parameter: int, value: Tensor) -> None:
         """Store a gradient (of the parameter's size) where there is none; equal on all ranks."""
-        if parameter in self._places and value.numel():
-            unit, segment = self._places[parameter]
-            first, end = (n - segment.offset for n in segment.within(0, self.plan.own[unit].numel))
+        if parameter in self._locations and value.numel():
+            unit, segment = self._locations[parameter]
+            first, end = (
+                n - segment.offset for n in segment.within(0, self.plan.local_units[unit].numel)
+            )
             flat = value.reshape(-1)[first:end].contiguous()
             self.take(unit, segment, flat.to(self._device.torch_device))
         self._has.add(parameter)
@@ -311,7 +317,7 @@ class GradientStore:
     def _save_windows(self) -> None:
         if self._worker is None:
             self._windows.save()
-        elif self._windows.places:
+        elif self._windows.ranges:
             self._worker.put(self._windows.save)
 
     def drain(self) -> None:
@@ -341,7 +347,7 @@ class GradientStore:
         """
         self.drain()
         if self._tree is not None:
-            blocks = {p: self._blocks_of(p) for p in sorted(self._has & self._places.keys())}
+            blocks = {p: self._blocks_of(p) for p in sorted(self._has & self._locations.keys())}
             self._squares = self._tree.fold(blocks, sorted(self._has), equal)
         self._sum_on_device()
         if self._tree is None:
@@ -378,7 +384,7 @@ class GradientStore:
             return
         parts = {
             parameter: apart(part(self.on_device[unit], segment), segment)
-            for parameter, (unit, segment) in self._places.items()
+            for parameter, (unit, segment) in self._locations.items()
             if parameter in self._has and parameter not in self._squares and unit in self.on_device
         }
         if parts:
@@ -414,7 +420,7 @@ class GradientStore:
         shards = (self.plan.units[unit].of_shard(rank) for rank in range(self.ranks.count))
         sizes = [part_size(segment.parameter, shard) for shard in shards]
         padded = torch.zeros(max(sizes), dtype=self.dtype, device="cpu")
-        if parameter in self._places:
+        if parameter in self._locations:
             padded[: sizes[self.ranks.rank]] = self._read(parameter)
         self.ranks.synchronize(f"reads the gradient of {segment.name!r}")
         table = self.ranks.gather(padded.view(torch.uint8)).view(self.dtype)
@@ -422,16 +428,16 @@ class GradientStore:
 
     def _read(self, parameter: int) -> Tensor:
         """Return a flat copy of this rank's shard of an accumulated gradient."""
-        unit, segment = self._places[parameter]
+        unit, segment = self._locations[parameter]
         if unit in self.ram:
             self._copies.wait(parameter)
             return part(self.ram[unit], segment).clone()
         self.settle(unit)
-        first, end = segment.within(0, self.plan.own[unit].numel)
+        first, end = segment.within(0, self.plan.local_units[unit].numel)
         start, nbytes = (n * self.dtype.itemsize for n in (first, end - first))
         alignment = 1 if unit in self.on_device else PAGE  # a disk is read in full pages
         low = start // alignment * alignment
-        location = self.places[unit].part(low, round_up(start + nbytes, alignment) - low)
+        location = self.ranges[unit].part(low, round_up(start + nbytes, alignment) - low)
         buffer = host_buffer(location.nbytes)
         self.transfers.read([(location, buffer)], label=(unit, "gradient")).wait()
         return buffer[start - low : start - low + nbytes].view(self.dtype)

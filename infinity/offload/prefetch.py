@@ -67,7 +67,7 @@ class Prefetcher:
         for unit in range(len(plan.units)):
             if not plan.units[unit].slot_bytes:  # only parameters without elements
                 ledger.add_permanent(unit, torch.empty(0, dtype=torch.uint8))
-            elif plan.computes_at_rest(unit):
+            elif plan.computes_where_stored(unit):
                 weight = store.units[unit].memory[Kind.WEIGHT].reached(by_device=True)
                 assert weight is not None
                 ledger.add_permanent(unit, weight)

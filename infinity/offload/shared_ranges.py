@@ -185,7 +185,7 @@ class SharedSlices:
                 ]
                 self._pass_back(self._known)
                 for number, given in enumerate(by_slice):
-                    found += self._whole_backward(number, given)
+                    found += self._full_backward(number, given)
             finally:
                 self._after(self._module, saved, None)
         self._slices = []
@@ -266,7 +266,7 @@ class SharedSlices:
         each = zip(outputs, gradients, strict=True)
         return [(output, gradient) for output, gradient in each if output.requires_grad]
 
-    def _whole_backward(self, number: int, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    def _full_backward(self, number: int, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Run a slice with all gradients, and its backward; returns those of its tensors."""
         given = self._slices[number]
         leaves = [t.detach().requires_grad_(t.requires_grad) for t in given]

@@ -45,14 +45,16 @@ class _Tap(torch.autograd.Function):
 class SlicedCall:
     """One call of a block in slices: what reads its parameters, and their gradients' sums.
 
-    A slice has one tap of each of the block's `own` parameters. One of another unit's (experts,
-    tied weights) is made each time: kept, it would keep that unit in its slot. Taps that are
-    `apart` belong to a backward inside another: they do not lead to the parameter.
+    A slice has one tap of each of the block's parameters, `unit_parameters`. One of another unit's
+    (experts, tied weights) is made each time: kept, it would keep that unit in its slot. Taps that
+    are `apart` belong to a backward inside another: they do not lead to the parameter.
     """
 
-    def __init__(self, sums: SliceSums, own: Collection[int], *, apart: bool = False) -> None:
+    def __init__(
+        self, sums: SliceSums, unit_parameters: Collection[int], *, apart: bool = False
+    ) -> None:
         self._sums = sums
-        self._own = own
+        self._unit_parameters = unit_parameters
         self._apart = apart
         self._number = 0  # of the slice under way
         self._taps: dict[int, Tensor] = {}  # by parameter, of that slice
@@ -82,7 +84,7 @@ class SlicedCall:
             readers.append(reader)
             source = parameter.detach().requires_grad_() if self._apart else parameter
             tap = _Tap.apply(source, self, index, reader)  # type: ignore[no-untyped-call]
-            if index in self._own:
+            if index in self._unit_parameters:
                 self._taps[index] = tap
         found: Tensor = tap
         return found

@@ -138,7 +138,7 @@ class Head:
         self._entry = hooks.prefetcher.ledger.entries[unit]
         self._before, self._after = hooks.around(unit)
         self._warn_once = warn_once
-        self._own = module.forward
+        self._module_forward = module.forward
         module.__dict__["forward"] = self._forward
 
     def remove(self) -> None:
@@ -159,10 +159,10 @@ class Head:
         # Elsewhere as well if there are many: an evaluation is after the loss, too.
         many = hidden.numel() > CHUNK_TOKENS * hidden.shape[-1]
         if not (self._trains() or many) or torch.is_autocast_enabled(hidden.device.type):
-            return self._own(hidden)
+            return self._module_forward(hidden)
         weight = module.weight
         if hidden.dtype != weight.dtype or hidden.shape[-1] != weight.shape[1]:
-            return self._own(hidden)  # raises
+            return self._module_forward(hidden)  # raises
         apply: Any = _Head.apply
         logits: Tensor = apply(hidden, weight, module.bias, self)
         return logits
@@ -191,7 +191,7 @@ class Head:
         finally:
             self._after(self._module, (), None)
 
-    def is_whole(self, because: str) -> None:
+    def warn_materialized(self, because: str) -> None:
         """Say once that logits are made whole, although a loss was to be expected."""
         if self._module is not None and not self._module.training:
             return
@@ -252,14 +252,14 @@ class _Made:
             yield made
             made = made.parent
 
-    def whole(self, because: str) -> Tensor:
+    def materialize(self, because: str) -> Tensor:
         """Return the full values without a graph, and cache them; warns once."""
         if self.real is None:
             with torch.no_grad():
                 if self.parent is not None:
-                    self.real = self.operation(self.parent.whole(because))
+                    self.real = self.operation(self.parent.materialize(because))
                 else:
-                    self.head.is_whole(because)
+                    self.head.warn_materialized(because)
                     self.real = self.head.compute(self.updates, partial(F.linear, self.hidden))
         return self.real
 
@@ -276,7 +276,7 @@ class _Made:
         for made in views:
             made.exposed = True
             for child in (made, *made.children):
-                child.whole(because)
+                child.materialize(because)
                 if child.is_view and child is not made:
                     views.append(child)
 
@@ -306,7 +306,7 @@ class Logits(Tensor):
             if loss is not None:
                 return loss
         if call in _READS:
-            return call(args[0].made.whole(call.__name__), *args[1:], **(kwargs or {}))
+            return call(args[0].made.materialize(call.__name__), *args[1:], **(kwargs or {}))
         if call in _WATCHES:
             args[0].made.watched = True
         return below_torch_function(call, args, kwargs or {})
@@ -328,7 +328,7 @@ class Logits(Tensor):
             because = call.overloadpacket.__name__.strip("_")
             if shares:
                 value.made.expose(because)
-            values = value.made.whole(because)
+            values = value.made.materialize(because)
             real[id(values)] = value
             return values
 

@@ -66,7 +66,7 @@ class Slicer:
         hooks: Hooks,
     ) -> None:
         self._module = module
-        self._own = frozenset(cut.parameters)
+        self._unit_parameters = frozenset(cut.parameters)
         self._unit = unit
         self._owner = owner
         self._hooks = hooks
@@ -119,7 +119,7 @@ class Slicer:
         if self._shares and self._may_share(self._tried[kind]):
             forms, results = self._shared(shape, calls)
             return self._joined(forms, results, rows, size)
-        call = SlicedCall(self._sums, self._own)
+        call = SlicedCall(self._sums, self._unit_parameters)
         records = SlicedRecords(
             [min(size, rows - first) for first in range(0, rows, size)], self._refusal
         )
@@ -157,7 +157,7 @@ class Slicer:
             finally:
                 self._owner.inside -= 1
 
-        call = SlicedCall(self._sums, self._own, apart=True)
+        call = SlicedCall(self._sums, self._unit_parameters, apart=True)
         shared = SharedSlices(
             self._hooks, self._unit, self._module, shape, run, take_apart, call, calls,
             self._refusal, self._owner.count_again,

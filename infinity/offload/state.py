@@ -13,9 +13,9 @@ committed one. Frozen bytes are the same once more. Otherwise there is one copy,
 active.
 
 [Note: shards at rest]
-Of several ranks each keeps a shard of every unit (`Plan.own`), and whole units are in slots alone:
-a fetch fills this rank's parts of a slot, `gather` the rest, beside compute. `read` and `write`
-give and take whole kinds, `read_own` and `write_own` the shard's.
+Of several ranks each keeps a shard of every unit (`Plan.local_units`), and full units are in slots
+alone: a fetch fills this rank's parts of a slot, `gather` the rest, beside compute. `read` and
+`write` give and take full kinds, `read_shard` and `write_shard` the shard's.
 
 [Note: shared RAM]
 Where ranks share the RAM that weights rest in (`Plan.shared`), each keeps its shards there as it
@@ -121,14 +121,14 @@ class UnitState:
 class Staged(NamedTuple):
     """A chunk on its way.
 
-    `views` (uint8) by kind, those of the device for kinds that are `resting` there; what to wait
-    for; and how many bytes of the buffer are in use.
+    `views` (uint8) by kind, on the device for kinds in `on_device`; what to wait for; and how many
+    bytes of the buffer are in use.
     """
 
     views: dict[Kind, Tensor]
     waits: list[Event]
     used: int = 0
-    resting: frozenset[Kind] = frozenset()
+    on_device: frozenset[Kind] = frozenset()
 
 
 class StateStore:
@@ -140,7 +140,7 @@ class StateStore:
         self.plan = plan
         self.transfers = transfers
         self.ranks = ranks
-        self.units = [UnitState(shard, plan.record(shard)) for shard in plan.own]
+        self.units = [UnitState(shard, plan.record(shard)) for shard in plan.local_units]
         self.edited = False  # since somebody last set it to False
         self.frozen_edition = 0  # counts what may have changed frozen bytes at rest
         self.shared: SharedWeights | None = None
@@ -160,7 +160,7 @@ class StateStore:
     def _reserve(self, tier: Tier, store: Store) -> None:
         """Flat ranges for what rests in memory. (On disk the kinds of a chunk share a record.)"""
         wanted = [
-            (unit, kind, self.rest_bytes(unit.layout, kind))
+            (unit, kind, self.shard_bytes(unit.layout, kind))
             for unit in self.units
             for kind in self.plan.precision.kinds
             if self.plan.placements[unit.layout.index].of(kind) is tier and kind not in unit.memory
@@ -174,7 +174,7 @@ class StateStore:
 
     def _share(self) -> None:
         """Weights in RAM that all ranks map; see [Note: shared RAM]."""
-        shared = (unit for unit in self.plan.own if self.plan.is_shared(unit.index))
+        shared = (unit for unit in self.plan.local_units if self.plan.is_shared(unit.index))
         layouts = {unit.index: unit for unit in shared if unit.shard_bytes}
         if not layouts:
             return
@@ -183,7 +183,7 @@ class StateStore:
             shard = self.shared.shards[index][self.ranks.rank]
             self.units[index].memory[Kind.WEIGHT] = MemoryRange(Tier.HOST, shard)
 
-    def rest_bytes(self, layout: UnitLayout, kind: Kind) -> int:
+    def shard_bytes(self, layout: UnitLayout, kind: Kind) -> int:
         """Bytes of a shard's flat range of a kind; with the weights come the frozen bytes."""
         if kind is Kind.WEIGHT:
             return layout.shard_bytes
@@ -245,24 +245,24 @@ class StateStore:
         nbytes = state.record.precision.nbytes(kind, count)
         return state.copies[copy][chunk].part(start, nbytes)
 
-    def shard_in(self, unit: int, whole: Tensor, rank: int | None = None) -> tuple[Tensor, ...]:
+    def shard_in(self, unit: int, full: Tensor, rank: int | None = None) -> tuple[Tensor, ...]:
         """What this or another rank keeps, of a unit's whole weights as they rest (uint8; more may
         be behind them): all, or of the trained range and of the frozen bytes each a part, which may
         be empty.
         """
         if self.ranks.count == 1:
-            return (whole[: self.plan.units[unit].rest_bytes],)
+            return (full[: self.plan.units[unit].stored_bytes],)
         layout = self.plan.units[unit]
         rank = self.ranks.rank if rank is None else rank
-        parts = whole[: layout.trained_bytes], whole[layout.trained_bytes : layout.rest_bytes]
+        parts = full[: layout.trained_bytes], full[layout.trained_bytes : layout.stored_bytes]
         return tuple(part.view(self.ranks.count, -1)[rank] for part in parts)
 
-    def cut(self, unit: int, own: Tensor) -> tuple[Tensor, ...]:
+    def cut(self, unit: int, shard: Tensor) -> tuple[Tensor, ...]:
         """A shard's flat weights (uint8), in the parts of `shard_in`."""
         if self.ranks.count == 1:
-            return (own,)
+            return (shard,)
         trained = self.units[unit].layout.trained_bytes
-        return own[:trained], own[trained:]
+        return shard[:trained], shard[trained:]
 
     def is_here(self, unit: int) -> bool:
         """Whether `gather` needs no `bring` before it: shared RAM has what other nodes keep."""
@@ -287,13 +287,13 @@ class StateStore:
         if self.shared is not None:
             self.shared.written(unit)
 
-    def gather(self, unit: int, whole: Tensor, after: Event) -> Event:
+    def gather(self, unit: int, full: Tensor, after: Event) -> Event:
         """Start to fill a unit's whole weights (uint8), of which this rank's are there `after`."""
         if self.shared is not None and unit in self.shared:
-            return self._copy_shared(self.shared.shards[unit], unit, whole, after)
+            return self._copy_shared(self.shared.shards[unit], unit, full, after)
         trained, count = self.plan.units[unit].trained_bytes, self.ranks.count
-        whole = whole[: self.plan.units[unit].rest_bytes]
-        parts = [part for part in (whole[:trained], whole[trained:]) if part.numel()]
+        full = full[: self.plan.units[unit].stored_bytes]
+        parts = [part for part in (full[:trained], full[trained:]) if part.numel()]
         starts = [(partial(self.ranks.all_gather, part, overlap=True), part) for part in parts]
         beside = self.transfers.run_on_comm_stream
         return together(
@@ -302,18 +302,18 @@ class StateStore:
         )  # fmt: skip
 
     def _copy_shared(
-        self, shards: Sequence[Tensor], unit: int, whole: Tensor, after: Event
+        self, shards: Sequence[Tensor], unit: int, full: Tensor, after: Event
     ) -> Event:
         found = []
         for rank, shard in enumerate(shards):
-            parts = self.shard_in(unit, whole, rank), self.cut(unit, shard)
+            parts = self.shard_in(unit, full, rank), self.cut(unit, shard)
             for part, source in zip(*parts, strict=True):
                 if rank != self.ranks.rank and part.numel():
                     found.append(self.transfers.copy_h2d(part, source, after, (unit, "weight")))
         self._copies = after_all(self._copies, *found)
         return together(found)
 
-    def places(
+    def ranges(
         self,
         unit: int,
         kind: Kind,
@@ -337,7 +337,7 @@ class StateStore:
             copies = state.frozen_copy
             extent = state.frozen_copies[copies.next if written else copies.active]
             if frozen is None:
-                frozen = buffer[layout.trained_bytes : layout.rest_bytes]
+                frozen = buffer[layout.trained_bytes : layout.stored_bytes]
             found.append((extent, frozen))
         return found
 
@@ -409,7 +409,7 @@ class StateStore:
 
     def read(self, unit: int, kind: Kind) -> Tensor:
         """A fresh uint8 copy of one whole kind: shard by shard, frozen bytes behind weights."""
-        shard, count = self.read_own(unit, kind), self.ranks.count
+        shard, count = self.read_shard(unit, kind), self.ranks.count
         if count == 1:
             return shard
         self.ranks.synchronize(f"reads {kind.value} of unit {self.plan.units[unit].name!r}")
@@ -424,21 +424,21 @@ class StateStore:
             value = parts[0] if len(parts) == 1 else torch.cat(parts)
         else:
             value = value.view(self.ranks.count, -1)[self.ranks.rank]
-        self.write_own(unit, kind, value)
+        self.write_shard(unit, kind, value)
 
-    def read_own(self, unit: int, kind: Kind) -> Tensor:
+    def read_shard(self, unit: int, kind: Kind) -> Tensor:
         """A fresh uint8 copy of one kind's flat range (weights with their frozen bytes)."""
         state = self.units[unit]
-        buffer = host_buffer(self.rest_bytes(state.layout, kind))
+        buffer = host_buffer(self.shard_bytes(state.layout, kind))
         if state.in_ram(kind) is None:
             self.settle_writes(unit)
-        self.transfers.read(self.places(unit, kind, buffer), label=(unit, kind.value)).wait()
+        self.transfers.read(self.ranges(unit, kind, buffer), label=(unit, kind.value)).wait()
         return buffer
 
-    def write_own(self, unit: int, kind: Kind, value: Tensor) -> None:
+    def write_shard(self, unit: int, kind: Kind, value: Tensor) -> None:
         """Replace one kind's flat range; `value` is uint8 of exactly that size."""
         state = self.units[unit]
-        nbytes = self.rest_bytes(state.layout, kind)
+        nbytes = self.shard_bytes(state.layout, kind)
         assert value.dtype is torch.uint8
         assert value.numel() == nbytes
         self.edited = True
@@ -455,7 +455,7 @@ class StateStore:
         if kind not in state.memory and nbytes and value.data_ptr() % PAGE:
             source = host_buffer(nbytes)  # O_DIRECT wants aligned memory
             source.copy_(value)
-        pieces = self.places(unit, kind, source, written=True)
+        pieces = self.ranges(unit, kind, source, written=True)
         self.transfers.write(pieces, label=(unit, kind.value)).wait()
         state.copy.advance()
         if kind is Kind.WEIGHT:
@@ -480,7 +480,7 @@ class StateStore:
 def promise_extents(plan: Plan, unit: UnitState, disk: ExtentAllocator) -> None:
     """Promise a unit's extents: of each copy its records, then its frozen bytes."""
     layout = unit.layout
-    unit.record = plan.whole_record(layout) if plan.durable else plan.record(layout)
+    unit.record = plan.full_record(layout) if plan.durable else plan.record(layout)
     on_disk = plan.durable or plan.placements[layout.index].weight is Tier.DISK
     unit.copy, unit.frozen_copy = ExtentCopies(1 + plan.durable), ExtentCopies(1 + plan.durable)
     for _ in range(1 + plan.durable):

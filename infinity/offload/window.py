@@ -66,7 +66,7 @@ class AccumulationWindow:
         return self.arrived != self._accounted
 
     @property
-    def place(self) -> dict[str, int]:
+    def position(self) -> dict[str, int]:
         """Return the position in the window, which must be equal on all ranks."""
         position = {"updates": self.updates, "micro_step": self.micro_step}
         return position | {"backwards": self.backwards, "micro-batches of an update": self.length}
@@ -121,7 +121,7 @@ class AccumulationWindow:
                 remedy="call engine.backward(loss), or loss.backward(), before",
             )
 
-    def check_whole(self) -> None:
+    def check_full(self) -> None:
         """Raise `TrainingError` if a full window cannot begin and end here."""
         if self.no_sync or self.boundary is not None:
             raise TrainingError(

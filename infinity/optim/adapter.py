@@ -83,7 +83,7 @@ class AdapterFacts:
     worker: torch.optim.Optimizer
     groups: list[dict[str, Any]]
     defaults: dict[str, Any]
-    whole: bool = False
+    needs_full: bool = False
     tensor_names: frozenset[str] = frozenset()
     num_moments: int = 0
     make_state: MakeState | None = None
@@ -194,7 +194,7 @@ class AdaptedOptimizer:
             self._stepping[id(params_by_index[indices[0]])] = group
             self._groups.update((index, group) for index in indices)
             with suppress(Exception), on_cpu():  # where it takes no such parameter
-                shape = SMALL_SHAPES[1 + self.facts.whole]
+                shape = SMALL_SHAPES[1 + self.facts.needs_full]
                 stand_in = nn.Parameter(torch.ones(shape, dtype=torch.float32))
                 if not steps.keys().isdisjoint(indices):
                     stand_in.grad = torch.ones_like(stand_in)
@@ -235,14 +235,14 @@ class AdaptedOptimizer:
 
     def _update(self, tile: Tile, grad_scale: float) -> None:
         count, size = tile.weight.numel(), math.prod(tile.shape)
-        if self.facts.whole and (tile.first or count != size):
+        if self.facts.needs_full and (tile.first or count != size):
             raise TrainingError(f"{self.facts.name} needs whole parameters, got a part of one")
         end, before = self._last.get(tile.parameter, (-1, None))
         if tile.first != end:  # the first tile of a step, wherever what a rank has of it begins
             before = self._kept.get(tile.parameter)
         after = before
         try:
-            for part in [tile] if self.facts.whole else _cut(tile):
+            for part in [tile] if self.facts.needs_full else _cut(tile):
                 after = self._run(part, before, grad_scale)
             self._check_attributes()
         except InfinityError:
@@ -265,18 +265,18 @@ class AdaptedOptimizer:
         kept = self._kept.get(parameter, _Kept())
         state = copied(kept.scalars)
         for moment, (name, state_shape) in zip(moments, kept.shapes.items(), strict=False):
-            state_shape = state_shape if self.facts.whole else shape
+            state_shape = state_shape if self.facts.needs_full else shape
             state[name] = moment.values[: math.prod(state_shape)].clone().view(state_shape)
         return state
 
     def _run(self, tile: Tile, before: _Kept | None, grad_scale: float) -> _Kept:
         count = tile.weight.numel()
-        shape = tile.shape if self.facts.whole else (count,)
+        shape = tile.shape if self.facts.needs_full else (count,)
         master = tile.weight
-        if tile.rest is not None:
+        if tile.master_state is not None:
             assert self.kernels is not None
             master = self._master[:count]
-            self.kernels.join(tile.weight, tile.rest, master)
+            self.kernels.join(tile.weight, tile.master_state, master)
         gradient = self._gradient[:count].copy_(tile.gradient)
         if grad_scale != 1.0:
             gradient.mul_(grad_scale)
@@ -289,9 +289,9 @@ class AdaptedOptimizer:
         if parameter.data_ptr() != master.data_ptr():  # it bound another tensor to .data
             master.copy_(parameter.detach().reshape(-1))
         kept = self._collect(tile, left, before or _Kept())
-        if tile.rest is not None:
+        if tile.master_state is not None:
             assert self.kernels is not None
-            self.kernels.split(master, tile.weight, tile.rest)
+            self.kernels.split(master, tile.weight, tile.master_state)
         return kept
 
     def _check_attributes(self) -> None:
@@ -345,7 +345,7 @@ class AdaptedOptimizer:
             return self._fresh(group, parameter)
         state = copied(before.scalars)  # steps change them in place
         for moment, (name, state_shape) in zip(tile.moments, before.shapes.items(), strict=False):
-            shape = state_shape if self.facts.whole else tuple(parameter.shape)
+            shape = state_shape if self.facts.needs_full else tuple(parameter.shape)
             state[name] = moment.values[: math.prod(shape)].view(shape)
         return state
 
@@ -370,7 +370,7 @@ class AdaptedOptimizer:
 
     def _check_tensor(self, tile: Tile, name: str, value: Tensor, index: int) -> None:
         room = tile.weight.numel()
-        fits = value.numel() <= room if self.facts.whole else value.numel() == room
+        fits = value.numel() <= room if self.facts.needs_full else value.numel() == room
         if index < len(tile.moments) and value.dtype is torch.float32 and fits:
             return
         raise TrainingError(
@@ -392,9 +392,9 @@ def is_per_element(name: str, value: Any, tensor_names: frozenset[str]) -> bool:
     return isinstance(value, Tensor) and (value.numel() > 1 or name in tensor_names)
 
 
-def small_shape(shape: Sequence[int], *, whole: bool) -> tuple[int, ...]:
+def small_shape(shape: Sequence[int], *, needs_full: bool) -> tuple[int, ...]:
     """Return a small shape that stands for a tensor of this shape in checks."""
-    return SMALL_SHAPES[min(len(shape), 4) if whole else 1]
+    return SMALL_SHAPES[min(len(shape), 4) if needs_full else 1]
 
 
 def _cut(tile: Tile) -> Iterator[Tile]:
@@ -406,7 +406,7 @@ def _cut(tile: Tile) -> Iterator[Tile]:
             tile,
             first=tile.first + start,
             weight=tile.weight[part],
-            rest=None if tile.rest is None else tile.rest[part],
+            master_state=None if tile.master_state is None else tile.master_state[part],
             moments=tuple(m.part(part.start, part.stop) for m in tile.moments),
             gradient=tile.gradient[part],
         )

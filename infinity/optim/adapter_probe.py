@@ -245,7 +245,7 @@ class Trial:
             if isinstance(options.get("lr"), float) and options["lr"] == 0:
                 options["lr"] = 1e-3  # a schedule may begin with 0, where nothing shows
             self.options.append(options)
-            for shape in sorted({small_shape(shape, whole=True) for shape in shapes}, key=len):
+            for shape in sorted({small_shape(shape, needs_full=True) for shape in shapes}, key=len):
                 self.values += [(number, draw(shape)), (number, torch.zeros(shape, **_HOST_FP32))]
         scales = (scale, 1 / scale)
         self.gradients = [
@@ -314,7 +314,7 @@ class Trial:
         for number, gradients in enumerate(self.gradients, 1):
             adapted.begin(params_by_index, dict.fromkeys(params_by_index, number))
             for index, (flat, gradient) in enumerate(zip(flats, gradients, strict=True)):
-                inner = () if facts.whole else (c for c in _CUTS[1:] if c < flat.numel())
+                inner = () if facts.needs_full else (c for c in _CUTS[1:] if c < flat.numel())
                 for first, end in pairwise((0, *inner, flat.numel())):
                     parts = tuple(m.part(first, end) for m in moments[index])
                     part = gradient.reshape(-1)[first:end]
@@ -359,7 +359,7 @@ def _try_out(facts: AdapterFacts) -> AdapterFacts:
     torch.manual_seed(2)  # so that nobody equals by drawing the same random numbers
     problem = ""
     for untiled in (False, True):
-        candidate = replace(facts, whole=untiled)
+        candidate = replace(facts, needs_full=untiled)
         found = (t.compare(candidate, p)[0] for t, p in zip(trials, plain, strict=True))
         problem = next(filter(None, found), "")
         if not problem:

@@ -52,10 +52,10 @@ class AdapterRule:
     def __init__(self, facts: AdapterFacts) -> None:
         self.facts = facts
         self.name = facts.name
-        self.whole = facts.whole
+        self.needs_full = facts.needs_full
         self.matrix_steps = 0
         self.moments = (MomentFormat.FP32,) * facts.num_moments
-        parts = "whole parameters" if facts.whole else f"tiles of {TILE_ELEMENTS} elements"
+        parts = "whole parameters" if facts.needs_full else f"tiles of {TILE_ELEMENTS} elements"
         self.notes: tuple[str, ...] = (
             f"{facts.name} is run by torch on {parts}: slower than the built-in rules",
         )
@@ -63,7 +63,7 @@ class AdapterRule:
     def capture(self, group: Mapping[str, Any]) -> Captured:
         """Copy the group's entries."""
         entries = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        shapes = {small_shape(p.shape, whole=True) for p in group["params"]}
+        shapes = {small_shape(p.shape, needs_full=True) for p in group["params"]}
         return Captured(copied(entries), frozenset(shapes))
 
     def reserve(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -72,7 +72,7 @@ class AdapterRule:
 
     def tile_elements(self, largest: int) -> int:
         """Whole parameters, or tiles that torch steps in one thread."""
-        return largest if self.whole else min(largest, TILE_ELEMENTS)
+        return largest if self.needs_full else min(largest, TILE_ELEMENTS)
 
     def initial(self, captured: Any) -> tuple[float, ...]:
         """Return nothing: an adapted optimizer fills its state itself."""

@@ -138,15 +138,16 @@ def _refusal(
 class Piece(NamedTuple):
     """One contiguous range of one parameter and everything an update of it depends on.
 
-    `weight` and `rest` are fp32 and None, bf16 and the int16 residual, or fp16 and the fp32 master.
-    `gradient` is fp32, bf16 or fp16 and is multiplied by `grad_scale` first. `step` counts from 1.
+    `weight` and `master_state` are fp32 and None, bf16 and the int16 residual, or fp16 and the fp32
+    master. `gradient` is fp32, bf16 or fp16 and is multiplied by `grad_scale` first. `step` counts
+    from 1.
     `first` is the index of the first element in its parameter (8 bits: a multiple of MOMENT_BLOCK)
     and `key` 64 bits that name parameter and step: together they seed stochastic rounding, so that
     the result does not depend on how a parameter is cut.
     """
 
     weight: torch.Tensor
-    rest: torch.Tensor | None
+    master_state: torch.Tensor | None
     moments: Sequence[Moment]
     gradient: torch.Tensor
     rule_params: RuleParams
@@ -248,28 +249,34 @@ class CpuKernels:
         check_tensor("blocks", blocks, blocks.numel(), (torch.float64,), _HOST)
         return self.pool.fold_squares(n=blocks.numel(), sums=blocks.data_ptr())
 
-    def split(self, master: torch.Tensor, weight: torch.Tensor, rest: torch.Tensor) -> None:
-        """Write the fp32 `master` as `weight` and `rest`, losslessly.
+    def split(self, master: torch.Tensor, weight: torch.Tensor, master_state: torch.Tensor) -> None:
+        """Write the fp32 `master` as `weight` and `master_state`, losslessly.
 
         They are bf16 and the int16 residual, or fp16 (to nearest even) and the master itself.
         """
-        n = self._check_halves(master, weight, rest)
+        n = self._check_halves(master, weight, master_state)
         if weight.dtype is torch.float16:
             self.convert(weight, master)
-            self.copy(rest, master)
+            self.copy(master_state, master)
             return
         self.pool.split(
-            n=n, master=master.data_ptr(), weight=weight.data_ptr(), residual=rest.data_ptr()
+            n=n,
+            master=master.data_ptr(),
+            weight=weight.data_ptr(),
+            residual=master_state.data_ptr(),
         )
 
-    def join(self, weight: torch.Tensor, rest: torch.Tensor, master: torch.Tensor) -> None:
-        """Write the fp32 `master` that `weight` and `rest` stand for; see `split`."""
-        n = self._check_halves(master, weight, rest)
+    def join(self, weight: torch.Tensor, master_state: torch.Tensor, master: torch.Tensor) -> None:
+        """Write the fp32 `master` that `weight` and `master_state` stand for; see `split`."""
+        n = self._check_halves(master, weight, master_state)
         if weight.dtype is torch.float16:
-            self.copy(master, rest)
+            self.copy(master, master_state)
             return
         self.pool.join(
-            n=n, weight=weight.data_ptr(), residual=rest.data_ptr(), master=master.data_ptr()
+            n=n,
+            weight=weight.data_ptr(),
+            residual=master_state.data_ptr(),
+            master=master.data_ptr(),
         )
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -313,14 +320,16 @@ class CpuKernels:
             is_signed=signed,
         )
 
-    def _check_halves(self, master: torch.Tensor, weight: torch.Tensor, rest: torch.Tensor) -> int:
+    def _check_halves(
+        self, master: torch.Tensor, weight: torch.Tensor, master_state: torch.Tensor
+    ) -> int:
         self._require_open()
         n = master.numel()
         check_tensor("master", master, n, (torch.float32,), _HOST)
         check_tensor("weight", weight, n, (torch.bfloat16, torch.float16), _HOST)
         kind = BESIDE[weight.dtype]
         assert kind is not None
-        check_tensor("rest", rest, n, (kind,), _HOST)
+        check_tensor("rest", master_state, n, (kind,), _HOST)
         return n
 
     def _pair(

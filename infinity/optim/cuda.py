@@ -169,7 +169,7 @@ def _launch(variant: Variant, batch: list[tuple[Piece, int]], rows: dict[bytes, 
 
 
 def _fill(segment: _KernelSegment, piece: Piece) -> None:
-    tensors = {"weight": piece.weight, "rest": piece.rest, "gradient": piece.gradient}
+    tensors = {"weight": piece.weight, "rest": piece.master_state, "gradient": piece.gradient}
     for number, moment in enumerate(piece.moments, 1):
         tensors[f"moment{number}"] = moment.values
         if moment.scales is not None:

@@ -25,7 +25,7 @@ KIND_DTYPES: dict[Kind, torch.dtype] = {
     kind: getattr(torch, name) for kind, name in REST_DTYPES.items()
 }
 BESIDE: dict[torch.dtype, torch.dtype | None] = {
-    COMPUTE_DTYPES[p.name]: None if p.rest_kind is None else KIND_DTYPES[p.rest_kind]
+    COMPUTE_DTYPES[p.name]: None if p.master_kind is None else KIND_DTYPES[p.master_kind]
     for p in PRECISIONS.values()
 }
 VALUE_DTYPES = {
@@ -76,7 +76,7 @@ class Moment(NamedTuple):
 def master_in(views: Mapping[Kind, Tensor], precision: Precision) -> tuple[Tensor, Tensor | None]:
     """Return views of the weights, and residuals or masters, in a chunk's parts (uint8)."""
     weight = views[Kind.WEIGHT].view(COMPUTE_DTYPES[precision.name])
-    kind = precision.rest_kind
+    kind = precision.master_kind
     return weight, None if kind is None else views[kind].view(KIND_DTYPES[kind])
 
 

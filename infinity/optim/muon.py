@@ -20,7 +20,7 @@ _NAN = 0x7FC00000
 
 def step_stack(
     weight: Tensor,
-    rest: Tensor | None,
+    master_state: Tensor | None,
     moments: Sequence[Moment],
     gradient: Tensor,
     rule_params: Muon,
@@ -34,14 +34,14 @@ def step_stack(
     rule_params, size = rule_params.of_shape((rows, columns)), rows * columns
     for start in range(0, size * math.prod(stacked), size):
         one = slice(start, start + size)
-        master_state = None if rest is None else rest[one]
+        state = None if master_state is None else master_state[one]
         momentum = moments[0].values[one]
-        _step_matrix(weight[one], master_state, momentum, gradient[one], rule_params, grad_scale)
+        _step_matrix(weight[one], state, momentum, gradient[one], rule_params, grad_scale)
 
 
 def _step_matrix(
     weight: Tensor,
-    rest: Tensor | None,
+    master_state: Tensor | None,
     momentum: Tensor,
     gradient: Tensor,
     rule_params: Muon,
@@ -59,12 +59,12 @@ def _step_matrix(
     del gradient
     update = orthogonal(ahead, rule_params)
     del ahead
-    master = _joined(weight, rest)
+    master = _joined(weight, master_state)
     view = master.view(shape)
     view.mul_(1 - rule_params.lr * rule_params.weight_decay)
     view.add_(update, alpha=-rule_params.adjusted_lr)
-    if rest is not None:
-        _split(master, weight, rest)
+    if master_state is not None:
+        _split(master, weight, master_state)
 
 
 def orthogonal(matrix: Tensor, rule_params: Muon) -> Tensor:
@@ -85,22 +85,22 @@ def orthogonal(matrix: Tensor, rule_params: Muon) -> Tensor:
     return found.T if tall else found
 
 
-def _joined(weight: Tensor, rest: Tensor | None) -> Tensor:
+def _joined(weight: Tensor, master_state: Tensor | None) -> Tensor:
     """The fp32 master: the tensor itself where there is one, else a new one."""
-    if rest is None:
+    if master_state is None:
         return weight
-    if rest.dtype is torch.float32:
-        return rest
+    if master_state.dtype is torch.float32:
+        return master_state
     upper = weight.view(torch.int16).int().bitwise_left_shift_(16)
-    return upper.add_(rest).view(torch.float32)
+    return upper.add_(master_state).view(torch.float32)
 
 
-def _split(master: Tensor, weight: Tensor, rest: Tensor) -> None:
+def _split(master: Tensor, weight: Tensor, master_state: Tensor) -> None:
     """Store a master as its halves; rounded half up, and a NaN stays one."""
-    if rest.dtype is torch.float32:  # the master itself
+    if master_state.dtype is torch.float32:  # the master itself
         weight.copy_(master)
         return
     bits = master.view(torch.int32).masked_fill_(master.isnan(), _NAN)
     upper = bits.add(0x8000).bitwise_right_shift_(16)
     weight.view(torch.int16).copy_(upper)
-    rest.copy_(bits.sub_(upper.bitwise_left_shift_(16)))
+    master_state.copy_(bits.sub_(upper.bitwise_left_shift_(16)))

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Self
 from infinity.errors import ConfigError
 from infinity.types import MomentFormat
 
-_OWN = {"of_group": False}  # of a field that is no entry of a parameter group
+_NOT_IN_GROUP = {"of_group": False}  # of a field that is no entry of a parameter group
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class SGD(RuleParams):
     weight_decay: float = 0.0
     nesterov: bool = False
     maximize: bool = False
-    begins: int = field(default=1, metadata=_OWN)
+    begins: int = field(default=1, metadata=_NOT_IN_GROUP)
 
     state_names = ("momentum_buffer",)
     nonnegative = (False,)
@@ -324,7 +324,7 @@ class Muon(RuleParams):
     adam_betas: tuple[float, float] = (0.9, 0.999)
     adam_eps: float = 1e-8
     adam_weight_decay: float = 0.01
-    shape: tuple[int, ...] = field(default=(), metadata=_OWN)
+    shape: tuple[int, ...] = field(default=(), metadata=_NOT_IN_GROUP)
 
     kernel = ""
     state_names = ("momentum_buffer",)

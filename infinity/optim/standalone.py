@@ -49,16 +49,17 @@ class _Views:
     """
 
     __slots__ = (
-        "address", "count", "device", "moments", "parameter", "rest", "state", "version", "weight"
+        "address", "count", "device", "master_state", "moments", "parameter", "state", "version",
+        "weight",
     )  # fmt: skip
 
-    def __init__(self, parameter: Tensor, state: _State, rest: Tensor | None) -> None:
+    def __init__(self, parameter: Tensor, state: _State, master_state: Tensor | None) -> None:
         self.parameter = parameter
         self.device = parameter.device
         self.address = parameter.data_ptr()
         self.version = parameter._version
         self.weight = parameter.detach().view(-1)
-        self.rest = rest
+        self.master_state = master_state
         self.moments = [Moment(state[name].view(-1)) for name in AdamW.state_names]
         if not isinstance(state["step"], Tensor) or not state["step"].is_cpu:
             state["step"] = step_count(state["step"])
@@ -246,7 +247,9 @@ class _Adam(torch.optim.Optimizer):
                 f"the gradient of a parameter of shape {tuple(gradient.shape)} is sparse",
                 remedy="use sparse=False in nn.Embedding",
             )
-        master_state = views.rest if self.master else self._rest(views.parameter, {})
+        master_state = (
+            views.master_state if self.master else self._master_state_of(views.parameter, {})
+        )
         gradient = gradient.resolve_neg()
         flat = gradient if gradient.is_contiguous() else gradient.contiguous()
         flat = flat if flat.dim() == 1 else flat.view(-1)
@@ -269,11 +272,11 @@ class _Adam(torch.optim.Optimizer):
             state["step"] = step_count(0)
             for name in AdamW.state_names:
                 state[name] = torch.zeros_like(parameter, dtype=torch.float32)
-        master_state = self._rest(parameter, state) if self.master else None
+        master_state = self._master_state_of(parameter, state) if self.master else None
         views = self._views[parameter] = _Views(parameter, state, master_state)
         return views
 
-    def _rest(self, parameter: Tensor, state: _State) -> Tensor | None:
+    def _master_state_of(self, parameter: Tensor, state: _State) -> Tensor | None:
         """Return the residual or master of a parameter; see the note on edited ones."""
         name = _MASTERS.get(parameter.dtype)
         for other in _MASTERS.values():

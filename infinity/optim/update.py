@@ -25,18 +25,18 @@ from infinity.types import MomentFormat
 class Tile:
     """The elements `first` to `first + weight.numel()` of one flat parameter, and their update.
 
-    `weight` is fp32 with `rest` None, bf16 with an int16 residual, or fp16 with the fp32 master;
-    `gradient` is fp32, or of the weight's dtype. All are 1-D views of one memory (a device's where
-    that updates), and are updated in place. `parameter` is the parameter's index, `shape` its full
-    shape, `rule_params` its entry of `OffloadedOptimizer.params_by_index`, and `step` counts this
-    update from 1. Tiles of one parameter and step come in order.
+    `weight` is fp32 with `master_state` None, bf16 with an int16 residual, or fp16 with the fp32
+    master; `gradient` is fp32, or of the weight's dtype. All are 1-D views of one memory (a
+    device's where that updates), and are updated in place. `parameter` is the parameter's index,
+    `shape` its full shape, `rule_params` its entry of `OffloadedOptimizer.params_by_index`, and
+    `step` counts this update from 1. Tiles of one parameter and step come in order.
     """
 
     parameter: int
     shape: tuple[int, ...]
     first: int
     weight: Tensor
-    rest: Tensor | None
+    master_state: Tensor | None
     moments: tuple[Moment, ...]
     gradient: Tensor
     rule_params: Any
@@ -78,13 +78,13 @@ class Updater(Protocol):
 class Rule(Protocol):
     """An update rule as the engine uses it: its state, and its updater.
 
-    `moments` has a format for each moment that `reserve` found necessary. A `whole` rule needs
-    whole parameters as tiles; `matrix_steps` see `infinity.optim.rules.matrix_steps`.
+    `moments` has a format for each moment that `reserve` found necessary. With `needs_full` a
+    rule needs full parameters as tiles; `matrix_steps` see `infinity.optim.rules.matrix_steps`.
     """
 
     name: str
     moments: tuple[MomentFormat, ...]
-    whole: bool
+    needs_full: bool
     matrix_steps: int
     notes: tuple[str, ...]
 
@@ -111,7 +111,7 @@ class BuiltInRule:
 
     def __init__(self, name: str, moments: MomentFormat = MomentFormat.FP32) -> None:
         self.name = name
-        self.whole = False  # of all parameters: see `infinity.optim.rules.Muon` for some
+        self.needs_full = False  # of all parameters: see `infinity.optim.rules.Muon` for some
         self.moments: tuple[MomentFormat, ...] = ()
         self.notes = lossy_notes(moments)
         self.matrix_steps = 0
@@ -204,7 +204,7 @@ class KernelUpdater:
         name = self._names[tile.parameter]
         return Piece(
             tile.weight,
-            tile.rest,
+            tile.master_state,
             moments,
             tile.gradient,
             rule_params,

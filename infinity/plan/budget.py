@@ -66,7 +66,7 @@ def with_memory(plan: Plan, limits: Limits) -> Plan:
 
 def _with_memory(plan: Plan, limits: Limits) -> Plan:
     plan = plan.changed(slot_classes=_slot_classes(plan))
-    device, host, disk = _at_rest(plan).values()
+    device, host, disk = _stored_bytes(plan).values()
     device = {
         "slots": sum(c.slot_bytes * c.count for c in plan.slot_classes),
         **device,
@@ -153,20 +153,20 @@ def _slot_classes(plan: Plan) -> tuple[SlotClass, ...]:
     """Group units whose sizes lie within a factor of two; a class has slots of its largest.
 
     Ranges of experts have classes of their own: while they compute, so does the unit of their
-    layer. A unit that computes with its weights where they rest has none. Those that stay `whole`
-    have a slot each, of their own size.
+    layer. A unit that computes with its weights where they rest has none. Those that stay
+    `unsharded` have a slot each, of their own size.
     """
     there = plan.at_device - plan.facts.dequantised if plan.ranks == 1 else frozenset()
-    key = (there | plan.whole, plan.whole, plan.prefetch_units)
+    key = (there | plan.unsharded, plan.unsharded, plan.prefetch_units)
     if key not in plan.facts.known:
-        plan.facts.known[key] = _classes_without(plan, there | plan.whole)
+        plan.facts.known[key] = _classes_without(plan, there | plan.unsharded)
     found: tuple[SlotClass, ...] = plan.facts.known[key]
     return found
 
 
-def _classes_without(plan: Plan, resting: frozenset[int]) -> tuple[SlotClass, ...]:
+def _classes_without(plan: Plan, on_device: frozenset[int]) -> tuple[SlotClass, ...]:
     """Return the slot classes of a plan of which these units do not move."""
-    moving = [unit for unit in plan.units if unit.index not in resting]
+    moving = [unit for unit in plan.units if unit.index not in on_device]
     groups: list[list[UnitLayout]] = []
     for unit in sorted(moving, key=lambda u: (u.is_range, -u.slot_bytes, u.index)):
         like = bool(groups) and unit.is_range == groups[-1][0].is_range
@@ -179,7 +179,7 @@ def _classes_without(plan: Plan, resting: frozenset[int]) -> tuple[SlotClass, ..
         SlotClass(g[0].slot_bytes, min(count, len(g)), tuple(u.index for u in g)) for g in groups
     ]
     sizes: dict[int, list[int]] = {}
-    for index in sorted(plan.whole):
+    for index in sorted(plan.unsharded):
         sizes.setdefault(plan.units[index].slot_bytes, []).append(index)
     classes += [SlotClass(size, len(units), tuple(units)) for size, units in sizes.items()]
     return tuple(sorted((c for c in classes if c.slot_bytes), key=lambda c: -c.slot_bytes))
@@ -190,7 +190,7 @@ def checksum_bytes(nbytes: int) -> int:
     return -(-nbytes // PAGE) * 4
 
 
-def _at_rest(plan: Plan) -> dict[Tier, dict[str, int]]:
+def _stored_bytes(plan: Plan) -> dict[Tier, dict[str, int]]:
     """What rests on each tier."""
     found = {tier: {"weights": 0, "state": 0, "gradients": 0} for tier in TIERS}
     for group in plan.unit_groups:
@@ -269,7 +269,7 @@ def matrix_bytes(plan: Plan, *, by_host: bool) -> int:
         a.layout for a in plan.unit_groups
         if (update_place(plan, a.units[0]) is UpdatePlace.CPU) is by_host
     )  # fmt: skip
-    shapes = (s.shape for layout in updated for s in layout.trained_segments if s.whole)
+    shapes = (s.shape for layout in updated for s in layout.trained_segments if s.needs_full)
     return MATRIX_BYTES * max((math.prod(shape[-2:]) for shape in shapes), default=0)
 
 

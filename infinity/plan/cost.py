@@ -415,7 +415,7 @@ def matrix_flops(layout: UnitLayout, steps: int) -> int:
     that by the matrix, with m <= n: 4 m^2 n + 2 m^3. Of a stack each matrix is by itself.
     """
     flops = 0
-    for *stacked, rows, columns in (s.shape for s in layout.trained_segments if s.whole):
+    for *stacked, rows, columns in (s.shape for s in layout.trained_segments if s.needs_full):
         m, n = sorted((rows, columns))
         flops += math.prod(stacked) * (4 * m * m * n + 2 * m**3)
     return steps * flops

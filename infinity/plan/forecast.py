@@ -86,7 +86,10 @@ def counted_phases(plan: Plan) -> tuple[list[tuple[PhaseBytes, int]], list[Phase
     With them those of each micro-batch more, None where that is not known. Phases of the last
     micro-batch are apart: a pass over gradients comes behind them.
     """
-    known, how = plan.facts.known, (plan.whole, plan.prefetch_units, plan.micro_batches, plan.ranks)
+    known, how = (
+        plan.facts.known,
+        (plan.unsharded, plan.prefetch_units, plan.micro_batches, plan.ranks),
+    )
     cycle = usual_cycle(plan)
     key = (plan.at_device, *how, cycle)  # what a course follows from
     if key not in known:
@@ -295,7 +298,7 @@ class _Bytes:
         if not self.plan.shared:
             return 0
         units = [unit for unit, _ in moves.updated if self.plan.is_shared(unit)]
-        return (self.plan.nodes - 1) * sum(self.plan.own[u].trained_bytes for u in units)
+        return (self.plan.nodes - 1) * sum(self.plan.local_units[u].trained_bytes for u in units)
 
     def _normed(self, updated: list[tuple[int, bool]]) -> int:
         """Gradients on a device that a norm on the host reads: without padding, unlike the rest."""
@@ -303,7 +306,7 @@ class _Bytes:
         if plan.unified or (plan.device_kernels and plan.ranks == 1):
             return 0
         there = (u for u, _ in updated if plan.placements[u].gradient is Tier.DEVICE)
-        return plan.gradient_itemsize * sum(plan.own[unit].num_trained for unit in there)
+        return plan.gradient_itemsize * sum(plan.local_units[unit].num_trained for unit in there)
 
     def _of_update(self, group: int, publish: bool) -> dict[str, int]:
         """Return the bytes of an update of one of several equal units."""
@@ -366,7 +369,7 @@ class _Bytes:
             return found
         sizes, exchanged = [(0, 0)] * len(plan.units), 0
         for unit in set(cycle):
-            layout, trained = plan.units[unit], plan.own[unit].num_trained
+            layout, trained = plan.units[unit], plan.local_units[unit].num_trained
             itemsize = 4 if unit in summed else layout.weight_itemsize
             exchanged += (plan.ranks - 1) * layout.shard_numel * itemsize
             # Of every rank's gradient what is this one's; wide where they are sums of slices.

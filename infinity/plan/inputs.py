@@ -222,15 +222,15 @@ class PlanInput:
 
     def with_precision(self, name: str) -> PlanInput:
         """With all parameters, which must be trained ones, in another precision."""
-        precision, full = PRECISIONS[name], self.rule.whole
-        units = lay_out_again(self.units, precision, self.machine.ranks, whole=full, cast=True)
+        precision, full = PRECISIONS[name], self.rule.needs_full
+        units = lay_out_again(self.units, precision, self.machine.ranks, needs_full=full, cast=True)
         return replace(self.with_config(precision=name), units=units)
 
     def with_gpus(self, gpus: int) -> PlanInput:
         """Return the case with a number of GPUs per node; a step keeps its tokens."""
         machine = self.machine.with_ranks(gpus, self.machine.nodes)
-        precision, full = PRECISIONS[self.config.precision], self.rule.whole
-        units = lay_out_again(self.units, precision, machine.ranks, whole=full)
+        precision, full = PRECISIONS[self.config.precision], self.rule.needs_full
+        units = lay_out_again(self.units, precision, machine.ranks, needs_full=full)
         case = replace(self, machine=machine, units=units)
         tokens = -(-self.work.tokens * self.machine.ranks // machine.ranks)
         return case.with_step(tokens, self.micro_batches)

@@ -49,23 +49,23 @@ REST_DTYPES = {Kind.RESIDUAL: "int16", Kind.MASTER: "float32"}
 class Precision:
     """How one compute precision rests: item sizes (bytes), and the format of each moment.
 
-    `dtype` is torch's name of what weights are. `rest` is what stands beside a weight for its
-    fp32 master: 0 where weights are fp32, else the size of a `rest_kind`. `moments` has none to
-    six formats.
+    `dtype` is torch's name of what weights are. `master_state` is what stands beside a weight for
+    its fp32 master: 0 where weights are fp32, else the size of a `master_kind`. `moments` has none
+    to six formats.
     """
 
     name: str
     dtype: str
     weight: int
-    rest: int
-    rest_kind: Kind | None = None
+    master_state: int
+    master_kind: Kind | None = None
     moments: tuple[MomentFormat, ...] = (MomentFormat.FP32, MomentFormat.FP32)
     paired: int | None = None  # so many elements, the first, have all moments, the rest but one
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The state kinds this precision stores, in record order."""
-        extra = (self.rest_kind,) if self.rest_kind is not None else ()
+        extra = (self.master_kind,) if self.master_kind is not None else ()
         return (Kind.WEIGHT, *extra, *self.moment_kinds)
 
     @property
@@ -89,8 +89,8 @@ class Precision:
         """
         if kind is Kind.WEIGHT:
             return num_elements * self.weight
-        if kind is self.rest_kind:
-            return num_elements * self.rest
+        if kind is self.master_kind:
+            return num_elements * self.master_state
         return round_up(self.format_of(kind).nbytes(self.num_kept(kind, num_elements)), PAGE)
 
     def num_kept(self, kind: Kind, num_elements: int) -> int:
@@ -103,12 +103,12 @@ class Precision:
     def bytes_per_parameter(self) -> float:
         """Bytes at rest of one trained parameter, padding not counted."""
         moments = sum(f.nbytes(MOMENT_BLOCK) for f in self.moments) / MOMENT_BLOCK
-        return self.weight + self.rest + moments
+        return self.weight + self.master_state + moments
 
 
-BF16 = Precision("bf16", "bfloat16", weight=2, rest=2, rest_kind=Kind.RESIDUAL)
-FP16 = Precision("fp16", "float16", weight=2, rest=4, rest_kind=Kind.MASTER)
-FP32 = Precision("fp32", "float32", weight=4, rest=0)
+BF16 = Precision("bf16", "bfloat16", weight=2, master_state=2, master_kind=Kind.RESIDUAL)
+FP16 = Precision("fp16", "float16", weight=2, master_state=4, master_kind=Kind.MASTER)
+FP32 = Precision("fp32", "float32", weight=4, master_state=0)
 PRECISIONS = {precision.name: precision for precision in (BF16, FP16, FP32)}
 
 
@@ -130,9 +130,10 @@ class Segment:
 
     `offset` counts elements of the trained range when `trained`, else bytes of the frozen range.
     `dtype` is the torch dtype's name, for instance "bfloat16"; `group` the optimizer group. `form`
-    is the `FrozenFormat` in which it rests, of which `nbytes` are then, or "" for `dtype`. `whole`
-    says that the update rule needs it whole, and keeps one moment of it. `stack` is there for a
-    stack of experts: all of it, or rows, which have an index of their own and the stack's name.
+    is the `FrozenFormat` in which it rests, of which `nbytes` are then, or "" for `dtype`.
+    `needs_full` says that the update rule needs it unsharded and uncut, and keeps one moment of it.
+    `stack` is there for a stack of experts: all of it, or rows, which have an index of their own
+    and the stack's name.
     """
 
     name: str
@@ -145,7 +146,7 @@ class Segment:
     trained: bool
     group: int
     form: str = ""
-    whole: bool = False
+    needs_full: bool = False
     stack: StackRows | None = None
 
     @property
@@ -185,7 +186,7 @@ class Segment:
 
     def keeps(self, kind: Kind) -> bool:
         """Whether there is state of this kind of it."""
-        return self.trained and not (self.whole and kind in MOMENTS[1:])
+        return self.trained and not (self.needs_full and kind in MOMENTS[1:])
 
     def within(self, start: int, count: int) -> tuple[int, int]:
         """(first, end) of the elements that lie in a chunk, counted from the chunk's start.
@@ -208,7 +209,9 @@ class UnitLayout:
     weight_itemsize: int
     is_block: bool = False  # its modules compute by themselves: what can be recomputed, or sliced
     shards: int = 1  # ranks that share it; a shard's own layout has 1
-    paired: int | None = None  # of a shard, see `Precision`; None where no parameter is `whole`
+    paired: int | None = (
+        None  # of a shard, see `Precision`; None where no parameter is `needs_full`
+    )
     # Outside blocks, for the order of uses: see `plan/usual_cycle.py`.
     at_end: bool = False  # what it holds comes behind the blocks too: a norm, or a head
     looked_up: bool = False  # what it holds before them is embeddings, which no backward uses
@@ -219,19 +222,19 @@ class UnitLayout:
         return self.numel * self.weight_itemsize
 
     @cached_property
-    def rest_bytes(self) -> int:
+    def stored_bytes(self) -> int:
         """Bytes of this unit's weights at rest, frozen ones included."""
         return self.trained_bytes + self.frozen_bytes
 
     @cached_property
     def slot_bytes(self) -> int:
         """Bytes a slot needs to hold this unit's weights: as they rest, and dequantised."""
-        return self.rest_bytes + self.dequantised_bytes
+        return self.stored_bytes + self.dequantised_bytes
 
     @cached_property
     def dequantised(self) -> dict[int, int]:
         """Parameters that rest quantised -> where their values stand in a slot, in bytes."""
-        found, offset = dict[int, int](), self.rest_bytes
+        found, offset = dict[int, int](), self.stored_bytes
         for segment in (s for s in self.segments if s.form):
             found[segment.parameter] = offset
             offset += round_up(segment.numel * self.weight_itemsize, SEGMENT_ALIGN_BYTES)
@@ -266,7 +269,7 @@ class UnitLayout:
     @property
     def shard_bytes(self) -> int:
         """Bytes of weights that one rank keeps, frozen ones included."""
-        return self.rest_bytes // self.shards
+        return self.stored_bytes // self.shards
 
     def of_shard(self, rank: int) -> UnitLayout:
         """Return the layout of one rank's shard of the trained segments."""
@@ -354,7 +357,7 @@ class ParameterFacts:
     trained: bool
     group: int
     form: str = ""  # of a frozen one that rests quantised: a `FrozenFormat`
-    whole: bool = False  # as in `Segment`
+    needs_full: bool = False  # as in `Segment`
     stack: StackRows | None = None  # as in `Segment`
 
     def rows(self, parameter: int, first: int, count: int) -> ParameterFacts:
@@ -377,30 +380,30 @@ def lay_out(
     *,
     is_block: bool = False,
     ranks: int = 1,
-    whole: bool = False,
+    needs_full: bool = False,
 ) -> UnitLayout:
     """Place parameters one after the other, each aligned; trained ones first.
 
-    Of several `ranks`, with `whole` no trained parameter lies in two shards, nor where one is.
+    Of several `ranks`, with `needs_full` no trained parameter lies in two shards, nor where one is.
     """
     segments: list[Segment] = []
     element = 0
     align = max(SEGMENT_ALIGN_BYTES // precision.weight, MOMENT_BLOCK)  # no scale is shared
     align = align if ranks == 1 else SQUARE_BLOCK  # nor is a block of the norm
-    runs = [sorted((p for p in parameters if p.trained), key=lambda p: p.whole)]
-    any_full = any(p.whole for p in runs[0])
-    whole = whole or any_full
-    if whole and ranks > 1:
+    runs = [sorted((p for p in parameters if p.trained), key=lambda p: p.needs_full)]
+    any_full = any(p.needs_full for p in runs[0])
+    needs_full = needs_full or any_full
+    if needs_full and ranks > 1:
         runs = _dealt(runs[0], ranks, index)
     longest = max(sum(round_up(p.numel, align) for p in run) for run in runs)
-    paired = max(sum(round_up(p.numel, align) for p in run if not p.whole) for run in runs)
+    paired = max(sum(round_up(p.numel, align) for p in run if not p.needs_full) for run in runs)
     for number, run in enumerate(runs):
         element = number * longest
         for fact in run:
             nbytes = fact.numel * precision.weight
             segments.append(
                 Segment(fact.name, fact.parameter, fact.shape, fact.dtype, fact.numel, nbytes,
-                        element, True, fact.group, whole=fact.whole, stack=fact.stack)
+                        element, True, fact.group, needs_full=fact.needs_full, stack=fact.stack)
             )  # fmt: skip
             element = round_up(element + fact.numel, align)
     element = len(runs) * longest
@@ -432,7 +435,7 @@ def lay_out_again(
     precision: Precision,
     ranks: int,
     *,
-    whole: bool,
+    needs_full: bool,
     cast: bool = False,
 ) -> tuple[UnitLayout, ...]:
     """Lay out units for a number of ranks; parameters are `cast` to the precision or unchanged."""
@@ -440,7 +443,7 @@ def lay_out_again(
     for unit in units:
         facts = [
             ParameterFacts(s.name, s.parameter, s.shape, s.dtype, s.numel,
-                           s.nbytes // max(s.numel, 1), s.trained, s.group, s.form, s.whole,
+                           s.nbytes // max(s.numel, 1), s.trained, s.group, s.form, s.needs_full,
                            s.stack)
             for s in unit.segments
         ]  # fmt: skip
@@ -450,7 +453,7 @@ def lay_out_again(
             ]
         again = lay_out(
             unit.index, unit.name, facts, precision,
-            is_block=unit.is_block, ranks=ranks, whole=whole,
+            is_block=unit.is_block, ranks=ranks, needs_full=needs_full,
         )  # fmt: skip
         found.append(replace(again, at_end=unit.at_end, looked_up=unit.looked_up))
     return tuple(found)
@@ -487,10 +490,10 @@ def dealt_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
 def split_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
     """Return notes of a plan about a rule for some parameters, and AdamW for the others."""
     trained = [segment for unit in units for segment in unit.trained_segments]
-    matrices = [s for s in trained if s.whole]
+    matrices = [s for s in trained if s.needs_full]
     if not matrices:
         return ()
-    others = [s for s in trained if not s.whole]
+    others = [s for s in trained if not s.needs_full]
     large = [s.name for s in others if len(s.shape) > 1]
     named = f", of them {', '.join(large[:4])}{', ...' if large[4:] else ''}" if large else ""
     count = sum(math.prod(s.shape[:-2]) for s in matrices)  # more than one in a stack

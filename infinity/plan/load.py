@@ -28,7 +28,7 @@ class ProcessorTimes:
 
     user: float
     idle: float
-    own: float
+    process: float
     count: int
 
     @staticmethod
@@ -50,7 +50,7 @@ def load_between(before: ProcessorTimes | None, after: ProcessorTimes | None) ->
     """
     if before is None or after is None:
         return ""
-    others = (after.user - before.user) - (after.own - before.own)
+    others = (after.user - before.user) - (after.process - before.process)
     idle = after.idle - before.idle
     total = idle + (after.user - before.user)
     if total < LEAST_S or others < QUIET_SHARE * total or idle > IDLE_SHARE * total:

@@ -70,7 +70,7 @@ class Machine:
     """RAM this process may ever use: the minimum of the host's and every cgroup's limit."""
     host_available_bytes: int
     """RAM that can be taken now without swapping or being killed."""
-    own_rss_bytes: int
+    process_rss_bytes: int
     """RAM this process holds already."""
     num_cpus: int
     """Processors this process may use: the affinity mask, cut to the cgroup's quota, at least 1."""
@@ -107,7 +107,7 @@ def read_machine(paths: Iterable[str | os.PathLike[str]] = (), root: Path = Path
     return Machine(
         host_ram_bytes=total_bytes,
         host_available_bytes=max(0, available_bytes),
-        own_rss_bytes=_kib(root / "proc/self/status", r"^VmRSS:\s*([0-9]+) kB$"),
+        process_rss_bytes=_kib(root / "proc/self/status", r"^VmRSS:\s*([0-9]+) kB$"),
         num_cpus=allowed if quota is None else min(allowed, quota),
         disk_free_bytes=tuple((Path(path), disk_free_bytes(Path(path))) for path in paths),
         memlock_bytes=int(locked) if locked else None,
@@ -140,7 +140,7 @@ def shared_rss_bytes(root: Path = Path("/")) -> int:
 
 def default_host_budget_bytes(machine: Machine) -> int:
     """Return the host budget where none is given: 80 % of what this process may come to hold."""
-    reachable_bytes = machine.host_available_bytes + machine.own_rss_bytes
+    reachable_bytes = machine.host_available_bytes + machine.process_rss_bytes
     return int(HOST_BUDGET_SHARE * min(machine.host_ram_bytes, reachable_bytes))
 
 
@@ -444,7 +444,7 @@ class PlanMachine:
             numbers = {key: rate for key, rate in numbers.items() if key not in DISK}
         without = {DEVICE_UPDATE} if rates and rates.device_update is None else set()
         complete, nominal = completed(numbers, unified=unified, without=without)
-        reachable_bytes = machine.host_available_bytes + machine.own_rss_bytes
+        reachable_bytes = machine.host_available_bytes + machine.process_rss_bytes
         return cls(
             name=name,
             host_bytes=min(machine.host_ram_bytes, reachable_bytes),

@@ -79,14 +79,14 @@ def _known_cost(
 
 
 def placed(
-    plan: Plan, fields: Sequence[str], whole: bool | None, limits: Limits, rates: Rates
+    plan: Plan, fields: Sequence[str], unsharded: bool | None, limits: Limits, rates: Rates
 ) -> Plan:
-    """`plan` with the best tiers of `fields`, and slots for good, see `with_whole_units`.
+    """`plan` with the best tiers of `fields`, and slots for good, see `with_unsharded_units`.
 
     Either may come first, and takes memory from the other. Weights are shared where that is faster.
     """
-    first = with_whole_units(plan, whole, limits)
-    found = [first] if whole or first is plan or not fields else [plan, first]
+    first = with_unsharded_units(plan, unsharded, limits)
+    found = [first] if unsharded or first is plan or not fields else [plan, first]
     if plan.may_share and not plan.shared:
         for start in list(found):
             shared = with_memory(start.changed(shared=True), limits)
@@ -94,13 +94,13 @@ def placed(
                 found.append(shared)
     if fields:
         found = [
-            with_whole_units(best_placement(start, fields, limits, rates), whole, limits)
+            with_unsharded_units(best_placement(start, fields, limits, rates), unsharded, limits)
             for start in found
         ]
     return min(found, key=lambda plan: (score(plan, rates), plan.num_moving))
 
 
-def with_whole_units(plan: Plan, wish: bool | None, limits: Limits) -> Plan:
+def with_unsharded_units(plan: Plan, wish: bool | None, limits: Limits) -> Plan:
     """Of several ranks: give permanent slots to the units that fit, so that their weights are
     gathered once after an update and not at every fetch. First those that are never updated.
 
@@ -112,7 +112,7 @@ def with_whole_units(plan: Plan, wish: bool | None, limits: Limits) -> Plan:
     while low < high:
         middle = high if wish else (low + high + 1) // 2
         full_units = frozenset(unit.index for unit in units[:middle])
-        changed = with_memory(plan.changed(whole=full_units), limits)
+        changed = with_memory(plan.changed(unsharded=full_units), limits)
         if wish or fits_as(changed, plan, limits, auto=True):
             low, best = middle, changed
         else:

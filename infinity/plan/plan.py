@@ -25,14 +25,14 @@ _MASTERS = {"bf16": "bf16 + 16-bit residual", "fp16": "fp16 weight + fp32", "fp3
 class RuleFacts:
     """Facts of the update rule for the plan.
 
-    `moments` holds a format for each moment it keeps of a parameter; `whole` says that it needs
-    whole parameters, so that a chunk is a whole unit; `tile_elements` is the size of the tiles
+    `moments` holds a format for each moment it keeps of a parameter; `needs_full` says that it
+    needs full parameters, so that a chunk is a full unit; `tile_elements` is the size of the tiles
     that an optimizer of torch's is run on, 0 for our own kernels.
     """
 
     name: str = "AdamW"
     moments: tuple[MomentFormat, ...] = (MomentFormat.FP32, MomentFormat.FP32)
-    whole: bool = False
+    needs_full: bool = False
     tile_elements: int = 0
     matrix_steps: int = 0  # see `infinity.optim.rules.matrix_steps`
     notes: tuple[str, ...] = ()
@@ -145,7 +145,7 @@ _BASIS = (
 _FOLLOWS = {
     "facts": frozenset(["units"]),
     "basis": frozenset(["units", "saved", "model_recomputes", *_BASIS]),
-    "own": frozenset(["units", "rank"]),
+    "local_units": frozenset(["units", "rank"]),
     "unit_groups": frozenset(["units", "placements"]),
     "at_device": frozenset(["placements"]),
     "shared_bytes": frozenset(["units", "placements", "nodes", "shared", "unified"]),
@@ -180,7 +180,7 @@ class Plan:
     memory: dict[Tier, dict[str, int]]  # purpose -> bytes
     budget: dict[Tier, int | None]
     predicted_bytes: dict[str, int] = field(default_factory=dict)
-    whole_batch_bytes: dict[str, int] = field(default_factory=dict)  # were it one micro-batch
+    full_batch_bytes: dict[str, int] = field(default_factory=dict)  # were it one micro-batch
     notes: tuple[str, ...] = ()
     rule: RuleFacts = RuleFacts()
     device_kernels: bool = False  # a device with memory of its own runs our optimizer kernels
@@ -195,7 +195,7 @@ class Plan:
     model_recomputes: bool = False  # all blocks, as a model's own gradient checkpointing does
     rank: int = 0  # whose plan this is, of `ranks`
     ranks: int = 1  # that share every unit: bytes and memory are of one of them
-    whole: frozenset[int] = frozenset()  # of several ranks: units with a slot each, for good
+    unsharded: frozenset[int] = frozenset()  # of several ranks: units with a slot each, for good
     nodes: int = 1  # that the ranks fill
     may_share: bool = False  # all ranks of a node can map the same RAM
     shared: bool = False  # weights that rest in RAM do so there: see `is_shared`
@@ -238,7 +238,7 @@ class Plan:
         """A key of what memory follows from; with the number of micro-batches also movement."""
         return (
             self.basis, self.placements, self.streamed, self.cpu_share, self.chunks_at_once,
-            self.whole, self.shared, self.prefetch_units,
+            self.unsharded, self.shared, self.prefetch_units,
         )  # fmt: skip
 
     @cached_property
@@ -248,7 +248,7 @@ class Plan:
         return frozenset([i for i, h in enumerate(self.placements) if h.weight is device])
 
     @cached_property
-    def own(self) -> tuple[UnitLayout, ...]:
+    def local_units(self) -> tuple[UnitLayout, ...]:
         """What this rank keeps of every unit; the units themselves where it is alone."""
         return tuple(unit.of_shard(self.rank) for unit in self.units)
 
@@ -279,7 +279,7 @@ class Plan:
         stacks: frozenset[str] = self.facts.known[key]
         return stacks
 
-    def computes_at_rest(self, unit: int) -> bool:
+    def computes_where_stored(self, unit: int) -> bool:
         """Whether modules compute with the unit's weights where they are stored.
 
         On the device; not of several ranks, of which each has a shard there, nor with quantised
@@ -330,7 +330,7 @@ class Plan:
         kinds = tuple(k for k in self.precision.kinds if placement.of(k) is Tier.DISK)
         return Record(kinds, self.precision_of(unit))
 
-    def whole_record(self, unit: UnitLayout) -> Record:
+    def full_record(self, unit: UnitLayout) -> Record:
         """Return all state kinds in one record, as a durable run has every chunk on disk."""
         return Record(self.precision.kinds, self.precision_of(unit))
 
@@ -344,7 +344,7 @@ class Plan:
 
         Where the rule keeps one moment of some, these have so much less.
         """
-        num_full = sum(s.numel for u in self.units for s in u.trained_segments if s.whole)
+        num_full = sum(s.numel for u in self.units for s in u.trained_segments if s.needs_full)
         all_moments = self.precision.bytes_per_parameter
         first = replace(self.precision, moments=self.precision.moments[:1]).bytes_per_parameter
         return all_moments - (all_moments - first) * num_full / max(self.num_trained, 1)
@@ -475,7 +475,7 @@ class Plan:
 
     def describe(self) -> str:
         """Several plain lines: what lives where, memory against budgets, bytes per step."""
-        name, extra = _MASTERS[self.precision.name], self.precision.rest_kind or Kind.RESIDUAL
+        name, extra = _MASTERS[self.precision.name], self.precision.master_kind or Kind.RESIDUAL
         lines = [
             f"{format_count(self.num_trained)} trained parameters in {len(self.units)} units, "
             f"master {name}, {self.micro_batches} micro-batch(es) per step",
@@ -512,7 +512,7 @@ class Plan:
             if self.predicted_bytes.get(direction, 0)
         )
         lines.append(f"  predicted per step: {directions or 'nothing moves between tiers'}")
-        lines.extend(self._whole_batch_lines())
+        lines.extend(self._full_batch_lines())
         if self.rates_origin:
             rates = self.rates_origin
             rates = rates if "rates" in rates else f"rates {rates}"
@@ -544,9 +544,9 @@ class Plan:
             )
         return lines
 
-    def _whole_batch_lines(self) -> list[str]:
+    def _full_batch_lines(self) -> list[str]:
         """Describe the bytes of a step whose micro-batches pass each block together."""
-        now, full_batch = (sum(b.values()) for b in (self.predicted_bytes, self.whole_batch_bytes))
+        now, full_batch = (sum(b.values()) for b in (self.predicted_bytes, self.full_batch_bytes))
         if not full_batch or full_batch >= now:
             return []
         count = self.micro_batches
@@ -685,5 +685,5 @@ def publishes(plan: Plan, unit: int) -> bool:
     to a slot from there.
     """
     if plan.placements[unit].weight is Tier.DEVICE:
-        return plan.computes_at_rest(unit)
+        return plan.computes_where_stored(unit)
     return not plan.units[unit].frozen_bytes

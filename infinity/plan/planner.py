@@ -296,12 +296,12 @@ def make_plan(
     notes = (*rule.notes, *more, *split_notes(units, rule.name))
     if unified and precision.name == "fp16":
         notes += ("fp16 is for GPUs: most CPUs multiply it many times slower than fp32",)
-    if uncut := [u for u in units if rule.whole or u.paired is not None]:
+    if uncut := [u for u in units if rule.needs_full or u.paired is not None]:
         notes += dealt_notes(uncut, rule.name)
         needed = max(*(u.shard_numel for u in uncut), 1)
-        if isinstance(config.chunk_size, int) and (rule.whole or chunk < needed):
+        if isinstance(config.chunk_size, int) and (rule.needs_full or chunk < needed):
             notes += (f"chunk_size {chunk} is not used: {rule.name} needs whole parameters",)
-        chunk = needed if rule.whole else max(chunk, needed)
+        chunk = needed if rule.needs_full else max(chunk, needed)
     draft = Plan(
         precision=precision,
         units=units,
@@ -421,14 +421,14 @@ def _placed_for(wish: str, draft: Plan, config: Config, limits: Limits, rates: R
     plan = with_memory(draft.changed(placements=tuple(placements)), limits)
     auto = [field for field, wish in zip(FIELDS, explicit, strict=True) if wish is None]
     room = leaving_room(plan, wish, limits)
-    plan = placed(plan, auto, _whole(config), room, rates)
+    plan = placed(plan, auto, _keeps_unsharded(config), room, rates)
     plan = with_weights_in_ram(plan, config.hints, limits)
     plan = with_updates(plan, wish, limits, rates, leave_share=bool(auto))
     _require_fit(plan, limits, config)
     return plan
 
 
-def _whole(config: Config) -> bool | None:
+def _keeps_unsharded(config: Config) -> bool | None:
     """Return True if weights stay complete in slots; hints of slots decide."""
     hinted = config.hints.live_parameters is not None
     reshards = config.placement.reshard_after_forward
@@ -445,7 +445,7 @@ def _with_stored(draft: Plan, stored: Stored, config: Config, limits: Limits, ra
             h._replace(weight=Tier.DEVICE) if h.weight is Tier.HOST else h for h in placements
         ]
     plan = with_memory(draft.changed(placements=tuple(placements)), limits)
-    plan = placed(plan, (), _whole(config), limits, rates)
+    plan = placed(plan, (), _keeps_unsharded(config), limits, rates)
     plan = with_updates(plan, config.update, limits, rates, leave_share=False)
     try:
         _require_fit(plan, limits, config)
@@ -516,7 +516,7 @@ def _remedy(tier: Tier, config: Config, plan: Plan) -> str:
     ]
     if on_disk:
         return f"raise budget.{tier}, or put more on disk: placement.{on_disk[-1]}=disk"
-    if plan.rule.whole:  # no chunk size helps: a chunk is a unit
+    if plan.rule.needs_full:  # no chunk size helps: a chunk is a unit
         return (
             f"raise budget.{tier}, cut the model into smaller units (initialize(units=[...])), or "
             f"use an optimizer that does not need whole parameters as {plan.rule.name} does"

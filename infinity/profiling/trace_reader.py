@@ -296,7 +296,7 @@ class Shares:
     """Busy shares of a timeline, computed once.
 
     `steps` has one entry per step that the trace knows, in order; slices are cut at step ends.
-    `whole` is the same for all steps together; None where there is none.
+    `total` is the same for all steps together; None where there is none.
     """
 
     def __init__(self, timeline: TraceTimeline) -> None:
@@ -304,11 +304,11 @@ class Shares:
         self._measure(timeline)
         steps = timeline.of("step")
         self.steps = [self._step(s.what, (s.begin, s.end)) for s in steps]
-        self.whole: StepShares | None = None
+        self.total: StepShares | None = None
         if steps:
             window = steps[0].begin, max(s.end for s in steps)
             name = f"all {len(steps)} steps" if len(steps) > 1 else steps[0].what
-            self.whole = self._step(name, window)
+            self.total = self._step(name, window)
 
     def _measure(self, timeline: TraceTimeline) -> None:
         """When each track was busy, and compute waited."""
@@ -434,7 +434,7 @@ def report_data(
 
     Times are in seconds, shares from 0 to 1; `notes` say what is missing in the trace.
     """
-    timeline, total, notes = shares.timeline, shares.whole if only is None else only, []
+    timeline, total, notes = shares.timeline, shares.total if only is None else only, []
     if not timeline.complete:
         notes.append("the trace was not closed: the run was killed, or goes on")
     if timeline.num_dropped:

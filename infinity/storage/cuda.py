@@ -196,10 +196,10 @@ def _order(stream: torch.cuda.Stream, after: Event) -> None:
             part.wait()
 
 
-def _not_pinned(nbytes: int, whole: int, code: int) -> str:
+def _not_pinned(nbytes: int, total: int, code: int) -> str:
     return (
         f"{format_size(nbytes)} of RAM could not be pinned (CUDA error {code}; "
-        f"{format_size(whole - nbytes)} of this range are): copies to and from the GPU go through "
+        f"{format_size(total - nbytes)} of this range are): copies to and from the GPU go through "
         "a buffer of the driver's, slower, and make the host wait; the likely cause is a limit of "
         "the container or too little free memory: try --ulimit memlock=-1, or a lower budget.host"
     )

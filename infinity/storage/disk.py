@@ -47,10 +47,10 @@ def checksum(tensor: Tensor) -> int:
     flat = tensor.detach().view(-1).view(torch.uint8)
     if flat.device.type == "cpu":
         return _aio.crc32c(flat.data_ptr(), flat.numel(), 0)
-    return sum_of_words(flat)
+    return sum_of_int64(flat)
 
 
-def sum_of_words(flat: Tensor) -> int:
+def sum_of_int64(flat: Tensor) -> int:
     """Return the weighted sum of bytes (uint8, flat, aligned to 8) as integers of 8 bytes, modulo
     2**64.
 
@@ -325,7 +325,7 @@ class Disk:
             assert self._aio is not None
             room = [scratch.free_bytes() for scratch in self.scratches]
             self.speeds = tuple(measure_speeds(self._aio, self._files, room))
-        self._place()
+        self._distribute()
         for file, size in zip(self._files, self.used, strict=True):
             try:
                 file.allocate(max(size, PAGE))
@@ -346,15 +346,15 @@ class Disk:
             except OSError as error:
                 raise MachineError(f"cannot open the state file: {error}") from error
 
-    def _place(self) -> None:
+    def _distribute(self) -> None:
         total = self._stripes.total
         if self._stored is not None:
             stored = self._stored
-            self._stripes.place_again(stored, [file.size for file in self._files])
+            self._stripes.distribute_again(stored, [file.size for file in self._files])
             self.used, self._room = stored.used, stored.room
             return
         if len(self.paths) == 1:
-            self.used = tuple(self._stripes.place([1.0], [total]))
+            self.used = tuple(self._stripes.distribute([1.0], [total]))
             self.scratches[0].check_space(total)
             return
         free = [
@@ -366,7 +366,7 @@ class Disk:
         spared = [f - min(f // _SPARE_SHARE, _SPARE_BYTES) for f in free]
         room = spared if sum(f // PAGE * PAGE for f in spared) >= total else free
         self._room = tuple(room)
-        self.used = tuple(self._stripes.place(self.speeds, room))
+        self.used = tuple(self._stripes.distribute(self.speeds, room))
 
     @property
     def striping(self) -> Striping:

@@ -143,8 +143,8 @@ class DeviceStore:
         )
 
 
-def _bytes(place: Range) -> Tensor:
-    found = place.reached(by_device=True)
+def _bytes(location: Range) -> Tensor:
+    found = location.reached(by_device=True)
     assert found is not None
     return found
 

@@ -260,7 +260,7 @@ class Stripes:
             self._promised.append((self.total - start, tuple(cuts)))
         return start
 
-    def place(self, weights: Sequence[float], room: Sequence[int]) -> list[int]:
+    def distribute(self, weights: Sequence[float], room: Sequence[int]) -> list[int]:
         """Deal everything in proportion to `weights`, no path beyond its `room`; bytes per path.
 
         The rooms together must hold the total. Where one path has too little, what it has is
@@ -284,13 +284,13 @@ class Stripes:
         self._promised.clear()
         return dealer.used
 
-    def place_again(self, stored: Striping, sizes: Sequence[int]) -> None:
+    def distribute_again(self, stored: Striping, sizes: Sequence[int]) -> None:
         """Deal everything as it was dealt for a run that is continued; raises `CheckpointError`.
 
         `sizes` are those of the files in bytes.
         """
         room = stored.room or (self.total,)
-        used = self.place(stored.speeds or (1.0,), room) if sum(room) >= self.total else []
+        used = self.distribute(stored.speeds or (1.0,), room) if sum(room) >= self.total else []
         if tuple(used) != stored.used or any(map(operator.lt, sizes, used)):
             raise CheckpointError(
                 f"the durable run in {stored.directories[0]} needs {used} bytes of its state "

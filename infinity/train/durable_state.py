@@ -272,7 +272,7 @@ class DurableState:
         )
 
 
-def places(paths: Iterable[Path]) -> list[Path]:
+def rank_directories(paths: Iterable[Path]) -> list[Path]:
     """Where run directories may be: one rank's in a path, each of several ranks' in its own."""
     there = [path for path in paths if path.is_dir()]
     return [directory for path in there for directory in (path, *ranks_below(path).values())]
@@ -280,7 +280,7 @@ def places(paths: Iterable[Path]) -> list[Path]:
 
 def run_directories(paths: Iterable[Path]) -> list[Path]:
     """Return the run directories in these paths, of any rank."""
-    return [found for directory in places(paths) for found in run_records(directory)]
+    return [found for directory in rank_directories(paths) for found in run_records(directory)]
 
 
 def _below(path: Path) -> list[Path]:

@@ -26,7 +26,7 @@ from infinity.checkpoint.manifest import LATEST_NAME
 from infinity.checkpoint.streams import state_streams
 from infinity.common.files import free_bytes
 from infinity.common.sizes import format_size
-from infinity.distributed.compare import check_alike
+from infinity.distributed.compare import check_equal
 from infinity.distributed.context import DistContext
 from infinity.distributed.launch import find_ranks
 from infinity.engine import Engine
@@ -51,7 +51,7 @@ from infinity.storage.run_dir import durable_records
 from infinity.train.best import Best
 from infinity.train.data import Progress
 from infinity.train.directory import RunDirectory
-from infinity.train.durable_state import DurableState, places
+from infinity.train.durable_state import DurableState, rank_directories
 from infinity.train.loop import Compute, Loop, latest
 from infinity.train.metrics import (
     LastStep,
@@ -157,7 +157,7 @@ class Run:
             directory.check(decides_as_before(prepared, directory.decided))
             heading = _HEADING.format(Path.cwd())
             directory.write("config.yaml", as_yaml(self.config, prepared.derived(), heading))
-        check_alike(ranks, "the run", prepared.decides() | {"training.steps": prepared.steps})
+        check_equal(ranks, "the run", prepared.decides() | {"training.steps": prepared.steps})
         return prepared
 
     def _scheduled(self, prepared: Prepared) -> Prepared:
@@ -285,13 +285,13 @@ class Run:
     def _keep_best(self, engine: Engine) -> Path:
         return self._export(engine, self.directory.best)
 
-    def _export(self, engine: Engine, place: Path) -> Path:
+    def _export(self, engine: Engine, path: Path) -> Path:
         """Write the weights for transformers; returns where."""
         assert self.prepared is not None
         wanted = self.config.training.export
         dtype = None if wanted in ("auto", "none") else wanted
-        save_pretrained(engine, place, tokenizer=self.prepared.tokenizer, dtype=dtype)
-        return place
+        save_pretrained(engine, path, tokenizer=self.prepared.tokenizer, dtype=dtype)
+        return path
 
     def _look_for_room(self, plan: Plan, watcher: TrainCallback) -> None:
         """Warn where two checkpoints will not fit; refuse to begin without room for one.
@@ -653,8 +653,11 @@ def _committed(run: Run) -> int | None:
     states = [path / run.state.name for path in run.config.engine.nvme_path]
     steps = []
     with suppress(InfinityError, OSError):
-        for directory in places(states[:1]) if run.config.engine.durable else ():
-            steps += [read_run(d, places(states)).record.step for d in durable_records(directory)]
+        for directory in rank_directories(states[:1]) if run.config.engine.durable else ():
+            steps += [
+                read_run(d, rank_directories(states)).record.step
+                for d in durable_records(directory)
+            ]
     return min(steps, default=None)  # of several ranks each may have prepared one more
 
 

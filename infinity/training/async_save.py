@@ -93,7 +93,7 @@ class FrozenBytes:
         """The frozen bytes of a shard (uint8), where they rest or a copy."""
         weights = self._store.units[layout.index].in_ram(Kind.WEIGHT)
         if weights is None:
-            weights = self._store.read_own(layout.index, Kind.WEIGHT)
+            weights = self._store.read_shard(layout.index, Kind.WEIGHT)
         return weights[layout.trained_bytes : layout.trained_bytes + layout.frozen_bytes]
 
     def note(self, layout: UnitLayout, frozen: Tensor) -> None:
@@ -107,7 +107,7 @@ class FrozenBytes:
 
     def _is_bare(self, layout: UnitLayout) -> bool:
         """Whether modules compute with the bytes at rest themselves."""
-        return bool(layout.frozen_bytes) and self._plan.computes_at_rest(layout.index)
+        return bool(layout.frozen_bytes) and self._plan.computes_where_stored(layout.index)
 
 
 @dataclass
@@ -290,7 +290,7 @@ class Saver:
         buffers = self._buffers()
         order = [
             (layout, chunk)
-            for layout in self._plan.own
+            for layout in self._plan.local_units
             for chunk in (*range(layout.num_chunks(self._plan.chunk_elements)), None)
         ]
         read, ahead = None, self._issue(*order[0], buffers) if order else None
@@ -320,7 +320,7 @@ class Saver:
         if read.chunk is not None:
             for kind, view in read.staged.views.items():
                 for piece in pieces(self._plan, layout, read.chunk, kind):
-                    put(piece, view[piece.place])
+                    put(piece, view[piece.byte_range])
         elif frozen and layout.frozen_bytes:
             self._write_frozen(put, layout)
         views = read.staged.views.values()
@@ -356,14 +356,14 @@ class Saver:
         self.frozen.note(layout, frozen)
         rank = plan.rank if plan.ranks > 1 else None
         for piece in frozen_pieces(plan.units[layout.index], rank):
-            put(piece, frozen[piece.place])
+            put(piece, frozen[piece.byte_range])
 
 
-def _gather_rows(ranks: DistContext, own: Tensor) -> Tensor:
+def _gather_rows(ranks: DistContext, local: Tensor) -> Tensor:
     """Those of all ranks, one after the other."""
-    counts = ranks.gather(torch.tensor([own.shape[0]], device="cpu"))[:, 0].tolist()
-    padded = torch.zeros((max(counts), own.shape[1]), dtype=own.dtype, device="cpu")
-    padded[: own.shape[0]] = own
+    counts = ranks.gather(torch.tensor([local.shape[0]], device="cpu"))[:, 0].tolist()
+    padded = torch.zeros((max(counts), local.shape[1]), dtype=local.dtype, device="cpu")
+    padded[: local.shape[0]] = local
     found = ranks.gather(padded.view(-1)).view(len(counts), *padded.shape)
     return torch.cat([rows[:count] for rows, count in zip(found, counts, strict=True)])
 

@@ -43,7 +43,7 @@ from infinity.checkpoint.writer import CheckpointWriter, files_of, temporary_of
 from infinity.common.crc32c import crc32c_of
 from infinity.common.sizes import format_size
 from infinity.config.schema import Config
-from infinity.distributed.compare import check_alike
+from infinity.distributed.compare import check_equal
 from infinity.errors import (
     CheckpointError,
     ConfigError,
@@ -109,9 +109,9 @@ def load_state(reader: StateReader, plan: Plan, store: StateStore) -> None:
 
     Raises `CheckpointError` at the first byte that is not as saved.
     """
-    for layout, shard in zip(plan.units, plan.own, strict=True):
+    for layout, shard in zip(plan.units, plan.local_units, strict=True):
         for kind in plan.precision.kinds:
-            nbytes = store.rest_bytes(shard, kind)
+            nbytes = store.shard_bytes(shard, kind)
             if not nbytes:
                 continue
             flat = host_buffer(nbytes)
@@ -123,12 +123,12 @@ def load_state(reader: StateReader, plan: Plan, store: StateStore) -> None:
                 full = frozen if shard is layout else host_buffer(layout.frozen_bytes)
                 _fill(reader, full, frozen_pieces(layout))
                 frozen.copy_(full.view(layout.shards, -1)[plan.rank])
-            store.write_own(layout.index, kind, flat)
+            store.write_shard(layout.index, kind, flat)
 
 
 def _fill(reader: StateReader, flat: Tensor, held: Iterable[StreamRange]) -> None:
     for piece in held:
-        reader.read_into(piece.stream, piece.name, piece.first, flat[piece.place])
+        reader.read_into(piece.stream, piece.name, piece.first, flat[piece.byte_range])
 
 
 _MOST_OF_A_RANK = 4 << 20  # bytes of buffers, which stand in the manifest
@@ -196,7 +196,7 @@ class Checkpoints:
         components = self._components
         self._saver.finish()
         tag = tag if tag is not None else f"global_step{self._step_runner.counters.steps}"
-        check_alike(components.ranks, "the checkpoint to save", {"tag": tag})
+        check_equal(components.ranks, "the checkpoint to save", {"tag": tag})
         with components.ranks.propagate_errors("saves a checkpoint"):
             self._refuse_loans("saved")
             self._settle()
@@ -342,7 +342,7 @@ class Checkpoints:
         is_run = tag is None and (root / RECORD_NAME).is_file()  # a directory of a durable one
         with ranks.propagate_errors("loads a checkpoint"):
             found = "" if is_run else find_tag(root, tag)
-        check_alike(ranks, "the checkpoint to load", {"tag": found})
+        check_equal(ranks, "the checkpoint to load", {"tag": found})
         if found is None:
             if ranks.rank == 0:
                 text = f"nothing was loaded: {no_latest(root)}"
@@ -362,7 +362,7 @@ class Checkpoints:
             if ranks.count > 1:
                 content = json.dumps([reader.manifest.run, reader.manifest.plan]).encode()
                 facts = {"updates": reader.manifest.global_steps, "run": zlib.crc32(content)}
-                check_alike(ranks, "the checkpoint", facts)
+                check_equal(ranks, "the checkpoint", facts)
             if others := run.pop("ranks", None):
                 run |= others[ranks.rank % len(others)]
             full = wanted.optimizer and not wanted.module_only
@@ -411,9 +411,9 @@ class Checkpoints:
             raise
 
     def _replace(
-        self, reader: StateReader, wanted: Wanted, own: dict[str, Tensor], *, full: bool
+        self, reader: StateReader, wanted: Wanted, local_buffers: dict[str, Tensor], *, full: bool
     ) -> None:
-        """`own` are buffers in which this rank differs from the first one."""
+        """`local_buffers` are buffers in which this rank differs from the first one."""
         self._settle()
         self._window.start_over()
         self._components.gradients.reset()
@@ -422,7 +422,7 @@ class Checkpoints:
             self._load_gradients(reader)
         else:
             self._load_weights(reader)
-        values = {n: reader.read(BUFFERS, n) for n in reader.names(BUFFERS)} | own
+        values = {n: reader.read(BUFFERS, n) for n in reader.names(BUFFERS)} | local_buffers
         put_buffers(self._module, values, persistent_only=wanted.module_only)
 
     def _check(
@@ -489,7 +489,7 @@ class Checkpoints:
 
     def _load_weights(self, reader: StateReader) -> None:
         there = {p.name for p in reader.manifest.parameters}
-        for index in sorted(self._segments, key=self._values.place):
+        for index in sorted(self._segments, key=self._values.sort_key):
             name, form = self._segments[index].name, self._segments[index].form
             if form and name in reader.quantised and reader.quantised[name].form == form:
                 for piece, _ in self._values.rows(index):  # rounded once only
@@ -500,7 +500,7 @@ class Checkpoints:
 
     def _packed(self, reader: StateReader, parameter: int) -> Tensor:
         """The bytes of a quantised parameter, as they rest."""
-        segment = self._values.place_of(parameter)[1]
+        segment = self._values.location_of(parameter)[1]
         packed = torch.zeros(segment.nbytes, dtype=torch.uint8, device="cpu")
         reader.read_into(FROZEN, segment.name, first_frozen_byte(segment), packed)
         return packed

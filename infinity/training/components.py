@@ -50,7 +50,7 @@ from infinity.training.initial_write import InitialWrite, Progress
 from infinity.training.optimizer_pass import OptimizerPass
 from infinity.training.parameter_access import ParameterAccess
 from infinity.training.parameter_values import ParameterValues
-from infinity.training.resting import Resting
+from infinity.training.stored_weights import StoredWeights
 from infinity.types import Tier
 
 
@@ -316,20 +316,20 @@ class EngineComponents:
             self._uses.append(undo)
 
     def drop(self, engine: weakref.ref[Any]) -> None:
-        """Finalizer: `close` at the end of the process, `rest` if the engine was collected.
+        """Finalizer: `close` at the end of the process, `keep_weights` if the engine was collected.
 
         On several ranks always `close`, which needs no other rank: ranks collect at other times.
         """
         if engine() is None and self.ranks.count == 1:
             with contextlib.suppress(InfinityError):  # then values are gone, as after a failure
-                self.rest()
+                self.keep_weights()
                 self._forget_modules()  # the optimizer, which may live on, refers to this
                 return
         self.installation.gone = True
         self.close()
 
-    def rest(self) -> None:
-        """Release everything except weights, which stay with the module (see `Resting`).
+    def keep_weights(self) -> None:
+        """Release everything except weights, which stay with the module (see `StoredWeights`).
 
         All ranks call it. Nothing is released if it raises, as after a failure of the engine.
         """
@@ -344,9 +344,11 @@ class EngineComponents:
             getattr(left, undo.__name__) if getattr(undo, "__self__", None) is self else undo
             for undo in self._undo
         ]
-        self.values.come_to_rest()
-        stored = Resting(self.installation.modules, self.binding, self.values, self.guard, left)
-        self.installation.resting = stored
+        self.values.make_read_only()
+        stored = StoredWeights(
+            self.installation.modules, self.binding, self.values, self.guard, left
+        )
+        self.installation.stored = stored
         move_buffers(left.installation.modules[0], torch.device("cpu"), lambda buffer: buffer)
         try:
             undo_all(self._uses)

@@ -60,7 +60,7 @@ class InitialWrite:
         self.kernels = kernels
         self.initial = initial
         self._values = _Current(initial_values, folder)
-        self._chunk = min(plan.chunk_elements, max((u.numel for u in plan.own), default=0))
+        self._chunk = min(plan.chunk_elements, max((u.numel for u in plan.local_units), default=0))
         record = Record(plan.precision.kinds, plan.precision)
         self._buffers = BufferPool(2, record.nbytes(self._chunk))
         self._master = host_buffer(self._chunk * 4).view(torch.float32)
@@ -76,7 +76,7 @@ class InitialWrite:
         done = 0
         rows = [s for unit in self.plan.units for s in unit.segments if s.is_rows]
         self._values.keep({id(parameters[s.origin]) for s in rows if not s.ends_stack})
-        for layout, shard in zip(self.plan.units, self.plan.own, strict=True):
+        for layout, shard in zip(self.plan.units, self.plan.local_units, strict=True):
             zero = self._zero_kinds(shard)
             for index in range(shard.num_chunks(self.plan.chunk_elements)):
                 self._write_chunk(shard, index, parameters, zero)

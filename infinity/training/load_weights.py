@@ -22,7 +22,7 @@ from infinity.model.buffers import persistent_buffers
 from infinity.model.meta_init import remember_values
 from infinity.model.parameters import ParameterMap
 from infinity.model.weight_files import StoredTensor, TensorFacts, WeightFiles
-from infinity.training.state_dict import Place, copy_into
+from infinity.training.state_dict import StateEntry, copy_into
 
 Rename = Callable[[str], str | None]
 
@@ -76,7 +76,7 @@ def load_weights(
     """
     state = Engine.state_dict(target) if isinstance(target, Engine) else None
     module = target.module if isinstance(target, Engine) else target
-    entries = _places_of(module) if state is None else state.places()
+    entries = _entries_of(module) if state is None else state.entries()
     with ExitStack() as stack:
         if isinstance(target, Engine):
             stack.enter_context(target.ranks.collective_section("loads weights"))
@@ -102,7 +102,7 @@ def load_weights(
     )
 
 
-def _places_of(module: nn.Module) -> list[Place]:
+def _entries_of(module: nn.Module) -> list[StateEntry]:
     """The tensors of a plain module; raises `ConfigError` for what has no place for values."""
     if not isinstance(module, nn.Module):
         raise ConfigError(f"load_weights takes an engine or a module, got {type(module).__name__}")
@@ -117,7 +117,7 @@ def _places_of(module: nn.Module) -> list[Place]:
             raise ConfigError(f"{name!r} has no shape yet", remedy="run a forward first")
         names.setdefault(id(tensor), []).append(name)
     return [
-        Place(
+        StateEntry(
             tuple(names[id(tensor)]),
             tuple(tensor.shape),
             tensor.dtype,
@@ -128,7 +128,7 @@ def _places_of(module: nn.Module) -> list[Place]:
 
 
 def _write(
-    files: WeightFiles, found: Sequence[tuple[Place, str]]
+    files: WeightFiles, found: Sequence[tuple[StateEntry, str]]
 ) -> dict[str, Callable[[], Tensor]]:
     """Write the values of all entries; return how to read those of entries on the meta device."""
     later: dict[str, Callable[[], Tensor]] = {}
@@ -158,14 +158,14 @@ class _Match:
     `unexpected` maps names after renaming to names in the file; `shapes` those to shapes.
     """
 
-    found: list[tuple[Place, str]] = field(default_factory=list)
-    missing: list[Place] = field(default_factory=list)
+    found: list[tuple[StateEntry, str]] = field(default_factory=list)
+    missing: list[StateEntry] = field(default_factory=list)
     unexpected: dict[str, str] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
-def _match(files: WeightFiles, places: Sequence[Place], rename: Rename | None) -> _Match:
+def _match(files: WeightFiles, entries: Sequence[StateEntry], rename: Rename | None) -> _Match:
     match = _Match()
     for name, facts in files.facts.items():
         new = name if rename is None else rename(name)
@@ -178,7 +178,7 @@ def _match(files: WeightFiles, places: Sequence[Place], rename: Rename | None) -
             match.problems.append(f"rename makes {new!r} of both {both}")
         match.unexpected[new] = name
         match.shapes[new] = facts.shape
-    for entry in places:
+    for entry in entries:
         given = [match.unexpected.pop(name) for name in entry.names if name in match.unexpected]
         if not given:
             match.missing.append(entry)
@@ -195,13 +195,13 @@ def _match(files: WeightFiles, places: Sequence[Place], rename: Rename | None) -
     return match
 
 
-def _misfit(place: Place, name: str, facts: TensorFacts) -> str | None:
-    if facts.shape != place.shape:
-        return f"{name!r} has shape {facts.shape}, not {place.shape}"
-    if facts.dtype is place.dtype or (facts.dtype in _FLOATS and place.dtype in _FLOATS):
+def _misfit(entry: StateEntry, name: str, facts: TensorFacts) -> str | None:
+    if facts.shape != entry.shape:
+        return f"{name!r} has shape {facts.shape}, not {entry.shape}"
+    if facts.dtype is entry.dtype or (facts.dtype in _FLOATS and entry.dtype in _FLOATS):
         return None
     # Codes of a quantised model would otherwise become weights.
-    given, wanted = (str(d).removeprefix("torch.") for d in (facts.dtype, place.dtype))
+    given, wanted = (str(d).removeprefix("torch.") for d in (facts.dtype, entry.dtype))
     return f"{name!r} holds {given}, which does not convert to {wanted}"
 
 
@@ -251,7 +251,7 @@ class _Prefix:
 
 
 def _best_swap(
-    missing: Sequence[Place],
+    missing: Sequence[StateEntry],
     unexpected: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> _Prefix | None:
@@ -287,7 +287,7 @@ def _common_parts(one: str, other: str) -> int:
     return count
 
 
-def _nearest(missing: Sequence[Place], unexpected: Mapping[str, str]) -> str | None:
+def _nearest(missing: Sequence[StateEntry], unexpected: Mapping[str, str]) -> str | None:
     given = list(unexpected)[:_NUM_COMPARED]
     names = [entry.names[0] for entry in missing[:_NUM_NEAREST]]
     near = {name: difflib.get_close_matches(name, given, 1) for name in names}

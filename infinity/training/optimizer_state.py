@@ -57,7 +57,9 @@ def share_kept(store: StateStore, updater: Updater, parameters: Collection[int])
     if ranks.count == 1 or _is_ours(updater):  # ours counts steps, of all parameters
         return
     doing = "reports the state of the optimizer"
-    local = {s.parameter for u in plan.own for s in u.trained_segments}.intersection(parameters)
+    local = {s.parameter for u in plan.local_units for s in u.trained_segments}.intersection(
+        parameters
+    )
     kept = updater.kept()
     with ranks.propagate_errors(doing):
         encoded = encode({i: kept[i] for i in local & kept.keys()}, "the optimizer's state")
@@ -99,7 +101,7 @@ def write_state(
     store: StateStore,
     updater: Updater,
     kernels: CpuKernels,
-    place: tuple[UnitLayout, Segment],
+    location: tuple[UnitLayout, Segment],
     rule_params: Any,
     name: str,
     value: Tensor,
@@ -108,7 +110,7 @@ def write_state(
 
     No update may be owed. Raises `ConfigError` for a name that is no moment there.
     """
-    layout, segment = place
+    layout, segment = location
     names = updater.moment_names(segment.parameter, rule_params) if _is_ours(updater) else ()
     if name not in names:
         raise ConfigError(

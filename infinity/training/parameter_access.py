@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from infinity.errors import ConfigError, InfinityWarning, ResidencyError
-from infinity.model.stacks import no_whole_gradient
+from infinity.model.stacks import no_full_gradient
 from infinity.offload.call_guard import CallGuard
 from infinity.offload.hooks import Hooks
 from infinity.offload.window import AccumulationWindow
@@ -61,14 +61,14 @@ class ParameterAccess:
     def version(self, parameter: nn.Parameter) -> int:
         """Return a number that changes with each update, from `step()` on, and each edit."""
         index, ledger = self._index_of[id(parameter)], self._values.ledger
-        _, segment = self._values.place_of(index)
+        _, segment = self._values.location_of(index)
         units = self._values.units_of(index)
         return sum(ledger.version(unit, trained=segment.trained) for unit in units)
 
     def check_gradient(self, parameter: nn.Parameter, what: str) -> None:
         """Raise `ResidencyError` if the parameter is cut into ranges and not materialized."""
         if self._is_cut(index := self._index_of[id(parameter)]):
-            raise no_whole_gradient(self._values.name(index), what)
+            raise no_full_gradient(self._values.name(index), what)
 
     def note_missing_gradient(self) -> None:
         """Warn once if there are gradients that a loop looks for in `p.grad`."""

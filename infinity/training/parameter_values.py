@@ -1,7 +1,7 @@
 """Full values of parameters: read, edited and written back, from and to any tier.
 
 One unit is cached at a time, so that walking through a model in the order of
-`ParameterValues.place` reads and writes each unit once. Residuals (or the fp32 masters of fp16
+`ParameterValues.sort_key` reads and writes each unit once. Residuals (or the fp32 masters of fp16
 weights) are read only for masters and for edits. Nothing here is fast; all of it is exact.
 
 Of several ranks all must call, and get whole values; of what they write each keeps its own shard.
@@ -36,7 +36,7 @@ class _CachedUnit:
 
     layout: UnitLayout
     weight: Tensor
-    rest: Tensor | None = None
+    master_state: Tensor | None = None
     given: bool = False  # values, the same ones or others
     dirty: bool = False
 
@@ -80,10 +80,10 @@ class ParameterValues:
         self.settle = settle
         self.materialized_now: dict[int, torch.dtype] = {}
         self.before_change = before_change  # told of a unit
-        self._places = {s.parameter: (u, s) for u in store.plan.units for s in u.segments}
+        self._locations = {s.parameter: (u, s) for u in store.plan.units for s in u.segments}
         self._cached: _CachedUnit | None = None
         self._taken: dict[int, Tensor] = {}  # stacks of which some rows were taken
-        self._at_rest = False
+        self._read_only = False
         self._guard = guard
 
     # --- single values -----------------------------------------------------------------------
@@ -93,8 +93,8 @@ class ParameterValues:
         """A fresh CPU tensor: the compute-dtype value, or the fp32 master of a trained one."""
         if parameter in self.pieces:
             return self._read_stack(parameter, master=master)
-        layout, segment = self._places[parameter]
-        weight, residual = self._parts(self._load(layout), segment, with_rest=master)
+        layout, segment = self._locations[parameter]
+        weight, residual = self._parts(self._load(layout), segment, with_master=master)
         if residual is None:
             return self._value(segment, weight)
         joined = torch.empty(segment.numel, dtype=torch.float32, device="cpu")
@@ -117,7 +117,7 @@ class ParameterValues:
             yield parameter, slice(None)
             return
         for piece in self.pieces[parameter]:
-            segment = self._places[piece][1]
+            segment = self._locations[piece][1]
             assert segment.stack is not None
             yield piece, slice(segment.stack.first, segment.stack.first + segment.shape[0])
 
@@ -126,9 +126,9 @@ class ParameterValues:
             return self._dequantised(segment, weight)
         return weight.view(segment.shape).clone()
 
-    def come_to_rest(self) -> None:
+    def make_read_only(self) -> None:
         """Only read from now on: nothing is resident or edited, and no update is owed."""
-        self._at_rest = True
+        self._read_only = True
 
     def take(self, layout: UnitLayout) -> dict[int, Tensor]:
         """Return all values of a unit, by parameter, which rest nowhere else from then on; of a
@@ -140,7 +140,7 @@ class ParameterValues:
         unit = _CachedUnit(layout, self.store.take_weights(layout.index))
         found: dict[int, Tensor] = {}
         for segment in layout.segments:
-            value = self._value(segment, self._parts(unit, segment, with_rest=False)[0])
+            value = self._value(segment, self._parts(unit, segment, with_master=False)[0])
             if not segment.is_rows:
                 found[segment.parameter] = value
                 continue
@@ -168,10 +168,10 @@ class ParameterValues:
             for piece, rows in self.rows(parameter):
                 self.write(piece, value[rows])
             return
-        layout, segment = self._places[parameter]
+        layout, segment = self._locations[parameter]
         cached = self._load(layout)
         flat = value.detach().cpu().contiguous().view(-1)
-        weight, residual = self._parts(cached, segment, with_rest=True)
+        weight, residual = self._parts(cached, segment, with_master=True)
         if segment.form:
             flat, dtype = flat.view(segment.shape), self.dtype(parameter)
             if not torch.equal(flat.to(dtype), self._dequantised(segment, weight)):
@@ -189,21 +189,21 @@ class ParameterValues:
     @engine_call
     def write_packed(self, parameter: int, packed: Tensor) -> None:
         """Replace quantised weights by bytes (uint8) of the same format."""
-        layout, segment = self._places[parameter]
+        layout, segment = self._locations[parameter]
         cached = self._load(layout)
-        cached.replace(self._parts(cached, segment, with_rest=False)[0], packed)
+        cached.replace(self._parts(cached, segment, with_master=False)[0], packed)
 
     def _write_split(
-        self, cached: _CachedUnit, weight: Tensor, rest: Tensor, value: Tensor
+        self, cached: _CachedUnit, weight: Tensor, residual: Tensor, value: Tensor
     ) -> None:
-        new_weight, new_residual = torch.empty_like(weight), torch.empty_like(rest)
+        new_weight, new_residual = torch.empty_like(weight), torch.empty_like(residual)
         self.kernels.split(value.float(), new_weight, new_residual)
         if value.dtype is weight.dtype:
             keep = value.view(torch.int16) == weight.view(torch.int16)
             new_weight = torch.where(keep, weight, new_weight)
-            new_residual = torch.where(keep, rest, new_residual)
+            new_residual = torch.where(keep, residual, new_residual)
         cached.replace(weight, new_weight)
-        cached.replace(rest, new_residual)
+        cached.replace(residual, new_residual)
 
     def _dequantised(self, segment: Segment, packed: Tensor) -> Tensor:
         value = torch.empty(segment.shape, dtype=self.dtype(segment.parameter), device="cpu")
@@ -212,35 +212,35 @@ class ParameterValues:
 
     def shape(self, parameter: int) -> tuple[int, ...]:
         """The parameter's real shape."""
-        segment = self.place_of(parameter)[1]
+        segment = self.location_of(parameter)[1]
         return segment.full_shape if parameter in self.pieces else segment.shape
 
     def name(self, parameter: int) -> str:
         """The parameter's name in the model."""
-        return self.place_of(parameter)[1].name
+        return self.location_of(parameter)[1].name
 
     def dtype(self, parameter: int) -> torch.dtype:
         """The dtype the parameter computes in."""
         return self._binding.dtypes[parameter]
 
-    def place_of(self, parameter: int) -> tuple[UnitLayout, Segment]:
+    def location_of(self, parameter: int) -> tuple[UnitLayout, Segment]:
         """Its unit, and where it lies in that; of a stack that is cut, of its first rows."""
-        return self._places[self.pieces.get(parameter, (parameter,))[0]]
+        return self._locations[self.pieces.get(parameter, (parameter,))[0]]
 
     def units_of(self, parameter: int) -> list[int]:
         """The units that hold it: one, or those of its rows."""
-        return [self._places[piece][0].index for piece, _ in self.rows(parameter)]
+        return [self._locations[piece][0].index for piece, _ in self.rows(parameter)]
 
-    def place(self, parameter: int) -> tuple[int, bool, int]:
+    def sort_key(self, parameter: int) -> tuple[int, bool, int]:
         """Sorts parameters by unit, then by where they lie in it."""
-        layout, segment = self.place_of(parameter)
+        layout, segment = self.location_of(parameter)
         return layout.index, not segment.trained, segment.offset
 
     def flush(self) -> None:
         """Write the cached unit back if it was edited, and forget it."""
         cached, self._cached = self._cached, None
         if cached is not None and cached.given:
-            parts = (cached.weight, cached.rest) if cached.dirty else ()
+            parts = (cached.weight, cached.master_state) if cached.dirty else ()
             self.ranks.synchronize_write(f"unit {cached.layout.name!r}", *parts)
         if cached is not None and cached.dirty:
             unit = cached.layout.index
@@ -250,9 +250,9 @@ class ParameterValues:
             finally:  # an edit outside a loan raises, those inside one are kept
                 try:
                     self.store.write(unit, Kind.WEIGHT, cached.weight)
-                    kind = self._precision.rest_kind
-                    if cached.rest is not None and kind is not None:
-                        self.store.write(unit, kind, cached.rest)
+                    kind = self._precision.master_kind
+                    if cached.master_state is not None and kind is not None:
+                        self.store.write(unit, kind, cached.master_state)
                 except TransferError as error:  # neither the old value nor the new one is at rest
                     self._failure.fail(error)
                     raise
@@ -271,18 +271,18 @@ class ParameterValues:
 
     def _load(self, layout: UnitLayout) -> _CachedUnit:
         self._guard.check()
-        if not self._at_rest:
+        if not self._read_only:
             self._bound.verify(layout.index)
         if self._cached is not None and self._cached.layout is layout:
             return self._cached
-        if not self._at_rest:
+        if not self._read_only:
             self.flush()
             self.settle()
         self._cached = _CachedUnit(layout, self.store.read(layout.index, Kind.WEIGHT))
         return self._cached
 
     def _parts(
-        self, cached: _CachedUnit, segment: Segment, *, with_rest: bool
+        self, cached: _CachedUnit, segment: Segment, *, with_master: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return flat views of the parameter's weight and, if asked for, its residual or master.
 
@@ -295,13 +295,13 @@ class ParameterValues:
             return part if segment.form else part.view(dtype), None
         elements = slice(segment.offset, segment.offset + segment.numel)
         weight = cached.weight[: layout.trained_bytes].view(dtype)[elements]
-        kind = self._precision.rest_kind
-        if not with_rest or kind is None:
+        kind = self._precision.master_kind
+        if not with_master or kind is None:
             return weight, None
-        if cached.rest is None:
+        if cached.master_state is None:
             self.settle()  # of the same update as the weight: a step forgets what is cached
-            cached.rest = self.store.read(layout.index, kind)
-        return weight, cached.rest.view(KIND_DTYPES[kind])[elements]
+            cached.master_state = self.store.read(layout.index, kind)
+        return weight, cached.master_state.view(KIND_DTYPES[kind])[elements]
 
     # --- lending -----------------------------------------------------------------------------
 

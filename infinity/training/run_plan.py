@@ -61,7 +61,7 @@ def limits_for(
     at = {storage_address(p): p for p in model.parameters() if p.device.type == "cpu"}
     ours = {address: p.untyped_storage().nbytes() for address, p in at.items() if address}
     coming = sum(b.nbytes for b in model.buffers() if b.is_meta) if device.unified else 0
-    base = machine.own_rss_bytes - sum(ours.values()) - held + coming
+    base = machine.process_rss_bytes - sum(ours.values()) - held + coming
     host = (config.budget.host or default_host_budget_bytes(machine)) // ranks.local_count
     disk = config.budget.disk
     if disk is not None:
@@ -116,7 +116,7 @@ def facts_of(rule: Rule, layouts: Iterable[UnitLayout]) -> RuleFacts:
     return RuleFacts(
         name=rule.name,
         moments=rule.moments,
-        whole=rule.whole,
+        needs_full=rule.needs_full,
         tile_elements=rule.tile_elements(largest_trained_of(layouts)),
         matrix_steps=rule.matrix_steps,
         notes=rule.notes,
@@ -248,7 +248,7 @@ def plan_for(
     )
     if plan.micro_batches > 1 and any(unit.is_block for unit in plan.units):
         full_batch = replace(plan, micro_batches=1)  # gradients are fp32 either way
-        plan = replace(plan, whole_batch_bytes=forecast_bytes(full_batch))
+        plan = replace(plan, full_batch_bytes=forecast_bytes(full_batch))
     if reason and Tier.DEVICE in {placement.state for placement in plan.placements}:
         note = f"state that rests on the device is updated by the host, slower: {reason}"
         plan = replace(plan, notes=(*plan.notes, note))

@@ -135,13 +135,13 @@ class ResumableLoader(DataLoader[Any]):
         **options: Any,
     ) -> None:
         self._ranks = ranks
-        self._own: _OwnBatches | None = None
+        self._local_batches: _OwnBatches | None = None
         size, drop_last = options.get("batch_size", 1), options.get("drop_last", False)
         if not isinstance(dataset, IterableDataset) and isinstance(size, int) and size > 0:
-            self._own = _OwnBatches(dataset, size, drop_last, ranks)
-            self._own.shuffled = shuffled
-            options["sampler"] = self._own
-            if (found := self._own.num_batches) < ranks.count > 1:
+            self._local_batches = _OwnBatches(dataset, size, drop_last, ranks)
+            self._local_batches.shuffled = shuffled
+            options["sampler"] = self._local_batches
+            if (found := self._local_batches.num_batches) < ranks.count > 1:
                 raise ConfigError(
                     f"training_data makes {found} batches of {size} samples, for {ranks.count} "
                     "ranks",
@@ -155,14 +155,16 @@ class ResumableLoader(DataLoader[Any]):
         super().__init__(dataset, **options)
 
     def __len__(self) -> int:
-        return super().__len__() // (1 if self._own is not None else self._ranks.count)
+        return super().__len__() // (1 if self._local_batches is not None else self._ranks.count)
 
     def __iter__(self) -> Any:
         now = torch.get_rng_state()
         resume = self._resume and self._start is not None
         if resume:
             # As scripts for DeepSpeed do not expect.
-            skips_twice = self._own is not None and self._own.shuffled and self._batches
+            skips_twice = (
+                self._local_batches is not None and self._local_batches.shuffled and self._batches
+            )
             if skips_twice and not self._ranks.rank:
                 warnings.warn(
                     f"the loader of training_data goes on after {self._batches} batches of its "
@@ -174,12 +176,12 @@ class ResumableLoader(DataLoader[Any]):
         else:
             self._start, self._batches = now, 0
         self._resume = False
-        if self._own is not None:
-            self._own.first = self._batches
+        if self._local_batches is not None:
+            self._local_batches.first = self._batches
         batches: Iterator[Any] = super().__iter__()
         if resume:
             torch.set_rng_state(now)
-        if self._own is None:
+        if self._local_batches is None:
             batches = self._dealt(islice(batches, self._batches, None))
         return self._counted(batches)
 
@@ -196,7 +198,7 @@ class ResumableLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where this is: plain data and, within a pass, one tensor."""
-        shuffled = self._own is not None and self._own.shuffled
+        shuffled = self._local_batches is not None and self._local_batches.shuffled
         where = {"epoch": self._epoch, "batches": self._batches, "start": self._start}
         return where | {"shuffled": shuffled}
 
@@ -205,8 +207,8 @@ class ResumableLoader(DataLoader[Any]):
         self._epoch, self._batches = int(state["epoch"]), int(state["batches"])
         self._start = state["start"]
         self._resume = True
-        if self._own is not None:  # a pass goes on in its order
-            self._own.shuffled = bool(state.get("shuffled", False))
+        if self._local_batches is not None:  # a pass goes on in its order
+            self._local_batches.shuffled = bool(state.get("shuffled", False))
 
 
 # The state of the loss scale is saved beside them, for it is of one precision only.

@@ -23,7 +23,7 @@ from infinity.training.parameter_values import ParameterValues
 
 
 @dataclass(frozen=True)
-class Place:
+class StateEntry:
     """One tensor of a module under all its names, and how to give it other values.
 
     `names` are those of a state dict; tied weights have several. `write` is None for a tensor on
@@ -90,7 +90,7 @@ class StateDict(Mapping[str, Tensor]):
                 self.buffers[name].copy_(state[name])
         self._values.flush()
 
-    def places(self) -> list[Place]:
+    def entries(self) -> list[StateEntry]:
         """All tensors, in an order that reads and writes each unit once. Call `flush` at the end.
 
         Raises `ResidencyError` inside `engine.materialized`.
@@ -105,11 +105,11 @@ class StateDict(Mapping[str, Tensor]):
             else:
                 buffer = self.buffers[first]
                 dtype, write = buffer.dtype, partial(copy_into, buffer)
-            entries.append(Place(names, self._shape(first), dtype, write))
+            entries.append(StateEntry(names, self._shape(first), dtype, write))
         return entries
 
     def flush(self) -> None:
-        """Write back what `Place.write` left to be written."""
+        """Write back what `StateEntry.write` left to be written."""
         self._values.flush()
 
     def abandon(self) -> None:
@@ -163,7 +163,7 @@ class StateDict(Mapping[str, Tensor]):
 
     def _order(self, name: str) -> tuple[bool, tuple[int, bool, int]]:
         if name in self.parameters:
-            return False, self._values.place(self.parameters[name])
+            return False, self._values.sort_key(self.parameters[name])
         return True, (0, False, 0)
 
     def _refuse_loans(self) -> None:
@@ -290,27 +290,27 @@ class ModuleStateHooks:
         def give(*args: Any) -> None:  # torch marks the hook, which a bound method refuses
             self._give(*args)
 
-        if self._own(hooked):
+        if self._direct_parameters(hooked):
             self._handles += [
                 hooked.register_state_dict_post_hook(give),
                 hooked.register_load_state_dict_pre_hook(self._open),
                 hooked.register_load_state_dict_post_hook(self._close),
             ]
 
-    def _own(self, module: nn.Module) -> dict[str, int]:
+    def _direct_parameters(self, module: nn.Module) -> dict[str, int]:
         items = module._parameters.items()  # iterating does not fetch
         return {name: self._index_of[id(p)] for name, p in items if p is not None}
 
     def _give(
         self, module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object
     ) -> None:
-        for name, index in self._own(module).items():
+        for name, index in self._direct_parameters(module).items():
             state[prefix + name] = self.values.read(index)
 
     def _open(
         self, module: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: object
     ) -> None:
-        for name, index in self._own(module).items():
+        for name, index in self._direct_parameters(module).items():
             value = state.get(prefix + name)
             if value is not None and index not in self.values.materialized_now:
                 # Values in the compute dtype keep the master where their bits did not change.
@@ -318,7 +318,7 @@ class ModuleStateHooks:
                 self.values.materialize(index, master=getattr(value, "dtype", None) is not compute)
 
     def _close(self, module: nn.Module, incompatible: object) -> None:
-        for index in self._own(module).values():
+        for index in self._direct_parameters(module).values():
             self.values.release_materialized(index)
 
     def remove(self) -> None:

@@ -234,7 +234,7 @@ class StepRunner:
     def _must_be_equal(self, clipping: float) -> dict[str, int]:
         """Return the values that ranks must have in common at a step."""
         values = as_json(self._optimizer.group_values()).encode()
-        return self._window.place | {
+        return self._window.position | {
             "values of the optimizer's groups": zlib.crc32(values),
             "gradient_clipping": zlib.crc32(repr(clipping).encode()),
         }

@@ -22,7 +22,7 @@ from infinity.distributed.context import DistContext
 from infinity.errors import ConfigError, DoesNotFitError
 from infinity.model.lazy_tensor import Read
 from infinity.model.offloaded_parameter import gone, name_engine, unname_engine
-from infinity.model.parameters import ParameterBinding, RestingParameters
+from infinity.model.parameters import ParameterBinding, StoredParameters
 from infinity.offload.call_guard import CallGuard
 from infinity.plan.machine import read_machine
 from infinity.training.parameter_values import ParameterValues
@@ -39,7 +39,7 @@ class Closing(Protocol):
         """Give everything back."""
 
 
-class Resting:
+class StoredWeights:
     """Weights of a module without an engine; the module's dicts of parameters own this."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Resting:
                 self._binding.restore(self._values.take(self._left[-1]))
                 self._left.pop()
             unname_engine(self._binding.parameters)
-            for module in self._resting_modules():
+            for module in self._stored_modules():
                 module.__dict__["_parameters"] = dict(dict.items(module._parameters))
             self._finalizer()
 
@@ -89,7 +89,7 @@ class Resting:
         """
         with self._lock:
             self._guard.check()
-            binding, modules = self._binding, self._resting_modules()
+            binding, modules = self._binding, self._stored_modules()
             index_of = {id(p): i for i, p in enumerate(binding.parameters)}
             reads: dict[int, Read] = {
                 id(p): partial(self._values.read, index_of[id(p)])
@@ -120,9 +120,9 @@ class Resting:
             module.__dict__["_parameters"] = original
         self.answer()
 
-    def _resting_modules(self) -> list[nn.Module]:
+    def _stored_modules(self) -> list[nn.Module]:
         found = (reference() for reference in self._modules)
-        return [m for m in found if m is not None and isinstance(m._parameters, RestingParameters)]
+        return [m for m in found if m is not None and isinstance(m._parameters, StoredParameters)]
 
     def fetch(self, parameter: nn.Parameter) -> Tensor:
         """Give the module its values, and return the parameter."""
@@ -184,8 +184,8 @@ def take_over(model: nn.Module, ranks: DistContext, undo: ExitStack) -> dict[int
     sources = {
         id(stored): stored
         for module in model.modules()
-        if isinstance(module._parameters, RestingParameters)
-        if isinstance(stored := module._parameters.resting, Resting)
+        if isinstance(module._parameters, StoredParameters)
+        if isinstance(stored := module._parameters.stored, StoredWeights)
     }
     reads: dict[int, Read] = {}
     for stored in sources.values():

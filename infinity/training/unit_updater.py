@@ -49,8 +49,9 @@ from infinity.types import Kind
 class ChunkUpdate:
     """Chunks, most often one, between their read and their write.
 
-    The fields from `resting` on are of a streamed update. `views` (uint8, of exactly these chunks)
-    are addressable by the host, except those in `resting`, which are stored on the device.
+    The fields from `on_device` on are of a streamed update. `views` (uint8, of exactly these
+    chunks) are addressable by the host, except those in `on_device`, which are stored on the
+    device.
     """
 
     unit: int
@@ -59,7 +60,7 @@ class ChunkUpdate:
     buffer: Tensor
     views: dict[Kind, Tensor]
     waits: list[Event]
-    resting: set[Kind]
+    on_device: set[Kind]
     stream: Tensor  # the buffer on the device, and what is left of it
     room: Tensor
     target: Slot | None = None  # that new weights are published to
@@ -107,7 +108,7 @@ class UnitUpdater:
         # Called with a unit's index before the first byte of its state changes in a job; it may
         # block: until a save that is under way has copied them. Before that it calls the other.
         self.before_change = before_change
-        self._places = [update_place(plan, unit.index) for unit in plan.units]
+        self._updates_on = [update_place(plan, unit.index) for unit in plan.units]
         self._staging = BufferPool(plan.num_staging_buffers, staging_bytes(plan), transfers.device)
         nbytes = stream_bytes(plan)
         num_streams = NUM_STREAM_BUFFERS if nbytes else 0
@@ -136,7 +137,7 @@ class UnitUpdater:
         """
         try:
             for unit in job.units:
-                if self._places[unit] is UpdatePlace.DEVICE:
+                if self._updates_on[unit] is UpdatePlace.DEVICE:
                     self._handover.updated(unit, self._update_on_device(job, unit))
             self._run_chunks(job, stopped)
         finally:
@@ -171,12 +172,14 @@ class UnitUpdater:
 
     def _chunks(self, job: UpdateJob) -> Iterator[tuple[int, range, bool]]:
         """Yield (unit, chunks at once, streamed) in order; a unit in demand comes next."""
-        remaining = [u for u in job.units if self._places[u] is not UpdatePlace.DEVICE]
+        remaining = [u for u in job.units if self._updates_on[u] is not UpdatePlace.DEVICE]
         while remaining:
             demand = self._handover.demand
             unit = demand if demand in remaining else remaining[0]
             remaining.remove(unit)
-            for passage in self.plan.chunk_batches(self.plan.own[unit], self.plan.placements[unit]):
+            for passage in self.plan.chunk_batches(
+                self.plan.local_units[unit], self.plan.placements[unit]
+            ):
                 yield unit, *passage
 
     # --- on the device -----------------------------------------------------------------------
@@ -217,8 +220,8 @@ class UnitUpdater:
             unit, chunks, streamed, buffer, views, waits, set(stored), _NOWHERE, _NOWHERE
         )
         work.waits += job.copies.pop(unit, ())
-        part = self.plan.part(self.plan.own[unit], Kind.GRADIENT, chunks.start, len(chunks))
-        source = self.gradients.places[unit].part(part.start, part.stop - part.start)
+        part = self.plan.part(self.plan.local_units[unit], Kind.GRADIENT, chunks.start, len(chunks))
+        source = self.gradients.ranges[unit].part(part.start, part.stop - part.start)
         view = source.reached(by_device=streamed)
         if view is None:
             view, label = buffer[used : used + source.nbytes], (unit, "gradient")
@@ -230,7 +233,7 @@ class UnitUpdater:
                     self.transfers.copy_d2h_unordered(view, there, job.computed, label)
                 )
         elif unit in self.gradients.on_device:
-            work.resting.add(Kind.GRADIENT)
+            work.on_device.add(Kind.GRADIENT)
         views[Kind.GRADIENT] = view
         return work
 
@@ -247,7 +250,7 @@ class UnitUpdater:
             self._stream(job, work)
             laps.lap("optimizer_pass", "stream")
             return
-        if self._places[work.unit] is UpdatePlace.STREAMED:
+        if self._updates_on[work.unit] is UpdatePlace.STREAMED:
             self._submit_cpu_update(job, work)
             laps.lap("optimizer_pass", "hand to the CPU")
             return
@@ -302,7 +305,7 @@ class UnitUpdater:
         self, job: UpdateJob, unit: int, chunks: range, views: Mapping[Kind, Tensor]
     ) -> list[Tile]:
         """Return the tiles of these chunks, chunk by chunk where results depend on that."""
-        plan, layout, tiles = self.plan, self.plan.own[unit], list[Tile]()
+        plan, layout, tiles = self.plan, self.plan.local_units[unit], list[Tile]()
         is_flat = isinstance(self.updater, KernelUpdater) and plan.precision_of(layout).is_flat
         step = plan.chunks_at_once if is_flat else 1
         before = {kind: plan.part(layout, kind, chunks.start).start for kind in views}
@@ -342,7 +345,7 @@ class UnitUpdater:
             return []
         # Beside streamed chunks through their stream: a copy engine that always finds work on one
         # stream can leave another's waiting, on an H100 for 50 ms.
-        streams = self._places[work.unit] is UpdatePlace.STREAMED
+        streams = self._updates_on[work.unit] is UpdatePlace.STREAMED
         copy = self.transfers.copy_h2d_unordered if streams else self.transfers.copy_h2d
         event = copy(target, weights, slot.free_after, (work.unit, "weight"))
         self._published.setdefault(work.unit, []).append(event)
@@ -351,7 +354,7 @@ class UnitUpdater:
     def _part_of_slot(self, work: ChunkUpdate, slot: Slot) -> Tensor:
         """Return the chunks' range of their unit's slot."""
         shard, *_ = self.store.shard_in(work.unit, slot.memory)
-        layout, chunks = self.plan.own[work.unit], work.chunks
+        layout, chunks = self.plan.local_units[work.unit], work.chunks
         return shard[self.plan.part(layout, Kind.WEIGHT, chunks.start, len(chunks))]
 
     # --- streamed through the device -----------------------------------------------------------
@@ -366,15 +369,15 @@ class UnitUpdater:
             self._land()
         work.room = work.stream = self._streams.take()
         self._under_way.append(work)
-        work.there.update({kind: work.views[kind] for kind in work.resting})
+        work.there.update({kind: work.views[kind] for kind in work.on_device})
         for kind in work.views:
-            if kind not in work.resting and kind is not Kind.WEIGHT:
+            if kind not in work.on_device and kind is not Kind.WEIGHT:
                 self._bring(work, kind)
         if work.is_first:
             land = partial(self._land_all, but=1)
             self.before_change(work.unit, land)
             self._target = self._handover.publish_slot(work.unit, land)
-        if Kind.WEIGHT not in work.resting:
+        if Kind.WEIGHT not in work.on_device:
             if self._target is None:
                 self._bring(work, Kind.WEIGHT)
             else:
@@ -387,16 +390,16 @@ class UnitUpdater:
         self._send_through(work, pieces, after)
 
     def _bring(
-        self, work: ChunkUpdate, kind: Kind, place: Tensor | None = None, after: Event = HAPPENED
+        self, work: ChunkUpdate, kind: Kind, target: Tensor | None = None, after: Event = HAPPENED
     ) -> None:
-        """Copy a kind to the device: to `place`, free after `after`, else into the buffer."""
+        """Copy a kind to the device: to `target`, free after `after`, else into the buffer."""
         source = work.views[kind]
-        if place is None:
-            place, work.room = work.room[: source.numel()], work.room[source.numel() :]
-        work.there[kind] = place
+        if target is None:
+            target, work.room = work.room[: source.numel()], work.room[source.numel() :]
+        work.there[kind] = target
         work.brought.append(kind)
         work.events.append(
-            self.transfers.copy_h2d_unordered(place, source, after, (work.unit, kind.value))
+            self.transfers.copy_h2d_unordered(target, source, after, (work.unit, kind.value))
         )
 
     def _send_through(self, work: ChunkUpdate, pieces: Sequence[Piece], after: Event) -> None:

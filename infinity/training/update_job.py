@@ -70,7 +70,7 @@ def tiles_of(
                 shape=segment.shape,
                 first=start + first - segment.offset + segment.first_element,
                 weight=weights[first:last],
-                rest=None if residuals is None else residuals[first:last],
+                master_state=None if residuals is None else residuals[first:last],
                 moments=tuple(m.part(first, last) for k, m in moments.items() if segment.keeps(k)),
                 gradient=gradients[first:last],
                 rule_params=job.params_by_index[segment.parameter],

@@ -120,7 +120,7 @@ def test_shares_are_those_of_counting_ticks(tmp_path: Path, seed: int) -> None:
         for cause in ("update", "norm"):
             inside = sets[f"stall:{cause}"] & window
             assert step.causes[cause] == pytest.approx(len(inside) * TICK_S, abs=1e-6)
-    total = shares.whole
+    total = shares.total
     assert total is not None
     for track in ("disk", "compute", "update"):
         parts = sum(step.busy[track] for step in shares.steps)
@@ -303,7 +303,7 @@ def test_the_page_of_a_trace_holds_its_slices_and_no_empty_track(
     there = {track for track in timeline.tracks if track != "step"}
     assert {row["track"] for row in rows} == {TRACKS[track] for track in there}
     busy = {row["track"]: row["share"] for row in data["datasets"]["busy"]}
-    shares = Shares(timeline).whole
+    shares = Shares(timeline).total
     assert shares is not None
     assert busy == {t.replace("_", " "): s for t in SHOWN if (s := shares.share(t))}
     assert verdict(shares) in text

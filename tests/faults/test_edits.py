@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from infinity.engine import Engine
 from infinity.errors import EngineFailedError, ResidencyError, TrainingError
 from infinity.storage import disk
-from infinity.storage.disk import sum_of_words
+from infinity.storage.disk import sum_of_int64
 
 IN_RAM = {**ON_DEVICE, "weights": "host"}
 PLACES = {
@@ -193,17 +193,17 @@ def test_the_sum_of_words_shows_every_byte_and_its_place(monkeypatch: pytest.Mon
     monkeypatch.setattr(disk, "_WORDS", 100)
     for size in (0, 5, 8, 8 * 1000, 8 * 1000 + 7):
         flat = torch.randint(0, 255, (size,), dtype=torch.uint8)
-        before = sum_of_words(flat)
-        assert sum_of_words(flat.clone()) == before
+        before = sum_of_int64(flat)
+        assert sum_of_int64(flat.clone()) == before
         for place in {0, size // 2, size - 1} if size else ():
             flat[place] += 1
-            assert sum_of_words(flat) != before
+            assert sum_of_int64(flat) != before
             flat[place] -= 1
         for other in (1, 7, 100, 350):  # a word that is multiplied in the same turn, and beyond
             if size > 8 * other + 8:
                 swapped = flat.clone()
                 swapped[:8], swapped[8 * other :][:8] = flat[8 * other :][:8], flat[:8]
-                assert sum_of_words(swapped) != before
+                assert sum_of_int64(swapped) != before
 
 
 @pytest.mark.parametrize("restore", [False, True])

@@ -249,6 +249,6 @@ def test_a_trace_has_the_times_of_the_gpu(tmp_path: Path) -> None:
         assert all(0 <= one.begin <= one.end for one in slices)
     units = {one.unit for one in timeline.of("compute")}
     assert {one.unit for one in timeline.of("update")} == units
-    total = Shares(timeline).whole
+    total = Shares(timeline).total
     assert total is not None
     assert 0 < total.busy["compute"] < total.seconds

@@ -222,7 +222,7 @@ def test_a_bit_that_turned_on_disk_is_named_and_nothing_is_trained_with_it(
         engine.backward(engine(batch(2)))
         engine.step()  # half a window: its gradients rest on disk
         engine.settle()
-        state, gradients = components(engine).store.units, components(engine).gradients.places
+        state, gradients = components(engine).store.units, components(engine).gradients.ranges
         extents = [e for unit in state for e in unit.copies[0]] + list(gradients.values())
         (extent,) = [e for e in extents if e.owner == what]
         (piece,) = components(engine).disk._stripes.pieces(extent.offset, PAGE)

@@ -56,7 +56,7 @@ def test_every_page_lies_somewhere_and_nowhere_twice(
     # Rooms from hopeless to plenty; the last one makes up what is missing.
     room = [int(t * stripes.total) for t in tightness[: len(weights)]]
     room[-1] += max(0, stripes.total - sum(r // PAGE * PAGE for r in room)) + PAGE
-    used = stripes.place(weights, room)
+    used = stripes.distribute(weights, room)
     pages = page_map(stripes, ranges)
     assert len(pages) == stripes.total // PAGE
     assert len(set(pages.values())) == len(pages)
@@ -86,7 +86,7 @@ def time_of(stripes: Stripes, ranges: list[tuple[int, int]], weights: list[float
 def test_all_drives_finish_together(weights: list[float]) -> None:
     stripes = Stripes(len(weights), MIB)
     records = [stripes.promise(RECORD, CUTS) for _ in range(96)]
-    used = stripes.place(weights, [PLENTY] * len(weights))
+    used = stripes.distribute(weights, [PLENTY] * len(weights))
     for size, weight in zip(used, weights, strict=True):
         assert size == pytest.approx(sum(used) * weight / sum(weights), rel=0.02)
     for first in range(0, 96, 8):
@@ -101,7 +101,7 @@ def test_a_small_drive_is_spread_over_all_records() -> None:
     """Where one path has less room than its share, every record has a part of it."""
     stripes = Stripes(2, MIB)
     records = [stripes.promise(RECORD, CUTS) for _ in range(40)]
-    used = stripes.place([1.0, 1.0], [80 * MIB, PLENTY])
+    used = stripes.distribute([1.0, 1.0], [80 * MIB, PLENTY])
     assert used == [80 * MIB, 400 * MIB]
     for start in records:
         on_small = sum(p.nbytes for p in stripes.pieces(start, RECORD) if p.path_index == 0)
@@ -112,7 +112,7 @@ def test_one_path_is_one_stretch() -> None:
     stripes = Stripes(1, MIB)
     starts = [stripes.promise(n) for n in (5000, 4096, 3 * MIB)]
     assert starts == [0, 8192, 12288]
-    assert stripes.place([1.0], [stripes.total]) == [12288 + 3 * MIB]
+    assert stripes.distribute([1.0], [stripes.total]) == [12288 + 3 * MIB]
     assert [(p.path_index, p.offset, p.nbytes) for p in stripes.pieces(4096, 2 * MIB)] == [
         (0, 4096, 2 * MIB)
     ]
@@ -120,7 +120,10 @@ def test_one_path_is_one_stretch() -> None:
 
 def test_nothing_promised() -> None:
     for num_paths in (1, 2):
-        assert Stripes(num_paths, MIB).place([1.0] * num_paths, [0] * num_paths) == [0] * num_paths
+        assert (
+            Stripes(num_paths, MIB).distribute([1.0] * num_paths, [0] * num_paths)
+            == [0] * num_paths
+        )
 
 
 @pytest.mark.parametrize(

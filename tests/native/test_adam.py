@@ -80,10 +80,10 @@ def test_update_equals_reference(
         first += seed % MOMENT_BLOCK
     given_ = (gradient, rule_params, step, grad_scale, key, first)
     want = state.copy()
-    reference_update(want.weight, want.rest, want.moments, *given_)
+    reference_update(want.weight, want.master_state, want.moments, *given_)
     for pool in pools:
         got = state.copy()
-        update_one(pool, got.weight, got.rest, got.moments, *given_)
+        update_one(pool, got.weight, got.master_state, got.moments, *given_)
         assert_same(got.tensors, want.tensors)
 
 
@@ -97,12 +97,21 @@ def test_every_rule_layout_and_gradient_equals_reference(pools, rule_params, kin
             gradient = source.floats(1033, gradient_dtype)
             want = state.copy()
             reference_update(
-                want.weight, want.rest, want.moments, gradient, rule_params, 3, 0.5, 9, 256
+                want.weight, want.master_state, want.moments, gradient, rule_params, 3, 0.5, 9, 256
             )
             for pool in pools[::4]:
                 got = state.copy()
                 update_one(
-                    pool, got.weight, got.rest, got.moments, gradient, rule_params, 3, 0.5, 9, 256
+                    pool,
+                    got.weight,
+                    got.master_state,
+                    got.moments,
+                    gradient,
+                    rule_params,
+                    3,
+                    0.5,
+                    9,
+                    256,
                 )
                 assert_same(got.tensors, want.tensors)
 
@@ -125,7 +134,7 @@ def test_the_cut_does_not_show(pools, seed, n, kind, rule_params, cuts) -> None:
     update_one(
         pools[-1],
         whole.weight,
-        whole.rest,
+        whole.master_state,
         whole.moments,
         gradient,
         rule_params,
@@ -140,9 +149,9 @@ def test_the_cut_does_not_show(pools, seed, n, kind, rule_params, cuts) -> None:
     for start, end in pairwise(marks):
         part = pieces.part(start, end)
         rest = (gradient[start:end], rule_params, step, scale, key, first + start)
-        made.append(Piece(part.weight, part.rest, part.moments, *rest))
+        made.append(Piece(part.weight, part.master_state, part.moments, *rest))
         other = alone.part(start, end)
-        update_one(pools[0], other.weight, other.rest, other.moments, *rest)
+        update_one(pools[0], other.weight, other.master_state, other.moments, *rest)
     pools[-1].update_all(made)
     assert_same(pieces.tensors, whole.tensors)
     assert_same(alone.tensors, whole.tensors)
@@ -156,11 +165,11 @@ def test_many_pieces_in_one_job_on_many_threads(pools, kind) -> None:
     gradients = [source.floats(n, BF16, wild=False) for n in sizes]
     wants = [state.copy() for state in states]
     for key, (want, gradient) in enumerate(zip(wants, gradients, strict=True)):
-        reference_update(want.weight, want.rest, want.moments, gradient, ADAMW, 2, 1.0, key)
+        reference_update(want.weight, want.master_state, want.moments, gradient, ADAMW, 2, 1.0, key)
     for pool in pools:
         gots = [state.copy() for state in states]
         pieces = [
-            Piece(got.weight, got.rest, got.moments, gradient, ADAMW, 2, 1.0, key)
+            Piece(got.weight, got.master_state, got.moments, gradient, ADAMW, 2, 1.0, key)
             for key, (got, gradient) in enumerate(zip(gots, gradients, strict=True))
         ]
         pool.update_all(pieces)

@@ -99,10 +99,12 @@ def test_nodes_do_not_change_the_bits(tmp_path, kind) -> None:
         state = source.whole_state(n, "split", ADAMW, kind, wild=False)
         gradient = source.floats(n, torch.bfloat16, wild=False)
         want = state.copy()
-        reference_update(want.weight, want.rest, want.moments, gradient, ADAMW, 3, 1.0, 8)
+        reference_update(want.weight, want.master_state, want.moments, gradient, ADAMW, 3, 1.0, 8)
         for threads in (1, 2, 3, 7):
             got = state.copy()
             with CpuKernels(threads, root=root) as kernels:
-                update_one(kernels, got.weight, got.rest, got.moments, gradient, ADAMW, 3, 1.0, 8)
+                update_one(
+                    kernels, got.weight, got.master_state, got.moments, gradient, ADAMW, 3, 1.0, 8
+                )
                 assert kernels.square_sum(gradient) == CpuKernels(1).square_sum(gradient)
             assert_same(got.tensors, want.tensors)

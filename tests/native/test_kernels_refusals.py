@@ -29,7 +29,7 @@ def good(kind: MomentFormat = MomentFormat.FP32) -> dict[str, Any]:
     state = Source(1).whole_state(N, "split", ADAMW, kind, wild=False)
     return {
         "weight": state.weight,
-        "rest": state.rest,
+        "master_state": state.master_state,
         "moments": state.moments,
         "gradient": torch.ones(N),
         "rule_params": ADAMW,
@@ -47,9 +47,9 @@ BAD: list[tuple[dict[str, Any], type[InfinityError], str]] = [
     ({"weight": torch.zeros(N)}, ConfigError, "rest"),
     ({"weight": torch.zeros(N, dtype=torch.float64)}, ConfigError, "weight has dtype"),
     ({"weight": torch.zeros(N - 1, dtype=torch.bfloat16)}, ConfigError, "elements"),
-    ({"rest": None}, ConfigError, "missing"),
-    ({"rest": torch.zeros(N)}, ConfigError, "rest has dtype"),
-    ({"rest": torch.zeros(N - 1, dtype=torch.int16)}, ConfigError, "rest has 255 elements"),
+    ({"master_state": None}, ConfigError, "missing"),
+    ({"master_state": torch.zeros(N)}, ConfigError, "rest has dtype"),
+    ({"master_state": torch.zeros(N - 1, dtype=torch.int16)}, ConfigError, "rest has 255 elements"),
     ({"gradient": torch.zeros(N + 1)}, ConfigError, "gradient has 257 elements"),
     ({"gradient": torch.zeros(N, dtype=torch.int32)}, ConfigError, "gradient has dtype"),
     ({"gradient": torch.zeros(N, device="meta")}, ResidencyError, "gradient is on meta"),
@@ -89,7 +89,7 @@ BAD: list[tuple[dict[str, Any], type[InfinityError], str]] = [
 @pytest.mark.parametrize(("change", "error", "words"), BAD, ids=lambda value: str(value)[:40])
 def test_bad_input_touches_nothing(kernels, change, error, words) -> None:
     arguments = good() | change
-    tensors = [arguments["weight"], arguments["rest"], arguments["gradient"]]
+    tensors = [arguments["weight"], arguments["master_state"], arguments["gradient"]]
     tensors += [tensor for m in arguments["moments"] for tensor in (m.values, m.scales)]
     here = [t for t in tensors if t is not None and t.is_cpu]
     before = [tensor.clone() for tensor in here]
@@ -105,7 +105,7 @@ def test_bad_input_touches_nothing(kernels, change, error, words) -> None:
 
 def test_a_bad_piece_leaves_the_good_ones_alone(kernels) -> None:
     first = good()
-    state = [first["weight"], first["rest"], *(m.values for m in first["moments"])]
+    state = [first["weight"], first["master_state"], *(m.values for m in first["moments"])]
     before = [tensor.clone() for tensor in state]
     with pytest.raises(ConfigError, match="step is 0"):
         kernels.update_all([Piece(**first), Piece(**(good() | {"step": 0}))])

@@ -34,7 +34,9 @@ def pieces(layout: str, kind: MomentFormat, n: int, *, first: int = 256) -> list
         gradient = torch.linspace(-1, 1, n).to((torch.float32, torch.bfloat16)[number % 2])
         moments = state.moments[: rule_params.num_moments]
         made.append(
-            Piece(state.weight, state.rest, moments, gradient, rule_params, 3, 0.5, 77, first)
+            Piece(
+                state.weight, state.master_state, moments, gradient, rule_params, 3, 0.5, 77, first
+            )
         )
     return made
 
@@ -44,7 +46,9 @@ def read(some: list[Piece]) -> list[Any] | None:
 
 
 def stored(some: list[Piece]) -> list[torch.Tensor]:
-    tensors = [t for p in some for t in (p.weight, p.rest, *(x for m in p.moments for x in m[:2]))]
+    tensors = [
+        t for p in some for t in (p.weight, p.master_state, *(x for m in p.moments for x in m[:2]))
+    ]
     return [t for t in tensors if t is not None]
 
 
@@ -75,8 +79,8 @@ def test_both_ways_give_the_same(
         {"gradient": nn.Parameter(torch.zeros(300))},
         {"gradient": None},
         {"gradient": [0.0] * 300},
-        {"rest": None},
-        {"rest": torch.zeros(300)},
+        {"master_state": None},
+        {"master_state": torch.zeros(300)},
         {"moments": ()},
         {"moments": None},
         {"first": 3},

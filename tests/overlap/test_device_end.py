@@ -102,7 +102,9 @@ def test_state_comes_back_for_the_cpu_without_waiting_for_compute(tmp_path: Path
         train(engine, 2)
         engine.settle()
         plan, kinds = engine.plan, (Kind.RESIDUAL, Kind.MOMENT1, Kind.MOMENT2)
-        assert device.back == 2 * sum(plan.range_bytes(u, k) for u in plan.own for k in kinds)
+        assert device.back == 2 * sum(
+            plan.range_bytes(u, k) for u in plan.local_units for k in kinds
+        )
 
 
 class NoFollowers(FakeAccelerator):

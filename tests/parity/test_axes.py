@@ -305,7 +305,9 @@ def check(choice: OptimizerChoice, seed: int = 0) -> list[str]:
     assert run.plan is not None
     assert run.report is not None
     some_whole = any(u.paired is not None for u in run.plan.units)
-    small = choice["chunk_size"] in (2048, "several") and not (run.plan.rule.whole or some_whole)
+    small = choice["chunk_size"] in (2048, "several") and not (
+        run.plan.rule.needs_full or some_whole
+    )
     if small and max(u.num_chunks(2048) for u in run.plan.units) < 2:
         return ["no unit has two chunks: the chunk axis tests nothing"]
     found = run.differences(expected)

@@ -169,16 +169,18 @@ def test_a_matrix_rests_in_eight_bytes_and_the_plan_says_what_went_where() -> No
         exact = (8 * matrices + 12 * others) / (matrices + others)
         assert plan.bytes_per_parameter == pytest.approx(exact)
         assert f"2 moments in fp32, of matrices 1; {exact:.5g} bytes" in plan.describe()
-        for unit, own in zip(plan.units, plan.own, strict=True):
-            second = store.rest_bytes(own, Kind.MOMENT2)
-            paired = sum(s.numel for s in unit.trained_segments if not s.whole)
+        for unit, own in zip(plan.units, plan.local_units, strict=True):
+            second = store.shard_bytes(own, Kind.MOMENT2)
+            paired = sum(s.numel for s in unit.trained_segments if not s.needs_full)
             if own.paired is None:  # AdamW's alone
-                assert second == store.rest_bytes(own, Kind.MOMENT1)
+                assert second == store.shard_bytes(own, Kind.MOMENT1)
             else:  # a page for each small parameter at most, whatever the matrices hold
                 assert 4 * paired <= second <= 4 * (paired + 128 * len(unit.segments)) + 4 * 2048
                 assert own.num_chunks(plan.chunk_elements) == 1
         assert plan.memory[Tier.DISK]["state"] == sum(
-            store.rest_bytes(own, kind) for own in plan.own for kind in plan.precision.kinds[1:]
+            store.shard_bytes(own, kind)
+            for own in plan.local_units
+            for kind in plan.precision.kinds[1:]
         )
         (note,) = [n for n in plan.notes if "AdamW the" in n]
         assert f"{len(hidden(run.model))} matrices" in note
@@ -296,7 +298,7 @@ def test_products_are_left_to_the_device_wherever_state_rests() -> None:
         lay_out(
             block, f"block {block}",
             [ParameterFacts(f"{block}.{name}", 3 * block + i, shape, "bfloat16", math.prod(shape),
-                            2, True, 0, whole=len(shape) == 2)
+                            2, True, 0, needs_full=len(shape) == 2)
              for i, (name, shape) in enumerate(names)], PRECISIONS["bf16"])
         for block in range(24)
     )  # fmt: skip

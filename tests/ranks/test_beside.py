@@ -127,7 +127,7 @@ def test_whole_weights_are_gathered_once_a_step(whole: bool, tier: str, tmp_path
     assert found.report is not None
     assert found.report.moved == found.forecast
     assert found.plan.zero_stage == 3 - whole
-    shards = sum(unit.shard_bytes for unit in found.plan.own)
+    shards = sum(unit.shard_bytes for unit in found.plan.local_units)
     blocks = 8 * max(
         map(sum, zip(*(u.num_reported_squares for u in found.plan.units), strict=True))
     )
@@ -174,12 +174,12 @@ def test_frozen_weights_stay_whole_for_good(tmp_path: Path) -> None:
 # --- the plan ------------------------------------------------------------------------------------
 
 
-def planned(device: int | None, whole: bool | None = None, **placement: str) -> Plan:
+def planned(device: int | None, unsharded: bool | None = None, **placement: str) -> Plan:
     facts = [ParameterFacts("w", 0, (1 << 18,), "float32", 1 << 18, 4, True, 0)]
     units = tuple(
         replace(lay_out(i, f"unit {i}", facts, FP32, ranks=4), index=i) for i in range(10)
     )
-    reshards = None if whole is None else not whole
+    reshards = None if unsharded is None else not unsharded
     wishes = {"reshard_after_forward": reshards, **placement}
     config = load_config({"precision": "fp32", "prefetch_units": 1, "placement": wishes})
     return make_plan(units, config, Limits(device, None, None), unified=False)
@@ -190,14 +190,14 @@ def test_what_fits_stays_whole() -> None:
     unlimited, unit = planned(None, **host), 1 << 20
     assert unlimited.zero_stage == 2
     assert "gathered once after each update" in unlimited.describe()
-    moving = planned(None, whole=False, **host)
+    moving = planned(None, unsharded=False, **host)
     assert moving.zero_stage == 3
     (slots,) = moving.slot_classes
     assert (slots.slot_bytes, slots.count) == (unit, 3)
     exchange = moving.memory[next(iter(moving.memory))]["exchange"]
     room = exchange + 8 * unit  # for 8 units at a time, in a share of the device
     some = planned(int(room / 0.7) + 1024, **host)
-    assert some.whole == frozenset(range(5))
+    assert some.unsharded == frozenset(range(5))
     assert sorted(c.count for c in some.slot_classes) == [3, 5]
     assert some.zero_stage == 3
     assert "weights of 5 units stay whole" in some.describe()

@@ -233,7 +233,7 @@ def test_whole_parameters_are_dealt_evenly_and_none_is_cut() -> None:
     for case in range(200):
         ranks = chance.randint(2, 9)
         sizes = [chance.choice([1, 77, 5000, 40_000, 100_000]) for _ in range(chance.randint(1, 9))]
-        unit = lay_out(case, "unit", facts_of(sizes), BF16, ranks=ranks, whole=True)
+        unit = lay_out(case, "unit", facts_of(sizes), BF16, ranks=ranks, needs_full=True)
         assert sorted(s.parameter for s in unit.segments) == list(range(len(sizes)))
         assert not any(is_cut(unit, s) for s in unit.segments)
         ends = [0, *(end_of(s) for s in unit.segments)]
@@ -250,14 +250,14 @@ def test_whole_parameters_are_dealt_evenly_and_none_is_cut() -> None:
 
 def test_ranks_take_turns_to_have_most() -> None:
     sizes = [3 * SQUARE_BLOCK, SQUARE_BLOCK, SQUARE_BLOCK]
-    units = [lay_out(i, "u", facts_of(sizes), BF16, ranks=3, whole=True) for i in range(3)]
+    units = [lay_out(i, "u", facts_of(sizes), BF16, ranks=3, needs_full=True) for i in range(3)]
     most = [max(range(3), key=lambda r: u.of_shard(r).num_trained) for u in units]
     assert sorted(most) == [0, 1, 2]
 
 
 def test_a_plan_says_what_padding_costs() -> None:
-    block = lay_out(0, "block", facts_of([40_960] * 8), BF16, ranks=4, whole=True)
-    alone = lay_out(1, "embed", facts_of([163_840]), BF16, ranks=4, whole=True)
+    block = lay_out(0, "block", facts_of([40_960] * 8), BF16, ranks=4, needs_full=True)
+    alone = lay_out(1, "embed", facts_of([163_840]), BF16, ranks=4, needs_full=True)
     assert dealt_notes([block], "Rule") == ()
     (note,) = dealt_notes([block, alone], "Rule")
     assert "Rule needs whole parameters, which are dealt to 4 ranks" in note

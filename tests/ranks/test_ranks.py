@@ -82,7 +82,7 @@ def test_each_rank_keeps_its_share_and_no_more(tmp_path: Path) -> None:
             store, plan = components(engine).store, engine.plan
             in_ram = sum(place.nbytes for unit in store.units for place in unit.memory.values())
             on_disk = sum(e.nbytes for unit in store.units for copy in unit.copies for e in copy)
-            sums = sum(place.nbytes for place in components(engine).gradients.places.values())
+            sums = sum(place.nbytes for place in components(engine).gradients.ranges.values())
             assert in_ram == sum(tier["state"] for tier in plan.memory.values())
             elements = sum(unit.numel for unit in plan.units)
             assert plan.num_trained <= elements
@@ -716,7 +716,7 @@ def test_plans_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
     def make_plan(*args: Any, rank: int, **options: Any) -> Plan:
         plan = plan_here(*args, rank=rank, **options)
-        return replace(plan, whole=frozenset()) if rank else plan
+        return replace(plan, unsharded=frozenset()) if rank else plan
 
     monkeypatch.setattr(run_plan, "make_plan", make_plan)
     config = make_config() | {"placement": {"reshard_after_forward": False}}

@@ -73,7 +73,7 @@ def test_the_bits_and_the_bytes(
     copied = before["all_gather"] - moved["all_gather"]
     assert copied > 0
     assert moved["to_device"] == before["to_device"] + (copied if device == "fake" else 0)
-    trained = sum(unit.trained_bytes for unit in found.plan.own)
+    trained = sum(unit.trained_bytes for unit in found.plan.local_units)
     assert moved["between_hosts"] == (nodes - 1) * trained
     assert "weights rest in shared RAM" in found.plan.describe()
 
@@ -246,7 +246,7 @@ def test_each_node_has_the_weights_of_all() -> None:
     assert two.memory[Tier.HOST]["weights"] == 2 * one.memory[Tier.HOST]["weights"]
     assert two.shared_bytes == 2 * one.shared_bytes
     gathered = planned(1e9, nodes=2, weights="host", shared=False).predicted_bytes["all_gather"]
-    shards = sum(unit.shard_bytes for unit in one.own)
+    shards = sum(unit.shard_bytes for unit in one.local_units)
     assert two.predicted_bytes["between_hosts"] == shards
     assert gathered > 3 * shards > 3 * two.predicted_bytes["all_gather"]
     with pytest.raises(DoesNotFitError, match=r"placement\.shared: false \(2 nodes hold copies\)"):

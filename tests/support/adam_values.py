@@ -151,7 +151,7 @@ class State:
     """What an update changes."""
 
     weight: torch.Tensor
-    rest: torch.Tensor | None
+    master_state: torch.Tensor | None
     moments: list[Moment]
 
     def copy(self) -> State:
@@ -164,16 +164,21 @@ class State:
             )
             for moment in self.moments
         ]
-        return State(weight, copy_in_place(self.rest), moments)
+        return State(weight, copy_in_place(self.master_state), moments)
 
     def part(self, first: int, end: int) -> State:
         """Elements [first, end), as views."""
-        rest = None if self.rest is None else self.rest[first:end]
-        return State(self.weight[first:end], rest, [m.part(first, end) for m in self.moments])
+        master_state = None if self.master_state is None else self.master_state[first:end]
+        moments = [m.part(first, end) for m in self.moments]
+        return State(self.weight[first:end], master_state, moments)
 
     @property
     def tensors(self) -> list[torch.Tensor | None]:
-        return [self.weight, self.rest, *(t for m in self.moments for t in (m.values, m.scales))]
+        return [
+            self.weight,
+            self.master_state,
+            *(t for m in self.moments for t in (m.values, m.scales)),
+        ]
 
 
 def fp32_moments(state: list[torch.Tensor | None]) -> list[Moment]:

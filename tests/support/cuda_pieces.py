@@ -65,7 +65,7 @@ class Room:
             moments.append(Moment(values, self[f"scales{k}"], self.format))
         return Piece(
             weight,
-            self["rest"],
+            self["master_state"],
             moments,
             gradient,
             self.rule_params,
@@ -138,9 +138,9 @@ class Rooms:
         if dtype == FP32:
             return {"weight": master}
         if dtype == FP16:  # the weight is written, never read
-            return {"weight": self._codes(2 * n).view(FP16), "rest": master}
+            return {"weight": self._codes(2 * n).view(FP16), "master_state": master}
         weight, residual = split_master(master)
-        return {"weight": weight, "rest": residual}
+        return {"weight": weight, "master_state": residual}
 
     def _floats(self, n: int, dtype: torch.dtype, wild: bool) -> Tensor:
         scale = 10.0 ** float(self.random.integers(-6, 3))

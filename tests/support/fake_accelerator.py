@@ -44,8 +44,8 @@ UNPINNED = {
     ("infinity.training.initial_write", "_write_chunk"),
     ("infinity.training.initial_write", "_write_frozen"),
     ("infinity.checkpoint.durability", "fill_memory"),
-    ("infinity.offload.state", "read_own"),
-    ("infinity.offload.state", "write_own"),
+    ("infinity.offload.state", "read_shard"),
+    ("infinity.offload.state", "write_shard"),
     ("infinity.offload.gradients", "_read"),
     ("infinity.profiling.calibration", "bring"),
     ("infinity.profiling.calibration", "take"),
@@ -380,7 +380,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 def written_by(piece: Piece) -> list[Tensor]:
     """What an update of a piece replaces."""
     stored = [t for moment in piece.moments for t in (moment.values, moment.scales)]
-    return [t for t in (piece.weight, piece.rest, *stored) if t is not None]
+    return [t for t in (piece.weight, piece.master_state, *stored) if t is not None]
 
 
 def aliased(piece: Piece) -> Piece:
@@ -391,7 +391,7 @@ def aliased(piece: Piece) -> Piece:
 
     return piece._replace(
         weight=other(piece.weight),
-        rest=other(piece.rest),
+        master_state=other(piece.master_state),
         gradient=other(piece.gradient),
         moments=[Moment(other(m.values), other(m.scales), m.format) for m in piece.moments],
     )

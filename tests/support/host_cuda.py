@@ -302,7 +302,7 @@ def _note(line: int, write: bool, what: str, *tensors: Tensor | None) -> None:
 def _note_pieces(line: int, pieces: Any) -> None:
     for piece in pieces:
         _note(line, False, "an update", piece.gradient)
-        _note(line, True, "an update", piece.weight, piece.rest)
+        _note(line, True, "an update", piece.weight, piece.master_state)
         for moment in piece.moments:
             _note(line, True, "an update", moment.values, moment.scales)
 

@@ -305,7 +305,7 @@ class OrderedAccelerator(FakeAccelerator):
             for piece in pieces:
                 written = {t.data_ptr() for t in written_by(piece)}
                 stored = [t for moment in piece.moments for t in (moment.values, moment.scales)]
-                for tensor in (piece.weight, piece.rest, piece.gradient, *stored):
+                for tensor in (piece.weight, piece.master_state, piece.gradient, *stored):
                     if tensor is None or not tensor.numel():
                         continue
                     first = tensor.data_ptr()

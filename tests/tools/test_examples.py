@@ -644,8 +644,8 @@ def test_bench_step_reports_ratios(tmp_path: Path, here: Call, micro_batches: st
         assert facts["verdict"].startswith("all 2 steps: ")
         assert f"{name} was busy: compute" in errors
         shares = Shares(read_timeline(tmp_path / "kept" / f"trace-{name}.json"))
-        assert shares.whole is not None
-        assert shares.whole.share("compute") == facts["busy_share"]["compute"]
+        assert shares.total is not None
+        assert shares.total.share("compute") == facts["busy_share"]["compute"]
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
     assert set(threading.enumerate()) <= threads
 

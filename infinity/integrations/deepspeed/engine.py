@@ -34,7 +34,7 @@ from infinity.integrations.deepspeed.names import refused, table
 from infinity.integrations.deepspeed.offload_states import (
     OffloadDevice,
     OffloadStateTypeEnum,
-    places_of,
+    devices_of,
     refuse_to_move,
 )
 from infinity.integrations.deepspeed.settings import DeepSpeedSettings
@@ -146,8 +146,8 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
             self.set_gradient_accumulation_boundary(True)  # by each step()
         vars(self)["module"] = module  # beside `_modules`: found without __getattr__
 
-    def _own(self, module: nn.Module) -> None:
-        super()._own(module)
+    def _attach(self, module: nn.Module) -> None:
+        super()._attach(module)
         parameters = self._components.partition.parameters
         mark(parameters)
         self._components.add_cleanup(partial(unmark, parameters))
@@ -876,7 +876,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         Returns:
             Devices of torch, and the text "disk".
         """
-        return places_of(self.plan, self.device, state)
+        return devices_of(self.plan, self.device, state)
 
     def destroy(self) -> None:
         """Release everything except weights; see :meth:`Engine.close`.
@@ -885,7 +885,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         of the module uses them. If the engine has failed, they are lost.
         """
         if self._guard.is_here() and not self._closed:
-            self._close(restore=False, rest=self._components.failure.error is None)
+            self._close(restore=False, keep_weights=self._components.failure.error is None)
             self._destroyed = True
             _let_trainers_prepare_anew()
 

@@ -57,7 +57,7 @@ _FIELDS = {
 }
 
 
-def places_of(plan: Plan, device: torch.device, state: OffloadStateTypeEnum) -> set[Any]:
+def devices_of(plan: Plan, device: torch.device, state: OffloadStateTypeEnum) -> set[Any]:
     """Torch devices, and "disk", where a kind of state rests."""
     name = _FIELDS[OffloadStateTypeEnum(state)]
     by_tier = {Tier.DEVICE: device, Tier.HOST: torch.device("cpu"), Tier.DISK: "disk"}

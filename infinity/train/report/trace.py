@@ -30,7 +30,7 @@ def trace_page(shares: Shares, only: StepShares | None = None) -> ReportPage:
     Raises `InfinityError` where no step was completed.
     """
     timeline, steps = shares.timeline, shares.steps if only is None else [only]
-    total = only or shares.whole
+    total = only or shares.total
     if total is None:
         raise InfinityError("no step was completed while the trace was recorded")
     data = report_data(shares, 6, only)

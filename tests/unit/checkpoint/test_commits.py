@@ -19,8 +19,8 @@ from infinity.checkpoint.commits import (
     COMMIT_NAMES,
     CommitFiles,
     CommitRecord,
+    intact_records,
     read_commits,
-    whole_records,
 )
 from infinity.checkpoint.durable_reader import DurableReader
 from infinity.engine import Engine
@@ -68,7 +68,7 @@ def some(sequence: int, nbytes: int) -> CommitRecord:
 
 
 def last_commit(directory: Path, run: str) -> CommitRecord:
-    records = whole_records(directory, read_commits(directory, run, num_units=2))
+    records = intact_records(directory, read_commits(directory, run, num_units=2))
     return records[max(records)]
 
 

@@ -140,7 +140,7 @@ def test_the_cut_of_a_parameter_does_not_show(cuda, format: MomentFormat) -> Non
         end = min(start + 640, n)
         part = piece._replace(
             weight=piece.weight[start:end],
-            rest=None if piece.rest is None else piece.rest[start:end],
+            master_state=None if piece.master_state is None else piece.master_state[start:end],
             gradient=piece.gradient[start:end],
             moments=[moment.part(start, end) for moment in piece.moments],
             first=first + start,
@@ -219,8 +219,8 @@ def refused() -> dict[str, tuple[dict[str, object], type[InfinityError], str]]:
         "dtype": ({"gradient": torch.zeros(300).double()}, ConfigError, "gradient has dtype"),
         "strides": ({"gradient": wide[::2]}, ResidencyError, "contiguous"),
         "device": ({"gradient": long.to("meta")[:300]}, ResidencyError, "gradient is on meta"),
-        "no rest": ({"rest": None}, ConfigError, "rest is missing"),
-        "rest": ({"rest": torch.zeros(300)}, ConfigError, "rest has dtype"),
+        "no rest": ({"master_state": None}, ConfigError, "rest is missing"),
+        "rest": ({"master_state": torch.zeros(300)}, ConfigError, "rest has dtype"),
         "weight": ({"weight": torch.zeros(300, dtype=torch.int8)}, ConfigError, "weight has"),
         "moments": ({"moments": [moment]}, ConfigError, "1 moments for"),
         "formats": ({"moments": [moment, exact]}, ConfigError, "different formats"),
@@ -268,4 +268,4 @@ def test_pieces_that_share_memory_are_refused(cuda) -> None:
 def test_fp16_weights_follow_their_masters(cuda) -> None:
     room = Rooms(10).make(500, FP16, FP16, ADAM, MomentFormat.FP32, wild=False)
     cuda.update_all([room.piece])
-    assert torch.equal(room["weight"], room["rest"].to(FP16))
+    assert torch.equal(room["weight"], room["master_state"].to(FP16))

@@ -143,7 +143,7 @@ def test_where_nothing_fits_the_least_is_told() -> None:
 
 def test_a_loop_of_micro_batches_is_told_what_the_whole_batch_would_move(tmp_path: Path) -> None:
     with small_engine(tmp_path, gradient_accumulation_steps=4) as engine:
-        page, whole = engine.plan.describe(), engine.plan.whole_batch_bytes
+        page, whole = engine.plan.describe(), engine.plan.full_batch_bytes
     assert "as one micro-batch in 4 slices it would move" in page
     other = tmp_path / "other"
     other.mkdir()

@@ -157,8 +157,8 @@ def test_a_part_holds_values_and_scales_and_less_than_a_page_more(
 ) -> None:
     count = blocks * ELEMENT_ALIGN
     assert precision.nbytes(Kind.WEIGHT, count) == count * precision.weight
-    if precision.rest_kind is not None:
-        assert precision.nbytes(precision.rest_kind, count) == count * precision.rest
+    if precision.master_kind is not None:
+        assert precision.nbytes(precision.master_kind, count) == count * precision.master_state
     sizes = {"fp32": 4 * count, "bf16": 2 * count, "bf16_stochastic": 2 * count}
     for kind in precision.moment_kinds:
         needed = sizes.get(precision.format_of(kind).value, count + 4 * (count // MOMENT_BLOCK))

@@ -53,7 +53,7 @@ def test_a_plain_computer(tmp_path: Path) -> None:
     machine = read_machine(root=computer(tmp_path, {}))
     assert machine.host_ram_bytes == 32 * GIB
     assert machine.host_available_bytes == 30 * GIB
-    assert machine.own_rss_bytes == GIB
+    assert machine.process_rss_bytes == GIB
     assert machine.num_cpus == 8
     assert machine.cpu_quota is None
     assert machine.memlock_bytes == 8388608
@@ -160,7 +160,7 @@ def test_limits_that_are_not_there(tmp_path: Path) -> None:
     machine = read_machine(root=computer(tmp_path, files))
     assert machine.memlock_bytes is None
     assert machine.thp_mode == "unknown"
-    assert machine.own_rss_bytes == 0
+    assert machine.process_rss_bytes == 0
     assert machine.num_cpus == len(os.sched_getaffinity(0))
 
 
@@ -226,7 +226,7 @@ def test_this_computer() -> None:
     machine = read_machine()
     assert mount_of(Path("/")).file_system
     assert 0 < machine.host_available_bytes <= machine.host_ram_bytes
-    assert 0 < machine.own_rss_bytes < machine.host_ram_bytes
+    assert 0 < machine.process_rss_bytes < machine.host_ram_bytes
     assert 1 <= machine.num_cpus <= len(os.sched_getaffinity(0))
     assert machine.thp_mode in ("always", "madvise", "never", "unknown")
 

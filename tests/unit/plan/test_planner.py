@@ -60,7 +60,7 @@ def refusal(*args: Any, **kwargs: Any) -> str:
 
 def assert_sums(plan: Plan) -> None:
     """Every byte of every unit rests exactly once, and the memory table says so."""
-    per_state = plan.precision.rest + 8  # two fp32 moments
+    per_state = plan.precision.master_state + 8  # two fp32 moments
     for tier in Tier:
         parts = plan.memory[tier.value]
         at = [h for h in zip(plan.units, plan.placements, strict=True)]  # noqa: C416
@@ -327,7 +327,7 @@ rules = st.builds(
     RuleFacts,
     name=st.just("Rule"),
     moments=st.lists(st.sampled_from(MomentFormat), max_size=4).map(tuple),
-    whole=st.booleans(),
+    needs_full=st.booleans(),
     tile_elements=st.sampled_from([0, 5000]),
 )
 
@@ -344,9 +344,11 @@ def test_sizes_follow_the_rule_and_its_formats(
     made = units(sizes, precision)
     plan = make_plan(made, load_config(given), UNLIMITED, unified=False, rule=rule)
     largest = max(u.numel for u in made)
-    chunk = largest if rule.whole else min(4096, largest)
+    chunk = largest if rule.needs_full else min(4096, largest)
     assert plan.chunk_elements == chunk
-    assert (rule.whole and "chunk_size 4096 is not used" in plan.describe()) or not rule.whole
+    assert (
+        rule.needs_full and "chunk_size 4096 is not used" in plan.describe()
+    ) or not rule.needs_full
     weight, residual = {"bf16": (2, 2), "fp16": (2, 4), "fp32": (4, 0)}[precision]
 
     def state(count: int) -> int:

@@ -100,8 +100,8 @@ def test_a_machine_with_a_device(
         device.synchronize()
     finally:
         device.close()
-    own = [DEVICE_UPDATE] if kernels else []
-    check(found, [*DISK, *UPDATE, *COMPUTE, *COPIES, *own])
+    process = [DEVICE_UPDATE] if kernels else []
+    check(found, [*DISK, *UPDATE, *COMPUTE, *COPIES, *process])
     assert device.violations == []
 
 
@@ -337,11 +337,11 @@ def test_other_programs_are_load_where_somebody_waits_for_them(
 def test_this_process_is_no_other_program() -> None:
     before = ProcessorTimes.now()
     assert before is not None
-    while os.times().user < before.own + 0.2:
+    while os.times().user < before.process + 0.2:
         pass
     after = ProcessorTimes.now()
     assert after is not None
-    assert after.user - before.user >= after.own - before.own - 0.05
+    assert after.user - before.user >= after.process - before.process - 0.05
 
 
 def test_refresh_measures_again_and_keeps_it(

@@ -148,7 +148,7 @@ def test_every_unit_has_its_compute_and_its_update(tmp_path: Path, kind: str) ->
 def test_a_slow_disk_binds(tmp_path: Path) -> None:
     timeline, _ = traced(tmp_path, placement=ON_DISK, io={"slow_bytes_per_s": "1MiB"})
     shares = Shares(timeline)
-    total = shares.whole
+    total = shares.total
     assert total is not None
     assert total.share("disk") > 0.8
     assert total.waits > 0.5 * total.seconds
@@ -173,7 +173,7 @@ def test_copies_of_an_accelerator_are_seen(tmp_path: Path) -> None:
     assert {s.what for s in copies} >= {"weight", "gradient"}
     late = [s for s in copies if s.begin - s.submitted > 0.0005]
     assert len(late) > len(copies) / 4  # they run when their time comes, not in the call
-    total = Shares(timeline).whole
+    total = Shares(timeline).total
     assert total is not None
     assert total.busy["to_device"] > 0
     compute, copied = (
@@ -366,7 +366,7 @@ def test_a_killed_run_leaves_a_whole_file(tmp_path: Path) -> None:
     assert not timeline.complete
     assert timeline.num_dropped == 0
     assert len(timeline.of("step")) >= 2
-    assert Shares(timeline).whole is not None
+    assert Shares(timeline).total is not None
 
 
 # --- stalls ---------------------------------------------------------------------------------------

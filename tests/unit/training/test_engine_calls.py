@@ -50,7 +50,7 @@ from infinity.integrations.deepspeed.runtime.zero.offload_config import (
     OffloadStateTypeEnum,
 )
 from infinity.plan.machine import read_machine
-from infinity.training import resting
+from infinity.training import stored_weights
 
 small_engine = partial(small.small_engine, engine_class=DeepSpeedEngine)
 PLACEMENTS = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
@@ -949,7 +949,7 @@ def test_a_destroyed_engine_leaves_weights_that_the_next_one_takes(
     engine.destroy()
     machine = replace(read_machine(), host_available_bytes=0)
     with monkeypatch.context() as patch:
-        patch.setattr(resting, "read_machine", lambda: machine)
+        patch.setattr(stored_weights, "read_machine", lambda: machine)
         with pytest.raises(DoesNotFitError, match="more RAM, and 0 B are available"):
             model.state_dict()
         with pytest.raises(DoesNotFitError):

@@ -236,7 +236,7 @@ def warning_once(*args: Any, **kwargs: Any) -> None:
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Log, with `force`, what this process holds: on the GPU, by torch, and in RAM."""
     if force:
-        found = {"RAM": read_machine().own_rss_bytes}
+        found = {"RAM": read_machine().process_rss_bytes}
         if torch.cuda.is_available():
             found |= {
                 "GPU": torch.cuda.memory_allocated(),

@@ -141,7 +141,7 @@ class Init:
             self._undo = undo.pop_all()
         return self
 
-    def __exit__(self, kind: object, *rest: object) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         mark, self._mark = self._mark, None
         self._undo.close()
         assert mark is not None

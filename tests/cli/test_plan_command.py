@@ -600,7 +600,8 @@ def test_advice_has_the_numbers_that_its_command_answers(
 ) -> None:
     monkeypatch.setattr(plan_report, "_adapters", ADAPTERS)
     arguments = [lower(tmp_path, name, **layers), *sizes.split()]
-    code, out, _ = run(*arguments, "--json")
+    code, out, error = run(*arguments, "--json")
+    assert code in (0, 3), error
     report = json.loads(out)
     assert code == (0 if report["fits"] else 3)
     ways = report["faster"] or report["ways"]

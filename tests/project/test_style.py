@@ -10,6 +10,7 @@ import ast
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -27,6 +28,12 @@ from config_tables import page_with_tables  # noqa: E402
 from docstring_coverage import MARKERS, public_callables  # noqa: E402
 
 GENERATED = ("deepspeed-keys", "notes")  # by `make docs`, from the sources
+# Parts of names for which the field has a term; the exceptions are terms, and a key of plan.json.
+NAMES = re.compile(
+    r"(^|_)(own|whole|rest|rests|resting|place|places|told|tell|telling|alike|words)(_|$)"
+)
+EXCEPTIONS = {"in_place", "modified_in_place", "_overwrites_in_place", "_in_place_of_others",
+              "update_place", "whole"}  # fmt: skip
 
 
 def first_paragraphs(source: str) -> list[str]:
@@ -48,6 +55,28 @@ def test_no_docstring_has_a_marker() -> None:
         if MARKERS.search(text)
     ]
     assert not marked, "reword:\n" + "\n".join(marked)
+
+
+def defined_names(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def test_no_name_has_a_marker() -> None:
+    found = {
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in (ROOT / "infinity").rglob("*.py")
+        for name in defined_names(file.read_text(encoding="utf-8"))
+        if NAMES.search(name) and name not in EXCEPTIONS
+    }
+    assert found == set()
 
 
 def test_help_texts_have_no_markers() -> None:

@@ -309,7 +309,7 @@ class OnDevice:
                 self._undo = undo.pop_all()
         return self
 
-    def __exit__(self, *rest: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self._undo.close()
 
 

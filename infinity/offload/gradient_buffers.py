@@ -250,7 +250,7 @@ class GradientWorker:
 
     # --- the training thread -------------------------------------------------------------------
 
-    def reserve(self, nbytes: int) -> tuple[int, Tensor]:
+    def allocate(self, nbytes: int) -> tuple[int, Tensor]:
         """Reserve bytes of the staging buffer for the next task; waits for space.
 
         Bytes are released in the order of tasks, so the buffer is a ring.
@@ -278,15 +278,13 @@ class GradientWorker:
         run: Callable[[], None],
         after: Sequence[Event] = (),
         source: Tensor | None = None,
-        reserved: tuple[int, Tensor] | None = None,
+        landing: tuple[int, Tensor] | None = None,
     ) -> None:
         """Queue a function to run once all events have happened. Never blocks."""
-        first, end = (
-            (0, 0) if reserved is None else (reserved[0], reserved[0] + reserved[1].numel())
-        )
+        first, end = (0, 0) if landing is None else (landing[0], landing[0] + landing[1].numel())
         task = _Task(run, after, source, first, end)
         self._tasks.append(task)
-        if reserved is not None:
+        if landing is not None:
             self._landing.append(task)
         self._queue.put(task)
 

@@ -244,11 +244,11 @@ class GradientStore:
         """Start the copy to the staging buffer, from which the thread adds it."""
         self._copies.let_go()
         source = gradient.view(torch.uint8)
-        reserved = worker.reserve(source.numel())
-        event = self.transfers.copy_d2h(reserved[1], source, label=(unit, "gradient"))
-        landed = reserved[1].view(gradient.dtype)
+        landing = worker.allocate(source.numel())
+        event = self.transfers.copy_d2h(landing[1], source, label=(unit, "gradient"))
+        landed = landing[1].view(gradient.dtype)
         add = partial(self._sums.add, unit, segment, landed, first=first, complete=complete)
-        worker.put(add, [self._copies.sent(segment.parameter), event], gradient, reserved)
+        worker.put(add, [self._copies.sent(segment.parameter), event], gradient, landing)
         return event
 
     def expect(self, unit: int) -> None:

@@ -133,7 +133,7 @@ def test_tasks_keep_their_order_and_their_bytes(seed: int) -> None:
         releaser = threading.Thread(target=release)
         releaser.start()
         for number, event in enumerate(events):
-            place = worker.reserve(chosen.choice([1, 63, 64, 65, 200, 500]))
+            place = worker.allocate(chosen.choice([1, 63, 64, 65, 200, 500]))
             assert place[0] % 64 == 0
             assert place[0] + place[1].numel() <= size
             place[1].fill_(number % 251)
@@ -149,13 +149,13 @@ def test_room_is_used_to_the_last_byte() -> None:
     with working(256) as worker:
         gate = Signal()
         for expected in (0, 64, 128, 192):
-            place = worker.reserve(64)
+            place = worker.allocate(64)
             assert place[0] == expected
             worker.put(lambda: None, [gate], None, place)
         assert worker._room(1) is None
         gate.set()
         worker.drain()
-        assert worker.reserve(256)[0] == 0
+        assert worker.allocate(256)[0] == 0
 
 
 def test_what_a_task_raises_is_raised_until_reset() -> None:
@@ -197,7 +197,7 @@ def test_what_is_queued_is_dropped_once_its_copies_have_ended(end: str) -> None:
     with working() as worker:
         waited: list[Event] = [Begun(), gate, last]
         for number, event in enumerate(waited):
-            worker.put(lambda n=number: ran.append(n), [event], None, worker.reserve(300))
+            worker.put(lambda n=number: ran.append(n), [event], None, worker.allocate(300))
         begun.wait()
         ending = threading.Thread(target=getattr(worker, end))
         ending.start()

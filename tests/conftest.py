@@ -54,9 +54,7 @@ class Imports:
         self._freeze()
 
     def pytest_runtest_logfinish(self) -> None:
-        if (
-            len(sys.modules) > self._frozen + 100
-        ):  # transformers imports a model when it is asked for
+        if len(sys.modules) > self._frozen + 10:  # transformers imports models on first use
             self._freeze()
 
     def _freeze(self) -> None:

@@ -394,8 +394,9 @@ def other_ranges(case: PlanInput, target: Target) -> Iterator[PlanInput]:
     if case.config.experts_per_unit != "auto" or not cut:
         return
     slot_bytes = max(unit.slot_bytes for unit in cut)
-    rows = (s for unit in cut for s in unit.segments if s.stack is not None)
-    now, count = max((s.shape[0], s.stack.total) for s in rows if s.stack is not None)
+    now, count = max(
+        (s.shape[0], s.stack.total) for unit in cut for s in unit.segments if s.stack is not None
+    )
     ranges, sizes = -(-count // now), {now}
     for other in (2 * ranges, -(-ranges // 2), -(-ranges // 4)):
         size = -(-count // min(other, count))

@@ -36,6 +36,8 @@ MOST_MICRO_BATCHES, MOST_SLICES = 1024, 256
 WORSE, MOST_SLOWER = 1.1, 2  # twice so much slower: still more micro-batches are not tried
 MOST_REFINED = 3  # pairs of micro-batches and slices
 RANGE_GAIN = 0.02  # of a step's time: for less, experts stay in the ranges of the rule
+# Of a configuration, what a schedule decides.
+KEYS = ("gradient_accumulation_steps", "activations", "experts_per_unit")
 _OFFLOADS: tuple[Offload, ...] = get_args(Offload)  # from the nearest on
 
 
@@ -142,13 +144,8 @@ class ScheduleResult:
 
     def applied_to(self, config: Config) -> Config:
         """A configuration with the schedule in it, as `initialize` takes it."""
-        found = self.case
-        changes = {
-            "gradient_accumulation_steps": found.micro_batches,
-            "activations": found.config.activations,
-            "experts_per_unit": found.config.experts_per_unit,
-        }
-        return config.model_copy(update=changes)
+        found = self.case.config
+        return config.model_copy(update={name: getattr(found, name) for name in KEYS})
 
 
 def choose_schedule(

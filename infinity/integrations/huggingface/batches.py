@@ -28,7 +28,7 @@ from infinity.integrations.huggingface.experts import declare_experts
 from infinity.model.checks import recomputes_itself
 from infinity.model.partition import other_ranges
 from infinity.plan.activations import num_blocks
-from infinity.plan.batch_schedule import BatchSchedule, ScheduleResult, choose_schedule
+from infinity.plan.batch_schedule import KEYS, BatchSchedule, ScheduleResult, choose_schedule
 from infinity.plan.planner import gradient_itemsize
 from infinity.storage.cuda import find_device
 from infinity.training.run_plan import case_here
@@ -297,8 +297,7 @@ def shared(config: Config, ranks: DistContext) -> Config:
     """A configuration with the batch schedule that it has on the first rank."""
     if ranks.count == 1:
         return config
-    names = ("gradient_accumulation_steps", "activations", "experts_per_unit")
     ranks.synchronize("chooses micro-batches")
-    local = config.model_dump(mode="json", exclude_unset=True, include=set(names))
+    local = config.model_dump(mode="json", exclude_unset=True, include=set(KEYS))
     raw = config.model_dump(exclude_unset=True) | ranks.all_gather_object(local)[0]
     return Config.model_validate(raw)

@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -161,14 +161,15 @@ class DurableState:
             directory.remember(sessions=[*known, session.id][-_MAX_SESSIONS:])
         return session
 
-    def keep(self) -> str:
+    def keep(self, state_facts: Mapping[str, int]) -> str:
         """Go on with the state of this engine from now on, and with no other.
 
-        Returns a note for the user; empty if there is none.
+        `state_facts` are remembered with it: see `Prepared`. Returns a note for the user; empty if
+        there is none.
         """
         directory, before = self._directory, self._paths
         former = [path / self.name for path in before]
-        facts = self._next | {"inode": self._inode}
+        facts = self._next | {"inode": self._inode, **state_facts}
         directory.remember(
             durable=True,
             nvme_path=list(map(str, self._config.nvme_path)),

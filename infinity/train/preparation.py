@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -406,6 +406,15 @@ class Prepared:
             "training.seed": self.config.training.seed,
         }
 
+    @property
+    def state_facts(self) -> dict[str, int]:
+        """Return members of `run.json` without which a durable state is not found again.
+
+        Experts that travel together decide its units; 0 stands for the rule.
+        """
+        experts = self.engine.experts_per_unit
+        return {"experts_per_unit": 0 if experts == "auto" else experts}
+
 
 def prepare_run(
     config: RunConfig, kept: Path, progress: Progress | None = None, ranks: int = 1
@@ -713,13 +722,12 @@ def scheduled(
     device: Device,
     ranks: DistContext = SINGLE_PROCESS,
     *,
-    experts: int | Literal["auto"] | None = None,
+    keeps_ranges: bool = False,
 ) -> tuple[Prepared, ScheduleResult]:
     """Choose the schedule of a run that gives only the tokens of a step.
 
     Micro-batches and slices belong to the numbers of a run: one that goes on keeps those that were
-    `decided`. A durable one keeps its `experts_per_unit`, too, by which it finds its state:
-    `experts`, None where that is not known yet.
+    `decided`. With `keeps_ranges` experts travel as `prepared` has them.
     """
     config, before = prepared.config, decided.get("engine.gradient_accumulation_steps")
     if before is not None and before % ranks.count:
@@ -734,13 +742,10 @@ def scheduled(
         None if before is None else before // ranks.count,
         decided.get("engine.activations.slices"),
     )
-    if experts is not None and config.engine.experts_per_unit == "auto":
-        engine = prepared.engine.model_copy(update={"experts_per_unit": experts})
-        prepared = replace(prepared, engine=engine)
     case, target, _ = case_of(prepared, device, ranks)
     samples = prepared.windows_per_step // ranks.count
     step = case.with_step(samples * prepared.length, 1)
-    others = other_ranges(step, target) if experts is None else ()
+    others = () if keeps_ranges else other_ranges(step, target)
     chosen = choose_schedule(step, wish, samples, others)
     windows = samples // chosen.case.micro_batches
     return replace(prepared, engine=chosen.applied_to(prepared.engine), micro_batch=windows), chosen

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 
@@ -150,6 +150,8 @@ class Run:
                 check_trackers(self.config.training.report_to)
             prepared = prepare_run(self.config, directory.tokens, report, ranks.count)
         with ranks.collective_section("plans a run"):
+            if self.continues_state:
+                prepared = self._with_known_ranges(prepared)
             if self.config.leaves_batches_to_the_plan:
                 prepared = self._scheduled(prepared)
             self.prepared = prepared
@@ -160,17 +162,26 @@ class Run:
         check_equal(ranks, "the run", prepared.decides() | {"training.steps": prepared.steps})
         return prepared
 
+    def _with_known_ranges(self, prepared: Prepared) -> Prepared:
+        """With the ranges of experts by which the run finds its state, unless others are named."""
+        experts = self.directory.record.get("experts_per_unit", 0)
+        if not experts or prepared.engine.experts_per_unit != "auto":
+            return prepared
+        engine = prepared.engine.model_copy(update={"experts_per_unit": experts})
+        return replace(prepared, engine=engine)
+
     def _scheduled(self, prepared: Prepared) -> Prepared:
         """With micro-batches that the plan of the first rank chose."""
         ranks, windows = self.ranks, prepared.windows_per_step
-        experts: int | Literal["auto"] | None = None
-        if self.continues_state:  # runs from before the plan chose it had the rule's
-            experts = self.directory.record.get("experts_per_unit", 0) or "auto"
         with ranks.collective_section("chooses micro-batches"):
             if not ranks.rank:
                 with closing(find_device(device_for(None, ranks))) as device:
                     prepared, self.chosen = scheduled(
-                        prepared, self.directory.decided, device, ranks, experts=experts
+                        prepared,
+                        self.directory.decided,
+                        device,
+                        ranks,
+                        keeps_ranges=self.continues_state,
                     )
         engine = shared(prepared.engine, ranks)
         micro_batch = windows // (engine.gradient_accumulation_steps * ranks.count)
@@ -192,9 +203,7 @@ class Run:
         assert prepared is not None
         self._begins = not directory.has_run
         self.state.choose()
-        experts = prepared.engine.experts_per_unit
-        facts = {"experts_per_unit": 0 if experts == "auto" else experts}
-        with directory.beginning(prepared.decides(), **facts):
+        with directory.beginning(prepared.decides(), **prepared.state_facts):
             with ranks.collective_section("builds the model"):
                 model = build(self.config, prepared.facts, prepared.engine)
                 compute = loss_of(model)
@@ -248,7 +257,7 @@ class Run:
         if note := follow_steps(engine.lr_scheduler, prepared):
             watcher.note(note)
         if prepared.engine.durable:
-            if note := self.state.keep():
+            if note := self.state.keep(prepared.state_facts):
                 watcher.note(note)
         elif directory.record.get("durable"):  # a checkpoint was named to go on from instead
             directory.remember(durable=False)

@@ -17,6 +17,7 @@ import torch
 import transformers
 from support.forked import HANG_S, Program
 from support.patience import wait_until
+from support.ranges import choose_the_last, choose_the_rule
 from support.runs import LENGTH, TINY, losses_of, metrics_of, settings, train, write_text
 from typer.testing import CliRunner
 
@@ -29,9 +30,7 @@ from infinity.errors import (
     MachineError,
     TrainingError,
 )
-from infinity.model import partition
 from infinity.optim.lr_schedules import WarmupCosineLR
-from infinity.plan import batch_schedule
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.storage.device import CpuDevice
 from infinity.train.data import Corpus
@@ -371,13 +370,35 @@ def test_a_durable_run_goes_on_without_checkpoints(
     assert "has no checkpoint yet" in told.stderr
 
 
-def test_a_durable_run_keeps_the_ranges_of_experts_that_its_plan_chose(
+def test_a_state_that_is_begun_from_a_checkpoint_has_ranges_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its state is found by its units, and another machine would choose others."""
-    monkeypatch.setattr(partition, "EXPERTS_BYTES", (1, 1))  # the rule's are of one expert
-    monkeypatch.setattr(partition, "RANGE_BYTES", (0, 1 << 30))
-    monkeypatch.setattr(batch_schedule, "RANGE_GAIN", -1e9)  # of all that are tried the last
+    choose_the_last(monkeypatch)
+    raw = left_to_the_plan(
+        tmp_path,
+        model__config=dict(MIXTURE),
+        engine__nvme_path=str(tmp_path),
+        engine__durable=True,
+    )
+    _, watcher = train(raw, stop_after=3)
+    expected = [step.loss for step in watcher.steps]
+    choose_the_rule(monkeypatch)
+    checkpoint = str(tmp_path / "run" / "checkpoints" / "step2")
+    _, again = train(raw, checkpoint, stop_after=1)
+    assert [step.loss for step in again.steps] == expected[2:]
+    choose_the_last(monkeypatch)
+    _, watcher = train(raw, "auto")
+    assert watcher.done == 3
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_durable_run_keeps_the_ranges_of_experts_that_its_plan_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    """Its state is found by its units, and another machine would choose others; also where the
+    micro-batches that were chosen are `named` from now on.
+    """
+    choose_the_last(monkeypatch)
     raw = left_to_the_plan(
         tmp_path,
         model__config=dict(MIXTURE),
@@ -390,7 +411,9 @@ def test_a_durable_run_keeps_the_ranges_of_experts_that_its_plan_chose(
     shutil.rmtree(tmp_path / "run")
     train(raw, stop_after=3)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["experts_per_unit"] == 4
-    monkeypatch.setattr(batch_schedule, "RANGE_GAIN", 1.0)  # the rule's
+    choose_the_rule(monkeypatch)
+    if named:
+        raw["training"]["micro_batch"] = 8
     _, watcher = train(raw, "auto")
     assert watcher.done == 3
     assert losses_of(tmp_path) == expected

@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 from support.inside import components
+from support.ranges import choose_the_last
 from support.runs import metrics_of, settings, train
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -28,8 +29,6 @@ from infinity.config.schema import load_config
 from infinity.errors import ConfigError, ResidencyError
 from infinity.integrations.huggingface import experts
 from infinity.integrations.huggingface.batches import with_schedule
-from infinity.model import partition
-from infinity.plan import batch_schedule
 
 EXPERTS = 8
 # An expert's matrices have whole blocks of 4096 elements.
@@ -121,9 +120,7 @@ def test_larger_ranges_are_read_less_often_where_blocks_are_recomputed(tmp_path:
 def test_the_trainer_takes_the_ranges_of_the_plan_unless_its_run_is_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partition, "EXPERTS_BYTES", (1, 1))  # the rule's are of one expert
-    monkeypatch.setattr(partition, "RANGE_BYTES", (0, 1 << 30))
-    monkeypatch.setattr(batch_schedule, "RANGE_GAIN", -1e9)  # of all that are tried the last
+    choose_the_last(monkeypatch)
     found = {}
     for durable in (False, True):
         given = config_of(tmp_path, activations={"tokens": 16}, durable=durable)

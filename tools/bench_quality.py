@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
 sys.path.insert(0, str(ROOT / "examples"))
 
 # By name, an optimizer: AdamW with moments in a format, and Muon with AdamW's rates for both parts.
@@ -120,7 +121,7 @@ def train(arguments: argparse.Namespace, variant: str, say: Callable[[str], None
 
 def plot(out: Path) -> int:
     """Draw and sum up what is in `out`; raises nothing if variants are missing."""
-    from _quality_plot import draw
+    from quality_plot import draw
 
     found = {v: out / f"{v}.json" for v in VARIANTS if (out / f"{v}.json").exists()}
     runs = {variant: json.loads(path.read_text()) for variant, path in found.items()}

@@ -29,4 +29,4 @@
 # missing, 4 without a GPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-exec "${PYTHON:-python3}" tools/_gpu_check.py "$@"
+exec "${PYTHON:-python3}" -P benchmarks/gpu/check.py "$@"

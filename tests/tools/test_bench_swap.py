@@ -38,21 +38,21 @@ from infinity.swap_benchmark.contenders import (
 from infinity.swap_benchmark.load import MODES, Load, Mode, Span, Testbed, make_load
 from infinity.swap_benchmark.rounds import DEFAULTS, rotated, take_turns, usable_backends
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import _swap_faults as faults
-import bench_swap
-from _bench_ratios import Ratio, geometric_mean, median_interval, ratio_of
-from _swap_contenders import AiofilesLoop, BufferedFiles, DeepSpeedHandle, Fio, parse_jobs
-from _swap_report import (
+from ratios import Ratio, geometric_mean, median_interval, ratio_of
+from swap import faults
+from swap import main as bench_swap
+from swap.contenders import AiofilesLoop, BufferedFiles, DeepSpeedHandle, Fio, parse_jobs
+from swap.main import Options
+from swap.report import (
     FETCH_BYTES,
     recommended_yaml,
     show_disk,
     show_faults,
     training_terms,
 )
-from _swap_rounds import Field, calibrate, choose, compared, gather, relative, worst_scores
-from bench_swap import Options
+from swap.rounds import Field, calibrate, choose, compared, gather, relative, worst_scores
 
 MIB = 2**20
 ROOT = Path(__file__).resolve().parents[2]
@@ -745,9 +745,9 @@ def test_the_recommended_block_is_a_configuration(tmp_path: Path) -> None:
 
 
 def test_faults_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("_swap_faults.usable_backends", lambda answers: ["threads"])
-    monkeypatch.setattr("_swap_faults._STUCK_AFTER_S", 0.1)  # it is waited for
-    monkeypatch.setattr("_swap_faults._NUM_CHUNKS", 16)
+    monkeypatch.setattr("swap.faults.usable_backends", lambda answers: ["threads"])
+    monkeypatch.setattr("swap.faults._STUCK_AFTER_S", 0.1)  # it is waited for
+    monkeypatch.setattr("swap.faults._NUM_CHUNKS", 16)
     code, out, _ = run("--path", str(tmp_path), "--faults", "3", "--json")
     report = json.loads(out)
     assert (code, report["ok"]) == (0, True)
@@ -762,10 +762,10 @@ def test_faults_from_the_command_line(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_silent_wrong_bytes_fail_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("_swap_faults.usable_backends", lambda answers: ["threads"])
-    monkeypatch.setattr("_swap_faults.RIGHT_ERRORS", {"flip": frozenset()})
-    monkeypatch.setattr("_swap_faults._TOGETHER", "flip")
-    monkeypatch.setattr("_swap_faults.checksums", lambda memory: b"blind")
+    monkeypatch.setattr("swap.faults.usable_backends", lambda answers: ["threads"])
+    monkeypatch.setattr("swap.faults.RIGHT_ERRORS", {"flip": frozenset()})
+    monkeypatch.setattr("swap.faults._TOGETHER", "flip")
+    monkeypatch.setattr("swap.faults.checksums", lambda memory: b"blind")
     code, out, _ = run("--path", str(tmp_path), "--faults", "3")
     assert code == 1
     assert "WRONG" in out
@@ -779,7 +779,7 @@ def test_all_means_everyone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         seen.append(options)
         raise MachineError("enough")
 
-    monkeypatch.setattr("bench_swap.measure_disk", measure)
+    monkeypatch.setattr("swap.main.measure_disk", measure)
     brief = ["--path", str(tmp_path), "--gib", "0.0625", "--sample-s", "0.01", "--chunk", "1MiB"]
     run(*brief, "--compare", "all")
     run(*brief, "--compare", "fio, aiofiles,fio")

@@ -36,21 +36,19 @@ from infinity.profiling.calibration import KnownRates
 from infinity.profiling.trace_reader import Shares, read_timeline
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import _bench_bound
-import _bench_child
-import _bench_contender
 import _training
 import _ui
-import bench_step
 import corpus
 import gpt
 import llama
 import presets
 import pretrain_gpt
-from _bench_bound import bounds_of
 from _plain import PlainTorch
+from step import bound, child, contender
+from step import main as bench_step
+from step.bound import bounds_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -573,13 +571,13 @@ class Served:
     """What `subprocess.Popen` of a contender is to its parent, but a thread of this process."""
 
     def __init__(self, command: list[str], **_: Any) -> None:
-        assert Path(command[-1]) == TOOLS / "_bench_contender.py"
+        assert command[-1] == "step.contender"
         requests, self.stdin = pipe()
         self.stdout, replies = pipe()
 
         def work() -> None:
             with requests, replies:
-                _bench_contender.serve(requests, replies)
+                contender.serve(requests, replies)
 
         self._thread = threading.Thread(target=work)
         self._thread.start()
@@ -605,8 +603,8 @@ class Served:
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contenders of `bench_step` are threads of this process, and no rate is asked for."""
     known = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
-    monkeypatch.setattr(_bench_child, "subprocess", SimpleNamespace(Popen=Served, **known))
-    monkeypatch.setattr(_bench_bound, "MEASURE_S", 0.01)
+    monkeypatch.setattr(child, "subprocess", SimpleNamespace(Popen=Served, **known))
+    monkeypatch.setattr(bound, "MEASURE_S", 0.01)
 
 
 @pytest.mark.usefixtures("served")
@@ -622,9 +620,9 @@ def test_bench_step_reports_ratios(tmp_path: Path, here: Call, micro_batches: st
     assert code == 0, errors
     report = json.loads(output)
     assert set(report["contenders"]) >= {"torch_ram", "infinity_ram", "infinity_disk", "fsdp2"}
-    for bound in report["bound"].values():
-        assert 0 < bound["ideal"] <= bound["schedule"]
-        assert bound["resources_s"]["compute"] > 0
+    for bounds in report["bound"].values():
+        assert 0 < bounds["ideal"] <= bounds["schedule"]
+        assert bounds["resources_s"]["compute"] > 0
     assert set(report["bound"]) == {"infinity_ram", "infinity_disk"}
     assert set(report["ratio"]) >= {"torch_ram", "schedule", "ideal"}
     assert {one["target"] for one in report["targets"]} == {"at least 0.9524", "at most 1.10"}
@@ -682,7 +680,7 @@ def test_each_contender_gets_the_schedule_that_is_fastest_for_it(
         tried.append((job["micro_batches"], job["checkpointing"]))
         assert job["micro_batches"] * job["rows"] == 8
         if tried[-1] not in seconds:
-            raise _bench_child.ContenderFailedError(f"{name} ended with code -9")
+            raise child.ContenderFailedError(f"{name} ended with code -9")
         return seconds[tried[-1]]
 
     monkeypatch.setattr(bench_step.Race, "_one_step_s", one_step_s)
@@ -696,7 +694,7 @@ def test_each_contender_gets_the_schedule_that_is_fastest_for_it(
     assert "fsdp2: 1 x 512 tokens, blocks recomputed: 3.000 s" in said
     assert race.job_for("infinity_plan") == race.job
     seconds.clear()
-    with pytest.raises(_bench_child.ContenderFailedError):
+    with pytest.raises(child.ContenderFailedError):
         race.job_for("fsdp2")
 
 
@@ -706,11 +704,11 @@ def test_bench_step_does_as_the_plan_has_it(
 ) -> None:
     """Placement and schedule from the case of the job; what was chosen and expected is told."""
     rates = KnownRates(nominal(unified=True), None, ())
-    monkeypatch.setattr(_bench_contender, "cached_rates", lambda *_, **__: rates)
-    planned, taken = _bench_contender.Planned, set[tuple[int, ...]]()
+    monkeypatch.setattr(contender, "cached_rates", lambda *_, **__: rates)
+    planned, taken = contender.Planned, set[tuple[int, ...]]()
     batch = planned.batch
 
-    def watched(self: _bench_contender.Planned) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def watched(self: contender.Planned) -> list[tuple[torch.Tensor, torch.Tensor]]:
         found = batch(self)
         taken.update(tuple(tokens.shape) for tokens, _ in found)
         return found

@@ -35,20 +35,14 @@ from infinity.profiling.trace_reader import Shares, Slice, TraceTimeline
 from infinity.storage.cuda import CudaDevice
 from infinity.types import Tier
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-import _gpu_check as tool
-import _gpu_plan
-import _gpu_smoke as smoke
-import _gpu_wheels as carried
-from _bench_bound import bounds_of, links_in_pass
-from _bench_case import case_of, device_bytes, priced_of, told_to_plan
-from _bench_config import PLACEMENTS, engine_config
-from _bench_contender import cap_device
-from _bench_model import outline, shape_of
-from _bench_targets import judged
-from _gpu_plan import (
+from gpu import check as tool
+from gpu import plan as gpu_plan
+from gpu import smoke as smoke
+from gpu import wheels as carried
+from gpu.plan import (
     DEVICE_BYTES,
     EXPECTED,
     GIB,
@@ -59,10 +53,17 @@ from _gpu_plan import (
     machine_of,
     without_offload,
 )
-from _gpu_stages import KERNEL_TESTS, TRAINING_TESTS, WHOLE_GIB
-from _gpu_targets import TARGETS, table
+from gpu.stages import KERNEL_TESTS, TRAINING_TESTS, WHOLE_GIB
+from gpu.targets import TARGETS, table
+from step.bound import bounds_of, links_in_pass
+from step.case import case_of, device_bytes, priced_of, told_to_plan
+from step.config import PLACEMENTS, engine_config
+from step.contender import cap_device
+from step.model import outline, shape_of
+from step.targets import judged
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("tests/", "tools/", "benchmarks/")
 TRAINING = "tests-training"
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 
@@ -83,7 +84,7 @@ def test_what_it_runs_is_there(stage: str, tmp_path: Path) -> None:
     checks = tool.checks_of([stage], tmp_path, tmp_path)
     for check in checks:
         for word in check.command:
-            if word.startswith(("tests/", "tools/")):
+            if word.startswith(FOLDERS):
                 assert (ROOT / word).exists(), word
     # Facts before anything is built; rates before any plan is made.
     first = {"smoke": "machine", "integrations": "tests-integrations"}
@@ -253,7 +254,7 @@ def test_an_engine_makes_the_plan_that_was_chosen() -> None:
 
 def test_a_dry_run_says_what_was_chosen_and_what_is_to_be_expected() -> None:
     checks = tool.checks_of(["8b"], Path("/out"), Path("/work"))
-    (line,) = _gpu_plan.plan_lines(checks)
+    (line,) = gpu_plan.plan_lines(checks)
     job = job_named("step-8b-8k")
     found = priced_of(job, "infinity_plan", machine_of(), PROCESS_BYTES)
     free = without_offload(job)
@@ -507,10 +508,10 @@ def test_what_runs_there_imports_nothing_that_is_not_there() -> None:
     """
     stages = [stage for stage in tool.STAGES if stage != "integrations"]
     entries = [ROOT / word for check in tool.checks_of(stages, Path("/out"), Path("/work"))
-               for word in check.command if word.startswith(("tests/", "tools/"))]  # fmt: skip
-    entries += [ROOT / "tests" / "conftest.py", ROOT / "tools" / "_bench_contender.py"]
+               for word in check.command if word.startswith(FOLDERS)]  # fmt: skip
+    entries += [ROOT / "tests" / "conftest.py", ROOT / "benchmarks" / "step" / "contender.py"]
     entries += [ROOT / "infinity" / "engine.py", ROOT / "infinity" / "cli" / "main.py"]
-    folders = [ROOT / name for name in ("tests", "tools", "examples", ".")]
+    folders = [ROOT / name for name in ("tests", "tools", "benchmarks", "examples", ".")]
     brought = importlib.metadata.packages_distributions()
     allowed = {*carried.CARRIED, *carried.THERE}
     names = imported(entries, folders)
@@ -552,11 +553,11 @@ def test_a_machine_without_a_gpu_proves_what_is_carried_and_plans_the_stages_tha
     told = capsys.readouterr()
     assert "nothing was built, run or reported" in told.err
     for words in ("all that is asked for, but numpy, pip, torch",
-                  "torch_infinity.whl, built from these sources", "_gpu_smoke.py --machine",
+                  "torch_infinity.whl, built from these sources", "gpu/smoke.py --machine",
                   "smoke: plans nothing", "step-8b-8k, infinity_plan"):  # fmt: skip
         assert words in told.out, words
     assert "step-1.5b" not in told.out
-    monkeypatch.setattr("_gpu_plan.plan_lines", lambda checks: [f"planned {len(checks)}"])
+    monkeypatch.setattr("gpu.plan.plan_lines", lambda checks: [f"planned {len(checks)}"])
     assert tool.main(["--dry-run", *tool.STAGES]) == 0
     told = capsys.readouterr()
     assert told.out.count("planned ") == len(tool.STAGES)
@@ -766,7 +767,8 @@ def test_a_failure_hides_nothing_and_the_report_says_it(
 
 
 def test_facts_need_no_package() -> None:
-    command = [sys.executable, "-I", "-S", str(ROOT / "tools" / "_gpu_smoke.py"), "--machine"]
+    smoke_py = ROOT / "benchmarks" / "gpu" / "smoke.py"
+    command = [sys.executable, "-I", "-S", str(smoke_py), "--machine"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     for word in ("Python.h: ", "MemTotal", "MemAvailable", "transparent huge pages", "g++: "):
         assert word in done.stdout

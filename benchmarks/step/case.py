@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from _bench_config import engine_config
-from _bench_model import outline
-
 from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError
 from infinity.model.partition import PROCESS_BASE_BYTES, case_for, groups_of, partition_model
@@ -18,6 +15,8 @@ from infinity.plan.budget import budgeted_bytes
 from infinity.plan.inputs import PlanEstimate, PlanInput, price
 from infinity.plan.machine import PlanMachine
 from infinity.types import Tier
+from step.config import engine_config
+from step.model import outline
 
 
 def told_to_plan(job: dict[str, Any]) -> dict[str, Any]:

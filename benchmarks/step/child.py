@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from _bench_bound import Phases
+    from step.bound import Phases
+
+ROOT = Path(__file__).resolve().parents[2]
+PATHS = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 
 class ContenderFailedError(Exception):
@@ -22,13 +25,13 @@ class ContenderFailedError(Exception):
 class Child:
     """A contender in its own process and session.
 
-    Of several ranks it is one: their `script` and `environment` are others.
+    Of several ranks it is one: their `module` and `environment` are others.
     """
 
     def __init__(
         self,
         name: str,
-        script: str = "_bench_contender.py",
+        module: str = "step.contender",
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
@@ -37,10 +40,10 @@ class Child:
         self.ended = False  # after all turns
         self.phases: list[Phases] = []  # one a turn, of those that are timed in parts
         self.shares: dict[str, Any] = {}  # of the traced steps; what has no trace has none
-        path = Path(__file__).with_name(script)
+        paths = filter(None, [*PATHS, os.environ.get("PYTHONPATH")])
         self._process = subprocess.Popen(
-            [sys.executable, str(path)],
-            env={**os.environ, **(environment or {})},
+            [sys.executable, "-P", "-m", module],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

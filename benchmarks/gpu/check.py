@@ -24,11 +24,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import _gpu_wheels as carried
-from _gpu_smoke import memory_gib
-from _gpu_stages import STAGES, WHOLE_GIB, WHOLE_RAM_GIB, Check, checks_of
-from _gpu_targets import table
-from _gpu_wheels import REPOSITORY
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from gpu import wheels as carried
+from gpu.smoke import memory_gib
+from gpu.stages import STAGES, WHOLE_GIB, WHOLE_RAM_GIB, Check, checks_of
+from gpu.targets import table
+from gpu.wheels import REPOSITORY
 
 FACTS_S = 60.0  # the first CUDA context of a fresh machine, and compiled kernels
 BUILT = REPOSITORY / "build" / "gpu_site"  # git ignores it: kept on the machine between calls
@@ -313,8 +316,7 @@ def dry_run(checks: Sequence[Check], stages: Sequence[str], site: Path, out: Pat
     print("\n".join(said))
     describe([*wheels(site), build(site), *checks])
     try:
-        from _gpu_plan import plan_lines
-
+        from gpu.plan import plan_lines
         from infinity.errors import DoesNotFitError
     except ImportError as error:
         print(f"plans are not shown, the package is not built here: {error}")

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from step import main as bench_step
+from step.case import case_of, device_bytes, priced_of, schedule_line
+from step.targets import SPEED, share_for
 
-import bench_step
-from _bench_case import case_of, device_bytes, priced_of, schedule_line
-from _bench_targets import SPEED, share_for
-from _gpu_stages import Check
-
+from gpu.stages import Check
 from infinity.common.sizes import format_size
 from infinity.plan.budget import budgeted_bytes
 from infinity.plan.inputs import PlanInput, price

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from _swap_contenders import AiofilesLoop, BufferedFiles, DeepSpeedHandle, Fio
-
 from infinity.swap_benchmark.contenders import (
     Contender,
     EngineContender,
@@ -26,6 +24,7 @@ from infinity.swap_benchmark.contenders import (
 )
 from infinity.swap_benchmark.load import Load, Mode, Testbed
 from infinity.swap_benchmark.rounds import DEFAULTS, Samples, median_rate, take_turns
+from swap.contenders import AiofilesLoop, BufferedFiles, DeepSpeedHandle, Fio
 
 
 def relative(samples: Mapping[str, Sequence[Sample]]) -> dict[str, float]:

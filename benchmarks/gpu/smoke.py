@@ -1,7 +1,7 @@
 """The first minute on a machine with a GPU: what it has, and whether each sort of thing works once.
 
-    python tools/_gpu_smoke.py --machine    facts; needs nothing that is not Python's own
-    python tools/_gpu_smoke.py              kernels, links, a training step, pinned memory; JSON
+    python benchmarks/gpu/smoke.py --machine    facts; needs nothing that is not Python's own
+    python benchmarks/gpu/smoke.py              kernels, links, a training step, pinned memory; JSON
 
 Parts stand in the order of their worth: one that fails or is stopped hides none before it. All but
 the facts go through the engine's `Device`, so that they run on the fake one as well.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from infinity.optim.cpu import Piece
     from infinity.storage.device import Device
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 Say = Callable[[str], None]
 Make = Callable[[], "Device"]  # whoever is given one may close it

@@ -1,4 +1,4 @@
-"""One rank of a contender of `bench_ranks.py`; requests and turns are those of `_bench_contender`.
+"""One rank of a contender of `bench_ranks.py`; requests and turns are those of `step/contender.py`.
 
 Every contender has the same values, AdamW, clipping at 1, and its rank's own batches; all compute
 in fp32, and meet by gloo, or by NCCL where each has a GPU.
@@ -13,10 +13,10 @@ from contextlib import closing, nullcontext
 from typing import Any
 
 import torch
-from _bench_config import HYPER_PARAMETERS
-from _bench_contender import Contender, Infinity, sharded
-from _bench_contender import DeepSpeed as Peer
-from _bench_contender import main as serve
+from step.config import HYPER_PARAMETERS
+from step.contender import Contender, Infinity, sharded
+from step.contender import DeepSpeed as Peer
+from step.contender import main as serve
 from torch import Tensor, nn
 
 from infinity.profiling.calibration import measure_links

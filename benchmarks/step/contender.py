@@ -26,17 +26,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
-from _bench_bound import compute_in, links_in_pass
-from _bench_case import device_bytes, priced_of, recomputed_share, schedule_line, told_to_plan
-from _bench_config import HYPER_PARAMETERS, deepspeed_config, engine_config, trace_of
-from _bench_cpu import cpu_seconds
-from _bench_model import filled, outline, shape_of, values_of
 from _plain import DTYPES, PlainTorch
 from _process import peak_rss_bytes
+from torch import Tensor, nn
 
 import infinity
 from infinity.common.sizes import parse_size
@@ -47,6 +39,11 @@ from infinity.plan.machine import PlanMachine, read_machine
 from infinity.profiling.calibration import KnownRates, cached_rates
 from infinity.profiling.trace_reader import Shares, read_timeline, step_data
 from infinity.storage.cuda import find_device
+from step.bound import compute_in, links_in_pass
+from step.case import device_bytes, priced_of, recomputed_share, schedule_line, told_to_plan
+from step.config import HYPER_PARAMETERS, deepspeed_config, engine_config, trace_of
+from step.cpu import cpu_seconds
+from step.model import filled, outline, shape_of, values_of
 
 STUCK_S = 75.0
 PR_SET_PDEATHSIG = 1  # prctl(2)

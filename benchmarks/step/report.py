@@ -13,14 +13,14 @@ from typing import Any
 
 import presets
 import torch
-from _bench_bound import Bounds, Phases, bounds_of, rates_for
-from _bench_child import Child
-from _bench_model import shape_of
-from _bench_targets import judged
 from rich.console import Console
 from rich.table import Table
 
 from infinity.common.sizes import format_count, format_rate, format_size, parse_size
+from step.bound import Bounds, Phases, bounds_of, rates_for
+from step.child import Child
+from step.model import shape_of
+from step.targets import judged
 
 # Ratio of step times -> whose, to whose.
 COMPARED = {

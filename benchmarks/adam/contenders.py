@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from _bench_adam_arrays import HYPER, STEP, Arrays
+
+from adam.arrays import HYPER, STEP, Arrays
 
 MIN_SAMPLE_S = 0.03  # a sample repeats the step until it takes this long
 

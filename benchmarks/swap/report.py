@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from _bench_ratios import CONFIDENCE, TARGET, Ratio, geometric_mean, ratio_of
-from _swap_rounds import CACHED, Calibration, Tuned, choose
+from ratios import CONFIDENCE, TARGET, Ratio, geometric_mean, ratio_of
 
 from infinity.cli.doctor import STATE_BYTES
 from infinity.cli.terminal import Page
 from infinity.common.sizes import format_count, format_duration, format_size
 from infinity.swap_benchmark.load import MODES, Mode
 from infinity.swap_benchmark.rounds import Samples, median_cpu, median_rate
+from swap.rounds import CACHED, Calibration, Tuned, choose
 
 # bf16 AdamW with one micro-batch; bytes per parameter and step.
 PASS_BYTES = 2 * STATE_BYTES  # each is read and written once

@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 WHEELS = REPOSITORY / ".whl"
 LIMIT_BYTES = 64 << 20  # of all that travels: the tree, and `.whl/`
 THERE = frozenset({"torch", "numpy", "pip"})

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from _bench_targets import (
+from step.targets import (
     BOUND,
     EXACT,
     EXACT_MEMORY,
@@ -24,7 +24,8 @@ from _bench_targets import (
     memory_share,
     name_of_ours,
 )
-from _gpu_stages import DERIVED_FROM, NUM_8B_BLOCKS
+
+from gpu.stages import DERIVED_FROM, NUM_8B_BLOCKS
 
 Results = Mapping[str, dict[str, Any]]
 CAP_BYTES = 24 << 30
@@ -99,7 +100,7 @@ def _from_1(share: Callable[[Results], float | None]) -> Callable[[Results], flo
 def _beside_derived(check: str, plain: str) -> Callable[[Results], float | None]:
     """Ours beside plain torch on all blocks, whose time follows from two depths.
 
-    See `_gpu_stages`, [Note: plain torch at 8B].
+    See `stages.py`, [Note: plain torch at 8B].
     """
 
     def found(results: Results) -> float | None:

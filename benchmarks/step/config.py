@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from _bench_targets import EXACT_MEMORY
-
 from infinity.common.sizes import parse_size
+from step.targets import EXACT_MEMORY
 
 HYPER_PARAMETERS = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 PLACEMENTS = {

@@ -52,7 +52,7 @@ CAPPED = ("--device-budget", "24GiB")
 WHOLE_RAM_GIB, LEFT_RAM_GIB = 126, 10  # of the machine; that stay with all but the run
 OURS, BOTH = ("--only", "infinity_ram"), ("--only", "torch_ram,infinity_ram", "--alone")
 # Activations differ in size: fixed segments would be split into pieces that fit no other block.
-# Benchmarks get the same from `bench_step.Race`.
+# Benchmarks get the same from `step/main.py`.
 EXPANDABLE = ("env", "PYTORCH_ALLOC_CONF=expandable_segments:True")
 # How tokens pass the model is the plan's choice, whatever `llama` tells the others.
 PLANNED = ("--only", "infinity_plan")
@@ -127,7 +127,7 @@ def checks_of(
         options = llama("8b", tokens, 1, 2, *CAPPED, *most_ram, *PLANNED)
         return [*plain, *traced(step(f"step-8b-{name}", 220, *options), "infinity_plan")]
 
-    looks = [sys.executable, "tools/_gpu_smoke.py"]
+    looks = [sys.executable, "-P", "benchmarks/gpu/smoke.py"]
     stage = {
         "smoke": [
             Check("machine", 20, [*looks, "--machine"], plain=True),

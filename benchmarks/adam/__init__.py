@@ -1,0 +1,1 @@
+"""Throughput of the optimizer kernels."""

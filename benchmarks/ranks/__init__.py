@@ -1,0 +1,1 @@
+"""Time of training steps on several ranks."""

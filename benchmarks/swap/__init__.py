@@ -1,0 +1,1 @@
+"""Bandwidth of drives as the engine uses them, and injected faults."""

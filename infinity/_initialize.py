@@ -38,8 +38,8 @@ from infinity.optim.offloaded import OffloadedOptimizer, mark_stepped
 from infinity.optim.param_groups import check_same, make_optimizer
 from infinity.plan.plan import Plan
 from infinity.profiling.step_log import StepLog
-from infinity.storage.cuda import find_device
 from infinity.storage.device import Device
+from infinity.storage.devices import find_device
 from infinity.storage.os_errors import checked_root, refusal
 from infinity.storage.run_dir import of_rank, remove_dead_ranks
 from infinity.training.checkpoints import check_committed

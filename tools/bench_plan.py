@@ -48,7 +48,7 @@ from infinity.plan.machine import read_machine
 from infinity.plan.plan import DIRECTIONS, Plan
 from infinity.plan.rates import COMPUTE, Rates
 from infinity.profiling.calibration import measure_processors
-from infinity.storage.cuda import find_device
+from infinity.storage.devices import find_device
 from infinity.storage.disk_rates import measure_disk
 
 STEADY = 1.25  # rates before and after a turn agree to this factor, or it does not count

@@ -281,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from infinity.storage.cuda import find_device
+    from infinity.storage.devices import find_device
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ from step.contender import main as serve
 from torch import Tensor, nn
 
 from infinity.profiling.calibration import measure_links
-from infinity.storage.cuda import find_device
+from infinity.storage.devices import find_device
 
 STAGES = (0, 1, 2, 3)
 

@@ -38,7 +38,7 @@ from infinity.model.partition import PROCESS_BASE_BYTES
 from infinity.plan.machine import PlanMachine, read_machine
 from infinity.profiling.calibration import KnownRates, cached_rates
 from infinity.profiling.trace_reader import Shares, read_timeline, step_data
-from infinity.storage.cuda import find_device
+from infinity.storage.devices import find_device
 from step.bound import compute_in, links_in_pass
 from step.case import device_bytes, priced_of, recomputed_share, schedule_line, told_to_plan
 from step.config import HYPER_PARAMETERS, deepspeed_config, engine_config, trace_of

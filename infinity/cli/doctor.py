@@ -107,7 +107,7 @@ def measured_links(refresh: bool = False) -> dict[str, Any] | None:
         return None
     from infinity._initialize import device_for
     from infinity.profiling.calibration import cached_links
-    from infinity.storage.cuda import find_device
+    from infinity.storage.devices import find_device
 
     with closing(find_ranks()) as ranks:
         opened = find_device(device_for(None, ranks))
@@ -129,7 +129,7 @@ def describe(
     """
     # Here, so that a machine without a working torch can still be examined.
     from infinity.profiling.calibration import cached_rates, device_name
-    from infinity.storage.cuda import find_device
+    from infinity.storage.devices import find_device
 
     with closing(find_device(None)) as device:
         found = cached_rates(paths, device, refresh=refresh)

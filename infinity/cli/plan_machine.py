@@ -69,7 +69,7 @@ def machine_of(wishes: SearchOptions, config: Config) -> PlanMachine:
     unmeasured = wishes.device is not None and not paths
     if unmeasured and not may_have_gpu():
         return _sized(PlanMachine.here(assumed, None, name=_COMMON), wishes)
-    from infinity.storage.cuda import find_device
+    from infinity.storage.devices import find_device
 
     with closing(find_device(None)) as device:
         if unmeasured and device.unified:

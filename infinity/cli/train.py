@@ -186,7 +186,7 @@ def _show_plan(run: Run, page: TrainPage) -> None:
     from infinity.cli.plan_report import report
     from infinity.cli.remedies import for_train
     from infinity.common.sizes import parse_size
-    from infinity.storage.cuda import find_device
+    from infinity.storage.devices import find_device
     from infinity.train.preparation import case_of
 
     assert run.prepared is not None

@@ -1,11 +1,12 @@
 """Accelerators, by torch's device modules: the one file of the core that names their types.
 
-Another type takes an entry in `TYPES`, a `Device` in `storage/`, and kernels in `optim/`.
+Another type takes an entry in `TYPES`, a `Device` in `storage/devices.py`, and kernels in `optim/`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -44,6 +45,13 @@ def backend() -> str:
     """Return the backend for collectives on the devices of this process."""
     kind = accelerator_type()
     return "gloo" if kind is None else torch.distributed.get_default_backend_for_device(kind)
+
+
+def fork_rng(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    """Return a context that restores the generators of the CPU and of these accelerators."""
+    found = {device for device in devices if is_accelerator(device)}
+    kind = next((device.type for device in found), TYPES[0])
+    return torch.random.fork_rng(found, device_type=kind)
 
 
 def rng_states() -> dict[str, list[Tensor]]:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from infinity.common.accelerators import is_accelerator, module_of
+from infinity.common.accelerators import fork_rng, is_accelerator, module_of
 from infinity.errors import TrainingError
 from infinity.model.buffers import Rerun
 from infinity.model.partitioner import UnitModules
@@ -228,10 +228,9 @@ class Slicer:
         size: int,
     ) -> str:  # fmt: skip
         before = self._expert_calls.num_ranged
-        gpus = {t.get_device() for t in tensors if t.is_cuda}
         runs, alone = Rerun([*self._module.modules()]), self._undisturbed(training)
         uncounted = self._expert_calls.paused()
-        with torch.no_grad(), torch.random.fork_rng(gpus), runs.again(), alone, uncounted:
+        with torch.no_grad(), fork_rng(t.device for t in tensors), runs.again(), alone, uncounted:
             drawn = _random_state(tensors)
             first, second, both = (
                 self._floats_of(

@@ -32,7 +32,7 @@ from infinity.errors import ConfigError, DoesNotFitError, MachineError, Residenc
 from infinity.optim.cpu import Piece
 from infinity.optim.cuda import CudaKernels
 from infinity.profiling.trace_recorder import Stamp
-from infinity.storage.device import HAPPENED, CpuDevice, Device, Event, HostArena, SquareSums
+from infinity.storage.device import HAPPENED, Device, Event, HostArena, SquareSums
 from infinity.types import PAGE, round_up
 
 # CUDA's events, and their times on the host's clock without waiting for any.
@@ -522,17 +522,3 @@ def stay_out_of_captures() -> None:
         driver = importlib.import_module("cuda.bindings.driver")
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         driver.cuThreadExchangeStreamCaptureMode(mode)
-
-
-def find_device(device: Device | torch.device | str | None) -> Device:
-    """Return the `Device` for a user's argument; the default is CUDA if available, else CPU."""
-    if isinstance(device, Device):
-        return device
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    wanted = torch.device(device)
-    if wanted.type == "cpu":
-        return CpuDevice()
-    if wanted.type == "cuda":
-        return CudaDevice(wanted)
-    raise ConfigError(f"device {str(wanted)!r} is not supported yet", remedy="use 'cpu' or 'cuda'")

@@ -45,7 +45,7 @@ from infinity.integrations.huggingface.models import save_pretrained, transforme
 from infinity.model.weight_directory import holds_weights
 from infinity.plan.batch_schedule import ScheduleResult
 from infinity.plan.plan import Plan
-from infinity.storage.cuda import find_device
+from infinity.storage.devices import find_device
 from infinity.storage.os_errors import checked_root
 from infinity.storage.run_dir import durable_records
 from infinity.train.best import Best

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from infinity.common.accelerators import is_accelerator
+from infinity.common.accelerators import fork_rng
 from infinity.engine import Engine
 from infinity.errors import ConfigError, explained
 from infinity.integrations.huggingface.models import transformers
@@ -67,7 +67,7 @@ def generate_sample(engine: Engine, prepared: Prepared, prompt: str) -> str:
         )
         engine.eval()
         try:
-            with torch.random.fork_rng([engine.device] if is_accelerator(engine.device) else []):
+            with fork_rng([engine.device]):
                 torch.manual_seed(prepared.engine.seed or 0)
                 found = module.generate(
                     input_ids=ids,

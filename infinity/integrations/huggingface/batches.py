@@ -30,7 +30,7 @@ from infinity.model.partition import other_ranges
 from infinity.plan.activations import num_blocks
 from infinity.plan.batch_schedule import KEYS, BatchSchedule, ScheduleResult, choose_schedule
 from infinity.plan.planner import gradient_itemsize
-from infinity.storage.cuda import find_device
+from infinity.storage.devices import find_device
 from infinity.training.run_plan import case_here
 
 Batch: TypeAlias = Mapping[str, Any]

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from infinity.common import accelerators
+from infinity.errors import ConfigError
+from infinity.storage.devices import ACCELERATORS, find_device
 
 
 @pytest.fixture
@@ -19,7 +21,8 @@ def device_module(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         is_initialized=lambda: True,
         device_count=lambda: len(states),
         get_rng_state_all=lambda: [state.clone() for state in states.values()],
-        set_rng_state=lambda state, index: states.update({index: state}),
+        get_rng_state=lambda device: states[device.index].clone(),
+        set_rng_state=lambda state, where: states.update({getattr(where, "index", where): state}),
     )
     monkeypatch.setattr(accelerators, "TYPES", ("xpu",))
     monkeypatch.setattr(torch, "get_device_module", lambda kind: {"xpu": module}[kind])
@@ -49,3 +52,20 @@ def test_rng_states_of_missing_devices_are_left_out(device_module: SimpleNamespa
     assert device_module.states == {0: torch.tensor([1])}
     device_module.is_initialized = lambda: False
     assert accelerators.rng_states() == {}
+
+
+def test_fork_restores_generators_of_accelerators_and_of_the_cpu(
+    device_module: SimpleNamespace,
+) -> None:
+    before = torch.get_rng_state()
+    with accelerators.fork_rng([torch.device("xpu", 1), torch.device("cpu")]):
+        device_module.states.update({0: torch.tensor([8]), 1: torch.tensor([9])})
+        torch.rand(1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert device_module.states == {0: torch.tensor([8]), 1: torch.tensor([2])}
+
+
+def test_every_type_has_a_device_and_others_are_refused() -> None:
+    assert set(ACCELERATORS) == set(accelerators.TYPES)
+    with pytest.raises(ConfigError, match=r"(?s)'meta' is not supported yet.*'cpu', 'cuda'"):
+        find_device("meta")

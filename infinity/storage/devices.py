@@ -1,0 +1,39 @@
+"""The `Device` of each type of compute device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from infinity.common.accelerators import TYPES, accelerator_type
+from infinity.errors import ConfigError
+from infinity.storage.cuda import CudaDevice
+from infinity.storage.device import CpuDevice, Device
+
+ACCELERATORS: dict[str, Callable[[torch.device], Device]] = {
+    "cuda": CudaDevice
+}  # for all of `TYPES`
+
+
+def find_device(device: Device | torch.device | str | None) -> Device:
+    """Return the `Device` for a user's argument.
+
+    Args:
+        device: What to compute on; None for the accelerator if there is one, else the CPU.
+
+    Returns:
+        The device; one that was given is returned as it is.
+
+    Raises:
+        ConfigError: No device of that type is supported.
+    """
+    if isinstance(device, Device):
+        return device
+    wanted = torch.device(device or accelerator_type() or "cpu")
+    if wanted.type == "cpu":
+        return CpuDevice()
+    if wanted.type in ACCELERATORS:
+        return ACCELERATORS[wanted.type](wanted)
+    known = ", ".join(repr(kind) for kind in ("cpu", *TYPES))
+    raise ConfigError(f"device {str(wanted)!r} is not supported yet", remedy=f"use one of {known}")

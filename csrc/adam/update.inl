@@ -267,8 +267,9 @@ INFINITY_FUNCTION float decode_unsigned(u8 code, float scale) {
 
 // --- rules ---------------------------------------------------------------------------------------
 // A rule is made from its scalars, each rounded to fp32 once, in the order in which
-// infinity/rules.py returns them. `begin` takes the parameter, the gradient as it is stored and the
-// moments; it makes the new moments and a fraction, and reads the parameter only if `kReadsWeight`.
+// infinity/optim/rules.py returns them. `begin` takes the parameter, the gradient as it is stored
+// and the moments; it makes the new moments and a fraction, and reads the parameter only if
+// `kReadsWeight`.
 // `change` divides the fraction, `apply` subtracts it; the includer stores (`canonical` first).
 // `maximize` is the sign of grad_scale. A rule with a `Short` form takes that for scalars that are
 // not `is_general`. A rule is known to everybody by its line in `INFINITY_RULES`, at the end.
@@ -454,7 +455,7 @@ struct Adagrad {
   }
 };
 
-// Every rule, by the name of its struct: the `kernel` of infinity/rules.py.
+// Every rule, by the name of its struct: the `kernel` of infinity/optim/rules.py.
 #define INFINITY_RULES(RULE) RULE(Adam) RULE(Lion) RULE(Momentum) RULE(Plain) RULE(Adagrad)
 
 #define INFINITY_CODE(name) k##name,

@@ -16,7 +16,7 @@ from pydantic import (
 
 from infinity.config.fields import Beta, Integer, Number, Section, as_pair
 from infinity.errors import did_you_mean
-from infinity.optim.rules import RULES
+from infinity.optim.rules import ENTRY_TEXTS, RULES
 from infinity.types import FrozenFormat, MomentFormat
 
 _RULE_OF = {name.lower(): name for name in RULES}
@@ -81,27 +81,6 @@ class _AnyOptimizer(Section):
         return {name: getattr(self, name) for name in RULES[self.type].defaults()}
 
 
-_ENTRY_TEXTS = {
-    "lr": "Learning rate.",
-    "betas": "Decay rates of the moments.",
-    "eps": "Added to the denominator.",
-    "weight_decay": "Decay of the weights.",
-    "maximize": "Ascend instead of descend.",
-    "momentum": "Decay rate of the momentum.",
-    "dampening": "Dampening of the momentum.",
-    "nesterov": "Nesterov momentum.",
-    "lr_decay": "Decay of the learning rate over the steps.",
-    "initial_accumulator_value": "Initial value of the sums of squares.",
-    "ns_coefficients": "Coefficients of the Newton-Schulz iteration.",
-    "ns_steps": "Steps of the Newton-Schulz iteration.",
-    "adjust_lr_fn": "How the learning rate depends on a matrix's shape.",
-    "adam_lr": "AdamW's learning rate, for parameters that are not matrices.",
-    "adam_betas": "AdamW's decay rates, for the same parameters.",
-    "adam_eps": "AdamW's eps, for the same parameters.",
-    "adam_weight_decay": "AdamW's decay, for the same parameters.",
-}
-
-
 def _text_of(name: str) -> str:
     """Return the meaning of an entry, and its default by rule."""
     rules = {rule: RULES[rule].defaults() for rule in RULES}
@@ -110,7 +89,7 @@ def _text_of(name: str) -> str:
         if name in defaults:
             by_default.setdefault(json.dumps(defaults[name]), []).append(rule)
     each = "; ".join(f"{', '.join(found)}: {value}" for value, found in by_default.items())
-    return f"{_ENTRY_TEXTS[name]} {each}."
+    return f"{ENTRY_TEXTS[name]} {each}."
 
 
 def _field_of(name: str) -> tuple[Any, Any]:
@@ -148,7 +127,7 @@ else:
 
 
 class LossScaleConfig(Section):
-    """By how much the loss is multiplied in fp16; see `training/step.py` for the rules."""
+    """By how much the loss is multiplied in fp16; see `training/loss_scale.py` for the rules."""
 
     value: Number = Field(default=0.0, ge=0)
     """0 = dynamic: it halves when gradients overflow, doubles when they have not for a while."""
@@ -281,6 +260,3 @@ def _number_if_it_looks_like_one(value: Any) -> Any:
         except ValueError:
             return value
     return value
-
-
-# The `activations` section: what happens to what autograd keeps between forward and backward.

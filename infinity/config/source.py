@@ -1,6 +1,6 @@
 """Where raw configuration comes from: YAML and JSON files, and `key=value` overrides.
 
-Gives back plain nested dicts with text keys; what the keys mean is `config.py`'s business. A key
+Gives back plain nested dicts with text keys; what the keys mean is in `config/schema.py`. A key
 written twice is an error here, because a dict would silently keep one of the two.
 """
 

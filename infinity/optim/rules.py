@@ -4,10 +4,12 @@ An instance holds what a parameter group says of its rule now; `scalars` makes t
 step from it. No state, no tensors, no torch: `infinity plan` asks what a rule keeps, and runs none.
 
 [Note: a rule in three places]
-A rule that works element by element is a dataclass here with its line in `RULES`, a struct of the
-same name as its `kernel` with its word in `INFINITY_RULES` (csrc/adam/update.inl), and a function
-in `tests/support/reference.py`. Everything else reads these: names and defaults in a config, of
-DeepSpeed and of transformers, entries of a state, the kernels of CPU and GPU, the tests.
+A rule that works element by element is a dataclass here with its line in `RULES` (and in
+`ENTRY_TEXTS` for an entry of a new name), a struct of the same name as its `kernel` with its word
+in `INFINITY_RULES` (csrc/adam/update.inl), and a function in `tests/support/reference.py`. It has
+at most two moments, and `scalars` at most nine numbers (csrc/adam/kernels.h). Everything else reads
+these: names and defaults in a config, of DeepSpeed and of transformers, entries of a state, the
+kernels of CPU and GPU, the tests.
 
 [Note: other rules]
 A rule that is not elementwise (Muon: momentum, then a matrix made orthogonal) has a line here too,
@@ -414,6 +416,27 @@ class Muon(RuleParams):
             return self.lr * math.sqrt(max(1, rows / columns))
         return self.lr * 0.2 * math.sqrt(max(rows, columns))
 
+
+# What entries mean, for the documentation of a configuration.
+ENTRY_TEXTS = {
+    "lr": "Learning rate.",
+    "betas": "Decay rates of the moments.",
+    "eps": "Added to the denominator.",
+    "weight_decay": "Decay of the weights.",
+    "maximize": "Ascend instead of descend.",
+    "momentum": "Decay rate of the momentum.",
+    "dampening": "Dampening of the momentum.",
+    "nesterov": "Nesterov momentum.",
+    "lr_decay": "Decay of the learning rate over the steps.",
+    "initial_accumulator_value": "Initial value of the sums of squares.",
+    "ns_coefficients": "Coefficients of the Newton-Schulz iteration.",
+    "ns_steps": "Steps of the Newton-Schulz iteration.",
+    "adjust_lr_fn": "How the learning rate depends on a matrix's shape.",
+    "adam_lr": "AdamW's learning rate, for parameters that are not matrices.",
+    "adam_betas": "AdamW's decay rates, for the same parameters.",
+    "adam_eps": "AdamW's eps, for the same parameters.",
+    "adam_weight_decay": "AdamW's decay, for the same parameters.",
+}
 
 RULES: dict[str, type[RuleParams]] = {
     rule.__name__: rule for rule in (AdamW, Adam, Lion, SGD, Adagrad, Muon)

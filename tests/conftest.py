@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from support import free_ram  # noqa: F401
 from support.leaks import Watch
 from support.progress import Progress
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 
 import support.durable
+import support.free_ram
 
 import infinity._initialize
 import infinity.integrations.deepspeed.arguments

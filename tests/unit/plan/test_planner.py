@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -406,3 +407,19 @@ def test_initial_write_is_in_the_plan_beyond_what_is_not_touched_yet() -> None:
     on_disk = dict.fromkeys(wish, "disk")
     roomy = plan_of([100_000] * 20, Limits(None, None, None), placement=on_disk, prefetch_units=8)
     assert roomy.memory["host"]["initial_write"] == 0
+
+
+# Texts, results, what follows from other fields; and the fields with keys of their own.
+NO_COST = {"memory", "budget", "predicted_bytes", "full_batch_bytes", "notes", "rates_origin",
+           "resumed", "slot_classes"}  # fmt: skip
+OWN_KEY = {"units", "saved", "model_recomputes", "micro_batches"}
+
+
+def test_every_field_of_a_plan_is_in_the_key_of_its_costs_or_has_none() -> None:
+    """A search would take the costs of another plan: name a new field in `_BASIS` or here."""
+    plan = plan_of([1000] * 3)
+    key = plan.searched
+    assert {field.name for field in fields(Plan)} >= NO_COST | OWN_KEY
+    for name in (field.name for field in fields(Plan) if field.name not in OWN_KEY):
+        differs = plan.changed(**{name: object()}).searched != key
+        assert differs == (name not in NO_COST), name

@@ -17,17 +17,22 @@ _PUBLIC = ("deepspeed", "huggingface", "lightning")
 
 
 def _target(name: str) -> str:
-    return f"{__name__}{name.removeprefix('infinity')}"
+    return f"{__name__}.{name.removeprefix('infinity.')}"
 
 
 class _Alias(MetaPathFinder, Loader):
-    """Imports `infinity.NAME` as `infinity.integrations.NAME`: one module under two names."""
+    """Imports `infinity.NAME` as `infinity.integrations.NAME`: one module under two names.
+
+    `deepspeed.NAME` is a third one, where `import deepspeed` has found `infinity.deepspeed`.
+    """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        parts = name.split(".")
-        if parts[0] != "infinity" or len(parts) < 2 or parts[1] not in _PUBLIC:
+        first, _, below = name.partition(".")
+        ours = sys.modules.get(f"{__name__}.deepspeed")
+        stands_in = first == "deepspeed" and below and sys.modules.get(first) is ours is not None
+        if not stands_in and (first != "infinity" or below.split(".")[0] not in _PUBLIC):
             return None
         found = find_spec(_target(name))
         if found is None:

@@ -245,19 +245,21 @@ def test_as_deepspeed_must_come_first(tmp_path: Path) -> None:
         "from deepspeed import zero, comm, dist",
         "assert deepspeed is infinity.deepspeed and dist is comm",
         "assert 'deepspeed' in m.packages_distributions() and m.version('deepspeed') >= '0.19'",
-        "try: import deepspeed.inference.v2",
-        "except ModuleNotFoundError as error: print(error)",
+        "import deepspeed.inference.v2.engine_factory, infinity.deepspeed.engine",
+        "try: deepspeed.inference.v2.engine_factory.build_engine()",
+        "except infinity.ConfigError as error: print(error)",
         "from importlib.util import find_spec",
-        "assert find_spec('deepspeed.some_name') is find_spec('deepspeed.comm.some') is None",
         "assert find_spec('deepspeed.comm.comm') and find_spec('deepspeed')",
-        "assert not isinstance(3, theirs) and not hasattr(deepspeed, 'nothing')",
+        "assert not isinstance(3, theirs) and not hasattr(deepspeed, '_nothing')",
+        "from deepspeed import engine",
+        "assert engine is infinity.deepspeed.engine",
     ]
     (script := tmp_path / "script.py").write_text("\n".join(lines))
     with Program(script) as program:
         code, told, error = program.end()
     assert code == 0, error
     assert "deepspeed is imported already" in told
-    assert "deepspeed.inference.v2 is not here" in told
+    assert "deepspeed.inference.v2.engine_factory.build_engine is not here" in told
     assert "engine for inference" in told
 
 

@@ -8,12 +8,6 @@ stands behind a name is imported when it is first used. With `infinity.as_deepsp
 
 from __future__ import annotations
 
-from infinity.integrations.deepspeed.names import getter, make_modules, table
+from infinity.integrations.deepspeed.names import getter
 
-make_modules()
-__all__ = [name for name in table()[""] if "." not in name]
 __getattr__ = getter("")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -30,7 +30,6 @@ from infinity.errors import (
 from infinity.integrations.deepspeed.config_methods import STAGE, ConfigMethods
 from infinity.integrations.deepspeed.import_checkpoint import is_zero
 from infinity.integrations.deepspeed.monitors import MonitorMaster, get_monitor_config
-from infinity.integrations.deepspeed.names import refused, table
 from infinity.integrations.deepspeed.offload_states import (
     OffloadDevice,
     OffloadStateTypeEnum,
@@ -157,9 +156,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """What DeepSpeed's engine has, and this has not, raises when it is called."""
-            if f"DeepSpeedEngine.{name}" in table()["runtime.engine"]:
-                return refused(f"DeepSpeedEngine.{name}", is_class=False)
+            """Return attributes of the module that the engine lacks."""
             with suppress(AttributeError):
                 return nn.Module.__getattr__(self, name)
             return super().__getattr__(name)

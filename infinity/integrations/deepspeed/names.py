@@ -1,27 +1,26 @@
-"""DeepSpeed's names: all there are, which are ours, and what to write instead of the others.
+"""DeepSpeed's public names: the ones served here, and what to write instead of the others.
 
-`names.txt` holds the names of its modules, what is in them, and the names of parameters, as
-`tools/deepspeed_names.py` takes them from a release. From it come modules whose names are looked up
-when they are first used. A name of ours is imported; any other can be imported too, compared with
-and caught, but raises one error where it is called or built upon.
+Any module below `deepspeed` can be imported: one without a file here is made when it is asked for.
+A name in it is ours (`OURS`) or stands for one that is not served: a class if it begins with a
+capital, else a module. These can be imported and compared with, and raise one error when they are
+called or subclassed.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, did_you_mean
 
 VERSION = "0.19.8+infinity"  # the release that the names are of, and whose they are here
 HERE = "infinity.integrations.deepspeed"
-_TABLE = Path(__file__).with_name("names.txt")
 
 # Who has a name: (DeepSpeed's module with those below it, "*" for all, "" for the package alone;
 # ours; names). `theirs=ours` where ours is called otherwise. The first that has it counts.
@@ -38,9 +37,7 @@ OURS: tuple[tuple[str, str, str], ...] = (
      "_get_data_parallel_group=get_world_group _get_data_parallel_rank=get_rank "
      "_get_data_parallel_world_size=get_world_size _get_world_group=get_world_group "
      "_get_sequence_parallel_group=no_group _get_sequence_parallel_rank=get_zero "
-     "_get_sequence_parallel_world_size=get_one "
-     "_get_model_parallel_world_size=get_one get_data_parallel_group=get_world_group "
-     "get_data_parallel_rank=get_rank get_data_parallel_world_size=get_world_size"),
+     "_get_sequence_parallel_world_size=get_one _get_model_parallel_world_size=get_one"),
     ("utils", f"{HERE}.processes",
      "get_model_parallel_group=no_group get_model_parallel_rank=get_zero "
      "get_model_parallel_world_size=get_one get_tensor_model_parallel_group=no_group "
@@ -72,7 +69,7 @@ OURS: tuple[tuple[str, str, str], ...] = (
      "get_all_ranks_from_group get_global_rank get_local_rank get_rank get_world_group "
      "get_world_size inference_all_reduce=all_reduce is_available is_initialized isend irecv "
      "monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_tensor scatter send "
-     "allgather_fn reduce_scatter_fn=reduce_scatter_tensor"),
+     "allgather_fn=all_gather_into_tensor reduce_scatter_fn=reduce_scatter_tensor"),
     ("*", f"{HERE}.utils",
      "OnDevice clone_tensors_for_torch_save get_z3_leaf_modules instrument_w_nvtx logger log_dist "
      "log_dist_once memory_status move_to_device safe_get_full_fp32_param safe_get_full_grad "
@@ -89,13 +86,12 @@ OURS: tuple[tuple[str, str, str], ...] = (
      "GatheredParameters Init ZeroParamStatus ZeroParamType ZeroStageEnum is_zero_param "
      "register_external_parameter unregister_external_parameter unwrap_model_for_generation"),
 )  # fmt: skip
-_FILES = ("utils", "utils.zero_to_fp32", "zero")  # of ours; all others come of the table
 _ALIASES = {"checkpointing": "runtime.activation_checkpointing.checkpointing", "dist": "comm"}
 
 # What to write instead of a name: its module and those below, or the name itself; why; the remedy.
 # The longest that fits counts.
 _INSTEAD: tuple[tuple[str, str, str], ...] = (
-    ("", "it is internal to DeepSpeed",
+    ("", "it is internal to DeepSpeed, or no name of DeepSpeed",
      "docs/migrating-from-deepspeed.md lists the names that work"),
     ("PipelineModule PipelineEngine DualPipeVEngine DualPipeVModule pipe runtime.pipe",
      "layers are not laid out over GPUs: each GPU has all of them in turn",
@@ -161,25 +157,6 @@ _INSTEAD: tuple[tuple[str, str, str], ...] = (
 
 
 @cache
-def table() -> dict[str, dict[str, str]]:
-    """Module -> name -> its line in names.txt, methods as `Class.method`; "" is the package."""
-    found: dict[str, dict[str, str]] = {}
-    names: dict[str, str] = {}
-    last = ""
-    for line in _TABLE.read_text(encoding="utf-8").splitlines():
-        if line.endswith(":"):
-            names = found.setdefault(line[:-1], {})
-            continue
-        name = line.split("(")[0].split()[-1]
-        if line.startswith("  "):
-            names[f"{last}.{name}"] = line.strip()
-        else:
-            last = name
-            names[name] = line.strip()
-    return found
-
-
-@cache
 def _owners() -> dict[str, list[tuple[str, str, str]]]:
     """Name -> (DeepSpeed's module, ours, our name), as `OURS`."""
     found: dict[str, list[tuple[str, str, str]]] = {}
@@ -189,20 +166,39 @@ def _owners() -> dict[str, list[tuple[str, str, str]]]:
     return found
 
 
-def look_up(module: str, name: str) -> Any:
-    """Resolve a name of a DeepSpeed module; raises `AttributeError` for unknown ones."""
-    listed = name in table().get(module, ())
+@cache
+def served(module: str, name: str) -> Any:
+    """Return what `OURS` has for a name of a DeepSpeed module, or None."""
     for where, ours, attribute in _owners().get(name, ()):
-        below = module == where or (where and module.startswith(f"{where}."))
-        if below or (where == "*" and listed):
+        if where in ("*", module) or (where and module.startswith(f"{where}.")):
             return vars(import_module(ours))[attribute]
-    if not listed or name.startswith("__"):
-        raise AttributeError(f"DeepSpeed's module {module or 'deepspeed'!r} has no {name!r}")
-    return refused(f"{module}.{name}".strip("."), table()[module][name].startswith("class "))
+    return None
 
 
-def why_refused(path: str) -> ConfigError:
-    """The error of a name, by its dotted path below `deepspeed`."""
+@cache
+def look_up(module: str, name: str) -> Any:
+    """Resolve a name of a DeepSpeed module; raises `AttributeError` for private ones."""
+    found = served(module, name)
+    if found is not None:
+        return found
+    if name.startswith("_"):
+        raise AttributeError(f"{f'deepspeed.{module}'.rstrip('.')} has no {name!r}")
+    if name[0].isupper():
+        return _Refused(name, (), {"__module__": f"deepspeed.{module}".rstrip(".")})
+    return import_module(".".join(filter(None, (HERE, module, name))))
+
+
+def getter(module: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a file that is a module of DeepSpeed, too."""
+    return lambda name: look_up(module, name)
+
+
+class NotServedError(ConfigError, AttributeError):
+    """A name of DeepSpeed that is not served was used."""
+
+
+def why_refused(path: str) -> NotServedError:
+    """Return the error of a name, by its dotted path below `deepspeed`."""
     fits = [
         (len(prefix), because, remedy)
         for prefixes, because, remedy in _INSTEAD
@@ -210,61 +206,64 @@ def why_refused(path: str) -> ConfigError:
         if not prefix or f"{path}.".startswith(f"{prefix}.")
     ]
     _, because, remedy = max(fits)
-    return ConfigError(f"deepspeed.{path} is not here", because=because or None, remedy=remedy)
+    hint = did_you_mean(path.rpartition(".")[2], _owners(), cutoff=0.88)
+    what = f"deepspeed.{path} is not here"
+    return NotServedError(what, because=because or None, remedy=hint + remedy)
 
 
-def refused(path: str, is_class: bool) -> Any:
-    """What stands for a name that is not served: it raises when it is called or built upon."""
+class _Refused(type):
+    """Type of a class that is not served: it raises when it is called or subclassed."""
 
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise why_refused(path)
+    def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> _Refused:
+        for base in bases:
+            if isinstance(base, _Refused):
+                base()
+        return super().__new__(mcs, name, bases, body)
 
-    name = path.rpartition(".")[2]
-    if not is_class:
-        refuse.__name__ = refuse.__qualname__ = name
-        refuse.__doc__ = str(why_refused(path))
-        return refuse
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise why_refused(f"{cls.__module__}.{cls.__name__}".removeprefix("deepspeed."))
 
-    def attribute(cls: type, asked: str) -> NoReturn:
-        if asked.startswith("_"):
-            raise AttributeError(asked)
-        refuse()
-
-    kind = type("Refused", (type,), {"__getattr__": attribute})
-    body = {"__new__": refuse, "__init_subclass__": refuse, "__doc__": str(why_refused(path))}
-    return kind(name, (), body)
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        cls()
 
 
-def getter(module: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module that stands for DeepSpeed's; results are cached."""
-    full_name = f"{HERE}.{module}".rstrip(".")
+class _Module(ModuleType):
+    """A module of DeepSpeed without a file here, or a function that is not served."""
 
-    def get(name: str) -> Any:
-        path = f"{module}.{name}".strip(".")
-        if path in _FILES or (f"{full_name}.{name}" in sys.modules and not name.startswith("__")):
-            value: Any = import_module(f"{full_name}.{name}")
-        else:
-            value = look_up("runtime.zero" if module == "zero" else module, name)
-        setattr(sys.modules[full_name], name, value)
-        return value
+    def __init__(self, name: str) -> None:
+        super().__init__(name, f"DeepSpeed's module of that name: see {__name__}.")
+        self._path = name.removeprefix(f"{HERE}.")
+        parent, _, last = self._path.rpartition(".")
+        self._function = served(parent, last)  # such as utils.z3_leaf_module, which is both
 
-    return get
+    def __getattr__(self, name: str) -> Any:
+        return look_up(self._path, name)
 
-
-def make_modules() -> None:
-    """Put modules into `sys.modules` for DeepSpeed modules without a file here."""
-    for path, names in table().items():
-        if path and path not in _FILES:
-            made = ModuleType(f"{HERE}.{path}", f"DeepSpeed's `{path}`: see {HERE}.")
-            public = [name for name in names if "." not in name]
-            spec = ModuleSpec(made.__name__, None, is_package=True)
-            vars(made).update(__path__=[], __spec__=spec, __all__=public, __getattr__=getter(path))
-            sys.modules[made.__name__] = made
-    for alias, path in _ALIASES.items():
-        sys.modules[f"{HERE}.{alias}"] = sys.modules[f"{HERE}.{path}"]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._function is None:
+            raise why_refused(self._path)
+        return self._function(*args, **kwargs)
 
 
-def all_modules() -> dict[str, ModuleType]:
-    """All of them, by their dotted names below `deepspeed`."""
-    paths = {*table(), *_FILES, *_ALIASES} - {""}
-    return {path: import_module(f"{HERE}.{path}") for path in sorted(paths)}
+class _Finder(MetaPathFinder, Loader):
+    """Makes modules below `deepspeed` that have no file here; last, so that files win."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.startswith(f"{HERE}.") else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return a module that looks its names up when they are used."""
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Let `checkpointing` and `dist` be the modules that they abbreviate."""
+        target = _ALIASES.get(module.__name__.removeprefix(f"{HERE}."))
+        if target is not None:
+            sys.modules[module.__name__] = import_module(f"{HERE}.{target}")
+
+
+sys.meta_path.append(_Finder())

@@ -19,7 +19,6 @@ from infinity.common import accelerators
 from infinity.distributed.environment import num_launched, number_of
 from infinity.distributed.launch import find_ranks
 from infinity.errors import ConfigError
-from infinity.integrations.deepspeed.names import table
 from infinity.optim import standalone
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
@@ -171,13 +170,6 @@ def get_one() -> int:
 
 
 _LOGGED = ("prof", "log_name", "debug")  # of DeepSpeed's log of what is sent, which is not kept
-# What torch calls otherwise: a function, and by its name there the parameters of it.
-_NAMES_OF_TORCH: dict[str, dict[str, str]] = {
-    "all_gather_into_tensor": {"tensor": "input_tensor"},
-    "reduce_scatter_tensor": {"output_tensor": "output", "tensor": "input"},
-    "all_to_all_single": {"tensor": "input"},
-}
-_FUNCTIONS_OF_TORCH = {"allgather_fn": "all_gather_into_tensor"}
 
 
 class Finished:
@@ -192,27 +184,24 @@ class Finished:
         return True
 
 
-def _passed_on(name: str, alone: Callable[..., Any] | None) -> Callable[..., Any]:
-    """torch.distributed's function, with the parameters that DeepSpeed's has.
+def _passed_on(
+    name: str, alone: Callable[..., Any] | None = None, **renamed: str
+) -> Callable[..., Any]:
+    """Return a function of torch.distributed that takes DeepSpeed's parameters too.
 
-    `alone` does what is to be done where there is one process, and no group.
+    `alone` does what is to be done where there is one process, and no group; `renamed` has torch's
+    names of parameters by DeepSpeed's.
     """
-    names = table()["comm.comm"][name].partition("(")[2].removesuffix(")").split()
-    name = _FUNCTIONS_OF_TORCH.get(name, name)
-    renamed = _NAMES_OF_TORCH.get(name, {})
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        passed = {renamed.get(key, key): v for key, v in given.items() if key not in _LOGGED}
+        named = {renamed.get(key, key): v for key, v in kwargs.items() if key not in _LOGGED}
+        call = getattr(dist, name)
         if alone is None or _has_group() or num_launched() > 1:
-            return getattr(dist, name)(**passed)
-        alone(**passed)
-        return Finished() if passed.get("async_op") else None
+            return call(*args, **named)
+        given = inspect.signature(call).bind(*args, **named).arguments
+        alone(**given)
+        return Finished() if given.get("async_op") else None
 
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(one, kind) for one in names]
-    )
     function.__doc__ = f"`torch.distributed.{name}`; what would be logged of it is not."
     return function
 
@@ -238,22 +227,31 @@ def _put(object_list: list[Any], obj: Any, **kwargs: Any) -> None:
     object_list[0] = obj
 
 
-_CALLS: dict[str, Callable[..., Any] | None] = {
-    **dict.fromkeys(("all_reduce", "barrier", "broadcast", "broadcast_object_list"), _nothing),
-    **dict.fromkeys(("monitored_barrier", "reduce"), _nothing),
-    **dict.fromkeys(("batch_isend_irecv", "irecv", "isend", "new_group", "recv", "send")),
-    "all_gather": _copies("tensor_list", "tensor"),
-    "all_gather_into_tensor": _copies("output_tensor", "input_tensor"),
-    "all_gather_object": _put,
-    "all_to_all": _copies("output_tensor_list", "input_tensor_list"),
-    "all_to_all_single": _copies("output", "input"),
-    "allgather_fn": _copies("output_tensor", "input_tensor"),
-    "gather": _copies("gather_list", "tensor"),
-    "reduce_scatter": _copies("output", "input_list"),
-    "reduce_scatter_tensor": _copies("output", "input"),
-    "scatter": _copies("tensor", "scatter_list"),
-}
-globals().update({name: _passed_on(name, alone) for name, alone in _CALLS.items()})
+all_reduce = _passed_on("all_reduce", _nothing)
+barrier = _passed_on("barrier", _nothing)
+broadcast = _passed_on("broadcast", _nothing)
+broadcast_object_list = _passed_on("broadcast_object_list", _nothing)
+monitored_barrier = _passed_on("monitored_barrier", _nothing)
+reduce = _passed_on("reduce", _nothing)
+all_gather = _passed_on("all_gather", _copies("tensor_list", "tensor"))
+all_gather_into_tensor = _passed_on(
+    "all_gather_into_tensor", _copies("output_tensor", "input_tensor"), tensor="input_tensor"
+)
+all_gather_object = _passed_on("all_gather_object", _put)
+all_to_all = _passed_on("all_to_all", _copies("output_tensor_list", "input_tensor_list"))
+all_to_all_single = _passed_on("all_to_all_single", _copies("output", "input"), tensor="input")
+gather = _passed_on("gather", _copies("gather_list", "tensor"))
+reduce_scatter = _passed_on("reduce_scatter", _copies("output", "input_list"))
+reduce_scatter_tensor = _passed_on(
+    "reduce_scatter_tensor", _copies("output", "input"), tensor="input", output_tensor="output"
+)
+scatter = _passed_on("scatter", _copies("tensor", "scatter_list"))
+batch_isend_irecv = _passed_on("batch_isend_irecv")
+irecv = _passed_on("irecv")
+isend = _passed_on("isend")
+new_group = _passed_on("new_group")
+recv = _passed_on("recv")
+send = _passed_on("send")
 is_available = dist.is_available
 
 

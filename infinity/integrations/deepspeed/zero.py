@@ -323,4 +323,4 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 unregister_external_parameter = register_external_parameter
 
 
-__getattr__ = getter("zero")
+__getattr__ = getter("runtime.zero")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -27,8 +28,9 @@ from infinity.errors import (
     InfinityWarning,
     TrainingError,
 )
-from infinity.integrations.deepspeed.config_methods import STAGE, ConfigMethods
+from infinity.integrations.deepspeed.config import Translation
 from infinity.integrations.deepspeed.import_checkpoint import is_zero
+from infinity.integrations.deepspeed.keys import KEYS, read_value
 from infinity.integrations.deepspeed.monitors import MonitorMaster, get_monitor_config
 from infinity.integrations.deepspeed.offload_states import (
     OffloadDevice,
@@ -54,6 +56,16 @@ _PICKLED = (".bin", ".pt", ".pth")
 def _always(value: Any) -> Callable[[Any], Any]:
     """A method that returns the same value always."""
     return lambda self: value
+
+
+def _reader(key: str) -> Callable[[DeepSpeedEngine], Any]:
+    """Return a method that reads a key of the configuration."""
+
+    def method(self: DeepSpeedEngine) -> Any:
+        return self._said(key)
+
+    method.__doc__ = f"Return {key} of the configuration, else DeepSpeed's default."
+    return method
 
 
 _REPLACED = ".replaced"
@@ -96,7 +108,7 @@ class Answer(float):
         return float(self)
 
 
-class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
+class DeepSpeedEngine(Engine, nn.Module):
     """Engine with DeepSpeed's methods; see docs/migrating-from-deepspeed.md.
 
     A module whose only child is `module`, so the names of its parameters and of its state dict
@@ -112,8 +124,8 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
         step_log: Log of steps; None for none.
     """
 
-    # The configuration as `initialize` got it, and the loader that it made.
-    config: Any = None
+    config: Any = None  # as `initialize` got it
+    translation: Translation | None = None  # of `config`, if it is DeepSpeed's
     training_dataloader: Any = None
 
     mp_world_size = 1
@@ -364,6 +376,30 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
 
     # --- what was chosen -------------------------------------------------------------------------
 
+    def _said(self, key: str) -> Any:
+        """Return a key of the configuration, or DeepSpeed's default; None where there is none."""
+        rows = () if self.translation is None else self.translation.rows
+        values = [row.given for row in rows if row.key == key and row.given != "auto"]
+        if not values:
+            text = KEYS[key].default
+            try:
+                values = [json.loads(text)]
+            except ValueError:
+                return None if text in ("-", "none", "derived") else text
+        try:
+            return read_value(KEYS[key].kind, values[0])
+        except ValueError:
+            return values[0]
+
+    dataloader_drop_last = _reader("dataloader_drop_last")
+    dump_state = _reader("dump_state")
+    memory_breakdown = _reader("memory_breakdown")
+    scheduler_name = _reader("scheduler.type")
+    steps_per_print = _reader("steps_per_print")
+    wall_clock_breakdown = _reader("wall_clock_breakdown")
+    zero_allow_untested_optimizer = _reader("zero_allow_untested_optimizer")
+    zero_force_ds_cpu_optimizer = _reader("zero_force_ds_cpu_optimizer")
+
     def fp16_enabled(self) -> bool:
         """Return True if the run computes in fp16, with loss scaling."""
         return self.plan.precision.name == "fp16"
@@ -391,7 +427,7 @@ class DeepSpeedEngine(ConfigMethods, Engine, nn.Module):
 
     def zero_optimization_stage(self) -> int:
         """Return the stage of the DeepSpeed configuration, else 0; ranks shard all state at any."""
-        return int(self._said(STAGE) or 0)
+        return int(self._said("zero_optimization.stage") or 0)
 
     def zero_optimization_partition_gradients(self) -> bool:
         """Return True if the stage is 2 or 3."""

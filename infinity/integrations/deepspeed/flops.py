@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from infinity.errors import ConfigError
 
-_UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3), ("", 1.0), ("m", 1e-3), ("u", 1e-6))
+_PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3), ("", 1.0), ("m", 1e-3), ("u", 1e-6))
 
 
 class FlopsProfiler:
@@ -62,25 +62,21 @@ class FlopsProfiler:
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Operations so far; as text with a unit."""
         flops = self._counter.get_total_flops()
-        return flops_to_string(flops) if as_string else flops
+        return _text(flops, "FLOPS") if as_string else flops
 
     def get_total_macs(self, as_string: bool = False) -> Any:
         """Return the multiply-accumulates so far: half the FLOP."""
         macs = self.get_total_flops() / 2
-        return macs_to_string(macs) if as_string else macs
+        return _text(macs, "MACs") if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> Any:
         """Return the seconds between start and stop, waits included."""
-        return duration_to_string(self._duration_s) if as_string else self._duration_s
+        return _text(self._duration_s, "s") if as_string else self._duration_s
 
     def get_total_params(self, as_string: bool = False) -> Any:
         """Elements of the model's parameters, wherever they rest."""
         count = sum(parameter.numel() for parameter in self.model.parameters())
-        return params_to_string(count) if as_string else count
-
-    def is_expert_tensor_parallelism_enabled(self) -> bool:
-        """Never: experts are not cut."""
-        return False
+        return _text(count) if as_string else count
 
     def print_model_profile(
         self,
@@ -107,16 +103,12 @@ class FlopsProfiler:
             if (module_depth < 0 or depth <= module_depth) and (
                 detailed or shown[depth] <= top_modules
             ):
-                lines.append(f"{'  ' * depth}{name}: {flops_to_string(sum(flops.values()))}")
+                lines.append(f"{'  ' * depth}{name}: {_text(sum(flops.values()), 'FLOPS')}")
         text = "\n".join(lines) + "\n"
         if output_file is None:
             sys.stdout.write(text)
         else:
             Path(output_file).write_text(text, encoding="utf-8")
-
-    def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """`print_model_profile`, of the largest modules of each depth."""
-        self.print_model_profile(1, module_depth, top_modules, detailed=False)
 
 
 def get_model_profile(
@@ -167,32 +159,7 @@ def _ones(model: nn.Module, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.ones(shape, dtype=first.dtype, device=first.device)
 
 
-def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """A number with the largest unit that fits, or that one: "1.5 G"."""
-    fitting = next((one for one in _UNITS if abs(num) >= one[1]), ("", 1.0))
-    name, size = fitting if units is None else (units, dict(_UNITS)[units])
-    return f"{round(num / size, precision):g} {name}"
-
-
-def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
-    """Operations, as "1.5 GFLOPS"; `units` is such a name."""
-    return number_to_string(flops, _unit(units, "FLOPS"), precision) + "FLOPS"
-
-
-def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
-    """Multiply-accumulates, as "1.5 GMACs"."""
-    return number_to_string(macs, _unit(units, "MACs"), precision) + "MACs"
-
-
-def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
-    """Elements, as "1.5 M"."""
-    return number_to_string(params_num, _unit(units, ""), precision).rstrip()
-
-
-def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
-    """Seconds, as "1.5 ms"."""
-    return number_to_string(duration, _unit(units, "s"), precision) + "s"
-
-
-def _unit(given: str | None, of: str) -> str | None:
-    return None if given is None else given.removesuffix(of)
+def _text(number: float, unit: str = "") -> str:
+    """Return a number with the largest prefix that fits, as "1.5 GFLOPS"."""
+    prefix, size = next((one for one in _PREFIXES if abs(number) >= one[1]), ("", 1.0))
+    return f"{round(number / size, 2):g} {prefix}{unit}".rstrip()

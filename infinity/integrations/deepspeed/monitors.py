@@ -1,12 +1,9 @@
-"""DeepSpeed's monitors: steps as TensorBoard events, CSV files, to Weights & Biases, to Comet."""
+"""Monitors of a DeepSpeed configuration: TensorBoard, CSV files, Weights & Biases, and Comet."""
 
 from __future__ import annotations
 
 import csv
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,179 +13,58 @@ from infinity.errors import ConfigError
 from infinity.integrations.deepspeed.processes import get_rank
 
 Event = tuple[str, float, int]  # a label such as Train/Samples/lr, its value, and samples so far
+Section = Mapping[str, Any]
 
 
-@dataclass
-class _Section:
-    """A section of a configuration that has these keys; others are not looked at."""
+class _TensorBoard:
+    """Event files in `output_path/job_name`."""
 
-    enabled: bool = False
-    output_path: str = ""
-    job_name: str = "DeepSpeedJobName"
-    group: str | None = None
-    team: str | None = None
-    project: str | None = "deepspeed"
-    samples_log_interval: int = 100
-    workspace: str | None = None
-    api_key: str | None = None
-    experiment_name: str | None = None
-    experiment_key: str | None = None
-    online: bool | None = None
-    mode: str | None = None
+    def __init__(self, section: Section) -> None:
+        library = _needed("torch.utils.tensorboard", "tensorboard")
+        self._writer = library.SummaryWriter(log_dir=str(_folder(section)))
 
-    @property
-    def folder(self) -> Path:
-        """Where files go."""
-        return Path(self.output_path or "").expanduser() / self.job_name
-
-
-@dataclass
-class DeepSpeedMonitorConfig:
-    """The sections of a configuration that ask for monitors."""
-
-    tensorboard: _Section = field(default_factory=_Section)
-    wandb: _Section = field(default_factory=_Section)
-    csv_monitor: _Section = field(default_factory=_Section)
-    comet: _Section = field(default_factory=partial(_Section, project=None))
-
-
-def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
-    """Of a whole configuration, as plain data."""
-    made = DeepSpeedMonitorConfig()
-    known = {one.name for one in fields(_Section)}
-    for section in fields(made):
-        given = param_dict.get(section.name) or {}
-        kept = {key: v for key, v in given.items() if key in known and v is not None}
-        setattr(made, section.name, replace(getattr(made, section.name), **kept))
-    return made
-
-
-class Monitor(ABC):
-    """Takes events; it writes on the first rank, where it is `enabled`."""
-
-    def __init__(self, monitor_config: Any) -> None:
-        self.monitor_config = monitor_config
-        self.enabled = bool(monitor_config.enabled) and get_rank() == 0
-
-    @abstractmethod
-    def write_events(self, event_list: Iterable[Event]) -> None:
-        """Write them, each with its own samples so far."""
+    def write(self, events: Sequence[Event]) -> None:
+        for label, value, samples in events:
+            self._writer.add_scalar(label, value, samples)
+        self._writer.flush()
 
     def close(self) -> None:
-        """Write queued records and close the writers; nothing is written from now on."""
-        self.enabled = False
+        self._writer.close()
 
 
-class TensorBoardMonitor(Monitor):
-    """Event files in `output_path/job_name`, by `torch.utils.tensorboard`.
+class _Wandb:
+    """A run of Weights & Biases."""
 
-    Raises `ConfigError` where the package tensorboard is missing.
-    """
+    def __init__(self, section: Section) -> None:
+        self._library = _needed("wandb", "wandb")
+        self._library.init(
+            project=section.get("project", "deepspeed"),
+            group=section.get("group"),
+            entity=section.get("team"),
+        )
 
-    def __init__(self, tensorboard_config: Any) -> None:
-        super().__init__(tensorboard_config)
-        if self.enabled:
-            made = _needed("torch.utils.tensorboard", "tensorboard")
-            self.summary_writer = made.SummaryWriter(log_dir=str(tensorboard_config.folder))
-
-    def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
-        """See `Monitor`; with `flush` they are in the file when this returns."""
-        if self.enabled:
-            for label, value, samples in event_list:
-                self.summary_writer.add_scalar(label, value, samples)
-            if flush:
-                self.flush()
-
-    def flush(self) -> None:
-        """Write what waits in RAM."""
-        if self.enabled:
-            self.summary_writer.flush()
+    def write(self, events: Sequence[Event]) -> None:
+        for label, value, samples in events:
+            self._library.log({label: value}, step=samples)
 
     def close(self) -> None:
-        """See `Monitor`."""
-        if self.enabled:
-            self.summary_writer.close()
-        super().close()
+        self._library.finish()
 
 
-class WandbMonitor(Monitor):
-    """Values of a run of Weights & Biases, which it begins.
-
-    Raises `ConfigError` where the package wandb is missing.
-    """
-
-    def __init__(self, wandb_config: Any) -> None:
-        super().__init__(wandb_config)
-        if self.enabled:
-            self._wandb = _needed("wandb", "wandb")
-            self._wandb.init(
-                project=wandb_config.project, group=wandb_config.group, entity=wandb_config.team
-            )
-
-    def log(self, data: Mapping[str, Any], step: int | None = None, commit: Any = None) -> None:
-        """As `wandb.log`."""
-        if self.enabled:
-            self._wandb.log(data, step=step, commit=commit)
-
-    def write_events(self, event_list: Iterable[Event]) -> None:
-        """See `Monitor`."""
-        for label, value, samples in event_list:
-            self.log({label: value}, step=samples)
-
-    def close(self) -> None:
-        """See `Monitor`; the run is finished."""
-        if self.enabled:
-            self._wandb.finish()
-        super().close()
-
-
-class CometMonitor(Monitor):
-    """Metrics of an experiment of Comet, which it starts: every `samples_log_interval` samples.
-
-    Raises `ConfigError` where the package comet_ml is missing.
-    """
-
-    def __init__(self, comet_config: Any) -> None:
-        super().__init__(comet_config)
-        self._last: dict[str, int] = {}  # samples at a label's last metric
-        if self.enabled:
-            names = ("api_key", "workspace", "project", "experiment_key", "online", "mode")
-            given = {name: getattr(comet_config, name) for name in names}
-            self.experiment = _needed("comet_ml", "comet_ml").start(**given)
-            if comet_config.experiment_name is not None:
-                self.experiment.set_name(comet_config.experiment_name)
-
-    def write_events(self, event_list: Iterable[Event]) -> None:
-        """See `Monitor`."""
-        interval = self.monitor_config.samples_log_interval
-        for label, value, samples in event_list if self.enabled else ():
-            if label not in self._last or samples - self._last[label] >= interval:
-                self._last[label] = samples
-                self.experiment.log_metric(label, value, step=samples)
-
-    def close(self) -> None:
-        """See `Monitor`; the experiment is ended."""
-        if self.enabled:
-            self.experiment.end()
-        super().close()
-
-
-class csvMonitor(Monitor):  # noqa: N801
+class _Csv:
     """A file for each label in `output_path/job_name`, with a line `samples,value` for each event.
 
-    Train/Samples/lr is in Train_Samples_lr.csv; a file that is there is gone on with.
+    Train/Samples/lr is in Train_Samples_lr.csv; lines are added to a file that exists.
     """
 
-    def __init__(self, csv_config: Any) -> None:
-        super().__init__(csv_config)
-        if self.enabled:
-            make_directories(csv_config.folder)
+    def __init__(self, section: Section) -> None:
+        self._folder = _folder(section)
+        make_directories(self._folder)
 
-    def write_events(self, event_list: Iterable[Event]) -> None:
-        """See `Monitor`."""
-        for label, value, samples in event_list if self.enabled else ():
+    def write(self, events: Sequence[Event]) -> None:
+        for label, value, samples in events:
             name = label.replace("/", "_").replace(" ", "_")
-            path = self.monitor_config.folder / f"{name}.csv"
+            path = self._folder / f"{name}.csv"
             begun = path.exists()
             with path.open("a", newline="", encoding="utf-8") as file:
                 writer = csv.writer(file)
@@ -196,30 +72,82 @@ class csvMonitor(Monitor):  # noqa: N801
                     writer.writerow(["step", label.rpartition("/")[2]])
                 writer.writerow([samples, value])
 
+    def close(self) -> None:
+        pass
 
-class MonitorMaster(Monitor):
-    """All that a configuration asks for, as `DeepSpeedEngine.monitor`."""
 
-    def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
-        self.monitor_config = monitor_config
-        self.tb_monitor = TensorBoardMonitor(monitor_config.tensorboard)
-        self.wandb_monitor = WandbMonitor(monitor_config.wandb)
-        self.csv_monitor = csvMonitor(monitor_config.csv_monitor)
-        self.comet_monitor = CometMonitor(monitor_config.comet)
-        self._all = (self.tb_monitor, self.wandb_monitor, self.csv_monitor, self.comet_monitor)
-        self.enabled = any(one.enabled for one in self._all)
+class _Comet:
+    """An experiment of Comet: a metric of each label every `samples_log_interval` samples."""
 
-    def write_events(self, event_list: Iterable[Event]) -> None:
-        """See `Monitor`."""
-        events = list(event_list)
-        for one in self._all:
-            one.write_events(events)
+    def __init__(self, section: Section) -> None:
+        names = ("api_key", "workspace", "project", "experiment_key", "online", "mode")
+        given = {name: section.get(name) for name in names}
+        self._experiment = _needed("comet_ml", "comet_ml").start(**given)
+        if "experiment_name" in section:
+            self._experiment.set_name(section["experiment_name"])
+        self._interval = section.get("samples_log_interval", 100)
+        self._last: dict[str, int] = {}  # samples at a label's last metric
+
+    def write(self, events: Sequence[Event]) -> None:
+        for label, value, samples in events:
+            if label not in self._last or samples - self._last[label] >= self._interval:
+                self._last[label] = samples
+                self._experiment.log_metric(label, value, step=samples)
 
     def close(self) -> None:
-        """See `Monitor`."""
-        for one in self._all:
-            one.close()
-        super().close()
+        self._experiment.end()
+
+
+_WRITERS: dict[str, Callable[[Section], Any]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _Wandb,
+    "csv_monitor": _Csv,
+    "comet": _Comet,
+}
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> dict[str, Section]:
+    """Return the sections of a configuration that ask for monitors, without keys that are null."""
+    sections = {name: param_dict.get(name) or {} for name in _WRITERS}
+    return {
+        name: {key: value for key, value in section.items() if value is not None}
+        for name, section in sections.items()
+    }
+
+
+class MonitorMaster:
+    """All monitors that a configuration enables, as `DeepSpeedEngine.monitor`.
+
+    The first rank writes; on the others, and without monitors, `enabled` is False. Raises
+    `ConfigError` if a package of one is missing.
+    """
+
+    def __init__(self, monitor_config: Mapping[str, Section]) -> None:
+        self.monitor_config = monitor_config
+        self._writers = [
+            _WRITERS[name](section)
+            for name, section in monitor_config.items()
+            if section.get("enabled") and get_rank() == 0
+        ]
+        self.enabled = bool(self._writers)
+
+    def write_events(self, event_list: Iterable[Event]) -> None:
+        """Write events, each with its own samples so far."""
+        events = list(event_list)
+        for writer in self._writers:
+            writer.write(events)
+
+    def close(self) -> None:
+        """Write queued records and close the writers; nothing is written from now on."""
+        writers, self._writers, self.enabled = self._writers, [], False
+        for writer in writers:
+            writer.close()
+
+
+def _folder(section: Section) -> Path:
+    """Return the directory of a section's files."""
+    root = Path(section.get("output_path", ""))
+    return root.expanduser() / str(section.get("job_name", "DeepSpeedJobName"))
 
 
 def _needed(module: str, package: str) -> Any:

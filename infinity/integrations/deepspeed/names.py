@@ -55,11 +55,9 @@ OURS: tuple[tuple[str, str, str], ...] = (
     ("*", f"{HERE}.offload_states", "OffloadDeviceEnum OffloadStateTypeEnum"),
     ("*", f"{HERE}.torch_device", "DeepSpeedAccelerator get_accelerator"),
     ("*", f"{HERE}.monitors",
-     "CometMonitor Monitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor "
-     "DeepSpeedMonitorConfig get_monitor_config"),
+     "MonitorMaster get_monitor_config"),
     ("*", f"{HERE}.flops",
-     "FlopsProfiler duration_to_string flops_to_string get_model_profile "
-     "macs_to_string number_to_string params_to_string"),
+     "FlopsProfiler get_model_profile"),
     ("*", f"{HERE}.processes",
      "DeepSpeedCPUAdagrad DeepSpeedCPUAdam FusedAdam RepeatingLoader add_config_arguments "
      "init_distributed TORCH_DISTRIBUTED_DEFAULT_PORT"),

@@ -58,8 +58,6 @@ class DeepSpeedAccelerator:
 
     # --- devices ---------------------------------------------------------------------------------
 
-    is_synchronized_device = use_host_timers = _of(lambda self: not self._is_gpu)
-    resolves_data_dependency = handles_memory_backpressure = _of(lambda self: not self._is_gpu)
     is_available = _of(lambda self: True)
     device = _of(lambda self, device_index=None: torch.device(self.device_name(device_index)))
     set_device = _of(lambda self, device_index: self._module.set_device(device_index))
@@ -68,8 +66,6 @@ class DeepSpeedAccelerator:
     device_count = _of(lambda self: torch.cuda.device_count() if self._is_gpu else 1)
     communication_backend_name = _of(lambda self: "nccl" if self._is_gpu else "gloo")
     on_accelerator = _of(lambda self, tensor: tensor.device.type == self._name)
-    visible_devices_envs = _of(lambda self: ["CUDA_VISIBLE_DEVICES"] if self._is_gpu else [])
-    export_envs = _of(lambda self: ["NCCL"] if self._is_gpu else [])
 
     def device_name(self, device_index: int | None = None) -> str:
         """The string cuda:1 of 1, cuda of None; cpu without a GPU."""
@@ -82,12 +78,6 @@ class DeepSpeedAccelerator:
     random = _of(lambda self: torch.random)
     manual_seed = _of(lambda self, seed: self._random("manual_seed", seed))
     initial_seed = _of(lambda self: self._random("initial_seed"))
-
-    def default_generator(self, device_index: int) -> torch.Generator:
-        """torch's generator of that device."""
-        return torch.cuda.default_generators[device_index] if self._is_gpu else (
-            torch.default_generator
-        )  # fmt: skip
 
     def manual_seed_all(self, seed: int) -> None:
         """Seed the generators of all devices."""
@@ -112,27 +102,23 @@ class DeepSpeedAccelerator:
     stream = _of(
         lambda self, stream: torch.cuda.stream(stream) if self._is_gpu else contextlib.nullcontext()
     )
-    is_current_stream_capturing = _of(
-        lambda self: self._is_gpu and torch.cuda.is_current_stream_capturing()
-    )
     range_push = _of(
         lambda self, msg, domain=None, category=None: (
             _NVTX.range_push(msg) if self._is_gpu else None
         )
     )
     range_pop = _of(lambda self, domain=None: _NVTX.range_pop() if self._is_gpu else None)
-    lazy_call = _of(lambda self, callback: callback())
 
     # --- memory, in bytes ------------------------------------------------------------------------
 
     empty_cache = _of(lambda self: torch.cuda.empty_cache() if self._is_gpu else None)
     memory_allocated = _of_gpu("memory_allocated", 0)
     max_memory_allocated = _of_gpu("max_memory_allocated", 0)
-    memory_reserved = memory_cached = _of_gpu("memory_reserved", 0)
-    max_memory_reserved = max_memory_cached = _of_gpu("max_memory_reserved", 0)
+    memory_reserved = _of_gpu("memory_reserved", 0)
+    max_memory_reserved = _of_gpu("max_memory_reserved", 0)
     memory_stats = _of_gpu("memory_stats", {})
     reset_peak_memory_stats = _of_gpu("reset_peak_memory_stats")
-    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+    reset_max_memory_allocated = reset_peak_memory_stats
     total_memory = _of(
         lambda self, device_index=None: (
             torch.cuda.mem_get_info(device_index)[1]
@@ -159,10 +145,8 @@ class DeepSpeedAccelerator:
     # --- what it computes with -------------------------------------------------------------------
 
     is_bf16_supported = _of(lambda self: not self._is_gpu or torch.cuda.is_bf16_supported())
-    is_fp16_supported = is_fp64_supported = _of(lambda self: True)
+    is_fp16_supported = _of(lambda self: True)
     supported_dtypes = _of(lambda self: [torch.float32, torch.float16, torch.bfloat16])
-    is_triton_supported = prefer_triton_grouped_mm = _of(lambda self: False)
-    get_compile_backend = _of(lambda self: "inductor")
     BFloat16Tensor = _of_dtype(torch.bfloat16)
     ByteTensor = _of_dtype(torch.uint8)
     DoubleTensor = _of_dtype(torch.float64)

@@ -340,10 +340,6 @@ def test_leaf_modules_are_marked_and_checked() -> None:
     assert utils.z3_leaf_module(blocks[0]) is True
     assert utils.unset_z3_leaf_modules(model, ["Block"]) == blocks
     assert utils.get_z3_leaf_modules(model) == []
-    assert utils.set_z3_leaf_modules_by_name(model, ["blocks.1"]) == [blocks[1]]
-    assert utils.unset_z3_leaf_modules_by_name(model, ["blocks.1"]) == [blocks[1]]
-    assert utils.set_z3_leaf_modules_by_suffix(model, ["up"]) == [b.up for b in blocks]
-    assert utils.unset_z3_leaf_modules_by_suffix(model, [".up"]) == [b.up for b in blocks]
     utils.set_z3_leaf_module(model.norm, True)
     assert utils.get_z3_leaf_modules(model) == [model.norm]
     with pytest.raises(ConfigError, match="this model has Block, Embedding"):

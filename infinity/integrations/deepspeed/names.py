@@ -70,18 +70,17 @@ OURS: tuple[tuple[str, str, str], ...] = (
      "allgather_fn=all_gather_into_tensor reduce_scatter_fn=reduce_scatter_tensor"),
     ("*", f"{HERE}.utils",
      "OnDevice clone_tensors_for_torch_save get_z3_leaf_modules instrument_w_nvtx logger log_dist "
-     "log_dist_once memory_status move_to_device safe_get_full_fp32_param safe_get_full_grad "
+     "log_dist_once move_to_device safe_get_full_fp32_param safe_get_full_grad "
      "safe_get_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad "
      "safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
      "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
      "safe_set_local_optimizer_state safe_update_full_grad_vectorized see_memory_usage "
-     "set_random_seed set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
-     "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"),
+     "set_random_seed set_z3_leaf_module set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module"),
     ("*", f"{HERE}.utils.zero_to_fp32",
      "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
      "load_state_dict_from_zero_checkpoint"),
     ("runtime.zero", f"{HERE}.zero",
-     "GatheredParameters Init ZeroParamStatus ZeroParamType ZeroStageEnum is_zero_param "
+     "GatheredParameters Init ZeroParamStatus is_zero_param "
      "register_external_parameter unregister_external_parameter unwrap_model_for_generation"),
 )  # fmt: skip
 _ALIASES = {"checkpointing": "runtime.activation_checkpointing.checkpointing", "dist": "comm"}
@@ -150,6 +149,8 @@ _INSTEAD: tuple[tuple[str, str, str], ...] = (
      "run"),
     ("utils.timer", "", "engine.last_report, or `infinity trace`"),
     ("utils.groups utils.bwc", "all GPUs share all of the model", "torch.distributed"),
+    ("utils.set_z3_leaf_modules_by_name utils.set_z3_leaf_modules_by_suffix",
+     "weights are fetched when they are used, in any order", "leave it out"),
     ("env_report", "", "`infinity doctor`"),
 )  # fmt: skip
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from enum import Enum, IntEnum
+from enum import Enum
 from typing import Any, Self
 
 import torch
@@ -28,14 +28,6 @@ from infinity.integrations.deepspeed.processes import get_world_size
 from infinity.model.offloaded_parameter import engine_of
 
 
-class ZeroParamType(Enum):
-    """Where a parameter's values may rest: here all are `NORMAL`."""
-
-    NORMAL = 1
-    PARTITIONED = 2
-    REMOTE = 3
-
-
 class ZeroParamStatus(Enum):
     """Whether a parameter holds its full value now."""
 
@@ -48,16 +40,6 @@ class ZeroParamStatus(Enum):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
-
-
-class ZeroStageEnum(IntEnum):
-    """What DeepSpeed's stages share between GPUs; here all of it is shared at any."""
-
-    disabled = 0
-    optimizer_states = 1
-    gradients = 2
-    weights = 3
-    max_stage = 3
 
 
 def mark(parameters: Iterable[nn.Parameter]) -> None:

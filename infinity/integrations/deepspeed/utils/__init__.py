@@ -124,11 +124,6 @@ def z3_leaf_module(model: nn.Module) -> bool:
     return bool(getattr(model, "_z3_leaf", False))
 
 
-def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    """Never: parameters do not know their modules."""
-    return False
-
-
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Mark one module, or take the mark back."""
     model._z3_leaf = flag  # type: ignore[assignment]
@@ -155,59 +150,23 @@ def set_z3_leaf_modules(
         raise ConfigError(f"leaf_module_classes is {wanted!r}", remedy="a list of classes or names")
     names = {one for one in wanted if isinstance(one, str)}
     classes = tuple(one for one in wanted if isinstance(one, type))
-
-    def fits(name: str, module: nn.Module) -> bool:
+    found = []
+    for module in model.modules():
         kind = type(module)
         called = {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
-        return isinstance(module, classes) or not names.isdisjoint(called)
-
-    return _mark(model, fits, wanted, raise_if_not_found, flag)
-
-
-def set_z3_leaf_modules_by_name(
-    model: nn.Module,
-    module_names: Sequence[str],
-    flag: bool = True,
-    raise_if_not_found: bool = True,
-) -> list[nn.Module]:
-    """Mark modules by their dotted names; as `set_z3_leaf_modules`."""
-    return _mark(model, lambda n, _: n in module_names, module_names, raise_if_not_found, flag)
-
-
-def set_z3_leaf_modules_by_suffix(
-    model: nn.Module,
-    module_name_suffixes: Sequence[str],
-    flag: bool = True,
-    raise_if_not_found: bool = True,
-) -> list[nn.Module]:
-    """Mark modules by how their dotted names end; as `set_z3_leaf_modules`."""
-    ends = tuple(module_name_suffixes)
-    return _mark(model, lambda n, _: n.endswith(ends), ends, raise_if_not_found, flag)
-
-
-# Taking marks back.
-unset_z3_leaf_modules = partial(set_z3_leaf_modules, flag=False)
-unset_z3_leaf_modules_by_name = partial(set_z3_leaf_modules_by_name, flag=False)
-unset_z3_leaf_modules_by_suffix = partial(set_z3_leaf_modules_by_suffix, flag=False)
-
-
-def _mark(
-    model: nn.Module,
-    fits: Callable[[str, nn.Module], bool],
-    wanted: Classes,
-    must_be: bool,
-    flag: bool,
-) -> list[nn.Module]:
-    found = [module for name, module in model.named_modules() if fits(name, module)]
-    if must_be and not found:
+        if isinstance(module, classes) or not names.isdisjoint(called):
+            set_z3_leaf_module(module, flag)
+            found.append(module)
+    if raise_if_not_found and not found:
         kinds = sorted({type(module).__name__ for module in model.modules()})
         raise ConfigError(
             f"no module is one of {', '.join(map(str, wanted))}",
             remedy=f"this model has {', '.join(kinds)}; no mark is needed here at all",
         )
-    for module in found:
-        set_z3_leaf_module(module, flag)
     return found
+
+
+unset_z3_leaf_modules = partial(set_z3_leaf_modules, flag=False)
 
 
 # --- the rest ------------------------------------------------------------------------------------
@@ -244,13 +203,6 @@ def see_memory_usage(message: str, force: bool = False) -> None:
             }
         sizes = ", ".join(f"{name} {format_size(n)}" for name, n in found.items())
         logger.info("%s: %s", message, sizes)
-
-
-def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """`see_memory_usage` on one rank, or on all."""
-    see_memory_usage(msg, force=print_rank in (-1, get_rank()))
-    if reset_max and torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
 
 
 def set_random_seed(seed: int) -> None:

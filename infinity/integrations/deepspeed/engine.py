@@ -48,7 +48,6 @@ from infinity.storage.run_dir import RECORD_NAME
 from infinity.training.components import EngineComponents
 from infinity.training.run_state import ResumableLoader
 from infinity.training.state_dict import StateDict, state_dict_of
-from infinity.types import Tier
 
 _PICKLED = (".bin", ".pt", ".pth")
 
@@ -179,11 +178,6 @@ class DeepSpeedEngine(Engine, nn.Module):
     def loss_scale(self) -> Answer:
         """Factor of the next loss in backward; 1.0 except in fp16. Callable, as in DeepSpeed."""
         return Answer(super().loss_scale)
-
-    @property
-    def cur_scale(self) -> Answer:
-        """`loss_scale`."""
-        return self.loss_scale
 
     @property
     def lr_scheduler(self) -> Any:
@@ -335,10 +329,6 @@ class DeepSpeedEngine(Engine, nn.Module):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    def get_type(self) -> list[Any]:
-        """Return the entry `type` of each parameter group, None where it is missing."""
-        return [group.get("type") for group in self.optimizer.param_groups]
-
     def optimizer_name(self) -> str:
         """Return the name of the update rule."""
         return self.optimizer.rule.name
@@ -346,11 +336,6 @@ class DeepSpeedEngine(Engine, nn.Module):
     def dynamic_loss_scale(self) -> bool:
         """Return True if the loss scale changes with overflows."""
         return self.fp16_enabled() and not self._said("fp16.loss_scale")
-
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes of computation and of summed gradients."""
-        names = {"fp16": torch.float16, "bf16": torch.bfloat16}
-        return names.get(self.plan.precision.name, torch.float32), torch.float32
 
     @engine_call
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -408,19 +393,6 @@ class DeepSpeedEngine(Engine, nn.Module):
         """Return True if the run computes in bf16."""
         return self.plan.precision.name == "bf16"
 
-    def torch_autocast_enabled(self) -> bool:
-        """Return True if calls run under `torch.autocast`, which the engine opens."""
-        return self._autocast
-
-    def torch_autocast_dtype(self) -> torch.dtype | None:
-        """Return the dtype of `torch.autocast`, None if the engine does not open it."""
-        return torch.bfloat16 if self._autocast else None
-
-    amp_enabled = _always(False)  # the precision is that of the plan
-    autotuning_enabled = is_deepcompile_enabled = is_deepcompile_active = _always(False)
-    curriculum_learning_enabled = data_efficiency_enabled = _always(False)
-    data_sampling_enabled = random_ltd_enabled = _always(False)
-
     def zero_optimization(self) -> bool:
         """Return True if the DeepSpeed configuration has a stage above 0."""
         return self.zero_optimization_stage() > 0
@@ -448,14 +420,6 @@ class DeepSpeedEngine(Engine, nn.Module):
     def zero_offload_param(self) -> OffloadDevice | None:
         """Return where the plan stores weights, as `zero_offload_optimizer`."""
         return OffloadDevice.of({placement.weight for placement in self.plan.placements})
-
-    def zero_cpu_offload(self) -> bool:
-        """Return True if the plan stores optimizer state in RAM."""
-        return any(placement.state is Tier.HOST for placement in self.plan.placements)
-
-    def zero_has_nvme_offload(self) -> bool:
-        """Return True if the plan stores anything on disk."""
-        return any(self.plan.memory[Tier.DISK].values())
 
     zero_gather_16bit_weights_on_model_save = _always(True)  # they are always saved whole
 
@@ -490,7 +454,7 @@ class DeepSpeedEngine(Engine, nn.Module):
         """Return torch's default process group; None for one process."""
         return None if self.ranks.count == 1 else torch.distributed.group.WORLD
 
-    get_model_parallel_rank = get_tensor_parallel_rank = _always(0)
+    get_model_parallel_rank = _always(0)
     get_sequence_parallel_world_size = _always(1)
     get_sequence_parallel_group = _always(None)
 

@@ -75,7 +75,13 @@ def test_a_class_that_is_not_served_is_compared_with_and_not_built_upon() -> Non
         type("Model", (kind,), {})
     with pytest.raises(ConfigError, match=r"module\.PipelineModule is not here"):
         kind.from_layers()
-    assert not hasattr(module, "_private")
+
+
+def test_private_names_are_not_there() -> None:
+    with pytest.raises(ImportError, match="_private"):
+        from infinity.deepspeed.runtime.pipe.module import _private  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match="_private"):
+        importlib.import_module("infinity.deepspeed.utils._private")
 
 
 def test_a_module_that_is_called_as_a_function_too_still_works() -> None:

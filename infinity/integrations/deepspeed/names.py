@@ -252,7 +252,9 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.startswith(f"{HERE}.") else None
+        private = name.rpartition(".")[2].startswith("_")
+        found = name.startswith(f"{HERE}.") and not private
+        return ModuleSpec(name, self, is_package=True) if found else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return a module that looks its names up when they are used."""

@@ -342,13 +342,10 @@ class Shares:
             causes={cause: length(clip(times, window)) for cause, times in self._causes.items()},
         )
 
-    def largest_stalls(self, count: int = 10, only: StepShares | None = None) -> list[Stall]:
-        """The longest waits of the training thread, longest first; of one step if asked for."""
+    def largest_stalls(self, count: int = 10) -> list[Stall]:
+        """The longest waits of the training thread, longest first."""
         steps, found = self.timeline.of("step"), []
-        stalls = self.timeline.of("stall")
-        if only is not None:
-            stalls = tuple(s for s in stalls if only.begin <= s.begin < only.end)
-        longest = sorted(stalls, key=lambda s: -s.seconds)[:count]
+        longest = sorted(self.timeline.of("stall"), key=lambda s: -s.seconds)[:count]
         for stall in (s for s in longest if s.seconds > 0):
             window = stall.begin, stall.end
             during = {track: length(clip(self._busy[track], window)) for track in CAUSES}
@@ -427,14 +424,12 @@ def seconds(time_s: float) -> str:
 # --- as text, and as data ------------------------------------------------------------------------
 
 
-def report_data(
-    shares: Shares, num_stalls: int = 10, only: StepShares | None = None
-) -> dict[str, Any]:
-    """Shares, the largest stalls and a verdict per step, of one only if asked for, for JSON.
+def report_data(shares: Shares, num_stalls: int = 10) -> dict[str, Any]:
+    """Shares, the largest stalls and a verdict per step, for JSON.
 
     Times are in seconds, shares from 0 to 1; `notes` say what is missing in the trace.
     """
-    timeline, total, notes = shares.timeline, shares.total if only is None else only, []
+    timeline, total, notes = shares.timeline, shares.total, []
     if not timeline.complete:
         notes.append("the trace was not closed: the run was killed, or goes on")
     if timeline.num_dropped:
@@ -443,9 +438,9 @@ def report_data(
         "trace": timeline.path,
         "device": timeline.facts.get("device"),
         "notes": notes,
-        "steps": [step_data(step) for step in (shares.steps if only is None else [only])],
+        "steps": [step_data(step) for step in shares.steps],
         "whole": None if total is None else step_data(total),
-        "largest_stalls": [asdict(stall) for stall in shares.largest_stalls(num_stalls, only)],
+        "largest_stalls": [asdict(stall) for stall in shares.largest_stalls(num_stalls)],
     }
 
 

@@ -65,17 +65,14 @@ class ReportPage:
         inside = f"<summary>{escape(title)}</summary><pre>{escape(text)}</pre>"
         self.figures.append(f'<details class="wide">{inside}</details>')
 
-    def chart(self, title: str, spec: Spec, note: str = "", *, wide: bool = False) -> None:
-        """Add a figure with a chart; `spec` refers to its `data` by name, or in its layers.
-
-        Charts one below the other ("vconcat") share the width, less "names" pixels for their axes.
-        """
+    def chart(self, title: str, spec: Spec, note: str = "") -> None:
+        """Add a figure with a chart; `spec` refers to its `data` by name, or in its layers."""
         name = f"chart{len(self.charts)}"
         alone = {"width": "container", "height": HEIGHT}
         alone["autosize"] = {"type": "fit-x", "contains": "padding"}
-        self.charts[name] = spec if "vconcat" in spec else {**alone, **spec}
+        self.charts[name] = {**alone, **spec}
         look = "chart low" if "height" in spec else "chart"
-        self._figure(title, f'<div class="{look}" id="{name}"></div>', note, wide=wide)
+        self._figure(title, f'<div class="{look}" id="{name}"></div>', note)
 
     def table(self, title: str, rows: Iterable[tuple[str, str, str]], note: str = "") -> None:
         """Add a figure of rows: (a number or a name, its label, a remark)."""
@@ -86,10 +83,9 @@ class ReportPage:
         )
         self._figure(title, f"<table>{lines}</table>", note)
 
-    def _figure(self, title: str, inside: str, note: str, *, wide: bool = False) -> None:
+    def _figure(self, title: str, inside: str, note: str) -> None:
         caption = f"<figcaption>{escape(note)}</figcaption>" if note else ""
-        look = ' class="wide"' if wide else ""
-        self.figures.append(f"<figure{look}><h2>{escape(title)}</h2>{caption}{inside}</figure>")
+        self.figures.append(f"<figure><h2>{escape(title)}</h2>{caption}{inside}</figure>")
 
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all.

@@ -54,7 +54,7 @@ from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import Moment
 from infinity.optim.update import Tile
 
-_HOST_FP32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
+HOST_FP32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
 # Below torch's grain of 32768, from which on it cuts loops between threads.
 TILE_ELEMENTS = 1 << 14
 
@@ -170,8 +170,8 @@ class AdaptedOptimizer:
         self._attributes = copy.deepcopy(
             _attributes(facts.worker), {id(facts.worker): facts.worker}
         )
-        self._master = torch.empty(tile_elements if kernels is not None else 0, **_HOST_FP32)
-        self._gradient = torch.empty(tile_elements, **_HOST_FP32)
+        self._master = torch.empty(tile_elements if kernels is not None else 0, **HOST_FP32)
+        self._gradient = torch.empty(tile_elements, **HOST_FP32)
 
     def grouped(self, params_by_index: Mapping[int, Captured]) -> list[tuple[list[int], Group]]:
         """Return the parameters of each group, and its entries before a step."""
@@ -392,9 +392,9 @@ def is_per_element(name: str, value: Any, tensor_names: frozenset[str]) -> bool:
     return isinstance(value, Tensor) and (value.numel() > 1 or name in tensor_names)
 
 
-def small_shape(shape: Sequence[int], *, needs_full: bool) -> tuple[int, ...]:
+def small_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Return a small shape that stands for a tensor of this shape in checks."""
-    return SMALL_SHAPES[min(len(shape), 4) if needs_full else 1]
+    return SMALL_SHAPES[min(len(shape), 4)]
 
 
 def _cut(tile: Tile) -> Iterator[Tile]:
@@ -453,7 +453,9 @@ def same(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype is other.dtype and one.shape == other.shape and _same_bits(one, other)
+        if one.dtype is not other.dtype or one.shape != other.shape:
+            return False
+        return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
     if isinstance(one, numbers.Real) and isinstance(other, numbers.Real):
         return one == other or (one != one and other != other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -465,8 +467,3 @@ def same(one: Any, other: Any) -> bool:
     if hasattr(one, "__dict__"):
         return same(vars(one), vars(other))
     return bool(one == other)
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
-    return torch.equal(*raw)

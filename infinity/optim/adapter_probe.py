@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from infinity.errors import ConfigError, InfinityError, ResidencyError
 from infinity.optim.adapter import (
     COUPLED,
+    HOST_FP32,
     SEPARATE,
     SMALL_ELEMENTS,
     AdaptedOptimizer,
@@ -43,7 +44,6 @@ from infinity.types import MomentFormat
 
 OptimizerMaker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
-_HOST_FP32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 _NOTHING = object()
 MAX_MOMENTS = 6  # of `plan.layout.MOMENTS`
 _CUTS = (0, 128, 384, 512)  # tiles of a probe of 512 elements
@@ -72,7 +72,10 @@ def open_adapter(
     else:
         stand_ins = []
         for group in groups:
-            mine = [_stand_in(p) for p in group["params"]]
+            mine = [
+                nn.Parameter(torch.empty(p.shape, dtype=torch.float32, device="meta"))
+                for p in group["params"]
+            ]
             real |= {id(s): p for s, p in zip(mine, group["params"], strict=True)}
             stand_ins.append({**group, "params": mine})
         instance, make = _make(given, stand_ins), given
@@ -108,10 +111,6 @@ def _refuse_by_name(kind: type) -> None:
 def _name_of(kind: type) -> str:
     ours = kind.__module__.startswith("torch.optim")
     return f"torch.optim.{kind.__name__}" if ours else kind.__qualname__
-
-
-def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32, device="meta"))
 
 
 def _make(maker: OptimizerMaker, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -245,8 +244,8 @@ class Trial:
             if isinstance(options.get("lr"), float) and options["lr"] == 0:
                 options["lr"] = 1e-3  # a schedule may begin with 0, where nothing shows
             self.options.append(options)
-            for shape in sorted({small_shape(shape, needs_full=True) for shape in shapes}, key=len):
-                self.values += [(number, draw(shape)), (number, torch.zeros(shape, **_HOST_FP32))]
+            for shape in sorted({small_shape(shape) for shape in shapes}, key=len):
+                self.values += [(number, draw(shape)), (number, torch.zeros(shape, **HOST_FP32))]
         scales = (scale, 1 / scale)
         self.gradients = [
             [draw(v.shape) * scales[i % 2] for i, (_, v) in enumerate(self.values)]

@@ -63,7 +63,7 @@ class AdapterRule:
     def capture(self, group: Mapping[str, Any]) -> Captured:
         """Copy the group's entries."""
         entries = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        shapes = {small_shape(p.shape, needs_full=True) for p in group["params"]}
+        shapes = {small_shape(p.shape) for p in group["params"]}
         return Captured(copied(entries), frozenset(shapes))
 
     def reserve(self, groups: Sequence[Mapping[str, Any]]) -> None:

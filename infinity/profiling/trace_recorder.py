@@ -205,16 +205,18 @@ class Trace:
 
     def _resolve(self, event: _Event, events: list[_Known]) -> bool:
         """Add the event with its times; False where they are not known yet."""
+        track, name, unit, submitted, begin, end, nbytes, args = event
         try:
-            known = _known(event)
+            first, last = (t if isinstance(t, int) else t.time_ns() for t in (begin, end))
         except Exception as error:  # of a device that is gone: the thread must go on
             self.failure = self.failure or error
             with self._lock:
                 self.num_dropped += 1
             return True
-        if known is not None:
-            events.append(known)
-        return known is not None
+        if first is None or last is None:
+            return False
+        events.append((track, name, unit, submitted, first, last, nbytes, args))
+        return True
 
     def _put_out(self, lines: Iterable[str], num_events: int) -> None:
         text = ",\n".join(lines)
@@ -306,16 +308,6 @@ class Laps:
         now = time.perf_counter_ns()
         self._trace.add(track, name, self._unit, self._begin, now, nbytes)
         self._begin = now
-
-
-def _known(event: _Event) -> _Known | None:
-    """The event with its times as numbers; None where they are not known yet."""
-    track, name, unit, submitted, begin, end, nbytes, args = event
-    first = begin if isinstance(begin, int) else begin.time_ns()
-    last = end if isinstance(end, int) else end.time_ns()
-    if first is None or last is None:
-        return None
-    return track, name, unit, submitted, first, last, nbytes, args
 
 
 def _tid(track: str, row: int) -> int:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.errors import ConfigError, EngineClosedError, ResidencyError
+from infinity.errors import ConfigError, ResidencyError
 from infinity.model.offloaded_parameter import OffloadedParameter
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.cuda import CudaKernels
@@ -126,7 +126,6 @@ class _Adam(torch.optim.Optimizer):
         self._kernels: dict[torch.device, CpuKernels | CudaKernels] = {}
         self._pid = os.getpid()  # of the process that the kernels' threads live in
         self._views: dict[Tensor, _Views] = {}  # of parameters that have stepped here
-        self._closed = False
 
     # --- as torch's, without the compiler (see `optimizer_method`) ---------------------------
 
@@ -320,8 +319,6 @@ class _Adam(torch.optim.Optimizer):
             )
 
     def _kernels_of(self, device: torch.device) -> CpuKernels | CudaKernels:
-        if self._closed:
-            raise EngineClosedError(f"this {type(self).__name__} is closed")
         if self._pid != os.getpid():  # a forked child has none of the threads
             self._kernels.clear()
             self._pid = os.getpid()
@@ -333,14 +330,6 @@ class _Adam(torch.optim.Optimizer):
                 kernels = CudaKernels(device)
             self._kernels[device] = kernels
         return kernels
-
-    def close(self) -> None:
-        """Give the threads back; idempotent. Without it that happens when the object dies."""
-        self._closed = True
-        for kernels in self._kernels.values():
-            if isinstance(kernels, CpuKernels):
-                kernels.close()
-        self._kernels.clear()
 
 
 class CPUAdam(_Adam):

@@ -85,4 +85,3 @@ def test_gradients_are_zeroed_as_torchs_are() -> None:
     assert torch.equal(parameter.grad, torch.zeros(3))
     optimizer.zero_grad()
     assert parameter.grad is None
-    optimizer.close()

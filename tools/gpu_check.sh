@@ -24,7 +24,7 @@
 # it is of these sources; if not, a compiler. What was built stays in build/gpu_site, and serves the next call
 # on the same machine.
 # Results go to $OUT (default: build/gpu_check): gpu_*.md, log.txt, machine.json, results.json of the
-# benchmarks, traces and their drawings. $PYTHON names the interpreter (default: python3, with torch
+# benchmarks, traces and their summaries. $PYTHON names the interpreter (default: python3, with torch
 # for CUDA). Exit code: 0, or 1 where a check failed or an engine warned, 3 where something needed is
 # missing, 4 without a GPU.
 set -euo pipefail

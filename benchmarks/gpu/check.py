@@ -144,7 +144,7 @@ def built(site: Path, out: Path, work: Path, until: float) -> list[Result]:
 
 
 def keep_traces(work: Path, out: Path) -> None:
-    """Traces of megabytes, in less room: the drawings are there already."""
+    """Compress traces of megabytes; their summaries are there already."""
     for path in sorted(work.glob("*/trace-*.json")):
         with gzip.open(out / f"{path.parent.name}.trace.json.gz", "wb") as kept:
             kept.write(path.read_bytes())

@@ -41,8 +41,9 @@ from torch import Tensor
 
 from infinity.checkpoint.plain import decode, encode
 from infinity.checkpoint.schemas import check_run_state
-from infinity.common.checksummed_json import first_sealed, made, seal, shallow, unseal
+from infinity.common.checksummed_json import first_sealed, seal, shallow, unseal
 from infinity.common.files import check_linked, read_small, refused, sync_directory, write_at
+from infinity.common.parsed_json import Count, Counts, Text, Texts, made
 from infinity.errors import CheckpointError, MachineError
 
 COMMIT_NAMES = ("commit-a.bin", "commit-b.bin")
@@ -55,9 +56,17 @@ _RESERVED_BYTES = 64 << 10
 class OpenWindow:
     """The checkpoint that was loaded within an accumulation window, and the CRC of its manifest."""
 
-    root: str
-    tag: str
-    manifest_crc32c: int
+    root: Text
+    tag: Text
+    manifest_crc32c: Count
+
+
+@dataclass(frozen=True)
+class _StoredDocument:
+    run: Any
+    buffers: Any
+    persistent: Texts
+    window: OpenWindow | None
 
 
 @dataclass(frozen=True)
@@ -91,17 +100,11 @@ class Document:
         if found == {}:
             return Document()
         try:
-            if type(found) is not dict:
-                raise ValueError(f"it is {found!r:.60}")
-            window, run, buffers = found["window"], decode(found["run"]), decode(found["buffers"])
+            stored = made(_StoredDocument, found)
+            run, buffers = decode(stored.run), decode(stored.buffers)
             check_run_state({**run, "buffers": buffers}, "the document of a commit")
-            return Document(
-                run=run,
-                buffers=buffers,
-                persistent=frozenset(made(tuple[str, ...], found["persistent"], "persistent")),
-                window=None if window is None else made(OpenWindow, window, "window"),
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            return Document(run, buffers, frozenset(stored.persistent), stored.window)
+        except (TypeError, ValueError) as error:
             raise CheckpointError(f"the document of a commit cannot be read: {error}") from error
 
 
@@ -140,16 +143,16 @@ class CommitRecord:
         when: UTC, ISO 8601.
     """
 
-    run: str
-    session: str
-    sequence: int
-    step: int
-    copies: tuple[int, ...]
-    frozen_copies: tuple[int, ...]
-    checksums: tuple[int, ...]
+    run: Text
+    session: Text
+    sequence: Count
+    step: Count
+    copies: Counts
+    frozen_copies: Counts
+    checksums: Counts
     document: Any
-    plan: str = ""
-    when: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    plan: Text = ""
+    when: Text = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
     def key(self) -> CommitKey:
@@ -181,7 +184,7 @@ class CommitRecord:
             return None
         if (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
             raise ValueError("it is of another version")
-        record: CommitRecord = made(CommitRecord, found)
+        record = made(CommitRecord, found)
         if not {0, 1}.issuperset((*record.copies, *record.frozen_copies)):
             raise ValueError("it names copies that there are not")
         return record

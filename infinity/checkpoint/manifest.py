@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from os import PathLike
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import torch
+from pydantic import FailFast
 from torch import Tensor
 
 from infinity.checkpoint.plain import DTYPES, dtype_name
-from infinity.common.checksummed_json import LARGEST, made, seal, shallow, unseal
+from infinity.common.checksummed_json import seal, shallow, unseal
+from infinity.common.parsed_json import LARGEST, Count, Counts, Flag, Text, Texts, made
 from infinity.errors import CheckpointError, ConfigError
 from infinity.model.weight_directory import INDEX_NAME
 from infinity.model.weight_files import DTYPE_NAMES, encode_header
@@ -174,13 +176,13 @@ class ParameterRecord:
     is the `FrozenFormat` of its bytes, "" where they are of `dtype`.
     """
 
-    name: str
-    aliases: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    trained: bool
-    step: int
-    form: str = ""
+    name: Text
+    aliases: Texts
+    shape: Counts
+    dtype: Text
+    trained: Flag
+    step: Count
+    form: Text = ""
 
     @property
     def spec(self) -> TensorSpec:
@@ -192,11 +194,11 @@ class ParameterRecord:
 class BufferRecord:
     """A buffer; one that is not `persistent` is no part of the model's state dict."""
 
-    name: str
-    aliases: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    persistent: bool
+    name: Text
+    aliases: Texts
+    shape: Counts
+    dtype: Text
+    persistent: Flag
 
     @classmethod
     def of(cls, names: Sequence[str], value: Tensor, *, persistent: bool) -> Self:
@@ -214,11 +216,16 @@ class BufferRecord:
 class FileRecord:
     """A file: its size, and the CRC32C of every `block_bytes` of it; the last may be shorter."""
 
-    name: str
-    stream: str
-    nbytes: int
-    block_bytes: int
-    crc32c: tuple[int, ...]
+    name: Text
+    stream: Text
+    nbytes: Count
+    block_bytes: Count
+    crc32c: Counts
+
+
+@dataclass(frozen=True)
+class _Version:
+    version: Counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,18 +236,18 @@ class Manifest:
     grouped by stream, in the order of their bytes.
     """
 
-    engine_version: str
-    global_steps: int
-    precision: str
-    rule: str
-    moments: tuple[str, ...]
-    parameters: tuple[ParameterRecord, ...]
-    buffers: tuple[BufferRecord, ...]
+    engine_version: Text
+    global_steps: Count
+    precision: Text
+    rule: Text
+    moments: Texts
+    parameters: Annotated[tuple[ParameterRecord, ...], FailFast()]
+    buffers: Annotated[tuple[BufferRecord, ...], FailFast()]
     run: Any
     client_state: Any
     config: Any
     plan: Any
-    files: tuple[FileRecord, ...] = ()
+    files: Annotated[tuple[FileRecord, ...], FailFast()] = ()
 
     def to_bytes(self) -> bytes:
         """Return the content of manifest.json. Raises `ConfigError` for values that are no JSON."""
@@ -261,11 +268,9 @@ class Manifest:
             found = unseal(data)
             if found.get("format") != FORMAT_NAME:
                 raise ValueError(f"its format is {found.get('format')!r:.60}, not {FORMAT_NAME!r}")
-            if "version" not in found:
-                raise ValueError("version is missing")
-            version = made(tuple[int, ...], found["version"], "version")
+            version = made(_Version, found).version
             if len(version) == 2 and version[0] == VERSION[0]:
-                manifest: Self = made(cls, found)
+                manifest = made(cls, found)
                 for problem in manifest.problems():
                     raise ValueError(problem)
                 return manifest

@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import chain
 from math import prod
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from infinity.checkpoint.plain import DTYPES
-from infinity.common.checksummed_json import LARGEST
+from infinity.common.parsed_json import LARGEST, Count, made
 from infinity.errors import CheckpointError
 from infinity.plan.layout import PRECISIONS
 from infinity.types import PAGE, FrozenFormat, MomentFormat, Tier, can_store
 
 _MAX_RANKS = 1 << 16
-_Count = Annotated[int, Field(ge=0, le=LARGEST)]
 _Positive = Annotated[int, Field(gt=0, le=LARGEST)]
 _Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -34,17 +33,12 @@ class _Document(BaseModel):
     model_config = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
-_D = TypeVar("_D", bound=_Document)
-
-
-def _fitting(kind: type[_D], value: Any, where: str) -> _D:
+def _check(kind: type[_Document], value: Any, where: str) -> None:
     try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        location = ".".join(map(str, first["loc"]))
+        made(kind, value)
+    except ValueError as error:
         raise CheckpointError(
-            f"{where} cannot be: {location or 'it'}: {first['msg']}, not {first['input']!r:.60}",
+            f"{where} cannot be: {error}",
             because="it was changed, or was written by something else",
         ) from None
 
@@ -54,15 +48,15 @@ def _fitting(kind: type[_D], value: Any, where: str) -> _D:
 
 class _SegmentSchema(_Document):
     name: str
-    shape: list[_Count]
+    shape: list[Count]
     dtype: str
-    numel: _Count
-    nbytes: _Count
-    offset: _Count
+    numel: Count
+    nbytes: Count
+    offset: Count
     trained: bool
     form: str = ""
     whole: bool = False
-    rows: Annotated[list[_Count], Field(min_length=2, max_length=2)] | None = None
+    rows: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
 
     @model_validator(mode="after")
     def _is_of_its_shape(self) -> Self:
@@ -82,8 +76,8 @@ class _SegmentSchema(_Document):
 
 class _Unit(_Document):
     name: str
-    numel: _Count
-    frozen_bytes: _Count
+    numel: Count
+    frozen_bytes: Count
     paired: _Positive | None = None
     segments: list[_SegmentSchema]
 
@@ -104,7 +98,7 @@ class _PlanFile(_Document):
     engine_version: str
     run: str
     group: str = ""
-    rank: _Count = 0
+    rank: Count = 0
     ranks: Annotated[int, Field(gt=0, le=_MAX_RANKS)] = 1
     precision: str
     rule: str
@@ -116,8 +110,8 @@ class _PlanFile(_Document):
     directories: Annotated[list[_Path], Field(min_length=1)]
     stripe_bytes: Annotated[int, Field(gt=0, le=LARGEST, multiple_of=PAGE)]
     speeds: list[_Speed]
-    room: list[_Count]
-    used: list[_Count]
+    room: list[Count]
+    used: list[Count]
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -139,7 +133,7 @@ class _PlanFile(_Document):
 
 def check_plan(facts: Mapping[str, Any], where: str) -> None:
     """Raise `CheckpointError` unless `facts` can be a `plan.json`, which was found at `where`."""
-    _fitting(_PlanFile, facts, where)
+    _check(_PlanFile, facts, where)
 
 
 # --- the state of a run --------------------------------------------------------------------------
@@ -152,19 +146,19 @@ class _GroupSchema(_Document):
 
 class _Scale(_Document):
     scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    patience: _Count
-    steps: _Count
+    patience: Count
+    steps: Count
     last_overflow: Annotated[int, Field(ge=-1, le=LARGEST)]
     history: list[Annotated[list[_Number], Field(min_length=2, max_length=2)]]
 
 
 class _RunState(_Document):
-    progress: dict[str, _Count] = {}
+    progress: dict[str, Count] = {}
     loss_scale: _Scale | None = None
-    steps: dict[str, _Count] = {}
+    steps: dict[str, Count] = {}
     groups: list[_GroupSchema] = []
     kept: dict[str, Any] = {}
-    rounding_seed: _Count = 0
+    rounding_seed: Count = 0
     scheduler: dict[str, Any] | None = None
     rng: dict[str, Any] = {}
     registered: dict[str, Any] = {}
@@ -174,4 +168,4 @@ class _RunState(_Document):
 
 def check_run_state(state: Any, where: str) -> None:
     """Raise `CheckpointError` unless `state`, decoded, can be what `RunState.capture` returned."""
-    _fitting(_RunState, state, where)
+    _check(_RunState, state, where)

@@ -1,4 +1,4 @@
-"""Sealed JSON: objects that end with their own checksum, and dataclasses made of them.
+"""Sealed JSON: objects that end with their own checksum.
 
 The text has a member per line, and of a list of objects one of those per line. Its last member is
 "checksum", the CRC32C of all bytes before the comma that precedes it.
@@ -9,20 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
-from functools import cache
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from infinity.common.crc32c import crc32c
 from infinity.common.files import FILE_MODE, atomic_write, read_small
 from infinity.errors import ConfigError
 
-LARGEST = 2**63 - 1  # number
 _SEAL = re.compile(rb',\n"checksum": "([0-9a-f]{8})"\n}\n')
 _SEAL_BYTES = len(b',\n"checksum": "00000000"\n}\n')
-
-_hints = cache(get_type_hints)
 
 
 # --- texts ---------------------------------------------------------------------------------------
@@ -104,48 +100,6 @@ def read_sealed(path: Path, format: str, version: int) -> dict[str, Any]:
     return members
 
 
-# --- members -------------------------------------------------------------------------------------
-
-
 def shallow(record: Any) -> dict[str, Any]:
     """The members of a dataclass; `asdict` would copy a million checksums one by one."""
     return {field.name: getattr(record, field.name) for field in fields(record)}
-
-
-def made(kind: Any, value: Any, path: str = "") -> Any:
-    """A `kind` out of parsed JSON: a dataclass of texts, flags, numbers and tuples of such.
-
-    Members that the dataclass does not have are left out; a text, number or flag with a default may
-    be missing, for it came later. Numbers are whole, from 0 to 2**63 - 1.
-    Raises `ValueError` that names what is at fault by its place.
-    """
-    if isinstance(kind, type) and is_dataclass(kind):
-        if type(value) is not dict:
-            raise ValueError(f"{path or 'it'} is no object")
-        members, hints = {}, _hints(kind)
-        for field in fields(kind):
-            name = field.name
-            inner = f"{path}.{name}" if path else name
-            if name not in value and type(field.default) in (str, int, bool):
-                continue
-            if name not in value:
-                raise ValueError(f"{inner} is missing")
-            members[name] = made(hints[name], value[name], inner)
-        return kind(**members)
-    if get_origin(kind) is tuple:
-        if type(value) is not list:
-            raise ValueError(f"{path} is {value!r:.60}, not of type list")
-        item = get_args(kind)[0]
-        if item is int and all(type(v) is int and 0 <= v <= LARGEST for v in value):
-            return tuple(value)  # a million checksums
-        return tuple(made(item, v, f"{path}[{i}]") for i, v in enumerate(value))
-    if kind is not Any and type(value) is not kind:
-        raise ValueError(f"{path} is {value!r:.60}, not of type {kind.__name__}")
-    if kind is int and not 0 <= value <= LARGEST:
-        raise ValueError(f"{path} is {value!r:.60}, not from 0 to {LARGEST}")
-    if kind is str:
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{path} is no text: {value!r:.60}") from None
-    return value

@@ -27,7 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from infinity.common.checksummed_json import first_sealed, made, read_sealed, unseal, write_sealed
+from infinity.common.checksummed_json import first_sealed, read_sealed, unseal, write_sealed
 from infinity.common.files import (
     TEMPORARY_NAME,
     LockFile,
@@ -36,6 +36,7 @@ from infinity.common.files import (
     refused,
     sync_directory,
 )
+from infinity.common.parsed_json import Count, Flag, Text, Texts, made
 from infinity.errors import MachineError
 from infinity.storage.os_errors import checked_root, does_not_fit, refusal
 
@@ -46,13 +47,14 @@ RECORD_FORMAT, RECORD_VERSION = "torch-infinity-run", 3
 class _OwnerRecord:
     """Members of a record that are relied on."""
 
-    durable: bool
-    pid: int
-    hostname: str
-    created: str
-    run: str = ""
-    primary: str = ""
-    index: int = 0
+    durable: Flag
+    pid: Count
+    hostname: Text
+    created: Text
+    run: Text = ""
+    primary: Text = ""
+    index: Count = 0
+    members: Texts = ()
 
 
 def read_record(directory: Path) -> dict[str, Any]:
@@ -61,9 +63,8 @@ def read_record(directory: Path) -> dict[str, Any]:
     Raises `OSError`, and `ValueError` for one that is damaged or cannot be.
     """
     record = read_sealed(directory / RECORD_NAME, RECORD_FORMAT, RECORD_VERSION)
-    made(_OwnerRecord, record)
-    paths = *made(tuple[str, ...], record.get("members", []), "members"), record.get("primary", "")
-    if any("\0" in path for path in paths):
+    owner = made(_OwnerRecord, record)
+    if any("\0" in path for path in (*owner.members, owner.primary)):
         raise ValueError("it names a directory that cannot be")
     return record
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity._version import __version__
-from infinity.common.checksummed_json import made, read_sealed, write_sealed
+from infinity.common.checksummed_json import read_sealed, write_sealed
 from infinity.common.files import (
     TEMPORARY_NAME,
     LockFile,
@@ -32,6 +32,7 @@ from infinity.common.files import (
     make_directories,
     refused,
 )
+from infinity.common.parsed_json import Count, Flag, Text, Texts, made
 from infinity.config.renamed import stored_with_current_names
 from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import CheckpointError, ConfigError, MachineError, listed
@@ -51,16 +52,18 @@ _WHAT_MAKES_TOKENS = (
 class _RunRecord:
     """Members of `run.json` that are relied on."""
 
-    id: str
-    name: str = ""
-    complete: bool = False
-    saved: bool = False
-    durable: bool = False
-    ranks: int = 1
-    state: int = 0
-    inode: int = 0
-    origin: str = ""
-    experts_per_unit: int = 0  # by the rule, which depends on the model alone
+    id: Text
+    name: Text = ""
+    complete: Flag = False
+    saved: Flag = False
+    durable: Flag = False
+    ranks: Count = 1
+    state: Count = 0
+    inode: Count = 0
+    origin: Text = ""
+    nvme_path: Texts = ()
+    sessions: Texts = ()
+    experts_per_unit: Count = 0  # by the rule, which depends on the model alone
 
 
 class RunDirectory:
@@ -215,8 +218,6 @@ class RunDirectory:
         try:
             record = read_sealed(path, _FORMAT, _VERSION)
             made(_RunRecord, record)
-            for name in ("nvme_path", "sessions"):
-                made(tuple[str, ...], record.get(name, []), name)
             if not isinstance(record["decides"], dict):
                 raise ValueError("what decides its numbers is no object")
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -239,21 +239,19 @@ _HEADER = re.compile(
 
 def _array(value: Any, depth: int) -> Any:
     file = io.BytesIO(data := _bytes(value))
-    if (header := _HEADER.match(data)) is not None and len(data) > header.end():
+    if header := _HEADER.match(data):
         dtype, shape = np.dtype(header[1].decode()), tuple(map(int, re.findall(rb"\d+", header[3])))
-        if dtype.hasobject:
-            raise ValueError(f"an array of {dtype}")
-        _check_data(data[header.end() :], shape, dtype.itemsize)
-        order: Any = "F" if header[2] == b"True" else "C"
-        return np.frombuffer(data, dtype, offset=header.end()).reshape(shape, order=order).copy("K")
-    if np.lib.format.read_magic(file) != (1, 0):
+        by_columns, start = header[2] == b"True", header.end()
+    elif np.lib.format.read_magic(file) != (1, 0):
         raise ValueError("an array in another version of numpy's format")
-    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    else:
+        shape, by_columns, dtype = np.lib.format.read_array_header_1_0(file)
+        start = file.tell()
     if dtype.hasobject:
         raise ValueError(f"an array of {dtype}")
-    _check_data(file.getvalue()[file.tell() :], shape, dtype.itemsize)
-    file.seek(0)
-    return np.load(file, allow_pickle=False)
+    content = data[start:]
+    _check_data(content, shape, dtype.itemsize)
+    return np.ndarray(shape, dtype, content, order="F" if by_columns else "C").copy("K")
 
 
 def _check_data(data: bytes, shape: tuple[int, ...], itemsize: int) -> None:

@@ -259,18 +259,16 @@ class CheckpointWriter:
             )
         remove_temporary(self.root, self.tag)
         self._temporary.mkdir(FOLDER_MODE)
-        facts = os.lstat(self._temporary)
-        self._identity = (facts.st_dev, facts.st_ino)
-        for name in self._same if self._before is not None else ():
-            self._share(name)
+        self._identity = _identity(self._temporary)
+        if self._before is not None:
+            for name, stream in self._streams.items():
+                if name in self._same and stream.missing:
+                    stream.shared = share(
+                        self._before, name, stream.shards, self.root, self._temporary
+                    )
         self._check_room()
         self._engine = _aio.Engine(block_size=BLOCK_BYTES, queue_depth=WRITES_IN_FLIGHT)
         self._pool = Pool(self._engine, BLOCK_BYTES, len(self._streams))
-
-    def _share(self, name: str) -> None:
-        stream = self._streams.get(name)
-        if stream is not None and stream.missing and self._before is not None:
-            stream.shared = share(self._before, name, stream.shards, self.root, self._temporary)
 
     def shares(self, stream: str) -> bool:
         """Whether a stream is complete, because its files are those of the checkpoint before."""
@@ -427,8 +425,7 @@ class CheckpointWriter:
         return FileRecord(INDEX_NAME, INDEX, len(data), BLOCK_BYTES, sums)
 
     def _publish(self, *, save_latest: bool) -> None:
-        facts = os.lstat(self._temporary)
-        if (facts.st_dev, facts.st_ino) != self._identity or os.path.lexists(self.path):
+        if _identity(self._temporary) != self._identity or os.path.lexists(self.path):
             raise CheckpointError(
                 f"the checkpoint {self.path} cannot be published",
                 because="another program made or replaced a directory during the save",

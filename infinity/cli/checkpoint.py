@@ -97,15 +97,7 @@ def _about_commit(reader: DurableReader) -> dict[str, Any]:
     for stream in reader.streams:
         specs = [reader.facts(stream, name) for name in reader.names(stream)]
         streams[stream] = {"tensors": len(specs), "nbytes": sum(spec.nbytes for spec in specs)}
-    stored = [
-        (kind, tier.value)
-        for unit in reader.plan.placements
-        for kind, tier in (
-            ("weights", unit.weight),
-            ("moments", unit.state),
-            ("gradients", unit.gradient),
-        )
-    ]
+    units = reader.plan.placements
     return {
         "kind": "durable run",
         "directories": [str(path) for path in reader.directories],
@@ -119,7 +111,9 @@ def _about_commit(reader: DurableReader) -> dict[str, Any]:
         "checksums": reader.verified,
         # Kind -> where it is stored while the run is alive -> of how many units.
         "placement": {
-            kind: Counter(tier for k, tier in stored if k == kind) for kind in dict(stored)
+            "weights": Counter(unit.weight.value for unit in units),
+            "moments": Counter(unit.state.value for unit in units),
+            "gradients": Counter(unit.gradient.value for unit in units),
         },
         "streams": streams,
     }

@@ -27,7 +27,7 @@ from infinity.checkpoint.commits import (
     read_commits,
 )
 from infinity.checkpoint.directory import refusal
-from infinity.checkpoint.durable_runs import SUMS_NAME, StoredRun, plan_of, read_parts
+from infinity.checkpoint.durable_runs import SUMS_NAME, StoredRun, read_parts
 from infinity.checkpoint.manifest import (
     BUFFERS,
     BufferRecord,
@@ -154,7 +154,7 @@ class _Part:
         self.directory = run.directory
         self.directories = run.striping.directories
         self.facts = run.facts
-        self.plan = plan_of(run.facts, run.stored.placements)
+        self.plan = run.plan
         self.record: CommitRecord
         self.document: Document
         self.extents: list[tuple[Extent, list[StreamRange]]] = []
@@ -168,8 +168,8 @@ class _Part:
             for member in self.directories:
                 self._locks.append(lock_durable(member, shared=True))
                 self._files.append(_open(member / STATE_NAME))
-            num_units = len(run.facts["units"])  # read again, now that it is locked
-            found = read_commits(run.directory, run.record.run, num_units)
+            # Read again, now that it is locked.
+            found = read_commits(run.directory, run.record.run, len(run.plan.units))
             self.records = intact_records(run.directory, found)
         except BaseException:
             self.close()

@@ -53,13 +53,14 @@ MAX_TOLD = 5  # differences between a stored run and this one
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A durable run that is over: its first directory, its facts, and its last commit.
+    """A durable run that is over: its first directory, its facts and plan, and its last commit.
 
     Of several ranks it is the part of one; which commit is the last they tell each other later.
     """
 
     directory: Path
     facts: Mapping[str, Any]
+    plan: Plan
     striping: Striping
     record: CommitRecord
     sequences: tuple[int, ...]  # of the commits that it has whole
@@ -70,20 +71,10 @@ class StoredRun:
         return str(self.facts.get("group", self.facts["run"]))
 
     @property
-    def rank(self) -> int:
-        """The rank whose part it is."""
-        return int(self.facts.get("rank", 0))
-
-    @property
     def stored(self) -> Stored:
         """Return the facts that a plan takes over."""
-        placements = tuple(
-            UnitPlacement(*(Tier(name) for name in unit["placement"]))
-            for unit in self.facts["placement"]
-        )
-        return Stored(
-            str(self.directory), self.record.step, placements, int(self.facts["chunk_elements"])
-        )
+        plan = self.plan
+        return Stored(str(self.directory), self.record.step, plan.placements, plan.chunk_elements)
 
     def __str__(self) -> str:
         return f"{self.directory} (update {self.record.step}, {self.record.when})"
@@ -211,7 +202,7 @@ def write_plan(
     return plan_checksum(content)
 
 
-def plan_of(facts: Mapping[str, Any], placements: Sequence[Any]) -> Plan:
+def plan_of(facts: Mapping[str, Any]) -> Plan:
     """Return the part of a run's plan in its `plan.json`: enough to find every byte."""
     moments = tuple(MomentFormat(name) for name in facts["moments"])
     precision = replace(PRECISIONS[facts["precision"]], moments=moments)
@@ -226,7 +217,9 @@ def plan_of(facts: Mapping[str, Any], placements: Sequence[Any]) -> Plan:
     return Plan(
         precision=precision,
         units=tuple(units),
-        placements=tuple(placements),
+        placements=tuple(
+            UnitPlacement(*map(Tier, unit["placement"])) for unit in facts["placement"]
+        ),
         slot_classes=(),
         chunk_elements=facts["chunk_elements"],
         num_staging_buffers=0,
@@ -279,9 +272,8 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
         used=tuple(facts["used"]),
     )
     _check_files(striping, facts["run"])
-    return StoredRun(
-        directory, facts, striping, commit, tuple(sorted(key.sequence for key in records))
-    )
+    sequences = tuple(sorted(key.sequence for key in records))
+    return StoredRun(directory, facts, plan_of(facts), striping, commit, sequences)
 
 
 def read_parts(directory: Path, roots: Iterable[Path] = ()) -> list[StoredRun]:
@@ -291,10 +283,10 @@ def read_parts(directory: Path, roots: Iterable[Path] = ()) -> list[StoredRun]:
     """
     roots = list(roots)
     run = read_run(directory, roots)
-    count = run.facts.get("ranks", 1)
+    count = run.plan.ranks
     if count == 1:
         return [run]
-    found = {run.facts["rank"]: run}
+    found = {run.plan.rank: run}
     beside = dict.fromkeys(path.parent for path in (*roots, *run.striping.directories))
     bases = dict.fromkeys(base for path in beside for base in (path, path.parent))
     for rank in range(count):
@@ -427,14 +419,15 @@ def find_run(
                 remedy="resume: never starts a new run; the old one stays",
             )
         return run
-    found = survey(_rank_dirs(roots, ranks), here)
-    mine = [run for run in found.fitting if run.rank == ranks.rank]
+    local, elsewhere, remote = _directories(roots, ranks)
+    found = survey(local, here)
+    mine = [run for run in found.fitting if run.plan.rank == ranks.rank]
     runs = {run.group if ranks.count > 1 else str(run.directory): run for run in mine}
-    signs = [*found.doubtful, *(survey(_elsewhere(roots, ranks), here).doubtful)]
-    for run in (run for run in found.fitting if run.rank != ranks.rank):
-        why = f"it holds the shards of rank {run.rank}, not of rank {ranks.rank}"
+    signs = [*found.doubtful, *survey(elsewhere, here).doubtful]
+    for run in (run for run in found.fitting if run.plan.rank != ranks.rank):
+        why = f"it holds the shards of rank {run.plan.rank}, not of rank {ranks.rank}"
         signs.append((run.directory, why))
-    misplaced = survey(_remote_rank_dirs(roots, ranks), here).fitting
+    misplaced = survey(remote, here).fitting
     named = None
     if directory is not None and (directory / PLAN_NAME).exists():
         named = read_run(directory, roots).group
@@ -447,7 +440,8 @@ def find_run(
     )
     ranks.synchronize("looks for a durable run")
     every = [_FoundRun(**fields) for fields in ranks.all_gather_object(asdict(found_here))]
-    began = [group for group in _groups(every) if _has_begun(group, every)]
+    groups = dict.fromkeys(group for one in every for group in one.fitting)
+    began = [group for group in groups if _has_begun(group, every)]
     if directory is None:
         group = _chosen(began, every, roots, step_log)
     else:
@@ -483,10 +477,6 @@ class _FoundRun:
     named: str | None
     steps: int
     misplaced: list[str]
-
-
-def _groups(every: Sequence[_FoundRun]) -> list[str]:
-    return list(dict.fromkeys(group for one in every for group in one.fitting))
 
 
 def _has_begun(group: str, every: Sequence[_FoundRun]) -> bool:
@@ -530,31 +520,22 @@ def _chosen(
     return began[0] if began else None
 
 
-def _remote_rank_dirs(roots: Sequence[Path], ranks: DistContext) -> list[Path]:
-    """Where ranks that run on other machines would be on this one; one rank of it looks there."""
-    if ranks.local_rank or ranks.count == ranks.local_count:
-        return []
+def _directories(
+    roots: Sequence[Path], ranks: DistContext
+) -> tuple[list[Path], list[Path], list[Path]]:
+    """Return where runs of this rank are, of other numbers of ranks, and of ranks elsewhere.
+
+    One rank of a machine looks at the last two.
+    """
     others = [item for root in roots for item in ranks_below(root).items()]
-    return [
-        path for number, path in others if number < ranks.count and number not in ranks.local_ranks
-    ]
-
-
-def _rank_dirs(roots: Sequence[Path], ranks: DistContext) -> list[Path]:
-    """Where this rank's run directories are."""
     if ranks.count == 1:
-        return list(roots)
-    return [path for root in roots if (path := of_rank(root, ranks.rank)).is_dir()]
-
-
-def _elsewhere(roots: Sequence[Path], ranks: DistContext) -> list[Path]:
-    """Where runs of another number of ranks are; one rank of a machine looks there."""
+        return list(roots), [path for _, path in others], []
+    local = [path for root in roots if (path := of_rank(root, ranks.rank)).is_dir()]
     if ranks.local_rank:
-        return []
-    others = [item for root in roots for item in ranks_below(root).items()]
-    alone = ranks.count == 1
-    found = [path for number, path in others if alone or number >= ranks.count]
-    return found if alone else [*roots, *found]
+        return local, [], []
+    surplus = [path for number, path in others if number >= ranks.count]
+    remote = {*range(ranks.count)}.difference(ranks.local_ranks)
+    return local, [*roots, *surplus], [path for number, path in others if number in remote]
 
 
 def _durable_steps(step_log: Path) -> int:

@@ -7,26 +7,23 @@ read has its own.
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 import infinity._aio as _aio
 from infinity.common.files import open_new
+from infinity.storage.staging import host_buffer
 
 RING_BLOCKS = 4  # of a reader: in flight or in hand at once
 # In flight at once by a writer. A drive is faster with more, and whoever fills the blocks may be
 # kept from a core for some milliseconds; docs/benchmarks has numbers.
 WRITES_IN_FLIGHT = 16
 _PAGE = 4096
-_HUGE_PAGE = 2 << 20
 _READ_ONLY = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -38,7 +35,8 @@ class Pool:
 
     def __init__(self, engine: _aio.Engine, block_bytes: int, num_filled: int) -> None:
         nbytes = (WRITES_IN_FLIGHT + num_filled) * block_bytes
-        memory = _huge_pages(nbytes)
+        # In huge pages where they are allowed: the kernel pins what direct I/O uses page by page.
+        memory = host_buffer(nbytes)
         self.block_bytes = block_bytes
         self._engine = engine
         self._free = [memory[at : at + block_bytes] for at in range(0, nbytes, block_bytes)]
@@ -71,19 +69,6 @@ class Pool:
         for ticket, _ in self._writes:
             ticket.cancel()
         self._writes.clear()  # dropped, they wait for the kernel
-
-
-def _huge_pages(nbytes: int) -> Tensor:
-    """Fresh memory (uint8) that begins at a huge page, in huge pages where they are allowed.
-
-    The kernel pins what direct I/O reads and writes page by page: 256 times for a block otherwise.
-    """
-    memory = mmap.mmap(-1, nbytes + _HUGE_PAGE)
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -flat.data_ptr() % _HUGE_PAGE
-    return flat[start : start + nbytes]
 
 
 class BlockWriter:
@@ -166,7 +151,7 @@ class BlockReader:
         self._block_bytes = block_bytes
         self._crc32c = crc32c
         self._engine = engine
-        self._memory = _huge_pages(RING_BLOCKS * block_bytes)
+        self._memory = host_buffer(RING_BLOCKS * block_bytes)
         # Of blocks that are in memory (None) or on their way there; so many apart share a place.
         self._tickets: dict[int, _aio.Ticket | None] = {}
         self._checked: int | None = None

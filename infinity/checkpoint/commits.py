@@ -41,7 +41,7 @@ from torch import Tensor
 
 from infinity.checkpoint.plain import decode, encode
 from infinity.checkpoint.schemas import check_run_state
-from infinity.common.checksummed_json import first_sealed, seal, shallow, unseal
+from infinity.common.checksummed_json import first_sealed, seal, unseal
 from infinity.common.files import check_linked, read_small, refused, sync_directory, write_at
 from infinity.common.parsed_json import Count, Counts, Text, Texts, made
 from infinity.errors import CheckpointError, MachineError
@@ -170,7 +170,7 @@ class CommitRecord:
 
     def to_bytes(self) -> bytes:
         """As a file holds it."""
-        return seal({"format": _FORMAT, "version": _VERSION, **shallow(self)})
+        return seal({"format": _FORMAT, "version": _VERSION, **vars(self)})
 
     @staticmethod
     def from_bytes(data: bytes) -> CommitRecord | None:

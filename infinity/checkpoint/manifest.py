@@ -14,7 +14,7 @@ from pydantic import FailFast
 from torch import Tensor
 
 from infinity.checkpoint.plain import DTYPES, dtype_name
-from infinity.common.checksummed_json import seal, shallow, unseal
+from infinity.common.checksummed_json import seal, unseal
 from infinity.common.parsed_json import LARGEST, Count, Counts, Flag, Text, Texts, made
 from infinity.errors import CheckpointError, ConfigError
 from infinity.model.weight_directory import INDEX_NAME
@@ -142,14 +142,8 @@ def check_tag(tag: str) -> str:
         problem = "has a slash, a space at its ends, or a character that cannot be printed"
     elif tag.startswith(".") or tag == LATEST_NAME or tag.endswith(TEMPORARY_SUFFIX):
         problem = f"begins with a dot, ends with {TEMPORARY_SUFFIX!r} or is {LATEST_NAME!r}"
-    else:
-        try:
-            length = len(tag.encode())
-        except UnicodeEncodeError:
-            problem = "is no text"
-        else:
-            if length > _TAG_BYTES:
-                problem = f"has {length} bytes, more than {_TAG_BYTES}"
+    elif (length := len(tag.encode())) > _TAG_BYTES:
+        problem = f"has {length} bytes, more than {_TAG_BYTES}"
     if problem is not None:
         raise ConfigError(
             f"the tag {tag!r:.80} {problem}",
@@ -168,7 +162,7 @@ _RECORDS = ("parameters", "buffers", "files")  # of a manifest: tuples of object
 _MOMENT_FORMATS = frozenset(member.value for member in MomentFormat)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ParameterRecord:
     """A parameter: `name` is its key in the files, `aliases` are the other names of a tied one.
 
@@ -190,7 +184,7 @@ class ParameterRecord:
         return TensorSpec(self.name, self.shape, DTYPES[self.dtype]).quantised(self.form)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BufferRecord:
     """A buffer; one that is not `persistent` is no part of the model's state dict."""
 
@@ -212,7 +206,7 @@ class BufferRecord:
         return TensorSpec(self.name, self.shape, getattr(torch, self.dtype))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FileRecord:
     """A file: its size, and the CRC32C of every `block_bytes` of it; the last may be shorter."""
 
@@ -228,7 +222,7 @@ class _Version:
     version: Counts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Manifest:
     """Contents of a checkpoint. `run`, `client_state`, `config` and `plan` are opaque JSON.
 
@@ -251,9 +245,10 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the content of manifest.json. Raises `ConfigError` for values that are no JSON."""
+        # Not by `asdict`, which copies a million checksums one by one.
         members = {
-            name: [shallow(record) for record in value] if name in _RECORDS else value
-            for name, value in shallow(self).items()
+            name: [vars(record) for record in value] if name in _RECORDS else value
+            for name, value in vars(self).items()
         }
         return seal({"format": FORMAT_NAME, "version": VERSION, **members})
 

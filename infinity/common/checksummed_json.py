@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -62,18 +61,13 @@ def unseal(data: bytes) -> dict[str, Any]:
     crc = crc32c(data[:-_SEAL_BYTES])
     if crc != int(mark[1], 16):
         raise ValueError(f"its CRC32C is {crc:08x}, and its checksum {mark[1].decode()}")
-    found = _parse(data)
-    del found["checksum"]
-    return found
-
-
-def _parse(data: bytes) -> dict[str, Any]:
     try:
         found = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON: {str(error)[:200]}") from None
     if type(found) is not dict:
         raise ValueError("it is no JSON object")
+    del found["checksum"]
     return found
 
 
@@ -98,8 +92,3 @@ def read_sealed(path: Path, format: str, version: int) -> dict[str, Any]:
             f"version {version}"
         )
     return members
-
-
-def shallow(record: Any) -> dict[str, Any]:
-    """The members of a dataclass; `asdict` would copy a million checksums one by one."""
-    return {field.name: getattr(record, field.name) for field in fields(record)}

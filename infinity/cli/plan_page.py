@@ -5,29 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from infinity.cli.terminal import Page
-from infinity.common.sizes import format_duration, format_parameters, format_rate, format_size
+from infinity.common.sizes import format_duration, format_parameters, format_size
 from infinity.integrations.deepspeed.keys import rows_as_text
-from infinity.plan.plan import LINKS
-from infinity.plan.rates import BETWEEN_NODES
-
-_BAR = 40  # characters
-# What a bar shows; every other purpose is a buffer.
-_MARKS = {"weights": "W", "state": "S", "gradients": "G", "process": "p"}
-_DIRECTION_NAMES = {
-    "disk_read": "disk read",
-    "disk_write": "disk write",
-    "to_device": "to device",
-    "from_device": "from device",
-    "all_gather": "all-gather",
-    "all_to_all": "all-to-all",
-    "between_hosts": "between hosts",
-}
 
 
 def show_plan(report: dict[str, Any], *, verbose: bool = False) -> None:
     """Print the answer, its assumptions, and the changes that make the run faster or make it fit.
 
-    `verbose` adds placement, memory, bytes and times of each phase.
+    `verbose` adds the plan's own description, wear and the times of each phase.
     """
     page = Page()
     if "deepspeed" in report:
@@ -113,28 +98,18 @@ def _size(nbytes: int) -> str:
 
 
 def _memory_line(report: dict[str, Any]) -> str:
-    """Return the bytes used of each tier as text."""
+    """Return the bytes used of each tier as text; a device that is the host is not another."""
+    plan, unified = report["plan"], report["machine"]["unified"]
+    used = {tier: sum(parts.values()) for tier, parts in plan["memory"].items()}
+    if unified:
+        used["host"] += used.pop("device")
     parts = []
-    for tier, (used, budget) in _tiers(report).items():
-        if sum(used.values()):
-            of = f" of {_size(budget)}" if budget else ""
-            parts.append(f"{tier} {_size(sum(used.values()))}{of}")
-    activations = report["activations"]
-    parts.append(f"plus about {_size(activations['total'])} of activations")
+    for tier, nbytes in used.items():
+        if nbytes:
+            of = f" of {_size(budget)}" if (budget := plan["budget"][tier]) else ""
+            parts.append(f"{'RAM' if tier == 'host' else tier} {_size(nbytes)}{of}")
+    parts.append(f"plus about {_size(report['activations']['total'])} of activations")
     return ", ".join(parts)
-
-
-def _tiers(report: dict[str, Any]) -> dict[str, tuple[dict[str, int], int]]:
-    """Bytes by purpose, and the budget, of each tier; a device that is the host is not another."""
-    memory, budget = dict(report["plan"]["memory"]), report["plan"]["budget"]
-    found = {}
-    if report["machine"]["unified"]:
-        host, device = memory.pop("host"), memory.pop("device")
-        both = {name: host.get(name, 0) + device.get(name, 0) for name in {**host, **device}}
-        found["RAM"] = (both, budget["host"] or 0)
-    for tier, parts in memory.items():
-        found["RAM" if tier == "host" else tier] = (parts, budget[tier] or 0)
-    return found
 
 
 def _say_details(page: Page, report: dict[str, Any]) -> None:
@@ -149,102 +124,31 @@ def _say_details(page: Page, report: dict[str, Any]) -> None:
     page.entry("machine", report["machine"]["name"])
     if after is not None:
         page.entry("next best", f"{_speed(after['tokens_per_s'])}: {after['line']}")
+    _say_activations(page, report)
     if report["plan"] is None:
-        _say_activations(page, report)
         return
     page.say()
-    _placement(page, report)
-    _bars(page, report)
-    page.say()
-    _moved(page, report)
+    page.say("\n".join(report["plan"]["text"]))
+    if report["ranks"]:
+        used, machine = report["ranks"]["node_bytes"], report["machine"]
+        taken = (
+            f"{'RAM' if tier == 'host' else tier} {format_size(used[tier])} of "
+            f"{format_size(machine[f'{tier}_bytes'])}"
+            for tier in used
+            if used[tier]
+        )
+        page.entry("a node", f"{machine['gpus']} such ranks: {', '.join(taken)}")
+    wear = report["wear"]
+    if wear["days"] is not None:
+        where = " on a node" if report["ranks"] else ""
+        page.entry(
+            "wear",
+            f"{wear['written_per_step'] / 1e9:,.1f} GB written a step{where}: "
+            f"{wear['rated_bytes'] / 1e12:,.4g} TB of rated writes last for {wear['days']:,.1f} "
+            "days of training without a pause",
+        )
     page.say()
     _step(page, report)
-
-
-def _placement(page: Page, report: dict[str, Any]) -> None:
-    plan = report["plan"]
-    # One memory has one column.
-    columns: dict[str, tuple[str, ...]] = {"device": ("device",), "host": ("host",)}
-    if report["machine"]["unified"]:
-        columns = {"RAM": ("device", "host")}
-    columns["disk"] = ("disk",)
-    rows = []
-    for kind, placement in plan["placement"].items():
-        total = sum(at["bytes"] for at in placement.values()) or 1
-        cells = []
-        for tiers in columns.values():
-            nbytes = sum(placement[tier]["bytes"] for tier in tiers if tier in placement)
-            cells.append(f"{format_size(nbytes)} ({nbytes / total:.0%})" if nbytes else "")
-        rows.append([kind, f"{plan['per_parameter'][kind]:.4g}", *cells])
-    names = " and ".join(dict.fromkeys(plan["moments"])) or "no format"
-    lossy = ", which is lossy" if plan["lossy"] else ""
-    stored = plan["per_parameter"]["weights"] + plan["per_parameter"]["moments and residual"]
-    title = (
-        f"where it rests: {plan['rule']}, {len(plan['moments'])} moment(s) in {names}{lossy}; "
-        f"{stored:.4g} bytes a parameter, and its gradient"
-    )
-    page.table(title, ["kind", "bytes a parameter", *columns], rows)
-    if not report["machine"]["unified"]:
-        page.entry("updates", plan["updates"])
-    if plan["frozen"]:
-        page.entry("frozen", f"{plan['frozen']}; bytes a parameter are of trained ones")
-
-
-def _bars(page: Page, report: dict[str, Any]) -> None:
-    page.entry(
-        "memory",
-        "W weights, S moments and residual, G gradients, p process, b buffers, "
-        "a activations (estimated), . free",
-    )
-    found = report["activations"]
-    computes = "RAM" if report["machine"]["unified"] else found["tier"]
-    for tier, (parts, budget) in _tiers(report).items():
-        used = sum(parts.values())
-        if not used and not budget:
-            continue
-        marks = {mark: parts.get(purpose, 0) for purpose, mark in _MARKS.items()}
-        marks["b"] = used - sum(marks.values())
-        marks["a"] = int(found["total"]) if tier == computes else 0
-        page.say(
-            f"  {tier:<7}[{_bar(marks, budget or used)}] {format_size(used)} of "
-            f"{format_size(budget or used)}"
-        )
-        inside = ", ".join(f"{name} {format_size(v)}" for name, v in parts.items() if v)
-        page.entry("", inside or "nothing")
-    if report["ranks"]:
-        used = report["ranks"]["node_bytes"]
-        machine, stay = report["machine"], report["ranks"]["whole_units"]
-        taken = [f"RAM {format_size(used['host'])} of {format_size(machine['host_bytes'])}"]
-        if used["disk"]:
-            taken.append(
-                f"disk {format_size(used['disk'])} of {format_size(machine['disk_bytes'])}"
-            )
-        page.entry(
-            "a node",
-            f"{machine['gpus']} such ranks: {', '.join(taken)}; each rank keeps "
-            f"1/{report['ranks']['count']} of every unit, as ZeRO-{report['ranks']['zero_stage']}"
-            + (f"; weights of {stay} units stay whole in slots" if stay else ""),
-        )
-        shared, units = report["ranks"]["shared_units"], report["model"]["units"]
-        how = "copies from RAM that ranks share" if shared else "all-gather"
-        gathered = f", {units - shared} of {units} by all-gather" if 0 < shared < units else ""
-        page.entry("", f"units become whole by {how}{gathered}")
-        pinned, threads = report["ranks"]["pinned_bytes"], report["ranks"]["num_threads"]
-        near = f", {format_size(pinned)} of RAM pinned, near its GPU" if pinned else ""
-        page.entry("", f"threads of a rank that update on the CPU: {threads}{near}")
-    _say_activations(page, report)
-    for note in report["plan"]["notes"]:
-        page.entry("note", note)
-
-
-def _bar(marks: dict[str, int], total: int) -> str:
-    """At least one character for everything that is there; cut off at the end."""
-    cells = "".join(
-        mark * max(1, round(nbytes / max(total, 1) * _BAR))
-        for mark, nbytes in marks.items()
-        if nbytes > 0
-    )
-    return cells[:_BAR].ljust(_BAR, ".") + (">" if len(cells) > _BAR + len(marks) else "")
 
 
 def _say_activations(page: Page, report: dict[str, Any]) -> None:
@@ -260,39 +164,6 @@ def _say_activations(page: Page, report: dict[str, Any]) -> None:
         f"{format_size(found['total'])} of the {found['tier']}'s memory{room}",
     )
     page.entry("", parts)
-
-
-def _moved(page: Page, report: dict[str, Any]) -> None:
-    directions = {
-        direction: moved for direction, moved in report["moved"].items() if moved["bytes"]
-    }
-    if not directions:
-        page.say("nothing moves between tiers")
-        return
-    guessed = set(report["machine"]["nominal"])
-    guessed |= set(LINKS) if BETWEEN_NODES in guessed else set()
-    stars = {direction: " *" for direction in directions if direction in guessed}
-    rows = [
-        [
-            _DIRECTION_NAMES[direction],
-            format_size(moved["bytes"]),
-            f"{moved['per_parameter']:.1f}",
-            "" if moved["rate"] is None else format_rate(moved["rate"]) + stars.get(direction, ""),
-        ]
-        for direction, moved in directions.items()
-    ]
-    title = "bytes moved in a step" + (" of one rank" if report["ranks"] else "")
-    title += " (* nominal, not measured)" if stars else ""
-    page.table(title, ["direction", "a step", "bytes a parameter", "rate"], rows)
-    wear = report["wear"]
-    if wear["days"] is not None:
-        where = " on a node" if report["ranks"] else ""
-        page.entry(
-            "wear",
-            f"{wear['written_per_step'] / 1e9:,.1f} GB written a step{where}: "
-            f"{wear['rated_bytes'] / 1e12:,.4g} TB of rated writes last for {wear['days']:,.1f} "
-            "days of training without a pause",
-        )
 
 
 def _step(page: Page, report: dict[str, Any]) -> None:

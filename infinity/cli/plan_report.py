@@ -24,7 +24,8 @@
 `ways`        where it does not fit: ways that make it fit, as in `faster`
 `plan`        None where there is none; else rule, moments, lossy, per_parameter {kind: bytes},
               placement {kind: {tier: {units, bytes}}}, updates, frozen (in words; "": nothing),
-              memory {tier: {purpose: bytes}}, budget, slots, chunk_elements, prefetch_units, notes
+              memory {tier: {purpose: bytes}}, budget, slots, chunk_elements, prefetch_units,
+              notes, text (lines of `Plan.describe`)
 `moved`       {direction: {bytes, per_parameter, rate}} of one steady step
 `step`        seconds, tokens_per_s, binds, resources {resource: seconds}, bottlenecks {resource:
               share of the step's seconds in which it binds}, the largest first,
@@ -353,6 +354,7 @@ def _planned(priced: PlanEstimate, rated_bytes: int) -> dict[str, Any]:
             "chunk_elements": plan.chunk_elements,
             "prefetch_units": plan.prefetch_units,
             "notes": list(plan.notes),
+            "text": plan.describe().splitlines(),
         },
         "moved": {
             direction: {

@@ -72,7 +72,7 @@ def test_a_run_shows_its_plan_its_steps_and_what_came_of_it(tmp_path: Path) -> N
         assert text in error
     run_dir = tmp_path / "run"
     assert f"details     {run_dir / 'plan.txt'}" in out
-    assert "where it rests" in (run_dir / "plan.txt").read_text()
+    assert "bytes a parameter at rest" in (run_dir / "plan.txt").read_text()
     plan = json.loads((run_dir / "plan.json").read_text())
     assert plan["fits"]
     assert plan["work"]["tokens_per_step"] == 64

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from infinity.integrations.deepspeed.config import Translation
     from infinity.model.partition import Partition
     from infinity.model.shapes import Target
+    from infinity.plan.advice import Change
     from infinity.plan.batch_schedule import BatchSchedule, ScheduleResult
     from infinity.plan.inputs import PlanEstimate, PlanInput
     from infinity.plan.machine import PlanMachine
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 DEFAULT_STEP = 65_536  # tokens, of all ranks; as in the presets of `infinity init`
 DEFAULT_SAMPLE = 2048  # tokens
 _RECOMPUTES = frozenset(("recompute", "recompute_blocks"))
+_RECOMPUTED: dict[bool | None, Recompute] = {True: "all", False: 0}  # a number has precedence
 _TYPED = "COMMANDLINE"  # click's name of where a parameter's value is from
 _BARE = 1 << 20  # bytes; less than this is no size of a machine
 DEFAULT_ENDURANCE = "600TB"  # what data sheets promise for common 1 TB drives
@@ -247,7 +249,14 @@ def plan(
 
         with stdout_is_ours(), _no_collections():
             report = report_of(wishes, rated_bytes, more)
-        _say(report, as_json=as_json, verbose=verbose)
+        if as_json:
+            print(json.dumps(report), flush=True)
+        else:
+            from infinity.cli.plan_page import show_plan
+
+            show_plan(report, verbose=verbose)
+        if not report["fits"]:
+            raise typer.Exit(DoesNotFitError.exit_code)
 
 
 def _options(params: Mapping[str, Any]) -> SearchOptions:
@@ -257,7 +266,7 @@ def _options(params: Mapping[str, Any]) -> SearchOptions:
     same = ("target", "model", "model_class", "gpus", "nodes", "tokens", "micro_batches",
             "sequence", "slices", "precision", "moments", "lora", "frozen_format", "refresh",
             "drives", "finer_units")  # fmt: skip
-    machine = params["machine"]
+    machine, number = params["machine"], params["recompute_blocks"]
     return SearchOptions(
         **{name: params[name] for name in same},
         machine_file=None if machine is None else Path(machine),
@@ -268,7 +277,7 @@ def _options(params: Mapping[str, Any]) -> SearchOptions:
         link=_rate("--link", params["link"]),
         between=_rate("--between", params["between"]),
         offload=_tier(params["activations"]),
-        recompute=_recomputed(params["recompute"], params["recompute_blocks"]),
+        recompute=_RECOMPUTED.get(params["recompute"]) if number is None else number,
         keys=() if run is not None else tuple(keys),
         run=run,
     )
@@ -287,17 +296,6 @@ def _with_more(ctx: typer.Context, text: str) -> dict[str, Any]:
     return {**ctx.params, **more, "overrides": keys, "refresh": False}
 
 
-def _say(report: dict[str, Any], *, as_json: bool, verbose: bool) -> None:
-    if as_json:
-        print(json.dumps(report), flush=True)
-    else:
-        from infinity.cli.plan_page import show_plan
-
-        show_plan(report, verbose=verbose)
-    if not report["fits"]:
-        raise typer.Exit(DoesNotFitError.exit_code)
-
-
 @contextmanager
 def _no_collections() -> Iterator[None]:
     """Importing torch makes very many objects, none of them garbage: a tenth of the whole time."""
@@ -311,7 +309,7 @@ def _no_collections() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Found:
+class FoundSchedule:
     """A search: its model, its machine, and its result."""
 
     target: Target
@@ -333,13 +331,14 @@ def report_of(
     from infinity.cli.remedies import for_plan
     from infinity.plan.inputs import price
 
-    first = _search(wishes)
+    first = find_schedule(wishes)
     case, machine = first.chosen.case, first.machine
+    typed = for_plan(of_run=wishes.run is not None)
 
-    def answer(text: str) -> PlanEstimate | None:
+    def answer(changes: Sequence[Change]) -> PlanEstimate | None:
         assert more is not None
         with suppress(InfinityError):  # it does not fit, or makes no sense
-            chosen = _search(more(text), like=case).chosen
+            chosen = find_schedule(more(typed(changes) or ""), like=case).chosen
             priced = chosen.best or price(chosen.case)
             return None if priced.missing else priced
         return None
@@ -350,7 +349,7 @@ def report_of(
         first.partition,
         rated_bytes,
         first.chosen,
-        typed=for_plan(of_run=wishes.run is not None),
+        typed=typed,
         assumed_tokens=wishes.tokens is None,
         answer=None if more is None else answer,
     )
@@ -361,7 +360,7 @@ def report_of(
     return found if translation is None else found | {"deepspeed": translation.table()}
 
 
-def _search(wishes: SearchOptions, like: PlanInput | None = None) -> _Found:
+def find_schedule(wishes: SearchOptions, like: PlanInput | None = None) -> FoundSchedule:
     """Find the model, the machine and the fastest schedule.
 
     What follows from units is taken from the case `like`, if they are equal.
@@ -413,7 +412,7 @@ def _search(wishes: SearchOptions, like: PlanInput | None = None) -> _Found:
         case = replace(case, units=like.units, model=like.model, facts=like.facts)
     others = () if wishes.finer_units else other_ranges(case, target)
     chosen = choose_schedule(case, wish, samples, others)
-    return _Found(target, partition, machine, chosen, translation)
+    return FoundSchedule(target, partition, machine, chosen, translation)
 
 
 def _step_of(wishes: SearchOptions, wish: BatchSchedule, ranks: int) -> tuple[int, int]:
@@ -475,13 +474,6 @@ def _wish(wishes: SearchOptions, config: Config) -> BatchSchedule:
         "offload": wishes.offload,
     }
     return replace(schedule, **{key: value for key, value in given.items() if value is not None})
-
-
-def _recomputed(all_of_them: bool | None, number: int | None) -> Recompute | None:
-    """Combine both flags; the number, which a suggestion may add, has precedence."""
-    if number is not None or all_of_them is None:
-        return number
-    return "all" if all_of_them else 0
 
 
 def _find_run(text: str, overrides: list[str]) -> RunConfig | None:
@@ -627,13 +619,9 @@ def _tier(text: str | None) -> Offload | None:
     """Where inputs of blocks wait."""
     from infinity.config.schema import Offload
 
-    known: tuple[Offload, ...] = get_args(Offload)
-    for tier in known:
-        if text == tier:
-            return tier
-    if text is None:
-        return None
-    raise ConfigError(f"--activations is {text}", remedy="none, host or disk")
+    if text not in (None, *get_args(Offload)):
+        raise ConfigError(f"--activations is {text}", remedy="none, host or disk")
+    return cast("Offload | None", text)
 
 
 def _rate(option: str, text: str | None) -> int | None:

@@ -202,8 +202,7 @@ def _say_faster(page: Page, report: dict[str, Any]) -> None:
     page.say("to go faster (each planned again; predicted)")
     for way in report["faster"]:
         batch = "; another training" if way["changes_batch"] else ""
-        slower = "; asked for, and no gain" if way["speed_up"] < 1 else ""
-        _say_way(page, way, f"{way['speed_up']:.2f}x", f"{batch}{slower}")
+        _say_way(page, way, f"{way['speed_up']:.2f}x", batch)
 
 
 def show_ways(page: Page, report: dict[str, Any]) -> None:

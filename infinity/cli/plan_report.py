@@ -32,14 +32,16 @@
               phases [{name, first, count, seconds, binds, resources}], equal ones together
 `wear`        written_per_step, rated_bytes, days (None: nothing is written)
 `faster`      [{what, how (what to type, None where nothing can be), seconds, tokens_per_s,
-              speed_up, lossy, changes_batch}], best first
+              speed_up, lossy, changes_batch}], best first, at most three
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from infinity._version import __version__
@@ -55,7 +57,6 @@ from infinity.model.partition import (
 from infinity.model.shapes import Target
 from infinity.plan.activations import num_blocks
 from infinity.plan.advice import (
-    LEAST_GAIN,
     TIERS,
     Change,
     Suggestion,
@@ -65,9 +66,9 @@ from infinity.plan.advice import (
     sized,
     way_of,
     ways_to_fit,
+    worth_it,
 )
 from infinity.plan.batch_schedule import (
-    MOST_MICRO_BATCHES,
     BatchSchedule,
     ScheduleResult,
     choose_schedule,
@@ -80,8 +81,8 @@ from infinity.plan.machine import threads_for
 from infinity.plan.plan import DIRECTIONS, Plan
 from infinity.types import Kind, Tier
 
-# Plans for the command with a text typed behind it; None where that does not fit, or is refused.
-Answer: TypeAlias = Callable[[str], "PlanEstimate | None"]
+# Plans for the command with changes typed behind it; None where that does not fit, or is refused.
+Answer: TypeAlias = Callable[[Sequence[Change]], "PlanEstimate | None"]
 
 _KINDS = {"weights": Kind.WEIGHT, "moments and residual": Kind.RESIDUAL, "gradients": Kind.GRADIENT}
 
@@ -95,15 +96,14 @@ def report(
     *,
     typed: Typed,
     assumed_tokens: bool = False,
-    adapters: bool = True,
     answer: Answer | None = None,
 ) -> dict[str, Any]:
     """Plan and price the case of a target that was cut into units.
 
     `chosen` is what the case comes from, if its batch schedule was searched; `typed` says what to
-    type for a change, `assumed_tokens` that nobody named the tokens of a step. `adapters` are
-    looked at where they would be faster; where all else does not fit they always are. `answer`
-    plans again as the command with a text typed behind it would: ways have its numbers then.
+    type for a change, `assumed_tokens` that nobody named the tokens of a step. `answer` plans again
+    as the command with changes typed behind it would: ways have its numbers then, and adapters are
+    looked at also where they would only be faster.
     """
     after = None if chosen is None else chosen.runner_up
     known = None if chosen is None else chosen.best
@@ -144,48 +144,43 @@ def report(
         "plan": None,
         "faster": [],
     }
-    smaller: Sequence[UnitLayout] = ()
+    now = 0.0
     try:
-        try:
-            priced = known if known is not None and known.case is case else price(case)
-        except DoesNotFitError:
-            smaller = _finer(
-                case, target, partition
-            )  # of use for large buffers, not for activations
-            raise
+        priced = known if known is not None and known.case is case else price(case)
         facts |= _planned(priced, rated_bytes)
         facts["activations"] |= {"room": priced.room, "missing": priced.missing}
         priced.require_room()
-        found = _answered(case, faster(priced, chosen=chosen), typed, answer)
-        adapted = _adapters(case, target, chosen, typed, answer) if adapters else []
-        facts["faster"] = _ways(_faster_with(found, adapted, priced.tokens_per_s), typed)
+        now = priced.tokens_per_s
+        found = _of_each_kind(faster(priced, chosen))
+        if answer is not None:  # it takes long: no more than are shown
+            adapted = worth_it(_adapters(case, answer), now)
+            found = [*adapted, *_answered(case, found[: MOST_PROPOSALS - len(adapted)], answer)]
+        facts["faster"] = _ways(worth_it(found, now), typed, now)
     except DoesNotFitError as error:
         facts["fits"] = False
         facts["problem"] = {"what": error.what, "because": error.because, "remedy": error.remedy}
-        found = _answered(case, ways_to_fit(case, smaller, chosen=chosen), typed, answer)
-        adapted = _adapters(case, target, chosen, typed, answer)
-        facts["ways"] = _ways([*found, *adapted], typed)
+        # Smaller units are of use for large buffers, not for activations.
+        smaller = _finer(case, target, partition) if facts["plan"] is None else ()
+        found = ways_to_fit(case, smaller, chosen=chosen)
+        if answer is not None:
+            found = _answered(case, found, answer)
+        found += _adapters(case, answer or partial(_adapted, case, target, chosen))
+        facts["ways"] = _ways(found, typed, now)
     return facts
 
 
-def _answered(
-    case: PlanInput, ways: Sequence[Suggestion], typed: Typed, answer: Answer | None
-) -> list[Suggestion]:
+def _answered(case: PlanInput, ways: Sequence[Suggestion], answer: Answer) -> list[Suggestion]:
     """Ways with the numbers of the command that is typed for them, which searches anew.
 
     Where it does not find what fits, larger tiers are made somewhat larger. Of several ones the
     dear ones are left out if the others are enough.
     """
-    if answer is None:
-        return list(ways)
     found: list[Suggestion] = []
     for way in ways:
         for other in _variants(case, way):
-            text = typed(other.changes)
-            priced = answer(text) if text is not None else way.priced
+            priced = answer(other.changes)
             if priced is not None:
-                gain = priced.tokens_per_s / (way.priced.tokens_per_s or 1.0)
-                found.append(replace(other, priced=priced, speed_up=gain * way.speed_up))
+                found.append(replace(other, priced=priced))
                 break
     return found
 
@@ -204,80 +199,52 @@ def _variants(case: PlanInput, way: Suggestion) -> Iterator[Suggestion]:
         yield way_of(case, replace(way.priced, case=after))
 
 
-def _adapters(
-    case: PlanInput,
-    target: Target,
-    chosen: ScheduleResult | None,
-    typed: Typed,
-    answer: Answer | None,
-) -> list[Suggestion]:
-    """LoRA and QLoRA of the same steps, where all parameters are trained now and they fit.
+def _of_each_kind(ways: Sequence[Suggestion]) -> list[Suggestion]:
+    """The first of those that change the same, and no more than are shown: a search takes long."""
+    found: dict[tuple[str, bool], Suggestion] = {}
+    for way in ways:
+        found.setdefault((way.changes[0].name, way.changes_batch), way)
+    return list(found.values())[:MOST_PROPOSALS]
 
-    Where some are frozen, these in 4 bits. Without an `answer` adapters are looked for with as many
-    micro-batches as the case has, and with the most, which leave room for weights on the device.
+
+def _adapters(case: PlanInput, answer: Answer) -> list[Suggestion]:
+    """LoRA or QLoRA of the same steps, the faster one, where all parameters are trained now.
+
+    Where some are frozen, these in 4 bits.
     """
-    if answer is not None:
-        return _adapters_typed(case, typed, answer)
-    if not _all_trained(case):
-        return []
+    changes = []
+    if all(s.trained for unit in case.units for s in unit.segments):
+        changes = [Change(what, "adapter", (LORA_RANK, form)) for form, what in _ADAPTERS.items()]
+    elif case.config.frozen.format == "as_is":
+        changes = [Change("the frozen model rests in 4 bits", "rest", "nf4")]
+    ways = [
+        Suggestion((change,), priced)
+        for change in changes
+        if (priced := answer((change,))) is not None
+    ]
+    return sorted(ways, key=lambda way: -way.priced.tokens_per_s)[:1]
+
+
+def _adapted(
+    case: PlanInput, target: Target, chosen: ScheduleResult | None, changes: Sequence[Change]
+) -> PlanEstimate | None:
+    """Plan for adapters where there is no command to ask; of a frozen model there is no plan."""
+    (change,) = changes
+    if change.name != "adapter":
+        return None
     full_batch = case.with_step(case.work.tokens * case.micro_batches, 1)
     wish, samples = (chosen.wish, chosen.samples) if chosen else (BatchSchedule.of(case), None)
-    counts = {case.micro_batches}
-    if wish.micro_batches is None and wish.slices is None and samples is not None:
-        counts.add(min(samples, MOST_MICRO_BATCHES))
-    ways = []
-    for storage_format, what in _ADAPTERS.items():
-        try:
-            adapted = adapter_case(full_batch, target, LORA_RANK, storage_format)
-            tried = [
-                choose_schedule(adapted, replace(wish, micro_batches=count), samples).best
-                for count in counts
-            ]
-        except InfinityError:  # no linear layers, or an optimizer that is not for them
-            continue
-        if found := [priced for priced in tried if priced is not None]:
-            change = Change(
-                what, "adapter", (LORA_RANK, None if storage_format == "as_is" else storage_format)
-            )
-            ways.append(Suggestion((change,), max(found, key=lambda priced: priced.tokens_per_s)))
-    return ways
-
-
-def _all_trained(case: PlanInput) -> bool:
-    return all(s.trained for unit in case.units for s in unit.segments)
-
-
-def _adapters_typed(case: PlanInput, typed: Typed, answer: Answer) -> list[Suggestion]:
-    changes = [
-        Change(what, "adapter", (LORA_RANK, None if storage_format == "as_is" else storage_format))
-        for storage_format, what in _ADAPTERS.items()
-    ]
-    if not _all_trained(case):
-        quantises = case.config.frozen.format == "as_is"
-        changes = [Change("the frozen model rests in 4 bits", "rest", "nf4")] if quantises else []
-    ways = []
-    for change in changes:
-        text = typed((change,))
-        if text is not None and (priced := answer(text)) is not None:
-            ways.append(Suggestion((change,), priced))
-    return ways
-
-
-def _faster_with(found: list[Suggestion], more: list[Suggestion], now: float) -> list[Suggestion]:
-    gains = [replace(way, speed_up=way.priced.tokens_per_s / now) for way in more if now]
-    asked = {"gpus", "drives"}  # of several ranks these are shown whatever they gain
-    worth = [
-        way
-        for way in (*found, *gains)
-        if way.speed_up >= LEAST_GAIN or any(change.name in asked for change in way.changes)
-    ]
-    return sorted(worth, key=lambda way: -way.speed_up)
+    with suppress(InfinityError):  # no linear layers, or an optimizer that is not for them
+        adapted = adapter_case(full_batch, target, LORA_RANK, change.value[1] or "as_is")
+        return choose_schedule(adapted, wish, samples).best
+    return None
 
 
 _ATTEMPTS = 3
+MOST_PROPOSALS = 3
 LORA_RANK = 16  # peft's examples have 8 to 64; `AdapterSection.r`
 _ADAPTERS = {
-    "as_is": f"LoRA: adapters of rank {LORA_RANK} are trained, the model itself is frozen",
+    None: f"LoRA: adapters of rank {LORA_RANK} are trained, the model itself is frozen",
     "nf4": f"QLoRA: adapters of rank {LORA_RANK} are trained, the frozen model rests in 4 bits",
 }
 
@@ -435,14 +402,14 @@ def _phases(phases: Sequence[PhaseCost]) -> list[dict[str, Any]]:
     return found
 
 
-def _ways(ways: Sequence[Suggestion], typed: Typed) -> list[dict[str, Any]]:
+def _ways(ways: Sequence[Suggestion], typed: Typed, now: float) -> list[dict[str, Any]]:
     return [
         {
             "what": way.what,
             "how": typed(way.changes),
             "seconds": way.priced.cost.seconds,
             "tokens_per_s": way.priced.tokens_per_s,
-            "speed_up": way.speed_up,
+            "speed_up": way.priced.tokens_per_s / now if now else 1.0,
             "lossy": way.lossy,
             "changes_batch": way.changes_batch,
         }

@@ -202,7 +202,6 @@ def _show_plan(run: Run, page: TrainPage) -> None:
                     parse_size(DEFAULT_ENDURANCE),
                     run.chosen,
                     typed=for_train(run.prepared.config, run.prepared.length),
-                    adapters=False,
                 )
             text = io.StringIO()
             with redirect_stdout(text):

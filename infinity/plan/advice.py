@@ -57,7 +57,6 @@ class Suggestion:
     priced: PlanEstimate
     lossy: bool = False
     changes_batch: bool = False
-    speed_up: float = 1.0
 
     @property
     def what(self) -> str:
@@ -218,10 +217,11 @@ def ways_to_fit(
     same model, if it can be cut further; `chosen` is what the case comes from, if its batch
     schedule was searched.
     """
+    # A search takes long: what does not fit anyway is left out before.
     exact, chosen = filter(_fits, _exact(case, tuple(finer))), _schedules(case, chosen)
-    found = _by_speed(case, [*exact, *_other(case, chosen)])[:count]
+    found = _fastest_first(_tried(case, [*exact, *_other(case, chosen)]))[:count]
     formats = (case.with_moments(name) for name in _smaller_formats(case))
-    found += _by_speed(case, filter(_fits, formats))
+    found += _fastest_first(_tried(case, filter(_fits, formats)))
     small, now = chosen.smallest, size_of(case, Tier.HOST)
     for start in [case] if small == case else [case, small]:
         if len(found) < count:
@@ -249,9 +249,7 @@ def _tried(case: PlanInput, changed: Iterable[PlanInput]) -> list[Suggestion]:
     return ways
 
 
-def _by_speed(case: PlanInput, changed: Iterable[PlanInput]) -> list[Suggestion]:
-    """The ways that fit, the fastest first; a search takes long, so give what `_fits`."""
-    ways = _tried(case, changed)
+def _fastest_first(ways: Iterable[Suggestion]) -> list[Suggestion]:
     return sorted(ways, key=lambda way: -way.priced.tokens_per_s)
 
 
@@ -418,37 +416,27 @@ def _taken(case: PlanInput, plan: Plan) -> int:
 # --- to make it faster ---------------------------------------------------------------------------
 
 
-def faster(
-    priced: PlanEstimate, count: int = 5, chosen: ScheduleResult | None = None
-) -> list[Suggestion]:
-    """The changes with the largest predicted gain in tokens per second, best first.
+def faster(priced: PlanEstimate, chosen: ScheduleResult | None = None) -> list[Suggestion]:
+    """The changes with a gain in predicted tokens per second that is worth it, best first.
 
-    Of several ranks one more GPU, and one more drive, are among them whatever they gain. `chosen`
-    is what the case comes from, if its batch schedule was searched.
+    `chosen` is what the case comes from, if its batch schedule was searched.
     """
-    case, now = priced.case, priced.tokens_per_s
-    rates = case.machine.rank_rates
-    hardware, asked = list(_more_hardware(priced)), list[PlanInput]()
-    if case.machine.ranks > 1:
-        hardware.append(case.with_gpus(case.machine.gpus + 1))
-        asked = [c for c in hardware if c.machine.rank_rates.disk_read != rates.disk_read]
+    case = priced.case
     changed = [
         *_same_batch(case, chosen),
         *(case.with_moments(name) for name in _smaller_formats(case)),
-        *hardware,
+        *_more_hardware(priced),
         case.with_step(4 * case.work.tokens, case.micro_batches),
     ]
     if 4 * case.micro_batches <= MOST_MICRO_BATCHES:
         changed.append(case.with_step(case.work.tokens, 4 * case.micro_batches))
     roomy = [c for c in changed if c.activations().total <= c.compute_bytes]
-    ways = [replace(w, speed_up=w.priced.tokens_per_s / now) for w in _tried(case, roomy) if now]
-    ways.sort(key=lambda way: -way.speed_up)
-    best = [way for way in ways if way.speed_up >= LEAST_GAIN][:count]
-    return [w for w in ways if any(w is one for one in best) or _is_of(w, asked)]
+    return worth_it(_tried(case, roomy), priced.tokens_per_s)
 
 
-def _is_of(way: Suggestion, cases: Iterable[PlanInput]) -> bool:
-    return any(way.priced.case is case for case in cases)
+def worth_it(ways: Iterable[Suggestion], now: float) -> list[Suggestion]:
+    """Those that gain enough over `now` tokens per second, the fastest first."""
+    return _fastest_first(way for way in ways if way.priced.tokens_per_s >= LEAST_GAIN * now > 0)
 
 
 def _same_batch(case: PlanInput, chosen: ScheduleResult | None) -> Iterator[PlanInput]:
@@ -462,8 +450,12 @@ def _same_batch(case: PlanInput, chosen: ScheduleResult | None) -> Iterator[Plan
 
 
 def _more_hardware(priced: PlanEstimate) -> Iterator[PlanInput]:
-    """One more drive, and RAM: a quarter more, and enough to hold what rests on disk."""
+    """One more GPU of several; one more drive, and RAM, a quarter more and enough to hold what
+    rests on disk.
+    """
     case = priced.case
+    if case.machine.ranks > 1:
+        yield case.with_gpus(case.machine.gpus + 1)
     if not any(priced.plan.memory[Tier.DISK].values()):
         return
     drives = max(len(case.config.nvme_path), 1)

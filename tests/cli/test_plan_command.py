@@ -189,8 +189,6 @@ def test_the_page_of_a_large_model_can_be_checked_by_hand() -> None:
         "rated writes last for",
         "binds",
         "to go faster",
-        "--moments 8bit",
-        "lossy",
         "--lora 16 --rest nf4",
     ):
         assert part in out, part
@@ -567,7 +565,7 @@ def test_what_does_not_fit_says_by_how_much_and_its_ways_work(
     assert re.search(r"[0-9.]+ [KMGT]?i?B", report["problem"]["what"])
     hows = [way["how"] for way in report["ways"]]
     assert len(set(hows)) == len(hows) in range(1, 8)
-    assert "--lora 16 --rest nf4" in hows or "--disk 0" not in sizes
+    assert "--lora 16" in hows or "--disk 0" not in sizes, "faster here than QLoRA, which fits too"
     assert report["faster"] == []
     page = run(*arguments)
     no_more_advice(monkeypatch)
@@ -666,7 +664,7 @@ def test_what_would_be_faster_is_when_it_is_typed(
     arguments = [lower(tmp_path, "8b", num_hidden_layers=4, vocab_size=32000), *sizes.split()]
     ways = answer(*arguments)["faster"]
     hows = " | ".join(way["how"] for way in ways)
-    for name in ("--lora 16 --rest nf4", "--moments 8bit", "--host"):
+    for name in ("--lora 16", "--moments 8bit", "--host"):
         assert name in hows, name
     no_more_advice(monkeypatch)
     for way in ways:
@@ -773,9 +771,8 @@ def test_four_gpus_share_a_node_and_every_unit() -> None:
     assert moved["disk_read"]["rate"] == rates["disk_read"] / 4
     assert report["wear"]["written_per_step"] == 4 * moved["disk_write"]["bytes"]
     assert report["step"]["tokens_per_s"] == pytest.approx(32768 / report["step"]["seconds"])
-    hows = [way["how"] for way in report["faster"]]
-    assert any("--gpus 5" in how for how in hows)
-    assert any("--drives 2" in how for how in hows)
+    kinds = [way["how"].split()[0] for way in report["faster"]]
+    assert len(set(kinds)) == len(kinds) == 3, "no two of a kind"
 
 
 def test_the_page_says_what_is_a_ranks_and_what_a_nodes() -> None:
@@ -788,7 +785,6 @@ def test_the_page_says_what_is_a_ranks_and_what_a_nodes() -> None:
         "(ZeRO-3)",
         "predicted per step: ",
         "all gather",
-        "one more GPU, as fast, with the same RAM",
     ):
         assert part in page, part
 

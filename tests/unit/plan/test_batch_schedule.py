@@ -109,7 +109,7 @@ def test_what_is_advised_cuts_a_step_between_its_samples_too() -> None:
     assert chosen.best is not None
     (way,) = [
         w
-        for w in faster(chosen.best, 20, chosen)
+        for w in faster(chosen.best, chosen)
         if w.changes[0].name == "batch" and not w.changes_batch
     ]
     assert way.priced.case.micro_batches == 3

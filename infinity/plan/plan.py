@@ -180,7 +180,6 @@ class Plan:
     memory: dict[Tier, dict[str, int]]  # purpose -> bytes
     budget: dict[Tier, int | None]
     predicted_bytes: dict[str, int] = field(default_factory=dict)
-    full_batch_bytes: dict[str, int] = field(default_factory=dict)  # were it one micro-batch
     notes: tuple[str, ...] = ()
     rule: RuleFacts = RuleFacts()
     device_kernels: bool = False  # a device with memory of its own runs our optimizer kernels
@@ -512,7 +511,6 @@ class Plan:
             if self.predicted_bytes.get(direction, 0)
         )
         lines.append(f"  predicted per step: {directions or 'nothing moves between tiers'}")
-        lines.extend(self._full_batch_lines())
         if self.rates_origin:
             rates = self.rates_origin
             rates = rates if "rates" in rates else f"rates {rates}"
@@ -543,19 +541,6 @@ class Plan:
                 f"  weights{of} rest in shared RAM{whose}, and are copied from there, whole"
             )
         return lines
-
-    def _full_batch_lines(self) -> list[str]:
-        """Describe the bytes of a step whose micro-batches pass each block together."""
-        now, full_batch = (sum(b.values()) for b in (self.predicted_bytes, self.full_batch_bytes))
-        if not full_batch or full_batch >= now:
-            return []
-        count = self.micro_batches
-        return [
-            f"  as one micro-batch in {count} slices it would move {format_size(full_batch)} "
-            f"instead of {format_size(now)}:",
-            f"    gradient_accumulation_steps: 1, activations: {{slices: {count}, checkpoint: "
-            "units}, and the whole batch in each call",
-        ]
 
     @property
     def frozen_line(self) -> str:

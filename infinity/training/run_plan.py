@@ -29,7 +29,6 @@ from infinity.model.torch_private import storage_address
 from infinity.optim.update import Rule
 from infinity.plan.activations import ActivationModel
 from infinity.plan.budget import Limits
-from infinity.plan.forecast import forecast_bytes
 from infinity.plan.inputs import PlanInput, activations_on_device, leaving_activations
 from infinity.plan.layout import UnitLayout, largest_trained_of
 from infinity.plan.machine import PlanMachine, default_host_budget_bytes, read_machine
@@ -246,9 +245,6 @@ def plan_for(
         may_share=config.placement.shared is not False and can_share(ranks),
         model_recomputes=recomputes_itself(model),
     )
-    if plan.micro_batches > 1 and any(unit.is_block for unit in plan.units):
-        full_batch = replace(plan, micro_batches=1)  # gradients are fp32 either way
-        plan = replace(plan, full_batch_bytes=forecast_bytes(full_batch))
     if reason and Tier.DEVICE in {placement.state for placement in plan.placements}:
         note = f"state that rests on the device is updated by the host, slower: {reason}"
         plan = replace(plan, notes=(*plan.notes, note))

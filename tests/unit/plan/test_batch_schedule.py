@@ -141,18 +141,6 @@ def test_where_nothing_fits_the_least_is_told() -> None:
         price(chosen.smallest).require_room()
 
 
-def test_a_loop_of_micro_batches_is_told_what_the_whole_batch_would_move(tmp_path: Path) -> None:
-    with small_engine(tmp_path, gradient_accumulation_steps=4) as engine:
-        page, whole = engine.plan.describe(), engine.plan.full_batch_bytes
-    assert "as one micro-batch in 4 slices it would move" in page
-    other = tmp_path / "other"
-    other.mkdir()
-    told = {"slices": 4, "checkpoint": "units"}
-    with small_engine(other, activations=told) as engine:
-        assert engine.plan.predicted_bytes == whole
-        assert "as one micro-batch" not in engine.plan.describe()
-
-
 def test_a_schedule_keeps_nothing_of_the_one_before() -> None:
     """A case that was planned with recomputation is priced without it where that is asked."""
     case = case_of(*MACHINES["roomy"])

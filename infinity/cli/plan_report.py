@@ -38,6 +38,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -84,7 +85,11 @@ from infinity.types import Kind, Tier
 # Plans for the command with changes typed behind it; None where that does not fit, or is refused.
 Answer: TypeAlias = Callable[[Sequence[Change]], "PlanEstimate | None"]
 
-_KINDS = {"weights": Kind.WEIGHT, "moments and residual": Kind.RESIDUAL, "gradients": Kind.GRADIENT}
+_KINDS = {  # with their purposes in `Plan.memory`
+    "weights": (Kind.WEIGHT, "weights"),
+    "moments and residual": (Kind.RESIDUAL, "state"),
+    "gradients": (Kind.GRADIENT, "gradients"),
+}
 
 
 def report(
@@ -311,8 +316,12 @@ def _planned(priced: PlanEstimate, rated_bytes: int) -> dict[str, Any]:
             "rule": plan.rule.name,
             "moments": [form.value for form in plan.precision.moments],
             "lossy": any(not form.is_exact for form in plan.precision.moments),
-            "per_parameter": _stored_per_parameter(plan),
-            "placement": {name: _placed_bytes(plan, kind) for name, kind in _KINDS.items()},
+            "per_parameter": {  # padding not counted
+                "weights": plan.precision.weight,
+                "moments and residual": plan.bytes_per_parameter - plan.precision.weight,
+                "gradients": plan.gradient_itemsize,
+            },
+            "placement": {name: _placed_bytes(plan, *kind) for name, kind in _KINDS.items()},
             "updates": plan.updates_line,
             "frozen": plan.frozen_line,
             "memory": plan.memory,
@@ -347,26 +356,13 @@ def _planned(priced: PlanEstimate, rated_bytes: int) -> dict[str, Any]:
     }
 
 
-def _stored_per_parameter(plan: Plan) -> dict[str, float]:
-    """Bytes that one parameter takes, by kind, padding not counted."""
-    total = plan.bytes_per_parameter
-    weight = plan.precision.weight
+def _placed_bytes(plan: Plan, kind: Kind, purpose: str) -> dict[str, dict[str, int]]:
+    counts = Counter(placement.of(kind) for placement in plan.placements)
     return {
-        "weights": weight,
-        "moments and residual": total - weight,
-        "gradients": plan.gradient_itemsize,
+        tier.value: {"units": counts[tier], "bytes": plan.memory[tier][purpose]}
+        for tier in Tier
+        if counts[tier]
     }
-
-
-def _placed_bytes(plan: Plan, kind: Kind) -> dict[str, dict[str, int]]:
-    memory = {Kind.WEIGHT: "weights", Kind.RESIDUAL: "state", Kind.GRADIENT: "gradients"}[kind]
-    found = {}
-    for tier in Tier:
-        count = sum(placement.of(kind) is tier for placement in plan.placements)
-        if count:
-            nbytes = plan.memory[tier][memory]
-            found[tier.value] = {"units": count, "bytes": nbytes}
-    return found
 
 
 def _bottlenecks(phases: Sequence[PhaseCost]) -> dict[str, float]:

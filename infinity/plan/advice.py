@@ -71,7 +71,7 @@ def way_of(case: PlanInput, priced: PlanEstimate) -> Suggestion:
         changes=tuple(_differences(case, after)),
         priced=priced,
         lossy=after.config.optimizer.moments != case.config.optimizer.moments,
-        changes_batch=not _same(_batch(after) / _batch(case)),
+        changes_batch=not _same(after.tokens_per_step / case.tokens_per_step),
     )
 
 
@@ -128,13 +128,13 @@ def _differences(case: PlanInput, after: PlanInput) -> Iterator[Change]:
 def _step_differences(case: PlanInput, after: PlanInput) -> Iterator[Change]:
     old, new = BatchSchedule.of(case), BatchSchedule.of(after)
     if (old.tokens, old.micro_batches) != (new.tokens, new.micro_batches):
-        ratio = _batch(after) / _batch(case)
+        ratio = after.tokens_per_step / case.tokens_per_step
         batch = "the same batch" if _same(ratio) else f"{ratio:g} times the batch"
         what = (
             f"{new.micro_batches} micro-batches" if after.micro_batches > 1 else "one micro-batch"
         )
         what = f"{what} of {new.tokens:,} tokens ({batch})"
-        yield Change(what, "batch", (_batch(after), new.micro_batches, new.tokens))
+        yield Change(what, "batch", (after.tokens_per_step, new.micro_batches, new.tokens))
     if old.slices != new.slices:
         yield Change(f"blocks in {new.slices} slices", "slices", new.slices)
     if old.recompute != new.recompute:
@@ -148,10 +148,6 @@ def _step_differences(case: PlanInput, after: PlanInput) -> Iterator[Change]:
     if old.offload != new.offload:
         where = {"none": "on the device", "host": "in RAM", "disk": "in RAM and on disk"}
         yield Change(f"their inputs wait {where[new.offload or 'none']}", "offload", new.offload)
-
-
-def _batch(case: PlanInput) -> int:
-    return case.tokens_per_step
 
 
 def size_of(case: PlanInput, tier: Tier) -> int | None:

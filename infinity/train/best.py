@@ -6,22 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
-class _BestState(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    of: str
-    loss: float
-    step: int
-    last: int
-    worse: int
-    kept: float
-    kept_step: int
-
-
-class Best:
+class Best(BaseModel):
     """The smallest held-out loss and its step; a state for `engine.register_state`.
 
     `last` is the step of the last evaluation, -1 before any; `worse` counts those since the best.
@@ -29,11 +17,16 @@ class Best:
     Losses of other data than `of` says are not compared with: then it begins anew, and is `anew`.
     """
 
-    def __init__(self, of: str = "") -> None:
-        self.of, self.anew = of, False
-        self.loss, self.step = math.inf, -1
-        self.last, self.worse = -1, 0
-        self.kept, self.kept_step = math.inf, -1
+    model_config = ConfigDict(strict=True)
+
+    of: str = ""
+    loss: float = math.inf
+    step: int = -1
+    last: int = -1
+    worse: int = 0
+    kept: float = math.inf
+    kept_step: int = -1
+    anew: bool = Field(default=False, exclude=True)
 
     def on_evaluation(self, step: int, loss: float) -> None:
         """A held-out loss, in nats a token; one that is not finite is never the best."""
@@ -44,11 +37,13 @@ class Best:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return {name: value for name, value in vars(self).items() if name != "anew"}
+        return self.model_dump()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse; raises `ValueError` for values that no run has."""
-        found = _BestState.model_validate({"of": self.of, **state})
+        if missing := self.state_dict().keys() - {"of", *state}:
+            raise ValueError(f"it has no {' and no '.join(sorted(missing))}")
+        found = Best.model_validate({"of": self.of, **state})
         if found.of == self.of:
             vars(self).update(found)
         else:

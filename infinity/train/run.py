@@ -263,7 +263,7 @@ class Run:
             directory.remember(durable=False)
         with ranks.collective_section("remembers the run"):
             directory.remember(decides=prepared.decides())
-        best, done = Best(prepared.held_out), reel.taken // prepared.windows_per_step
+        best, done = Best(of=prepared.held_out), reel.taken // prepared.windows_per_step
         engine.register_state("evaluations", best)  # after loading: older runs have none
         if best.anew:
             watcher.note("held-out data are others than before: the best of them begins anew")

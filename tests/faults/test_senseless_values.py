@@ -285,7 +285,7 @@ def test_what_a_run_registers_is_checked_when_it_is_loaded(tmp_path: Path) -> No
         run_state: Any = RunState.__new__(RunState)
         run_state._registered, run_state._loaded = {}, {name: state}
         if name == "evaluations":
-            run_state.register(name, best := Best(saved[name]["of"]))
+            run_state.register(name, best := Best(of=saved[name]["of"]))
             best.on_evaluation(2, 1.0)
         elif name == "last_step":
             run_state.register(name, last := LastStep())

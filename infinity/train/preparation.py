@@ -58,7 +58,6 @@ from infinity.train.windows import Packed, Windows, split
 from infinity.training.run_plan import case_here
 
 CAUSAL = "AutoModelForCausalLM"
-BYTES_SIZE, BYTES_END = 257, 256  # of the tokenizer of bytes
 _REFUSED = "{} is no config that transformers takes"
 _VARIES = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache")
 _SCHEDULE = "engine.scheduler.params"
@@ -99,17 +98,19 @@ class ModelFacts:
         return {key: value for key, value in found.items() if key not in _VARIES}
 
 
-def read_facts(run: RunConfig, tokenizer_size: int | None, end: int | None) -> ModelFacts:
-    """Read the config of a run's model; `tokenizer_size` and `end` fill what keys do not say.
+def read_facts(run: RunConfig, tokenizer: Tokenizer | None) -> ModelFacts:
+    """Read the config of a run's model; the tokenizer fills in what keys of a new one leave out.
 
     Raises `ConfigError` for what is no config of transformers', or of no causal language model.
     """
     source = run.model.config if run.model.config is not None else run.model.path
     assert source is not None
     if isinstance(source, dict):
-        config, name = _from_keys(source, tokenizer_size, end), str(source.get("model_type"))
+        config, name = _from_keys(source, tokenizer), str(source.get("model_type"))
     else:
-        config, name = _from_directory(source), source
+        path = Path(source).expanduser()
+        directory = path.parent if path.name == CONFIG_NAME else source
+        config, name = read_config(find_directory(directory, wanted=[CONFIG_NAME])), source
     if type(config) not in transformers().MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
             f"{name} is a {config.model_type} model, which transformers has no causal language "
@@ -135,13 +136,7 @@ def context_of(config: Any) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
-def _from_directory(source: str) -> Any:
-    path = Path(source).expanduser()
-    source = str(path.parent) if path.name == CONFIG_NAME else source
-    return read_config(find_directory(source, wanted=[CONFIG_NAME]))
-
-
-def _from_keys(keys: Mapping[str, Any], tokenizer_size: int | None, end: int | None) -> Any:
+def _from_keys(keys: Mapping[str, Any], tokenizer: Tokenizer | None) -> Any:
     library, kind = transformers(), keys.get("model_type")
     if not isinstance(kind, str) or kind not in library.CONFIG_MAPPING:
         hint = _near(str(kind), library.CONFIG_MAPPING)
@@ -158,12 +153,11 @@ def _from_keys(keys: Mapping[str, Any], tokenizer_size: int | None, end: int | N
         if unknown:
             raise ConfigError("; ".join(unknown))
         filled = dict(keys)
-        if tokenizer_size is not None:
-            filled.setdefault("vocab_size", tokenizer_size)
-        size = filled.get("vocab_size", plain.vocab_size)
-        if end is not None and isinstance(size, int) and end < size:
-            filled.setdefault("eos_token_id", end)
-            filled.setdefault("bos_token_id", end)
+        if tokenizer is not None:
+            size, end = filled.setdefault("vocab_size", tokenizer.size), tokenizer.end
+            if end is not None and isinstance(size, int) and end < size:
+                filled.setdefault("eos_token_id", end)
+                filled.setdefault("bos_token_id", end)
         return library.AutoConfig.for_model(**filled)
 
 
@@ -223,8 +217,7 @@ def source_of(run: RunConfig) -> str | None:
 
 def target_on_meta(run: RunConfig) -> Target:
     """The model of a configuration as the plan sees it."""
-    size, end = (BYTES_SIZE, BYTES_END) if run.tokenizer == BYTES else (None, None)
-    facts = read_facts(run, size, end)
+    facts = read_facts(run, find_tokenizer(BYTES) if run.tokenizer == BYTES else None)
     target = target_of(facts.name, facts.on_meta, facts.config.to_dict())
     return replace(target, from_files=run.model.path is not None)
 
@@ -235,10 +228,9 @@ def loss_of(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
     The mean is over its tokens with a loss. The model shifts labels by itself: of a window of n
     tokens all of which are trained on that are n - 1.
     """
-    adapters: Any = model
-    base = adapters.get_base_model() if hasattr(model, "peft_config") else model
-    takes = inspect.signature(base.forward).parameters
-    more = {"use_cache": False} if "use_cache" in takes else {}
+    base: Any = model
+    base = base.get_base_model() if hasattr(base, "peft_config") else base
+    more = {"use_cache": False} if "use_cache" in inspect.signature(base.forward).parameters else {}
 
     def loss(engine: Any, batch: Tensor) -> Tensor:
         rows = [batch, batch] if batch.dim() == 2 else [r.contiguous() for r in batch.unbind(1)]
@@ -432,8 +424,7 @@ def prepare_run(
     required = needs_text or config.training.sample is not None
     tokenizer = problems.of(lambda: _tokenizer(config, required=required))
     chat = problems.of(lambda: _holds_conversations(config, [*sources, *held]))
-    size, end = (None, None) if tokenizer is None else (tokenizer.size, tokenizer.end)
-    facts = problems.of(lambda: read_facts(config, size, end))
+    facts = problems.of(lambda: read_facts(config, tokenizer))
     length = 0 if facts is None else problems.of(lambda: _length(config, facts)) or 0
     problems.raise_all()
     assert facts is not None
@@ -547,8 +538,7 @@ def model_of(config: RunConfig) -> tuple[ModelFacts, Tokenizer | None]:
     Raises as `prepare_run`.
     """
     tokenizer = _tokenizer(config, required=False)
-    size, end = (None, None) if tokenizer is None else (tokenizer.size, tokenizer.end)
-    return read_facts(config, size, end), tokenizer
+    return read_facts(config, tokenizer), tokenizer
 
 
 def _find_tokenizer(config: RunConfig, required: bool) -> Tokenizer | None:

@@ -27,7 +27,7 @@ from infinity.train.loop import Loop
 from infinity.train.preparation import check_packing, loss_of, read_facts
 from infinity.train.run import Run
 from infinity.train.settings import load_run_config
-from infinity.train.texts import Tokenizer, find_sources
+from infinity.train.texts import ByteTokenizer, Tokenizer, find_sources
 from infinity.train.windows import Packed, pack, split
 
 CHATML = (
@@ -418,11 +418,13 @@ def test_models_that_would_let_them_see_each_other_are_refused(tmp_path: Path) -
             "conv layers hand on",
         ),
     ):
-        facts = read_facts(load_run_config(settings(tmp_path, model={"config": config})), 257, 256)
+        facts = read_facts(
+            load_run_config(settings(tmp_path, model={"config": config})), ByteTokenizer()
+        )
         with pytest.raises(ConfigError, match=rf"{words}(.|\n)*data\.packing=false"):
             check_packing(facts, None)
     raw = settings(tmp_path, model={"config": {"model_type": "llama"}})
-    facts = read_facts(load_run_config(raw), 257, 256)
+    facts = read_facts(load_run_config(raw), ByteTokenizer())
     check_packing(facts, "sdpa")
     with pytest.raises(ConfigError, match="have not been compared"):
         check_packing(facts, "flash_attention_2")
@@ -644,11 +646,11 @@ def test_adapters_are_trained_on_conversations(kind: str, tmp_path: Path) -> Non
         assert alone(model, held).item() == pytest.approx(result.evaluation, rel=1e-4)
 
     config = load_run_config(raw)
-    meta = read_facts(config, 257, 256).on_meta
+    meta = read_facts(config, ByteTokenizer()).on_meta
     trained = {n: p.shape for n, p in model.named_parameters() if "lora_" in n}
     assert {n: p.shape for n, p in meta.named_parameters() if p.requires_grad} == trained
     bad = load_run_config(raw, ["adapter.targets=[q_prjo]"])
     with pytest.raises(
         ConfigError, match=r"adapter\.targets(.|\n)*all-linear, or a list of .*q_pr"
     ):
-        _ = read_facts(bad, 257, 256).on_meta
+        _ = read_facts(bad, ByteTokenizer()).on_meta

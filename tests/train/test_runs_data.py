@@ -21,19 +21,19 @@ from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, Machi
 from infinity.integrations.huggingface.models import hub
 from infinity.train import data, texts
 from infinity.train.data import CorpusSpec, prepare
-from infinity.train.preparation import BYTES_END, BYTES_SIZE, prepare_run, read_facts
+from infinity.train.preparation import prepare_run, read_facts
 from infinity.train.settings import load_run_config
 from infinity.train.texts import ByteTokenizer, Tokenizer, find_sources, find_tokenizer
 from infinity.train.windows import BatchIterator, Windows, split
 
-END = BYTES_END
+END = 256
 
 
 def recipe(*paths: Path, form: str = "auto", **changes: Any) -> CorpusSpec:
     made = CorpusSpec(
         sources=find_sources("data.train", [str(path) for path in paths], form),
         tokenizer=ByteTokenizer(),
-        size=BYTES_SIZE,
+        size=257,
         end=END,
         text_field="text",
         errors="strict",
@@ -332,7 +332,7 @@ def test_code_that_comes_with_a_model_is_refused_without_a_question(
     with pytest.raises(ConfigError, match="no tokenizer that transformers can load"):
         find_tokenizer(str(tmp_path))
     with pytest.raises(ConfigError, match="no config that transformers takes"):
-        read_facts(load_run_config(settings(tmp_path, model={"path": str(tmp_path)})), None, None)
+        read_facts(load_run_config(settings(tmp_path, model={"path": str(tmp_path)})), None)
     assert questions == []
 
 

@@ -178,13 +178,13 @@ def test_the_keys_of_published_configurations_are_taken_and_misspelled_ones_refu
     name: str,
 ) -> None:
     """Some have no default in transformers' class, which reads them all the same."""
-    found = _from_keys(NAMED[name], None, None)
+    found = _from_keys(NAMED[name], None)
     assert found.num_hidden_layers == NAMED[name].get(
         "num_hidden_layers", NAMED[name].get("n_layer")
     )
     for key in ("rope_thet", "head_dimm", "config"):
         with pytest.raises(ConfigError, match=f"model.config.{key}: .* has no such key"):
-            _from_keys(NAMED[name] | {key: 64}, None, None)
+            _from_keys(NAMED[name] | {key: 64}, None)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -10,17 +9,8 @@ from typing import Any
 from torch import nn
 
 from infinity.errors import ConfigError, first_lines, listed
+from infinity.integrations.huggingface.models import package
 from infinity.train.settings import ALL_LINEAR, AdapterSection
-
-
-def peft() -> Any:
-    """Return the module peft; raises `ConfigError` if it is not installed."""
-    try:
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise ConfigError(
-            f"adapters need the package peft: {error}", remedy="pip install 'torch-infinity[hf]'"
-        ) from error
 
 
 def adapted(model: nn.Module, section: AdapterSection) -> nn.Module:
@@ -29,7 +19,7 @@ def adapted(model: nn.Module, section: AdapterSection) -> nn.Module:
     Raises `ConfigError` where there is nothing to adapt, or no peft.
     """
     _check_parameters(model, section.target_parameters)
-    library = peft()
+    library = package("peft")
     base: Any = model
     base.name_or_path = base.config.name_or_path  # what peft notes down as the base of its adapters
     targets = ALL_LINEAR if ALL_LINEAR in section.targets else list(section.targets)

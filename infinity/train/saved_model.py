@@ -7,7 +7,6 @@ stands in the configuration of the run that saved it, or in the config.json of a
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from infinity.integrations.huggingface.models import (
     find_directory,
     load_model,
     name_of_tied,
+    package,
     read_config,
     save_adapters,
     take_generation_config,
@@ -40,7 +40,7 @@ from infinity.model.lazy_tensor import LazyTensor
 from infinity.model.weight_directory import holds_weights
 from infinity.model.weight_files import Outgoing
 from infinity.optim.moments import COMPUTE_DTYPES
-from infinity.train.adapters import adapted, peft
+from infinity.train.adapters import adapted
 from infinity.train.directory import run_record
 from infinity.train.preparation import CAUSAL, model_of, source_of
 from infinity.train.settings import AdapterSection, RunConfig, load_run_config
@@ -136,7 +136,7 @@ def load_directory(directory: Path, config: Config) -> nn.Module:
     base = _base_of_adapters(directory)
     model = load_model(directory if base is None else base, config)
     if base is not None:
-        model = peft().PeftModel.from_pretrained(model, directory)
+        model = package("peft").PeftModel.from_pretrained(model, directory)
     return model.requires_grad_(False).eval()
 
 
@@ -351,7 +351,7 @@ def _adapted_layers(model: SavedModel) -> dict[str, Any]:
     """Return the layers of peft by their names; those of parameters are around one another."""
     if model.adapter is None:
         return {}
-    kind = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
+    kind = package("peft.tuners.tuners_utils").BaseTunerLayer
     modules = model.module.get_base_model().named_modules()
     return {name: module for name, module in modules if isinstance(module, kind)}
 

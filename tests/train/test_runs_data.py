@@ -18,7 +18,7 @@ from support.runs import settings
 
 from infinity.common.files import LockFile
 from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError
-from infinity.integrations.huggingface.models import hub
+from infinity.integrations.huggingface.models import package
 from infinity.train import data, texts
 from infinity.train.data import CorpusSpec, prepare
 from infinity.train.preparation import prepare_run, read_facts
@@ -346,7 +346,7 @@ def test_a_tokenizer_that_the_hub_does_not_give_is_asked_for_once(
         asked.append(name)
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr(hub(), "snapshot_download", download)
+    monkeypatch.setattr(package("huggingface_hub"), "snapshot_download", download)
     raw = settings(tmp_path, model={"path": "own/model"}, tokenizer="auto")
     with pytest.raises(MachineError, match="the Hugging Face Hub did not give it"):
         prepare_run(load_run_config(raw), tmp_path / "tokens")

@@ -32,25 +32,22 @@ from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.training.state_dict import read_by_first, written_by_first
 
-# The transformers package, asked for when it is used.
+# Packages, asked for when they are used.
 
 
 def transformers() -> Any:
+    """The module; raises as `package`."""
+    return package("transformers")
+
+
+def package(name: str) -> Any:
     """The module; raises `ConfigError` saying what to install where it is missing."""
-    return _package("transformers")
-
-
-def hub() -> Any:
-    """The module `huggingface_hub`, which transformers brings along."""
-    return _package("huggingface_hub")
-
-
-def _package(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"the package {name} cannot be imported: {error}", remedy="pip install transformers"
+            f"the package {name} cannot be imported: {error}",
+            remedy=f"pip install {name}",
         ) from error
 
 
@@ -82,14 +79,19 @@ def find_directory(
         )
     path = Path(source).expanduser()
     if path.is_dir():
-        _refuse_adapter(path)
+        if (path / "adapter_config.json").exists() and not (path / CONFIG_NAME).exists():
+            raise ConfigError(
+                f"{path} holds an adapter, not a model",
+                remedy="load its base: from_pretrained(base, prepare=lambda model: "
+                f"peft.PeftModel.from_pretrained(model, {str(path)!r}, is_trainable=True))",
+            )
         return path
     if path.exists():
         raise ConfigError(f"{path} is a file", remedy="give the directory with its config.json")
     name = os.fspath(source)
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         raise ConfigError(f"there is no directory {name}")
-    library = hub()
+    library = package("huggingface_hub")
     try:
         return Path(library.snapshot_download(name, revision=revision, allow_patterns=list(wanted)))
     except (OSError, ValueError, library.errors.HfHubHTTPError) as error:
@@ -99,15 +101,6 @@ def find_directory(
             remedy=f"where there is a network: hf download {name} --local-dir DIR; then give "
             "that directory",
         ) from error
-
-
-def _refuse_adapter(path: Path) -> None:
-    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
-        raise ConfigError(
-            f"{path} holds an adapter, not a model",
-            remedy="load its base: from_pretrained(base, prepare=lambda model: "
-            f"peft.PeftModel.from_pretrained(model, {str(path)!r}, is_trainable=True))",
-        )
 
 
 # `save_pretrained`: an engine's model as a directory that transformers loads.
@@ -322,7 +315,10 @@ def load_model(
     files = WeightFiles(directory)
     if files.quantised:
         facts = without_quantisation(facts)  # values are promised: transformers must not unpack
-    promised = {name: _promise(files, name) for name in files.facts}
+    promised = {
+        name: LazyTensor(facts.shape, facts.dtype, StoredTensor(files, name))
+        for name, facts in files.facts.items()
+    }
     model = fill_model(kind, facts, promised, settings.precision, options, str(source))
     model.config.name_or_path = str(source)
     take_generation_config(model, directory)
@@ -502,21 +498,13 @@ def _split_kwargs(facts: Any, options: dict[str, Any]) -> tuple[Any, dict[str, A
     return facts, options
 
 
-def _promise(files: WeightFiles, name: str) -> Tensor:
-    facts = files.facts[name]
-    return LazyTensor(facts.shape, facts.dtype, StoredTensor(files, name))
-
-
 def _num_promised(model: nn.Module) -> int:
     """How many parameters come from the files; buffers get their values now."""
-    count = 0
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if isinstance(buffer, LazyTensor):
                 module._buffers[name] = buffer.value().to(buffer.dtype)
-    for parameter in model.parameters():
-        count += isinstance(parameter, LazyTensor)
-    return count
+    return sum(isinstance(parameter, LazyTensor) for parameter in model.parameters())
 
 
 # `from_pretrained` and `from_config`: from a Hugging Face model to an engine.

@@ -117,7 +117,13 @@ def find_settings(
         )
     else:
         settings = _ours(source, args, wanted)
-    _check_full_eval(args, settings.config)
+    for flag in ("bf16", "fp16"):
+        if getattr(args, f"{flag}_full_eval") and settings.config.precision != flag:
+            raise ConfigError(
+                f"{flag}_full_eval=True, but the engine computes in {settings.config.precision}",
+                because="weights are not converted for an evaluation and back",
+                remedy=f"leave {flag}_full_eval out, or train with {flag}=True",
+            )
     if settings.config.resume != "never":
         raise ConfigError(
             f"resume: {settings.config.resume} is not for InfinityTrainer",
@@ -161,16 +167,6 @@ def _precision(args: Any, model: nn.Module) -> str:
     for parameter in model.parameters():
         sizes[parameter.dtype] += parameter.numel() if parameter.is_floating_point() else 0
     return _PRECISION_OF.get(max(sizes, key=sizes.__getitem__, default=torch.float32), "fp32")
-
-
-def _check_full_eval(args: Any, config: Config) -> None:
-    for flag in ("bf16", "fp16"):
-        if getattr(args, f"{flag}_full_eval") and config.precision != flag:
-            raise ConfigError(
-                f"{flag}_full_eval=True, but the engine computes in {config.precision}",
-                because="weights are not converted for an evaluation and back",
-                remedy=f"leave {flag}_full_eval out, or train with {flag}=True",
-            )
 
 
 # --- what TrainingArguments say ------------------------------------------------------------------
@@ -220,7 +216,10 @@ def _named_arguments(args: Any, precision: str) -> list[_NamedArgument]:
 def _ours(source: Any, args: Any, precision: str) -> TrainerSettings:
     if isinstance(source, Config):
         source = source.model_dump(exclude_unset=True)
-    raw = _without_autos(read_source(source)[1])
+    autos = ("gradient_accumulation_steps", "gradient_clipping", "precision")  # args have them
+    raw = {k: v for k, v in read_source(source)[1].items() if k not in autos or v != "auto"}
+    if isinstance(raw.get("optimizer"), Mapping):
+        raw["optimizer"] = {k: v for k, v in raw["optimizer"].items() if v != "auto"}
     given = load_config(raw)
     kind, of_adam = given.optimizer.type, ("optimizer.betas", "optimizer.eps")
     from_args = {one.ours: one for one in _named_arguments(args, precision) if one.ours}
@@ -246,15 +245,6 @@ def _ours(source: Any, args: Any, precision: str) -> TrainerSettings:
         names_micro_batches="gradient_accumulation_steps" in written,
         translation=None,
     )
-
-
-def _without_autos(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Without values that are "auto", where TrainingArguments have one."""
-    keys = ("gradient_accumulation_steps", "gradient_clipping", "precision")
-    kept = {k: v for k, v in raw.items() if not (k in keys and v == "auto")}
-    if isinstance(kept.get("optimizer"), Mapping):
-        kept["optimizer"] = {k: v for k, v in kept["optimizer"].items() if v != "auto"}
-    return kept
 
 
 # --- DeepSpeed's -------------------------------------------------------------------------------

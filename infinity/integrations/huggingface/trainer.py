@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import shutil
@@ -21,7 +20,7 @@ from infinity.config.schema import Config
 from infinity.distributed.context import DistContext
 from infinity.distributed.launch import find_ranks
 from infinity.engine import Engine
-from infinity.errors import CheckpointError, ConfigError, EngineClosedError, InfinityWarning
+from infinity.errors import ConfigError, EngineClosedError, InfinityWarning
 from infinity.integrations.deepspeed.arguments import initialize
 from infinity.integrations.deepspeed.settings import DeepSpeedSettings
 from infinity.integrations.huggingface.accelerator import (
@@ -40,6 +39,7 @@ from infinity.integrations.huggingface.batches import (
 from infinity.integrations.huggingface.models import (
     choose_logits,
     load_model,
+    package,
     save_pretrained,
     transformers,
 )
@@ -180,24 +180,6 @@ def has_engine(folder: str | os.PathLike[str]) -> bool:
     return (Path(folder) / TAG / MANIFEST_NAME).is_file()
 
 
-def save_engine(engine: Engine, folder: str) -> None:
-    """Write `folder/engine`; returns when it is on stable storage.
-
-    One that is there is of a run that went on from before this step, and goes: as Trainer does.
-    """
-    with engine.ranks.collective_section("saves a checkpoint"):
-        if not engine.ranks.rank:
-            shutil.rmtree(Path(folder) / TAG, ignore_errors=True)
-    engine.save_checkpoint(folder, TAG, save_latest=False, wait=True)
-
-
-def load_engine(engine: Engine, folder: str) -> None:
-    """Go on from `folder/engine`: same bits as without the break."""
-    path, _ = engine.load_checkpoint(folder, TAG)
-    if path is None:
-        raise CheckpointError(f"there is no checkpoint of an engine in {folder}")
-
-
 def newest_complete(directory: str) -> str | None:
     """The newest `checkpoint-N` of an engine that is complete; None where there is no folder.
 
@@ -213,12 +195,33 @@ def newest_complete(directory: str) -> str | None:
     weights_only = [p for p in folders if (p / STATE).is_file() and not (p / TAG).exists()]
     complete = next((p for p in folders if has_engine(p) and (p / STATE).is_file()), None)
     if complete is not None:
-        _warn_of_newer(
-            complete, [p for p in weights_only if folders.index(p) < folders.index(complete)]
-        )
+        newer = [p for p in weights_only if folders.index(p) < folders.index(complete)]
+        if newer:
+            warnings.warn(
+                f"going on from {complete}; {len(newer)} newer ones, to {newer[0].name}, hold "
+                "weights only (saved with save_only_model, or by another Trainer). To take these, "
+                f"with a new optimizer: resume_from_checkpoint={str(newer[0])!r}",
+                InfinityWarning,
+                stacklevel=3,
+            )
         return str(complete)
+    if weights_only:
+        weights = weights_only[0]
+        raise ConfigError(
+            f"resume_from_checkpoint=True: no complete checkpoint of an engine in {weights.parent}",
+            because=f"{weights.name} holds weights only: saved with save_only_model, or by another "
+            "Trainer",
+            remedy=f"resume_from_checkpoint={str(weights)!r} takes its weights, with a new "
+            "optimizer; or train() without it starts anew",
+        )
     if folders:
-        raise _no_complete_checkpoint(folders[0], weights_only)
+        newest = folders[0]
+        missing = STATE if has_engine(newest) else f"{TAG}/{MANIFEST_NAME}"
+        raise ConfigError(
+            f"resume_from_checkpoint=True: no complete checkpoint in {newest.parent}",
+            because=f"{newest.name} has no {missing}: its saving was cut short",
+            remedy=f"rm -r {newest}, and train() without resume_from_checkpoint: it starts anew",
+        )
     return None
 
 
@@ -235,36 +238,6 @@ def refuse_foreign(folder: str) -> None:
             because="that is written last: a crash cut the saving short, or it is no checkpoint-N",
             remedy="True for the newest complete one in output_dir, or train() to start anew",
         )
-
-
-def _warn_of_newer(taken: Path, newer: list[Path]) -> None:
-    if newer:
-        warnings.warn(
-            f"going on from {taken}; {len(newer)} newer ones, to {newer[0].name}, hold weights "
-            "only (saved with save_only_model, or by another Trainer). To take these, with a new "
-            f"optimizer: resume_from_checkpoint={str(newer[0])!r}",
-            InfinityWarning,
-            stacklevel=4,
-        )
-
-
-def _no_complete_checkpoint(newest: Path, weights_only: list[Path]) -> ConfigError:
-    """For folders of which none can be resumed as it was."""
-    if weights_only:
-        weights = weights_only[0]
-        return ConfigError(
-            f"resume_from_checkpoint=True: no complete checkpoint of an engine in {weights.parent}",
-            because=f"{weights.name} holds weights only: saved with save_only_model, or by another "
-            "Trainer",
-            remedy=f"resume_from_checkpoint={str(weights)!r} takes its weights, with a new "
-            "optimizer; or train() without it starts anew",
-        )
-    missing = STATE if has_engine(newest) else f"{TAG}/{MANIFEST_NAME}"
-    return ConfigError(
-        f"resume_from_checkpoint=True: no complete checkpoint in {newest.parent}",
-        because=f"{newest.name} has no {missing}: its saving was cut short",
-        remedy=f"rm -r {newest}, and train() without resume_from_checkpoint: it starts anew",
-    )
 
 
 # Private methods of Trainer are replaced, and `_created_lr_scheduler` (a second train() makes the
@@ -636,7 +609,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         self.create_scheduler(num_training_steps=max_steps)
         self._loop.scheduler = self.lr_scheduler
         if self._goes_on_from is not None:
-            load_engine(engine, self._goes_on_from)
+            engine.load_checkpoint(self._goes_on_from, TAG)
             if self._batches is not None:
                 self._batches.compare(decided_by(self._goes_on_from, TAG))
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -685,7 +658,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         if has_engine(best):  # fp32 masters, where weights are saved in 16 bits
-            self._open().load_checkpoint(best, "engine", load_module_only=True)
+            self._open().load_checkpoint(best, TAG, load_module_only=True)
         else:
             self._take_weights(best)
 
@@ -693,7 +666,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         """Weights that `save_pretrained` wrote, to wherever the model's rest."""
         engine = self.engine
         if hasattr(self.model, "peft_config"):
-            peft = importlib.import_module("peft")
+            peft = package("peft")
             adapters = peft.load_peft_weights(folder, device="cpu")
             trained = [p for p in self.model.parameters() if p.requires_grad]
             with nullcontext() if engine is None else engine.materialized(trained):
@@ -727,7 +700,11 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
 
     # The engine's checkpoint in the place of both, and of the random state.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_engine(self._open(), output_dir)
+        engine = self._open()
+        with engine.ranks.collective_section("saves a checkpoint"):
+            if not engine.ranks.rank:  # one that is there is of a run that went on from before
+                shutil.rmtree(Path(output_dir) / TAG, ignore_errors=True)
+        engine.save_checkpoint(output_dir, TAG, save_latest=False, wait=True)
 
     def _save_rng_state(self, output_dir: str) -> None:
         pass

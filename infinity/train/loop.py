@@ -170,9 +170,12 @@ class Loop:
         if error is not None:
             failed(error)
 
-    def finish_saving(self) -> None:
-        """Wait until no checkpoint is being saved; as `save` where that fails."""
-        self._collect(wait=True)
+    def save_last(self) -> None:
+        """Save a checkpoint and wait for it; of a durable state wait for the one being saved."""
+        if self.prepared.engine.durable:
+            self._collect(wait=True)
+        else:
+            self.save(wait=True)
 
     def _collect(self, *, wait: bool) -> None:
         """See what became of the checkpoint that is being saved, if it is over."""
@@ -206,14 +209,8 @@ class Loop:
         if first:
             self.watcher.note(
                 f"{path.name} was not saved: {error}\n"
-                f"  training goes on, and saves again when it can; {self.last_checkpoint}"
+                f"  training goes on, and saves again when it can; {last_of(self.checkpoints)}"
             )
-
-    @property
-    def last_checkpoint(self) -> str:
-        """Describe the checkpoint to resume from."""
-        path = latest(self.checkpoints)
-        return f"the last checkpoint is {path}" if path else "there is none yet"
 
     def _one_step(self) -> None:
         engine, prepared = self.engine, self.prepared
@@ -320,7 +317,7 @@ class Loop:
         due = self.step == self.prepared.steps or (every and self.step % every == 0)
         if self.prepared.evaluate is None or not due or best.last >= self.step:
             return
-        loss, count = self.evaluate()
+        loss = self.evaluate()
         self.evaluation = loss
         best.on_evaluation(self.step, loss)
         if self.step not in self.metrics.evaluated:
@@ -330,7 +327,7 @@ class Loop:
                     "step": self.step,
                     "loss": loss,
                     "perplexity": math.exp(min(loss, 700.0)),
-                    "windows": count,
+                    "windows": self.prepared.num_evaluated,
                 }
             )
         beaten = best.step == 0 and loss > best.loss  # by the weights that it began with
@@ -362,8 +359,8 @@ class Loop:
             best.kept, best.kept_step = loss, self.step
             self.watcher.note(f"best so far: {path} (step {self.step})")
 
-    def evaluate(self) -> tuple[float, int]:
-        """The mean loss of the first held-out windows over their tokens, and how many windows."""
+    def evaluate(self) -> float:
+        """The mean loss of the first held-out windows over their tokens."""
         prepared, windows, ranks = self.prepared, self.prepared.evaluate, self.engine.ranks
         assert windows is not None
         count = prepared.num_evaluated
@@ -386,7 +383,13 @@ class Loop:
         every = [loss.item() for loss in self._in_turn(losses)]
         weights = [sum(map(windows.weight, batch)) for batch in batches]
         total = sum(loss * weight for loss, weight in zip(every, weights, strict=False))
-        return total / sum(weights), count
+        return total / sum(weights)
+
+
+def last_of(root: Path) -> str:
+    """Return a clause that names the checkpoint to resume from."""
+    path = latest(root)
+    return f"the last checkpoint is {path}" if path else "no checkpoint is whole yet"
 
 
 def latest(root: Path) -> Path | None:

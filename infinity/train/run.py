@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -52,7 +53,7 @@ from infinity.train.best import Best
 from infinity.train.data import Progress
 from infinity.train.directory import RunDirectory
 from infinity.train.durable_state import DurableState, rank_directories
-from infinity.train.loop import Compute, Loop, latest
+from infinity.train.loop import Compute, Loop, last_of, latest
 from infinity.train.metrics import (
     LastStep,
     Metrics,
@@ -269,6 +270,10 @@ class Run:
             watcher.note("held-out data are others than before: the best of them begins anew")
         if not ranks.all_gather_object(directory.best.is_dir())[0]:
             best.kept, best.kept_step = math.inf, -1  # those of another directory's run
+        keeps_best = training.keep_best
+        if keeps_best is None:
+            keeps_best = training.early_stop is not None
+        keep_best = partial(self._export, path=directory.best) if keeps_best else None
         with self._metrics(done, engine.device) as metrics:
             for note in metrics.notes:
                 watcher.note(note)
@@ -276,7 +281,7 @@ class Run:
                 metrics.catch_up(last_step)
             loop = Loop(
                 prepared, engine, reel, compute, metrics, last_step, directory.checkpoints,
-                watcher, best, self._remember_saved, self._keep_best if self._keeps_best else None,
+                watcher, best, self._remember_saved, keep_best,
             )  # fmt: skip
             if not loop.ended:
                 directory.remember(complete=False)
@@ -284,15 +289,6 @@ class Run:
             result = self._finish(loop, watcher)
             metrics.stopped_early = result.stopped_early
             return result
-
-    @property
-    def _keeps_best(self) -> bool:
-        training = self.config.training
-        wanted = training.keep_best
-        return training.early_stop is not None if wanted is None else wanted
-
-    def _keep_best(self, engine: Engine) -> Path:
-        return self._export(engine, self.directory.best)
 
     def _export(self, engine: Engine, path: Path) -> Path:
         """Write the weights for transformers; returns where."""
@@ -362,7 +358,7 @@ class Run:
         """Save, and at the last step export."""
         prepared, directory = loop.prepared, self.directory
         stopped = not loop.ended
-        self._save(loop)
+        loop.save_last()
         model = None
         if not stopped and prepared.config.training.export != "none":
             model = directory.model
@@ -371,7 +367,7 @@ class Run:
                 self._export(loop.engine, model)
             watcher.note(f"model: {model}")
         if loop.unsaved is not None:
-            self._save(loop)  # much may have changed since
+            loop.save_last()  # much may have changed since
         if loop.unsaved is not None and not prepared.engine.durable:
             raise _not_saved(loop, loop.unsaved, model)
         if not stopped:
@@ -396,13 +392,6 @@ class Run:
             stopped_by=loop.stopped_by if stopped else 0,
         )
 
-    @staticmethod
-    def _save(loop: Loop) -> None:
-        if loop.prepared.engine.durable:
-            loop.finish_saving()
-        else:
-            loop.save(wait=True)
-
     def _remember_saved(self) -> None:
         """Note that there was a whole checkpoint: from now on the run never begins again."""
         with suppress(InfinityError):  # noted with the next one
@@ -413,10 +402,7 @@ class Run:
         """A clause that names the state on disk to go on from."""
         if self.directory.record.get("durable"):
             return "the last committed step is on disk"
-        checkpoint = latest(self.directory.checkpoints)
-        return (
-            f"the last checkpoint is {checkpoint}" if checkpoint else "no checkpoint is whole yet"
-        )
+        return last_of(self.directory.checkpoints)
 
     # --- going on --------------------------------------------------------------------------------
 
@@ -544,7 +530,7 @@ def _not_saved(loop: Loop, error: InfinityError, model: Path | None) -> Infinity
     kind = DoesNotFitError if isinstance(error, DoesNotFitError) else MachineError
     return kind(
         f"the state after step {loop.step} was not saved: {error.what}; {loop.failed_saves} saves "
-        f"failed; {loop.last_checkpoint}"
+        f"failed; {last_of(loop.checkpoints)}"
         + (f"; the model is whole: {model}" if model is not None else ""),
         because=error.because,
         remedy=f"{error.remedy or 'look at that drive'}; then --resume auto goes on from there",
@@ -561,12 +547,9 @@ def _hypers(engine: Engine) -> dict[str, Any]:
                 name = "lr"
             elif name in ("params", "param_names") or scheduled:
                 continue
-            found[f"{name} of group {number}" if number else name] = _as_plain(value)
+            plain = list(map(float, value)) if isinstance(value, list | tuple) else value
+            found[f"{name} of group {number}" if number else name] = plain
     return found
-
-
-def _as_plain(value: Any) -> Any:
-    return list(map(float, value)) if isinstance(value, list | tuple) else value
 
 
 def _step_of(tag: str) -> int:

@@ -17,64 +17,48 @@ TOKENS = 100
 
 
 def record_sample(loop: Loop) -> None:
-    """Put generated text into the metrics if the run asks for it.
+    """Put text that continues the run's `training.sample`, if it has one, into the metrics.
 
-    A model that cannot generate ends no run: the watcher is given the reason.
+    Every token is a forward of the whole model, and all ranks draw the same ones, by the run's
+    seed. Of a run on conversations the prompt is a message of the user, where there is a chat
+    template. A model that cannot generate ends no run: the watcher is given the reason.
     """
     prompt = loop.prepared.config.training.sample
     if prompt is None:
         return
     try:
-        text = generate_sample(loop.engine, loop.prepared, prompt)
+        with explained("training.sample: no text can be generated"):
+            text = _generate(loop.engine, loop.prepared, prompt)
     except ConfigError as error:
         loop.watcher.note(str(error))
     else:
         loop.record({"event": "sample", "step": loop.step, "prompt": prompt, "text": text})
 
 
-def generate_sample(engine: Engine, prepared: Prepared, prompt: str) -> str:
-    """Continue a prompt by up to `TOKENS` tokens, drawn at a temperature of 0.8 by the run's seed.
-
-    Every token is a forward of the whole model. Of a run on conversations the prompt is a message
-    of the user, where there is a chat template. All ranks call this, and draw the same tokens.
-
-    Args:
-        engine: The engine of the trained model; it is in train mode afterwards.
-        prepared: The run, which has a tokenizer.
-        prompt: The beginning of the text. Only its end is used where the model sees less.
-
-    Returns:
-        The text behind the prompt.
-
-    Raises:
-        ConfigError: transformers cannot generate with this model, or this chat template.
-    """
+def _generate(engine: Engine, prepared: Prepared, prompt: str) -> str:
     assert prepared.tokenizer is not None
     wrapped, facts = prepared.tokenizer.wrapped, prepared.facts
-    with explained("training.sample: no text can be generated"):
-        is_chat = prepared.train.corpus.marked and bool(wrapped.chat_template)
-        most = facts.context or prepared.length + TOKENS
-        count = min(TOKENS, most // 2)
-        ids = prepared.tokenizer.encode_prompt(prompt, is_chat=is_chat)[:, count - most :]
-        ids = ids.to(engine.device)
-        module: Any = engine.module  # with adapters it takes inputs by name
-        settings = transformers().GenerationConfig(
-            max_new_tokens=count,
-            do_sample=True,
-            temperature=0.8,
-            eos_token_id=prepared.tokenizer.end,
-            pad_token_id=prepared.tokenizer.end or 0,
-        )
-        engine.eval()
-        try:
-            with fork_rng([engine.device]):
-                torch.manual_seed(prepared.engine.seed or 0)
-                found = module.generate(
-                    input_ids=ids,
-                    attention_mask=torch.ones_like(ids),
-                    generation_config=settings,
-                )
-        finally:
-            engine.train()
-        text: str = wrapped.decode(found[0, ids.shape[1] :].tolist(), skip_special_tokens=True)
-        return text
+    is_chat = prepared.train.corpus.marked and bool(wrapped.chat_template)
+    most = facts.context or prepared.length + TOKENS
+    count = min(TOKENS, most // 2)
+    ids = prepared.tokenizer.encode_prompt(prompt, is_chat=is_chat)[:, count - most :]
+    ids = ids.to(engine.device)
+    module: Any = engine.module  # with adapters it takes inputs by name
+    settings = transformers().GenerationConfig(
+        max_new_tokens=count,
+        do_sample=True,
+        temperature=0.8,
+        eos_token_id=prepared.tokenizer.end,
+        pad_token_id=prepared.tokenizer.end or 0,
+    )
+    engine.eval()
+    try:
+        with fork_rng([engine.device]):
+            torch.manual_seed(prepared.engine.seed or 0)
+            found = module.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings
+            )
+    finally:
+        engine.train()
+    text: str = wrapped.decode(found[0, ids.shape[1] :].tolist(), skip_special_tokens=True)
+    return text

@@ -25,7 +25,9 @@ from infinity.errors import ConfigError, did_you_mean, mistakes
 # What is wrong with a configuration, said for people: names, nearest names, values given.
 
 
-_ALTERNATIVE = re.compile(r"literal\[.*\]|int|bool|str")  # pydantic's names for parts of a union
+_ALTERNATIVE = re.compile(
+    r"literal\[.*\]|(constrained-)?int|bool|str"
+)  # pydantic's names for parts of a union
 # What people call our words; the first that is among the words of a key is meant.
 _MEANT = {
     "gpu": ("device",),

@@ -122,17 +122,6 @@ class DataSection(Section):
         """What `str.decode` does with bytes that are not UTF-8."""
         return "replace" if self.undecodable == "replace" else "strict"
 
-    @field_validator("sequence_length", "end_of_document", mode="before")
-    @classmethod
-    def _number_or_word(cls, value: Any, info: Any) -> Any:
-        least, choices = (2, ("auto",)) if info.field_name == "sequence_length" else (
-            0, ("auto", "none")
-        )  # fmt: skip
-        if value not in choices and not (type(value) is int and value >= least):
-            names = " or ".join(map(repr, choices))
-            raise ValueError(f"should be {names}, or a number of {least} or more, got {value!r}")
-        return value
-
 
 class TrainingSection(Section):
     """Length of the run, its steps, evaluations and checkpoints."""
@@ -269,9 +258,8 @@ class RunConfig(Section):
 
     def tokens_of_a_step(self, length: int) -> int:
         """All micro-batches of windows of `length` tokens together."""
-        training = self.training
-        tokens = training.micro_batch * length
-        return training.tokens_per_step or tokens * self.engine.gradient_accumulation_steps
+        tokens = self.training.micro_batch * length * self.engine.gradient_accumulation_steps
+        return self.training.tokens_per_step or tokens
 
     @field_validator("training")
     @classmethod
@@ -342,13 +330,14 @@ def load_run_config(
     where, raw = read_source(source)
     raw = with_current_names(raw, "engine.")
     merged = apply_overrides(raw, overrides, partial(current, prefix="engine."))
-    if merged and not is_run_config(merged) and any(name in Config.model_fields for name in merged):
+    is_other = merged and not is_run_config(merged)
+    if is_other and any(name in Config.model_fields for name in merged):
         raise ConfigError(
             f"{where} is the configuration of an engine, not of a run",
             because="it has no model and no data",
             remedy="`infinity init` writes one to start from; yours goes into its section engine",
         )
-    if merged and not is_run_config(merged) and _OF_DEEPSPEED & merged.keys():
+    if is_other and _OF_DEEPSPEED & merged.keys():
         raise ConfigError(
             f"{where} is a configuration of DeepSpeed, not of a run",
             because="it has no model and no data",

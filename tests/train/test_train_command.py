@@ -135,7 +135,7 @@ def test_all_mistakes_of_a_configuration_are_told_at_once(tmp_path: Path) -> Non
         "9 mistakes",
         "model: path and config are both given",
         "data.sequence_lenght: unknown key; did you mean 'data.sequence_length'?",
-        "data.sequence_length: should be 'auto', or a number of 2 or more, got 1",
+        "data.sequence_length: should be greater than or equal to 2 or 'auto', got 1",
         "data.format: should be",
         "training.epochs: steps are given as well",
         "training.micro_batch: ",

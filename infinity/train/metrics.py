@@ -156,8 +156,6 @@ class Metrics:
         self._began = facts is not None
         if facts is not None:
             self._mark("began", after, **facts)
-        if trackers is not None:
-            self.notes += trackers.notes
 
     def __enter__(self) -> Self:
         return self

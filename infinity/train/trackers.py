@@ -40,7 +40,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The available trackers of `names`; `notes` lists the missing ones.
+    """The trackers of `names`; one that cannot be started is reported, and left out.
 
     `directory` is the run's, `identity` the same whenever it goes on, `after` the step it does so
     from, `settings` what it was told.
@@ -55,7 +55,6 @@ class Trackers:
         after: int = 0,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self.notes: list[str] = []
         self._open: dict[str, Any] = {}
         more: dict[str, dict[str, Any]] = {
             "tensorboard": {"purge_step": after + 1 if after else None},
@@ -67,10 +66,7 @@ class Trackers:
             try:
                 self._begin(name, directory, more.get(name, {}), dict(settings or {}))
             except Exception as error:
-                self.notes.append(
-                    f"training.report_to: {name} cannot be had ({first_lines(error)}), maybe: pip "
-                    f"install {name.replace('_', '-')}; metrics.jsonl has the numbers"
-                )
+                _report(name, error)
 
     def _begin(
         self, name: str, directory: Path, more: dict[str, Any], settings: dict[str, Any]
@@ -102,8 +98,12 @@ class Trackers:
                 call(tracker)
             except Exception as error:
                 del self._open[name]
-                warnings.warn(
-                    f"training.report_to: {name} failed ({first_lines(error)}), and is not "
-                    "used any more; metrics.jsonl continues",
-                    InfinityWarning,
-                )
+                _report(name, error)
+
+
+def _report(name: str, error: Exception) -> None:
+    warnings.warn(
+        f"training.report_to: {name} failed ({first_lines(error)}), and is not used any more; "
+        "metrics.jsonl continues",
+        InfinityWarning,
+    )

@@ -145,7 +145,9 @@ def run_page(facts: RunFacts) -> ReportPage:
     page.facts(_last_start(facts))
     page.tiles(_facts(facts))
     page.datasets["steps"] = _curves(facts)
-    page.datasets["evaluations"] = [_finite(e, "step", "loss") for e in facts.evaluations]
+    page.datasets["evaluations"] = [
+        {"step": e["step"], "loss": _number(e.get("loss"))} for e in facts.evaluations
+    ]
     page.datasets["starts"] = [{"step": x["step"]} for x in facts.lives[1:]]
     each = -(-len(facts.steps) // POINTS)
     mean = f"each point is the mean of {each} steps" if each > 1 else ""
@@ -267,12 +269,9 @@ def model_flop_share(plan: Mapping[str, Any], tokens_per_s: float) -> tuple[floa
     ranks = mapping(plan.get("ranks")).get("count", 1)
     shared = machine.get("gpus", 1) if machine.get("unified") else 1
     nominal = name in machine.get("nominal", ())
-    basis = f"of {_flop_rate(rate)}, {'nominal' if nominal else 'measured'}"
+    reaches = f"{rate / 1e12:,.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.3g} GFLOP/s"
+    basis = f"of {reaches}, {'nominal' if nominal else 'measured'}"
     return flop * tokens_per_s / ranks / (rate / shared), basis
-
-
-def _flop_rate(rate: float) -> str:
-    return f"{rate / 1e12:,.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.3g} GFLOP/s"
 
 
 # --- curves --------------------------------------------------------------------------------------
@@ -361,12 +360,6 @@ def _rates(page: ReportPage, facts: RunFacts, mean: str) -> None:
     expected = mapping(facts.plan.get("step")).get("tokens_per_s")
     if expected:
         notes.append(f"the plan expected {expected:,.0f}")
-    flop = mapping(facts.plan.get("model")).get("flop_per_token")
-    speeds = facts.all_of("tokens_per_s")
-    share = model_flop_share(facts.plan, median(speeds)) if speeds else None
-    if flop and share:
-        reached = flop * median(speeds)
-        notes.append(f"{_flop_rate(reached)} of the model: MFU {100 * share[0]:.3g} % {share[1]}")
     _curve(page, "Tokens a second", "tokens_per_s", "tokens/s", ",.0f", "; ".join(notes), zero=True)
 
 
@@ -615,7 +608,3 @@ def _at(record: Mapping[str, Any], keys: Sequence[str]) -> float | None:
 
 def _numbers(records: Iterable[Mapping[str, Any]], *keys: str) -> list[float]:
     return [value for record in records if (value := _at(record, keys)) is not None]
-
-
-def _finite(record: Mapping[str, Any], *keys: str) -> dict[str, float | None]:
-    return {key: _number(record.get(key)) for key in keys}

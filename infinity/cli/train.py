@@ -170,7 +170,7 @@ def _train_on(
         page.closing(result, run.directory.path)
     if result.stopped:
         signum = result.stopped_by or signal.SIGINT
-        by = "" if signum == page.signum else f" by {signal.Signals(signum).name} to another rank"
+        by = "" if signum == page.stopping else f" by {signal.Signals(signum).name} to another rank"
         page.note(
             f"stopped after step {result.steps} of {result.num_steps}{by}; go on with: {again}"
         )
@@ -244,13 +244,13 @@ class _Stop:
 class TrainPage(ProgressLine):
     """Follows one run; implements `infinity.train.metrics.TrainCallback`.
 
-    `begun` says that steps are being made, `signum` is the signal that asked to stop, or 0.
+    `begun` says that steps are being made, `stopping` is the signal that asked to stop, or 0.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
         super().__init__(quiet=quiet)
         self.begun = False
-        self.signum = 0
+        self.stopping = 0
 
     # --- before training -------------------------------------------------------------------------
 
@@ -286,14 +286,9 @@ class TrainPage(ProgressLine):
         elif record["event"] == "evaluation":
             self.note(f"step {step}: held-out loss {record['loss']:.4f}")
 
-    @property
-    def stopping(self) -> int:
-        """The signal that has asked for it, or 0."""
-        return self.signum
-
     def ask_to_stop(self, signum: int) -> None:
         """From a signal handler."""
-        self.signum = signum
+        self.stopping = signum
         name = signal.Signals(signum).name
         self.note(f"{name}: finishing this step, then saving; once more stops at once")
 

@@ -79,20 +79,26 @@ def _with_messages(where: str, row: dict[str, Any]) -> dict[str, Any]:
     """The row with "messages", where it is like Alpaca's or ShareGPT's."""
     if "messages" in row or {"prompt", "completion"} <= row.keys():
         return row
-    if "conversations" not in row:
-        texts = [row.get(name) or "" for name in ("instruction", "input", "output")]
-        for name, text in zip(("instruction", "input", "output"), texts, strict=True):
+    if "conversations" in row:
+        found = _turns(where, row["conversations"])
+    else:
+        texts = {name: row.get(name) or "" for name in ("instruction", "input", "output")}
+        for name, text in texts.items():
             if not isinstance(text, str):
                 raise ConfigError(f"{where}: the field {name!r} is {text!r:.60}, no text")
-        asked = "\n\n".join(filter(None, texts[:2]))
-        roles = [("user", asked), ("assistant", texts[2])]
-        if row.get("system"):
-            roles.insert(0, ("system", row["system"]))
-        return row | {"messages": [{"role": role, "content": text} for role, text in roles]}
-    given, found = row["conversations"], []
-    if not isinstance(given, list | tuple):
-        given = [given]  # what is wrong with it is said below
-    for number, turn in enumerate(given, start=1):
+        asked = "\n\n".join(filter(None, (texts["instruction"], texts["input"])))
+        found = [
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": texts["output"]},
+        ]
+    if row.get("system"):
+        found.insert(0, {"role": "system", "content": row["system"]})
+    return row | {"messages": found}
+
+
+def _turns(where: str, given: Any) -> list[Any]:
+    found = []
+    for number, turn in enumerate(given if isinstance(given, list | tuple) else [given], start=1):
         if isinstance(turn, dict) and "role" in turn:
             found.append(turn)
             continue
@@ -105,9 +111,7 @@ def _with_messages(where: str, row: dict[str, Any]) -> dict[str, Any]:
                 "'content'",
             )
         found.append({"role": _SPEAKERS[speaker], "content": turn["value"]})
-    if row.get("system"):
-        found.insert(0, {"role": "system", "content": row["system"]})
-    return row | {"messages": found}
+    return found
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,10 @@ from infinity.train.settings import BYTES
 
 T = TypeVar("T")
 HUB = "hub:"
-_ENDINGS = {
-    "text": (".txt", ".text", ".md"),
-    "jsonl": (".jsonl", ".ndjson"),
-    "tokens": (".npy", ".bin"),
-    "parquet": (".parquet",),
-}
+_FORMATS = {  # by the ending of a file
+    ".txt": "text", ".text": "text", ".md": "text", ".jsonl": "jsonl", ".ndjson": "jsonl",
+    ".npy": "tokens", ".bin": "tokens", ".parquet": "parquet",
+}  # fmt: skip
 _PIECE = 1 << 20  # characters of a text that are held at once
 
 
@@ -60,37 +58,20 @@ def find_sources(key: str, patterns: Sequence[str], form: str) -> list[TextSourc
     """
     found: dict[str, TextSource] = {}
     problems = []
-    known = _ENDINGS.get(form) or tuple(end for ends in _ENDINGS.values() for end in ends)
     for pattern in patterns:
-        path = Path(pattern)
+        if pattern.startswith(HUB):
+            found.setdefault(pattern, TextSource(pattern, "hub"))
+            continue
         try:
-            if pattern.startswith(HUB):
-                found.setdefault(pattern, TextSource(pattern, "hub"))
-                continue
-            if path.is_dir():
-                runs = [record.parent for record in path.rglob(RUN_RECORD)]
-                paths = [
-                    p
-                    for p in sorted(path.rglob("*"))
-                    if _ending(p) in known and not any(map(p.is_relative_to, runs))
-                ]
-                why_none = f"no file in this directory ends in {', '.join(known)}"
-            elif path.exists():
-                paths, why_none = [path], "is neither a file nor a directory"
-            else:
-                paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
-                magic = glob.has_magic(pattern)
-                why_none = "no file has such a name" if magic else "does not exist"
-            files = [p.absolute() for p in paths if p.is_file()]
-            problems += [] if files else [f"{pattern}: {why_none}"]
+            files, why_none = _named_files(pattern, form)
             for file in files:
-                kinds = (kind for kind, ends in _ENDINGS.items() if _ending(file) in ends)
                 # A .json that is named has rows; among others in a directory it may be anything.
                 fallback = "jsonl" if _ending(file) == ".json" else "text"
-                kind = form if form != "auto" else next(kinds, fallback)
+                kind = _FORMATS.get(_ending(file), fallback) if form == "auto" else form
                 facts = file.stat()
                 source = TextSource(str(file), kind, facts.st_size, facts.st_mtime_ns)
                 found.setdefault(source.path, source)
+            problems += [] if files else [f"{pattern}: {why_none}"]
         except OSError as error:
             problems.append(f"{error.filename or pattern}: {error.strerror}")
     if problems:
@@ -99,6 +80,26 @@ def find_sources(key: str, patterns: Sequence[str], form: str) -> list[TextSourc
             remedy="give files, directories, or patterns such as 'texts/**/*.jsonl'",
         )
     return list(found.values())
+
+
+def _named_files(pattern: str, form: str) -> tuple[list[Path], str]:
+    """Return the files that a pattern names, and the reason to give if there is none."""
+    path = Path(pattern)
+    if path.is_dir():
+        known = [ending for ending, kind in _FORMATS.items() if form in ("auto", kind)]
+        runs = [record.parent for record in path.rglob(RUN_RECORD)]
+        paths = [
+            p
+            for p in sorted(path.rglob("*"))
+            if _ending(p) in known and not any(map(p.is_relative_to, runs))
+        ]
+        why_none = f"no file in this directory ends in {', '.join(known)}"
+    elif path.exists():
+        paths, why_none = [path], "is neither a file nor a directory"
+    else:
+        paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+        why_none = "no file has such a name" if glob.has_magic(pattern) else "does not exist"
+    return [p.absolute() for p in paths if p.is_file()], why_none
 
 
 def _ending(path: Path) -> str:
@@ -121,14 +122,14 @@ def read_texts(
     Raises `ConfigError` naming file and place for what is not UTF-8, not JSON, or lacks the field.
     """
     if source.format == "text":
-
-        def pieces(data: Any) -> Iterator[str | None]:
-            return _pieces([io.TextIOWrapper(data, "utf-8-sig", errors, newline="")])
-
-        yield from _watched(source, advance, pieces)
+        yield from _watched(
+            source,
+            advance,
+            lambda data: _pieces([io.TextIOWrapper(data, "utf-8-sig", errors, newline="")]),
+        )
     else:
         rows = read_rows(source, errors, advance)
-        yield from _pieces(_stream(_field(*row, field, errors)) for row in rows)
+        yield from _pieces(io.StringIO(_field(*row, field, errors), newline="") for row in rows)
 
 
 def read_rows(
@@ -164,10 +165,6 @@ def _watched(
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ConfigError(f"{source.path} is no whole gzip file: {error}") from error
         advance(source.size - reported)
-
-
-def _stream(text: str) -> IO[str]:
-    return io.StringIO(text, newline="")
 
 
 def _pieces(documents: Iterable[IO[str]]) -> Iterator[str | None]:

@@ -73,18 +73,30 @@ from infinity.training.run_state import capture_rng, restore_rng
 # read, and put back as they were before that one and the one after it.
 
 
-class DataNotes:
-    """The batch that was read last, and the generators before it; puts both back on a resume."""
+class LoopState:
+    """State that the Trainer keeps, not the engine: schedule, and random generators of its data.
+
+    Registered with the engine, so that it is in every checkpoint; `scheduler` is set when it is
+    made. Notes the batch that was read last, and puts generators back on a resume.
+    """
 
     def __init__(self) -> None:
-        self.last: dict[str, Any] | None = None
+        self.scheduler: Any = None
+        self._last: dict[str, Any] | None = None
         self._ahead: dict[str, Any] | None = None
         self._saved: dict[str, Any] | None = None
         self._pass: dict[str, Any] = {}  # generators before this pass: a sampler may draw its order
 
-    def resume(self, last: dict[str, Any] | None, saved: dict[str, Any]) -> None:
-        """Go on after a checkpoint: `last` as it was then, `saved` the generators then."""
-        self._ahead, self._saved = last, saved
+    def state_dict(self) -> dict[str, Any]:
+        """The states now, as plain data."""
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        return {"scheduler": scheduler, "rng": capture_rng(), "data": self._last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take them back: the schedule now, the generators when the data is where it was."""
+        self._ahead, self._saved = state["data"], state["rng"]
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
 
     def before_pass(self) -> None:
         """A pass over the data is about to begin."""
@@ -99,7 +111,7 @@ class DataNotes:
                 restore_rng(self._ahead["generators"])
             elif number == self._ahead["batch"] + 1:
                 self.finish()
-        self.last = {"batch": number, "generators": capture_rng(), "pass": self._pass}
+        self._last = {"batch": number, "generators": capture_rng(), "pass": self._pass}
 
     def finish(self) -> None:
         """Generators as they were when the checkpoint was saved, unless that is behind us."""
@@ -109,34 +121,34 @@ class DataNotes:
 
 
 class NotedSampler(Sampler[Any]):
-    """A sampler that reports the first index of each batch to the notes."""
+    """A sampler that reports the first index of each batch to the state of the loop."""
 
-    def __init__(self, sampler: Any, batch_size: int, notes: DataNotes) -> None:
+    def __init__(self, sampler: Any, batch_size: int, state: LoopState) -> None:
         self.sampler = sampler
         self._batch_size = batch_size
-        self._notes = notes
+        self._state = state
         # accelerate asks who has it: of a sampler that has none the data set is told.
         if hasattr(sampler, "set_epoch"):
             self.set_epoch = sampler.set_epoch
 
     def __iter__(self) -> Iterator[Any]:
-        self._notes.before_pass()
+        self._state.before_pass()
         for number, index in enumerate(self.sampler):
             if number % self._batch_size == 0:
-                self._notes.before_batch(number // self._batch_size)
+                self._state.before_batch(number // self._batch_size)
             yield index
 
     def __len__(self) -> int:
         return len(self.sampler)
 
 
-def note_draws(loader: Any, notes: DataNotes) -> Any:
-    """Wrap the loader to report each batch of all ranks to `notes`; workers draw on their own."""
+def note_draws(loader: Any, state: LoopState) -> Any:
+    """Wrap the loader to report each batch of all ranks to `state`; workers draw on their own."""
     batches: Any = getattr(loader, "batch_sampler", None)
     batches = getattr(batches, "batch_sampler", batches)  # of accelerate's, for several ranks
     known = hasattr(batches, "sampler") and isinstance(getattr(batches, "batch_size", None), int)
     if isinstance(loader, DataLoader) and loader.num_workers == 0 and known:
-        batches.sampler = NotedSampler(batches.sampler, batches.batch_size, notes)
+        batches.sampler = NotedSampler(batches.sampler, batches.batch_size, state)
     return loader
 
 
@@ -150,29 +162,6 @@ def note_draws(loader: Any, notes: DataNotes) -> Any:
 TAG = "engine"
 STATE = "trainer_state.json"
 _FOLDER = re.compile(r"checkpoint-(\d+)")
-
-
-class LoopState:
-    """State that the Trainer keeps, not the engine: schedule and random generators.
-
-    Registered with the engine, so that it is in every checkpoint; `scheduler` is set when it is
-    made.
-    """
-
-    def __init__(self, notes: DataNotes) -> None:
-        self.scheduler: Any = None
-        self.notes = notes
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states now, as plain data."""
-        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        return {"scheduler": scheduler, "rng": capture_rng(), "data": self.notes.last}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take them back: the schedule now, the generators when the data is where it was."""
-        self.notes.resume(state["data"], state["rng"])
-        if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
 
 
 def has_engine(folder: str | os.PathLike[str]) -> bool:
@@ -312,8 +301,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         self.engine: Engine | None = None
         self._infinity_config = infinity_config
         self._settings: TrainerSettings | None = None
-        self._notes = DataNotes()
-        self._loop = LoopState(self._notes)
+        self._loop = LoopState()
         self._batches: StepBatches | None = None
         self._step_log = StepLog()
         self._goes_on_from: str | None = None
@@ -359,7 +347,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         )
         restore_rng(generators)  # a Trainer draws as if there were no engine
         self.engine, self._closed = engine, False
-        self._loop = LoopState(self._notes)
+        self._loop.scheduler = None
         engine.register_state("trainer", self._loop)
         self.accelerator.max_norm = self.args.max_grad_norm
         self.accelerator.attach(engine)
@@ -483,7 +471,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
         """Return Trainer's loader; random draws of its batches are the same after a resume."""
-        return note_draws(super().get_train_dataloader(), self._notes)
+        return note_draws(super().get_train_dataloader(), self._loop)
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Make the engine if there is none.
@@ -711,6 +699,6 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None and has_engine(checkpoint):
-            self._notes.finish()
+            self._loop.finish()
         else:
             super()._load_rng_state(checkpoint)

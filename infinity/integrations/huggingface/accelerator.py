@@ -154,9 +154,7 @@ class OffloadedModel(nn.Module):
         super().__init__()
         self.module = engine.module
         # Past nn.Module: neither is a part of this module.
-        object.__setattr__(self, "engine", engine)
-        object.__setattr__(self, "_accelerator", accelerator)
-        object.__setattr__(self, "_dtype", COMPUTE_DTYPES[engine.plan.precision.name])
+        vars(self).update(engine=engine, _accelerator=accelerator)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The engine's forward."""
@@ -170,11 +168,12 @@ class OffloadedModel(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> OffloadedModel:
         """Stay; raises `ConfigError` for another dtype than the engine computes in."""
+        dtype = COMPUTE_DTYPES[self.engine.plan.precision.name]
         asked = [*args, *kwargs.values()]
-        other = [a for a in asked if isinstance(a, torch.dtype) and a is not self._dtype]
+        other = [a for a in asked if isinstance(a, torch.dtype) and a is not dtype]
         if other:
             raise ConfigError(
-                f"the model was to become {other[0]}, the engine computes in {self._dtype}",
+                f"the model was to become {other[0]}, the engine computes in {dtype}",
                 remedy="choose bf16 or fp16 in TrainingArguments",
             )
         return self

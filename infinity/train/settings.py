@@ -263,20 +263,14 @@ class RunConfig(Section):
 
     @field_validator("training")
     @classmethod
-    def _has_something_to_compare(cls, value: TrainingSection, info: Any) -> TrainingSection:
-        data = info.data.get("data")
+    def _fits_the_data(cls, value: TrainingSection, info: Any) -> TrainingSection:
+        data, wanted = info.data.get("data"), value.tokens_per_step
         if data is not None and not (data.evaluate or data.held_out):
             for name in ("early_stop", "keep_best"):
                 if getattr(value, name):
                     raise ValueError(f"{name} needs data.evaluate: FILES or data.held_out: 0.05")
         if value.early_stop and not value.evaluate_every:
             raise ValueError("early_stop needs evaluate_every: 50, say; 0 is at the end only")
-        return value
-
-    @field_validator("training")
-    @classmethod
-    def _steps_come_out_even(cls, value: TrainingSection, info: Any) -> TrainingSection:
-        data, wanted = info.data.get("data"), value.tokens_per_step
         if wanted is not None and data is not None and data.sequence_length != "auto":
             micro_batches(wanted, value.micro_batch, data.sequence_length)
         return value

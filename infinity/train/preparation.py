@@ -422,7 +422,7 @@ def prepare_run(
     held = problems.of(lambda: find_sources("data.evaluate", data.evaluate, data.format)) or []
     needs_text = any(source.format != "tokens" for source in (*sources, *held))
     required = needs_text or config.training.sample is not None
-    tokenizer = problems.of(lambda: _tokenizer(config, required=required))
+    tokenizer = problems.of(lambda: tokenizer_of(config, required=required))
     chat = problems.of(lambda: _holds_conversations(config, [*sources, *held]))
     facts = problems.of(lambda: read_facts(config, tokenizer))
     length = 0 if facts is None else problems.of(lambda: _length(config, facts)) or 0
@@ -524,21 +524,12 @@ class _Problems:
             raise ConfigError(mistakes("the configuration", texts))
 
 
-def _tokenizer(config: RunConfig, *, required: bool) -> Tokenizer | None:
+def tokenizer_of(config: RunConfig, *, required: bool) -> Tokenizer | None:
     """The one that is asked for; None where all files hold tokens and the model has none."""
     found = _find_tokenizer(config, required)
     if found is not None and config.data.chat_template is not None:
         use_template(found, config.data.chat_template)
     return found
-
-
-def model_of(config: RunConfig) -> tuple[ModelFacts, Tokenizer | None]:
-    """Return the model of a run, and its tokenizer if it has one; data are not looked at.
-
-    Raises as `prepare_run`.
-    """
-    tokenizer = _tokenizer(config, required=False)
-    return read_facts(config, tokenizer), tokenizer
 
 
 def _find_tokenizer(config: RunConfig, required: bool) -> Tokenizer | None:

@@ -42,7 +42,7 @@ from infinity.model.weight_files import Outgoing
 from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.train.adapters import adapted
 from infinity.train.directory import run_record
-from infinity.train.preparation import CAUSAL, model_of, source_of
+from infinity.train.preparation import CAUSAL, read_facts, source_of, tokenizer_of
 from infinity.train.settings import AdapterSection, RunConfig, load_run_config
 from infinity.train.texts import TOKENIZER_FILES, Tokenizer, find_tokenizer
 
@@ -95,8 +95,9 @@ def describe(source: str | Path) -> SavedModel:
     record = run_record(path)
     if record is not None:
         run = load_run_config(path / CONFIGURATION)
-        facts, tokenizer = model_of(run)
-        base: Any = meta_model(without_quantisation(facts.config), CAUSAL)
+        tokenizer = tokenizer_of(run, required=False)
+        config = read_facts(run, tokenizer).config
+        base: Any = meta_model(without_quantisation(config), CAUSAL)
         if (pretrained := source_of(run)) is not None:
             files = (CONFIG_NAME, GENERATION_CONFIG_NAME)
             take_generation_config(base, find_directory(pretrained, wanted=files))

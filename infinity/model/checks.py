@@ -28,7 +28,9 @@ def check_model(model: nn.Module) -> None:
                 because="it takes no hooks, which fetch weights",
                 remedy="use the module it was scripted from",
             )
-        wrapper = next((b.__name__ for b in type(module).__mro__ if _wraps(b)), None)
+        bases = type(module).__mro__  # by name: nothing is imported for them
+        of_torch = (b.__name__ for b in bases if b.__module__.startswith("torch."))
+        wrapper = next((name for name in of_torch if name in _WRAPPERS), None)
         if wrapper is not None:
             compiled = wrapper == "OptimizedModule"
             raise ConfigError(
@@ -70,11 +72,6 @@ def check_model(model: nn.Module) -> None:
                 "then",
             )
     _refuse_shared_memory(model)
-
-
-def _wraps(kind: type) -> bool:
-    """Return True for a wrapper class of torch, without importing it."""
-    return kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch.")
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:

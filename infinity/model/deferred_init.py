@@ -302,11 +302,8 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
 
     def _replay(self, key: int) -> torch.UntypedStorage:
         """A storage made again; the random generator is left alone."""
-        state = torch.get_rng_state()
-        try:
+        with torch.random.fork_rng(devices=[]):
             return self._carry_out_again(key)
-        finally:
-            torch.set_rng_state(state)
 
     def _carry_out_again(self, key: int) -> torch.UntypedStorage:
         """Everything that `key` depends on."""
@@ -314,8 +311,9 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         numbers, last_use = self._needed(key)
         for number in numbers:
             entry = self._log[number]
-            for logged in _logged_in((entry.args, entry.kwargs)):
-                if logged.storage not in shadows:  # overwritten here: its past does not matter
+            for logged in tree_leaves((entry.args, entry.kwargs)):
+                # Overwritten here: its past does not matter.
+                if isinstance(logged, _LoggedTensor) and logged.storage not in shadows:
                     nbytes = self._storages[logged.storage].nbytes
                     shadows[logged.storage] = _empty(nbytes)
             if entry.state is not None:
@@ -397,7 +395,3 @@ def _from_log(value: Any, shadows: dict[int, torch.UntypedStorage], state: Tenso
 
 def _arguments(entry: _Entry, shadows: dict[int, torch.UntypedStorage]) -> Any:
     return tree_map(lambda x: _from_log(x, shadows, entry.state), (entry.args, entry.kwargs))
-
-
-def _logged_in(value: Any) -> list[_LoggedTensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, _LoggedTensor)]

@@ -70,19 +70,15 @@ class Initialisers:
             for _, _, tensor in tensors_of(module):
                 if id(tensor) in owners:
                     owners[id(tensor)].append(name)
-        state = torch.get_rng_state()
-        try:
-            with torch.no_grad(), self._on_stage():
-                every = _inside_first(modules, owners.values())
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), self._on_stage():
+            every = _inside_first(modules, owners.values())
+            self._call_families(modules, every)
+            unfilled = [names for key, names in owners.items() if key not in self._filled]
+            for name in _inside_first(modules, unfilled):
+                for method in _callable_initialisers(modules[name]):
+                    self._call(name, method)
+            if unfilled:
                 self._call_families(modules, every)
-                unfilled = [names for key, names in owners.items() if key not in self._filled]
-                for name in _inside_first(modules, unfilled):
-                    for method in _callable_initialisers(modules[name]):
-                        self._call(name, method)
-                if unfilled:
-                    self._call_families(modules, every)
-        finally:
-            torch.set_rng_state(state)
         missing = [name for key, name in self._names.items() if key not in self._filled]
         if missing:
             raise _no_initialiser(missing, self._problem)

@@ -307,7 +307,7 @@ class InitialValues:
                 self._read[id(tensor)] = partial(mark.deferral.value, tensor.data)
                 if mark.versions.get(id(tensor), tensor._version) != tensor._version:
                     lost.append(name)
-            elif any(True for _ in _marks(_holder(self._model, name), _Unwritten)):
+            elif _marks(self._model.get_submodule(name.rpartition(".")[0]), _Unwritten):
                 lost.append(name)
         if lost:
             raise ConfigError(
@@ -321,10 +321,6 @@ class InitialValues:
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
-
-
-def _holder(model: nn.Module, name: str) -> nn.Module:
-    return model.get_submodule(name.rpartition(".")[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,8 +168,7 @@ class ParameterBinding:
         self._left: dict[int, tuple[int, Tensor]] = {}
         self._meta: dict[int, nn.Parameter] = {}  # by index, while values are made
 
-    # --- initial write
-    # ---------------------------------------------------------------------------------
+    # --- initial write ---------------------------------------------------------------------------
 
     def to_meta(self, indices: Iterable[int]) -> None:
         """Put offloaded parameters on meta; `leave_meta` undoes it. Raises as that does."""
@@ -219,8 +218,7 @@ class ParameterBinding:
             if getattr(parameter, name, None):
                 raise _tied_down(self._names[index], _ON_META, "it has a hook")
 
-    # --- resident or offloaded
-    # ---------------------------------------------------------------------
+    # --- resident or offloaded -------------------------------------------------------------------
 
     def _shape_of(self, layout: UnitLayout, segment: Segment) -> _Shape:
         start = segment.offset * layout.weight_itemsize
@@ -420,7 +418,6 @@ class GoneParameters(dict[str, nn.Parameter | None]):
     """
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """For every way to the parameters."""
         raise gone()
 
     __getitem__ = get = items = values = copy = __deepcopy__ = __reduce_ex__ = _refuse

@@ -181,17 +181,14 @@ class Hooks:
 
     def _use(self, unit: int) -> None:
         with no_dispatch_modes():  # what moves is no part of what a checkpoint's policy sees
-            self._use_as_ours(unit)
-
-    def _use_as_ours(self, unit: int) -> None:
-        self._join()
-        self.write_edits()
-        if not torch.is_inference_mode_enabled():
-            self.prefetcher.use(unit)
-        else:
-            with torch.inference_mode(False):  # what is bound now may be trained with later
+            self._join()
+            self.write_edits()
+            if not torch.is_inference_mode_enabled():
                 self.prefetcher.use(unit)
-        self._bound.look_for_edits(unit, reached=not self.guard.busy)
+            else:
+                with torch.inference_mode(False):  # what is bound now may be trained with later
+                    self.prefetcher.use(unit)
+            self._bound.look_for_edits(unit, reached=not self.guard.busy)
 
     # --- calls -----------------------------------------------------------------------------------
 
@@ -306,8 +303,8 @@ class Hooks:
     def _before(self, unit: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             self._begin()
-            if self.saved.timeline is not None:
-                self.saved.timeline.recompute()
+            if (timeline := self.saved.timeline) is not None:
+                timeline.recompute()
             borrowed: list[int] = []
             try:
                 borrowed += self._borrow(unit, (*args, *kwargs.values()))
@@ -322,8 +319,8 @@ class Hooks:
                 raise
             self._entries[unit].forward_depth += 1
             self._enter(module, unit, borrowed)
-            if self.saved.timeline is not None:
-                self.saved.timeline.enter(unit)
+            if timeline is not None:
+                timeline.enter(unit)
 
         return hook
 
@@ -372,8 +369,8 @@ class Hooks:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if not self._is_inside(module, unit):
                 return
-            if self.saved.timeline is not None:
-                self.saved.timeline.leave()
+            if (timeline := self.saved.timeline) is not None:
+                timeline.leave()
             self._entries[unit].forward_depth -= 1
             self._leave(output)
 
@@ -411,10 +408,10 @@ class Hooks:
         del gradient
         self.watch.at(unit, "backward")
         self.prefetcher.poll()
-        if self.saved.activations is not None:
-            self.saved.activations.poll()
-        if self.saved.timeline is not None:
-            self.saved.timeline.backward(unit, arrived=True)
+        if (activations := self.saved.activations) is not None:
+            activations.poll()
+        if (timeline := self.saved.timeline) is not None:
+            timeline.backward(unit, arrived=True)
 
     def expect(self, indices: Mapping[str, int]) -> None:
         """Start to read the saved gradients of a unit, by its parameters."""
@@ -433,8 +430,8 @@ class Hooks:
         self.device.sync_compute_stream()
         if backward:
             self.watch.turn()
-        if self.saved.timeline is not None:
-            self.saved.timeline.call()
+        if (timeline := self.saved.timeline) is not None:
+            timeline.call()
         return HookMark(
             self.saved.depth,
             len(self._inside),
@@ -445,15 +442,15 @@ class Hooks:
     def restore(self, mark: HookMark) -> None:
         """Restore every stack to its depth at the mark."""
         self.saved.unwind(mark.depth, mark.outer)
-        if self.saved.timeline is not None:
-            self.saved.timeline.unwind(sum(e.unit is not None for e in self._inside[: mark.inside]))
+        if (timeline := self.saved.timeline) is not None:
+            timeline.unwind(sum(e.unit is not None for e in self._inside[: mark.inside]))
         del self._inside[mark.inside :]
         torch.set_autocast_cache_enabled(mark.autocast_cache)
 
     def drop_gradients(self) -> None:
         """Discard gradients of a backward that were not handed over."""
-        if self.saved.timeline is not None:
-            self.saved.timeline.forget()
+        if (timeline := self.saved.timeline) is not None:
+            timeline.forget()
         self.sums.drop()
         self.expert_calls.reset()
         for parameter in self._parameters:

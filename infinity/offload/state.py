@@ -480,20 +480,17 @@ class StateStore:
 def promise_extents(plan: Plan, unit: UnitState, disk: ExtentAllocator) -> None:
     """Promise a unit's extents: of each copy its records, then its frozen bytes."""
     layout = unit.layout
-    unit.record = plan.full_record(layout) if plan.durable else plan.record(layout)
+    record = unit.record = plan.full_record(layout) if plan.durable else plan.record(layout)
     on_disk = plan.durable or plan.placements[layout.index].weight is Tier.DISK
     unit.copy, unit.frozen_copy = ExtentCopies(1 + plan.durable), ExtentCopies(1 + plan.durable)
     for _ in range(1 + plan.durable):
-        if unit.record.kinds:
-            chunks = enumerate(layout.chunks(plan.chunk_elements))
-            unit.copies.append([_promise(unit, index, count, disk) for index, (_, count) in chunks])
+        if record.kinds:
+            records = []
+            for index, (_, count) in enumerate(layout.chunks(plan.chunk_elements)):
+                cuts = [record.offset(kind, count) for kind in record.kinds]
+                owner = f"unit {layout.name!r}, chunk {index}"
+                records.append(disk.extent(record.nbytes(count), owner, cuts))
+            unit.copies.append(records)
         if on_disk and layout.frozen_bytes:
             owner = f"unit {layout.name!r}, frozen parameters"
             unit.frozen_copies.append(disk.extent(layout.frozen_bytes, owner))
-
-
-def _promise(unit: UnitState, chunk: int, count: int, disk: ExtentAllocator) -> Extent:
-    """One more record for a chunk of a unit."""
-    cuts = [unit.record.offset(kind, count) for kind in unit.record.kinds]
-    owner = f"unit {unit.layout.name!r}, chunk {chunk}"
-    return disk.extent(unit.record.nbytes(count), owner, cuts)

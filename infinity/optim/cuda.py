@@ -265,7 +265,9 @@ class CudaLauncher:
     def __call__(self, launch: Launch, stream: torch.cuda.Stream | None) -> None:
         """Queue a launch on `stream`, by default torch's current one."""
         with torch.cuda.device(self._index):
-            self._enter()
+            # Torch's context is made current each time: the driver asks for one, torch does not, it
+            # is of the thread, and others may have made theirs current meanwhile.
+            cuda_compile.core().Device(self._index).set_current()
             kernel = self._kernel(launch.variant, launch.kernel)
             queue = torch.cuda.current_stream(self._index) if stream is None else stream
             addresses = (ctypes.c_void_p * len(launch.arguments))(
@@ -301,13 +303,6 @@ class CudaLauncher:
             found = int(self._modules[variant].get_kernel(name).handle)
             self._kernels[variant, name] = found
         return found
-
-    def _enter(self) -> None:
-        """Make torch's context current in this thread: the driver asks for one, torch does not.
-
-        Each time, since it is of the thread, and others may have made theirs current meanwhile.
-        """
-        cuda_compile.core().Device(self._index).set_current()
 
 
 @cache  # asked for with every launch, as `cuda_compile.core` is
@@ -378,10 +373,10 @@ class CudaKernels:
         with torch.cuda.stream(stream) if matrices else nullcontext():
             step_matrices(matrices)
 
-    def square_sum(self, tensor: torch.Tensor, stream: torch.cuda.Stream | None = None) -> float:
+    def square_sum(self, tensor: torch.Tensor) -> float:
         """Sum of squares in fp64 over a fixed tree; inf or nan if any element is. Waits for it."""
-        sums = self._launch.room(1, stream)
-        self.square_sums([tensor], sums, stream)
+        sums = self._launch.room(1, None)
+        self.square_sums([tensor], sums)
         total = float(sums.item())
         return math.nan if math.isnan(total) else total
 

@@ -124,7 +124,8 @@ def cubin(arch: str, defines: tuple[tuple[str, str], ...]) -> bytes:
     Raises `MachineError` where NVRTC is missing or refuses the source.
     """
     found_version = version()
-    key = (_digest(), arch, found_version, repr((_OPTIONS, defines)))
+    digest = hashlib.sha256(source().encode()).hexdigest()
+    key = (digest, arch, found_version, repr((_OPTIONS, defines)))
     found = kept(*key)
     if found is not None:
         return found
@@ -146,10 +147,6 @@ def core() -> Any:
     return (
         module if hasattr(module, "Program") else importlib.import_module(f"{_CORE}.experimental")
     )
-
-
-def _digest() -> str:
-    return hashlib.sha256(source().encode()).hexdigest()
 
 
 def _expanded(name: str, seen: set[str]) -> str:

@@ -112,7 +112,11 @@ class InitialWrite:
             nbytes = state.record.precision.nbytes(kind, count)
             views[kind] = buffer[used : used + nbytes]
             used += nbytes
-        self._fill_views(views, master)
+        weight, residual = master_in(views, self.plan.precision)
+        if residual is None:
+            weight.copy_(master)
+        else:
+            self.kernels.split(master, weight, residual)
         self._fill_moments(layout, start, count, views)
         unit, store = layout.index, self.store
         pieces: list[tuple[Range, Tensor]] = [
@@ -134,13 +138,6 @@ class InitialWrite:
                 skipped = start - segment.offset + segment.first_element
                 parameter = parameters[segment.origin]
                 self._values.fill(master[first:last], parameter, first + skipped)
-
-    def _fill_views(self, views: dict[Kind, Tensor], master: Tensor) -> None:
-        weight, residual = master_in(views, self.plan.precision)
-        if residual is None:
-            weight.copy_(master)
-        else:
-            self.kernels.split(master, weight, residual)
 
     def _zero_kinds(self, layout: UnitLayout) -> set[Kind]:
         """Return the moments that need no write: they start at zero in a fresh mapping of RAM.
@@ -245,7 +242,6 @@ class InitialWrite:
 
 
 def _initial_write_bytes(plan: Plan, layout: UnitLayout) -> int:
-    """Bytes that are written for one unit, on all tiers."""
     kinds, frozen = plan.precision.kinds, layout.frozen_bytes // layout.shards
     return sum(plan.range_bytes(layout, kind) for kind in kinds) + frozen
 

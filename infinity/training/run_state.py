@@ -301,7 +301,7 @@ class RunState:
             "loss_scale": None if scale is None else as_data(scale),
             "steps": dict(zip(self._names, self._step_runner.steps, strict=True)),
             "groups": self._groups(),
-            "kept": self._kept(),
+            "kept": {self._names[i]: kept for i, kept in self._updater.kept().items()},
             "rounding_seed": self._updater.seed if isinstance(self._updater, KernelUpdater) else 0,
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "rng": capture_rng(),
@@ -378,14 +378,17 @@ class RunState:
         if optimizer:
             for group, saved in zip(self._optimizer.param_groups, state["groups"], strict=True):
                 group.update({k: v for k, v in saved["values"].items() if k not in _APART})
-            self._keep(state["kept"])
+            # Rows of a stack of experts have its name, and the same is kept of all.
+            kept = state["kept"]
+            self._updater.keep({i: kept[n] for i, n in enumerate(self._names) if n in kept})
             self._step_runner.steps[:] = [state["steps"][name] for name in self._names]
             if isinstance(self._updater, KernelUpdater):
                 self._updater.seed = state["rounding_seed"]
             self._window.micro_step, self._window.backwards = within
         self._step_runner.counters = progress
-        if scheduler and self._step_runner.lr_scheduler is not None:
-            self._step_runner.lr_scheduler.load_state_dict(state["scheduler"])
+        schedule = self._step_runner.lr_scheduler
+        if scheduler and schedule is not None:
+            schedule.load_state_dict(state["scheduler"])
         if progress.global_steps:
             self._optimizer.mark_stepped()
         self._loaded = dict(state["registered"])
@@ -461,11 +464,3 @@ class RunState:
                     "load_checkpoint(..., load_optimizer_states=False)",
                 )
             _check_kinds(group, entry["values"], f"parameter group {number}")
-
-    def _kept(self) -> dict[str, Any]:
-        """Return state of the updater that is no moment, by parameter name."""
-        return {self._names[index]: kept for index, kept in self._updater.kept().items()}
-
-    def _keep(self, kept: Mapping[str, Any]) -> None:
-        # Rows of a stack of experts have its name, and the same is kept of all.
-        self._updater.keep({i: kept[name] for i, name in enumerate(self._names) if name in kept})

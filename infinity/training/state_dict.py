@@ -124,7 +124,7 @@ class StateDict(Mapping[str, Tensor]):
         tensors = list(self.outgoing(dtype))
         write = partial(write_shards, directory.expanduser(), tensors, parse_size(max_shard))
         try:
-            return written_by_first(self._values.store.ranks, tensors, write)
+            return written_by_first(self._values.ranks, tensors, write)
         finally:
             self._values.flush()  # nothing was edited: only forgets what is cached
 
@@ -287,11 +287,13 @@ class ModuleStateHooks:
     def add(self, hooked: Any) -> None:
         """A module of the tree, which may have come later."""
 
-        def give(*args: Any) -> None:  # torch marks the hook, which a bound method refuses
-            self._give(*args)
+        def give(module: nn.Module, state: dict[str, Tensor], prefix: str, _: object) -> None:
+            for name, index in self._direct_parameters(module).items():
+                state[prefix + name] = self.values.read(index)
 
         if self._direct_parameters(hooked):
             self._handles += [
+                # Torch marks the hook, which a bound method refuses.
                 hooked.register_state_dict_post_hook(give),
                 hooked.register_load_state_dict_pre_hook(self._open),
                 hooked.register_load_state_dict_post_hook(self._close),
@@ -300,12 +302,6 @@ class ModuleStateHooks:
     def _direct_parameters(self, module: nn.Module) -> dict[str, int]:
         items = module._parameters.items()  # iterating does not fetch
         return {name: self._index_of[id(p)] for name, p in items if p is not None}
-
-    def _give(
-        self, module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object
-    ) -> None:
-        for name, index in self._direct_parameters(module).items():
-            state[prefix + name] = self.values.read(index)
 
     def _open(
         self, module: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: object

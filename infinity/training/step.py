@@ -183,7 +183,8 @@ class StepRunner:
         try:
             yield
         except Exception as error:
-            lost = loses and _loses_gradients(error)
+            refused = isinstance(error, InfinityError) and not isinstance(error, TransferError)
+            lost = loses and not refused
             try:
                 if (lost or self._ranks.count > 1) and self.counters is before:
                     self.roll_back()
@@ -396,8 +397,3 @@ class StepRunner:
             self._timeline = None
         if self._step_log is not None:
             self._step_log.write({"event": "step", **self.last_report.record()})
-
-
-def _loses_gradients(error: Exception) -> bool:
-    """Return True if gradients were lost in transfer; other `InfinityError`s are refusals."""
-    return isinstance(error, TransferError) or not isinstance(error, InfinityError)

@@ -140,6 +140,13 @@ class DistContext(ABC):
             self._await(self.all_gather(full.view(-1)))
         return full
 
+    def gather_ragged(self, local: Tensor) -> list[Tensor]:
+        """Return every rank's `local` (1-D), of any number of elements, in host memory."""
+        sizes = self.gather(torch.tensor([local.numel()], device="cpu"))[:, 0].tolist()
+        padded = torch.zeros(max(sizes), dtype=local.dtype, device="cpu")
+        padded[: local.numel()] = local
+        return [row[:size] for row, size in zip(self.gather(padded), sizes, strict=True)]
+
     def _await(self, work: Work) -> None:
         """Wait for a collective that other ranks may be late for."""
         work.wait()
@@ -159,11 +166,7 @@ class DistContext(ABC):
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the `value` of every rank: plain data that JSON can hold."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = self.gather(torch.tensor([data.numel()], device="cpu"))[:, 0].tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-        padded[: data.numel()] = data
-        found = self.gather(padded)
-        return [json.loads(found[r, :size].numpy().tobytes()) for r, size in enumerate(sizes)]
+        return [json.loads(found.numpy().tobytes()) for found in self.gather_ragged(data)]
 
     def synchronize(
         self, doing: str, *notes: int, error: BaseException | None = None

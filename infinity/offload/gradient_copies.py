@@ -10,14 +10,14 @@ way, and waits for those of a unit before it updates that.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from torch import Tensor
 
 from infinity.offload.transfers import Transfers
-from infinity.storage.device import HAPPENED, Event, SquareSums
+from infinity.storage.device import HAPPENED, Device, Event, SquareSums
 
 
 @dataclass(eq=False, slots=True)
@@ -103,8 +103,8 @@ class GradientCopies:
 class SquaresOnDevice:
     """Square sums that a device takes of gradients as they arrive, a unit at a time."""
 
-    def __init__(self, transfers: Transfers) -> None:
-        self._transfers = transfers
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self._unit = -1  # that gradients are waiting of
         self._waiting: dict[int, Sequence[Tensor]] = {}  # by parameter
         self._begun: list[tuple[dict[int, int], SquareSums]] = []  # parameter -> how many sums
@@ -121,12 +121,16 @@ class SquaresOnDevice:
 
     def flush(self) -> None:
         """Begin the sums of gradients taken so far."""
-        if self._waiting:
-            waiting, self._waiting = self._waiting, {}
-            flat = [part for parts in waiting.values() for part in parts]
-            sums = self._transfers.device.begin_square_sums(flat)
-            self._newest.update(dict.fromkeys(waiting, len(self._begun)))
-            self._begun.append(({p: len(parts) for p, parts in waiting.items()}, sums))
+        waiting, self._waiting = self._waiting, {}
+        self.begin(waiting)
+
+    def begin(self, gradients: Mapping[int, Sequence[Tensor]]) -> None:
+        """Begin the sums of these gradients, by parameter, in the parts of `apart`."""
+        if gradients:
+            flat = [part for parts in gradients.values() for part in parts]
+            sums = self._device.begin_square_sums(flat)
+            self._newest.update(dict.fromkeys(gradients, len(self._begun)))
+            self._begun.append(({p: len(parts) for p, parts in gradients.items()}, sums))
 
     def drop(self, parameter: int) -> None:
         """Discard the sums of a parameter whose gradient is replaced."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from infinity.offload.gradient_buffers import GradientWindows
 from infinity.offload.transfers import Transfers
 from infinity.optim.cpu import CpuKernels
-from infinity.plan.layout import Segment, UnitLayout
+from infinity.plan.layout import Segment
 from infinity.profiling.trace_recorder import Laps
 
 
@@ -31,12 +31,6 @@ def part(flat: Tensor, segment: Segment) -> Tensor:
 def apart(flat: Tensor, segment: Segment) -> Sequence[Tensor]:
     """Return the parts of a full gradient that the norm sums separately: of a stack each expert."""
     return (flat,) if segment.stack is None else flat.view(segment.shape[0], -1).unbind()
-
-
-def part_size(parameter: int, shard: UnitLayout) -> int:
-    """Return the number of elements of a parameter that lie in a shard."""
-    found = [s.within(0, shard.numel) for s in shard.segments if s.parameter == parameter]
-    return sum(end - first for first, end in found)
 
 
 class GradientSums:

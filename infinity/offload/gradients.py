@@ -22,9 +22,8 @@ everything here is about local shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ from infinity.errors import TrainingError
 from infinity.offload.exchange import GradientExchange, NormTree
 from infinity.offload.gradient_buffers import GradientWindows, GradientWorker, untimed
 from infinity.offload.gradient_copies import Copy, GradientCopies, SquaresOnDevice
-from infinity.offload.gradient_sums import GradientSums, apart, part, part_size
+from infinity.offload.gradient_sums import GradientSums, apart, part
 from infinity.offload.transfers import Transfers
 from infinity.offload.window import AccumulationWindow
 from infinity.optim.cpu import CpuKernels
@@ -106,7 +105,7 @@ class GradientStore:
             self.exchange = GradientExchange(plan, transfers, ranks, self.take, self._has, window)
             self._tree = NormTree(plan, ranks, kernels, transfers.count)
         self._copies = GradientCopies(transfers, NUM_GRADIENT_BUFFERS * largest_trained(plan))
-        self._device_squares = SquaresOnDevice(transfers)
+        self._device_squares = SquaresOnDevice(transfers.device)
         self._worker = None if plan.unified else GradientWorker(transfers, self._reserve_staging())
         stall = transfers.stall if self._worker is None else untimed
         self._windows = GradientWindows(plan, transfers, self.dtype, away, stall)
@@ -349,8 +348,9 @@ class GradientStore:
         if self._tree is not None:
             blocks = {p: self._blocks_of(p) for p in sorted(self._has & self._locations.keys())}
             self._squares = self._tree.fold(blocks, sorted(self._has), equal)
-        self._sum_on_device()
-        if self._tree is None:
+        else:
+            if self.plan.device_kernels:
+                self._device_squares.begin(self._stored_on_device())
             self._squares |= {**self._device_squares.results(), **self._sums.squares}
         total = 0.0
         for parameter in self._in_order():
@@ -378,19 +378,13 @@ class GradientStore:
         found: Tensor | None = self._sums.squares.get(parameter)
         return self.kernels.square_blocks(self._read(parameter)) if found is None else found
 
-    def _sum_on_device(self) -> None:
-        """Return square sums of gradients on a device with kernels, over the same tree."""
-        if not self.plan.device_kernels or self._tree is not None:
-            return
-        parts = {
+    def _stored_on_device(self) -> dict[int, Sequence[Tensor]]:
+        """Return gradients that rest on the device and whose squares are not summed."""
+        return {
             parameter: apart(part(self.on_device[unit], segment), segment)
             for parameter, (unit, segment) in self._locations.items()
             if parameter in self._has and parameter not in self._squares and unit in self.on_device
         }
-        if parts:
-            flat = [one for found in parts.values() for one in found]
-            sums = iter(self._device.begin_square_sums(flat).result())
-            self._squares |= {p: list(islice(sums, len(found))) for p, found in parts.items()}
 
     def non_finite(self) -> list[str]:
         """Names of the parameters whose gradients are not finite, in order; after `square_sum`."""
@@ -410,21 +404,19 @@ class GradientStore:
             else:
                 self.complete()
                 return torch.cat([self.read(piece) for piece in pieces])
-        unit, segment = self._segments[parameter]
+        segment = self._segments[parameter][1]
         self.finish()
         self.drain()
         if parameter not in self._has:
             raise TrainingError(f"parameter {segment.name!r} has no gradient in this window")
         if self.exchange is None:
             return self._read(parameter)
-        shards = (self.plan.units[unit].of_shard(rank) for rank in range(self.ranks.count))
-        sizes = [part_size(segment.parameter, shard) for shard in shards]
-        padded = torch.zeros(max(sizes), dtype=self.dtype, device="cpu")
+        local = torch.empty(0, dtype=self.dtype, device="cpu")
         if parameter in self._locations:
-            padded[: sizes[self.ranks.rank]] = self._read(parameter)
+            local = self._read(parameter)
         self.ranks.synchronize(f"reads the gradient of {segment.name!r}")
-        table = self.ranks.gather(padded.view(torch.uint8)).view(self.dtype)
-        return torch.cat([row[:size] for row, size in zip(table, sizes, strict=True)])
+        found = self.ranks.gather_ragged(local.view(torch.uint8))
+        return torch.cat(found).view(self.dtype)
 
     def _read(self, parameter: int) -> Tensor:
         """Return a flat copy of this rank's shard of an accumulated gradient."""

@@ -25,7 +25,6 @@ from infinity.checkpoint.manifest import FROZEN
 from infinity.checkpoint.ranges import RangeWriter, records_of
 from infinity.checkpoint.streams import StreamRange, frozen_pieces, pieces
 from infinity.checkpoint.writer import CheckpointWriter, Written, checksums
-from infinity.distributed.context import DistContext
 from infinity.errors import InfinityWarning
 from infinity.offload.state import Staged, StateStore
 from infinity.plan.budget import NUM_COPY_BUFFERS, copy_buffer_bytes
@@ -222,7 +221,8 @@ class Saver:
             with ranks.collective_section("saves a checkpoint"):
                 if self._error is not None:
                     raise self._error
-            ranges = _gather_rows(ranks, together.ranges.rows)
+            rows = together.ranges.rows
+            ranges = torch.cat(ranks.gather_ragged(rows.view(-1))).view(-1, rows.shape[1])
             with ranks.collective_section("saves a checkpoint"):
                 if together.writer is not None:
                     together.writer.adopt(records_of(ranges, together.ranges.streams))
@@ -357,15 +357,6 @@ class Saver:
         rank = plan.rank if plan.ranks > 1 else None
         for piece in frozen_pieces(plan.units[layout.index], rank):
             put(piece, frozen[piece.byte_range])
-
-
-def _gather_rows(ranks: DistContext, local: Tensor) -> Tensor:
-    """Those of all ranks, one after the other."""
-    counts = ranks.gather(torch.tensor([local.shape[0]], device="cpu"))[:, 0].tolist()
-    padded = torch.zeros((max(counts), local.shape[1]), dtype=local.dtype, device="cpu")
-    padded[: local.shape[0]] = local
-    found = ranks.gather(padded.view(-1)).view(len(counts), *padded.shape)
-    return torch.cat([rows[:count] for rows, count in zip(found, counts, strict=True)])
 
 
 class _StoppedError(Exception):

@@ -45,7 +45,7 @@ from infinity.storage.run_dir import of_rank, remove_dead_ranks
 from infinity.training.checkpoints import check_committed
 from infinity.training.components import EngineComponents
 from infinity.training.initial_write import Progress
-from infinity.training.run_plan import plan_for, rates_of_rank
+from infinity.training.run_plan import plan_for
 from infinity.training.run_state import ResumableLoader
 from infinity.training.stored_weights import take_over
 
@@ -196,7 +196,7 @@ def _make(
     if ranks.count > 1:
         check_equal(ranks, "the model", _facts_of(partition, initial_values))
         check_equal(ranks, "the optimizer", _facts_of_optimizer(offloaded))
-    plan = _make_plan(model, partition, settings, target, offloaded, ranks, initial_values)
+    plan = plan_for(model, partition, settings, target, rule, ranks, initial_values)
     if ranks.count > 1:
         check_equal(ranks, "the plan", _facts_of_plan(plan))
     scheduler = None
@@ -360,25 +360,6 @@ def _leave(config: Config, local: Config, ranks: DistContext) -> None:
         with suppress(OSError):  # something is left in it
             path.rmdir()
     ranks.close()
-
-
-def _make_plan(
-    model: nn.Module,
-    partition: Partition,
-    config: Config,
-    device: Device,
-    optimizer: OffloadedOptimizer,
-    ranks: DistContext,
-    initial_values: InitialValues,
-) -> Plan:
-    """Plan this run by the known rates of this machine."""
-    known = rates_of_rank(config, device, ranks)
-    plan = plan_for(
-        model, partition, config, device, optimizer.rule, known.rates, ranks, initial_values
-    )
-    if "auto" in config.placement.model_dump().values():
-        plan = replace(plan, rates_origin=known.origin)
-    return plan
 
 
 def _make_loader(

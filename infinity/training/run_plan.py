@@ -213,11 +213,11 @@ def plan_for(
     config: Config,
     device: Device,
     rule: Rule,
-    rates: Rates | None,
     ranks: DistContext,
     initial_values: InitialValues,
 ) -> Plan:
-    """The plan of one engine on this machine; `rates` as `make_plan` takes them."""
+    """The plan of one engine, by the known rates of this machine."""
+    known = rates_of_rank(config, device, ranks)
     limits = limits_for(config, device, model, ranks, initial_values)
     if config.activations.tokens is not None:
         limits = _leaving_room(limits, config, device, model, partition)
@@ -238,7 +238,7 @@ def plan_for(
         unified=device.unified,
         rule=facts,
         device_kernels=reason is None,
-        rates=rates,
+        rates=known.rates,
         stored=run.stored if run is not None else None,
         rank=ranks.rank,
         nodes=ranks.num_nodes,
@@ -248,4 +248,6 @@ def plan_for(
     if reason and Tier.DEVICE in {placement.state for placement in plan.placements}:
         note = f"state that rests on the device is updated by the host, slower: {reason}"
         plan = replace(plan, notes=(*plan.notes, note))
+    if "auto" in config.placement.model_dump().values():
+        plan = replace(plan, rates_origin=known.origin)
     return plan

@@ -90,6 +90,10 @@ class Engine:
         self._step_log = step_log
         self._index_of = {id(p): i for i, p in enumerate(components.partition.parameters)}
         self._guard = components.guard
+        self._device = components.device
+        self._partition = components.partition
+        self._hooks = components.hooks
+        self._installation = components.installation
         self._window = components.window
         self._cycles = components.cycles
         self._values = components.values
@@ -99,8 +103,8 @@ class Engine:
         self._failure = components.failure
         self._inputs = Inputs(
             module,
-            components.partition,
-            components.device.torch_device,
+            self._partition,
+            self.device,
             COMPUTE_DTYPES[self.plan.precision.name],
             casts=config.cast_inputs,
         )
@@ -109,12 +113,12 @@ class Engine:
         self._step_runner = StepRunner(
             components, optimizer, self._index_of, lr_scheduler, step_log, scale_rules
         )
-        names = components.partition.names
-        run_state = RunState(
-            self._step_runner, self._window, optimizer, components.updater, self._index_of, names
-        )
+        self._run_state = RunState(
+            self._step_runner, self._window, optimizer, components.updater, self._index_of,
+            self._partition.names,
+        )  # fmt: skip
         self._checkpoints = Checkpoints(
-            module, components, self._step_runner, self._values, run_state, self._index_of,
+            module, components, self._step_runner, self._values, self._run_state, self._index_of,
             optimizer.rule.name, config,
         )  # fmt: skip
         if components.resumed:
@@ -134,13 +138,13 @@ class Engine:
 
     def _attach(self, module: nn.Module) -> None:
         """Attach the engine to the module and its parameters, until it is closed or collected."""
-        components, parameters = self._components, self._components.partition.parameters
+        components, parameters = self._components, self._partition.parameters
         hooks = ModuleStateHooks(module, self._values, self._index_of)
-        components.installation.on_new = hooks.add
+        self._installation.on_new = hooks.add
         components.add_cleanup(hooks.remove)
         components.add_cleanup(AdaptedParameters(module).remove)
         components.add_cleanup(MergeGuard(module, self._values, self._index_of).remove)
-        if not any(components.partition.trained):
+        if not any(self._partition.trained):
             components.add_cleanup(freeze(parameters))
         vars(module)["zero_grad"] = zero_grad_of(module, self._drop_arrivals)
         components.add_cleanup(partial(vars(module).pop, "zero_grad", None))
@@ -194,14 +198,14 @@ class Engine:
         self._check_usable()
         with self._step_runner.together("a forward", loses=False):
             args, kwargs = self._inputs.prepare((args, kwargs))
-            self._checkpoints.run_state.first_forward()
+            self._run_state.first_forward()
             self._values.release_all_materialized()
             self._end_users_backward()
             self._cycles.begin(last_micro_batch=self._window.is_last)
             return self._forward(args, kwargs)
 
     def _forward(self, args: Any, kwargs: Any) -> Any:
-        hooks = self._components.hooks
+        hooks = self._hooks
         mark = hooks.mark()
         try:
             torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that move
@@ -253,14 +257,13 @@ class Engine:
         scaled, share = self._scaled(loss), micro_batches * self._window.ranks
         scaled = scaled / share if share > 1 else scaled
         result = loss.detach() / micro_batches if micro_batches > 1 else loss.detach()
-        gradients, hooks = self._gradients, self._components.hooks
-        mark = hooks.mark(backward=True)
+        mark = self._hooks.mark(backward=True)
         try:
             self._window.divisor = 1
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-            gradients.finish()
+            self._gradients.finish()
             self._cycles.end()
-            hooks.release(None)
+            self._hooks.release(None)
             self._step_runner.count_backward()
             return result
         except Exception as error:
@@ -275,7 +278,7 @@ class Engine:
                 ) from error
             raise
         finally:
-            hooks.restore(mark)  # a recomputation pushes pairs of its own
+            self._hooks.restore(mark)  # a recomputation pushes pairs of its own
 
     @engine_call
     def scale(self, loss: Tensor) -> Tensor:
@@ -612,10 +615,10 @@ class Engine:
         """
         with self.ranks.propagate_errors("sets a gradient"):
             index = self._index_for(parameter, value)
-        state = self._counters.loss_scale
-        scaled = value.float() * (1.0 if state is None else state.scale)
+        scaled = value.float() * self.loss_scale
+        handover = self._components.prefetcher.handover
         for unit in self._values.units_of(index):
-            self._components.prefetcher.handover.await_consumed(unit)
+            handover.await_consumed(unit)
         for piece, rows in self._values.rows(index):
             self._gradients.replace(piece, scaled[rows].reshape(-1))
 
@@ -674,8 +677,9 @@ class Engine:
         """Wait until no update is pending and all state is in its tier."""
         self._check_usable()
         self._values.settle()
+        store = self._components.store
         for unit in range(len(self.plan.units)):
-            self._components.store.settle_writes(unit)
+            store.settle_writes(unit)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -800,7 +804,7 @@ class Engine:
             item: Has `state_dict()`, which returns plain data, and `load_state_dict(state)`. If a
                 checkpoint was loaded before, `load_state_dict` is called at once.
         """
-        self._checkpoints.run_state.register(name, item)
+        self._run_state.register(name, item)
 
     @property
     def resumed(self) -> bool:
@@ -818,14 +822,14 @@ class Engine:
             False if nothing was resumed or loaded; then nothing is changed.
         """
         self._check_usable()
-        return self._checkpoints.run_state.restore_rng()
+        return self._run_state.restore_rng()
 
     # --- what it says of itself ------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
         """Device of computation, where inputs must be."""
-        return self._components.device.torch_device
+        return self._device.torch_device
 
     @property
     def lr_scheduler(self) -> Any:
@@ -864,12 +868,12 @@ class Engine:
     def warnings(self) -> tuple[str, ...]:
         """Warnings about devices and paths that `initialize` has issued."""
         disk = self._components.disk
-        return (*self._components.device.warnings, *(disk.warnings if disk is not None else ()))
+        return (*self._device.warnings, *(disk.warnings if disk is not None else ()))
 
     def forecast(self) -> dict[str, int]:
         """Return the predicted bytes of a step by direction, for the access order seen so far."""
         sizes = getattr(self._components.activations, "learnt", None)
-        summed = self._components.hooks.summed_units if self._window.arrived else None
+        summed = self._hooks.summed_units if self._window.arrived else None
         return forecast_bytes(self.plan, self._cycles.training.sequence, sizes, summed)
 
     def counters(self) -> dict[str, int]:
@@ -880,7 +884,8 @@ class Engine:
         """Return facts about each path in use: device, file system, share of the state, rate,
         bytes, times.
         """
-        return self._components.disk.drives() if self._components.disk is not None else {}
+        disk = self._components.disk
+        return {} if disk is None else disk.drives()
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -918,13 +923,13 @@ class Engine:
                     return
                 if restore:
                     self._values.release_all_materialized()
-                    count = self._components.partition.num_model_params
+                    count = self._partition.num_model_params
                     values = {i: self._values.read(i) for i in range(count)}
             except BaseException as error:
                 failure = failure or error
         self._closed = True
         try:
-            self._components.installation.gone = values is None
+            self._installation.gone = values is None
             self._components.close()
         finally:
             if self._components.closed:
@@ -955,7 +960,7 @@ class Engine:
             raise EngineClosedError("the engine is closed", remedy="make a new one")
 
     def _check_trains(self, what: str) -> None:
-        if not any(self._components.partition.trained):
+        if not any(self._partition.trained):
             raise TrainingError(
                 f"{what} of an engine for inference",
                 because="no parameter has optimizer state: the model was frozen, or initialize() "

@@ -56,8 +56,8 @@ class Cycles:
     def end(self) -> None:
         """End the cycle in progress, and learn its order."""
         self.end_call()
-        if self._prefetcher.order is not None:
-            self._prefetcher.order.end()
+        if (order := self._prefetcher.order) is not None:
+            order.end()
             self._prefetcher.follow(None)
         self._open = False
 

@@ -27,6 +27,7 @@ class UpdateHandover:
     ) -> None:
         self._plan = plan
         self._transfers = transfers
+        self._device = transfers.device
         self._ledger = ledger
         self._entries = ledger.entries
         self._failure = failure
@@ -79,7 +80,7 @@ class UpdateHandover:
                     self.changed.wait()
             self._failure.check()
         if unit in self._updated_there and not entry.ready.done():
-            self._transfers.device.compute_wait(entry.ready)  # queued there, not yet over
+            self._device.compute_wait(entry.ready)  # queued there, not yet over
 
     # --- the optimizer thread --------------------------------------------------------------------
 

@@ -119,6 +119,7 @@ class SharedSlices:
         count_again: Callable[[], None],
     ) -> None:
         self._hooks = hooks
+        self._expert_calls = hooks.expert_calls
         self._before, self._after = hooks.around(unit)
         self._module = module
         self._given = given
@@ -195,7 +196,7 @@ class SharedSlices:
     def _computing(self) -> Iterator[None]:
         """Compute without gradients, and take the calls of experts in the block."""
         try:
-            with torch.no_grad(), self._hooks.expert_calls.computed_by(self._reached):
+            with torch.no_grad(), self._expert_calls.computed_by(self._reached):
                 yield
         finally:
             self._known = self._pending = self._start = None

@@ -40,15 +40,16 @@ class UnitGather:
         exchange: GradientExchange,
     ) -> None:
         self._plan = plan
-        self._transfers = transfers
+        self._device = transfers.device
         self._store = store
+        self._ranks = store.ranks
         self._entries = ledger.entries
         self._ledger = ledger
         self._exchange = exchange
 
     def around_use(self, unit: int) -> AbstractContextManager[None]:
         """Return a context that propagates exceptions of a use to all ranks."""
-        return self._store.ranks.propagate_errors(self._using(unit))
+        return self._ranks.propagate_errors(self._using(unit))
 
     def synchronize(self, unit: int, next_units: Sequence[int]) -> None:
         """Synchronize on the use of a unit whose local shard is in a slot; gather it if needed.
@@ -59,8 +60,7 @@ class UnitGather:
         entry, ready = self._entries[unit], self._exchange.ready()
         coming = [_HAVE * other + self._has(other) for other in next_units]
         coming += [_NOTHING] * (MAX_AHEAD - len(coming))
-        ranks = self._store.ranks
-        reports = ranks.synchronize(self._using(unit), self._has(unit), ready, *coming)
+        reports = self._ranks.synchronize(self._using(unit), self._has(unit), ready, *coming)
         # Until all is started that they agreed on, nothing may fail on one rank alone.
         arrived = self._gather(unit, [has for has, *_ in reports])
         ahead = [{w // _HAVE: w % _HAVE for w in coming if w >= 0} for _, _, *coming in reports]
@@ -70,10 +70,10 @@ class UnitGather:
         self._exchange.send_ready([theirs for _, theirs, *_ in reports])
         if not arrived:
             self._store.settle_brought(unit)
-            ranks.synchronize(f"shares unit {self._plan.units[unit].name!r}")
+            self._ranks.synchronize(f"shares unit {self._plan.units[unit].name!r}")
             self._gather(unit, [_HERE])
         if entry.gathering is not None:
-            self._transfers.device.compute_wait(entry.gathering)
+            self._device.compute_wait(entry.gathering)
         entry.gathered, entry.gathering = True, None
         self._ledger.dequantise(unit)
 

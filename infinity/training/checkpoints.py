@@ -166,6 +166,10 @@ class Checkpoints:
         self.run_state = run_state
         self._module = module
         self._components = components
+        self._plan = components.plan
+        self._store = components.store
+        self._gradients = components.gradients
+        self._failure = components.failure
         self._ranks = components.ranks
         self._saver = components.saver
         self._step_runner = step_runner
@@ -193,27 +197,27 @@ class Checkpoints:
         wait: bool,
     ) -> Path:
         """`engine.save_checkpoint`."""
-        components = self._components
+        ranks = self._ranks
         self._saver.finish()
         tag = tag if tag is not None else f"global_step{self._step_runner.counters.steps}"
-        check_equal(components.ranks, "the checkpoint to save", {"tag": tag})
-        with components.ranks.propagate_errors("saves a checkpoint"):
+        check_equal(ranks, "the checkpoint to save", {"tag": tag})
+        with ranks.propagate_errors("saves a checkpoint"):
             self._refuse_loans("saved")
             self._settle()
-        gradients = sorted({self._origins[i] for i in components.gradients.arrived()})
+        gradients = sorted({self._origins[i] for i in self._gradients.arrived()})
         buffers = self._saved_buffers()
-        streams = state_streams(components.plan)
+        streams = state_streams(self._plan)
         if gradients:
-            dtype = components.gradients.dtype
+            dtype = self._gradients.dtype
             streams[GRADIENT] = [
                 TensorSpec(self._segments[i].name, self._segments[i].full_shape, dtype)
                 for i in gradients
             ]
-        with components.ranks.propagate_errors("saves a checkpoint"):
+        with ranks.propagate_errors("saves a checkpoint"):
             manifest = self._manifest(client_state, buffers)
         if buffers:
             streams[BUFFERS] = [record.spec for record in manifest.buffers]
-        writer, ranges, ranks = None, None, components.ranks
+        writer, ranges = None, None
         by_ranges = ranks.count > 1 or self._in_ranges  # bytes come in another order than files'
         files = {n: f for n, f in files_of(streams).items() if n not in (BUFFERS, GRADIENT)}
         try:
@@ -226,7 +230,7 @@ class Checkpoints:
                 for buffer in buffers:
                     _write(writer, BUFFERS, buffer.value)
                 for index in gradients:
-                    _write(writer, GRADIENT, components.gradients.read(index))
+                    _write(writer, GRADIENT, self._gradients.read(index))
             if by_ranges:
                 shared = writer is not None and writer.shares(FROZEN)
                 if ranks.synchronize("shares frozen files", shared)[0][0]:
@@ -247,7 +251,7 @@ class Checkpoints:
         return root / tag
 
     def _manifest(self, client_state: Mapping[str, Any], buffers: Sequence[Buffer]) -> Manifest:
-        plan, steps = self._components.plan, self._step_runner.steps
+        plan, steps = self._plan, self._step_runner.steps
         aliases = self._aliases()
         parameters = [
             ParameterRecord(
@@ -288,8 +292,8 @@ class Checkpoints:
 
         Of buffers, too: the first rank's are those of the checkpoint.
         """
-        components, ranks = self._components, self._ranks
-        share_kept(components.store, components.updater, self._origins.keys())
+        ranks = self._ranks
+        share_kept(self._store, self._components.updater, self._origins.keys())
         state = self.run_state.capture()
         if ranks.count > 1:
             local_state = {name: state[name] for name in OF_EACH_RANK}
@@ -334,7 +338,7 @@ class Checkpoints:
         self, root: Path, tag: str | None, wanted: Wanted
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """`engine.load_checkpoint`."""
-        failure, ranks = self._components.failure, self._ranks
+        failure, ranks = self._failure, self._ranks
         with ranks.propagate_errors("loads a checkpoint"):
             failure.check(besides=HalfLoadedError)
             self._saver.finish()
@@ -407,7 +411,7 @@ class Checkpoints:
             durability.commit(self.document(window), steps)
         except BaseException as error:
             # Which state is committed is not known now: nothing may be written over either.
-            self._components.failure.fail(error)
+            self._failure.fail(error)
             raise
 
     def _replace(
@@ -416,7 +420,7 @@ class Checkpoints:
         """`local_buffers` are buffers in which this rank differs from the first one."""
         self._settle()
         self._window.start_over()
-        self._components.gradients.reset()
+        self._gradients.reset()
         if full:
             self._load_all(reader)
             self._load_gradients(reader)
@@ -429,7 +433,7 @@ class Checkpoints:
         self, reader: StateReader, run: dict[str, Any], wanted: Wanted, *, full: bool
     ) -> None:
         if full:
-            check_state(reader, self._components.plan, self._rule)
+            check_state(reader, self._plan, self._rule)
             self._check_window(reader)
         else:
             self._check_weights(reader, strict=wanted.strict)
@@ -480,39 +484,34 @@ class Checkpoints:
             )
 
     def _load_all(self, reader: StateReader) -> None:
-        components = self._components
-        for layout in components.plan.units:
-            components.prefetcher.drop(layout.index)
-        load_state(reader, components.plan, components.store)
-        for layout in components.plan.units:
-            components.prefetcher.ledger.note_edit(layout.index)
+        prefetcher = self._components.prefetcher
+        for layout in self._plan.units:
+            prefetcher.drop(layout.index)
+        load_state(reader, self._plan, self._store)
+        for layout in self._plan.units:
+            prefetcher.ledger.note_edit(layout.index)
 
     def _load_weights(self, reader: StateReader) -> None:
         there = {p.name for p in reader.manifest.parameters}
         for index in sorted(self._segments, key=self._values.sort_key):
             name, form = self._segments[index].name, self._segments[index].form
             if form and name in reader.quantised and reader.quantised[name].form == form:
-                for piece, _ in self._values.rows(index):  # rounded once only
-                    self._values.write_packed(piece, self._packed(reader, piece))
+                for piece, _ in self._values.rows(index):  # as the bytes rest: rounded once only
+                    segment = self._values.location_of(piece)[1]
+                    packed = torch.zeros(segment.nbytes, dtype=torch.uint8, device="cpu")
+                    reader.read_into(FROZEN, segment.name, first_frozen_byte(segment), packed)
+                    self._values.write_packed(piece, packed)
             elif name in there:
                 self._values.write(index, reader.master(name))
         self._values.flush()
 
-    def _packed(self, reader: StateReader, parameter: int) -> Tensor:
-        """The bytes of a quantised parameter, as they rest."""
-        segment = self._values.location_of(parameter)[1]
-        packed = torch.zeros(segment.nbytes, dtype=torch.uint8, device="cpu")
-        reader.read_into(FROZEN, segment.name, first_frozen_byte(segment), packed)
-        return packed
-
     def _load_gradients(self, reader: StateReader) -> None:
-        components = self._components
         index_of = {s.name: i for i, s in self._segments.items()}
         for name in reader.names(GRADIENT):
             value = reader.read(GRADIENT, name)
             for piece, rows in self._values.rows(index_of[name]):
-                components.gradients.put(piece, value[rows])
-        components.gradients.finish()
+                self._gradients.put(piece, value[rows])
+        self._gradients.finish()
 
     # --- durable steps -----------------------------------------------------------------------
 
@@ -557,13 +556,12 @@ class Checkpoints:
 
     def _settle(self) -> None:
         """No update is owed, everything is where it rests, nothing is lent or cached."""
-        components = self._components
         self._values.release_all_materialized()
-        components.gradients.finish()
-        components.gradients.settle()
-        components.optimizer_pass.finish()
-        for layout in components.plan.units:
-            components.store.settle_writes(layout.index)
+        self._gradients.finish()
+        self._gradients.settle()
+        self._values.settle()
+        for layout in self._plan.units:
+            self._store.settle_writes(layout.index)
 
     def _refuse_loans(self, what: str) -> None:
         if self._values.materialized_now:

@@ -23,6 +23,7 @@ from infinity.plan.activations import TRANSIT, Ranges, SavedPlan, tiers_of
 from infinity.profiling.trace_recorder import NO_UNIT
 from infinity.storage.device import HAPPENED, Event, HostArena, after_all
 from infinity.storage.disk import Extent
+from infinity.storage.staging import host_buffer
 from infinity.storage.store import Priority
 from infinity.types import PAGE, Tier, round_up
 
@@ -270,8 +271,7 @@ class ActivationStore:
         if record.span is None:
             if not wait:
                 return
-            rounded = round_up(record.nbytes, PAGE)
-            record.buffer = HostArena(rounded).view(0, rounded)
+            record.buffer = host_buffer(round_up(record.nbytes, PAGE))
         piece = self._part(record), self._buffer(record)
         priority = Priority.URGENT if wait else Priority.NORMAL
         record.reading = self.transfers.read([piece], priority, LABEL)

@@ -23,7 +23,8 @@ from infinity.errors import EngineFailedError, TransferError
 from infinity.offload.transfers import Transfers
 from infinity.plan.budget import largest_window, num_windows
 from infinity.plan.plan import Plan
-from infinity.storage.device import Event, arena_for
+from infinity.storage.device import Event
+from infinity.storage.staging import host_buffer
 from infinity.storage.store import Range
 from infinity.types import round_up
 
@@ -74,8 +75,7 @@ class GradientWindows:
         self._expected: list[int] = []  # whose reads were asked for, and could not begin
         self._arrived: dict[int, int] = {}  # unit -> arrivals since its window was opened
         nbytes = largest_window(plan)
-        arena = arena_for([nbytes] * num_windows(plan))
-        self._windows = [_Window(arena.carve(nbytes)) for _ in range(num_windows(plan))]
+        self._windows = [_Window(host_buffer(nbytes)) for _ in range(num_windows(plan))]
 
     def forget(self) -> None:
         """Free the buffers, once nothing moves."""

@@ -40,8 +40,8 @@ from infinity.optim.cpu import CpuKernels
 from infinity.plan.budget import NUM_GRADIENT_BUFFERS, largest_trained
 from infinity.plan.layout import Segment
 from infinity.plan.plan import Plan
-from infinity.storage.device import HAPPENED, Event, HostArena
-from infinity.storage.staging import host_buffer
+from infinity.storage.device import HAPPENED, Event
+from infinity.storage.staging import BufferPool, host_buffer
 from infinity.storage.store import Range
 from infinity.types import PAGE, round_up
 
@@ -104,21 +104,18 @@ class GradientStore:
         if ranks.count > 1:
             self.exchange = GradientExchange(plan, transfers, ranks, self.take, self._has, window)
             self._tree = NormTree(plan, ranks, kernels, transfers.count)
-        self._copies = GradientCopies(transfers, NUM_GRADIENT_BUFFERS * largest_trained(plan))
+        nbytes = NUM_GRADIENT_BUFFERS * largest_trained(plan)  # on their way, either way
+        self._copies = GradientCopies(transfers, nbytes)
         self._device_squares = SquaresOnDevice(transfers.device)
-        self._worker = None if plan.unified else GradientWorker(transfers, self._reserve_staging())
+        self._worker: GradientWorker | None = None
+        if not plan.unified:
+            staging = BufferPool(1, nbytes, self._device).take()
+            self._worker = GradientWorker(transfers, staging)
         stall = transfers.stall if self._worker is None else untimed
         self._windows = GradientWindows(plan, transfers, self.dtype, away, stall)
         beside = None if self._worker is None else transfers
         square = self._square_sums if ranks.count == 1 else self._square_blocks
         self._sums = GradientSums(kernels, square, self.ram, self._windows, beside)
-
-    def _reserve_staging(self) -> Tensor:
-        nbytes = NUM_GRADIENT_BUFFERS * largest_trained(self.plan)
-        arena = HostArena(nbytes)
-        if nbytes:
-            self._device.pin(arena)
-        return arena.view(0, nbytes)
 
     def _reserve(self) -> dict[int, Range]:
         plan, found = self.plan, dict[int, Range]()
@@ -379,7 +376,7 @@ class GradientStore:
         return self.kernels.square_blocks(self._read(parameter)) if found is None else found
 
     def _stored_on_device(self) -> dict[int, Sequence[Tensor]]:
-        """Return gradients that rest on the device and whose squares are not summed."""
+        """Return gradients that are stored on the device, and whose squares are not summed yet."""
         return {
             parameter: apart(part(self.on_device[unit], segment), segment)
             for parameter, (unit, segment) in self._locations.items()

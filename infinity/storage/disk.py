@@ -21,10 +21,10 @@ from infinity.common.files import check_linked
 from infinity.config.schema import IoConfig
 from infinity.errors import ConfigError, MachineError, TransferError
 from infinity.storage import striping
-from infinity.storage.device import HostArena
 from infinity.storage.disk_speed import measure_speeds
 from infinity.storage.os_errors import corruption, does_not_fit, transfer_error
 from infinity.storage.run_dir import Scratch
+from infinity.storage.staging import host_buffer
 from infinity.storage.store import Pieces, Priority
 from infinity.storage.striping import Stripes, Striping
 from infinity.types import PAGE, Tier, round_up
@@ -79,8 +79,7 @@ class Checksums:
 
     def __init__(self, num_bytes: int) -> None:
         num_pages = -(-num_bytes // PAGE)
-        arena = HostArena(num_pages * CHECKSUM_BYTES)
-        self._sums = arena.view(0, num_pages * CHECKSUM_BYTES).view(torch.int32)
+        self._sums = host_buffer(num_pages * CHECKSUM_BYTES).view(torch.int32)
 
     def written(self, offset: int, buffer: Tensor) -> None:
         """Remember the checksums of bytes (uint8) that are on their way to a logical offset."""

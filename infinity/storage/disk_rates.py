@@ -15,9 +15,9 @@ from torch import Tensor
 
 from infinity.config.schema import IoConfig
 from infinity.plan.rates import DISK_PER_CPU_S
-from infinity.storage.device import HostArena
 from infinity.storage.disk import Disk, DiskTicket, Extent
 from infinity.storage.disk_speed import keep_moving
+from infinity.storage.staging import host_buffer
 from infinity.types import PAGE
 
 SPAN_BYTES = 256 << 20  # of the disk, at most; and a quarter of the free space
@@ -91,8 +91,7 @@ class _Tier:
         self._disk, self._region, self._seconds = disk, region, seconds
         self._pass_s = seconds * (1 - _PREPARE_SHARE) / (_NUM_PASSES * len(_KINDS))
         nbytes = self._nbytes = min(_RECORD_BYTES, region.nbytes // 2)
-        arena = HostArena(_NUM_IN_FLIGHT * nbytes)
-        self._buffers = [arena.view(i * nbytes, nbytes) for i in range(_NUM_IN_FLIGHT)]
+        self._buffers = [host_buffer(nbytes) for _ in range(_NUM_IN_FLIGHT)]
         noise = torch.frombuffer(bytearray(os.urandom(nbytes)), dtype=torch.uint8)
         for buffer in self._buffers:
             buffer.copy_(noise)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import infinity._aio as _aio
-from infinity.storage.device import HostArena
 from infinity.storage.os_errors import transfer_error
+from infinity.storage.staging import host_buffer
 
 PROBE_S = 0.4  # timed; preparing and the last requests come on top
 SPAN = 32 << 20  # bytes of each file that are written and read
@@ -43,8 +43,7 @@ def measure_speeds(
     `room` is bytes each file may grow by. A file without room for one block counts as one byte
     per second, since it cannot hold much. Raises `TransferError`.
     """
-    noise = HostArena(BLOCK)
-    source = noise.view(0, BLOCK)
+    source = host_buffer(BLOCK)
     source.copy_(torch.frombuffer(bytearray(os.urandom(BLOCK)), dtype=torch.uint8))
     spans = [min(SPAN, free // 2) // BLOCK * BLOCK for free in room]
     try:
@@ -83,8 +82,7 @@ def _measure(engine: _aio.Engine, file: _aio.File, span: int, source: Tensor) ->
     if not span:
         return 1.0
     file.allocate(span)
-    arena = HostArena(DEPTH * BLOCK)
-    targets = [arena.view(i * BLOCK, BLOCK) for i in range(DEPTH)]
+    targets = [host_buffer(BLOCK) for _ in range(DEPTH)]
 
     def write(turn: int) -> _aio.Ticket:
         return engine.submit(_aio.WRITE, [(file, turn * BLOCK, BLOCK, source.data_ptr())])

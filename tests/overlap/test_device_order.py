@@ -378,7 +378,7 @@ def test_what_is_being_copied_may_not_be_written_by_compute() -> None:
 PINNED: dict[tuple[str, str], tuple[tuple[str, str, str], dict[str, Any]]] = {
     ("infinity.offload.state", "_reserve"): (IN_RAM, {}),
     ("infinity.offload.gradients", "_reserve"): (IN_RAM, {}),
-    ("infinity.offload.gradients", "_reserve_staging"): (
+    ("infinity.offload.gradients", "__init__"): (
         IN_RAM,
         {"precision": "bf16", "gradient_accumulation_steps": 2},
     ),

@@ -29,7 +29,7 @@ from infinity.offload.call_tensors import _run_once, take_apart
 from infinity.offload.compiled_forward import CompiledForward, check_options
 from infinity.offload.hooks import Hooks
 from infinity.offload.slicer import Slicer
-from infinity.plan.activations import SavedPlan
+from infinity.plan.plan import Plan
 
 # What Hugging Face's blocks call a cache of keys and values; a block that runs twice, or in
 # parts, would write to it twice.
@@ -48,7 +48,7 @@ class UnitForwards:
         hooks: Hooks,
         cuts: Sequence[UnitModules],
         parameters: Sequence[nn.Parameter],
-        plan: SavedPlan,
+        plan: Plan,
     ) -> None:
         self.recomputed = 0
         self._said: set[str] = set()  # of what was warned
@@ -58,13 +58,13 @@ class UnitForwards:
         self._parameters = parameters
         self._plan = plan
         self._blocks: list[_Block] = []
-        if plan.recompute or plan.slices > 1:
+        if plan.saved.recompute or plan.saved.slices > 1:
             self._replace()
 
     def _replace(self) -> None:
-        blocks = 0
+        blocks, recompute = 0, self._plan.saved.recompute
         for unit, cut in enumerate(self._cuts):
-            again = self._plan.recompute == "all" or blocks < self._plan.recompute
+            again = recompute == "all" or blocks < recompute
             blocks += cut.is_block
             parameter_ids = {id(self._parameters[index]) for index in cut.parameters}
             for module in blocks_of(cut):
@@ -124,7 +124,7 @@ class _Block:
         self,
         owner: UnitForwards,
         hooks: Hooks,
-        plan: SavedPlan,
+        plan: Plan,
         module: nn.Module,
         unit: int,
         cut: UnitModules,
@@ -143,10 +143,8 @@ class _Block:
         self._before, self._after = hooks.around(unit)
         self._module_forward: Callable[..., Any] = module.forward
         self._slicer = None
-        if plan.slices > 1:
-            self._slicer = Slicer(
-                module, self._module_forward, unit, cut, plan.slices, owner, hooks
-            )
+        if plan.saved.slices > 1:
+            self._slicer = Slicer(module, self._module_forward, unit, cut, plan, owner, hooks)
         self._replaced = module.__dict__.get("forward")
 
         @functools.wraps(self._module_forward)

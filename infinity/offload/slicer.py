@@ -31,6 +31,7 @@ from infinity.offload.hooks import Hooks, is_ours
 from infinity.offload.recorded_outputs import SlicedRecords
 from infinity.offload.shared_ranges import SharedSlices, hands_out_tensors
 from infinity.offload.slice_sums import SlicedCall
+from infinity.plan.plan import Plan
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # By how much rows of one block may differ between two shapes of a batch, relative to the largest.
@@ -61,7 +62,7 @@ class Slicer:
         plain: Forward,
         unit: int,
         cut: UnitModules,
-        count: int,
+        plan: Plan,
         owner: Owner,
         hooks: Hooks,
     ) -> None:
@@ -74,9 +75,8 @@ class Slicer:
         self._sums = hooks.sums
         self._plain = plain
         self._name = cut.name
-        stacks = hooks.prefetcher.ledger.plan.shared_stacks
-        self._shares = any(f"{path}.".startswith(f"{cut.name}.") for path in stacks)
-        self._count = count
+        self._shares = any(f"{path}.".startswith(f"{cut.name}.") for path in plan.shared_stacks)
+        self._count = plan.saved.slices
         # Why slices cannot pass ranges of experts together, by the kind of call; "" if they can.
         self._tried: dict[object, str] = {}
         for path, part in module.named_modules():

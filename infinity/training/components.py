@@ -237,7 +237,7 @@ class EngineComponents:
         uses.append(self.hooks.remove)
         self.cycles = Cycles(self.prefetcher, plan)
         self.hooks.watch_root(model, *self.cycles.around_calls())
-        self.forwards = UnitForwards(self.hooks, partition.units, partition.parameters, plan.saved)
+        self.forwards = UnitForwards(self.hooks, partition.units, partition.parameters, plan)
         uses.append(self.forwards.remove)
         if at_once is not None:
             heads = SlicedHeads(model, self.hooks, partition.parameters, self.forwards.warn_once)

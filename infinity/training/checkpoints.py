@@ -50,7 +50,6 @@ from infinity.errors import (
     EngineFailedError,
     InfinityError,
     InfinityWarning,
-    ResidencyError,
     listed,
 )
 from infinity.model.buffers import Buffer, check_buffers, find_buffers, put_buffers
@@ -202,7 +201,7 @@ class Checkpoints:
         tag = tag if tag is not None else f"global_step{self._step_runner.counters.steps}"
         check_equal(ranks, "the checkpoint to save", {"tag": tag})
         with ranks.propagate_errors("saves a checkpoint"):
-            self._refuse_loans("saved")
+            self._values.refuse_loans("a checkpoint cannot be saved")
             self._settle()
         gradients = sorted({self._origins[i] for i in self._gradients.arrived()})
         buffers = self._saved_buffers()
@@ -342,7 +341,7 @@ class Checkpoints:
         with ranks.propagate_errors("loads a checkpoint"):
             failure.check(besides=HalfLoadedError)
             self._saver.finish()
-            self._refuse_loans("loaded")
+            self._values.refuse_loans("a checkpoint cannot be loaded")
         is_run = tag is None and (root / RECORD_NAME).is_file()  # a directory of a durable one
         with ranks.propagate_errors("loads a checkpoint"):
             found = "" if is_run else find_tag(root, tag)
@@ -562,14 +561,6 @@ class Checkpoints:
         self._values.settle()
         for layout in self._plan.units:
             self._store.settle_writes(layout.index)
-
-    def _refuse_loans(self, what: str) -> None:
-        if self._values.materialized_now:
-            raise ResidencyError(
-                f"a checkpoint cannot be {what} while weights are lent out",
-                because="a block of engine.materialized is open",
-                remedy="leave the block first",
-            )
 
 
 def _write(writer: CheckpointWriter | None, stream: str, value: Tensor) -> None:

@@ -305,6 +305,16 @@ class ParameterValues:
 
     # --- lending -----------------------------------------------------------------------------
 
+    def refuse_loans(self, what: str) -> None:
+        """Raise `ResidencyError` if a parameter is materialized; `what` cannot be done then."""
+        if self.materialized_now:
+            raise ResidencyError(
+                f"{what} while weights are lent out",
+                because="a block of engine.materialized is open, or load_state_dict of the module "
+                "ended in an error",
+                remedy="leave the block first; after an error run a forward, which ends the block",
+            )
+
     @contextmanager
     def materialized(self, parameters: Iterable[int], *, master: bool) -> Iterator[None]:
         """Full values bound to the parameters; edits are written back on leaving."""

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.common.sizes import parse_size
 from infinity.distributed.context import DistContext
-from infinity.errors import ConfigError, ResidencyError
+from infinity.errors import ConfigError
 from infinity.model.buffers import persistent_buffers
 from infinity.model.weight_files import Outgoing, write_shards
 from infinity.optim.moments import COMPUTE_DTYPES
@@ -34,9 +34,6 @@ class StateEntry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     write: Callable[[Tensor], None] | None
-
-
-# What parameters compute in, and hence what they may be saved as; other dtypes are kept.
 
 
 class StateDict(Mapping[str, Tensor]):
@@ -95,7 +92,7 @@ class StateDict(Mapping[str, Tensor]):
 
         Raises `ResidencyError` inside `engine.materialized`.
         """
-        self._refuse_loans()
+        self._values.refuse_loans("weights cannot be loaded as a whole")
         entries = []
         for names in self._tied():
             first = names[0]
@@ -120,7 +117,6 @@ class StateDict(Mapping[str, Tensor]):
         self, directory: Path, dtype: torch.dtype | str | None, max_shard: int | str
     ) -> list[Path]:
         """`engine.save_weights`."""
-        self._refuse_loans()
         tensors = list(self.outgoing(dtype))
         write = partial(write_shards, directory.expanduser(), tensors, parse_size(max_shard))
         try:
@@ -137,7 +133,7 @@ class StateDict(Mapping[str, Tensor]):
 
         `dtype` as in `engine.save_weights`.
         """
-        self._refuse_loans()
+        self._values.refuse_loans("weights cannot be saved as a whole")
         dtype = _dtype_of(dtype)
         for names in self._tied():
             name = names[0] if tied_name is None else tied_name(names)
@@ -165,15 +161,6 @@ class StateDict(Mapping[str, Tensor]):
         if name in self.parameters:
             return False, self._values.sort_key(self.parameters[name])
         return True, (0, False, 0)
-
-    def _refuse_loans(self) -> None:
-        if self._values.materialized_now:
-            raise ResidencyError(
-                "weights cannot be loaded or saved as a whole while some are lent out",
-                because="a block of engine.materialized is open, or load_state_dict of the module "
-                "ended in an error",
-                remedy="leave the block first; after an error run a forward, which ends the block",
-            )
 
     def _shape(self, name: str) -> tuple[int, ...]:
         if name in self.parameters:

@@ -19,13 +19,12 @@ synchronization waits for them.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -255,7 +254,7 @@ class DistContext(ABC):
         while error.__cause__ is not None:  # which may be raised again as another error
             error = error.__cause__
         error.add_note(PROPAGATED)
-        with contextlib.suppress(InfinityError):
+        with suppress(InfinityError):
             self.synchronize(doing, error=raised)
 
     def mark_failed(self) -> None:

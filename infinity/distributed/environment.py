@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from infinity.distributed.context import named_ranks
@@ -40,7 +39,7 @@ def on_this_machine(store: Any, rank: int, count: int) -> tuple[int, int]:
 
 def _machine_id() -> bytes:
     """Return host name and boot id: containers of one machine may differ in their names."""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
         return f"{socket.gethostname()} ".encode() + file.read()
     return socket.gethostname().encode()
 

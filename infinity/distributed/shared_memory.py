@@ -6,11 +6,10 @@ that rank's descriptor, and it is gone with the last process that maps it, howev
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from torch import Tensor
 
@@ -171,7 +170,7 @@ class SharedWeights:
     def close(self) -> None:
         """Wait for transfers in flight, and drop the memory."""
         for work in self._coming.values():
-            with contextlib.suppress(MachineError):  # lost others show where ranks meet
+            with suppress(MachineError):  # lost others show where ranks meet
                 work.wait()
         if self._peers is not None:
             self._peers.close()

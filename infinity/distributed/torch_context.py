@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -164,7 +163,7 @@ class TorchDistContext(DistContext):
         silent: list[int] = []
         store, self._store = self._store, None  # asked once
         if store is not None:
-            with contextlib.suppress(RuntimeError):
+            with suppress(RuntimeError):
                 store.set(f"lost-{self.rank}", "")
                 others = [r for r in range(self.count) if r != self.rank]
                 # One that closed because it had lost others is not to blame.
@@ -202,7 +201,7 @@ class TorchDistContext(DistContext):
             return
         OF_OUR_GROUP.discard(self)
         if self._all is None and self._store is not None:
-            with contextlib.suppress(RuntimeError):  # others may have ended, and it with them
+            with suppress(RuntimeError):  # others may have ended, and it with them
                 self._store.set(self._closed(self.rank), self._end)
         is_last = all(other._world is not self._world for other in OF_OUR_GROUP)
         self._dist.destroy_process_group(None if self._owned and is_last else host)
@@ -215,7 +214,7 @@ OF_OUR_GROUP: weakref.WeakSet[TorchDistContext] = weakref.WeakSet()  # a default
 
 def patience_of(group: Any) -> timedelta:
     """Return the timeout of a process group, for the group that synchronizations use."""
-    with contextlib.suppress(AttributeError, RuntimeError):  # torch has no public accessor
+    with suppress(AttributeError, RuntimeError):  # torch has no public accessor
         found = group._get_backend(group._device_types[0]).options._timeout
         if isinstance(found, timedelta):
             return found

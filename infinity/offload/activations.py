@@ -8,7 +8,6 @@ and their places are taken back, when the next tensor is saved or restored.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
@@ -73,7 +72,7 @@ class SavedTensor:
         """Wait for disk requests, ignoring their results."""
         for ticket in (self.writing, self.reading):
             if ticket is not None:
-                with contextlib.suppress(TransferError):
+                with suppress(TransferError):
                     ticket.wait()
                 if not ticket.done():  # stuck: the span is the kernel's for good
                     self.span = None

@@ -8,12 +8,11 @@ in the staging buffer (`reserve`), and for results of queued tasks (`drain`).
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -154,7 +153,7 @@ class GradientWindows:
         for window in self._windows:
             ticket, window.ticket, window.unit = window.ticket, None, None
             if ticket is not None:
-                with contextlib.suppress(TransferError):
+                with suppress(TransferError):
                     ticket.wait()
         self._saved.clear()
         self._expected.clear()

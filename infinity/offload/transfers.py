@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -54,7 +53,7 @@ class TracedTicket:
         times = request.times_ns if request is not None else None
         if request is None or times is None:
             return
-        with contextlib.suppress(IndexError):
+        with suppress(IndexError):
             self._open.pop()
             failed = {"failed": request.error} if request.error else None
             submitted, begin, end = times

@@ -420,9 +420,7 @@ def _announce(
 
 def _make_scheduler(config: Config, optimizer: OffloadedOptimizer, given: Any, client: Any) -> Any:
     """The scheduler the engine steps, or None; `client` is the optimizer that was passed."""
-    if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
-        return _checked(given, client)
-    if callable(given):
+    if callable(given) and not isinstance(given, torch.optim.lr_scheduler.LRScheduler):
         return given(optimizer)
     if given is not None:
         return _checked(given, client)

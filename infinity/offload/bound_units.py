@@ -123,7 +123,6 @@ class BoundUnits:
         if error is not None and entry.slot is not None and entry.slot.slot_class is not None:
             with self._ledger.changed:
                 self._ledger.evict(unit)
-                self._ledger.move(unit, Residency.OFFLOADED)
         return error
 
     def evict(self, unit: int) -> None:

@@ -102,7 +102,6 @@ class Fetcher:
         entry.ticket = entry.staging = None
         with self._ledger.changed:
             self._ledger.evict(unit)
-            self._ledger.move(unit, Residency.OFFLOADED)
 
     def poll(self) -> None:
         """Copy what has landed in staging buffers. Never blocks."""

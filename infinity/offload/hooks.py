@@ -169,7 +169,7 @@ class Hooks:
             entry.forward_depth > 0
             and entry.bound
             and unit == self._ledger.current
-            and not self.prefetcher.retries
+            and not self.prefetcher.must_retry
             and not self.materialized_now
             and self.guard.computes_here()
             and not inside_function_transform()

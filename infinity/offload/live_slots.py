@@ -57,10 +57,7 @@ class LiveSlots:
         assert slot is not None
         if self._entries[unit].num_aliases > 0:
             return False
-        try:
-            self._bound.evict(unit)
-        finally:  # an edited parameter is gone all the same
-            self._ledger.move(unit, Residency.OFFLOADED)
+        self._bound.evict(unit)
         # Another thread that looks at our frames keeps their views for a moment longer.
         return slot.is_free()
 

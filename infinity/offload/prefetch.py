@@ -63,7 +63,7 @@ class Prefetcher:
             self._gather = UnitGather(plan, transfers, store, ledger, exchange)
         self.order: AccessOrder | None = None
         self.wraps = True
-        self.retries = False  # a slot could not be had yet: prefetch is asked for again
+        self.must_retry = False  # a slot could not be had yet: prefetch is asked for again
         for unit in range(len(plan.units)):
             if not plan.units[unit].slot_bytes:  # only parameters without elements
                 ledger.add_permanent(unit, torch.empty(0, dtype=torch.uint8))
@@ -86,7 +86,7 @@ class Prefetcher:
         if unit == self.ledger.current and entry.residency is Residency.RESIDENT and entry.gathered:
             if bind and not entry.bound:  # since a call ended
                 self.ensure_resident(unit)
-            if self.retries:
+            if self.must_retry:
                 self._prefetch()
             return
         self.ledger.current = unit
@@ -134,7 +134,7 @@ class Prefetcher:
     def poll(self) -> None:
         """Poll in-flight reads and retry deferred prefetches. Never blocks."""
         self._fetcher.poll()
-        if self.retries:
+        if self.must_retry:
             self._prefetch()
 
     def _next_in_slots(self) -> list[int]:
@@ -160,7 +160,7 @@ class Prefetcher:
         if self.order is None or not self._plan.slot_classes:
             return
         with self.ledger.changed:
-            self.retries = not access_order.prefetch(
+            self.must_retry = not access_order.prefetch(
                 self._slots, self.order, self._plan.prefetch_units, wraps=self.wraps
             )
 
@@ -246,11 +246,7 @@ class Prefetcher:
             entry = self._entries[unit]
             if entry.residency is not Residency.RESIDENT:
                 return
-            try:
-                self.bound.evict(unit)
-            finally:  # an edited parameter is gone all the same
-                if entry.slot is None:
-                    self.ledger.move(unit, Residency.OFFLOADED)
+            self.bound.evict(unit)
 
     def recover(self) -> None:
         """Unbind and evict everything, and cancel fetches, after an exception in a call.
@@ -258,7 +254,7 @@ class Prefetcher:
         Slots are evicted because a traceback may hold views of them, which look like our own.
         """
         self._device.synchronize()
-        self.ledger.current, self.retries = -1, False
+        self.ledger.current, self.must_retry = -1, False
         for unit, entry in enumerate(self._entries):
             entry.forward_depth = 0
             if entry.bound:
@@ -268,4 +264,3 @@ class Prefetcher:
             elif entry.residency is Residency.RESIDENT and self._slots.class_of(unit) is not None:
                 with self.ledger.changed:
                     self.bound.evict(unit)
-                    self.ledger.move(unit, Residency.OFFLOADED)

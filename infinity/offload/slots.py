@@ -233,7 +233,7 @@ class SlotLedger:
     def evict(self, unit: int) -> None:
         """End the residency of an unbound unit; the slot is free once nothing refers to it.
 
-        The caller holds `changed`.
+        A unit that is stored on the device keeps both. The caller holds `changed`.
         """
         entry = self.entries[unit]
         slot = entry.slot
@@ -245,7 +245,7 @@ class SlotLedger:
         if slot.slot_class is not None:
             entry.slot = slot.owner = None
             slot.lingered = not slot.is_free()
-        self.changed.notify_all()
+            self.move(unit, Residency.OFFLOADED)
 
     def no_slot(self, unit: int, slot_class: int) -> ResidencyError:
         """Return the error that names the units in all slots that the unit could use."""

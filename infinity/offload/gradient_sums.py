@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from infinity.offload.gradient_buffers import GradientWindows
+from infinity.offload.gradient_windows import GradientWindows
 from infinity.offload.transfers import Transfers
 from infinity.optim.cpu import CpuKernels
 from infinity.plan.layout import Segment

@@ -7,7 +7,7 @@ they are in cache, one per parameter, over one fixed tree.
 
 On a device with memory of its own a first gradient that needs no conversion is copied directly to
 its range in RAM (`GradientCopies`); others land in a staging buffer, and a thread adds them
-(`gradient_buffers.py` says what the training thread waits for, [Note: sums] in `gradient_sums.py`
+(`gradient_worker.py` says what the training thread waits for, [Note: sums] in `gradient_sums.py`
 which thread sums).
 
 [Note: one copy per gradient]
@@ -31,9 +31,10 @@ from torch import Tensor
 from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import TrainingError
 from infinity.offload.exchange import GradientExchange, NormTree
-from infinity.offload.gradient_buffers import GradientWindows, GradientWorker, untimed
 from infinity.offload.gradient_copies import Copy, GradientCopies, SquaresOnDevice
 from infinity.offload.gradient_sums import GradientSums, apart, part
+from infinity.offload.gradient_windows import GradientWindows, untimed
+from infinity.offload.gradient_worker import GradientWorker
 from infinity.offload.transfers import Transfers
 from infinity.offload.window import AccumulationWindow
 from infinity.optim.cpu import CpuKernels

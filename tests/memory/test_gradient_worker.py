@@ -34,9 +34,10 @@ from support.small import (
 from torch import Tensor
 
 from infinity.errors import EngineFailedError, TransferError
-from infinity.offload import gradient_buffers
-from infinity.offload.gradient_buffers import GradientWindows, GradientWorker
+from infinity.offload import gradient_windows, gradient_worker
 from infinity.offload.gradient_copies import Copy
+from infinity.offload.gradient_windows import GradientWindows
+from infinity.offload.gradient_worker import GradientWorker
 from infinity.offload.transfers import Transfers
 from infinity.profiling.trace_reader import read_timeline
 from infinity.storage.device import HAPPENED, CpuDevice, Event
@@ -84,15 +85,15 @@ def test_windows_are_read_in_the_order_in_which_they_are_expected(
         reads.append(label[0])
         return HAPPENED
 
-    monkeypatch.setattr(gradient_buffers, "num_windows", lambda plan: 2)
-    monkeypatch.setattr(gradient_buffers, "largest_window", lambda plan: 4096)
+    monkeypatch.setattr(gradient_windows, "num_windows", lambda plan: 2)
+    monkeypatch.setattr(gradient_windows, "largest_window", lambda plan: 4096)
     plan: Any = SimpleNamespace(
         local_units=[SimpleNamespace(trained_segments=[0])] * 5, ranks=1,
         gradient_bytes=lambda unit: 4096,
     )  # fmt: skip
     places: Any = {unit: SimpleNamespace(nbytes=4096) for unit in range(5)}
     transfers: Any = SimpleNamespace(read=read, write=lambda pieces, label: tickets.pop(0))
-    windows = GradientWindows(plan, transfers, torch.float32, places, gradient_buffers.untimed)
+    windows = GradientWindows(plan, transfers, torch.float32, places, gradient_windows.untimed)
     tickets: list[Event] = [quick, quick, quick, slow, slow]
     for micro_batch in range(2):
         for unit in (4, 3, 2, 1, 0):
@@ -214,7 +215,7 @@ def test_what_is_queued_is_dropped_once_its_copies_have_ended(end: str) -> None:
 
 
 def test_a_thread_that_has_ended_ends_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_buffers, "_LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(gradient_worker, "_LOOK_AGAIN_S", 0.01)
     with working() as worker:
         worker.close()
         worker.put(lambda: None)

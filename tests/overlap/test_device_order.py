@@ -28,8 +28,8 @@ import infinity
 from infinity.distributed.context import DistContext
 from infinity.errors import InfinityWarning
 from infinity.offload import activations as activations_module
-from infinity.offload import gradient_buffers as gradient_worker_module
 from infinity.offload import gradient_copies as copies_module
+from infinity.offload import gradient_worker
 from infinity.offload import slots as slots_module
 from infinity.offload.activations import ActivationStore
 from infinity.offload.gradients import GradientStore
@@ -294,9 +294,9 @@ def let_gradients_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def let_staged_gradients_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody keeps a gradient that is on its way to the staging buffer."""
-    task = gradient_worker_module._Task
+    task = gradient_worker._Task
     monkeypatch.setattr(
-        gradient_worker_module,
+        gradient_worker,
         "_Task",
         lambda run, after, _, *place: task(run, after, None, *place),
     )

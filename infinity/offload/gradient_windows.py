@@ -1,0 +1,185 @@
+"""RAM buffers for gradients on disk: each holds the gradients of a unit while they are summed.
+
+A buffer is written when all gradients of its unit have arrived, and read back when the next
+micro-batch reaches the unit. Used by one thread at a time: the one that sums (`gradients.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from infinity.errors import TransferError
+from infinity.offload.transfers import Transfers
+from infinity.plan.budget import largest_window, num_windows
+from infinity.plan.plan import Plan
+from infinity.storage.device import Event
+from infinity.storage.staging import host_buffer
+from infinity.storage.store import Range
+
+Stall = Callable[[str], AbstractContextManager[None]]
+
+
+def untimed(cause: str) -> AbstractContextManager[None]:
+    """Stall timer for a thread that no other waits for."""
+    return nullcontext()
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """RAM buffer for the gradients of one unit that are stored on disk."""
+
+    memory: Tensor
+    unit: int | None = None
+    last_unit: int | None = None  # whose bytes the write in flight saves
+    ticket: Event | None = None  # the read that fills it, or the write that saves it
+
+
+class GradientWindows:
+    """RAM buffers for the gradients of units whose `ranges` cannot be added to.
+
+    `stall` times waits, by cause.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        transfers: Transfers,
+        dtype: torch.dtype,
+        ranges: Mapping[int, Range],
+        stall: Stall,
+    ) -> None:
+        self.ranges = ranges
+        self._plan = plan
+        self._transfers = transfers
+        self._dtype = dtype
+        self._stall = stall
+        self._saved: set[int] = set()  # units whose ranges hold sums of earlier micro-batches
+        self._expected: list[int] = []  # whose reads were asked for, and could not begin
+        self._arrived: dict[int, int] = {}  # unit -> arrivals since its buffer was opened
+        nbytes = largest_window(plan)
+        self._buffers = [_Buffer(host_buffer(nbytes)) for _ in range(num_windows(plan))]
+
+    def forget(self) -> None:
+        """Free the buffers, once nothing moves."""
+        self._buffers.clear()
+
+    def write_once(self) -> None:
+        """Write every range before training: the first write of reserved space is slow."""
+        for turn, unit in enumerate(self.ranges):
+            buffer = self._buffers[turn % len(self._buffers)]
+            if buffer.ticket is not None:
+                buffer.ticket.wait()
+            self._send(unit, buffer)
+        self.settle()
+
+    def expect(self, unit: int) -> None:
+        """Start to read the unit's saved gradients, which are needed soon.
+
+        In the order of calls: a buffer read before its turn would have to be evicted for those that
+        come first, and read again.
+        """
+        if unit in self._saved and self._find(unit) is None and unit not in self._expected:
+            self._expected.append(unit)
+        for buffer in self._buffers:
+            may_open = buffer.unit is None and (buffer.ticket is None or buffer.ticket.done())
+            if self._expected and may_open:
+                self._open(self._expected.pop(0), buffer)
+
+    def range(self, unit: int) -> Tensor:
+        """Return the unit's flat range in RAM; it may be written until the next call."""
+        buffer = self._find(unit)
+        if buffer is None:
+            if unit in self._expected:
+                self._expected.remove(unit)
+            free = [b for b in self._buffers if b.unit is None]
+            if not free:
+                oldest = self._buffers[0]
+                assert oldest.unit is not None
+                self._save(oldest.unit)
+                free = [oldest]
+            self._open(unit, free[0])
+            buffer = free[0]
+        self._wait(buffer)
+        # Most recently used last.
+        self._buffers.sort(key=lambda b: b is buffer)
+        nbytes = self._plan.gradient_bytes(self._plan.local_units[unit])
+        return buffer.memory[:nbytes].view(self._dtype)
+
+    def count(self, unit: int) -> None:
+        """Count a gradient in the unit's range; the last one has the buffer written back."""
+        self._arrived[unit] = self._arrived.get(unit, 0) + 1
+        expected = len(self._plan.local_units[unit].trained_segments) * self._plan.ranks
+        if self._arrived[unit] == expected:
+            self._save(unit)
+
+    def save(self) -> None:
+        """Start to write back every open buffer."""
+        self._expected.clear()
+        for buffer in list(self._buffers):
+            if buffer.unit is not None:
+                self._save(buffer.unit)
+
+    @property
+    def writing(self) -> bool:
+        """Return True while some buffer may still be written."""
+        return any(b.unit is None and b.ticket is not None for b in self._buffers)
+
+    def settle(self, unit: int | None = None) -> None:
+        """Wait for writes in flight of closed buffers: of one unit, or of all."""
+        for buffer in self._buffers:
+            wanted = unit is None or buffer.last_unit == unit
+            if buffer.unit is None and wanted:
+                self._wait(buffer)  # a write that failed stays, and fails whoever asks again
+
+    def reset(self) -> None:
+        """Discard all gradients, after waiting for requests in flight."""
+        for buffer in self._buffers:
+            ticket, buffer.ticket, buffer.unit = buffer.ticket, None, None
+            if ticket is not None:
+                with suppress(TransferError):
+                    ticket.wait()
+        self._saved.clear()
+        self._expected.clear()
+        self._arrived.clear()
+
+    def _find(self, unit: int) -> _Buffer | None:
+        return next((b for b in self._buffers if b.unit == unit), None)
+
+    def _wait(self, buffer: _Buffer) -> None:
+        if buffer.ticket is not None:
+            with self._stall("gradient"):
+                buffer.ticket.wait()
+            buffer.ticket = None
+
+    def _open(self, unit: int, buffer: _Buffer) -> None:
+        self._wait(buffer)
+        buffer.unit = unit
+        self._arrived[unit] = 0
+        if unit in self._saved:
+            self.settle(unit)  # an earlier buffer may still be writing it
+            location = self.ranges[unit]
+            piece = location, buffer.memory[: location.nbytes]
+            buffer.ticket = self._transfers.read([piece], label=(unit, "gradient"))
+
+    def _save(self, unit: int) -> None:
+        """Write the buffer back; it is free when the write has ended."""
+        buffer = self._find(unit)
+        assert buffer is not None
+        self._wait(buffer)
+        buffer.unit, buffer.last_unit = None, unit
+        if not self._arrived.get(unit):
+            return  # expected, but nothing came: at rest is what was read
+        self._send(unit, buffer)
+        self._saved.add(unit)
+        self._arrived[unit] = 0
+
+    def _send(self, unit: int, buffer: _Buffer) -> None:
+        """Start to write the buffer to its unit's range."""
+        location, buffer.last_unit = self.ranges[unit], unit
+        piece = location, buffer.memory[: location.nbytes]
+        buffer.ticket = self._transfers.write([piece], label=(unit, "gradient"))

@@ -44,7 +44,7 @@ from infinity.storage.device import HAPPENED, Event, after_all
 Moved = Callable[[str, int], None]  # so many bytes in a direction
 
 
-class Taking(Protocol):
+class Accumulate(Protocol):
     """Adds a part of a gradient to its shard; see `GradientStore.take`."""
 
     def __call__(self, unit: int, segment: Segment, flat: Tensor, *, last: bool) -> Event:
@@ -65,15 +65,20 @@ class GradientExchange:
     """Gradients of a backward that are not exchanged yet; `has` gets those of any rank."""
 
     def __init__(
-        self, plan: Plan, transfers: Transfers, ranks: DistContext, take: Taking, has: set[int],
+        self,
+        plan: Plan,
+        transfers: Transfers,
+        ranks: DistContext,
+        accumulate: Accumulate,
+        has: set[int],
         window: AccumulationWindow,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._plan = plan
         self._window = window
         self._transfers = transfers
         self._device = transfers.device
         self._ranks = ranks
-        self._keep = take
+        self._accumulate = accumulate
         self._has = has
         # Of each unit, gradients by parameter; a list where one came twice.
         self._arrived: dict[int, list[dict[int, Tensor]]] = {}
@@ -218,7 +223,7 @@ class GradientExchange:
                 if segment.parameter in parameters:
                     first, end = segment.within(0, shard.numel)
                     theirs, is_last = one.received[rank, first:end], last[segment.parameter] == rank
-                    taken.append(self._keep(unit, segment, theirs, last=is_last))
+                    taken.append(self._accumulate(unit, segment, theirs, last=is_last))
         self._taken[one.pair] = after_all(*taken)
         self._has.update(last)  # whoever keeps it
 

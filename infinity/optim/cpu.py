@@ -63,11 +63,11 @@ def check_piece(piece: Piece, device: torch.device) -> None:
     if (master_state is None) != (expected_dtype is None):
         found = "missing" if master_state is None else master_state.dtype
         raise ConfigError(
-            f"weight is {weight.dtype} and rest is {found}",
+            f"weight is {weight.dtype} and master_state is {found}",
             remedy="fp32 and None, bf16 and int16, or fp16 and fp32",
         )
     if master_state is not None and expected_dtype is not None:
-        check_tensor("rest", master_state, n, (expected_dtype,), device)
+        check_tensor("master_state", master_state, n, (expected_dtype,), device)
     check_tensor("gradient", gradient, n, FLOATS, device)
     if len(moments) != rule_params.num_moments:
         raise ConfigError(
@@ -329,7 +329,7 @@ class CpuKernels:
         check_tensor("weight", weight, n, (torch.bfloat16, torch.float16), _HOST)
         kind = BESIDE[weight.dtype]
         assert kind is not None
-        check_tensor("rest", master_state, n, (kind,), _HOST)
+        check_tensor("master_state", master_state, n, (kind,), _HOST)
         return n
 
     def _pair(

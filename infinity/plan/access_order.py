@@ -144,11 +144,11 @@ class SlotView(Protocol):
 
 
 def make_slot_free(
-    view: SlotView, slot_class: int, distance: Callable[[int], int], nearer_than: int = -1
+    view: SlotView, slot_class: int, distance: Callable[[int], int], beyond: int = -1
 ) -> bool:
-    """Free one slot by evicting the unit used farthest in the future, beyond `nearer_than`."""
-    for nearness, unit in sorted((-distance(u), u) for u in view.evictable(slot_class)):
-        if -nearness <= nearer_than:
+    """Free one slot by evicting the unit used farthest in the future, if that is `beyond`."""
+    for unit in sorted(view.evictable(slot_class), key=lambda unit: (-distance(unit), unit)):
+        if distance(unit) <= beyond:
             return False
         if view.try_evict(unit):
             return True
@@ -168,7 +168,7 @@ def prefetch(view: SlotView, order: AccessOrder, count: int, *, wraps: bool) -> 
             view,
             slot_class,
             lambda u: order.distance(u, wraps=wraps),
-            nearer_than=order.distance(unit, wraps=wraps),
+            beyond=order.distance(unit, wraps=wraps),
         ):
             return False
         if view.is_pending(unit):

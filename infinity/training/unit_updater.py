@@ -177,10 +177,10 @@ class UnitUpdater:
             demand = self._handover.demand
             unit = demand if demand in remaining else remaining[0]
             remaining.remove(unit)
-            for passage in self.plan.chunk_batches(
+            for batch in self.plan.chunk_batches(
                 self.plan.local_units[unit], self.plan.placements[unit]
             ):
-                yield unit, *passage
+                yield unit, *batch
 
     # --- on the device -----------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ def kernels(make: Make, say: Say, left_s: float) -> dict[str, Any]:
 
     from infinity.optim.cpu import CpuKernels
     from infinity.profiling.calibration import pieces_bytes, pieces_in
-    from infinity.storage.device import HostArena
+    from infinity.storage.host_arena import HostArena
     from infinity.types import MomentFormat
 
     device, found = make(), {}
@@ -129,7 +129,7 @@ def overlap(make: Make, say: Say, left_s: float) -> dict[str, Any]:
     """Whether copies of each way end while compute goes on that was asked for before them."""
     import torch
 
-    from infinity.storage.device import HostArena
+    from infinity.storage.host_arena import HostArena
 
     device, nbytes = make(), 64 << 20
     large = torch.ones(*(2 * (1 if device.host_clock else 8192,)), device=device.torch_device)
@@ -194,7 +194,7 @@ def pinning(make: Make, say: Say, left_s: float) -> dict[str, Any]:
     The memory of some virtual machines grows while it is used.
     """
     from infinity.storage.cuda import prefault
-    from infinity.storage.device import HostArena
+    from infinity.storage.host_arena import HostArena
 
     device, held = make(), list[HostArena]()
     began, last_s = time.perf_counter(), 0.0

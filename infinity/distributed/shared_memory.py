@@ -17,7 +17,7 @@ from infinity.common.sizes import format_size
 from infinity.distributed.context import DistContext, Work
 from infinity.errors import InfinityError, MachineError
 from infinity.plan.layout import UnitLayout
-from infinity.storage.device import HostArena
+from infinity.storage.host_arena import HostArena
 from infinity.types import PAGE, round_up
 
 _Key = tuple[int, bool]  # a unit, and whether its frozen bytes

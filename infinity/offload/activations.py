@@ -20,8 +20,9 @@ from infinity.model.torch_private import TensorIdentity
 from infinity.offload.transfers import Transfers
 from infinity.plan.activations import TRANSIT, Ranges, SavedPlan, tiers_of
 from infinity.profiling.trace_recorder import NO_UNIT
-from infinity.storage.device import HAPPENED, Event, HostArena, after_all
+from infinity.storage.device import HAPPENED, Event, after_all
 from infinity.storage.disk import Extent
+from infinity.storage.host_arena import HostArena
 from infinity.storage.staging import host_buffer
 from infinity.storage.store import Priority
 from infinity.types import PAGE, Tier, round_up

@@ -45,7 +45,7 @@ from infinity.plan.load import ProcessorTimes, load_between
 from infinity.plan.machine import cpu_model, mount_of, read_machine, threads_for
 from infinity.plan.plan import BETWEEN_HOSTS, LINKS
 from infinity.plan.rates import Rates
-from infinity.storage.device import HAPPENED, CpuDevice, Device, DeviceArena, Event, HostArena
+from infinity.storage.device import HAPPENED, CpuDevice, Device, DeviceArena, Event
 from infinity.storage.disk_rates import (
     LEAST_CALLS,
     NUM_NOISE,
@@ -56,6 +56,7 @@ from infinity.storage.disk_rates import (
     timed,
 )
 from infinity.storage.disk_speed import keep_moving
+from infinity.storage.host_arena import HostArena
 from infinity.types import PAGE, MomentFormat, round_up
 
 LINK_SECONDS = 1.0  # of both collectives

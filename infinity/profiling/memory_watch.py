@@ -33,7 +33,8 @@ from infinity.model.shapes import target_of
 from infinity.plan.activations import ActivationModel, Activations
 from infinity.plan.machine import high_water_bytes, memory_room, shared_rss_bytes
 from infinity.plan.plan import Plan
-from infinity.storage.device import PROCESS, Device
+from infinity.storage.device import Device
+from infinity.storage.reservations import PROCESS
 from infinity.types import Tier
 
 SAMPLE_S = 0.05

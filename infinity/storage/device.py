@@ -8,126 +8,18 @@ is the host: copies are immediate and every event has already happened.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import time
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from infinity.common.sizes import format_size
 from infinity.errors import MachineError
 from infinity.optim.cpu import Piece
 from infinity.profiling.trace_recorder import Stamp
-from infinity.types import PAGE, Tier, round_up
-
-# Host memory reserved once: exact size, page-aligned, huge pages where allowed.
-#
-# An arena is an anonymous mapping. It is never unmapped by hand: tensors made over it keep it
-# alive, and it goes back to the system when the last of them dies. Forked children do not inherit
-# the pages (`MADV_DONTFORK`): a DataLoader worker would double a private pool, and forking during
-# O_DIRECT transfers into private memory is unsafe.
-
-
-class HostArena:
-    """One reserved mapping of `nbytes` (rounded up to pages), carved by offset."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = round_up(max(nbytes, PAGE), PAGE)
-        try:
-            self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, ValueError, OverflowError) as error:
-            raise MachineError(
-                f"the system refused to reserve {format_size(self.nbytes)} of RAM: {error}",
-                remedy="lower budget.host, or check `ulimit -v`",
-            ) from error
-        self._map.madvise(mmap.MADV_DONTFORK)
-        with contextlib.suppress(OSError):  # kernels without transparent huge pages
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self._carved = 0
-
-    def view(self, offset: int, nbytes: int) -> Tensor:
-        """A uint8 tensor over a range, with a storage object of its own."""
-        assert 0 <= offset <= offset + nbytes <= self.nbytes, (offset, nbytes, self.nbytes)
-        if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=offset)
-
-    def carve(self, nbytes: int) -> Tensor:
-        """The next free range, page-aligned; reservation is planned, so it cannot run out."""
-        start = self._carved
-        self._carved = round_up(start + nbytes, PAGE)
-        return self.view(start, nbytes)
-
-
-def arena_for(sizes: Sequence[int]) -> HostArena:
-    """An arena that exactly holds page-aligned ranges of these sizes."""
-    return HostArena(sum(round_up(size, PAGE) for size in sizes))
-
-
-# How much of each tier the engines of this process have reserved.
-#
-# The one process-wide record of the library: budgets belong to the process, as its memory does, so
-# a second engine must see what the first one took. It holds numbers only, and a dead engine's line
-# vanishes with it.
-
-
-@dataclass(frozen=True)
-class _Taken:
-    tier_bytes: Mapping[Tier, int]
-    device: torch.device
-    unified: bool
-    promised: bool
-
-
-class Reservations:
-    """Bytes per tier, by owner."""
-
-    def __init__(self) -> None:
-        self._taken: weakref.WeakKeyDictionary[object, _Taken] = weakref.WeakKeyDictionary()
-
-    def take(
-        self,
-        owner: object,
-        tier_bytes: Mapping[Tier, int],
-        device: Device,
-        *,
-        promised: bool = False,
-    ) -> None:
-        """Record the reservation of an engine on `device`; `promised` bytes are not taken yet."""
-        where = device.torch_device
-        self._taken[owner] = _Taken(dict(tier_bytes), where, device.unified, promised)
-
-    def release(self, owner: object) -> None:
-        """Forget it; idempotent."""
-        self._taken.pop(owner, None)
-
-    def ram(self) -> int:
-        """Bytes of RAM that all engines of the process hold."""
-        return sum(
-            one.tier_bytes.get(Tier.HOST, 0) + one.unified * one.tier_bytes.get(Tier.DEVICE, 0)
-            for one in self._taken.values()
-        )
-
-    def total(self, tier: Tier) -> int:
-        """Bytes of a tier that they hold; those of all devices are one tier here."""
-        return sum(one.tier_bytes.get(tier, 0) for one in self._taken.values())
-
-    def on_device(self, device: Device, *, only_real: bool = False) -> int:
-        """Return bytes of `device` that its engines hold, with or without promised ones."""
-        return sum(
-            one.tier_bytes.get(Tier.DEVICE, 0)
-            for one in self._taken.values()
-            if one.device == device.torch_device and not (only_real and one.promised)
-        )
-
-
-PROCESS = Reservations()
+from infinity.storage.host_arena import HostArena
 
 
 class Event(Protocol):

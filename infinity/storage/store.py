@@ -14,7 +14,8 @@ from typing import Protocol, Self
 
 from torch import Tensor
 
-from infinity.storage.device import HAPPENED, AllOf, Device, Event, arena_for
+from infinity.storage.device import HAPPENED, AllOf, Device, Event
+from infinity.storage.host_arena import arena_for
 from infinity.types import PAGE, Tier, round_up
 
 

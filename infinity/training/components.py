@@ -43,8 +43,9 @@ from infinity.plan.plan import Plan
 from infinity.profiling.memory_watch import MemoryWatch
 from infinity.profiling.step_report import StepTracer
 from infinity.profiling.trace_recorder import Trace
-from infinity.storage.device import PROCESS, CpuDevice, Device
+from infinity.storage.device import CpuDevice, Device
 from infinity.storage.disk import Disk
+from infinity.storage.reservations import PROCESS
 from infinity.training.async_save import Saver
 from infinity.training.initial_write import InitialWrite, Progress
 from infinity.training.optimizer_pass import OptimizerPass

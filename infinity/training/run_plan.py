@@ -36,7 +36,8 @@ from infinity.plan.plan import Plan, RuleFacts
 from infinity.plan.planner import gradient_itemsize, make_plan
 from infinity.plan.rates import Rates
 from infinity.profiling.calibration import KnownRates, kept_rates
-from infinity.storage.device import PROCESS, Device
+from infinity.storage.device import Device
+from infinity.storage.reservations import PROCESS
 from infinity.types import Tier
 
 

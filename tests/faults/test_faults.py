@@ -37,8 +37,8 @@ import infinity
 from infinity import _aio
 from infinity.engine import Engine
 from infinity.errors import EngineFailedError, TransferError
-from infinity.storage.device import PROCESS
 from infinity.storage.disk import Disk, Extent
+from infinity.storage.reservations import PROCESS
 from infinity.storage.store import Priority
 
 # Two directories on one device are what is wanted here.

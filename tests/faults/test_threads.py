@@ -33,7 +33,7 @@ from torch import Tensor
 import infinity
 from infinity.engine import Engine
 from infinity.errors import EngineClosedError, ResidencyError
-from infinity.storage.device import PROCESS
+from infinity.storage.reservations import PROCESS
 
 
 def elsewhere(do: Callable[[], Any]) -> BaseException | None:

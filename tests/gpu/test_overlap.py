@@ -24,7 +24,7 @@ import infinity
 from infinity.errors import ResidencyError
 from infinity.plan.plan import UpdatePlace, update_place
 from infinity.profiling.trace_reader import Shares, read_timeline
-from infinity.storage.cuda import CudaEvent
+from infinity.storage.cuda_events import CudaEvent
 from infinity.storage.devices import find_device
 
 pytestmark = [

@@ -21,9 +21,9 @@ from torch import Tensor
 from infinity import _aio
 from infinity.config.schema import IoConfig
 from infinity.errors import ConfigError, DoesNotFitError, TransferError
-from infinity.storage.device import HostArena
 from infinity.storage.disk import Disk, Extent
 from infinity.storage.disk_speed import measure_speeds
+from infinity.storage.host_arena import HostArena
 from infinity.types import PAGE
 
 SIZES = [1, PAGE, 3 * PAGE + 1, 40 * PAGE, 7 * PAGE, 129 * PAGE]

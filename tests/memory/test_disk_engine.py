@@ -22,8 +22,8 @@ from torch import Tensor
 from infinity import _aio
 from infinity.config.schema import IoConfig, load_config
 from infinity.errors import ConfigError, EngineFailedError, TransferError
-from infinity.storage.device import HostArena
 from infinity.storage.disk import Disk, Extent
+from infinity.storage.host_arena import HostArena
 from infinity.storage.store import Priority
 from infinity.types import PAGE
 

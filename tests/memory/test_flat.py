@@ -20,7 +20,8 @@ from support.small import MIXED, ON_DISK, batch, settings, small_model, train
 
 import infinity
 from infinity.common.malloc import return_freed_memory
-from infinity.storage.device import PROCESS, HostArena
+from infinity.storage.host_arena import HostArena
+from infinity.storage.reservations import PROCESS
 
 
 @dataclass(frozen=True)

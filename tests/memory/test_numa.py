@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from infinity.storage.cuda import node_of_pci, prefer_node
-from infinity.storage.device import HostArena
+from infinity.storage.host_arena import HostArena
 
 HAS_NODES = Path("/sys/devices/system/node/node0").is_dir()
 GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}

@@ -24,7 +24,7 @@ from infinity.offload.transfers import Transfers
 from infinity.storage import cuda as cuda_module
 from infinity.storage import device as host_module
 from infinity.storage.cuda import CudaDevice, prefault
-from infinity.storage.device import HostArena, arena_for
+from infinity.storage.host_arena import HostArena, arena_for
 from infinity.types import PAGE, Kind
 
 MIB, GIB = 1 << 20, 1 << 30

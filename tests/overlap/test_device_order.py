@@ -34,7 +34,8 @@ from infinity.offload import slots as slots_module
 from infinity.offload.activations import ActivationStore
 from infinity.offload.gradients import GradientStore
 from infinity.offload.transfers import Transfers
-from infinity.storage.device import HAPPENED, HostArena
+from infinity.storage.device import HAPPENED
+from infinity.storage.host_arena import HostArena
 from infinity.storage.staging import BufferPool
 from infinity.training import unit_updater as streams_module
 from infinity.training.unit_updater import UnitUpdater

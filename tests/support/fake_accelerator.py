@@ -33,7 +33,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from infinity.errors import DoesNotFitError
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import Moment
-from infinity.storage.device import HAPPENED, Device, Event, HostArena, SquareSums
+from infinity.storage.device import HAPPENED, Device, Event, SquareSums
+from infinity.storage.host_arena import HostArena
 
 _AGAIN_S = 1e-3  # until something that waits for nothing of ours is looked at again
 _LOST_S = 120.0  # so that a mistake of the fake hangs one test, and not all that follow

@@ -17,7 +17,8 @@ from support.small import VOCABULARY, small_model
 from support.trainer import cpu_beside
 
 import infinity
-from infinity.storage.cuda import CudaDevice, CudaEvent
+from infinity.storage.cuda import CudaDevice
+from infinity.storage.cuda_events import CudaEvent
 from infinity.storage.device import HAPPENED
 
 _copy = CudaDevice._copy

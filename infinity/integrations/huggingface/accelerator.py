@@ -29,8 +29,8 @@ from infinity.distributed.launch import find_ranks
 from infinity.engine import Engine
 from infinity.errors import ConfigError, DoesNotFitError
 from infinity.optim.moments import COMPUTE_DTYPES
-from infinity.storage.device import PROCESS
 from infinity.storage.devices import find_device
+from infinity.storage.reservations import PROCESS
 from infinity.training.run_plan import limits_for
 from infinity.types import Tier
 

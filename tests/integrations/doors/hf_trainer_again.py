@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 from hf_trainer import Tokens, numbers, pretrained
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from infinity.storage.device import PROCESS
+from infinity.storage.reservations import PROCESS
 
 LARGEST = 2  # samples of a batch that "fits"
 

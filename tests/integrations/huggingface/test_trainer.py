@@ -40,7 +40,7 @@ from infinity.integrations.huggingface.accelerator import offload_beside
 from infinity.integrations.huggingface.step_log import StepLog
 from infinity.integrations.huggingface.trainer import InfinityTrainer
 from infinity.profiling.step_report import StepReport
-from infinity.storage.device import PROCESS
+from infinity.storage.reservations import PROCESS
 from infinity.training import run_plan
 from infinity.types import Tier
 

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 import infinity
 from infinity.errors import ConfigError, ResidencyError
 from infinity.model.meta_init import InitialValues, remember_values
-from infinity.storage.device import PROCESS
+from infinity.storage.reservations import PROCESS
 
 SMALL = 64  # bytes; so that nearly every tensor of a test's small models is deferred
 TIERS = ("device", "host", "disk")

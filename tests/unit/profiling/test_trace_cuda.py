@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.storage.cuda import FAR_MS, CudaClock, CudaEvent, CudaSpan, CudaStamp
+from infinity.storage.cuda_events import FAR_MS, CudaClock, CudaEvent, CudaSpan, CudaStamp
 
 
 class Gpu:

@@ -39,7 +39,7 @@ from infinity.errors import (
     ResidencyError,
     TrainingError,
 )
-from infinity.storage.device import PROCESS
+from infinity.storage.reservations import PROCESS
 from infinity.storage.run_dir import Scratch
 
 TIERS = ("device", "host", "disk")

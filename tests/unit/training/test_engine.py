@@ -41,7 +41,7 @@ from infinity.errors import (
     ResidencyError,
     TrainingError,
 )
-from infinity.storage.device import PROCESS
+from infinity.storage.reservations import PROCESS
 
 
 class Poisonable(nn.Module):

@@ -34,7 +34,8 @@ from infinity.errors import (
     MachineError,
 )
 from infinity.model.parameters import GoneParameters
-from infinity.storage.device import PROCESS, CpuDevice, Device
+from infinity.storage.device import CpuDevice, Device
+from infinity.storage.reservations import PROCESS
 from infinity.training import run_plan
 from infinity.training.run_plan import limits_for
 from infinity.types import Tier

@@ -1,0 +1,56 @@
+"""Host memory reserved once: exact size, page-aligned, huge pages where allowed.
+
+An arena is an anonymous mapping. It is never unmapped by hand: tensors made over it keep it
+alive, and it goes back to the system when the last of them dies. Forked children do not inherit
+the pages (`MADV_DONTFORK`): a DataLoader worker would double a private pool, and forking during
+O_DIRECT transfers into private memory is unsafe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from infinity.common.sizes import format_size
+from infinity.errors import MachineError
+from infinity.types import PAGE, round_up
+
+
+class HostArena:
+    """One reserved mapping of `nbytes` (rounded up to pages), carved by offset."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = round_up(max(nbytes, PAGE), PAGE)
+        try:
+            self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as error:
+            raise MachineError(
+                f"the system refused to reserve {format_size(self.nbytes)} of RAM: {error}",
+                remedy="lower budget.host, or check `ulimit -v`",
+            ) from error
+        self._map.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError):  # kernels without transparent huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._carved = 0
+
+    def view(self, offset: int, nbytes: int) -> Tensor:
+        """A uint8 tensor over a range, with a storage object of its own."""
+        assert 0 <= offset <= offset + nbytes <= self.nbytes, (offset, nbytes, self.nbytes)
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def carve(self, nbytes: int) -> Tensor:
+        """The next free range, page-aligned; reservation is planned, so it cannot run out."""
+        start = self._carved
+        self._carved = round_up(start + nbytes, PAGE)
+        return self.view(start, nbytes)
+
+
+def arena_for(sizes: Sequence[int]) -> HostArena:
+    """An arena that exactly holds page-aligned ranges of these sizes."""
+    return HostArena(sum(round_up(size, PAGE) for size in sizes))

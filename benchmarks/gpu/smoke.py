@@ -193,8 +193,8 @@ def pinning(make: Make, say: Say, left_s: float) -> dict[str, Any]:
 
     The memory of some virtual machines grows while it is used.
     """
-    from infinity.storage.cuda import prefault
     from infinity.storage.host_arena import HostArena
+    from infinity.storage.prefault import prefault
 
     device, held = make(), list[HostArena]()
     began, last_s = time.perf_counter(), 0.0

@@ -11,9 +11,7 @@ that only move and update (`attach_worker_thread`) use the stream last seen on a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
-import platform
 import threading
 import time
 from bisect import bisect_left
@@ -21,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,71 +32,12 @@ from infinity.profiling.trace_recorder import Stamp
 from infinity.storage.cuda_events import CudaClock, CudaEvent, CudaSpan, CudaStamp
 from infinity.storage.device import HAPPENED, Device, Event, SquareSums
 from infinity.storage.host_arena import HostArena
+from infinity.storage.numa import node_of_pci, prefer_node
+from infinity.storage.prefault import prefault
 from infinity.types import PAGE, round_up
-
-# Which NUMA node host memory comes from: copies from a far one cross the processors' link.
-#
-# The policy is a preference: where the node is full, pages come from another one. Linux only, by
-# the system call itself, since libnuma is not on every machine (mbind(2)).
-
-
-_PREFERRED = 1  # MPOL_PREFERRED
-_MOVE = 1 << 1  # MPOL_MF_MOVE: pages that are there already
-_MBIND = {"x86_64": 237, "aarch64": 235}
-_MASK_BITS = 1024  # of the kernel's largest node mask
-_WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
-
-
-def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Take the pages of a page-aligned range from `node`; False where that cannot be asked for."""
-    number = _MBIND.get(platform.machine())
-    if number is None or not 0 <= node < _MASK_BITS:
-        return False
-    mask = (ctypes.c_ulong * (_MASK_BITS // _WORD))()
-    mask[node // _WORD] = 1 << (node % _WORD)
-    library = ctypes.CDLL(None, use_errno=True)
-    library.syscall.restype = ctypes.c_long
-    values = (number, address, nbytes, _PREFERRED, mask, _MASK_BITS + 1, _MOVE)
-    arguments = [ctypes.c_ulong(w) if isinstance(w, int) else w for w in values]
-    return bool(library.syscall(*arguments) == 0)
-
-
-def node_of_pci(domain: int, bus: int, device: int, root: Path = Path("/")) -> int | None:
-    """The node next to a PCI device; None where there is one node only, or nothing is known."""
-    name = f"{domain:04x}:{bus:02x}:{device:02x}.0"
-    try:
-        node = int((root / "sys/bus/pci/devices" / name / "numa_node").read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
-
-
-# Pages of fresh memory are made, and zeroed, where they are first touched: a driver that registers
-# them does that with one thread, some GB/s.
-
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for whatever GPU a thread has
 _PIN_TRIES = 2
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
-_PREFAULT_SLICE = 128 << 20
-_PREFAULT_THREADS = 8
-
-
-def prefault(address: int, nbytes: int) -> bool:
-    """Make all pages of a page-aligned range now, with several threads; contents are kept.
-
-    False where the system does not know how: whoever touches a page makes it then.
-    """
-    library = ctypes.CDLL(None, use_errno=True)
-    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
-    def populate(start: int) -> bool:
-        size = min(_PREFAULT_SLICE, nbytes - start)
-        return bool(library.madvise(address + start, size, _POPULATE_WRITE) == 0)
-
-    starts = range(0, nbytes, _PREFAULT_SLICE)
-    with ThreadPoolExecutor(min(_PREFAULT_THREADS, len(starts)), "infinity-prefault") as pool:
-        return all(pool.map(populate, starts))
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity.storage.cuda import node_of_pci, prefer_node
 from infinity.storage.host_arena import HostArena
+from infinity.storage.numa import node_of_pci, prefer_node
 
 HAS_NODES = Path("/sys/devices/system/node/node0").is_dir()
 GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}

@@ -23,8 +23,9 @@ from infinity.common.sizes import format_size
 from infinity.offload.transfers import Transfers
 from infinity.storage import cuda as cuda_module
 from infinity.storage import device as host_module
-from infinity.storage.cuda import CudaDevice, prefault
+from infinity.storage.cuda import CudaDevice
 from infinity.storage.host_arena import HostArena, arena_for
+from infinity.storage.prefault import prefault
 from infinity.types import PAGE, Kind
 
 MIB, GIB = 1 << 20, 1 << 30

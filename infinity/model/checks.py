@@ -7,7 +7,7 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.model.offloaded_parameter import engine_of
-from infinity.model.parameters import ParameterMap, recomputed_weights
+from infinity.model.parameter_map import ParameterMap, recomputed_weights
 from infinity.model.torch_private import has_memory, storage_address
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)

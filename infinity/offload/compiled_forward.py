@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.errors import ConfigError, TrainingError, first_lines
-from infinity.model.parameters import ParameterMap
+from infinity.model.parameter_map import ParameterMap
 
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 

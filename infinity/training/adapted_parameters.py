@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from infinity.model.parameters import ParameterMap
+from infinity.model.parameter_map import ParameterMap
 
 _ACTIVATE = "_activate_lora"
 _BASE = "get_base_layer"

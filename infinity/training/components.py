@@ -19,7 +19,8 @@ from infinity.config.schema import Config
 from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import EngineFailedError, InfinityError, MachineError
 from infinity.model.meta_init import InitialValues
-from infinity.model.parameters import Installation, ParameterBinding, move_buffers
+from infinity.model.parameter_map import Installation
+from infinity.model.parameters import ParameterBinding, move_buffers
 from infinity.model.partition import Partition
 from infinity.model.torch_private import forget_flat_weights
 from infinity.offload.activations import ActivationStore

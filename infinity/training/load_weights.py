@@ -20,7 +20,7 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError, MachineError
 from infinity.model.buffers import persistent_buffers
 from infinity.model.meta_init import remember_values
-from infinity.model.parameters import ParameterMap
+from infinity.model.parameter_map import ParameterMap
 from infinity.model.weight_files import StoredTensor, TensorFacts, WeightFiles
 from infinity.training.state_dict import StateEntry, copy_into
 

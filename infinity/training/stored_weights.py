@@ -22,7 +22,8 @@ from infinity.distributed.context import DistContext
 from infinity.errors import ConfigError, DoesNotFitError
 from infinity.model.lazy_tensor import Read
 from infinity.model.offloaded_parameter import gone, name_engine, unname_engine
-from infinity.model.parameters import ParameterBinding, StoredParameters
+from infinity.model.parameter_map import StoredParameters
+from infinity.model.parameters import ParameterBinding
 from infinity.offload.call_guard import CallGuard
 from infinity.plan.machine import read_machine
 from infinity.training.parameter_values import ParameterValues

@@ -31,7 +31,8 @@ from torch import nn
 
 from infinity.engine import Engine
 from infinity.errors import ResidencyError
-from infinity.model.parameters import ParameterMap, placeholder
+from infinity.model.parameter_map import ParameterMap
+from infinity.model.parameters import placeholder
 from infinity.offload.bound_units import BoundUnits
 from infinity.offload.saved_tensors import SavedTensors
 from infinity.offload.slots import Residency

@@ -37,7 +37,7 @@ from torch import Tensor
 import infinity
 from infinity.engine import Engine
 from infinity.errors import EngineFailedError, ResidencyError
-from infinity.model.parameters import GoneParameters
+from infinity.model.parameter_map import GoneParameters
 from infinity.offload.call_guard import DEFERRAL
 
 STEPS = 3

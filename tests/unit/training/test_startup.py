@@ -33,7 +33,7 @@ from infinity.errors import (
     InfinityWarning,
     MachineError,
 )
-from infinity.model.parameters import GoneParameters
+from infinity.model.parameter_map import GoneParameters
 from infinity.storage.device import CpuDevice, Device
 from infinity.storage.reservations import PROCESS
 from infinity.training import run_plan

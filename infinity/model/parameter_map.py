@@ -1,0 +1,290 @@
+"""What an owned module has in the place of its dicts of parameters and modules, and of `_apply`.
+
+[Note: fetch on access]
+`module._parameters` is replaced by a mapping whose `__getitem__` calls back before it returns a
+parameter. Attribute access, tied and borrowed weights, and functions that reach for a parameter
+in any order therefore find it resident; hooks on modules only add prefetch. Iterating
+(`parameters()`, `items()`) does not fetch: it serves shapes and identities.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from infinity.errors import InfinityWarning, ResidencyError, listed
+from infinity.model.offloaded_parameter import EDIT, gone
+from infinity.model.parameters import CHANGE_BEFORE, placeholder
+
+Touch = Callable[[nn.Parameter], Tensor]  # gives the parameter, or a view to read in its place
+
+
+class ParameterMap(dict[str, nn.Parameter | None]):
+    """`module._parameters` while an engine owns the module. See [Note: fetch on access]."""
+
+    def __init__(self, plain: dict[str, nn.Parameter | None], touch: Touch) -> None:
+        super().__init__(plain)
+        self._touch = touch
+        self._changes: dict[str, Callable[[], Tensor]] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        if name in self._changes:
+            return self._changes[name]()
+        return None if parameter is None else self._touch(parameter)
+
+    @contextmanager
+    def changed(self, name: str, changes: Sequence[Callable[[Tensor], Tensor]]) -> Iterator[None]:
+        """Give, in place of a parameter, the result of functions of it; they are called once."""
+
+        @cache
+        def value() -> Tensor:
+            parameter = dict.__getitem__(self, name)
+            assert parameter is not None
+            found = self._touch(parameter)
+            for change in changes:
+                found = change(found)
+            return found
+
+        self._changes[name] = value
+        try:
+            yield
+        finally:
+            del self._changes[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Like `[]`, with a default for missing names."""
+        return self[name] if name in self else default  # noqa: SIM401  (this is `get`)
+
+    def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
+        if name in self and super().__getitem__(name) is value:
+            return
+        raise ResidencyError(
+            f"parameter {name!r} cannot be replaced or added while an engine owns the module "
+            "(torch.func transforms and functional_call do that too)",
+            remedy=f"{EDIT}; or {CHANGE_BEFORE}",
+        )
+
+    def __delitem__(self, name: str) -> None:
+        raise ResidencyError(
+            f"parameter {name!r} cannot be removed while an engine owns the module",
+            remedy=CHANGE_BEFORE,
+        )
+
+    def _refuse_change(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """For the changes that a dict makes without `__setitem__` or `__delitem__`."""
+        raise ResidencyError(
+            "parameters cannot be replaced, added or removed while an engine owns the module",
+            remedy=CHANGE_BEFORE,
+        )
+
+    clear = pop = popitem = setdefault = update = __ior__ = _refuse_change
+
+    def copy(self) -> NoReturn:
+        """Refused: a copy would hold placeholders."""
+        refuse_copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        refuse_copy()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_copy()
+
+
+class GoneParameters(dict[str, nn.Parameter | None]):
+    """`module._parameters` after its engine was closed without `restore`, or dropped: access
+    raises, since values are lost, and NaN would be trained with, or saved.
+    """
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise gone()
+
+    __getitem__ = get = items = values = copy = __deepcopy__ = __reduce_ex__ = _refuse
+
+
+def _once_awake(name: str) -> Callable[..., Any]:
+    def method(self: StoredParameters, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.awake(), name)(*args, **kwargs)
+
+    return method
+
+
+class Wakes(Protocol):
+    """Values that rest."""
+
+    def wake(self) -> None:
+        """Give modules plain dicts of parameters that have their values."""
+
+
+class StoredParameters(dict[str, nn.Parameter | None]):
+    """`module._parameters` while values rest where a collected engine left them.
+
+    They wake when a parameter is reached for or replaced. Iterating does not wake: a parameter does
+    when it is used.
+    """
+
+    def __init__(self, module: nn.Module, stored: Wakes) -> None:
+        super().__init__(dict.items(module._parameters))
+        self._module = weakref.ref(module)
+        self.stored = stored
+
+    def awake(self) -> dict[str, nn.Parameter | None]:
+        """Return the module's plain dict, its parameters with their values."""
+        self.stored.wake()
+        module = self._module()
+        assert module is not None
+        return module._parameters
+
+    __getitem__ = _once_awake("__getitem__")
+    __setitem__ = _once_awake("__setitem__")
+    __delitem__ = _once_awake("__delitem__")
+    __reduce_ex__ = _once_awake("__reduce_ex__")
+    clear, copy, get, pop = map(_once_awake, ("clear", "copy", "get", "pop"))
+    popitem, setdefault, update = map(_once_awake, ("popitem", "setdefault", "update"))
+
+
+def refuse_copy() -> NoReturn:
+    """Raise for copy, deepcopy and pickle of an offloaded module."""
+    raise ResidencyError(
+        "an offloaded module cannot be copied or pickled: its parameters are placeholders",
+        remedy="use engine.state_dict() (or engine.module.state_dict()) for the values, "
+        "or engine.close(restore=True) to get a plain module back",
+    )
+
+
+class ModuleMap(dict[str, nn.Module | None]):
+    """`module._modules` while an engine owns the module: `admit` checks new modules."""
+
+    def __init__(
+        self, plain: Mapping[str, nn.Module | None], admit: Callable[[str, nn.Module], None]
+    ) -> None:
+        super().__init__(plain)
+        self._admit = admit
+
+    def __setitem__(self, name: str, module: nn.Module | None) -> None:
+        if module is not None:
+            self._admit(name, module)
+        super().__setitem__(name, module)
+
+
+class RefusedApply:
+    """Stands in for `module._apply` (`.to()`, `.half()`, `.cpu()`, ...) on an owned module.
+
+    What changes nothing is no error: a loop that moves the module to where it is goes on. With
+    `stays`, as scripts written for DeepSpeed want it, a move elsewhere is warned of, and not made.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.stays = False
+
+    def __call__(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Return the module, if the change leaves all its tensors unchanged."""
+        module = self._module()
+        assert module is not None
+        tensors = (*module.parameters(recurse), *module.buffers(recurse))
+        moved = ""
+        for dtype, device, dims in {(t.dtype, t.device, t.dim()) for t in tensors}:
+            sample = torch.zeros((2,) * dims, dtype=dtype, device=device)
+            address = sample.data_ptr()
+            changed = change(sample)
+            if self.stays and changed.dtype is dtype and changed.device != device:
+                moved = f"on {device}: it was not moved to {changed.device}"
+            elif changed is not sample or sample.data_ptr() != address:
+                raise ResidencyError(
+                    f"an offloaded module cannot be moved or cast: this would change its {dtype} "
+                    f"tensors on {device}, and the engine owns their memory",
+                    because=".to(), .cuda(), .half(), .bfloat16() and .float() rewrite every "
+                    "parameter",
+                    remedy="set `precision` in the config and `device=` in initialize(); "
+                    "engine.close(restore=True) gives a plain module back",
+                )
+        if moved:
+            warnings.warn(
+                f"an offloaded module stays where its engine computes, {moved}",
+                InfinityWarning,
+                stacklevel=3,
+            )
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        refuse_copy()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_copy()
+
+
+def recomputed_weights(module: nn.Module) -> list[str]:
+    """Return the attributes that `nn.utils.spectral_norm` sets before every forward."""
+    hooks = module._forward_pre_hooks.values()
+    return [hook.name for hook in hooks if isinstance(hook, SpectralNorm)]
+
+
+def _leave_as_is() -> None:
+    """Stands in for `flatten_parameters` of an owned RNN."""
+
+
+class Installation:
+    """Replaces and restores `_parameters`, `_modules` and `_apply` on a module tree."""
+
+    def __init__(self, root: nn.Module, touch: Touch) -> None:
+        self.gone = False  # whether the values will be
+        self.stored: Wakes | None = None  # or else rest here
+        self.on_new: Callable[[nn.Module], None] = lambda module: None
+        self._touch = touch
+        self._held = {id(parameter) for parameter in root.parameters()}
+        self.modules: list[nn.Module] = []
+        self._take("", root)
+
+    def _take(self, path: str, root: nn.Module) -> None:
+        """Own a tree whose parameters are all held."""
+        for name, module in root.named_modules(prefix=path):
+            if not isinstance(module._parameters, ParameterMap):
+                admit = partial(self._admit, name)
+                module.__dict__["_parameters"] = ParameterMap(module._parameters, self._touch)
+                module.__dict__["_modules"] = ModuleMap(module._modules, admit)
+                module.__dict__["_apply"] = RefusedApply(module)
+                if isinstance(module, nn.RNNBase):  # it would move weights: see `torch_private.py`
+                    module.__dict__["flatten_parameters"] = _leave_as_is
+                for attribute in recomputed_weights(module):  # it may be the parameter's old memory
+                    old = getattr(module, attribute)
+                    setattr(module, attribute, placeholder(old.shape, old.dtype, old.device))
+                self.modules.append(module)
+                self.on_new(module)
+
+    def _admit(self, path: str, name: str, module: nn.Module) -> None:
+        """Refuse a module with new parameters in the tree: they would not be trained."""
+        path = f"{path}.{name}" if path else name
+        strangers = [n for n, p in module.named_parameters() if id(p) not in self._held]
+        if strangers:
+            raise ResidencyError(
+                f"{path!r} becomes a {type(module).__name__} with {len(strangers)} parameters that "
+                f"the engine does not hold: {listed(strangers, 3)}",
+                because="adapters, new or larger embeddings and other layers that come after "
+                "initialize() have no optimizer state: they would never be trained",
+                remedy=CHANGE_BEFORE,
+            )
+        self._take(path, module)
+
+    def remove(self) -> None:
+        """Restore plain dicts and methods; see `stored`."""
+        kind: Callable[..., Any] = GoneParameters if self.gone else dict
+        for module in self.modules:
+            if isinstance(module._parameters, ParameterMap):
+                plain = module._parameters
+                found = kind(plain)
+                if self.stored is not None:
+                    found = StoredParameters(module, self.stored)
+                module.__dict__["_parameters"] = found
+                module.__dict__["_modules"] = dict(module._modules)
+            module.__dict__.pop("_apply", None)
+            module.__dict__.pop("flatten_parameters", None)
+        self.modules, self.stored = [], None

@@ -45,8 +45,8 @@ from infinity.storage.run_dir import of_rank, remove_dead_ranks
 from infinity.training.checkpoints import check_committed
 from infinity.training.components import EngineComponents
 from infinity.training.initial_write import Progress
+from infinity.training.resumable_loader import ResumableLoader
 from infinity.training.run_plan import plan_for
-from infinity.training.run_state import ResumableLoader
 from infinity.training.stored_weights import take_over
 
 

@@ -37,7 +37,8 @@ from infinity.training.loss_scale import ScaleRules
 from infinity.training.merge_guard import MergeGuard
 from infinity.training.optimizer_state import write_state
 from infinity.training.parameter_access import targets
-from infinity.training.run_state import ResumableLoader, RunState, Stateful
+from infinity.training.resumable_loader import ResumableLoader
+from infinity.training.run_state import RunState, Stateful
 from infinity.training.state_dict import ModuleStateHooks, StateDict, state_dict_of
 from infinity.training.step import StepInputs, StepRunner, TrainingCounters
 

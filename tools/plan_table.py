@@ -28,7 +28,7 @@ from infinity.integrations.huggingface.meta import published_target
 from infinity.model.named_models import PUBLISHED, SIZES
 from infinity.model.shapes import named_target
 from infinity.plan.inputs import price
-from infinity.plan.machine import PlanMachine
+from infinity.plan.plan_machine import PlanMachine
 from infinity.plan.rates import NOMINAL
 
 GIB = 1 << 30

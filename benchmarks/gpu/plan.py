@@ -17,7 +17,7 @@ from gpu.stages import Check
 from infinity.common.sizes import format_size
 from infinity.plan.budget import budgeted_bytes
 from infinity.plan.inputs import PlanInput, price
-from infinity.plan.machine import PlanMachine
+from infinity.plan.plan_machine import PlanMachine
 from infinity.plan.rates import Rates
 
 GIB = 1 << 30

@@ -13,7 +13,7 @@ from infinity.plan.activations import num_blocks
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.plan.budget import budgeted_bytes
 from infinity.plan.inputs import PlanEstimate, PlanInput, price
-from infinity.plan.machine import PlanMachine
+from infinity.plan.plan_machine import PlanMachine
 from infinity.types import Tier
 from step.config import engine_config
 from step.model import outline

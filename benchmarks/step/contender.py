@@ -35,7 +35,8 @@ from infinity.common.sizes import parse_size
 from infinity.config.schema import Config, load_config
 from infinity.model.meta_init import remember_values
 from infinity.model.partition import PROCESS_BASE_BYTES
-from infinity.plan.machine import PlanMachine, read_machine
+from infinity.plan.machine import read_machine
+from infinity.plan.plan_machine import PlanMachine
 from infinity.profiling.calibration import KnownRates, cached_rates
 from infinity.profiling.trace_reader import Shares, read_timeline, step_data
 from infinity.storage.devices import find_device

@@ -23,7 +23,6 @@ from infinity.common.sizes import format_count, format_rate, format_size
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
 from infinity.plan.machine import (
     Machine,
-    PlanMachine,
     cgroup_path,
     cpu_model,
     default_host_budget_bytes,
@@ -32,6 +31,7 @@ from infinity.plan.machine import (
     read_meminfo,
 )
 from infinity.plan.plan import BETWEEN_HOSTS, LINKS
+from infinity.plan.plan_machine import PlanMachine
 from infinity.plan.rates import BETWEEN_NODES, COPIES, DISK, Rates
 
 # What `infinity doctor` finds out: facts about this machine, and what keeps a run from starting.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from infinity.plan.advice import Change
     from infinity.plan.batch_schedule import BatchSchedule, ScheduleResult
     from infinity.plan.inputs import PlanEstimate, PlanInput
-    from infinity.plan.machine import PlanMachine
+    from infinity.plan.plan_machine import PlanMachine
     from infinity.train.settings import RunConfig
 
 DEFAULT_STEP = 65_536  # tokens, of all ranks; as in the presets of `infinity init`

@@ -11,7 +11,7 @@ from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
     from infinity.config.schema import Config, Offload, Recompute
-    from infinity.plan.machine import PlanMachine
+    from infinity.plan.plan_machine import PlanMachine
     from infinity.train.settings import RunConfig
 
 _COMMON = "a common machine"
@@ -52,7 +52,8 @@ class SearchOptions:
 
 def machine_of(wishes: SearchOptions, config: Config) -> PlanMachine:
     """The machine to plan for, with the sizes that were given."""
-    from infinity.plan.machine import PlanMachine, may_have_gpu, read_machine_file
+    from infinity.plan.machine import may_have_gpu
+    from infinity.plan.plan_machine import PlanMachine, read_machine_file
     from infinity.plan.rates import DISK, Rates
 
     if wishes.machine_file is not None:

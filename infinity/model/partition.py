@@ -34,8 +34,8 @@ from infinity.plan.layout import (
     UnitLayout,
     lay_out,
 )
-from infinity.plan.machine import PlanMachine
 from infinity.plan.plan import RuleFacts
+from infinity.plan.plan_machine import PlanMachine
 from infinity.types import MXFP4_BLOCK, FrozenFormat, MomentFormat
 
 if TYPE_CHECKING:

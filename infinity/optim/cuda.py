@@ -11,215 +11,25 @@ from __future__ import annotations
 import ctypes
 import importlib
 import math
-import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from infinity.errors import MachineError, first_lines
 from infinity.optim import cuda_compile
 from infinity.optim.cpu import FLOATS, Piece, by_kind, check_pieces, check_tensor, step_matrices
+from infinity.optim.cuda_launch import (
+    Launch,
+    Variant,
+    num_square_tiles,
+    square_launches,
+    update_launches,
+)
 from infinity.optim.rules import SGD
-from infinity.types import MomentFormat
-
-# From checked tensors to launches: the tables that csrc/adam/segments.cuh reads, as ctypes.
-#
-# A launch is (variant, kernel, number of blocks of threads, argument). Segments of one variant
-# share launches, whatever their groups; a table holds as many as fit into kernel parameters. Pure:
-# touches no device, so that everything but the launch itself is tested without one.
-
-
-THREADS = 256
-FOLD_THREADS = 1024
-TILE = 4096  # elements that one block of threads pieces
-SQUARE_TILE = 65536  # elements whose squares one block of threads sums
-_PER_THREAD = 4
-_NUM_SCALARS = 10
-
-TYPES = {torch.float32: "Fp32", torch.bfloat16: "Bf16", torch.float16: "Fp16"}
-LAYOUTS = {torch.float32: "Whole", torch.bfloat16: "Split", torch.float16: "Half"}
-FORMATS = {
-    MomentFormat.FP32: "Exact",
-    MomentFormat.BF16: "Rounded",
-    MomentFormat.BF16_STOCHASTIC: "Stochastic",
-    MomentFormat.INT8: "Blocks",
-}
-
-Variant = tuple[tuple[str, str], ...]  # macros; none for the helpers
-HELPERS: Variant = ()
-
-
-class Launch(NamedTuple):
-    """One kernel of a variant on `blocks` x `threads` threads; arguments are passed by value."""
-
-    variant: Variant
-    kernel: str
-    blocks: int
-    threads: int
-    arguments: tuple[ctypes.Structure, ...]
-
-
-class _KernelSegment(ctypes.Structure):
-    _fields_ = [
-        ("weight", ctypes.c_uint64),
-        ("rest", ctypes.c_uint64),
-        ("moment1", ctypes.c_uint64),
-        ("moment2", ctypes.c_uint64),
-        ("scales1", ctypes.c_uint64),
-        ("scales2", ctypes.c_uint64),
-        ("gradient", ctypes.c_uint64),
-        ("n", ctypes.c_uint64),
-        ("first", ctypes.c_uint64),
-        ("key", ctypes.c_uint64),
-        ("first_tile", ctypes.c_uint32),
-        ("scalars", ctypes.c_uint16),
-        ("wide", ctypes.c_uint16),
-    ]
-
-
-class _SumSegment(ctypes.Structure):
-    _fields_ = [
-        ("source", ctypes.c_uint64),
-        ("sum", ctypes.c_uint64),
-        ("n", ctypes.c_uint64),
-        ("first_tile", ctypes.c_uint32),
-        ("num_tiles", ctypes.c_uint32),
-    ]
-
-
-class _SumTable(ctypes.Structure):
-    num_slots = 127
-    _fields_ = [
-        ("num_segments", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
-        ("partials", ctypes.c_uint64),
-        ("segments", _SumSegment * num_slots),
-    ]
-
-
-def _update_table(rows: int, slots: int) -> type[Any]:
-    class UpdateTable(ctypes.Structure):
-        num_rows, num_slots = rows, slots
-        _fields_ = [
-            ("num_segments", ctypes.c_uint32),
-            ("unused", ctypes.c_uint32),
-            ("scalars", (ctypes.c_float * _NUM_SCALARS) * rows),
-            ("segments", _KernelSegment * slots),
-        ]
-
-    return UpdateTable
-
-
-_SmallUpdate, _LargeUpdate = _update_table(14, 40), _update_table(70, 340)
-
-
-def variant_of(piece: Piece) -> Variant:
-    """The macros that choose the kernel for a segment."""
-    moments = piece.moments
-    return (
-        ("INFINITY_RULE", piece.rule_params.kernel),
-        ("INFINITY_LAYOUT", LAYOUTS[piece.weight.dtype]),
-        ("INFINITY_GRADIENT", TYPES[piece.gradient.dtype]),
-        ("INFINITY_MOMENTS", FORMATS[moments[0].format] if moments else "Exact"),
-    )
-
-
-def update_launches(pieces: Sequence[Piece]) -> Iterator[Launch]:
-    """As few launches as will do: one per variant, unless a table overflows."""
-    by_variant: dict[Variant, list[Piece]] = {}
-    for piece in pieces:
-        if piece.weight.numel():
-            by_variant.setdefault(variant_of(piece), []).append(piece)
-    for variant, members in by_variant.items():
-        yield from _launches_of(variant, members)
-
-
-def _launches_of(variant: Variant, pieces: list[Piece]) -> Iterator[Launch]:
-    rows: dict[bytes, int] = {}  # by bits: +0 and -0 are not the same
-    batch: list[tuple[Piece, int]] = []
-    for piece in pieces:
-        numbers = piece.rule_params.scalars(piece.step, piece.grad_scale)
-        scalars = struct.pack(f"{len(numbers)}f", *numbers)
-        full = len(rows) == _LargeUpdate.num_rows and scalars not in rows
-        if full or len(batch) == _LargeUpdate.num_slots:
-            yield _launch(variant, batch, rows)
-            rows, batch = {}, []
-        batch.append((piece, rows.setdefault(scalars, len(rows))))
-    yield _launch(variant, batch, rows)
-
-
-def _launch(variant: Variant, batch: list[tuple[Piece, int]], rows: dict[bytes, int]) -> Launch:
-    small = len(batch) <= _SmallUpdate.num_slots and len(rows) <= _SmallUpdate.num_rows
-    table = _SmallUpdate() if small else _LargeUpdate()
-    table.num_segments = len(batch)
-    for scalars, row in rows.items():
-        ctypes.memmove(table.scalars[row], scalars, len(scalars))
-    tiles = 0
-    for slot, (piece, row) in enumerate(batch):
-        _fill(table.segments[slot], piece)
-        table.segments[slot].scalars = row
-        table.segments[slot].first_tile = tiles
-        tiles += -(-piece.weight.numel() // TILE)
-    name = "update_small" if small else "update_large"
-    return Launch(variant, name, tiles, THREADS, (table,))
-
-
-def _fill(segment: _KernelSegment, piece: Piece) -> None:
-    tensors = {"weight": piece.weight, "rest": piece.master_state, "gradient": piece.gradient}
-    for number, moment in enumerate(piece.moments, 1):
-        tensors[f"moment{number}"] = moment.values
-        if moment.scales is not None:
-            setattr(segment, f"scales{number}", moment.scales.data_ptr())
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    for name, tensor in present.items():
-        setattr(segment, name, tensor.data_ptr())
-    segment.n = piece.weight.numel()
-    segment.first = piece.first
-    segment.key = piece.key
-    segment.wide = all(map(_is_wide, present.values()))
-
-
-def _is_wide(tensor: torch.Tensor) -> bool:
-    """Whether four neighbours may be moved as one vector."""
-    return tensor.data_ptr() % (_PER_THREAD * tensor.element_size()) == 0
-
-
-def num_square_tiles(tensors: Sequence[torch.Tensor]) -> int:
-    """Partial sums (fp64) that `square_launches` needs room for."""
-    return sum(-(-tensor.numel() // SQUARE_TILE) for tensor in tensors)
-
-
-def square_launches(
-    tensors: Sequence[torch.Tensor], sums: torch.Tensor, partials: torch.Tensor
-) -> Iterator[Launch]:
-    """Sums of squares of `tensors` into the fp64 `sums`, one each, by way of `partials`."""
-    by_dtype: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = {}
-    for index, tensor in enumerate(tensors):
-        by_dtype.setdefault(tensor.dtype, []).append((tensor, index))
-    used = 0
-    for dtype, members in by_dtype.items():
-        for start in range(0, len(members), _SumTable.num_slots):
-            batch = members[start : start + _SumTable.num_slots]
-            table = _SumTable(num_segments=len(batch))
-            table.partials = partials.data_ptr() + used * partials.element_size()
-            tiles = 0
-            for slot, (tensor, index) in enumerate(batch):
-                segment = table.segments[slot]
-                segment.source = tensor.data_ptr()
-                segment.sum = sums.data_ptr() + index * sums.element_size()
-                segment.n = tensor.numel()
-                segment.first_tile = tiles
-                segment.num_tiles = num_square_tiles([tensor])
-                tiles += segment.num_tiles
-            used += tiles
-            if tiles:
-                yield Launch(HELPERS, f"square_tiles_{TYPES[dtype]}", tiles, THREADS, (table,))
-            yield Launch(HELPERS, "fold_partials", len(batch), FOLD_THREADS, (table,))
-
 
 # Launches on a CUDA device: kernels compiled on first use and kept, arguments passed by value.
 #

@@ -26,8 +26,8 @@ from infinity.plan.activations import (
 from infinity.plan.budget import AUTO_SHARE, Limits, budgeted_bytes
 from infinity.plan.cost import StepCost, StepWork, step_cost
 from infinity.plan.layout import PRECISIONS, UnitLayout, lay_out_again
-from infinity.plan.machine import PlanMachine
 from infinity.plan.plan import Plan, RuleFacts, UnitFacts
+from infinity.plan.plan_machine import PlanMachine
 from infinity.plan.planner import make_plan
 from infinity.types import MomentFormat, Tier
 

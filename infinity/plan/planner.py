@@ -6,23 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from infinity.common.sizes import format_count, format_size
-from infinity.config.schema import Config, HintsConfig
+from infinity.common.sizes import format_size
+from infinity.config.schema import Config
 from infinity.errors import ConfigError, DoesNotFitError
 from infinity.plan.activations import plan_saved
 from infinity.plan.budget import (
-    AUTO_SHARE,
-    NUM_STREAM_BUFFERS,
     Limits,
     excess,
-    fits_as,
     largest_slot,
-    staging_bytes,
-    stream_bytes,
     with_memory,
 )
-from infinity.plan.cost import share_beside, step_cost
+from infinity.plan.cost import step_cost
 from infinity.plan.forecast import forecast_bytes
+from infinity.plan.hints import may_look_nearer, with_live_note, with_weights_in_ram
 from infinity.plan.layout import ELEMENT_ALIGN, PRECISIONS, UnitLayout, dealt_notes, split_notes
 from infinity.plan.placement import FIELDS, placed, score
 from infinity.plan.plan import (
@@ -31,203 +27,11 @@ from infinity.plan.plan import (
     RuleFacts,
     UnitFacts,
     UnitPlacement,
-    UpdatePlace,
-    update_place,
     why_only_cpu,
 )
 from infinity.plan.rates import Rates, nominal
+from infinity.plan.streamed_updates import leaving_room, with_updates
 from infinity.types import Tier, round_up
-
-# Hints: numbers of parameters that a plan keeps to where it can, and never fails for.
-#
-# They come from configurations of DeepSpeed's. A budget is a promise; a hint that cannot be met is
-# met as far as goes, and a note says how far.
-
-
-LEAST_AHEAD = 1  # with less nothing is fetched while something computes
-
-
-def live_parameters(plan: Plan) -> int:
-    """The most parameters that slots hold at a time: of each class, its largest units."""
-    return sum(
-        sum(sorted((_elements(plan.units[u]) for u in c.members), reverse=True)[: c.count])
-        for c in plan.slot_classes
-    )
-
-
-def _elements(unit: UnitLayout) -> int:
-    return sum(segment.numel for segment in unit.segments)
-
-
-def may_look_nearer(plan: Plan, hints: HintsConfig) -> bool:
-    """Whether slots hold more than was hinted, and a shorter prefetch may hold less."""
-    most = hints.live_parameters
-    return most is not None and plan.prefetch_units > LEAST_AHEAD and live_parameters(plan) > most
-
-
-def with_live_note(plan: Plan, hints: HintsConfig) -> Plan:
-    """`plan` with a note if slots hold more than was hinted although nothing more can be done."""
-    most, found = hints.live_parameters, live_parameters(plan)
-    if most is None or found <= most:
-        return plan
-    why = (
-        "the least with which something is fetched while something computes"
-        if plan.prefetch_units >= LEAST_AHEAD
-        else "one unit computes and one takes its place"
-    )
-    note = f"hints.live_parameters is {format_count(most)}, slots hold {format_count(found)}: {why}"
-    return replace(plan, notes=(*plan.notes, note))
-
-
-def with_weights_in_ram(plan: Plan, hints: HintsConfig, limits: Limits) -> Plan:
-    """Keep weights from disk in RAM: the first units, up to the hinted number, if they fit.
-
-    Where the device is the host, in its memory: see `UnitPlacement`.
-    """
-    most = hints.max_params_in_cpu
-    if most is None:
-        return plan
-    tier = Tier.DEVICE if plan.unified else Tier.HOST
-    kept, placements = 0, list(plan.placements)
-    for unit in plan.units:
-        size = _elements(unit)
-        if placements[unit.index].weight is not Tier.DISK or kept + size > most:
-            continue
-        tried = list(placements)
-        tried[unit.index] = placements[unit.index]._replace(weight=tier)
-        if excess(with_memory(plan.changed(placements=tuple(tried)), limits), limits, auto=True):
-            break
-        kept, placements = kept + size, tried
-    note = (
-        f"hints.max_params_in_cpu is {format_count(most)}: weights of {format_count(kept)} "
-        "parameters are kept in RAM" + ("" if kept else ", where none more find room")
-    )
-    plan = replace(plan, placements=tuple(placements), notes=(*plan.notes, note))
-    return with_memory(plan, limits)
-
-
-# Which updates are streamed through the device, where that is left to the plan.
-#
-# Units of one placement are treated alike. Placement is chosen first, as if the CPU updated
-# whatever does not rest on the device; then every one is streamed that makes the step shorter, and
-# of these the CPU updates a share meanwhile.
-
-
-# The share of a step that streaming must save. Each direction's rate was measured alone, and what
-# streams takes the links from weights and gradients: a close call is not one.
-WORTH = 0.05
-
-
-# Of the device's budget; where the buffers would take more, fewer chunks pass at once, and in the
-# end placement is chosen without them.
-MOST_ROOM = 0.1
-
-
-def leaving_room(plan: Plan, wish: str, limits: Limits) -> Limits:
-    """`limits` less the buffers that streaming would take, for a search of the best placement.
-
-    `wish` is `Config.update`. The search fills a share of the device; what comes on top would take
-    the place of activations.
-    """
-    if wish == "cpu" or why_only_cpu(plan) or limits.device is None:
-        return limits
-    # As if all were to rest in RAM: of what is on disk fewer chunks pass at once.
-    in_ram = UnitPlacement(weight=Tier.HOST, state=Tier.HOST, gradient=Tier.HOST)
-    draft = plan.changed(placements=(in_ram,) * len(plan.units), streamed=frozenset([in_ram]))
-    room = _stream_room(_narrowed(draft, limits))
-    if wish == "auto" and room > MOST_ROOM * limits.device:
-        return limits
-    if limits.activations is None:
-        room = int(room / AUTO_SHARE)
-    return replace(limits, device=max(0, limits.device - room))
-
-
-def with_updates(plan: Plan, wish: str, limits: Limits, rates: Rates, *, leave_share: bool) -> Plan:
-    """`plan`, whose placement is chosen, with `streamed` filled in; `wish` is `Config.update`.
-
-    With "device" everything is streamed that can be, whether it fits or not. "auto" takes nothing
-    that does not fit; with `leave_share` nothing of the share of the device that a search of
-    placement leaves to activations either.
-    """
-    movable = frozenset(
-        placement
-        for unit, placement in zip(plan.units, plan.placements, strict=True)
-        if unit.numel and update_place(plan, unit.index) is UpdatePlace.CPU
-    )
-    why_not = why_only_cpu(plan)
-    if wish == "device" and why_not:
-        return replace(plan, notes=(*plan.notes, f"update: device is not used: {why_not}"))
-    if wish == "cpu" or not movable or why_not:
-        return plan
-    if wish == "device":
-        return _streaming(plan, movable, limits)
-    starts: tuple[frozenset[UnitPlacement], ...] = (frozenset(), movable)
-    found = min(
-        (_shortest(plan, start, movable, limits, rates, leave_share) for start in starts),
-        key=lambda plan: score(plan, rates),
-    )
-    before, after = (step_cost(p, rates).seconds for p in (plan, found))
-    return found if after <= (1 - WORTH) * before else plan
-
-
-def _streaming(plan: Plan, streamed: frozenset[UnitPlacement], limits: Limits) -> Plan:
-    return with_memory(_narrowed(plan.changed(streamed=streamed), limits), limits)
-
-
-def _narrowed(plan: Plan, limits: Limits) -> Plan:
-    """`plan` with so few chunks at once that buffers take no more than `MOST_ROOM`, if one does."""
-    device, host = (
-        math.inf if budget is None else MOST_ROOM * budget
-        for budget in (limits.device, limits.host)
-    )
-    while plan.chunks_at_once > 1 and (
-        _stream_room(plan) > device or plan.num_staging_buffers * staging_bytes(plan) > host
-    ):
-        plan = plan.changed(chunks_at_once=plan.chunks_at_once // 2)
-    return plan
-
-
-def _stream_room(plan: Plan) -> int:
-    return NUM_STREAM_BUFFERS * stream_bytes(plan)
-
-
-def _shortest(
-    plan: Plan,
-    start: frozenset[UnitPlacement],
-    movable: frozenset[UnitPlacement],
-    limits: Limits,
-    rates: Rates,
-    leave_share: bool,
-) -> Plan:
-    """From `start`, one placement more or fewer while that makes the step shorter and fits."""
-    best = _streaming(plan, start, limits)
-    if not fits_as(best, plan, limits, auto=leave_share):
-        return plan
-    best = _with_cpu_beside(best, limits, rates, leave_share)
-    improved = True
-    while improved:
-        improved = False
-        # In an order that does not hang on hashes.
-        for one in sorted(
-            movable, key=lambda h: [list(Tier).index(h.of_field(f)) for f in h._fields]
-        ):
-            other = _streaming(best, best.streamed ^ {one}, limits)
-            shorter = score(other, rates) < score(best, rates) * (1 - 1e-9)
-            if shorter and fits_as(other, plan, limits, auto=leave_share):
-                best, improved = other, True
-    return best
-
-
-def _with_cpu_beside(plan: Plan, limits: Limits, rates: Rates, leave_share: bool) -> Plan:
-    """Return `plan` with the CPU's share of streamed chunks for which CPU and links end together.
-
-    A rule that multiplies matrices needs whole units, and the device multiplies faster.
-    """
-    share = 0.0 if plan.rule.matrix_steps else share_beside(plan, rates)
-    changed = with_memory(plan.changed(cpu_share=share), limits)
-    better = share and score(changed, rates) < score(plan, rates)
-    return changed if better and fits_as(changed, plan, limits, auto=leave_share) else plan
-
 
 CHUNK_ELEMENTS = 1 << 20  # 12 MiB records: inside the 8-64 MiB that disks like
 # Elements that are streamed, or updated by the CPU, at once: some 5 ms of a PCIe 5 link and 4 ms of

@@ -31,8 +31,9 @@ from infinity.plan.activations import ActivationModel
 from infinity.plan.budget import Limits
 from infinity.plan.inputs import PlanInput, activations_on_device, leaving_activations
 from infinity.plan.layout import UnitLayout, largest_trained_of
-from infinity.plan.machine import PlanMachine, default_host_budget_bytes, read_machine
+from infinity.plan.machine import default_host_budget_bytes, read_machine
 from infinity.plan.plan import Plan, RuleFacts
+from infinity.plan.plan_machine import PlanMachine
 from infinity.plan.planner import gradient_itemsize, make_plan
 from infinity.plan.rates import Rates
 from infinity.profiling.calibration import KnownRates, kept_rates

@@ -20,7 +20,7 @@ from infinity import _aio
 from infinity.cli import doctor as doctor_module
 from infinity.cli.doctor import text_of
 from infinity.cli.main import app
-from infinity.plan.machine import read_machine_file
+from infinity.plan.plan_machine import read_machine_file
 from infinity.profiling import calibration
 
 

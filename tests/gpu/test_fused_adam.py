@@ -13,7 +13,8 @@ from support.cuda_pieces import BF16, FLOATS, FP32, HYPERS, Rooms, combinations
 from infinity.errors import ConfigError, ResidencyError
 from infinity.optim import cuda, cuda_compile
 from infinity.optim.cpu import CpuKernels
-from infinity.optim.cuda import SQUARE_TILE, TILE, CudaKernels
+from infinity.optim.cuda import CudaKernels
+from infinity.optim.cuda_launch import SQUARE_TILE, TILE
 from infinity.optim.rules import AdamW
 from infinity.types import MomentFormat
 

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from infinity.distributed.context import SINGLE_PROCESS, DistContext, SingleProcess
 from infinity.errors import ConfigError
-from infinity.training.run_state import ResumableLoader
+from infinity.training.resumable_loader import ResumableLoader
 
 GPT = CASES["gpt"]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from infinity.optim import cuda_compile
-from infinity.optim.cuda import Launch, Variant
+from infinity.optim.cuda_launch import Launch, Variant
 
 _HERE = Path(__file__).parent
 _FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared")

@@ -40,7 +40,7 @@ from infinity.model.partition import complete_groups
 from infinity.optim.moments import Moment
 from infinity.optim.rules import RULES, RuleParams
 from infinity.optim.update import rounding_key
-from infinity.plan import planner
+from infinity.plan import planner, streamed_updates
 from infinity.plan.budget import Limits, with_memory
 from infinity.plan.plan import Plan, UnitPlacement
 from infinity.profiling.step_report import StepReport
@@ -207,12 +207,12 @@ def at_once(chunks: int) -> Iterator[None]:
 @contextmanager
 def cpu_beside(share: float) -> Iterator[None]:
     """The CPU updates such a share of what is streamed, meanwhile, whatever the plan finds fast."""
-    streaming = planner._streaming
+    streaming = streamed_updates._streaming
 
     def both(plan: Plan, streamed: frozenset[UnitPlacement], limits: Limits) -> Plan:
         return with_memory(replace(streaming(plan, streamed, limits), cpu_share=share), limits)
 
-    with mock.patch.object(planner, "_streaming", both):
+    with mock.patch.object(streamed_updates, "_streaming", both):
         yield
 
 

@@ -46,7 +46,7 @@ from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.profiling.step_log import StepLog
 from infinity.storage.run_dir import RECORD_NAME
 from infinity.training.components import EngineComponents
-from infinity.training.run_state import ResumableLoader
+from infinity.training.resumable_loader import ResumableLoader
 from infinity.training.state_dict import StateDict, state_dict_of
 
 _PICKLED = (".bin", ".pt", ".pth")

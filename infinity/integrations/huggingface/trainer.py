@@ -61,7 +61,7 @@ from infinity.optim.from_torch import (
 )
 from infinity.optim.lr_schedules import make_schedule
 from infinity.training.load_weights import load_weights
-from infinity.training.run_state import capture_rng, restore_rng
+from infinity.training.rng_state import capture_rng, restore_rng
 
 # Random draws of collators and datasets, the same after a resume.
 #

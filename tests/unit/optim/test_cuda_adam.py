@@ -18,7 +18,8 @@ from support.reference import reference_update
 
 from infinity.errors import ConfigError, InfinityError, ResidencyError
 from infinity.optim.cpu import CpuKernels, Piece
-from infinity.optim.cuda import SQUARE_TILE, TILE, CudaKernels
+from infinity.optim.cuda import CudaKernels
+from infinity.optim.cuda_launch import SQUARE_TILE, TILE
 from infinity.optim.moments import Moment
 from infinity.optim.rules import AdamW
 from infinity.types import MomentFormat

@@ -19,7 +19,7 @@ import torch
 from support.cuda_pieces import combinations
 
 from infinity.errors import MachineError
-from infinity.optim import cuda, cuda_compile
+from infinity.optim import cuda, cuda_compile, cuda_launch
 from infinity.optim.cuda import CudaKernels
 from infinity.optim.cuda_compile import default_folder, keep, kept
 
@@ -61,14 +61,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def variant_of(combination) -> cuda.Variant:
+def variant_of(combination) -> cuda_launch.Variant:
     rule, weight, gradient, format = combination
-    names = (rule.capitalize(), cuda.LAYOUTS[weight], cuda.TYPES[gradient])
+    names = (rule.capitalize(), cuda_launch.LAYOUTS[weight], cuda_launch.TYPES[gradient])
     macros = ("INFINITY_RULE", "INFINITY_LAYOUT", "INFINITY_GRADIENT", "INFINITY_MOMENTS")
-    return tuple(zip(macros, (*names, cuda.FORMATS[format]), strict=True))
+    return tuple(zip(macros, (*names, cuda_launch.FORMATS[format]), strict=True))
 
 
-def ptx(variant: cuda.Variant) -> str:
+def ptx(variant: cuda_launch.Variant) -> str:
     """PTX of a variant, by the options that machine code is made with (cuda-core asks the driver
     before it makes PTX, so this goes below it)."""
     bindings = importlib.import_module("cuda.bindings.nvrtc")
@@ -87,7 +87,7 @@ def ptx(variant: cuda.Variant) -> str:
     return text.decode()
 
 
-def variants() -> list[cuda.Variant]:
+def variants() -> list[cuda_launch.Variant]:
     """In an order that is always the same."""
     return sorted({variant_of(c) for c in combinations(every=False)} | {VARIANT})
 
@@ -104,11 +104,11 @@ def test_every_combination_compiles(compiler, cache, start: int) -> None:
         code = cuda_compile.cubin(ARCHES[number % 2], variant)
         assert code.startswith(b"\x7fELF")
     for arch in ARCHES:
-        assert cuda_compile.cubin(arch, cuda.HELPERS).startswith(b"\x7fELF")
+        assert cuda_compile.cubin(arch, cuda_launch.HELPERS).startswith(b"\x7fELF")
 
 
 def test_the_instructions_are_exact_and_wide(compiler) -> None:
-    texts = {variant: ptx(variant) for variant in [*variants(), cuda.HELPERS]}
+    texts = {variant: ptx(variant) for variant in [*variants(), cuda_launch.HELPERS]}
     for variant, text in texts.items():
         assert FORBIDDEN.findall(text) == [], variant
         assert ".local" not in text, variant  # nothing spills into memory

@@ -14,8 +14,8 @@ from infinity.plan.activations import away_bytes, block_widths
 from infinity.plan.budget import Limits
 from infinity.plan.cost import StepWork
 from infinity.plan.inputs import PlanInput, price
-from infinity.plan.machine import PlanMachine
 from infinity.plan.plan import RuleFacts
+from infinity.plan.plan_machine import PlanMachine
 from infinity.plan.planner import make_plan
 from infinity.plan.rates import nominal
 from infinity.types import Tier

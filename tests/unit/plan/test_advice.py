@@ -25,8 +25,8 @@ from infinity.plan.advice import (
 from infinity.plan.cost import StepWork
 from infinity.plan.inputs import PlanEstimate, PlanInput, price
 from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
-from infinity.plan.machine import PlanMachine
 from infinity.plan.plan import RuleFacts
+from infinity.plan.plan_machine import PlanMachine
 from infinity.plan.rates import nominal
 from infinity.types import MomentFormat
 

@@ -14,8 +14,9 @@ from unit.plan.test_activations import one_unit
 import infinity
 from infinity.config.schema import load_config
 from infinity.plan.budget import Limits
+from infinity.plan.hints import live_parameters
 from infinity.plan.plan import Plan
-from infinity.plan.planner import live_parameters, make_plan
+from infinity.plan.planner import make_plan
 from infinity.types import Tier
 
 UNITS = tuple(

@@ -12,7 +12,7 @@ import pytest
 from unit.plan.test_machine import GIB, computer
 
 from infinity.errors import ConfigError, MachineError
-from infinity.plan.machine import PlanMachine, read_machine_file
+from infinity.plan.plan_machine import PlanMachine, read_machine_file
 from infinity.plan.rates import COMPUTE, NOMINAL, NOMINAL_CPU, Rates, completed, nominal
 
 FULL: dict[str, Any] = {

@@ -1,0 +1,272 @@
+"""A machine to plan for: this one, or one that is described in a file and need not be here.
+
+The file is a JSON object: `format` 1, `name`, `measured` (a date), `host_ram`, `device_memory`,
+`disk_free`, `num_cpus`, `unified`, `gpus`, `nodes`, `rates`. Sizes are bytes or text such as
+"64GiB", rates numbers or text such as "3.0 GB/s". `infinity doctor --machine-file` writes one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
+
+from infinity.common.sizes import parse_size
+from infinity.config.fields import Section, Size
+from infinity.config.source import explain, read_config_file
+from infinity.errors import ConfigError
+from infinity.plan.machine import HOST_BUDGET_SHARE, mount_of, read_machine
+from infinity.plan.rates import (
+    COPIES,
+    DEVICE_UPDATE,
+    DISK,
+    Rates,
+    completed,
+    flat,
+    nested,
+    rates_origin,
+    with_links,
+)
+
+FORMAT = 1
+_WHERE_NOT_UNIFIED = (*COPIES, DEVICE_UPDATE)
+
+
+@dataclass(frozen=True)
+class PlanMachine:
+    """Facts of a machine for the plan. Sizes are in bytes.
+
+    `nominal` names the rates (as `Rates.numbers` does) that nobody measured: they are those of a
+    common machine, see `plan.rates.NOMINAL`, and whoever shows times must say so
+    (`rates_origin`). `measured` is the day of the others.
+    """
+
+    name: str
+    host_bytes: int
+    """RAM that a run could come to hold, were it to take everything."""
+    device_bytes: int | None
+    """Memory of the compute device that a run could take; None where that is the host's."""
+    disk_bytes: int
+    """Space on all paths together; 0 without a path."""
+    num_cpus: int
+    rates: Rates
+    nominal: tuple[str, ...] = ()
+    measured: str | None = None
+    gpus: int = 1
+    """Ranks of a node, one for each GPU; where there is none, processes. Sizes but the device's,
+    and rates of disk and CPU, are of all of them together."""
+    nodes: int = 1
+    """How many such machines train together."""
+
+    @classmethod
+    def here(
+        cls,
+        paths: Iterable[Path],
+        device_bytes: int | None,
+        rates: Rates | None = None,
+        *,
+        name: str = "this machine",
+        measured: str | None = None,
+        root: Path = Path("/"),
+    ) -> PlanMachine:
+        """This machine as it is now, with `rates` that were measured on `measured`, or nominal.
+
+        `device_bytes` as `Device.memory_bytes` says it. Paths on one file system count once. Raises
+        `MachineError` for a path that is not there.
+        """
+        unified = device_bytes is None
+        drives = {mount_of(path, root).device: path for path in paths}
+        machine = read_machine(drives.values(), root)
+        numbers = rates.numbers() if rates else {}
+        if not drives:
+            numbers = {key: rate for key, rate in numbers.items() if key not in DISK}
+        without = {DEVICE_UPDATE} if rates and rates.device_update is None else set()
+        complete, nominal = completed(numbers, unified=unified, without=without)
+        reachable_bytes = machine.host_available_bytes + machine.process_rss_bytes
+        return cls(
+            name=name,
+            host_bytes=min(machine.host_ram_bytes, reachable_bytes),
+            device_bytes=device_bytes,
+            disk_bytes=sum(free_bytes for _, free_bytes in machine.disk_free_bytes),
+            num_cpus=machine.num_cpus,
+            rates=complete,
+            nominal=nominal,
+            measured=measured if rates else None,
+        )
+
+    @property
+    def unified(self) -> bool:
+        """Whether the host computes."""
+        return self.device_bytes is None
+
+    @property
+    def host_budget_bytes(self) -> int:
+        """The host budget of a run that names none, as `plan.machine` derives it."""
+        return int(HOST_BUDGET_SHARE * self.host_bytes)
+
+    @property
+    def ranks(self) -> int:
+        """Of all nodes."""
+        return self.gpus * self.nodes
+
+    @property
+    def rank_rates(self) -> Rates:
+        """What one rank gets."""
+        return self.rates.of_rank(self.gpus, self.nodes, unified=self.unified)
+
+    def with_ranks(self, gpus: int, nodes: int = 1) -> PlanMachine:
+        """Return the machine with ranks; known links keep their rates, others are nominal."""
+        across = nodes == self.nodes and self.rates.all_gather is not None
+        rates, guessed = with_links(self.rates, gpus, nodes, unified=self.unified, across=across)
+        nominal = (*self.nominal, *guessed)
+        return replace(self, gpus=gpus, nodes=nodes, rates=rates, nominal=nominal)
+
+    def with_drives(self, factor: float) -> PlanMachine:
+        """Return the machine with disk rates multiplied by `factor`, and the same disk space."""
+        faster = {name: getattr(self.rates, name) * factor for name in DISK}
+        return replace(self, rates=replace(self.rates, **faster))
+
+    @property
+    def rates_origin(self) -> str:
+        """Describe the origin of rates: "measured 2026-11-21", and which are nominal."""
+        return rates_origin(self.rates, self.nominal, self.measured)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the content of the machine's file, as JSON; nominal rates are omitted."""
+        numbers = self.rates.numbers().items()
+        rates = nested({name: _rounded(n) for name, n in numbers if name not in self.nominal})
+        if not self.unified and self.rates.device_update is None:
+            rates[DEVICE_UPDATE] = None
+        facts = {
+            "format": FORMAT,
+            "name": self.name,
+            "measured": self.measured,
+            "host_ram": self.host_bytes,
+            "device_memory": self.device_bytes,
+            "disk_free": self.disk_bytes,
+            "num_cpus": self.num_cpus,
+            "unified": self.unified,
+            "gpus": self.gpus if self.ranks > 1 else None,
+            "nodes": self.nodes if self.nodes > 1 else None,
+            "rates": rates,
+        }
+        return {name: fact for name, fact in facts.items() if fact is not None}
+
+    def as_text(self) -> str:
+        """The file itself."""
+        return json.dumps(self.as_dict(), indent=2) + "\n"
+
+
+def read_machine_file(path: str | os.PathLike[str]) -> PlanMachine:
+    """Return the machine that a JSON (or YAML) file describes.
+
+    Rates that are left out are nominal; `"device_update": null` is a device without our kernels.
+    Raises one `ConfigError` that lists everything that is wrong, each with its dotted name.
+    """
+    file = Path(path).expanduser()
+    raw = read_config_file(file)
+    try:
+        found = _File.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(explain(_File, str(file), error)) from None
+    numbers = flat(found.rates.model_dump())
+    named = found.rates.model_fields_set
+    without = {DEVICE_UPDATE} if DEVICE_UPDATE in named and DEVICE_UPDATE not in numbers else set()
+    rates, nominal = completed(numbers, unified=found.unified, without=without)
+    return PlanMachine(
+        name=found.name,
+        host_bytes=found.host_ram,
+        device_bytes=found.device_memory,
+        disk_bytes=found.disk_free,
+        num_cpus=found.num_cpus,
+        rates=rates,
+        nominal=nominal,
+        measured=found.measured,
+        nodes=found.nodes,
+    ).with_ranks(found.gpus, found.nodes)
+
+
+def _rounded(rate: float) -> int:
+    """Four digits are more than a measurement is worth, and can be read."""
+    return int(float(f"{rate:.4g}")) or 1
+
+
+def _rate(value: Any) -> Any:
+    if not isinstance(value, str):
+        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    try:
+        return float(parse_size(value.strip().removesuffix("/s")))
+    except ConfigError as error:
+        why = f" ({error.because})" if error.because else ""
+        message = f'should be a rate like 3e9 or "3.0 GB/s", got {value!r}{why}'
+        raise ValueError(message) from None
+
+
+_Rate: TypeAlias = Annotated[float, BeforeValidator(_rate), Field(gt=0, allow_inf_nan=False)]
+
+
+class _Rates(Section):
+    disk_read: _Rate | None = None
+    disk_write: _Rate | None = None
+    disk_mixed: _Rate | None = None
+    disk_per_cpu_s: _Rate | None = None
+    to_device: _Rate | None = None
+    from_device: _Rate | None = None
+    copies_mixed: _Rate | None = None
+    device_update: _Rate | None = None
+    all_gather: _Rate | None = None
+    all_to_all: _Rate | None = None
+    between_nodes: _Rate | None = None
+    between_hosts: _Rate | None = None
+    update: dict[Literal["fp32", "bf16", "8bit"], _Rate] = Field(default_factory=dict)
+    compute: dict[Literal["bf16", "fp32"], _Rate] = Field(default_factory=dict)
+    between: dict[Literal["bf16", "fp32"], _Rate] = Field(default_factory=dict)
+    attention: dict[Literal["bf16", "fp32"], _Rate] = Field(default_factory=dict)
+    logits: _Rate | None = None
+
+
+class _File(Section):
+    # In this order: a check may look at what stands above it.
+    format: Literal[1]
+    name: str = Field(min_length=1)
+    measured: str | None = None
+    unified: bool = False
+    host_ram: Annotated[Size, Field(gt=0)]
+    device_memory: Annotated[Size, Field(gt=0)] | None = Field(default=None, validate_default=True)
+    disk_free: Size = 0
+    num_cpus: int = Field(ge=1)
+    gpus: int = Field(default=1, ge=1)
+    nodes: int = Field(default=1, ge=1)
+    rates: _Rates = _Rates()
+
+    @field_validator("measured")
+    @classmethod
+    def _is_a_day(cls, value: str | None) -> str | None:
+        try:
+            return None if value is None else date.fromisoformat(value).isoformat()
+        except ValueError:
+            raise ValueError(f"should be a day like 2026-11-21, got {value!r}") from None
+
+    @field_validator("device_memory")
+    @classmethod
+    def _a_device_has_memory(cls, value: int | None, info: ValidationInfo) -> int | None:
+        unified = info.data.get("unified")
+        if unified is True and value is not None:
+            raise ValueError("where unified is true it is the host's; leave it out")
+        if unified is False and value is None:
+            raise ValueError("must be given, unless unified is true")
+        return value
+
+    @field_validator("rates")
+    @classmethod
+    def _no_copies_where_unified(cls, rates: _Rates, info: ValidationInfo) -> _Rates:
+        given = [name for name in _WHERE_NOT_UNIFIED if getattr(rates, name) is not None]
+        if info.data.get("unified") is True and given:
+            raise ValueError(f"{', '.join(given)}: not where unified is true; leave them out")
+        return rates

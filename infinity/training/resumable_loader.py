@@ -1,0 +1,151 @@
+"""A DataLoader that knows how far it is, and goes on from there after a resume."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from infinity.distributed.context import SINGLE_PROCESS, DistContext
+from infinity.errors import ConfigError, InfinityWarning
+
+
+class _OwnBatches(Sampler[int]):
+    """The samples of a rank's batches, in order; the next time round from batch `first` on."""
+
+    def __init__(self, dataset: Any, batch_size: int, drop_last: bool, ranks: DistContext) -> None:
+        self._dataset = dataset
+        self.shuffled = False
+        self._batch_size = batch_size
+        self._drop_last = drop_last
+        self._ranks = ranks
+        self.first = 0
+
+    @property
+    def num_batches(self) -> int:
+        """Of a pass, on all ranks."""
+        samples = len(self._dataset)
+        return samples // self._batch_size if self._drop_last else -(-samples // self._batch_size)
+
+    def __iter__(self) -> Iterator[int]:
+        first, self.first = self.first, 0
+        count, size, samples = self._ranks.count, self._batch_size, len(self._dataset)
+        order: Sequence[int] = range(samples)
+        if self.shuffled:  # as by DistributedSampler of torch
+            chance = torch.Generator("cpu").manual_seed(0)
+            order = torch.randperm(samples, generator=chance, device="cpu").tolist()
+        for start in range(first, self.num_batches - count + 1, count):
+            begin = (start + self._ranks.rank) * size
+            yield from order[begin : begin + size]
+
+    def __len__(self) -> int:
+        rounds, size = self.num_batches // self._ranks.count, self._batch_size
+        end = ((rounds - 1) * self._ranks.count + self._ranks.rank + 1) * size
+        return rounds * size - max(end - len(self._dataset), 0) if rounds else 0
+
+
+class ResumableLoader(DataLoader[Any]):
+    """`torch.utils.data.DataLoader` with `state_dict` and `load_state_dict`.
+
+    Of several ranks each gets every count-th batch of those that one rank would get, in turn; at
+    the end of a pass the batches that are too few for a round, which are fewer than ranks, are
+    left out. An `IterableDataset` is read whole by every rank, so it must be the same on all.
+
+    The position is the number of passes over the data that are over, and of the batches that were
+    handed out since, on all ranks: any number of ranks goes on from there. After `load_state_dict`
+    the next iterator starts there. Batches that are skipped are not read, except those of an
+    `IterableDataset`. Random numbers that workers draw per sample start anew with the iterator
+    that goes on.
+
+    With `shuffled` samples come in an order that is the same in every pass, as DeepSpeed's do.
+
+    Raises `ConfigError` where a pass is less than a batch for each rank.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        ranks: DistContext = SINGLE_PROCESS,
+        *,
+        shuffled: bool = False,
+        **options: Any,
+    ) -> None:
+        self._ranks = ranks
+        self._local_batches: _OwnBatches | None = None
+        size, drop_last = options.get("batch_size", 1), options.get("drop_last", False)
+        if not isinstance(dataset, IterableDataset) and isinstance(size, int) and size > 0:
+            self._local_batches = _OwnBatches(dataset, size, drop_last, ranks)
+            self._local_batches.shuffled = shuffled
+            options["sampler"] = self._local_batches
+            if (found := self._local_batches.num_batches) < ranks.count > 1:
+                raise ConfigError(
+                    f"training_data makes {found} batches of {size} samples, for {ranks.count} "
+                    "ranks",
+                    because="every rank needs a batch of its own",
+                    remedy="more data, smaller batches, or fewer ranks",
+                )
+        self._epoch = 0
+        self._batches = 0  # of this pass, on all ranks
+        self._start: torch.Tensor | None = None  # torch's generator when this pass began
+        self._resume = False
+        super().__init__(dataset, **options)
+
+    def __len__(self) -> int:
+        return super().__len__() // (1 if self._local_batches is not None else self._ranks.count)
+
+    def __iter__(self) -> Any:
+        now = torch.get_rng_state()
+        resume = self._resume and self._start is not None
+        if resume:
+            # As scripts for DeepSpeed do not expect.
+            skips_twice = (
+                self._local_batches is not None and self._local_batches.shuffled and self._batches
+            )
+            if skips_twice and not self._ranks.rank:
+                warnings.warn(
+                    f"the loader of training_data goes on after {self._batches} batches of its "
+                    "pass: a loop that skips those itself would skip them twice",
+                    InfinityWarning,
+                    stacklevel=2,
+                )
+            torch.set_rng_state(self._start)  # type: ignore[arg-type]  # an iterator draws from it
+        else:
+            self._start, self._batches = now, 0
+        self._resume = False
+        if self._local_batches is not None:
+            self._local_batches.first = self._batches
+        batches: Iterator[Any] = super().__iter__()
+        if resume:
+            torch.set_rng_state(now)
+        if self._local_batches is None:
+            batches = self._dealt(islice(batches, self._batches, None))
+        return self._counted(batches)
+
+    def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Of every whole round of batches this rank's."""
+        while len(found := list(islice(batches, self._ranks.count))) == self._ranks.count:
+            yield found[self._ranks.rank]
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._batches += self._ranks.count
+            yield batch
+        self._epoch, self._batches, self._start = self._epoch + 1, 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this is: plain data and, within a pass, one tensor."""
+        shuffled = self._local_batches is not None and self._local_batches.shuffled
+        where = {"epoch": self._epoch, "batches": self._batches, "start": self._start}
+        return where | {"shuffled": shuffled}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there, with the next iterator."""
+        self._epoch, self._batches = int(state["epoch"]), int(state["batches"])
+        self._start = state["start"]
+        self._resume = True
+        if self._local_batches is not None:  # a pass goes on in its order
+            self._local_batches.shuffled = bool(state.get("shuffled", False))

@@ -39,7 +39,7 @@ from infinity.checkpoint.manifest import (
     TensorSpec,
     check_tag,
 )
-from infinity.checkpoint.manifest import problems as disagreements
+from infinity.checkpoint.manifest_check import problems as disagreements
 from infinity.checkpoint.plain import DTYPES
 from infinity.common.crc32c import crc32c
 from infinity.common.files import read_small

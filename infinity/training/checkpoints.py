@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -26,17 +26,13 @@ from infinity.checkpoint.manifest import (
     Manifest,
     ParameterRecord,
     TensorSpec,
-    differences,
 )
 from infinity.checkpoint.plain import MAX_ARRAY_BYTES, decode, encode
 from infinity.checkpoint.ranges import RangeWriter
 from infinity.checkpoint.reader import CheckpointReader, StateReader
 from infinity.checkpoint.schemas import check_run_state
 from infinity.checkpoint.streams import (
-    StreamRange,
     first_frozen_byte,
-    frozen_pieces,
-    pieces,
     state_streams,
 )
 from infinity.checkpoint.writer import CheckpointWriter, files_of, temporary_of
@@ -54,81 +50,13 @@ from infinity.errors import (
 )
 from infinity.model.buffers import Buffer, check_buffers, find_buffers, put_buffers
 from infinity.model.weight_files import DTYPE_NAMES
-from infinity.offload.state import StateStore
-from infinity.plan.plan import Plan
 from infinity.storage.run_dir import RECORD_NAME
-from infinity.storage.staging import host_buffer
 from infinity.training.components import EngineComponents
+from infinity.training.load_state import check_state, load_state
 from infinity.training.optimizer_state import share_kept
 from infinity.training.parameter_values import ParameterValues
 from infinity.training.run_state import RunState
 from infinity.training.step import StepRunner
-from infinity.types import Kind
-
-# The streams of a checkpoint into state at rest, whatever its placement, unit by unit.
-
-
-def check_state(reader: StateReader, plan: Plan, rule: str) -> None:
-    """Raise one `CheckpointError` with all that does not fit the state of this engine.
-
-    Names, shapes, dtypes, precision, update rule and moment formats; nothing is changed.
-    """
-    manifest = reader.manifest
-    problems = []
-    for what, there, here in (
-        ("precision", manifest.precision, plan.precision.name),
-        ("optimizer", manifest.rule, rule),
-        ("moments", list(manifest.moments), [m.value for m in plan.precision.moments]),
-    ):
-        if there != here:
-            problems.append(f"{what} {there!r} there, {here!r} here")
-    if not problems:
-        for stream, specs in state_streams(plan).items():
-            problems += _differences(reader, stream, specs)
-    if problems:
-        raise CheckpointError(
-            f"the checkpoint {reader.directory} does not fit this engine: "
-            + listed(problems, separator="; "),
-            remedy="make the engine with the settings it was saved under, or take the weights "
-            "only: load_checkpoint(..., load_optimizer_states=False)",
-        )
-
-
-def _differences(reader: StateReader, stream: str, specs: list[TensorSpec]) -> list[str]:
-    there, here = set(reader.names(stream)), {spec.name for spec in specs}
-    problems = [f"{name!r} is missing in {stream}" for name in sorted(here - there)]
-    problems += [f"{name!r} is in {stream}, but not in the model" for name in sorted(there - here)]
-    for spec in (spec for spec in specs if spec.name in there):
-        problems += differences(stream, reader.facts(stream, spec.name), spec.shape, spec.dtype)
-    return problems
-
-
-def load_state(reader: StateReader, plan: Plan, store: StateStore) -> None:
-    """Replace all state at rest, one kind of one unit in RAM at a time.
-
-    Raises `CheckpointError` at the first byte that is not as saved.
-    """
-    for layout, shard in zip(plan.units, plan.local_units, strict=True):
-        for kind in plan.precision.kinds:
-            nbytes = store.shard_bytes(shard, kind)
-            if not nbytes:
-                continue
-            flat = host_buffer(nbytes)
-            for chunk in range(shard.num_chunks(plan.chunk_elements)):
-                part = flat[plan.part(shard, kind, chunk)]
-                _fill(reader, part, pieces(plan, shard, chunk, kind))
-            if kind is Kind.WEIGHT and shard.frozen_bytes:
-                frozen = flat[shard.trained_bytes :]
-                full = frozen if shard is layout else host_buffer(layout.frozen_bytes)
-                _fill(reader, full, frozen_pieces(layout))
-                frozen.copy_(full.view(layout.shards, -1)[plan.rank])
-            store.write_shard(layout.index, kind, flat)
-
-
-def _fill(reader: StateReader, flat: Tensor, held: Iterable[StreamRange]) -> None:
-    for piece in held:
-        reader.read_into(piece.stream, piece.name, piece.first, flat[piece.byte_range])
-
 
 _MOST_OF_A_RANK = 4 << 20  # bytes of buffers, which stand in the manifest
 

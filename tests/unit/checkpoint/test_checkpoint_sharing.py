@@ -19,7 +19,8 @@ from torch import Tensor
 
 from infinity.checkpoint.directory import prune
 from infinity.checkpoint.reader import CheckpointReader
-from infinity.checkpoint.writer import _FICLONE, CheckpointWriter, Written
+from infinity.checkpoint.shared_files import _FICLONE, Written
+from infinity.checkpoint.writer import CheckpointWriter
 from infinity.engine import Engine
 from infinity.errors import ResidencyError
 

@@ -1,0 +1,89 @@
+"""Whether the tensors of a checkpoint's files are those that its manifest speaks of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+import torch
+
+from infinity.checkpoint.manifest import (
+    BUFFERS,
+    FROZEN,
+    GRADIENT,
+    MASTER,
+    MODEL,
+    RESIDUAL,
+    Manifest,
+    TensorSpec,
+    moment_stream,
+)
+from infinity.optim.moments import VALUE_DTYPES
+from infinity.types import MomentFormat
+
+
+def problems(manifest: Manifest, streams: Mapping[str, Sequence[TensorSpec]]) -> Iterator[str]:
+    """What does not agree, each naming stream and tensor; streams of other names are not judged."""
+    expected = _expected(manifest)
+    for stream in (MODEL, FROZEN, BUFFERS):
+        there = {spec.name for spec in streams.get(stream, ())}
+        for name in expected[stream].keys() - there:
+            yield f"{name!r} is missing in the stream {stream!r}"
+    for stream, specs in streams.items():
+        known = expected.get(stream)
+        if known is None:
+            if _MOMENT.fullmatch(stream):
+                count = len(manifest.moments)
+                yield f"the stream {stream!r} is there, and {count} moments are known"
+            continue
+        for spec in specs:
+            if spec.name in known:
+                yield from differences(stream, spec, *known[spec.name])
+            else:
+                yield (
+                    f"{spec.name!r} in the stream {stream!r} is not in the manifest, or not of "
+                    "that kind"
+                )
+
+
+def differences(
+    stream: str, spec: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype | None
+) -> Iterator[str]:
+    """Describe how a tensor of a stream differs from the expected; a dtype of None is any."""
+    where = f"{spec.name!r} in the stream {stream!r}"
+    if spec.shape != shape:
+        yield f"{where} has the shape {spec.shape}, not {shape}"
+    if dtype is not None and spec.dtype is not dtype:
+        yield f"{where} is {spec.dtype}, not {dtype}"
+
+
+_MOMENT = re.compile(r"moment[1-9][0-9]?(_scales)?")
+_Expected = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
+
+
+def _expected(manifest: Manifest) -> dict[str, _Expected]:
+    """Stream -> name -> shape and dtype."""
+    trained = {p.name: p for p in manifest.parameters if p.trained}
+    frozen = {p.name: p for p in manifest.parameters if not p.trained}
+    buffers = {b.name: b for b in manifest.buffers}
+    found: dict[str, _Expected] = {
+        stream: {name: one.spec[1:] for name, one in records.items()}
+        for stream, records in ((MODEL, trained), (FROZEN, frozen), (BUFFERS, buffers))
+    }
+    beside: dict[str, torch.dtype | None] = {
+        RESIDUAL: torch.int16,
+        MASTER: torch.float32,
+        GRADIENT: None,
+    }
+    for index, form in enumerate(map(MomentFormat, manifest.moments), start=1):
+        stream = moment_stream(index)
+        beside[stream] = VALUE_DTYPES[form]
+        if form.num_scales(1):
+            found[f"{stream}_scales"] = {
+                name: ((form.num_scales(prod(one.shape)),), torch.float32)
+                for name, one in trained.items()
+            }
+    for stream, dtype in beside.items():
+        found[stream] = {name: (one.shape, dtype) for name, one in trained.items()}
+    return found

@@ -1,0 +1,122 @@
+"""Files of a checkpoint that are those of the one before: shared rather than written again.
+
+A file is shared by a reflink where the file system has them, else by a hard link. It must lie in
+a checkpoint below the same root, be no link, and be the very file that this process wrote there:
+same inode, size and time of change. Whatever is not so, the caller writes the bytes instead.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+import infinity._aio as _aio
+from infinity.checkpoint.manifest import (
+    BLOCK_BYTES,
+    FileRecord,
+    Shard,
+    TensorSpec,
+    check_tag,
+)
+from infinity.common.files import (
+    open_new,
+)
+
+_FICLONE = 0x40049409  # ioctl: share all blocks of another file
+_OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+Identity = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint that this process wrote: what its streams hold, and which files they are.
+
+    `identities` are by file name; see `identity`.
+    """
+
+    root: Path
+    tag: str
+    specs: Mapping[str, Sequence[TensorSpec]]
+    files: Sequence[FileRecord]
+    identities: Mapping[str, Identity]
+
+
+def checksums(data: Tensor) -> tuple[int, ...]:
+    """CRC32C of every `BLOCK_BYTES` of bytes (uint8, 1-D, on the CPU)."""
+    first, size = data.data_ptr(), data.numel()
+    return tuple(
+        _aio.crc32c(first + start, min(BLOCK_BYTES, size - start))
+        for start in range(0, size, BLOCK_BYTES)
+    )
+
+
+def identity(facts: os.stat_result) -> Identity:
+    """Return a key of an unchanged file: device, inode, size, time of the last write."""
+    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
+def share(
+    before: Written, stream: str, shards: Sequence[Shard], root: Path, directory: Path
+) -> tuple[FileRecord, ...] | None:
+    """Make the files of a stream in `directory` out of those of a checkpoint before.
+
+    Their bytes are on stable storage; the names in `directory` are not yet. Returns their records;
+    None, and nothing in `directory`, where any of them cannot be shared. Never raises `OSError`.
+    """
+    records = tuple(record for record in before.files if record.stream == stream)
+    there = [(r.name, r.nbytes, r.block_bytes) for r in records]
+    if before.root != root or there != [(s.name, s.nbytes, BLOCK_BYTES) for s in shards]:
+        return None
+    if tuple(before.specs.get(stream, ())) != tuple(t for s in shards for t in s.tensors):
+        return None
+    made: list[Path] = []
+    try:
+        source = root / check_tag(before.tag)
+        if source.is_symlink():
+            raise OSError(f"{source} is not the directory that was written")
+        for record in records:
+            made.append(directory / record.name)
+            _share_file(source / record.name, made[-1], before.identities[record.name])
+    except OSError:
+        for path in made:
+            with suppress(OSError):
+                path.unlink()
+        return None
+    return records
+
+
+def _share_file(old: Path, new: Path, wanted: Identity) -> None:
+    """One file; raises `OSError` unless it is the very one that was written, before and after."""
+    descriptor = os.open(old, _OLD_FILE)
+    try:
+        if identity(os.fstat(descriptor)) != wanted:
+            raise OSError(f"{old} is not the file that was written")
+        if _clone(descriptor, new):
+            facts = os.fstat(descriptor)
+        else:
+            os.link(old, new, follow_symlinks=False)
+            facts = os.lstat(new)
+        if not stat.S_ISREG(facts.st_mode) or identity(facts) != wanted:
+            raise OSError(f"{old} was replaced or written by another program")
+    finally:
+        os.close(descriptor)
+
+
+def _clone(old: int, new: Path) -> bool:
+    """A new file over the same blocks, on stable storage; whether the file system has that."""
+    with open_new(new) as file:
+        try:
+            fcntl.ioctl(file.fileno(), _FICLONE, old)
+            os.fsync(file.fileno())
+            return True
+        except OSError:
+            new.unlink()
+            return False

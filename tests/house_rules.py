@@ -29,6 +29,7 @@ LAYERS: tuple[set[str], ...] = (
     {"storage"},
     {"distributed.shared_memory", "profiling.memory_watch", "offload.transfers"},
     {"profiling.step_report"},
+    {"profiling.step_tracer"},
     {"offload", "profiling.calibration"},
     {"checkpoint"},
     {"training"},

@@ -14,7 +14,7 @@ from infinity.plan.cost import computing, step_cost
 from infinity.plan.layout import MOMENTS, REST_DTYPES
 from infinity.plan.plan import Plan
 from infinity.plan.rates import DISK_PER_CPU_S, Rates
-from infinity.profiling.trace_reader import Shares, length, union, without
+from infinity.profiling.trace_shares import Shares, length, union, without
 from infinity.storage.disk_rates import measure_disk
 
 MEASURE_S = 2.0

@@ -38,7 +38,8 @@ from infinity.model.partition import PROCESS_BASE_BYTES
 from infinity.plan.machine import read_machine
 from infinity.plan.plan_machine import PlanMachine
 from infinity.profiling.calibration import KnownRates, cached_rates
-from infinity.profiling.trace_reader import Shares, read_timeline, step_data
+from infinity.profiling.trace_reader import read_timeline
+from infinity.profiling.trace_shares import Shares, step_data
 from infinity.storage.devices import find_device
 from step.bound import compute_in, links_in_pass
 from step.case import device_bytes, priced_of, recomputed_share, schedule_line, told_to_plan

@@ -22,8 +22,8 @@ from typing import Any
 from infinity import _aio
 from infinity.cli.terminal import say
 from infinity.common.files import refused
+from infinity.storage.drives import look_at
 from infinity.storage.run_dir import Scratch
-from infinity.storage.striping import look_at
 from infinity.swap_benchmark.rounds import usable_backends
 
 # Which errno a fault may end in; short, delayed and reordered transfers must end well.

@@ -24,7 +24,7 @@ from infinity.cli.doctor import machine_facts
 from infinity.cli.terminal import ProgressLine, command, stdout_is_ours
 from infinity.common.sizes import parse_size
 from infinity.errors import ConfigError
-from infinity.storage.striping import look_at, shared_drives
+from infinity.storage.drives import look_at, shared_drives
 from infinity.swap_benchmark.contenders import Contender, EngineContender
 from infinity.swap_benchmark.load import MODES, Mode, Testbed, region_bytes_of
 from infinity.swap_benchmark.rounds import (

@@ -17,8 +17,8 @@ from infinity.checkpoint.plain import DTYPES, dtype_name
 from infinity.common.checksummed_json import seal, unseal
 from infinity.common.parsed_json import LARGEST, Count, Counts, Flag, Text, Texts, made
 from infinity.errors import CheckpointError, ConfigError
+from infinity.model.safetensors_file import DTYPE_NAMES, encode_header
 from infinity.model.weight_directory import INDEX_NAME
-from infinity.model.weight_files import DTYPE_NAMES, encode_header
 from infinity.types import FrozenFormat, MomentFormat, can_store
 
 # Which bytes of a checkpoint lie in which file: streams, shards, names and headers.

@@ -1,4 +1,4 @@
-"""Whether the tensors of a checkpoint's files are those that its manifest speaks of."""
+"""Comparison of the tensors in a checkpoint's files with those that its manifest names."""
 
 from __future__ import annotations
 

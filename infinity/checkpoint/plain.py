@@ -22,7 +22,7 @@ from torch import Tensor
 
 from infinity.common.sizes import format_size
 from infinity.errors import CheckpointError, ConfigError
-from infinity.model.weight_files import DTYPE_NAMES
+from infinity.model.safetensors_file import DTYPE_NAMES
 
 
 def dtype_name(dtype: torch.dtype) -> str:

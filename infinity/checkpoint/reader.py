@@ -46,7 +46,8 @@ from infinity.common.files import read_small
 from infinity.common.sizes import format_size
 from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError, listed
 from infinity.model.quantised import dequantise
-from infinity.model.weight_files import Outgoing, SafetensorsFile, TensorFacts
+from infinity.model.safetensors_file import SafetensorsFile, TensorFacts
+from infinity.model.weight_files import Outgoing
 from infinity.types import FrozenFormat
 
 

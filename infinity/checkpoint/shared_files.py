@@ -1,4 +1,4 @@
-"""Files of a checkpoint that are those of the one before: shared rather than written again.
+"""Files of the checkpoint before that a new one shares, rather than write them again.
 
 A file is shared by a reflink where the file system has them, else by a hard link. It must lie in
 a checkpoint below the same root, be no link, and be the very file that this process wrote there:

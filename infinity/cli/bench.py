@@ -21,7 +21,7 @@ from infinity.cli.terminal import (
     stdout_is_ours,
 )
 from infinity.common.sizes import format_duration, format_rate, format_size
-from infinity.storage.striping import Drive, look_at
+from infinity.storage.drives import Drive, look_at
 from infinity.swap_benchmark.comparison import CHUNK_BYTES, Comparison, Pairs, compare
 from infinity.swap_benchmark.contenders import Sample
 from infinity.swap_benchmark.load import Testbed, region_bytes_of

@@ -32,8 +32,9 @@ from infinity.cli.terminal import Page, ProgressLine, command, say
 from infinity.common.sizes import format_count, format_size, parse_size
 from infinity.errors import CheckpointError, ConfigError, listed
 from infinity.integrations.deepspeed.import_checkpoint import import_deepspeed as import_zero
+from infinity.model.safetensors_file import SafetensorsFile
 from infinity.model.weight_directory import holds_weights
-from infinity.model.weight_files import SafetensorsFile, write_shards
+from infinity.model.weight_files import write_shards
 from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.storage.run_dir import RECORD_NAME
 

@@ -213,7 +213,7 @@ def _kernels(root: Path) -> dict[str, Any]:
 
 
 def _io() -> dict[str, Any]:
-    from infinity.storage.striping import chosen_backend
+    from infinity.storage.drives import chosen_backend
 
     try:
         backend, reason = chosen_backend()
@@ -223,7 +223,7 @@ def _io() -> dict[str, Any]:
 
 
 def _drive(path: Path) -> dict[str, Any]:
-    from infinity.storage.striping import look_at
+    from infinity.storage.drives import look_at
 
     drive = look_at(path)
     return drive.as_dict() | {"parameters": drive.free_bytes // STATE_BYTES}
@@ -249,7 +249,7 @@ def drive_notes(paths: Sequence[Path], drives: Sequence[dict[str, Any]]) -> list
         paths: Paths of the drives.
         drives: `Drive.as_dict` of each.
     """
-    from infinity.storage.striping import shared_drives
+    from infinity.storage.drives import shared_drives
 
     notes = []
     for drive in drives:

@@ -24,7 +24,8 @@ def trace(
     Open the same file in ui.perfetto.dev to see and zoom into its tracks.
     """
     with command():
-        from infinity.profiling.trace_reader import Shares, read_timeline, report_data, report_lines
+        from infinity.profiling.trace_reader import read_timeline
+        from infinity.profiling.trace_shares import Shares, report_data, report_lines
 
         data = report_data(Shares(read_timeline(file)), stalls)
         print(json.dumps(data) if as_json else "\n".join(report_lines(data)), flush=True)

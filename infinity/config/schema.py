@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from infinity.config.explain import explain
 from infinity.config.fields import (
     _BARE_BYTES,
     Integer,
@@ -35,7 +36,7 @@ from infinity.config.fields import (
 )
 from infinity.config.optimizer import FrozenName, LossScaleConfig, OptimizerConfig, SchedulerConfig
 from infinity.config.renamed import current, with_current_names
-from infinity.config.source import apply_overrides, explain, read_source
+from infinity.config.source import apply_overrides, read_source
 from infinity.errors import ConfigError
 
 Recompute: TypeAlias = int | Literal["all"]

@@ -6,136 +6,18 @@ written twice is an error here, because a dict would silently keep one of the tw
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
-from infinity.errors import ConfigError, did_you_mean, mistakes
-
-# What is wrong with a configuration, said for people: names, nearest names, values given.
-
-
-_ALTERNATIVE = re.compile(
-    r"literal\[.*\]|(constrained-)?int|bool|str"
-)  # pydantic's names for parts of a union
-# What people call our words; the first that is among the words of a key is meant.
-_MEANT = {
-    "gpu": ("device",),
-    "cuda": ("device",),
-    "cpu": ("host",),
-    "ram": ("host", "cpu"),
-    "nvme": ("disk",),
-    "ssd": ("disk",),
-    "half": ("fp16",),
-    "float16": ("fp16",),
-    "bfloat16": ("bf16",),
-    "float32": ("fp32",),
-}
-
-
-def explain(
-    schema: type[BaseModel], where: str, error: ValidationError, foreign: Sequence[str] = ()
-) -> str:
-    """Return one text that lists every mistake against `schema` by its dotted name.
-
-    `foreign` are top-level names of a DeepSpeed configuration.
-    """
-    problems = []
-    if foreign:
-        names, verb = ", ".join(foreign), "is" if len(foreign) == 1 else "are"
-        problems.append(
-            f"{names} {verb} from a DeepSpeed configuration; initialize() and `infinity plan` take "
-            'such a file, with our keys in its section "infinity"'
-        )
-    found: dict[tuple[int | str, ...], list[str]] = {}
-    for detail in error.errors(include_url=False):
-        # Reported above; and a default that depends on another value fails only with that one.
-        is_foreign = detail["type"] == "extra_forbidden" and detail["loc"][0] in foreign
-        if not is_foreign and detail["type"] != "default_factory_not_called":
-            if detail["loc"] and _ALTERNATIVE.fullmatch(str(detail["loc"][-1])):
-                detail["loc"] = detail["loc"][:-1]
-            found.setdefault(detail["loc"], []).append(_problem(schema, detail))
-    return mistakes(where, [*problems, *map(_either, found.values())])
-
-
-def _either(problems: Sequence[str]) -> str:
-    """Merge the errors of all alternatives of one key."""
-    *first, last = problems
-    each = [problem.rpartition(", got ")[0] for problem in first]
-    return " or ".join([*each, last.partition(": should be ")[2] if each else last])
-
-
-def _problem(schema: type[BaseModel], detail: ErrorDetails) -> str:
-    name = ".".join(str(part) for part in detail["loc"])
-    given = detail["input"]
-    match detail["type"]:
-        case "extra_forbidden":
-            return _unknown_key(schema, detail["loc"])
-        case "value_error":
-            return f"{name}: {detail['ctx']['error']}"
-        case "missing":
-            return f"{name}: must be given"
-        case "model_type":
-            return f"{name}: is a section of keys and values, got {given!r}"
-        case "literal_error":
-            choices = _choices(detail["ctx"]["expected"])
-            near = [word for word in _MEANT.get(str(given).lower(), ()) if word in choices]
-            hint = did_you_mean((near or [str(given)])[0], choices)
-            message = f"{name}: should be {detail['ctx']['expected']}, got {given!r}"
-            return f"{message}; {hint}".rstrip("; ")
-        case _:
-            message = detail["msg"].removeprefix("Input ")
-            return f"{name}: {message[:1].lower()}{message[1:]}, got {given!r}"
-
-
-def _choices(expected: str) -> list[str]:
-    return [word.strip("',") for word in expected.split() if word.startswith("'")]
-
-
-def _unknown_key(schema: type[BaseModel], loc: tuple[int | str, ...]) -> str:
-    *parents, key = (str(part) for part in loc)
-    fields = list(_section_at(schema, parents).model_fields)
-    prefix = "".join(f"{parent}." for parent in parents)
-    # A key may also have the right name in the wrong place.
-    right = (name for name in _leaf_names(schema) if name.rpartition(".")[2] == key)
-    hint = did_you_mean(key, fields, prefix)
-    hint = hint or "".join(f"did you mean {name!r}? " for name in list(right)[:1])
-    return f"{prefix}{key}: unknown key; {hint}valid here: {', '.join(fields)}"
-
-
-def _section_at(schema: type[BaseModel], names: Iterable[str]) -> type[BaseModel]:
-    section = schema
-    for name in names:
-        section = _section_of(section.model_fields[name].annotation) or section
-    return section
-
-
-def _section_of(annotation: object) -> type[BaseModel] | None:
-    candidates: tuple[object, ...] = (annotation, *get_args(annotation))
-    for candidate in candidates:
-        if inspect.isclass(candidate) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
-
-
-def _leaf_names(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        below = _section_of(field.annotation)
-        if below is None:
-            yield prefix + name
-        else:
-            yield from _leaf_names(below, f"{prefix}{name}.")
-
+from infinity.errors import ConfigError
 
 # What no configuration comes near, and what a slip, or a file made to do harm, goes beyond.
 MAX_BYTES = 1 << 20

@@ -1,4 +1,4 @@
-"""What an owned module has in the place of its dicts of parameters and modules, and of `_apply`.
+"""Replacements for the dicts of parameters and modules, and for `_apply`, of an owned module.
 
 [Note: fetch on access]
 `module._parameters` is replaced by a mapping whose `__getitem__` calls back before it returns a

@@ -18,7 +18,7 @@ from torch import Tensor
 from infinity.errors import EngineClosedError, TransferError
 from infinity.model.torch_private import TensorIdentity
 from infinity.offload.transfers import Transfers
-from infinity.plan.activations import TRANSIT, Ranges, SavedPlan, tiers_of
+from infinity.plan.saved_plan import TRANSIT, Ranges, SavedPlan, tiers_of
 from infinity.profiling.trace_recorder import NO_UNIT
 from infinity.storage.device import HAPPENED, Event, after_all
 from infinity.storage.disk import Extent

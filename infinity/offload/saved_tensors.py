@@ -36,7 +36,7 @@ from infinity.offload.activations import (
 )
 from infinity.offload.prefetch import Prefetcher
 from infinity.offload.slots import SlotLedger
-from infinity.profiling.step_report import StepTracer
+from infinity.profiling.step_tracer import StepTracer
 
 # Packing is paid for every tensor that autograd saves, some forty a block: so these are tuples, and
 # a tensor that is kept as it is only (the tensor, its version).

@@ -1,4 +1,4 @@
-"""From checked tensors to launches: the tables that csrc/adam/segments.cuh reads, as ctypes.
+"""Launches of the CUDA kernels: the tables that csrc/adam/segments.cuh reads, as ctypes.
 
 A launch is (variant, kernel, number of blocks of threads, argument). Segments of one variant
 share launches, whatever their groups; a table holds as many as fit into kernel parameters. Pure:

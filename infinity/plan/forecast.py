@@ -16,7 +16,6 @@ from typing import Any
 
 from infinity.plan import access_order
 from infinity.plan.access_order import AccessOrder
-from infinity.plan.activations import saved_moves
 from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import (
     DIRECTIONS,
@@ -28,6 +27,7 @@ from infinity.plan.plan import (
     streamed_bytes,
     update_place,
 )
+from infinity.plan.saved_plan import saved_moves
 from infinity.plan.usual_cycle import usual_cycle
 from infinity.types import Tier
 

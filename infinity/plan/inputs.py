@@ -16,19 +16,14 @@ from infinity.config.schema import (
     checkpoint_of,
 )
 from infinity.errors import DoesNotFitError
-from infinity.plan.activations import (
-    CHUNK_TOKENS,
-    ActivationModel,
-    Activations,
-    away_bytes,
-    plan_saved,
-)
+from infinity.plan.activations import CHUNK_TOKENS, ActivationModel, Activations
 from infinity.plan.budget import AUTO_SHARE, Limits, budgeted_bytes
 from infinity.plan.cost import StepCost, StepWork, step_cost
 from infinity.plan.layout import PRECISIONS, UnitLayout, lay_out_again
 from infinity.plan.plan import Plan, RuleFacts, UnitFacts
 from infinity.plan.plan_machine import PlanMachine
 from infinity.plan.planner import make_plan
+from infinity.plan.saved_plan import away_bytes, plan_saved
 from infinity.types import MomentFormat, Tier
 
 # Of what activations are estimated at, what placement by the plan leaves free: estimates are within

@@ -10,8 +10,9 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from infinity.common.sizes import format_count, format_size
-from infinity.plan.activations import NOTHING_SAVED, SavedPlan, block_widths, blocks_of, saved_moves
+from infinity.plan.activations import block_widths, blocks_of
 from infinity.plan.layout import Precision, Record, UnitLayout
+from infinity.plan.saved_plan import NOTHING_SAVED, SavedPlan, saved_moves
 from infinity.types import OFF_DEVICE, PAGE, Kind, MomentFormat, Tier, round_up
 
 LINKS = ("all_gather", "all_to_all")  # between ranks: bytes that one of them receives

@@ -1,4 +1,4 @@
-"""A machine to plan for: this one, or one that is described in a file and need not be here.
+"""A machine to plan for: this one, or another that is described in a file.
 
 The file is a JSON object: `format` 1, `name`, `measured` (a date), `host_ram`, `device_memory`,
 `disk_free`, `num_cpus`, `unified`, `gpus`, `nodes`, `rates`. Sizes are bytes or text such as
@@ -18,8 +18,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
 from infinity.common.sizes import parse_size
+from infinity.config.explain import explain
 from infinity.config.fields import Section, Size
-from infinity.config.source import explain, read_config_file
+from infinity.config.source import read_config_file
 from infinity.errors import ConfigError
 from infinity.plan.machine import HOST_BUDGET_SHARE, mount_of, read_machine
 from infinity.plan.rates import (

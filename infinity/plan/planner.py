@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from infinity.common.sizes import format_size
 from infinity.config.schema import Config
 from infinity.errors import ConfigError, DoesNotFitError
-from infinity.plan.activations import plan_saved
 from infinity.plan.budget import (
     Limits,
     excess,
@@ -30,6 +29,7 @@ from infinity.plan.plan import (
     why_only_cpu,
 )
 from infinity.plan.rates import Rates, nominal
+from infinity.plan.saved_plan import plan_saved
 from infinity.plan.streamed_updates import leaving_room, with_updates
 from infinity.types import Tier, round_up
 

@@ -1,4 +1,4 @@
-"""Which updates are streamed through the device, where that is left to the plan.
+"""Search for the updates that are streamed through the device, where the plan may choose.
 
 Units of one placement are treated alike. Placement is chosen first, as if the CPU updated
 whatever does not rest on the device; then every one is streamed that makes the step shorter, and

@@ -20,7 +20,7 @@ import infinity._aio as _aio
 from infinity.common.files import check_linked
 from infinity.config.schema import IoConfig
 from infinity.errors import ConfigError, MachineError, TransferError
-from infinity.storage import striping
+from infinity.storage import drives
 from infinity.storage.disk_speed import measure_speeds
 from infinity.storage.os_errors import corruption, does_not_fit, transfer_error
 from infinity.storage.run_dir import Scratch
@@ -252,9 +252,9 @@ class Disk:
         if stored is not None:
             paths = [directory.parent for directory in stored.directories]
         elif io.weights is None and len(paths) > 1:
-            paths, self.warnings = striping.one_per_file_system(paths)
+            paths, self.warnings = drives.one_per_file_system(paths)
         if len(paths) > 1:
-            self.warnings += striping.shared_drives(paths)
+            self.warnings += drives.shared_drives(paths)
         self.paths = tuple(paths)
         self.speeds = tuple(io.weights or ()) if len(paths) > 1 else ()
         self.used: tuple[int, ...] = ()
@@ -333,7 +333,7 @@ class Disk:
         if self._verify:
             self.checksums = Checksums(self._stripes.total)
         for path, file, size in zip(self.paths, self._files, self.used, strict=True):
-            self.warnings += striping.file_system_warnings(path, file, size)
+            self.warnings += drives.file_system_warnings(path, file, size)
 
     def _open_files(self) -> None:
         create = self._stored is None

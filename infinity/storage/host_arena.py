@@ -1,4 +1,4 @@
-"""Host memory reserved once: exact size, page-aligned, huge pages where allowed.
+"""Arenas of host memory: reserved once, page-aligned, in huge pages where allowed.
 
 An arena is an anonymous mapping. It is never unmapped by hand: tensors made over it keep it
 alive, and it goes back to the system when the last of them dies. Forked children do not inherit

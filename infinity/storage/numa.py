@@ -1,4 +1,4 @@
-"""Which NUMA node host memory comes from: copies from a far one cross the processors' link.
+"""NUMA placement of host memory: copies from a far node cross the link between processors.
 
 The policy is a preference: where the node is full, pages come from another one. Linux only, by
 the system call itself, since libnuma is not on every machine (mbind(2)).

@@ -1,5 +1,7 @@
-"""Pages of fresh memory are made, and zeroed, where they are first touched: a driver that registers
-them does that with one thread, some GB/s.
+"""Faults pages in with several threads before a driver registers them.
+
+Fresh pages are made, and zeroed, when they are first touched; a driver does that with one thread,
+some GB/s.
 """
 
 from __future__ import annotations

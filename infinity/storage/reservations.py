@@ -1,4 +1,4 @@
-"""How much of each tier the engines of this process have reserved.
+"""Reservations of the engines of this process: bytes per tier.
 
 The one process-wide record of the library: budgets belong to the process, as its memory does, so
 a second engine must see what the first one took. It holds numbers only, and a dead engine's line

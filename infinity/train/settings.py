@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
+from infinity.config.explain import explain
 from infinity.config.fields import Number, OnePath, Section, as_pair, as_path
 from infinity.config.renamed import current, with_current_names
 from infinity.config.schema import Config, entries
-from infinity.config.source import apply_overrides, explain, read_source
+from infinity.config.source import apply_overrides, read_source
 from infinity.errors import ConfigError
 from infinity.types import FrozenFormat
 

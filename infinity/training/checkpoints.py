@@ -49,7 +49,7 @@ from infinity.errors import (
     listed,
 )
 from infinity.model.buffers import Buffer, check_buffers, find_buffers, put_buffers
-from infinity.model.weight_files import DTYPE_NAMES
+from infinity.model.safetensors_file import DTYPE_NAMES
 from infinity.storage.run_dir import RECORD_NAME
 from infinity.training.components import EngineComponents
 from infinity.training.load_state import check_state, load_state

@@ -42,7 +42,7 @@ from infinity.plan.layout import largest_trained_of
 from infinity.plan.machine import read_machine, threads_for
 from infinity.plan.plan import Plan
 from infinity.profiling.memory_watch import MemoryWatch
-from infinity.profiling.step_report import StepTracer
+from infinity.profiling.step_tracer import StepTracer
 from infinity.profiling.trace_recorder import Trace
 from infinity.storage.device import CpuDevice, Device
 from infinity.storage.disk import Disk

@@ -1,4 +1,4 @@
-"""Whether the frozen parameters of the next checkpoint are, byte for byte, those of the last one.
+"""Checks that the frozen parameters of the next checkpoint are those of the last, byte for byte.
 
 Most of them change only through `StateStore.write`, which counts. Where weights rest on the
 device modules compute with the very bytes at rest, and `p.data.add_(1)` changes them unseen:

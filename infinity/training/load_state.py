@@ -1,4 +1,4 @@
-"""The streams of a checkpoint into state at rest, whatever its placement, unit by unit."""
+"""Loads the streams of a checkpoint into state of any placement, unit by unit."""
 
 from __future__ import annotations
 

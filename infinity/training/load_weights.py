@@ -21,7 +21,8 @@ from infinity.errors import ConfigError, InfinityError, MachineError
 from infinity.model.buffers import persistent_buffers
 from infinity.model.meta_init import remember_values
 from infinity.model.parameter_map import ParameterMap
-from infinity.model.weight_files import StoredTensor, TensorFacts, WeightFiles
+from infinity.model.safetensors_file import TensorFacts
+from infinity.model.weight_files import StoredTensor, WeightFiles
 from infinity.training.state_dict import StateEntry, copy_into
 
 Rename = Callable[[str], str | None]

@@ -1,4 +1,4 @@
-"""A DataLoader that knows how far it is, and goes on from there after a resume."""
+"""A DataLoader that continues where it was after a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The states of every random generator a training loop may draw from, taken and put back."""
+"""States of the random generators that a training loop may draw from, captured and restored."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from infinity.cli.main import app
 from infinity.plan.load import ProcessorTimes
 from infinity.profiling import calibration
 from infinity.storage.device import CpuDevice
-from infinity.storage.striping import Drive, look_at
+from infinity.storage.drives import Drive, look_at
 from infinity.swap_benchmark import comparison
 from infinity.swap_benchmark.comparison import Pairs
 from infinity.swap_benchmark.contenders import EngineContender, PlainThreads, Sample

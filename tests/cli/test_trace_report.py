@@ -13,22 +13,21 @@ import pytest
 from typer.testing import CliRunner
 
 from infinity.cli.main import app
-from infinity.profiling.trace_reader import (
+from infinity.profiling.trace_reader import TraceTimeline, read_timeline
+from infinity.profiling.trace_recorder import NO_UNIT, Trace
+from infinity.profiling.trace_shares import (
     CAUSES,
     Interval,
     Shares,
-    TraceTimeline,
     binds,
     clip,
     length,
     overlap,
-    read_timeline,
     report_data,
     union,
     verdict,
     without,
 )
-from infinity.profiling.trace_recorder import NO_UNIT, Trace
 
 TICK_S = 0.001
 SPAN = 4000  # ticks

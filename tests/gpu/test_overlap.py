@@ -23,7 +23,8 @@ from torch import Tensor
 import infinity
 from infinity.errors import ResidencyError
 from infinity.plan.plan import UpdatePlace, update_place
-from infinity.profiling.trace_reader import Shares, read_timeline
+from infinity.profiling.trace_reader import read_timeline
+from infinity.profiling.trace_shares import Shares
 from infinity.storage.cuda_events import CudaEvent
 from infinity.storage.devices import find_device
 

@@ -15,8 +15,8 @@ from support.small import masters, same, settings, small_engine, small_model, tr
 import infinity
 from infinity import _aio
 from infinity.errors import InfinityWarning
-from infinity.storage import striping
-from infinity.storage.striping import (
+from infinity.storage import drives
+from infinity.storage.drives import (
     device_of,
     drive_of,
     file_system_warnings,
@@ -89,7 +89,7 @@ def test_a_tmpfs_is_told_and_trained_on() -> None:
 
 def test_initialize_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        striping, "file_system_warnings", lambda path, file, nbytes: [f"{path} is odd"]
+        drives, "file_system_warnings", lambda path, file, nbytes: [f"{path} is odd"]
     )
     named = settings(tmp_path) | {"gradient_clipping": 1.0, "optimizer": {"lr": 1e-3}}
     with pytest.warns(InfinityWarning, match="is odd") as caught:
@@ -139,7 +139,7 @@ def test_partitions_of_one_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "0:45",
     ]
     devices = {Path("/a"): "8:1", Path("/b"): "8:2", Path("/c"): "259:0"}
-    monkeypatch.setattr(striping, "device_of", devices.__getitem__)
+    monkeypatch.setattr(drives, "device_of", devices.__getitem__)
     (warning,) = shared_drives(list(devices), tmp_path)
     assert "/a and /b share one drive (8:0)" in warning
 

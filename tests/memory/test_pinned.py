@@ -22,7 +22,8 @@ import infinity
 from infinity.common.sizes import format_size
 from infinity.offload.transfers import Transfers
 from infinity.storage import cuda as cuda_module
-from infinity.storage import device as host_module
+from infinity.storage import host_arena as host_module
+from infinity.storage import prefault as prefault_module
 from infinity.storage.cuda import CudaDevice
 from infinity.storage.host_arena import HostArena, arena_for
 from infinity.storage.prefault import prefault
@@ -141,7 +142,7 @@ def test_an_arena_is_pinned_in_slices_of_at_most_one_gib(
 
 def test_pages_are_there_before_they_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made by several threads, whatever they hold; the driver would make them with one."""
-    monkeypatch.setattr(cuda_module, "_PREFAULT_SLICE", 16 * MIB)
+    monkeypatch.setattr(prefault_module, "_PREFAULT_SLICE", 16 * MIB)
     arena = HostArena(80 * MIB + PAGE)
     arena.view(PAGE, 3).fill_(7)
     bare_cuda_device(monkeypatch).pin(arena)
@@ -155,7 +156,7 @@ def test_pages_are_there_before_they_are_pinned(monkeypatch: pytest.MonkeyPatch)
 def test_a_system_that_cannot_make_pages_ahead_pins_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cuda_module, "_POPULATE_WRITE", 0x7FFF)  # EINVAL
+    monkeypatch.setattr(prefault_module, "_POPULATE_WRITE", 0x7FFF)  # EINVAL
     calls: list[tuple[int, int, int]] = []
     device, arena = bare_cuda_device(monkeypatch, lambda *a: calls.append(a) or 0), HostArena(PAGE)
     assert not prefault(address_of(arena), PAGE)

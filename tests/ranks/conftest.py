@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from infinity.model.weight_files import SafetensorsFile
+from infinity.model.safetensors_file import SafetensorsFile
 
 
 @pytest.fixture

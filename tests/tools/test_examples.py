@@ -33,7 +33,8 @@ from infinity.errors import ConfigError
 from infinity.plan.cost import step_cost
 from infinity.plan.rates import Rates, nominal
 from infinity.profiling.calibration import KnownRates
-from infinity.profiling.trace_reader import Shares, read_timeline
+from infinity.profiling.trace_reader import read_timeline
+from infinity.profiling.trace_shares import Shares
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))

@@ -31,7 +31,8 @@ from infinity.plan.budget import budgeted_bytes
 from infinity.plan.cost import step_cost
 from infinity.plan.inputs import PlanInput, leaving_activations
 from infinity.plan.rates import NOMINAL, Rates
-from infinity.profiling.trace_reader import Shares, Slice, TraceTimeline
+from infinity.profiling.trace_reader import Slice, TraceTimeline
+from infinity.profiling.trace_shares import Shares
 from infinity.storage.cuda import CudaDevice
 from infinity.types import Tier
 

@@ -558,7 +558,7 @@ def test_nothing_is_kept_that_is_worse_than_what_it_began_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = {0: 3.0, 3: 3.5, 6: 3.2}
-    monkeypatch.setattr(Loop, "evaluate", lambda loop: (told[loop.step], 1))
+    monkeypatch.setattr(Loop, "evaluate", lambda loop: told[loop.step])
     result, watcher = train(settings(tmp_path, training__keep_best=True))
     assert (result.best, result.best_step, result.best_model) == (3.0, 0, None)
     assert not (tmp_path / "run" / "best").exists()

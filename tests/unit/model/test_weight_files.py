@@ -15,13 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from infinity.errors import ConfigError, DoesNotFitError, MachineError
+from infinity.model.safetensors_file import DTYPE_NAMES
 from infinity.model.weight_directory import INDEX_NAME, SINGLE_NAME
-from infinity.model.weight_files import (
-    DTYPE_NAMES,
-    Outgoing,
-    WeightFiles,
-    write_shards,
-)
+from infinity.model.weight_files import Outgoing, WeightFiles, write_shards
 
 
 def some_tensors() -> dict[str, torch.Tensor]:

@@ -27,7 +27,7 @@ from infinity.model.torch_private import (
     top_saved_tensors_hooks,
 )
 from infinity.offload.activations import ActivationStore
-from infinity.plan.activations import TRANSIT, Ranges, SavedPlan, saved_moves, tiers_of
+from infinity.plan.saved_plan import TRANSIT, Ranges, SavedPlan, saved_moves, tiers_of
 from infinity.types import PAGE, Tier, round_up
 
 DISK: dict[str, Any] = {"checkpoint": "units", "offload": "disk", "tokens": 18, "min_bytes": 1}

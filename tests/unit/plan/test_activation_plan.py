@@ -10,7 +10,7 @@ from unit.plan.test_activations import one_unit
 
 from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError
-from infinity.plan.activations import away_bytes, block_widths
+from infinity.plan.activations import block_widths
 from infinity.plan.budget import Limits
 from infinity.plan.cost import StepWork
 from infinity.plan.inputs import PlanInput, price
@@ -18,6 +18,7 @@ from infinity.plan.plan import RuleFacts
 from infinity.plan.plan_machine import PlanMachine
 from infinity.plan.planner import make_plan
 from infinity.plan.rates import nominal
+from infinity.plan.saved_plan import away_bytes
 from infinity.types import Tier
 
 H, TOKENS, BLOCKS = 64, 1000, 6

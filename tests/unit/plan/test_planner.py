@@ -410,7 +410,7 @@ def test_initial_write_is_in_the_plan_beyond_what_is_not_touched_yet() -> None:
 
 
 # Texts, results, what follows from other fields; and the fields with keys of their own.
-NO_COST = {"memory", "budget", "predicted_bytes", "full_batch_bytes", "notes", "rates_origin",
+NO_COST = {"memory", "budget", "predicted_bytes", "notes", "rates_origin",
            "resumed", "slot_classes"}  # fmt: skip
 OWN_KEY = {"units", "saved", "model_recomputes", "micro_batches"}
 

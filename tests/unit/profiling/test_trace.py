@@ -29,15 +29,8 @@ from infinity.config.schema import load_config
 from infinity.errors import ConfigError, MachineError
 from infinity.model.partitioner import OUTSIDE
 from infinity.offload.transfers import STALLS
-from infinity.profiling.trace_reader import (
-    Shares,
-    Slice,
-    TraceTimeline,
-    overlap,
-    read_timeline,
-    union,
-    verdict,
-)
+from infinity.profiling.trace_reader import Slice, TraceTimeline, read_timeline
+from infinity.profiling.trace_shares import Shares, overlap, union, verdict
 from infinity.storage.device import Event
 
 TRACKS = ("disk_read", "disk_write", "to_device", "from_device")

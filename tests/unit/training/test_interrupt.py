@@ -38,7 +38,7 @@ import infinity
 from infinity.engine import Engine
 from infinity.errors import EngineFailedError, ResidencyError
 from infinity.model.parameter_map import GoneParameters
-from infinity.offload.call_guard import DEFERRAL
+from infinity.offload.sigint import DEFERRAL
 
 STEPS = 3
 TWO = {"gradient_accumulation_steps": 2}

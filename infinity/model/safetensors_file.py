@@ -1,0 +1,289 @@
+"""A safetensors file: its header is checked against the format, its tensors are read on demand.
+
+The format (https://huggingface.co/docs/safetensors) is a length, a JSON header, and the bytes of
+the tensors, without gaps. The whole header is checked before anything is allocated for a tensor;
+a test holds us to be at least as strict as the safetensors library. Files are read and not
+mapped: truncating a mapped file kills whoever reads it, and its pages count as our memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import struct
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from infinity.common.sizes import format_size
+from infinity.errors import ConfigError, DoesNotFitError, MachineError
+
+# The names of dtypes in a header, for those torch has.
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+_READ_BYTES = 64 << 20  # between two reads a Ctrl-C is heard
+_LARGEST = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """One tensor of a file, known from the header alone; `offset` is where its bytes begin."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: Path
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+def encode_header(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> bytes:
+    """What stands in a file before the elements of `tensors` (name, shape, dtype), in order.
+
+    A multiple of 8 bytes. The dtypes must be in `DTYPE_NAMES`.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape, dtype in tensors:
+        end = offset + prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return struct.pack("<Q", len(text)) + text
+
+
+class SafetensorsFile:
+    """An open file and the facts of its tensors. Closed by `close`, or when collected."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `ConfigError` that names the file, and the tensor where one is at fault."""
+        self.path = path
+        try:
+            # Without O_NONBLOCK a named pipe would wait for a writer.
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (OSError, ValueError) as error:
+            raise _unreadable(path, error) from error
+        self._closer = weakref.finalize(self, os.close, self._descriptor)
+        try:
+            self.facts = self._read_header()
+        except _UnsoundError as error:
+            self.close()
+            raise ConfigError(
+                f"{path} is not a sound safetensors file: {error}",
+                because="it is truncated, damaged, or something else",
+                remedy="download or save it again",
+            ) from None
+        except OSError as error:
+            self.close()
+            raise _unreadable(path, error) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_header(self) -> dict[str, TensorFacts]:
+        state = os.fstat(self._descriptor)
+        if not stat.S_ISREG(state.st_mode):
+            raise _UnsoundError("it is no regular file")
+        if state.st_size < _LENGTH_BYTES:
+            raise _UnsoundError(f"it has {state.st_size} bytes")
+        length = int.from_bytes(self._bytes(0, _LENGTH_BYTES), "little")
+        start = _LENGTH_BYTES + length
+        if length > _MAX_HEADER_BYTES:
+            raise _UnsoundError(f"its header would have {length} bytes")
+        if start > state.st_size:
+            raise _UnsoundError(f"its header would end at byte {start} of {state.st_size}")
+        header = _json(self._bytes(_LENGTH_BYTES, length))
+        return _facts(header, self.path, start, state.st_size)
+
+    def _bytes(self, offset: int, length: int) -> bytes:
+        buffer = bytearray(length)
+        if self._fill(memoryview(buffer), offset) < length:
+            raise _UnsoundError("it became shorter while it was read")
+        return bytes(buffer)
+
+    def _fill(self, target: memoryview, offset: int) -> int:
+        """Read into `target`; returns how many bytes there were."""
+        done = 0
+        while done < len(target):
+            part = target[done : done + _READ_BYTES]
+            count = os.preadv(self._descriptor, [part], offset + done)
+            if count == 0:
+                break
+            done += count
+        return done
+
+    def read(self, name: str, first: int = 0, count: int | None = None) -> Tensor:
+        """The tensor's values in memory of their own; or `count` elements from `first`, flat.
+
+        Raises `ConfigError` if the file became shorter, `MachineError` if it cannot be read,
+        `DoesNotFitError` without memory for the tensor; all name the tensor and the file.
+        """
+        facts = self.facts[name]
+        numel = facts.numel if count is None else count
+        try:
+            flat = torch.empty(numel, dtype=facts.dtype, device="cpu")
+        except RuntimeError as error:
+            size = format_size(numel * facts.dtype.itemsize)
+            raise DoesNotFitError(
+                f"tensor {name!r} of {self.path} needs {size} of RAM", because=str(error)
+            ) from error
+        target = flat.view(torch.uint8).numpy().data
+        offset = facts.offset + first * facts.dtype.itemsize
+        try:
+            done = self._fill(target, offset)
+        except OSError as error:
+            raise MachineError(
+                f"tensor {name!r} of {self.path} cannot be read",
+                because=f"{error.strerror} (errno {error.errno})",
+            ) from error
+        if done < len(target):
+            raise ConfigError(
+                f"tensor {name!r} of {self.path} ends after {done} of {len(target)} bytes",
+                because="the file became shorter after it was opened",
+            )
+        return flat.view(facts.shape) if count is None else flat
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        self._closer()
+
+
+class _UnsoundError(Exception):
+    """A header is invalid."""
+
+
+def _unreadable(path: Path, error: OSError | ValueError) -> ConfigError:
+    reason = error.strerror if isinstance(error, OSError) else None
+    missing = isinstance(error, FileNotFoundError)
+    remedy = "give a .safetensors file, or a directory that holds some" if missing else None
+    return ConfigError(f"{path} cannot be read: {reason or error}", remedy=remedy)
+
+
+def _json(header: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(
+            header.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=_no_json,
+            parse_int=lambda text: int(text) if text != "-0" else _no_json(text),
+        )
+    except UnicodeDecodeError as error:
+        raise _UnsoundError(f"its header is not UTF-8: {error.reason} at {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        raise _UnsoundError(f"its header is not JSON: {error}") from None
+    if not header.startswith(b"{") or not isinstance(found, dict):
+        raise _UnsoundError("its header is no JSON object")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        for name, _ in reversed(pairs):  # each takes one entry; the second time there is none
+            if found.pop(name, found) is found:
+                raise _UnsoundError(f"{_short(name)} is in its header twice")
+    return found
+
+
+def _no_json(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _facts(header: dict[str, Any], path: Path, start: int, size: int) -> dict[str, TensorFacts]:
+    """Facts of all tensors; their bytes must fill the file from `start` to `size`."""
+    metadata = header.pop("__metadata__", None)
+    texts = metadata.values() if isinstance(metadata, dict) else [metadata or ""]
+    if not all(isinstance(text, str) for text in texts):
+        raise _UnsoundError("its __metadata__ holds more than texts")
+    facts: dict[str, TensorFacts] = {}
+    ranges: list[tuple[int, int, str]] = []
+    for name, entry in header.items():
+        shape, dtype, (begin, end) = _entry(name, entry)
+        facts[name] = TensorFacts(shape, dtype, path, start + begin)
+        ranges.append((begin, end, name))
+    position = 0
+    for begin, end, name in sorted(ranges):
+        if begin != position:
+            what = "overlaps the one before" if begin < position else "leaves a gap before it"
+            raise _UnsoundError(f"tensor {name!r} begins at byte {begin}, and {what} ({position})")
+        if start + end > size:
+            raise _UnsoundError(f"tensor {name!r} would end at byte {start + end} of {size}")
+        position = end
+    if start + position != size:
+        raise _UnsoundError(f"its tensors end at byte {start + position} of {size}")
+    return facts
+
+
+def _entry(name: str, entry: Any) -> tuple[tuple[int, ...], torch.dtype, tuple[int, int]]:
+    """Shape, dtype and byte range of one tensor, if they agree with one another."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise _UnsoundError(f"the name {name!r} is no text") from None
+    try:
+        shape, dtype_name, offsets = entry["shape"], entry["dtype"], entry["data_offsets"]
+    except (KeyError, TypeError):
+        raise _UnsoundError(f"tensor {name!r} lacks shape, dtype or data_offsets") from None
+    if not _counts(shape) or prod(n for n in shape if n) > _LARGEST:
+        raise _UnsoundError(f"tensor {name!r} has the shape {_short(shape)}")
+    if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _UnsoundError(f"tensor {name!r} has the data_offsets {_short(offsets)}")
+    dtype = _DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
+    if dtype is None:
+        raise _UnsoundError(
+            f"tensor {name!r} has the dtype {_short(dtype_name)}, which torch lacks"
+        )
+    nbytes, given = prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
+    if nbytes != given:
+        raise _UnsoundError(
+            f"tensor {name!r} of shape {tuple(shape)} and dtype {dtype_name} has {given} bytes, "
+            f"not {nbytes}"
+        )
+    return tuple(shape), dtype, (offsets[0], offsets[1])
+
+
+def _counts(value: Any) -> bool:
+    """Whether this is a list of whole numbers from 0 to 2**63 - 1."""
+    return isinstance(value, list) and all(type(n) is int and 0 <= n <= _LARGEST for n in value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

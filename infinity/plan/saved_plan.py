@@ -1,0 +1,224 @@
+"""Tiers of the inputs of recomputed blocks until backward: sizes, the rule, and the bytes it moves.
+
+[Note: tier of a saved tensor]
+In forward order: the first ones on disk, the next in the pinned pool, and what finds no room,
+last, stays on the device. Backward needs them the other way round, so what comes from disk is
+needed last. Every tensor passes through the pool, so that where the disk is used some of the
+pool is kept free for those on their way. The rule is asked with the sizes of the micro-batch
+before (of the first one: those that the plan expects), by the run and by the forecast.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from infinity.common.sizes import format_size
+from infinity.config.schema import ActivationsConfig, Recompute
+from infinity.errors import ConfigError
+from infinity.plan.activations import block_widths
+from infinity.plan.layout import UnitLayout
+from infinity.types import PAGE, Tier, round_up
+
+TRANSIT = 3  # of the largest: one that leaves, two that come back
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPlan:
+    """Settings of a plan for saved tensors; sizes are bytes.
+
+    `recompute` is the number of blocks, the first ones, that run again in backward. `offload` is
+    the lowest tier that is used, None where nothing moves. `sizes` are those of the block inputs
+    that a micro-batch is expected to save, in order; empty where that is unknown.
+    """
+
+    recompute: Recompute = 0
+    slices: int = 1
+    offload: Tier | None = None
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    min_bytes: int = 0
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def line(self) -> str:
+        """Describe the settings; empty for the defaults."""
+        clauses = []
+        if self.recompute:
+            which = (
+                "blocks are"
+                if self.recompute == "all"
+                else f"the first {self.recompute} blocks are"
+            )
+            clauses.append(f"{which} recomputed in backward")
+        if self.slices > 1:
+            clauses.append(f"blocks run a batch in {self.slices} slices")
+        if self.offload is not None:
+            tiers = f"{format_size(self.host_bytes)} of RAM"
+            if self.offload is Tier.DISK:
+                tiers += f", then {format_size(self.disk_bytes)} of disk"
+            clauses.append(f"their inputs wait in {tiers}")
+        if self.sizes:
+            clauses.append(f"{format_size(sum(self.sizes))} of inputs are expected a micro-batch")
+        return "; ".join(clauses)
+
+
+NOTHING_SAVED = SavedPlan()
+
+
+def plan_saved(
+    settings: ActivationsConfig,
+    units: Sequence[UnitLayout],
+    *,
+    unified: bool,
+    widths: list[int] | None = None,
+) -> tuple[SavedPlan, tuple[str, ...]]:
+    """Return settings of saved tensors, and notes; raises `ConfigError` if tokens are unknown.
+
+    On a device that is the host RAM is no other place to wait in: there only the disk is.
+    """
+    notes: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    if settings.tokens is not None:
+        known = block_widths(units) if widths is None else widths
+        sizes = _expected_sizes(settings, units, known)
+    offload = None if settings.offload == "none" else Tier(settings.offload)
+    if offload is Tier.HOST and unified:
+        offload = None
+        notes = ("activations.offload: host moves nothing: the device's memory is the host's",)
+    if offload is None:
+        saved = SavedPlan(settings.recompute, settings.slices, sizes=sizes)
+        return saved, notes
+    if not sizes and None in (settings.host, settings.disk if offload is Tier.DISK else 0):
+        raise ConfigError(
+            f"activations.offload is {settings.offload}, and how much room it needs is not known",
+            because="the model has no blocks that repeat" if settings.tokens else None,
+            remedy="set activations.tokens to the tokens of a micro-batch"
+            if not settings.tokens
+            else "give activations.host, and for the disk activations.disk, in bytes",
+        )
+    rounded = [round_up(size, PAGE) for size in sizes]
+    transit = TRANSIT * max(rounded, default=0)
+    host, disk = settings.host, settings.disk
+    if host is None:
+        host = sum(rounded) if offload is Tier.HOST else min(transit, sum(rounded))
+    if offload is Tier.HOST:
+        disk = 0
+    elif disk is None:
+        disk = sum(rounded)
+    saved = SavedPlan(
+        settings.recompute,
+        settings.slices,
+        offload,
+        round_up(host, PAGE),
+        round_up(disk or 0, PAGE),
+        settings.min_bytes,
+        sizes,
+    )
+    return saved, notes
+
+
+def _expected_sizes(
+    settings: ActivationsConfig, units: Sequence[UnitLayout], widths: list[int]
+) -> tuple[int, ...]:
+    """Bytes of the inputs of the blocks that are recomputed, slice by slice.
+
+    Of all of them where none is: then a model is expected to do it itself.
+    """
+    assert settings.tokens is not None
+    itemsize = max((u.weight_itemsize for u in units), default=0)
+    part = -(-settings.tokens // settings.slices)
+    if settings.recompute != "all" and settings.recompute:
+        widths = widths[: settings.recompute]
+    sizes = [part * width * itemsize for width in widths]
+    return tuple(size for size in sizes for _ in range(settings.slices))
+
+
+@lru_cache(maxsize=64)
+def tiers_of(sizes: tuple[int, ...], saved: SavedPlan) -> tuple[Tier, ...]:
+    """Where each of a micro-batch's saved tensors waits. See [Note: tier of a saved tensor]."""
+    tiers = [Tier.DEVICE] * len(sizes)
+    if saved.offload is None:
+        return tuple(tiers)
+    movable = [
+        i
+        for i, size in enumerate(sizes)
+        if saved.min_bytes <= size and round_up(size, PAGE) <= saved.host_bytes
+    ]
+    rounded = [round_up(sizes[i], PAGE) for i in movable]
+    room, disk = saved.host_bytes, saved.disk_bytes
+    if sum(rounded) > room and saved.offload is Tier.DISK:
+        room = max(room - TRANSIT * max(rounded), 0)
+    before = [0]
+    for size in rounded:
+        before.append(before[-1] + size)
+    for end in range(len(movable), 0, -1):
+        first = next(i for i in range(end + 1) if before[end] - before[i] <= room)
+        if before[first] <= disk:
+            for position in range(end):
+                tiers[movable[position]] = Tier.DISK if position < first else Tier.HOST
+            break
+    return tuple(tiers)
+
+
+@lru_cache(maxsize=64)
+def saved_moves(
+    sizes: tuple[int, ...], saved: SavedPlan, *, unified: bool
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes per direction that saved tensors move in a forward, and in a backward."""
+    forward: Counter[str] = Counter()
+    backward: Counter[str] = Counter()
+    for size, tier in zip(sizes, tiers_of(sizes, saved), strict=True):
+        if tier is Tier.DEVICE:
+            continue
+        if not unified:
+            forward["from_device"] += size
+            backward["to_device"] += size
+        if tier is Tier.DISK:
+            forward["disk_write"] += round_up(size, PAGE)
+            backward["disk_read"] += round_up(size, PAGE)
+    return dict(forward), dict(backward)
+
+
+def away_bytes(saved: SavedPlan) -> int:
+    """Bytes of the expected sizes that are not on the device while others compute."""
+    tiers = tiers_of(saved.sizes, saved)
+    moved = [n for n, tier in zip(saved.sizes, tiers, strict=True) if tier is not Tier.DEVICE]
+    return max(sum(moved) - TRANSIT * max(moved, default=0), 0)
+
+
+class Ranges:
+    """Which ranges of a pool are free: the first that fits is taken, in whole pages."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._free: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []
+
+    def take(self, nbytes: int) -> int | None:
+        """The start of a range that is free no more; None where none is large enough."""
+        nbytes = round_up(nbytes, PAGE)
+        for index, (start, size) in enumerate(self._free):
+            if size >= nbytes:
+                remaining = [(start + nbytes, size - nbytes)] if size > nbytes else []
+                self._free[index : index + 1] = remaining
+                return start
+        return None
+
+    def give(self, start: int, nbytes: int) -> None:
+        """A range that was taken is free again."""
+        insort(self._free, (start, round_up(nbytes, PAGE)))
+        joined: list[tuple[int, int]] = []
+        for begin, size in self._free:
+            if joined and sum(joined[-1]) == begin:
+                joined[-1] = (joined[-1][0], joined[-1][1] + size)
+            else:
+                joined.append((begin, size))
+        self._free = joined
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of all free ranges."""
+        return sum(size for _, size in self._free)

@@ -1,0 +1,200 @@
+"""Facts about the drive behind a path: device, file system and its costs, direct I/O, back ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from array import array
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import infinity._aio as _aio
+from infinity.common.files import refused
+from infinity.common.sizes import format_size
+from infinity.errors import MachineError
+from infinity.storage.run_dir import Scratch
+
+_GET_FLAGS = 0x80086601  # FS_IOC_GETFLAGS
+_NO_COPY_ON_WRITE = 0x00800000  # FS_NOCOW_FL
+_IN_RAM = ("tmpfs", "ramfs")
+_REMEDY = "choose an nvme_path on a local ext4 or xfs file system"
+
+
+def device_of(path: Path) -> str:
+    """The device behind a path as "major:minor"; "" where it cannot be asked."""
+    with suppress(OSError):
+        device = os.stat(path).st_dev
+        return f"{os.major(device)}:{os.minor(device)}"
+    return ""
+
+
+def drive_of(device: str, sysfs: Path = Path("/sys")) -> str:
+    """The whole drive that a partition "major:minor" belongs to; else the device itself."""
+    with suppress(OSError):
+        node = (sysfs / "dev/block" / device).resolve(strict=True)
+        if (node / "partition").exists():
+            return (node.parent / "dev").read_text().strip()
+    return device
+
+
+def one_per_file_system(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """The first path on each file system, and what to say about the others."""
+    kept: dict[str, Path] = {}
+    warnings = []
+    for path in paths:
+        device = device_of(path)
+        first = kept.setdefault(device or str(path), path)
+        if first is not path:
+            warnings.append(
+                f"nvme_path {path} is on the same device ({device}) as {first} and is not used: "
+                "two directories on one device are no faster than one; give each drive once, or "
+                "set io.weights to use both all the same"
+            )
+    return list(kept.values()), warnings
+
+
+def shared_drives(paths: Sequence[Path], sysfs: Path = Path("/sys")) -> list[str]:
+    """What to say about paths that are partitions of one drive, or directories of one device."""
+    first: dict[str, Path] = {}
+    warnings = []
+    for path in paths:
+        drive = drive_of(device_of(path), sysfs)
+        other = first.setdefault(drive or str(path), path)
+        if other is not path:
+            warnings.append(
+                f"nvme_path {other} and {path} share one drive ({drive}): they add room, not speed"
+            )
+    return warnings
+
+
+def file_system_warnings(path: Path, file: _aio.File, nbytes: int) -> list[str]:
+    """Return warnings about `nbytes` in `file` below `path`; none for a good local drive."""
+    name, size = file.file_system, format_size(nbytes)
+    warnings = []
+    if name in _IN_RAM:
+        warnings.append(
+            f"nvme_path {path} is {name}, which is RAM: the {size} kept there count as memory, "
+            "also against a container's limit, and nothing is offloaded; choose an nvme_path on a "
+            "drive"
+        )
+    elif not file.direct:
+        warnings.append(
+            f"nvme_path {path} ({name}) takes no direct I/O ({file.direct_reason}): every byte is "
+            "copied through the page cache, which costs CPU time, and RAM while it is written "
+            f"back; {_REMEDY}"
+        )
+    if name == "nfs":
+        warnings.append(
+            f"nvme_path {path} is NFS: all {size} of state cross the network every step, and a "
+            "lost connection stops the training (see io.timeout_s); the lock of a killed run "
+            f"may live on at the server; {_REMEDY}"
+        )
+    if name == "btrfs" and not _overwrites_in_place(file.fd):
+        warnings.append(
+            f"nvme_path {path} is btrfs, which copies on write: space reserved beforehand does not "
+            "help, every write is a new allocation and checksummed by the CPU; use an empty "
+            f"directory with `chattr +C {path}` (nodatacow), or an ext4 or xfs file system"
+        )
+    return warnings
+
+
+def _overwrites_in_place(fd: int) -> bool:
+    """Whether a btrfs file is marked nodatacow."""
+    flags = array("l", [0])
+    with suppress(OSError):
+        fcntl.ioctl(fd, _GET_FLAGS, flags)
+    return bool(flags[0] & _NO_COPY_ON_WRITE)
+
+
+@dataclass(frozen=True)
+class Drive:
+    """Facts about one path, found by writing and reading there. Sizes in bytes."""
+
+    path: str
+    file_system: str
+    device: str
+    """Number and name, such as "254:0 vda"; file systems without a device have a number only."""
+    model: str
+    direct: bool
+    direct_reason: str
+    """Why it is buffered; "" when direct."""
+    memory_alignment: int
+    offset_alignment: int
+    free_bytes: int
+    total_bytes: int
+    backends: dict[str, dict[str, Any]]
+    """For each back end `{"ok": bool, "reason": str}`."""
+    notes: list[str]
+    """What keeping state there costs; empty for a good local drive."""
+
+    @property
+    def in_ram(self) -> bool:
+        """True if the file system keeps its bytes in RAM."""
+        return self.file_system in _IN_RAM
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def look_at(path: Path) -> Drive:
+    """Try `path` as a run would use it, and leave nothing there.
+
+    Raises `MachineError` if it is missing, not a directory or not writable, or if no back end
+    works there, and `DoesNotFitError` if not even a block fits.
+    """
+    with Scratch.create(path) as scratch:
+        space = os.statvfs(path)
+        free_bytes = space.f_bavail * space.f_frsize
+        try:
+            backends = _aio.probe(str(scratch.directory))
+            with closing(_aio.File(str(scratch.path("look.bin")), create=True)) as file:
+                file.allocate(4096)
+                direct, reason = file.direct, file.direct_reason
+                alignments = file.memory_alignment, file.offset_alignment
+                file_system = file.file_system
+                notes = file_system_warnings(path, file, free_bytes)
+        except OSError as error:
+            raise refused(f"{path} cannot be used", error, path) from error
+    if not any(answer["ok"] for answer in backends.values()):
+        because = "; ".join(f"{name}: {answer['reason']}" for name, answer in backends.items())
+        raise MachineError(f"{path}: no I/O back end works", because=because)
+    number = os.stat(path).st_dev
+    name, model = _block_device(number)
+    return Drive(
+        path=str(path),
+        file_system=file_system,
+        device=f"{os.major(number)}:{os.minor(number)} {name}".strip(),
+        model=model,
+        direct=direct,
+        direct_reason=reason,
+        memory_alignment=alignments[0],
+        offset_alignment=alignments[1],
+        free_bytes=free_bytes,
+        total_bytes=space.f_blocks * space.f_frsize,
+        backends=backends,
+        notes=notes,
+    )
+
+
+def chosen_backend() -> tuple[str, str]:
+    """Return which back end `backend="auto"` takes in this process, and why."""
+    with closing(_aio.Engine()) as engine:
+        return engine.backend, engine.backend_reason
+
+
+def _block_device(number: int) -> tuple[str, str]:
+    """Return the kernel's name and the model of a block device; "" where there is none."""
+    path = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    try:
+        real = path.resolve(strict=True)
+    except OSError:
+        return "", ""
+    # A partition lies inside its disk, and only the disk has a model.
+    for folder in (real, real.parent):
+        with suppress(OSError):
+            return real.name, (folder / "device/model").read_text(encoding="utf-8").strip()
+    return real.name, ""

@@ -41,7 +41,7 @@ _WHERE = {
     "load_weights": "infinity.training.load_weights",
     "from_config": "infinity.integrations.huggingface.models",
     "from_pretrained": "infinity.integrations.huggingface.models",
-    "save_pretrained": "infinity.integrations.huggingface.models",
+    "save_pretrained": "infinity.integrations.huggingface.save",
     "InfinityTrainer": "infinity.integrations.huggingface.trainer",
     "TrainingArguments": "infinity.integrations.huggingface.settings",
     "as_deepspeed": "infinity.integrations.deepspeed.door",

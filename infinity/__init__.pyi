@@ -23,7 +23,7 @@ from infinity.integrations.deepspeed.processes import init_distributed as init_d
 from infinity.integrations.deepspeed.utils import OnDevice as OnDevice
 from infinity.integrations.huggingface.models import from_config as from_config
 from infinity.integrations.huggingface.models import from_pretrained as from_pretrained
-from infinity.integrations.huggingface.models import save_pretrained as save_pretrained
+from infinity.integrations.huggingface.save import save_pretrained as save_pretrained
 from infinity.integrations.huggingface.settings import TrainingArguments as TrainingArguments
 from infinity.integrations.huggingface.trainer import InfinityTrainer as InfinityTrainer
 from infinity.model.meta_init import Init as Init

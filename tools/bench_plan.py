@@ -42,7 +42,7 @@ from support.rough import initialize, rough_io
 
 import infinity
 from infinity.config.schema import IoConfig
-from infinity.model.shapes import target_of
+from infinity.model.targets import target_of
 from infinity.plan.cost import StepCost, StepWork, step_cost
 from infinity.plan.machine import read_machine
 from infinity.plan.plan import DIRECTIONS, Plan

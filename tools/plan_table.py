@@ -26,7 +26,7 @@ from infinity.common.sizes import format_count, format_parameters
 from infinity.errors import DoesNotFitError
 from infinity.integrations.huggingface.meta import published_target
 from infinity.model.named_models import PUBLISHED, SIZES
-from infinity.model.shapes import named_target
+from infinity.model.targets import named_target
 from infinity.plan.inputs import price
 from infinity.plan.plan_machine import PlanMachine
 from infinity.plan.rates import NOMINAL

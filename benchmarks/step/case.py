@@ -8,7 +8,7 @@ from typing import Any
 from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError
 from infinity.model.partition import PROCESS_BASE_BYTES, case_for, groups_of, partition_model
-from infinity.model.shapes import target_of
+from infinity.model.targets import target_of
 from infinity.plan.activations import num_blocks
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.plan.budget import budgeted_bytes

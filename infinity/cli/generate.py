@@ -138,7 +138,7 @@ def _continue(
     """Print generated text token by token."""
     import torch
 
-    from infinity.integrations.huggingface.models import transformers
+    from infinity.integrations.huggingface.packages import transformers
 
     assert saved.tokenizer is not None
     wrapped = saved.tokenizer.wrapped

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from infinity.config.schema import Config, Offload, Recompute
     from infinity.integrations.deepspeed.config import Translation
     from infinity.model.partition import Partition
-    from infinity.model.shapes import Target
+    from infinity.model.targets import Target
     from infinity.plan.advice import Change
     from infinity.plan.batch_schedule import BatchSchedule, ScheduleResult
     from infinity.plan.inputs import PlanEstimate, PlanInput
@@ -444,7 +444,7 @@ def _check_pieces(wish: BatchSchedule, samples: int) -> None:
 
 def _as_trained(config: Config, wishes: SearchOptions, target: Target) -> Config:
     """With logits in slices where `infinity train` and the trainers would have them so."""
-    from infinity.model.shapes import Outline
+    from infinity.model.outline import Outline
 
     if wishes.run is None and wishes.model is not None:
         return config
@@ -496,7 +496,7 @@ def _find(wishes: SearchOptions) -> tuple[Config, Target, Translation | None]:
     from infinity.config.schema import load_config
     from infinity.integrations.deepspeed.config import find_translation
     from infinity.integrations.deepspeed.source import find_source
-    from infinity.model.shapes import names_a_model
+    from infinity.model.targets import names_a_model
 
     run = wishes.run
     theirs = run is None and find_source(wishes.target) is not None
@@ -555,7 +555,7 @@ def _with_flags(config: Config, wishes: SearchOptions) -> Config:
 def _model(text: str, wishes: SearchOptions) -> Target:
     """The model that `text` names, without values."""
     from infinity.model.named_models import SIZES
-    from infinity.model.shapes import named_target, names_a_model
+    from infinity.model.targets import named_target, names_a_model
 
     _takes_no_class(wishes, text, text.lower() in NAMED)
     if text.lower() in SIZES:

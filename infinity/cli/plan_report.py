@@ -55,7 +55,7 @@ from infinity.model.partition import (
     groups_of,
     partition_model,
 )
-from infinity.model.shapes import Target
+from infinity.model.targets import Target
 from infinity.plan.activations import num_blocks
 from infinity.plan.advice import (
     TIERS,

@@ -29,7 +29,7 @@ from infinity.errors import ConfigError, ResidencyError
 from infinity.model.deferred_init import DEFER_FROM_BYTES, DeferredInitMode
 from infinity.model.initialisers import Initialisers, tensors_of
 from infinity.model.lazy_tensor import PackedRead, Read, pieces_of, resolve_lazy_tensors
-from infinity.model.shapes import piece_bytes
+from infinity.model.targets import piece_bytes
 
 _M = TypeVar("_M", bound="_InitMark")
 

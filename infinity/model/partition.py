@@ -12,16 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from infinity.config.schema import Config
 from infinity.errors import ConfigError, listed
+from infinity.model.outline import Outline, is_matrix
 from infinity.model.partitioner import Partitioner, Rows, Stacks, UnitModules, UnitSpec
-from infinity.model.shapes import (
-    Outline,
-    Target,
-    is_expert,
-    is_matrix,
-    is_stack_of_experts,
-    target_of,
-)
 from infinity.model.stacks import gradient_hooks
+from infinity.model.targets import Target, is_expert, is_stack_of_experts, target_of
 from infinity.optim.rules import RULES, lossy_notes, matrix_steps, reserved_moments
 from infinity.plan.cost import USUAL_CONTEXT, StepWork
 from infinity.plan.inputs import PlanInput

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from infinity.errors import ConfigError
-from infinity.model.shapes import Outline, Shape, is_list
+from infinity.model.outline import Outline, Shape, is_list
 from infinity.model.stacks import stacks_of
 
 if TYPE_CHECKING:

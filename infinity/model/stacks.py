@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from infinity.errors import ConfigError, ResidencyError
-from infinity.model.shapes import Outline
+from infinity.model.outline import Outline
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from infinity.losses import chunked_cross_entropy
-from infinity.model.shapes import target_of
+from infinity.model.targets import target_of
 from infinity.model.torch_private import (
     below_torch_function,
     may_alias,

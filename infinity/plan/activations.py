@@ -99,7 +99,7 @@ class _BlockShape:
 class ActivationModel:
     """What autograd holds of a model, as a function of how a batch passes it.
 
-    `lookups`, `heads` and `shares` are parameters by index, see `model.shapes.Target`.
+    `lookups`, `heads` and `shares` are parameters by index, see `model.targets.Target`.
     """
 
     def __init__(

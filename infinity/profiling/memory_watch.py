@@ -29,7 +29,7 @@ from infinity.common.accelerators import is_accelerator, module_of
 from infinity.common.malloc import return_freed_memory
 from infinity.common.sizes import format_size
 from infinity.errors import DoesNotFitError, InfinityWarning
-from infinity.model.shapes import target_of
+from infinity.model.targets import target_of
 from infinity.plan.activations import ActivationModel, Activations
 from infinity.plan.machine import high_water_bytes, memory_room, shared_rss_bytes
 from infinity.plan.plan import Plan

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from infinity.errors import ConfigError, first_lines, listed
-from infinity.integrations.huggingface.models import package
+from infinity.integrations.huggingface.packages import package
 from infinity.train.settings import ALL_LINEAR, AdapterSection
 
 

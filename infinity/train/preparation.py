@@ -29,17 +29,12 @@ from infinity.errors import (
     explained,
     mistakes,
 )
+from infinity.integrations.huggingface.build import build_model, load_model, read_config
+from infinity.integrations.huggingface.hub import CONFIG_NAME, find_directory
 from infinity.integrations.huggingface.meta import meta_model
-from infinity.integrations.huggingface.models import (
-    CONFIG_NAME,
-    build_model,
-    find_directory,
-    load_model,
-    read_config,
-    transformers,
-)
+from infinity.integrations.huggingface.packages import transformers
 from infinity.model.partition import Partition, other_ranges
-from infinity.model.shapes import Target, target_of
+from infinity.model.targets import Target, target_of
 from infinity.plan.batch_schedule import BatchSchedule, ScheduleResult, choose_schedule
 from infinity.plan.inputs import PlanInput
 from infinity.storage.device import Device

@@ -42,7 +42,8 @@ from infinity.errors import (
     listed,
 )
 from infinity.integrations.huggingface.batches import shared
-from infinity.integrations.huggingface.models import save_pretrained, transformers
+from infinity.integrations.huggingface.packages import transformers
+from infinity.integrations.huggingface.save import save_pretrained
 from infinity.model.weight_directory import holds_weights
 from infinity.plan.batch_schedule import ScheduleResult
 from infinity.plan.plan import Plan

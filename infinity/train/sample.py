@@ -9,7 +9,7 @@ import torch
 from infinity.common.accelerators import fork_rng
 from infinity.engine import Engine
 from infinity.errors import ConfigError, explained
-from infinity.integrations.huggingface.models import transformers
+from infinity.integrations.huggingface.packages import transformers
 from infinity.train.loop import Loop
 from infinity.train.preparation import Prepared
 

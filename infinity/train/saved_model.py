@@ -20,20 +20,24 @@ from torch import Tensor, nn
 from infinity.checkpoint.reader import StateReader
 from infinity.config.schema import Config
 from infinity.errors import ConfigError, InfinityError, listed
-from infinity.integrations.huggingface.meta import meta_model
-from infinity.integrations.huggingface.models import (
-    CONFIG_NAME,
-    GENERATION_CONFIG_NAME,
-    as_saved,
+from infinity.integrations.huggingface.build import (
     fill_model,
-    find_directory,
     load_model,
-    name_of_tied,
-    package,
     read_config,
-    save_adapters,
     take_generation_config,
     without_quantisation,
+)
+from infinity.integrations.huggingface.hub import (
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    find_directory,
+)
+from infinity.integrations.huggingface.meta import meta_model
+from infinity.integrations.huggingface.packages import package
+from infinity.integrations.huggingface.save import (
+    as_saved,
+    name_of_tied,
+    save_adapters,
     write_model,
 )
 from infinity.model.lazy_tensor import LazyTensor

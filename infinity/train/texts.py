@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from infinity.errors import ConfigError, first_lines, listed
-from infinity.integrations.huggingface.models import find_directory, transformers
+from infinity.integrations.huggingface.hub import find_directory
+from infinity.integrations.huggingface.packages import transformers
 from infinity.train.directory import RUN_RECORD
 from infinity.train.settings import BYTES
 

@@ -23,7 +23,7 @@ from infinity.model.lazy_tensor import PackedRead, Read
 from infinity.model.meta_init import InitialValues
 from infinity.model.parameters import ParameterBinding
 from infinity.model.quantised import join_rows, quantise_exactly
-from infinity.model.shapes import PIECE_ELEMENTS
+from infinity.model.targets import PIECE_ELEMENTS
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Transfers
 from infinity.optim.cpu import CpuKernels

@@ -24,7 +24,7 @@ from infinity.model.partition import (
     groups_of,
     partition_model,
 )
-from infinity.model.shapes import Target, target_of
+from infinity.model.targets import Target, target_of
 from infinity.model.torch_private import storage_address
 from infinity.optim.update import Rule
 from infinity.plan.activations import ActivationModel

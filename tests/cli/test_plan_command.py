@@ -24,7 +24,7 @@ from infinity.errors import MachineError
 from infinity.integrations.huggingface.meta import find_target
 from infinity.model.named_models import NAMED
 from infinity.model.partition import groups_of, partition_model
-from infinity.model.shapes import named_target
+from infinity.model.targets import named_target
 from infinity.plan.activations import passes
 from infinity.plan.rates import COMPUTE, COPIES, DEVICE_UPDATE, Rates, nominal
 from infinity.profiling.calibration import KnownRates

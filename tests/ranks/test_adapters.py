@@ -17,7 +17,8 @@ from torch import Tensor
 from infinity import _initialize
 from infinity.distributed.context import DistContext
 from infinity.errors import InfinityError
-from infinity.integrations.huggingface.models import load_model, save_pretrained
+from infinity.integrations.huggingface.build import load_model
+from infinity.integrations.huggingface.save import save_pretrained
 from infinity.model.weight_files import WeightFiles
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -19,7 +19,7 @@ from torch import nn
 import infinity
 from infinity.config.schema import load_config
 from infinity.model.partition import Partition, groups_of, partition_model
-from infinity.model.shapes import target_of
+from infinity.model.targets import target_of
 from infinity.plan.activations import ActivationModel, Activations
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))

@@ -19,7 +19,7 @@ from torch import nn
 
 import infinity
 from infinity.model.partition import PROCESS_BASE_BYTES
-from infinity.model.shapes import target_of
+from infinity.model.targets import target_of
 from infinity.plan.activations import ActivationModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))

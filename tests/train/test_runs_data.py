@@ -18,7 +18,7 @@ from support.runs import settings
 
 from infinity.common.files import LockFile
 from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError
-from infinity.integrations.huggingface.models import package
+from infinity.integrations.huggingface.packages import package
 from infinity.train import data, texts
 from infinity.train.data import CorpusSpec, prepare
 from infinity.train.preparation import prepare_run, read_facts

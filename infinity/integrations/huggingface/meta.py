@@ -15,16 +15,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from infinity.errors import ConfigError, explained
+from infinity.integrations.huggingface.build import build_model, class_for, read_config
 from infinity.integrations.huggingface.experts import declare_experts
-from infinity.integrations.huggingface.models import (
-    CONFIG_NAME,
-    build_model,
-    class_for,
-    find_directory,
-    read_config,
-)
+from infinity.integrations.huggingface.hub import CONFIG_NAME, find_directory
 from infinity.model.named_models import PUBLISHED
-from infinity.model.shapes import Target, read_model_config, target_of
+from infinity.model.targets import Target, read_model_config, target_of
 from infinity.model.weight_directory import holds_weights
 
 # Far above every published model; more is a slip of the pen, and takes minutes to build.

@@ -16,7 +16,7 @@ from infinity.config.source import read_source
 from infinity.errors import ConfigError
 from infinity.integrations.deepspeed.config import OURS, Translation, translate_deepspeed
 from infinity.integrations.deepspeed.source import Source, find_source
-from infinity.integrations.huggingface.models import transformers
+from infinity.integrations.huggingface.packages import transformers
 from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.optim.rules import RULES
 

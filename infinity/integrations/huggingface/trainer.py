@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import warnings
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler
 
-from infinity.checkpoint.manifest import MANIFEST_NAME
 from infinity.config.schema import Config
 from infinity.distributed.context import DistContext
 from infinity.distributed.launch import find_ranks
@@ -36,13 +32,11 @@ from infinity.integrations.huggingface.batches import (
     sums_over_samples,
     with_schedule,
 )
-from infinity.integrations.huggingface.models import (
-    choose_logits,
-    load_model,
-    package,
-    save_pretrained,
-    transformers,
-)
+from infinity.integrations.huggingface.build import load_model
+from infinity.integrations.huggingface.models import choose_logits
+from infinity.integrations.huggingface.noted_draws import LoopState, note_draws
+from infinity.integrations.huggingface.packages import package, transformers
+from infinity.integrations.huggingface.save import save_pretrained
 from infinity.integrations.huggingface.settings import (
     GroupsOnly,
     TrainerSettings,
@@ -51,6 +45,12 @@ from infinity.integrations.huggingface.settings import (
     refuse_arguments,
 )
 from infinity.integrations.huggingface.step_log import StepLog
+from infinity.integrations.huggingface.trainer_checkpoints import (
+    TAG,
+    has_engine,
+    newest_complete,
+    refuse_foreign,
+)
 from infinity.model.lazy_tensor import LazyTensor
 from infinity.optim.from_torch import (
     OptimizerChoice,
@@ -62,172 +62,6 @@ from infinity.optim.from_torch import (
 from infinity.optim.lr_schedules import make_schedule
 from infinity.training.load_weights import load_weights
 from infinity.training.rng_state import capture_rng, restore_rng
-
-# Random draws of collators and datasets, the same after a resume.
-#
-# [Note: random state of a resumed loader]
-# accelerate's loader reads one batch ahead: when a checkpoint is saved, the first batch of the
-# next window has been drawn, with the random generators as they were before the window that was
-# trained. A Trainer that resumes reads that batch again, and puts the generators back afterwards,
-# so that batches with random masks differ. Here the generators are noted before each batch is
-# read, and put back as they were before that one and the one after it.
-
-
-class LoopState:
-    """State that the Trainer keeps, not the engine: schedule, and random generators of its data.
-
-    Registered with the engine, so that it is in every checkpoint; `scheduler` is set when it is
-    made. Notes the batch that was read last, and puts generators back on a resume.
-    """
-
-    def __init__(self) -> None:
-        self.scheduler: Any = None
-        self._last: dict[str, Any] | None = None
-        self._ahead: dict[str, Any] | None = None
-        self._saved: dict[str, Any] | None = None
-        self._pass: dict[str, Any] = {}  # generators before this pass: a sampler may draw its order
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states now, as plain data."""
-        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        return {"scheduler": scheduler, "rng": capture_rng(), "data": self._last}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take them back: the schedule now, the generators when the data is where it was."""
-        self._ahead, self._saved = state["data"], state["rng"]
-        if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-
-    def before_pass(self) -> None:
-        """A pass over the data is about to begin."""
-        if self._ahead is not None and self._ahead.get("pass"):  # older checkpoints have none
-            restore_rng(self._ahead["pass"])
-        self._pass = capture_rng()
-
-    def before_batch(self, number: int) -> None:
-        """A batch of this pass is about to be read."""
-        if self._ahead is not None and self._saved is not None:
-            if number == self._ahead["batch"]:
-                restore_rng(self._ahead["generators"])
-            elif number == self._ahead["batch"] + 1:
-                self.finish()
-        self._last = {"batch": number, "generators": capture_rng(), "pass": self._pass}
-
-    def finish(self) -> None:
-        """Generators as they were when the checkpoint was saved, unless that is behind us."""
-        if self._saved is not None:
-            restore_rng(self._saved)
-        self._ahead = self._saved = None
-
-
-class NotedSampler(Sampler[Any]):
-    """A sampler that reports the first index of each batch to the state of the loop."""
-
-    def __init__(self, sampler: Any, batch_size: int, state: LoopState) -> None:
-        self.sampler = sampler
-        self._batch_size = batch_size
-        self._state = state
-        # accelerate asks who has it: of a sampler that has none the data set is told.
-        if hasattr(sampler, "set_epoch"):
-            self.set_epoch = sampler.set_epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        self._state.before_pass()
-        for number, index in enumerate(self.sampler):
-            if number % self._batch_size == 0:
-                self._state.before_batch(number // self._batch_size)
-            yield index
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-
-def note_draws(loader: Any, state: LoopState) -> Any:
-    """Wrap the loader to report each batch of all ranks to `state`; workers draw on their own."""
-    batches: Any = getattr(loader, "batch_sampler", None)
-    batches = getattr(batches, "batch_sampler", batches)  # of accelerate's, for several ranks
-    known = hasattr(batches, "sampler") and isinstance(getattr(batches, "batch_size", None), int)
-    if isinstance(loader, DataLoader) and loader.num_workers == 0 and known:
-        batches.sampler = NotedSampler(batches.sampler, batches.batch_size, state)
-    return loader
-
-
-# What a Trainer's `checkpoint-N` holds of an engine, and how it comes back.
-#
-# `checkpoint-N/engine` is the engine's checkpoint, with the schedule and the random generators in
-# it: it stands for optimizer.pt, scheduler.pt and rng_state.pth, and nothing of it is unpickled.
-# The other files are as `Trainer` writes them.
-
-
-TAG = "engine"
-STATE = "trainer_state.json"
-_FOLDER = re.compile(r"checkpoint-(\d+)")
-
-
-def has_engine(folder: str | os.PathLike[str]) -> bool:
-    """Whether the folder holds a checkpoint of an engine, complete."""
-    return (Path(folder) / TAG / MANIFEST_NAME).is_file()
-
-
-def newest_complete(directory: str) -> str | None:
-    """The newest `checkpoint-N` of an engine that is complete; None where there is no folder.
-
-    A crash while one is saved leaves a folder without its last file: such are passed over. Warns
-    where newer ones hold weights only. Raises `ConfigError` where none of them is complete.
-    """
-    numbers = {
-        int(match[1]): path
-        for path in Path(directory).glob("checkpoint-*")
-        if path.is_dir() and (match := _FOLDER.fullmatch(path.name))
-    }
-    folders = [numbers[number] for number in sorted(numbers, reverse=True)]
-    weights_only = [p for p in folders if (p / STATE).is_file() and not (p / TAG).exists()]
-    complete = next((p for p in folders if has_engine(p) and (p / STATE).is_file()), None)
-    if complete is not None:
-        newer = [p for p in weights_only if folders.index(p) < folders.index(complete)]
-        if newer:
-            warnings.warn(
-                f"going on from {complete}; {len(newer)} newer ones, to {newer[0].name}, hold "
-                "weights only (saved with save_only_model, or by another Trainer). To take these, "
-                f"with a new optimizer: resume_from_checkpoint={str(newer[0])!r}",
-                InfinityWarning,
-                stacklevel=3,
-            )
-        return str(complete)
-    if weights_only:
-        weights = weights_only[0]
-        raise ConfigError(
-            f"resume_from_checkpoint=True: no complete checkpoint of an engine in {weights.parent}",
-            because=f"{weights.name} holds weights only: saved with save_only_model, or by another "
-            "Trainer",
-            remedy=f"resume_from_checkpoint={str(weights)!r} takes its weights, with a new "
-            "optimizer; or train() without it starts anew",
-        )
-    if folders:
-        newest = folders[0]
-        missing = STATE if has_engine(newest) else f"{TAG}/{MANIFEST_NAME}"
-        raise ConfigError(
-            f"resume_from_checkpoint=True: no complete checkpoint in {newest.parent}",
-            because=f"{newest.name} has no {missing}: its saving was cut short",
-            remedy=f"rm -r {newest}, and train() without resume_from_checkpoint: it starts anew",
-        )
-    return None
-
-
-def refuse_foreign(folder: str) -> None:
-    """Raise for a folder from which nothing can be resumed."""
-    if not Path(folder).is_dir():
-        raise ConfigError(
-            f"resume_from_checkpoint={folder!r} is no directory",
-            remedy="the path of a checkpoint-N, or True for the newest in output_dir",
-        )
-    if not (Path(folder) / STATE).is_file():
-        raise ConfigError(
-            f"resume_from_checkpoint={folder!r} has no {STATE}",
-            because="that is written last: a crash cut the saving short, or it is no checkpoint-N",
-            remedy="True for the newest complete one in output_dir, or train() to start anew",
-        )
-
 
 # Private methods of Trainer are replaced, and `_created_lr_scheduler` (a second train() makes the
 # schedule anew) and `TrainingArguments._n_gpu` are set, as Trainer does. A test holds each name,

@@ -23,7 +23,7 @@ import infinity
 from infinity.config.schema import load_config
 from infinity.model.partition import groups_of, partition_model
 from infinity.model.quantised import from_parts
-from infinity.model.shapes import target_of
+from infinity.model.targets import target_of
 from infinity.plan.activations import ActivationModel
 from infinity.train.saved_model import describe
 from infinity.types import FrozenFormat

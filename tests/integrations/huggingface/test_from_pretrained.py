@@ -25,9 +25,9 @@ from torch import Tensor, nn
 import infinity
 from infinity.engine import Engine
 from infinity.errors import ConfigError, MachineError
+from infinity.integrations.huggingface.build import load_model
 from infinity.integrations.huggingface.meta import find_target
-from infinity.integrations.huggingface.models import load_model
-from infinity.model import meta_init, shapes
+from infinity.model import meta_init, targets
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -354,7 +354,7 @@ def test_room_is_kept_for_a_piece_of_what_files_hold_and_for_the_whole_of_what_i
 
     The plan, which sees the directory alone, counts the same.
     """
-    monkeypatch.setattr(shapes, "PIECE_ELEMENTS", 1000)
+    monkeypatch.setattr(targets, "PIECE_ELEMENTS", 1000)
     facts = FAMILIES["mixtral"].config()
     facts.hidden_size, facts.intermediate_size = 64, 128
     hf.MixtralForCausalLM(facts).save_pretrained(tmp_path)

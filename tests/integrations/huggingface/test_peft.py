@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import infinity
 from infinity.config.schema import load_config
 from infinity.errors import ResidencyError
+from infinity.integrations.huggingface.build import load_model
 from infinity.integrations.huggingface.meta import find_target
-from infinity.integrations.huggingface.models import load_model
 from infinity.model.partition import groups_of, partition_model
 from infinity.types import FrozenFormat
 

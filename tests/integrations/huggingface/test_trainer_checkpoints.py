@@ -27,8 +27,9 @@ from support.hf_runs import (
 )
 
 from infinity.errors import ConfigError, InfinityWarning
-from infinity.integrations.huggingface.models import load_model
-from infinity.integrations.huggingface.trainer import InfinityTrainer, newest_complete
+from infinity.integrations.huggingface.build import load_model
+from infinity.integrations.huggingface.trainer import InfinityTrainer
+from infinity.integrations.huggingface.trainer_checkpoints import newest_complete
 
 WHOLE = {"max_steps": 8, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "cosine"}
 # A run that is over and is resumed all the same takes one step more, in Trainer too.

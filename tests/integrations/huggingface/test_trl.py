@@ -23,7 +23,7 @@ import trl
 import trl_trainers as example
 
 from infinity.errors import ConfigError
-from infinity.integrations.huggingface.models import load_model
+from infinity.integrations.huggingface.build import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOLERANCE = 2e-6

@@ -20,9 +20,9 @@ from infinity.checkpoint.streams import first_frozen_byte
 from infinity.config.schema import load_config
 from infinity.errors import ConfigError, ResidencyError, TrainingError
 from infinity.model.meta_init import InitialValues
+from infinity.model.outline import Outline, Shape
 from infinity.model.partition import groups_of, partition_model
 from infinity.model.quantised import quantise
-from infinity.model.shapes import Outline, Shape
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.layout import Segment, StackRows
 from infinity.training import initial_write

@@ -15,7 +15,7 @@ from infinity.errors import ConfigError, MachineError, explained
 from infinity.integrations.huggingface.meta import find_target, published_target
 from infinity.model.named_models import PUBLISHED, SIZES
 from infinity.model.partition import groups_of, partition_model
-from infinity.model.shapes import named_target, read_model_config
+from infinity.model.targets import named_target, read_model_config
 from infinity.plan.machine import may_have_gpu
 
 # As the model card or the page on the Hub says.

@@ -18,7 +18,7 @@ from infinity import losses
 from infinity.config.schema import load_config
 from infinity.losses import chunked_cross_entropy
 from infinity.model.partition import partition_model
-from infinity.model.shapes import target_of
+from infinity.model.targets import target_of
 from infinity.plan.activations import CHUNK_TOKENS, LOGIT_BYTES, ActivationModel, Activations
 from infinity.plan.layout import (
     PRECISIONS,

@@ -1,4 +1,4 @@
-"""Parameters of a model without their values, for plans: shapes, and operations on them.
+"""Models to plan for: by a name, a config.json, or an id on the Hub; shapes without values.
 
 Sizes that people name are outlines, made by hand, so that no package is needed, torch included; all
 other models are modules on the meta device, as transformers makes them
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,131 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from infinity.errors import ConfigError, did_you_mean
 from infinity.model.named_models import NAMED, SIZES
+from infinity.model.outline import Outline, Shape, is_linear, is_lookup
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-# The outline of a model: modules and parameters by name and shape, without torch.
-#
-# Whoever looks at a module to plan for it (`cut.Partitioner`, `target.target_of`) asks no more than
-# what stands here, and gets it from a `torch.nn.Module` in the same words. Importing torch takes
-# longer than most plans.
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Shape:
-    """A parameter that is only known by its sizes, in fp32."""
-
-    shape: tuple[int, ...]
-    requires_grad: bool = True
-
-    dtype = "float32"
-    is_meta = True
-
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
-    def dim(self) -> int:
-        """How many sizes it has."""
-        return len(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return 4 * self.numel()
-
-
-class Outline:
-    """A module: children and parameters by name.
-
-    Walks in the order of `torch.nn.Module`, and like it names a parameter once, where it is first.
-    """
-
-    is_table = False  # as `torch.nn.Embedding`
-    infinity_stacks: tuple[str, ...] = ()  # see `model/stacks.py`
-
-    def __init__(self) -> None:
-        self.direct: dict[str, Shape] = {}
-        self.below: dict[str, Outline] = {}
-
-    def at(self, path: str) -> Outline:
-        """The module of a dotted name; it is made, with those that it is in, if it is not there."""
-        name, _, suffix = path.partition(".")
-        child = self.below.setdefault(name, Outline())
-        return child.at(suffix) if suffix else child
-
-    def named_children(self) -> Iterator[tuple[str, Outline]]:
-        """Direct children."""
-        return iter(self.below.items())
-
-    def children(self) -> Iterator[Outline]:
-        """Direct children."""
-        return iter(self.below.values())
-
-    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Outline]]:
-        """Yield the module itself and all below it, parents first."""
-        yield prefix, self
-        for name, child in self.below.items():
-            yield from child.named_modules(f"{prefix}.{name}" if prefix else name)
-
-    def modules(self) -> Iterator[Outline]:
-        """The module itself and all below it."""
-        return (module for _, module in self.named_modules())
-
-    def named_parameters(self, *, recurse: bool = True) -> Iterator[tuple[str, Shape]]:
-        """Yield parameters with names, by default of children, too."""
-        seen: set[int] = set()
-        for prefix, module in self.named_modules() if recurse else [("", self)]:
-            for name, parameter in module.direct.items():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield f"{prefix}.{name}" if prefix else name, parameter
-
-    def parameters(self, *, recurse: bool = True) -> Iterator[Shape]:
-        """Yield parameters, by default of children, too."""
-        return (parameter for _, parameter in self.named_parameters(recurse=recurse))
-
-
-def is_lookup(module: nn.Module | Outline) -> bool:
-    """Whether a module is an embedding."""
-    if isinstance(module, Outline):
-        return module.is_table
-    from torch import nn  # whoever has a module has imported torch already
-
-    return isinstance(module, nn.Embedding)
-
-
-def is_linear(module: nn.Module | Outline) -> bool:
-    """Whether a module is a matrix that inputs are multiplied with, and perhaps a bias."""
-    if isinstance(module, Outline):
-        weight = module.direct.get("weight")
-        return weight is not None and weight.dim() == 2 and not module.is_table
-    from torch import nn
-
-    return isinstance(module, nn.Linear)
-
-
-def is_matrix(module: nn.Module | Outline, parameter: nn.Parameter | Shape) -> bool:
-    """Return True for the matrix of a linear layer, and for a stack of matrices, as of experts."""
-    if parameter.dim() == 2:
-        return is_linear(module)
-    if isinstance(module, Outline):
-        return parameter.dim() == 3
-    from torch import nn
-
-    convolves = isinstance(module, nn.Conv1d | nn.ConvTranspose1d)
-    return parameter.dim() == 3 and min(parameter.shape) > 1 and not convolves
-
-
-def is_list(module: nn.Module | Outline) -> bool:
-    """Whether a module is a list or a dict of others."""
-    if isinstance(module, Outline):
-        return bool(module.below) and all(name.isdigit() for name in module.below)
-    from torch import nn
-
-    return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 # Which model is meant: a size people know, a config.json, a directory with one, an id on the Hub.

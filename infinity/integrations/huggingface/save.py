@@ -1,0 +1,195 @@
+"""`save_pretrained`: writes an engine's model as a directory that transformers loads."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.common.sizes import parse_size
+from infinity.engine import Engine
+from infinity.errors import ConfigError
+from infinity.integrations.huggingface.packages import transformers
+from infinity.model.lazy_tensor import LazyTensor
+from infinity.model.weight_directory import saving
+from infinity.model.weight_files import Outgoing, write_shards
+from infinity.training.state_dict import read_by_first, written_by_first
+
+
+def save_pretrained(
+    engine: Engine,
+    directory: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard: int | str = "5GiB",
+    original_format: bool = True,
+) -> list[Path]:
+    """Write a model that transformers' `from_pretrained` loads: configs, safetensors and tokenizer.
+
+    One tensor at a time is in RAM, two if tensors are split. Tied weights are written once. All
+    files appear at once when they are complete. If the model has adapters of peft, only these are
+    written, as by peft.
+
+    Args:
+        engine: Engine over a model of transformers or peft.
+        directory: Where to write; created if missing.
+        tokenizer: Any object with a `save_pretrained`.
+        dtype: As in `Engine.save_weights`.
+        max_shard: Largest weight file, except for larger tensors: bytes or a text such as
+            ``"5GiB"``.
+        original_format: Write the names and shapes of published files: experts one by one, for
+            example, if the model fuses them.
+
+    Returns:
+        Paths of the weight files.
+
+    Raises:
+        ConfigError: The model is not of transformers or peft.
+        DoesNotFitError: The disk is full.
+        MachineError: The directory cannot be written. Training may continue after any error, and
+            older files are unchanged.
+    """
+    module: Any = engine.module
+    target = Path(directory).expanduser()
+    state = Engine.state_dict(engine)
+    ranks = engine.ranks
+    if hasattr(module, "peft_config"):
+        read_by_first(ranks, state, lambda values: save_adapters(module, target, values, tokenizer))
+        return sorted(target.glob("*.safetensors"))
+    _check(module)
+    outgoing = as_saved(
+        module, state.outgoing(dtype, partial(name_of_tied, module)), original_format
+    )
+    write = partial(write_model, module, outgoing, target, tokenizer, parse_size(max_shard))
+    try:
+        return written_by_first(ranks, outgoing, write)
+    finally:
+        state.flush()  # nothing was edited: only forgets what is cached
+
+
+def save_adapters(
+    module: Any, target: Path, values: Mapping[str, Tensor], tokenizer: Any = None
+) -> None:
+    """Write the adapters of a peft model as its own `save_pretrained` does.
+
+    Args:
+        module: The peft model; its own tensors are not read.
+        target: Directory to write to; files appear when all are complete.
+        values: Values by the names of `module.state_dict()`, of which the adapters' are read.
+        tokenizer: Anything with a `save_pretrained`.
+    """
+    with saving(target) as folder:
+        with suppress(FileNotFoundError):  # peft writes into the one that is there
+            shutil.copyfile(target / "README.md", folder / "README.md")
+        module.save_pretrained(os.fspath(folder), state_dict=values)
+        _save_tokenizer(tokenizer, folder)
+
+
+def write_model(
+    module: Any,
+    tensors: Sequence[Outgoing],
+    target: Path,
+    tokenizer: Any,
+    max_shard_bytes: int,
+) -> list[Path]:
+    """Write a transformers model as its own `save_pretrained` does, and return the weight files.
+
+    Args:
+        module: The model, of which only the configurations are used.
+        tensors: What `as_saved` returns.
+        target: Directory to write to; files appear when all are complete.
+        tokenizer: Anything with a `save_pretrained`, or None.
+        max_shard_bytes: Largest weight file, except for larger tensors.
+    """
+
+    def save_others(folder: Path) -> None:
+        _save_configs(module, folder, next((t.dtype for t in tensors), torch.float32))
+        _save_tokenizer(tokenizer, folder)
+
+    return write_shards(target, tensors, max_shard_bytes, beside=save_others)
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    if tokenizer is not None:
+        tokenizer.save_pretrained(os.fspath(folder))
+
+
+def _check(module: Any) -> None:
+    if not isinstance(module, transformers().PreTrainedModel):
+        raise ConfigError(
+            f"save_pretrained takes models of transformers and peft, not {type(module).__name__}",
+            remedy="engine.save_weights(directory)",
+        )
+    if getattr(module, "hf_quantizer", None) is not None:
+        raise ConfigError(
+            "a quantised model cannot be saved by save_pretrained",
+            remedy="engine.save_weights(directory), or save its adapters",
+        )
+
+
+def name_of_tied(module: Any, names: tuple[str, ...]) -> str:
+    """Return the name, of several of one tensor, under which transformers saves it."""
+    tied = set(module.all_tied_weights_keys)
+    return next((name for name in names if name not in tied), names[0])
+
+
+def as_saved(
+    module: Any, tensors: Iterable[Outgoing], original_format: bool = True
+) -> list[Outgoing]:
+    """Return the tensors that transformers saves of a model.
+
+    Args:
+        module: The model, of which only rules for names are used.
+        tensors: Its tensors, those of one memory once, by `name_of_tied`.
+        original_format: Undo what transformers renames, fuses and splits when it loads.
+    """
+    ignored = set(module._keys_to_ignore_on_save or ())
+    last = _LastRead()
+    given: dict[str, Tensor] = {}
+    for tensor in tensors:
+        if tensor.name not in ignored:
+            read = partial(last.read, tensor.name, tensor.read)
+            given[tensor.name] = LazyTensor(tensor.shape, tensor.dtype, read)
+    if original_format:
+        conversions = importlib.import_module("transformers.core_model_loading")
+        given = conversions.revert_weight_conversion(module, given)
+    outgoing = []
+    for name, value in given.items():
+        assert isinstance(value, LazyTensor)
+        outgoing.append(Outgoing(name, tuple(value.shape), value.dtype, value.value))
+    return outgoing
+
+
+def _save_configs(module: Any, target: Path, dtype: torch.dtype) -> None:
+    config = copy.deepcopy(module.config)
+    config.dtype = dtype
+    config.architectures = [type(module).__name__]
+    config.save_pretrained(os.fspath(target))
+    if module.can_generate():
+        module.generation_config.save_pretrained(os.fspath(target))
+
+
+class _LastRead:
+    """Keeps the tensor read last: of one that is split, the parts are written one by one."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._value = torch.empty(0)
+
+    def read(self, name: str, read: Callable[[], Tensor]) -> Tensor:
+        """Return the values; those of another name are released first."""
+        if name != self._name:
+            self._name, self._value = "", torch.empty(0)
+            self._value = read()
+            self._name = name
+        return self._value

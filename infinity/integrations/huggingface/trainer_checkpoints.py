@@ -1,0 +1,85 @@
+"""The engine's part of a Trainer's `checkpoint-N`, written and read.
+
+`checkpoint-N/engine` is the engine's checkpoint, with the schedule and the random generators in
+it: it stands for optimizer.pt, scheduler.pt and rng_state.pth, and nothing of it is unpickled.
+The other files are as `Trainer` writes them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from pathlib import Path
+
+from infinity.checkpoint.manifest import MANIFEST_NAME
+from infinity.errors import ConfigError, InfinityWarning
+
+TAG = "engine"
+STATE = "trainer_state.json"
+_FOLDER = re.compile(r"checkpoint-(\d+)")
+
+
+def has_engine(folder: str | os.PathLike[str]) -> bool:
+    """Whether the folder holds a checkpoint of an engine, complete."""
+    return (Path(folder) / TAG / MANIFEST_NAME).is_file()
+
+
+def newest_complete(directory: str) -> str | None:
+    """The newest `checkpoint-N` of an engine that is complete; None where there is no folder.
+
+    A crash while one is saved leaves a folder without its last file: such are passed over. Warns
+    where newer ones hold weights only. Raises `ConfigError` where none of them is complete.
+    """
+    numbers = {
+        int(match[1]): path
+        for path in Path(directory).glob("checkpoint-*")
+        if path.is_dir() and (match := _FOLDER.fullmatch(path.name))
+    }
+    folders = [numbers[number] for number in sorted(numbers, reverse=True)]
+    weights_only = [p for p in folders if (p / STATE).is_file() and not (p / TAG).exists()]
+    complete = next((p for p in folders if has_engine(p) and (p / STATE).is_file()), None)
+    if complete is not None:
+        newer = [p for p in weights_only if folders.index(p) < folders.index(complete)]
+        if newer:
+            warnings.warn(
+                f"going on from {complete}; {len(newer)} newer ones, to {newer[0].name}, hold "
+                "weights only (saved with save_only_model, or by another Trainer). To take these, "
+                f"with a new optimizer: resume_from_checkpoint={str(newer[0])!r}",
+                InfinityWarning,
+                stacklevel=3,
+            )
+        return str(complete)
+    if weights_only:
+        weights = weights_only[0]
+        raise ConfigError(
+            f"resume_from_checkpoint=True: no complete checkpoint of an engine in {weights.parent}",
+            because=f"{weights.name} holds weights only: saved with save_only_model, or by another "
+            "Trainer",
+            remedy=f"resume_from_checkpoint={str(weights)!r} takes its weights, with a new "
+            "optimizer; or train() without it starts anew",
+        )
+    if folders:
+        newest = folders[0]
+        missing = STATE if has_engine(newest) else f"{TAG}/{MANIFEST_NAME}"
+        raise ConfigError(
+            f"resume_from_checkpoint=True: no complete checkpoint in {newest.parent}",
+            because=f"{newest.name} has no {missing}: its saving was cut short",
+            remedy=f"rm -r {newest}, and train() without resume_from_checkpoint: it starts anew",
+        )
+    return None
+
+
+def refuse_foreign(folder: str) -> None:
+    """Raise for a folder from which nothing can be resumed."""
+    if not Path(folder).is_dir():
+        raise ConfigError(
+            f"resume_from_checkpoint={folder!r} is no directory",
+            remedy="the path of a checkpoint-N, or True for the newest in output_dir",
+        )
+    if not (Path(folder) / STATE).is_file():
+        raise ConfigError(
+            f"resume_from_checkpoint={folder!r} has no {STATE}",
+            because="that is written last: a crash cut the saving short, or it is no checkpoint-N",
+            remedy="True for the newest complete one in output_dir, or train() to start anew",
+        )

@@ -1,4 +1,8 @@
-"""The manifest of a checkpoint: tensors, their places in files, and checksums."""
+"""The manifest of a checkpoint: tensors, their offsets in files, and checksums.
+
+A stream is a sequence of tensors. It is cut into safetensors files between tensors, so every file
+can be read alone, by anything that reads safetensors.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +24,6 @@ from infinity.errors import CheckpointError, ConfigError
 from infinity.model.safetensors_file import DTYPE_NAMES, encode_header
 from infinity.model.weight_directory import INDEX_NAME
 from infinity.types import FrozenFormat, MomentFormat, can_store
-
-# Which bytes of a checkpoint lie in which file: streams, shards, names and headers.
-#
-# A stream is a sequence of tensors. It is cut into safetensors files between tensors, so every
-# file
-# can be read alone, by anything that reads safetensors.
-
 
 FORMAT_NAME = "torch-infinity-checkpoint"
 VERSION = (1, 0)

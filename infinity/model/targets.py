@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# Which model is meant: a size people know, a config.json, a directory with one, an id on the Hub.
-
-
 PIECE_ELEMENTS = 4 << 20  # of values that can be read in pieces, so many at a time
 MAX_CONFIG_BYTES = 16 << 20  # a config.json has some KiB, with many labels 1 MiB
 # A file with one of these is a model's, even if it does not say of which family.

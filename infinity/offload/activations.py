@@ -27,9 +27,6 @@ from infinity.storage.staging import host_buffer
 from infinity.storage.store import Priority
 from infinity.types import PAGE, Tier, round_up
 
-# Where saved tensors wait: records, spans of the pool, parts of the extent on disk.
-
-
 LABEL = (NO_UNIT, "activation")
 
 

@@ -31,13 +31,9 @@ from infinity.optim.cuda_launch import (
 )
 from infinity.optim.rules import SGD
 
-# Launches on a CUDA device: kernels compiled on first use and kept, arguments passed by value.
-#
-# `cuda-core` compiles and loads. It launches with scalars and pointers only, so launches go
-# through `cuda-bindings`, on which it rests: the driver takes a table of up to 32764 bytes by
-# value.
-
-
+# `cuda-core` compiles kernels on first use, and loads them. It launches with scalars and pointers
+# only, so launches go through `cuda-bindings`, on which it rests: the driver takes a table of up to
+# 32764 bytes by value.
 _OLDEST_DRIVER = 12010  # CUDA 12.1: parameters of more than 4 KiB
 _OLDEST_DEVICE = (7, 0)
 

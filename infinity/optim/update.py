@@ -1,4 +1,9 @@
-"""The built-in rules by their names in the config: hypers from groups, updates by the kernels."""
+"""The built-in rules by their names in the config: hypers from groups, updates by the kernels.
+
+The optimizer pass splits chunks into tiles (ranges of a parameter with all their state in one
+memory), and an `Updater` steps each: here with kernels, in `adapter.py` with any optimizer of
+`torch.optim`. Neither knows units, tiers or files.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +20,6 @@ from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import Moment
 from infinity.optim.rules import RULES, RuleParams, lossy_notes, matrix_steps, reserved_moments
 from infinity.types import MomentFormat
-
-# The optimizer pass splits chunks into tiles (ranges of a parameter with all their state in one
-# memory), and an `Updater` steps each: here with kernels, in `adapter.py` with any optimizer of
-# `torch.optim`. Neither knows units, tiers or files.
 
 
 @dataclass(frozen=True, slots=True)

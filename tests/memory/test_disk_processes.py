@@ -179,7 +179,7 @@ def test_a_drive_that_dies_while_training(tmp_path: Path) -> None:
     import struct
 
     with loop_mount(tmp_path, "ext4") as path:
-        reserved = infinity.storage.device.PROCESS.total("host")
+        reserved = infinity.storage.reservations.PROCESS.total("host")
         engine, *_ = infinity.initialize(small_model(), settings(path))
         train(engine, 2)
         fd = os.open(path, os.O_RDONLY)
@@ -195,7 +195,7 @@ def test_a_drive_that_dies_while_training(tmp_path: Path) -> None:
         assert "dmesg" in str(error)
         with pytest.raises(InfinityError):
             engine.close()
-        assert infinity.storage.device.PROCESS.total("host") == reserved
+        assert infinity.storage.reservations.PROCESS.total("host") == reserved
 
 
 def test_a_path_without_room_is_refused_before_training(tmp_path: Path) -> None:

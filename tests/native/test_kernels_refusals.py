@@ -44,12 +44,12 @@ def moment(**changes: Any) -> list[Moment]:
 
 SHARED = torch.zeros(2 * N)
 BAD: list[tuple[dict[str, Any], type[InfinityError], str]] = [
-    ({"weight": torch.zeros(N)}, ConfigError, "rest"),
+    ({"weight": torch.zeros(N)}, ConfigError, "master_state"),
     ({"weight": torch.zeros(N, dtype=torch.float64)}, ConfigError, "weight has dtype"),
     ({"weight": torch.zeros(N - 1, dtype=torch.bfloat16)}, ConfigError, "elements"),
     ({"master_state": None}, ConfigError, "missing"),
-    ({"master_state": torch.zeros(N)}, ConfigError, "rest has dtype"),
-    ({"master_state": torch.zeros(N - 1, dtype=torch.int16)}, ConfigError, "rest has 255 elements"),
+    ({"master_state": torch.zeros(N)}, ConfigError, "master_state has dtype"),
+    ({"master_state": torch.zeros(N - 1, dtype=torch.int16)}, ConfigError, "255 elements"),
     ({"gradient": torch.zeros(N + 1)}, ConfigError, "gradient has 257 elements"),
     ({"gradient": torch.zeros(N, dtype=torch.int32)}, ConfigError, "gradient has dtype"),
     ({"gradient": torch.zeros(N, device="meta")}, ResidencyError, "gradient is on meta"),

@@ -262,7 +262,7 @@ def test_an_addition_that_fails_is_told_after_what_was_agreed_on(
         with make_engine(ranks, model, make_config(), tmp_path) as engine:
             exchange = components(engine).gradients.exchange
             assert exchange is not None
-            keep, calls = exchange._keep, []
+            keep, calls = exchange._accumulate, []
 
             def broken(*args: Any, **options: Any) -> Any:
                 calls.append(args)
@@ -270,7 +270,7 @@ def test_an_addition_that_fails_is_told_after_what_was_agreed_on(
                     raise BadError("the drive is full")
                 return keep(*args, **options)
 
-            exchange._keep = broken
+            exchange._accumulate = broken
             for _ in range(2):
                 engine.backward(engine(torch.ones(2, WIDTH)))
                 engine.step()

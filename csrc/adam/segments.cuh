@@ -3,7 +3,7 @@
 // One launch serves many parameters and groups. The driver copies the table when the launch is
 // queued, so nothing is uploaded, nothing has to outlive the call and the host never waits. A
 // launch of n tiles has n blocks; a block finds its segment by binary search. Sizes and order of
-// the fields are mirrored in infinity/optim/cuda.py.
+// the fields are mirrored in infinity/optim/cuda_launch.py.
 #pragma once
 
 #include "update.inl"

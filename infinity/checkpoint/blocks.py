@@ -35,7 +35,7 @@ class Pool:
 
     def __init__(self, engine: _aio.Engine, block_bytes: int, num_filled: int) -> None:
         nbytes = (WRITES_IN_FLIGHT + num_filled) * block_bytes
-        # In huge pages where they are allowed: the kernel pins what direct I/O uses page by page.
+        # In huge pages where the kernel gives them: it pins what direct I/O uses page by page.
         memory = host_buffer(nbytes)
         self.block_bytes = block_bytes
         self._engine = engine

@@ -347,6 +347,13 @@ class CheckpointReader(StateReader):
             return self._reader(record).block(block)
         except WrongBytesError as error:
             problem = str(error)
+        except MachineError as error:
+            self._forget(record.stream)
+            raise MachineError(
+                f"reading {self.directory / record.name}: {error.what}",
+                because=error.because,
+                remedy="end other programs that use RAM",
+            ) from error
         except (ChangedError, FileNotFoundError) as error:
             self._forget(record.stream)
             raise self._damaged(self.directory / record.name, str(error)) from None

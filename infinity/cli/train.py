@@ -222,7 +222,7 @@ def _show_plan(run: Run, page: TrainPage) -> None:
 class _Stop:
     """Of the signals while training the first asks for a stop between steps, the second stops."""
 
-    defers = True  # see [Note: Ctrl-C] in `offload/call_guard.py`
+    defers = True  # see [Note: Ctrl-C] in `offload/sigint.py`
 
     def __init__(self, page: TrainPage) -> None:
         self._page = page

@@ -1,6 +1,7 @@
 """Accelerators, by torch's device modules: the one file of the core that names their types.
 
-Another type takes an entry in `TYPES`, a `Device` in `storage/devices.py`, and kernels in `optim/`.
+Another type takes an entry in `TYPES`, a `Device` in `storage/` with its row in
+`storage/devices.py`, and kernels in `optim/`.
 """
 
 from __future__ import annotations

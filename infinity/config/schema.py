@@ -206,7 +206,7 @@ class BudgetConfig(Section):
 class HintsConfig(Section):
     """Numbers of parameters that the plan keeps to where it can; it never fails for one.
 
-    DeepSpeed's `stage3_max_live_parameters` and `max_in_cpu`, see plan/planner.py.
+    DeepSpeed's `stage3_max_live_parameters` and `max_in_cpu`, see plan/hints.py.
     """
 
     live_parameters: Integer | None = Field(default=None, ge=0)

@@ -8,7 +8,7 @@ While a parameter is offloaded its Python class is a subclass of the one that it
   which is read-only, so that an edit of `p.data` raises instead of getting lost, and which raises
   when it is read after the parameter has changed: in plain torch it would have changed, too;
 - reads that autograd records, and all reads during a call, first make the parameter resident, as
-  access by attribute does (see [Note: fetch on access] in `parameters.py`);
+  access by attribute does (see [Note: fetch on access] in `parameter_map.py`);
 - edits raise.
 Resident parameters are of their own class, so a forward pays nothing and `torch.compile` sees plain
 parameters. Code in C++ that takes the tensor without Python dispatch sees the placeholder.

@@ -6,7 +6,8 @@ called alone, a backward, a step, a save. During a call any other thread gets an
 engine's calls and from the module's hooks; between calls the engine may change threads. Autograd
 runs the backward of a device with memory of its own on its own threads, which belong to the call. A
 call that ended without `leave` (an exception in a `loss.backward()`) is recognized by its frame,
-which is no longer on its thread's stack. SIGINT waits for the end of a call: [Note: Ctrl-C].
+which is no longer on its thread's stack. SIGINT waits for the end of a call: see [Note: Ctrl-C] in
+`sigint.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads a trace file, complete or not, and finds the resource that binds."""
+"""Reads a trace file, complete or not, as a timeline."""
 
 from __future__ import annotations
 

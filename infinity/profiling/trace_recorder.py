@@ -4,7 +4,7 @@
 Whoever records appends one tuple to a bounded queue, and never waits: where the queue is full the
 event is dropped and counted, and the file says how many were. A thread takes the queue every
 `FLUSH_S` and writes it out, so a killed process loses that much. Which steps are recorded at all
-is for `profiling/step_report.py` (`trace_steps`).
+is for `profiling/step_tracer.py` (`trace_steps`).
 
 [Note: always valid JSON]
 The closing bracket is written with every flush and overwritten by the next one, in one call each.

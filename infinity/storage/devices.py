@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from infinity.common.accelerators import TYPES, accelerator_type
+from infinity.common.accelerators import accelerator_type
 from infinity.errors import ConfigError
 from infinity.storage.cuda import CudaDevice
 from infinity.storage.device import CpuDevice, Device
@@ -35,5 +35,5 @@ def find_device(device: Device | torch.device | str | None) -> Device:
         return CpuDevice()
     if wanted.type in ACCELERATORS:
         return ACCELERATORS[wanted.type](wanted)
-    known = ", ".join(repr(kind) for kind in ("cpu", *TYPES))
+    known = ", ".join(repr(kind) for kind in ("cpu", *ACCELERATORS))
     raise ConfigError(f"device {str(wanted)!r} is not supported yet", remedy=f"use one of {known}")

@@ -82,7 +82,8 @@ def _measure(engine: _aio.Engine, file: _aio.File, span: int, source: Tensor) ->
     if not span:
         return 1.0
     file.allocate(span)
-    targets = [host_buffer(BLOCK) for _ in range(DEPTH)]
+    buffer = host_buffer(DEPTH * BLOCK)
+    targets = [buffer[at : at + BLOCK] for at in range(0, DEPTH * BLOCK, BLOCK)]
 
     def write(turn: int) -> _aio.Ticket:
         return engine.submit(_aio.WRITE, [(file, turn * BLOCK, BLOCK, source.data_ptr())])

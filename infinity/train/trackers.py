@@ -66,7 +66,7 @@ class Trackers:
             try:
                 self._begin(name, directory, more.get(name, {}), dict(settings or {}))
             except Exception as error:
-                _report(name, error)
+                _report(name, "did not start", error, f"maybe: pip install {name}")
 
     def _begin(
         self, name: str, directory: Path, more: dict[str, Any], settings: dict[str, Any]
@@ -98,12 +98,9 @@ class Trackers:
                 call(tracker)
             except Exception as error:
                 del self._open[name]
-                _report(name, error)
+                _report(name, "failed", error, "it is not used any more")
 
 
-def _report(name: str, error: Exception) -> None:
-    warnings.warn(
-        f"training.report_to: {name} failed ({first_lines(error)}), and is not used any more; "
-        "metrics.jsonl continues",
-        InfinityWarning,
-    )
+def _report(name: str, what: str, error: Exception, then: str) -> None:
+    message = f"training.report_to: {name} {what} ({first_lines(error)}); {then}"
+    warnings.warn(f"{message}; metrics.jsonl has the numbers", InfinityWarning)

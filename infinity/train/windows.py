@@ -152,6 +152,7 @@ def documents_of(corpus: Corpus, length: int) -> Documents:
     trained = np.zeros_like(starts)
     for offsets in marked(TRAINED):
         document = np.searchsorted(starts, offsets, side="right") - 1
+        offsets, document = offsets[document >= 0], document[document >= 0]
         np.add.at(trained, document[offsets - starts[document] < length], 1)
     kept = trained > 0
     return Documents(

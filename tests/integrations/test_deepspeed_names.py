@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.integrations import deepspeed
-from infinity.integrations.deepspeed.names import OURS, look_up
+from infinity.integrations.deepspeed.names import OTHERS, OURS, look_up
 
 MODULES = (
     "accelerator.real_accelerator", "autotuning", "checkpoint.ds_to_universal", "comm.comm",
@@ -52,7 +55,7 @@ def test_every_name_that_is_served_is_there() -> None:
         ("runtime.utils.clip_grad_norm_", "gradient_clipping"),
         ("zero.TiledLinear", "migrating-from-deepspeed.md"),
         ("ops.adam.DeepSpeedCPUAdm", "did you mean 'DeepSpeedCPUAdam'"),
-        ("no_such.module.no_such_name", "or no name of DeepSpeed"),
+        ("runtime.no_such.no_such_name", "or no name of DeepSpeed"),
     ],
 )
 def test_a_name_that_is_not_served_raises_when_it_is_used(path: str, remedy: str) -> None:
@@ -88,3 +91,45 @@ def test_a_module_that_is_called_as_a_function_too_still_works() -> None:
     importlib.import_module("infinity.deepspeed.utils.z3_leaf_module")
     assert deepspeed.utils.z3_leaf_module(nn.Linear(1, 1)) is False
     assert deepspeed.utils.get_z3_leaf_modules(nn.Linear(1, 1)) == []
+
+
+def test_scripts_can_ask_for_names_that_deepspeed_does_not_have() -> None:
+    """In modules that serve names; kernels are chosen by modules that are found."""
+    assert not hasattr(deepspeed, "is_initialized")
+    assert not hasattr(deepspeed.utils, "is_initialized")
+    assert hasattr(deepspeed, "init_inference")
+    with pytest.raises(ImportError, match="is_initialized"):
+        from infinity.deepspeed.utils import is_initialized  # noqa: F401
+    assert importlib.util.find_spec("infinity.deepspeed.ops.deepspeed4science") is None
+    for module, names in OTHERS.items():
+        for name in names.split():
+            assert look_up(module, name) is not None, name
+
+
+def test_a_refused_call_is_no_missing_attribute() -> None:
+    """`nn.Module` takes an `AttributeError` of a property for an attribute that is not there."""
+
+    class Model(nn.Module):
+        @property
+        def engine(self) -> Any:
+            return deepspeed.init_inference(self)
+
+    with pytest.raises(ConfigError, match="init_inference is not here"):
+        _ = Model().engine
+
+
+def test_a_class_with_a_name_in_lower_case_is_compared_with_too() -> None:
+    kind: Any = importlib.import_module("infinity.deepspeed.monitor.csv_monitor").csvMonitor
+    assert not isinstance(3, kind)
+    with pytest.raises(ConfigError, match="csvMonitor is not here"):
+        types.new_class("Mine", (kind,))
+
+
+def test_looking_names_up_makes_no_modules() -> None:
+    """`pickle` looks an object without a module up in all that are imported."""
+    importlib.import_module("infinity.deepspeed.runtime.constants")
+    before = set(sys.modules)
+    for name, module in list(sys.modules.items()):
+        if ".deepspeed" in name:
+            getattr(module, "frobnicate", None)
+    assert set(sys.modules) == before

@@ -21,15 +21,15 @@ class _TensorBoard:
 
     def __init__(self, section: Section) -> None:
         library = _needed("torch.utils.tensorboard", "tensorboard")
-        self._writer = library.SummaryWriter(log_dir=str(_folder(section)))
+        self.summary_writer = library.SummaryWriter(log_dir=str(_folder(section)))
 
     def write(self, events: Sequence[Event]) -> None:
         for label, value, samples in events:
-            self._writer.add_scalar(label, value, samples)
-        self._writer.flush()
+            self.summary_writer.add_scalar(label, value, samples)
+        self.summary_writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        self.summary_writer.close()
 
 
 class _Wandb:
@@ -119,16 +119,20 @@ class MonitorMaster:
     """All monitors that a configuration enables, as `DeepSpeedEngine.monitor`.
 
     The first rank writes; on the others, and without monitors, `enabled` is False. Raises
-    `ConfigError` if a package of one is missing.
+    `ConfigError` if a package of one is missing. `tb_monitor.summary_writer` is TensorBoard's;
+    `tb_monitor`, `wandb_monitor`, `csv_monitor` and `comet_monitor` are None if they are off.
     """
 
     def __init__(self, monitor_config: Mapping[str, Section]) -> None:
         self.monitor_config = monitor_config
-        self._writers = [
-            _WRITERS[name](section)
+        on = {
+            name: _WRITERS[name](section)
             for name, section in monitor_config.items()
             if section.get("enabled") and get_rank() == 0
-        ]
+        }
+        self.tb_monitor, self.wandb_monitor = on.get("tensorboard"), on.get("wandb")
+        self.csv_monitor, self.comet_monitor = on.get("csv_monitor"), on.get("comet")
+        self._writers = list(on.values())
         self.enabled = bool(self._writers)
 
     def write_events(self, event_list: Iterable[Event]) -> None:

@@ -3,7 +3,8 @@
 Any module below `deepspeed` can be imported: one without a file here is made when it is asked for.
 A name in it is ours (`OURS`) or stands for one that is not served: a class if it begins with a
 capital, else a module. These can be imported and compared with, and raise one error when they are
-called or subclassed.
+called or subclassed. In modules that serve names, only DeepSpeed's names are there (`OTHERS`), so
+that scripts can ask for one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import cache
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -54,10 +56,9 @@ OURS: tuple[tuple[str, str, str], ...] = (
      "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR"),
     ("*", f"{HERE}.offload_states", "OffloadDeviceEnum OffloadStateTypeEnum"),
     ("*", f"{HERE}.torch_device", "DeepSpeedAccelerator get_accelerator"),
-    ("*", f"{HERE}.monitors",
-     "MonitorMaster get_monitor_config"),
-    ("*", f"{HERE}.flops",
-     "FlopsProfiler get_model_profile"),
+    ("*", f"{HERE}.monitors", "MonitorMaster get_monitor_config"),
+    ("*", f"{HERE}.flops", "FlopsProfiler get_model_profile"),
+    ("*", f"{HERE}.import_checkpoint", "ZeroStageEnum=_Stage"),  # is in pickled checkpoints
     ("*", f"{HERE}.processes",
      "DeepSpeedCPUAdagrad DeepSpeedCPUAdam FusedAdam RepeatingLoader add_config_arguments "
      "init_distributed TORCH_DISTRIBUTED_DEFAULT_PORT"),
@@ -83,6 +84,45 @@ OURS: tuple[tuple[str, str, str], ...] = (
      "GatheredParameters Init ZeroParamStatus is_zero_param "
      "register_external_parameter unregister_external_parameter unwrap_model_for_generation"),
 )  # fmt: skip
+# What else DeepSpeed has in the modules that serve names; in others any name is.
+OTHERS: dict[str, str] = {
+    "":
+        "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable MUON_OPTIMIZER accelerator "
+        "checkpoint checkpointing comm constants dist elasticity git_branch git_hash "
+        "git_version_info pydantic_v1 "
+        "load_ds_config merge_tp_model_init_into_config model_implementations nebula ops pipe "
+        "record_tp_model_init_args resolve_per_head_muon_after_sharding runtime "
+        "set_optimizer_flags utils zero",
+    "comm":
+        "all_gather_coalesced all_reduce_coalesced backend ccl comm config configure constants "
+        "enable_symm_mem_for_group get_all_ranks_from_group get_comm_operation_count "
+        "get_local_rank_from_launcher get_world_rank_from_launcher "
+        "get_world_size_from_launcher has_all_gather_into_tensor has_all_reduce_coalesced "
+        "has_coalescing_manager has_reduce_scatter_tensor in_aml in_aws_sm in_dlts "
+        "init_deepspeed_backend initialize_mesh_device log_summary mpi_discovery reset_log "
+        "reduce_op set_backend timed_op torch utils",
+    "launcher.runner": "",
+    "runtime.lr_schedules":
+        "add_tuning_arguments get_config_from_args get_lr_from_config get_torch_optimizer "
+        "override_params parse_arguments update_lr",
+    "runtime.zero":
+        "DeepSpeedTensorOverride DeepSpeedZeRoOffload TiledLinear TiledLinearReturnBias "
+        "ZeroParamType contiguous_memory_allocator leaf_module_config linear mics mics_utils "
+        "parameter_offload partition_parameters partitioned_param_coordinator "
+        "partitioned_param_profiler utils",
+    "utils":
+        "bwc comms_logging config debug exceptions fragment_address get_caller_func "
+        "get_full_hp_grad get_full_hp_param get_hp_fragment_mapping get_numactl_cmd groups "
+        "init_on_device initialize lazy_init_hp_params_optimizer_state link_hp_params logging "
+        "map_to_flat_opt_states mixed_precision_linkage module_utils numa nvtx "
+        "recursive_getattr recursive_setattr set_full_hp_grad set_full_hp_param "
+        "set_log_level_from_string set_tensor_model_parallel_rank "
+        "set_tensor_model_parallel_world_size tensor_fragment torch types z3_leaf_module "
+        "z3_leaf_parameter zero_to_fp32 zero_to_torch",
+    "utils.groups": "",
+}  # fmt: skip
+# Modules that scripts look for to choose a kernel: those must not be found.
+_ABSENT = ("ops.deepspeed4science",)
 _ALIASES = {"checkpointing": "runtime.activation_checkpointing.checkpointing", "dist": "comm"}
 
 # What to write instead of a name: its module and those below, or the name itself; why; the remedy.
@@ -176,15 +216,19 @@ def served(module: str, name: str) -> Any:
 
 @cache
 def look_up(module: str, name: str) -> Any:
-    """Resolve a name of a DeepSpeed module; raises `AttributeError` for private ones."""
+    """Resolve a name of a DeepSpeed module; raises `AttributeError` for unknown names."""
     found = served(module, name)
     if found is not None:
         return found
-    if name.startswith("_"):
-        raise AttributeError(f"{f'deepspeed.{module}'.rstrip('.')} has no {name!r}")
+    path = f"{module}.{name}".strip(".")
+    if not _is_known(module, name):
+        hint = did_you_mean(name, _owners(), cutoff=0.88)
+        raise AttributeError(f"{f'deepspeed.{module}'.rstrip('.')} has no {name!r}; {hint}"[:200])
     if name[0].isupper():
         return _Refused(name, (), {"__module__": f"deepspeed.{module}".rstrip(".")})
-    return import_module(".".join(filter(None, (HERE, module, name))))
+    file = Path(__file__).parent.joinpath(*path.split("."))
+    has_file = file.is_dir() or file.with_suffix(".py").exists()
+    return import_module(f"{HERE}.{path}") if has_file or path in _ALIASES else _made(path)
 
 
 def getter(module: str) -> Callable[[str], Any]:
@@ -192,22 +236,33 @@ def getter(module: str) -> Callable[[str], Any]:
     return lambda name: look_up(module, name)
 
 
-class NotServedError(ConfigError, AttributeError):
-    """A name of DeepSpeed that is not served was used."""
+def _is_known(module: str, name: str) -> bool:
+    """Return whether a DeepSpeed module has, or may have, a name that is not served."""
+    path = f"{module}.{name}".strip(".")
+    named = module not in OTHERS or name in OTHERS[module].split() or _remedies(path, len(module))
+    return bool(named) and not name.startswith("_") and path not in _ABSENT
 
 
-def why_refused(path: str) -> NotServedError:
-    """Return the error of a name, by its dotted path below `deepspeed`."""
-    fits = [
+class NoAttributeError(ConfigError, AttributeError):
+    """An attribute of a class that is not served, so that `hasattr` finds none."""
+
+
+def _remedies(path: str, beyond: int = -1) -> list[tuple[int, str, str]]:
+    """Return the rows of `_INSTEAD` that fit a path: length of the prefix, why, remedy."""
+    return [
         (len(prefix), because, remedy)
         for prefixes, because, remedy in _INSTEAD
         for prefix in prefixes.split() or [""]
-        if not prefix or f"{path}.".startswith(f"{prefix}.")
+        if (not prefix or f"{path}.".startswith(f"{prefix}.")) and len(prefix) > beyond
     ]
-    _, because, remedy = max(fits)
+
+
+def why_refused(path: str, kind: type[ConfigError] = ConfigError) -> ConfigError:
+    """Return the error of a name, by its dotted path below `deepspeed`."""
+    _, because, remedy = max(_remedies(path))
     hint = did_you_mean(path.rpartition(".")[2], _owners(), cutoff=0.88)
     what = f"deepspeed.{path} is not here"
-    return NotServedError(what, because=because or None, remedy=hint + remedy)
+    return kind(what, because=because or None, remedy=hint + remedy)
 
 
 class _Refused(type):
@@ -225,7 +280,8 @@ class _Refused(type):
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(name)
-        cls()
+        path = f"{cls.__module__}.{cls.__name__}".removeprefix("deepspeed.")
+        raise why_refused(path, NoAttributeError)
 
 
 class _Module(ModuleType):
@@ -245,6 +301,15 @@ class _Module(ModuleType):
             raise why_refused(self._path)
         return self._function(*args, **kwargs)
 
+    def __instancecheck__(self, instance: object) -> bool:
+        return False  # of a class with a name in lower case
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> NoReturn:
+        raise why_refused(self._path)
+
+
+_made = cache(lambda path: _Module(f"{HERE}.{path}"))
+
 
 class _Finder(MetaPathFinder, Loader):
     """Makes modules below `deepspeed` that have no file here; last, so that files win."""
@@ -252,13 +317,16 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        private = name.rpartition(".")[2].startswith("_")
-        found = name.startswith(f"{HERE}.") and not private
+        if not name.startswith(f"{HERE}."):
+            return None
+        parent, _, last = name.removeprefix(f"{HERE}.").rpartition(".")
+        found = _is_known(parent, last) or served(parent, last) is not None
         return ModuleSpec(name, self, is_package=True) if found else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return a module that looks its names up when they are used."""
-        return _Module(spec.name)
+        made: ModuleType = _made(spec.name.removeprefix(f"{HERE}."))
+        return made
 
     def exec_module(self, module: ModuleType) -> None:
         """Let `checkpointing` and `dist` be the modules that they abbreviate."""

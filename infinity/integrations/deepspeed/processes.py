@@ -202,6 +202,7 @@ def _passed_on(
         alone(**given)
         return Finished() if given.get("async_op") else None
 
+    function.__name__ = function.__qualname__ = name
     function.__doc__ = f"`torch.distributed.{name}`; what would be logged of it is not."
     return function
 

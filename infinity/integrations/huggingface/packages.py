@@ -20,5 +20,5 @@ def package(name: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"the package {name} cannot be imported: {error}",
-            remedy=f"pip install {name}",
+            remedy="pip install 'torch-infinity[hf]'",
         ) from error

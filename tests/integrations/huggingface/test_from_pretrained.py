@@ -296,7 +296,7 @@ def test_refusals_name_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match="holds an adapter"):
         load_model(source)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match="pip install transformers"):
+    with pytest.raises(ConfigError, match=r"pip install .torch-infinity\[hf\]"):
         load_model(source)
 
 

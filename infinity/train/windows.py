@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,21 +138,25 @@ def pack(lengths: Ints, size: int) -> list[list[int]]:
 
 def documents_of(corpus: Corpus, length: int) -> Documents:
     """The conversations of a corpus of marked tokens, of each the first `length` tokens."""
+    chunks = range(0, corpus.num_tokens, _CHUNK)
 
-    def marked(mark: int) -> Iterator[Ints]:
-        """Yield the offsets of tokens with a mark."""
-        for start in range(0, corpus.num_tokens, _CHUNK):
-            tokens = corpus.read(start, min(_CHUNK, corpus.num_tokens - start))
-            yield start + np.flatnonzero(tokens & mark)
+    def read(start: int) -> Ints:
+        return corpus.read(start, min(_CHUNK, corpus.num_tokens - start))
 
-    starts = np.concatenate([np.empty(0, np.int64), *marked(FIRST)])
+    starts = np.concatenate(
+        [np.empty(0, np.int64), *(start + np.flatnonzero(read(start) & FIRST) for start in chunks)]
+    )
     full_lengths = np.diff(np.append(starts, corpus.num_tokens))
     lengths = np.minimum(full_lengths, length)
-    trained = np.zeros_like(starts)
-    for offsets in marked(TRAINED):
-        document = np.searchsorted(starts, offsets, side="right") - 1
-        offsets, document = offsets[document >= 0], document[document >= 0]
-        np.add.at(trained, document[offsets - starts[document] < length], 1)
+    # How many tokens before each beginning and each end have a loss, in the order of offsets.
+    offsets = np.stack([starts, starts + lengths], axis=1).ravel()
+    before, done, num_before = np.zeros_like(offsets), 0, 0
+    for start in chunks:
+        sums = np.concatenate([[0], np.cumsum((read(start) & TRAINED) != 0)])
+        last = int(np.searchsorted(offsets, start + len(sums) - 1, side="right"))
+        before[done:last] = num_before + sums[offsets[done:last] - start]
+        done, num_before = last, num_before + int(sums[-1])
+    trained = before[1::2] - before[::2]
     kept = trained > 0
     return Documents(
         starts[kept], lengths[kept], trained[kept],

@@ -28,12 +28,7 @@ from infinity.checkpoint.commits import (
 )
 from infinity.checkpoint.directory import refusal
 from infinity.checkpoint.durable_runs import SUMS_NAME, StoredRun, read_parts
-from infinity.checkpoint.manifest import (
-    BUFFERS,
-    BufferRecord,
-    Manifest,
-    ParameterRecord,
-)
+from infinity.checkpoint.manifest import BUFFERS, BufferRecord, Manifest, ParameterRecord
 from infinity.checkpoint.plain import encode
 from infinity.checkpoint.reader import StateReader, damaged
 from infinity.checkpoint.streams import StreamRange, frozen_pieces, pieces, state_streams

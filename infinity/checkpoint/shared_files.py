@@ -18,16 +18,8 @@ from pathlib import Path
 from torch import Tensor
 
 import infinity._aio as _aio
-from infinity.checkpoint.manifest import (
-    BLOCK_BYTES,
-    FileRecord,
-    Shard,
-    TensorSpec,
-    check_tag,
-)
-from infinity.common.files import (
-    open_new,
-)
+from infinity.checkpoint.manifest import BLOCK_BYTES, FileRecord, Shard, TensorSpec, check_tag
+from infinity.common.files import open_new
 
 _FICLONE = 0x40049409  # ioctl: share all blocks of another file
 _OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -10,15 +10,9 @@ from dataclasses import replace
 
 from infinity.common.sizes import format_count
 from infinity.config.schema import HintsConfig
-from infinity.plan.budget import (
-    Limits,
-    excess,
-    with_memory,
-)
+from infinity.plan.budget import Limits, excess, with_memory
 from infinity.plan.layout import UnitLayout
-from infinity.plan.plan import (
-    Plan,
-)
+from infinity.plan.plan import Plan
 from infinity.types import Tier
 
 LEAST_AHEAD = 1  # with less nothing is fetched while something computes

@@ -9,25 +9,13 @@ from dataclasses import dataclass, replace
 from infinity.common.sizes import format_size
 from infinity.config.schema import Config
 from infinity.errors import ConfigError, DoesNotFitError
-from infinity.plan.budget import (
-    Limits,
-    excess,
-    largest_slot,
-    with_memory,
-)
+from infinity.plan.budget import Limits, excess, largest_slot, with_memory
 from infinity.plan.cost import step_cost
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.hints import may_look_nearer, with_live_note, with_weights_in_ram
 from infinity.plan.layout import ELEMENT_ALIGN, PRECISIONS, UnitLayout, dealt_notes, split_notes
 from infinity.plan.placement import FIELDS, placed, score
-from infinity.plan.plan import (
-    RAM,
-    Plan,
-    RuleFacts,
-    UnitFacts,
-    UnitPlacement,
-    why_only_cpu,
-)
+from infinity.plan.plan import RAM, Plan, RuleFacts, UnitFacts, UnitPlacement, why_only_cpu
 from infinity.plan.rates import Rates, nominal
 from infinity.plan.saved_plan import plan_saved
 from infinity.plan.streamed_updates import leaving_room, with_updates

@@ -21,13 +21,7 @@ from infinity.plan.budget import (
 )
 from infinity.plan.cost import share_beside, step_cost
 from infinity.plan.placement import score
-from infinity.plan.plan import (
-    Plan,
-    UnitPlacement,
-    UpdatePlace,
-    update_place,
-    why_only_cpu,
-)
+from infinity.plan.plan import Plan, UnitPlacement, UpdatePlace, update_place, why_only_cpu
 from infinity.plan.rates import Rates
 from infinity.types import Tier
 

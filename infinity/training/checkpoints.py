@@ -31,10 +31,7 @@ from infinity.checkpoint.plain import MAX_ARRAY_BYTES, decode, encode
 from infinity.checkpoint.ranges import RangeWriter
 from infinity.checkpoint.reader import CheckpointReader, StateReader
 from infinity.checkpoint.schemas import check_run_state
-from infinity.checkpoint.streams import (
-    first_frozen_byte,
-    state_streams,
-)
+from infinity.checkpoint.streams import first_frozen_byte, state_streams
 from infinity.checkpoint.writer import CheckpointWriter, files_of, temporary_of
 from infinity.common.crc32c import crc32c_of
 from infinity.common.sizes import format_size

@@ -336,9 +336,11 @@ def report_of(
     typed = for_plan(of_run=wishes.run is not None)
 
     def answer(changes: Sequence[Change]) -> PlanEstimate | None:
+        text = typed(changes)
         assert more is not None
+        assert text is not None, "every change has a text for this command"
         with suppress(InfinityError):  # it does not fit, or makes no sense
-            chosen = find_schedule(more(typed(changes) or ""), like=case).chosen
+            chosen = find_schedule(more(text), like=case).chosen
             priced = chosen.best or price(chosen.case)
             return None if priced.missing else priced
         return None

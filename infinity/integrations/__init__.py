@@ -30,9 +30,12 @@ class _Alias(MetaPathFinder, Loader):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         first, _, below = name.partition(".")
-        ours = sys.modules.get(f"{__name__}.deepspeed")
-        stands_in = first == "deepspeed" and below and sys.modules.get(first) is ours is not None
-        if not stands_in and (first != "infinity" or below.split(".")[0] not in _PUBLIC):
+        if first == "deepspeed":
+            ours = sys.modules.get(f"{__name__}.deepspeed")
+            is_alias = bool(below) and sys.modules.get(first) is ours is not None
+        else:
+            is_alias = first == "infinity" and below.partition(".")[0] in _PUBLIC
+        if not is_alias:
             return None
         found = find_spec(_target(name))
         if found is None:

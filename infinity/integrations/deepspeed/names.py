@@ -220,12 +220,11 @@ def look_up(module: str, name: str) -> Any:
     found = served(module, name)
     if found is not None:
         return found
-    path = f"{module}.{name}".strip(".")
+    where, path = f"deepspeed.{module}".rstrip("."), f"{module}.{name}".strip(".")
     if not _is_known(module, name):
-        hint = did_you_mean(name, _owners(), cutoff=0.88)
-        raise AttributeError(f"{f'deepspeed.{module}'.rstrip('.')} has no {name!r}; {hint}"[:200])
+        raise AttributeError(f"module {where!r} has no attribute {name!r}")
     if name[0].isupper():
-        return _Refused(name, (), {"__module__": f"deepspeed.{module}".rstrip(".")})
+        return _Refused(name, (), {"__module__": where})
     file = Path(__file__).parent.joinpath(*path.split("."))
     has_file = file.is_dir() or file.with_suffix(".py").exists()
     return import_module(f"{HERE}.{path}") if has_file or path in _ALIASES else _made(path)

@@ -282,13 +282,10 @@ def make_engine(
     **options: Any,
 ) -> Engine:
     """One rank's engine; all share the folder. Unless told otherwise units move through slots, and
-    are gathered; and the budget of RAM does not depend on what is free at the moment.
+    are gathered.
     """
     placement = {"reshard_after_forward": True, "shared": False, **config.get("placement", {})}
-    budget = {"host": "12GiB", **config.get("budget", {})}
-    plain, io = rough.taken(
-        {"nvme_path": str(folder), **config, "placement": placement, "budget": budget}
-    )
+    plain, io = rough.taken({"nvme_path": str(folder), **config, "placement": placement})
     if groups is not None:
         options["model_parameters"] = groups(model)
     made: Engine = rough.initialize(

@@ -1,1 +1,1 @@
-"""The training step: hooks, gradients out, clipping, the optimizer pass, and whole values."""
+"""Training: the step, the optimizer pass, checkpoints, and access to full parameter values."""

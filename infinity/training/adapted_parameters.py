@@ -1,11 +1,11 @@
-"""peft's adapters of single parameters (`target_parameters`), over offloaded ones.
+"""Support for peft adapters of single parameters (`target_parameters`) that are offloaded.
 
 [Note: parametrized in a forward]
-In every forward peft parametrizes the adapted parameter: `torch.nn.utils.parametrize` deletes it
-from its module, changes the module's class, and undoes both afterwards. An engine holds the
-parameters of its module and refuses that. So peft gets a stand-in module with the resident values,
-which it parametrizes in place of the real one, and its parametrization is applied to what the real
-module's attribute gives, once a forward. Which parametrization that is remains peft's choice.
+In each forward peft parametrizes the adapted parameter: `torch.nn.utils.parametrize` deletes it
+from its module, changes the module's class, and undoes both afterwards. A module whose parameters
+an engine owns refuses that. peft is therefore given a stand-in module that holds the resident
+values, and parametrizes that one. The resulting parametrization is applied, once per forward, to
+the value that the real module's attribute returns. The choice of parametrization remains peft's.
 """
 
 from __future__ import annotations
@@ -26,33 +26,36 @@ _BASE = "get_base_layer"
 
 
 class AdaptedParameters:
-    """Lets peft's layers of adapted parameters compute in a module that an engine owns."""
+    """Replacement of `_activate_lora` in peft layers of a module that an engine owns."""
 
     def __init__(self, module: nn.Module) -> None:
-        # Without an imported peft there are no adapters of it.
+        # If peft is not imported, the module has no peft adapters.
         kind = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", ())
         self._layers = [layer for layer in module.modules() if isinstance(layer, kind)]
         for layer in self._layers:
-            # Bound, so that a deep copy of the layer activates itself and not this one.
+            # A bound method: a deep copy of the layer then activates itself, not the original.
             vars(layer)[_ACTIVATE] = MethodType(_activate, layer)
 
     def remove(self) -> None:
-        """Leave the layers as they were."""
+        """Remove the replacements."""
         while self._layers:
             vars(self._layers.pop()).pop(_ACTIVATE, None)
 
 
 @contextmanager
 def _activate(layer: Any, active_adapters: Sequence[str]) -> Iterator[None]:
-    """Add the adapters to the layer's parameter; see [Note: parametrized in a forward]."""
+    """Apply the active adapters to the layer's parameter.
+
+    See [Note: parametrized in a forward].
+    """
     base, name = layer.get_base_layer(), layer.parameter_name
     activated = type(layer)._activate_lora(layer, active_adapters)
-    if not isinstance(base._parameters, ParameterMap):  # of a copy, or after the end
+    if not isinstance(base._parameters, ParameterMap):  # a deep copy, or a closed engine
         with activated:
             yield
         return
     stand_in = nn.Module()
-    # `.data`, for a version of its own: torch sets it to itself, which counts as an edit.
+    # `.data` has a separate version: torch sets the tensor to itself, which counts as an edit.
     values = nn.Parameter(getattr(base, name).data, requires_grad=False)
     stand_in.register_parameter(name, values)
     vars(layer)[_BASE] = lambda: stand_in

@@ -1,13 +1,14 @@
-"""Copies of all state at rest into the streams of a checkpoint, while training goes on.
+"""Asynchronous saves: a thread copies all stored state to a checkpoint while training goes on.
 
-A copier thread goes through the units chunk by chunk. Before an optimizer pass, or an edit, changes
-the first byte of a unit that is not copied yet, it waits for the copier (`await_copied`): nothing
-is ever copied twice or kept twice, and memory is two chunks whatever the model's size, and the
-weights of one unit with frozen parameters, if there are such and they are not in RAM.
+The copier thread goes through the units chunk by chunk. Before an optimizer pass or an edit changes
+the first byte of a unit that is not copied yet, it waits for the copier (`await_copied`). So no
+state is copied or stored twice, and memory is two chunks at any model size, plus the weights of one
+unit if it has frozen parameters that are not in RAM.
 
-Of several ranks each copies what it keeps, to its place in files that the first has made. That
-needs no meeting; that all have done so is found out where the training thread meets anyway, in a
-step or where somebody waits for the save, and there the first publishes the checkpoint.
+With several ranks, each copies its local shards to their offsets in files that rank 0 has created,
+without synchronization. Completion on all ranks is detected at the next synchronization of the
+training thread, in a step or when a caller waits for the save; rank 0 then publishes the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from infinity.training.frozen_bytes import FrozenBytes, Put
 
 @dataclass
 class _Read:
-    """One chunk on its way to where the host can read it."""
+    """A chunk that is being read into memory that the host can access."""
 
-    chunk: int | None  # None: the unit's frozen bytes
+    chunk: int | None  # None for the frozen bytes of the unit
     staged: Staged
     buffer: Tensor | None = None
 
 
 @dataclass
 class _Together:
-    """A save of several ranks: the first one's writer, this one's part, and what publishes all."""
+    """State of a save of ranges; only rank 0 has a `writer`, and calls `publish` at the end."""
 
     writer: CheckpointWriter | None
     ranges: RangeWriter
@@ -54,10 +55,10 @@ class _Together:
 
 
 class Saver:
-    """At most one save at a time.
+    """Background saver of checkpoints, with at most one save at a time.
 
-    `await_copied` is for whoever changes what rests, on any thread. What went wrong behind the
-    caller's back is raised by the next `finish`, and warned of by `warn`.
+    Any thread calls `await_copied` before it changes stored state. An error of the background
+    thread is raised by the next `finish`, and reported as a warning by `warn`.
     """
 
     def __init__(self, plan: Plan, store: StateStore) -> None:
@@ -67,14 +68,14 @@ class Saver:
         self._ranks = store.ranks
         self._transfers = store.transfers
         self._device = store.transfers.device
-        self._pinned: BufferPool | None = None  # kept where pinning is worth it
+        self._pinned: BufferPool | None = None  # retained between saves
         self._changed = threading.Condition()
-        self._left: set[int] = set()  # units that are not copied yet
+        self._left: set[int] = set()  # units not copied yet
         self._thread: threading.Thread | None = None
         self._stop = False
         self._error: BaseException | None = None
         self._warned = False
-        self._together: _Together | None = None  # of several ranks, a save that is not ended
+        self._together: _Together | None = None  # a save of ranges that has not ended
 
     def start(
         self,
@@ -82,10 +83,10 @@ class Saver:
         ranges: RangeWriter | None,
         publish: Callable[[], object],
     ) -> None:
-        """Copy all state at rest, then `publish`, on a thread; no update may be owed.
+        """Start a thread that copies all stored state and then calls `publish`.
 
-        Of several ranks, of which the first has the `writer`, each copies what it keeps to its
-        `ranges`; what all have written is published by `poll`.
+        No update may be pending. With `ranges`, each rank writes its local state to them, only
+        rank 0 has the `writer`, and `poll` publishes when all ranks have finished writing.
         """
         assert self._thread is None
         self._left = {layout.index for layout in self._plan.units}
@@ -107,7 +108,7 @@ class Saver:
             raise
 
     def await_copied(self, unit: int, first: Callable[[], object] = bool) -> None:
-        """Wait until the unit's bytes are copied, or will not be; `first` is called before."""
+        """Block until the unit is copied or the save has ended; call `first` before blocking."""
         if unit in self._left:
             first()
         with self._changed:
@@ -116,13 +117,13 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way; of several ranks until `poll` has ended it."""
+        """Whether a save is in progress; a save of ranges is until `poll` has ended it."""
         if self._together is not None or self._ranks.count > 1:
             return self._together is not None
         return self._thread is not None and self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait for the save that is under way; raises what made it fail, once."""
+        """Block until the save in progress has ended; raise its error, once."""
         if self._thread is not None:
             self._thread.join()
         self.poll("waits for a checkpoint")
@@ -132,7 +133,7 @@ class Saver:
             raise error
 
     def poll(self, doing: str = "looks after a checkpoint") -> None:
-        """End a save of several ranks, which all call this, if each has ended its part of it."""
+        """End a save of ranges if all ranks have written theirs, or one failed. Collective."""
         together, ranks = self._together, self._ranks
         if together is None or self._thread is None:
             return
@@ -159,10 +160,10 @@ class Saver:
             self._error = error.with_traceback(None)
         finally:
             if together.writer is not None:
-                together.writer.abort()  # which does nothing where it is published
+                together.writer.abort()  # no effect once published
 
     def warn(self) -> None:
-        """Warn, once, of a save that failed."""
+        """Emit a warning, once, if the last save failed."""
         self.poll()
         if self._error is not None and not self._warned:
             self._warned = True
@@ -171,7 +172,7 @@ class Saver:
             )
 
     def abort(self) -> None:
-        """Abort the save in progress; its files are removed."""
+        """Cancel the save in progress and remove its files."""
         self._stop = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -182,14 +183,14 @@ class Saver:
     # --- the copier thread -------------------------------------------------------------------
 
     def _run(self, part: CheckpointWriter | RangeWriter, write: Callable[[], None]) -> None:
-        """Write a part, or nothing of it where that fails."""
+        """Call `write`; on an error abort `part` and store the error for `finish`."""
         try:
             self._device.attach_worker_thread()
             write()
         except BaseException as error:
             part.abort()
             if not isinstance(error, _StoppedError):
-                # Frames would keep what they refer to alive.
+                # The traceback's frames would keep their locals alive.
                 self._error = error.with_traceback(None)
         finally:
             with self._changed:
@@ -225,14 +226,14 @@ class Saver:
                 if self._stop:
                     raise _StoppedError
                 read, ahead = ahead, None
-                if number + 1 < len(order):  # one chunk is read while the one before is written
+                if number + 1 < len(order):  # read a chunk while the previous one is written
                     ahead = self._issue(*order[number + 1], buffers)
                 assert read is not None
                 self._copy_one(put, layout, read, frozen=frozen)
                 if read.buffer is not None:
                     buffers.give_back(read.buffer)
                 read = None
-        finally:  # after an error two may be under way
+        finally:  # after an error up to two reads are in flight
             for left in (read, ahead):
                 if left is not None and left.buffer is not None:
                     buffers.give_back(left.buffer, *left.staged.waits)
@@ -257,7 +258,7 @@ class Saver:
                 self._changed.notify_all()
 
     def forget(self) -> None:
-        """Drop the buffers that are kept."""
+        """Free the retained buffers."""
         self._pinned = None
 
     def _buffers(self) -> BufferPool:
@@ -266,12 +267,12 @@ class Saver:
         nbytes, device = copy_buffer_bytes(self._plan), self._device
         if device.unified:
             return BufferPool(NUM_COPY_BUFFERS, nbytes)
-        # Not pinned, a copy from the device would hold up the stream that gradients leave by.
+        # A copy from the device to pageable memory would block the stream of gradient copies.
         self._pinned = BufferPool(NUM_COPY_BUFFERS, nbytes, device)
         return self._pinned
 
     def _issue(self, layout: UnitLayout, chunk: int | None, buffers: BufferPool) -> _Read:
-        """Start bringing a chunk's kinds where the host can read them."""
+        """Start reading the kinds of a chunk into memory that the host can access."""
         if chunk is None:
             return _Read(None, Staged({}, []))
         buffer = buffers.take()
@@ -286,4 +287,4 @@ class Saver:
 
 
 class _StoppedError(Exception):
-    """The engine is closing."""
+    """Raised on the copier thread when the save is canceled."""

@@ -1,4 +1,4 @@
-"""The batch of a whole step: cut into micro-batches, and a loss of each."""
+"""Splitting of a step's batch into micro-batches, and the loss of each."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ LossFn = Callable[[Any, Any], Tensor]
 
 
 def micro_batches_of(data: Any, count: int) -> Iterator[Any]:
-    """Yield the `count` micro-batches of a step: views of a batch, or the given ones.
+    """Return an iterator over the micro-batches of a step: views of a batch, or the given ones.
 
-    Of a batch, a tensor or a mapping, tuple or list that holds some however deep, every tensor with
-    dimensions is cut along the first; all else goes to each micro-batch. A single micro-batch is
-    the batch itself, whatever its sizes. An iterator is what has `__next__`; it is asked for a
-    micro-batch when that is due, so that not all of them need memory at once.
+    Args:
+        data: A batch or an iterator of micro-batches. A batch is a tensor, or a mapping, tuple or
+            list that contains tensors at any depth: each tensor with dimensions is split along its
+            first dimension, other values are passed to every micro-batch. An iterator (an object
+            with `__next__`) is advanced when a micro-batch is due, so that not all of them are in
+            memory at once.
+        count: Number of micro-batches. With 1 a batch is not split, whatever its sizes.
 
-    Raises `TrainingError`: at once for a batch that cannot be cut, or is none; when its turn comes
-    for a micro-batch that an iterator does not have.
+    Raises:
+        TrainingError: The batch has another type or cannot be split (raised at once), or the
+            iterator ends early (raised when the missing micro-batch is due).
     """
     if hasattr(data, "__next__"):
         return _taken(data, count)
@@ -32,7 +36,7 @@ def micro_batches_of(data: Any, count: int) -> Iterator[Any]:
             remedy="a tensor, mapping, tuple or list; of a DataLoader iter(loader), made before "
             "the loop; of micro-batches that are there iter([first, second, ...])",
         )
-    batch = dict(data) if isinstance(data, Mapping) else data  # also one that torch does not know
+    batch = dict(data) if isinstance(data, Mapping) else data  # also types unknown to pytree
     if count == 1:
         return iter([batch])
     size = _rows_of(batch, count) // count
@@ -44,7 +48,7 @@ def micro_batches_of(data: Any, count: int) -> Iterator[Any]:
 
 
 def _rows_of(batch: Any, count: int) -> int:
-    """How many samples a batch has; raises unless there are `count` equal parts of them."""
+    """Return the number of samples of a batch; raise unless a positive multiple of `count`."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     found = sorted({tensor.shape[0] for tensor in tensors})
     if len(found) != 1:
@@ -84,9 +88,9 @@ def _taken(source: Any, count: int) -> Iterator[Any]:
 
 
 def train_one(engine: Any, batch: Any, loss_fn: LossFn | None) -> Tensor:
-    """Forward, backward and `step()` of a micro-batch; its loss, detached, of shape () in fp32.
+    """Run forward, backward and `step()`; return the detached fp32 loss, shape ().
 
-    In a frame of its own: no output lives on while the next micro-batch computes.
+    A separate frame frees the model's output before the next micro-batch computes.
     """
     loss = _loss_of(engine, batch, loss_fn)
     engine.backward(loss)
@@ -131,7 +135,7 @@ def _loss_of(engine: Any, batch: Any, loss_fn: LossFn | None) -> Tensor:
 
 
 def _loss_in(output: Any) -> Tensor:
-    """The loss that a model returned; raises `TrainingError` where there is none."""
+    """Return the loss in a model's output; raise `TrainingError` if there is none."""
     found = getattr(output, "loss", output)
     if isinstance(found, Mapping):
         found = found.get("loss")

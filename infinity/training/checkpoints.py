@@ -1,4 +1,4 @@
-"""Checkpoints of an engine: saved while training goes on, loaded under any placement."""
+"""Checkpoints of an engine: saved during training, loaded under any placement."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ from infinity.training.parameter_values import ParameterValues
 from infinity.training.run_state import RunState
 from infinity.training.step import StepRunner
 
-_MOST_OF_A_RANK = 4 << 20  # bytes of buffers, which stand in the manifest
+_MOST_OF_A_RANK = 4 << 20  # bytes of one rank's buffers in the manifest
 
 
 class HalfLoadedError(EngineFailedError):
-    """Loading did not end well; another load that does makes the engine usable again."""
+    """Failure of an engine whose load was incomplete; a later complete load clears it."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What of a checkpoint is loaded: weights and buffers always."""
+    """Selection of the state to load from a checkpoint; weights and buffers always are."""
 
     optimizer: bool = True
     scheduler: bool = True
@@ -73,7 +73,7 @@ class Wanted:
 
 
 class Checkpoints:
-    """Saves and loads one engine's state; used by the training thread."""
+    """Saving and loading of one engine's state; used by the training thread."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Checkpoints:
         self._index_of = index_of
         self._rule = rule
         self._config = {name: entry["value"] for name, entry in config.resolved().items()}
-        # By the model's parameters: of a stack of experts that is cut the first rows.
+        # By parameter of the model; for a split stack of experts, the segment of its first rows.
         self._segments = {
             s.origin: s for u in components.plan.units for s in u.segments if s.begins
         }
@@ -120,7 +120,7 @@ class Checkpoints:
         keep_last: int | None,
         wait: bool,
     ) -> Path:
-        """`engine.save_checkpoint`."""
+        """Implement `Engine.save_checkpoint`."""
         ranks = self._ranks
         self._saver.finish()
         tag = tag if tag is not None else f"global_step{self._step_runner.counters.steps}"
@@ -142,7 +142,7 @@ class Checkpoints:
         if buffers:
             streams[BUFFERS] = [record.spec for record in manifest.buffers]
         writer, ranges = None, None
-        by_ranges = ranks.count > 1 or self._in_ranges  # bytes come in another order than files'
+        by_ranges = ranks.count > 1 or self._in_ranges  # bytes are not produced in file order
         files = {n: f for n, f in files_of(streams).items() if n not in (BUFFERS, GRADIENT)}
         try:
             before = self._saver.frozen.begin()
@@ -212,9 +212,10 @@ class Checkpoints:
         )
 
     def _run(self, buffers: Sequence[Buffer]) -> Any:
-        """Return the run's state as JSON; with several ranks, including the state of each.
+        """Return the run's state as JSON; with several ranks, including that of each rank.
 
-        Of buffers, too: the first rank's are those of the checkpoint.
+        The state of a rank includes its buffers that differ from rank 0's, which the checkpoint
+        stores.
         """
         ranks = self._ranks
         share_kept(self._store, self._components.updater, self._origins.keys())
@@ -228,7 +229,7 @@ class Checkpoints:
         return encode(state, "the run's state")
 
     def _apart(self, buffers: Sequence[Buffer]) -> dict[str, Tensor]:
-        """Persistent buffers whose values are not the first rank's, as far as there is room."""
+        """Return persistent buffers that differ from rank 0's; warn and return {} if too large."""
         kept = [b for b in buffers if b.persistent and type(b.value) is Tensor]
         values = {b.names[0]: b.value.detach().cpu().contiguous() for b in kept}
         sums = {n: crc32c_of(v) for n, v in values.items()}
@@ -247,7 +248,7 @@ class Checkpoints:
         return {}
 
     def _aliases(self) -> dict[int, tuple[str, ...]]:
-        """Return further names of parameters in `state_dict()`, by index."""
+        """Return the additional names of tied parameters in `state_dict()`, by index."""
         names: dict[int, list[str]] = {}
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             names.setdefault(self._index_of[id(parameter)], []).append(name)
@@ -261,13 +262,13 @@ class Checkpoints:
     def load(
         self, root: Path, tag: str | None, wanted: Wanted
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
-        """`engine.load_checkpoint`."""
+        """Implement `Engine.load_checkpoint`."""
         failure, ranks = self._failure, self._ranks
         with ranks.propagate_errors("loads a checkpoint"):
             failure.check(besides=HalfLoadedError)
             self._saver.finish()
             self._values.refuse_loans("a checkpoint cannot be loaded")
-        is_run = tag is None and (root / RECORD_NAME).is_file()  # a directory of a durable one
+        is_run = tag is None and (root / RECORD_NAME).is_file()  # the directory of a durable run
         with ranks.propagate_errors("loads a checkpoint"):
             found = "" if is_run else find_tag(root, tag)
         check_equal(ranks, "the checkpoint to load", {"tag": found})
@@ -314,7 +315,7 @@ class Checkpoints:
     def _restore(self, reader: StateReader, run: dict[str, Any], wanted: Wanted) -> None:
         if wanted.module_only:
             return
-        if not run:  # imported from elsewhere: weights, moments and counters
+        if not run:  # converted from another format
             manifest = reader.manifest
             steps = {p.name: p.step for p in manifest.parameters} if wanted.optimizer else {}
             self.run_state.adopt(manifest.global_steps, steps)
@@ -322,26 +323,26 @@ class Checkpoints:
         self.run_state.restore(run, optimizer=wanted.optimizer, scheduler=wanted.scheduler)
 
     def _commit(self, reader: StateReader) -> None:
-        """Where steps are durable, commit the loaded state."""
+        """Commit the loaded state if the run is durable."""
         durability, steps = self._components.durability, self._step_runner.counters.global_steps
         if durability is None:
             return
         window = None
         if self._window.is_open:
-            assert isinstance(reader, CheckpointReader)  # a durable run's has none
+            assert isinstance(reader, CheckpointReader)  # `_check_window` refuses others
             where = reader.directory
             window = OpenWindow(str(where.parent), where.name, reader.manifest_crc32c)
         try:
             durability.commit(self.document(window), steps)
         except BaseException as error:
-            # Which state is committed is not known now: nothing may be written over either.
+            # It is unknown which state is committed: neither may be overwritten.
             self._failure.fail(error)
             raise
 
     def _replace(
         self, reader: StateReader, wanted: Wanted, local_buffers: dict[str, Tensor], *, full: bool
     ) -> None:
-        """`local_buffers` are buffers in which this rank differs from the first one."""
+        """Replace the engine's state; `local_buffers` are those that differ from rank 0's."""
         self._settle()
         self._window.start_over()
         self._gradients.reset()
@@ -420,7 +421,8 @@ class Checkpoints:
         for index in sorted(self._segments, key=self._values.sort_key):
             name, form = self._segments[index].name, self._segments[index].form
             if form and name in reader.quantised and reader.quantised[name].form == form:
-                for piece, _ in self._values.rows(index):  # as the bytes rest: rounded once only
+                # Copy the packed bytes: values would be rounded a second time.
+                for piece, _ in self._values.rows(index):
                     segment = self._values.location_of(piece)[1]
                     packed = torch.zeros(segment.nbytes, dtype=torch.uint8, device="cpu")
                     reader.read_into(FROZEN, segment.name, first_frozen_byte(segment), packed)
@@ -440,7 +442,7 @@ class Checkpoints:
     # --- durable steps -----------------------------------------------------------------------
 
     def document(self, window: OpenWindow | None = None) -> Mapping[str, Any]:
-        """Return the data of a commit besides the stored state; see `checkpoint/commits.py`."""
+        """Return the data that a commit adds to the stored state; see `checkpoint/commits.py`."""
         buffers = [b for b in find_buffers(self._module) if b.persistent or not _is_large(b)]
         return Document(
             run=self.run_state.capture(),
@@ -450,7 +452,7 @@ class Checkpoints:
         ).to_json()
 
     def _saved_buffers(self) -> list[Buffer]:
-        """Those that a checkpoint can hold; raises `ConfigError` for a persistent one of others."""
+        """Return the buffers that a checkpoint can store; raise if another one is persistent."""
         found = []
         for buffer in find_buffers(self._module):
             value = buffer.value
@@ -465,7 +467,7 @@ class Checkpoints:
         return found
 
     def restore_document(self, document: Mapping[str, Any]) -> None:
-        """Go on from a committed step. Raises `CheckpointError`."""
+        """Restore the state of a committed step. Raises `CheckpointError`."""
         data = Document.from_json(document)
         self.run_state.check(data.run, optimizer=True, scheduler=True)
         if data.window is not None:
@@ -476,10 +478,10 @@ class Checkpoints:
         self.run_state.restore(data.run)
         self.run_state.resumed()
 
-    # --- both --------------------------------------------------------------------------------
+    # --- saving and loading ------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """No update is owed, everything is where it rests, nothing is lent or cached."""
+        """Wait until no update is pending and all state is stored; release materialized values."""
         self._values.release_all_materialized()
         self._gradients.finish()
         self._gradients.settle()
@@ -489,7 +491,7 @@ class Checkpoints:
 
 
 def _write(writer: CheckpointWriter | None, stream: str, value: Tensor) -> None:
-    """The bytes of a tensor, where there is a writer: of several ranks the first has it."""
+    """Write the bytes of a tensor; do nothing without a writer, as on ranks other than 0."""
     if writer is not None:
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         writer.write(stream, plain.view(-1).view(torch.uint8))
@@ -509,7 +511,6 @@ def check_committed(module: nn.Module) -> None:
 
 
 def _is_large(buffer: Buffer) -> bool:
-    """Whether it is more than one value of a commit may be."""
     return buffer.value.nbytes > MAX_ARRAY_BYTES
 
 
@@ -519,7 +520,7 @@ def _finish(writer: CheckpointWriter | None, manifest: Manifest, **how: Any) -> 
 
 
 def _opened(window: OpenWindow) -> CheckpointReader:
-    """Open the checkpoint of an open window; raises `CheckpointError` if it changed."""
+    """Open the checkpoint of an open window; raise `CheckpointError` if it was replaced."""
     root = Path(window.root)
     try:
         reader = CheckpointReader(root, window.tag)

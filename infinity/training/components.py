@@ -1,4 +1,4 @@
-"""Components of an engine: assembled from a model and a config, and closed in reverse order."""
+"""Components of an engine: assembled from a model and a config, closed in reverse order."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class EngineComponents:
         self._trace: Trace | None = None
         self.timeline: StepTracer | None = None
         self._undo: list[Callable[[], None]] = []  # cleanups of the storage
-        self._uses: list[Callable[[], None]] = []  # cleanups of what trains with it; run before
-        self._written = False  # the initial state is written; the parameters' own memory is gone
+        self._uses: list[Callable[[], None]] = []  # cleanups of training components; run first
+        self._written = False  # the initial state is stored, the parameters' memory freed
         PROCESS.take(self, plan.tier_bytes, device)
         self._undo.append(self._release)
         try:
@@ -92,14 +92,14 @@ class EngineComponents:
         self,
         model: nn.Module,
         config: Config,
-        optimizer: OffloadedOptimizer,  # not kept: it refers to the engine
-        initial_values: InitialValues,  # nor is this: it may hold values
+        optimizer: OffloadedOptimizer,  # not stored: it refers to the engine
+        initial_values: InitialValues,  # not stored: it may hold values
         progress: Progress | None,
     ) -> None:
         plan, partition, undo, uses = self.plan, self.partition, self._undo, self._uses
         self._open_trace(config)
-        undo.append(self._give_memory_back)  # when nothing moves and nothing is pinned any more
-        undo += [self.device.close, self.device.synchronize]  # kernels write to what is given back
+        undo.append(self._give_memory_back)  # after transfers and pinning have ended
+        undo += [self.device.close, self.device.synchronize]  # kernels may write to that memory
         num_threads = self._num_threads(config.cpu.num_threads)
         self.kernels = CpuKernels(num_threads, config.cpu.isa)
         undo.append(self.kernels.close)
@@ -118,8 +118,8 @@ class EngineComponents:
             uses.append(self.activations.close)
         if self.disk is not None:
             self.disk.allocate()
-        self.durability: Durability | None = None  # None again at the end of a run
-        self.resumed: Mapping[str, Any] | None = None  # the document of the commit to go on from
+        self.durability: Durability | None = None  # None again after the last commit
+        self.resumed: Mapping[str, Any] | None = None  # document of the resumed commit
         if plan.durable:
             self.commits = self.durability = Durability(plan, self.transfers, self.store, stored)
             uses.append(self.durability.close)
@@ -144,7 +144,7 @@ class EngineComponents:
             plan, self.transfers, self.store, self.gradients, self.prefetcher.handover,
             self.failure, self.updater, self.durability, before_change=self.saver.await_copied,
         )  # fmt: skip
-        # The optimizer pass may wait for the saver.
+        # In reverse: the saver is aborted first, since the optimizer pass may wait for it.
         uses += [self._let_go, self.optimizer_pass.close, self.saver.abort]
         self.optimizer_pass.open()
         renew_references = forget_flat_weights(model)
@@ -158,7 +158,7 @@ class EngineComponents:
             self.activations.write_once()
         move_buffers(model, self.device.torch_device, initial_values.value)
         initial_values.forget()
-        return_freed_memory()  # of values that have been written
+        return_freed_memory()  # of values that are stored now
         self._attach(model, config)
         if self.disk is not None:
             if stored is None:
@@ -178,12 +178,12 @@ class EngineComponents:
         return disk
 
     def _num_threads(self, wanted: int) -> int:
-        """Return the number of threads for CPU kernels: `wanted` a machine, or the best for 0."""
+        """Return the number of kernel threads of this rank; `wanted` is per machine, 0 is auto."""
         machine, ranks, unified = read_machine(), self.ranks, self.plan.unified
         if wanted:
             return threads_for(wanted, machine.num_cpus, ranks.local_count, unified=unified)
         local = machine.num_cpus // ranks.num_sharing_processors()
-        if machine.cpu_quota is not None:  # of all ranks together, wherever each is bound
+        if machine.cpu_quota is not None:  # shared by the ranks of the machine
             local = min(local, machine.cpu_quota // ranks.local_count)
         return threads_for(0, local, unified=unified)
 
@@ -195,7 +195,7 @@ class EngineComponents:
         progress: Progress | None,
         paths: Sequence[Path],
     ) -> None:
-        """Write the initial state: that of the resumed run, or of the model."""
+        """Write the initial state: that of the resumed run, or the model's initial values."""
         index_of = {id(p): i for i, p in enumerate(self.partition.parameters)}
         params_by_index = optimizer.params_by_index(index_of)
         self.updater.check(params_by_index)
@@ -215,10 +215,10 @@ class EngineComponents:
                 self.plan, self.transfers, self.store, self.kernels, initial, initial_values, folder
             )
             initial_write.write(self.partition.parameters, self.binding, progress)
-            del initial_write  # and its buffers
+            del initial_write  # frees its buffers
 
     def _attach(self, model: nn.Module, config: Config) -> None:
-        """Install hooks, forwards and parameter maps on a model whose state is written."""
+        """Install hooks, forwards and parameter maps on a model whose state is stored."""
         partition, plan, uses = self.partition, self.plan, self._uses
         self.guard = CallGuard(backward_threads=not plan.unified)
         self.values = ParameterValues(
@@ -257,7 +257,7 @@ class EngineComponents:
             self.forwards.compile_units()
 
     def recover(self) -> None:
-        """Unbind everything and cancel transfers, after an exception in a call."""
+        """Unbind all units and cancel transfers after an exception in a call."""
         self.prefetcher.recover()
         if self.activations is not None:
             self.activations.recover()
@@ -267,18 +267,18 @@ class EngineComponents:
             facts = {"device": str(self.device.torch_device), "host_clock": self.device.host_clock}
             names = [unit.name for unit in self.plan.units]
             self._trace = Trace(config.trace, names, facts, follow=self.device.attach_worker_thread)
-            self._undo.append(self._trace.close)  # last, so that every transfer is recorded
+            self._undo.append(self._trace.close)  # closed last: records every transfer
 
     def _commit_last(self) -> None:
-        """Commit the step in progress at the end of a durable run, unless it failed."""
-        durability, self.durability = self.durability, None  # once: Ctrl-C may end the wait
+        """Commit the last step at the end of a durable run, unless the engine failed."""
+        durability, self.durability = self.durability, None  # once: Ctrl-C may interrupt the wait
         if durability is not None and self.optimizer_pass.can_finish:
             with contextlib.suppress(EngineFailedError):
                 self.optimizer_pass.finish(closing=True)
                 durability.finish()
 
     def _let_go(self) -> None:
-        """Unbind every parameter: a view would keep slots and state alive."""
+        """Unbind every parameter: a bound view would keep slots and stored state alive."""
         if self._written:
             for layout in self.plan.units:
                 self.binding.forget(layout.index)
@@ -287,9 +287,9 @@ class EngineComponents:
         self.forget(state=True)
 
     def forget(self, *, state: bool) -> None:
-        """Free every reserved buffer, and stored `state`, even while the engine is referenced.
+        """Free all buffers, and with `state` the stored state, even if the engine is referenced.
 
-        A buffer lives on while a tensor of the user is a view of it.
+        A buffer stays allocated while a tensor of the user is a view of it.
         """
         names = (
             *(("store",) if state else ()),
@@ -301,7 +301,7 @@ class EngineComponents:
             "saver",
         )
         for name in names:
-            component = getattr(self, name, None)  # those that were created
+            component = getattr(self, name, None)  # None if it was not created
             if component is not None:
                 component.forget()
         return_freed_memory()
@@ -311,21 +311,22 @@ class EngineComponents:
         PROCESS.release(self)
 
     def add_cleanup(self, undo: Callable[[], None], *, last: bool = False) -> None:
-        """Add a function for `close` to call: before all others, or `last`."""
+        """Register a function that `close` calls: before all others, or `last`."""
         if last:
             self._undo.insert(0, undo)
         else:
             self._uses.append(undo)
 
     def drop(self, engine: weakref.ref[Any]) -> None:
-        """Finalizer: `close` at the end of the process, `keep_weights` if the engine was collected.
+        """Finalize the engine: `keep_weights` if it was collected, `close` at process exit.
 
-        On several ranks always `close`, which needs no other rank: ranks collect at other times.
+        With several ranks always `close`, which is not collective: each rank collects at a
+        different time.
         """
         if engine() is None and self.ranks.count == 1:
-            with contextlib.suppress(InfinityError):  # then values are gone, as after a failure
+            with contextlib.suppress(InfinityError):  # values are lost, as after a failure
                 self.keep_weights()
-                self._forget_modules()  # the optimizer, which may live on, refers to this
+                self._forget_modules()  # the optimizer may live on and refers to this
                 return
         self.installation.gone = True
         self.close()
@@ -333,7 +334,7 @@ class EngineComponents:
     def keep_weights(self) -> None:
         """Release everything except weights, which stay with the module (see `StoredWeights`).
 
-        All ranks call it. Nothing is released if it raises, as after a failure of the engine.
+        Collective. If it raises, as after a failure of the engine, nothing is released.
         """
         if not self.optimizer_pass.can_finish:
             raise MachineError("no thread can finish the updates that are owed")
@@ -365,7 +366,7 @@ class EngineComponents:
             PROCESS.take(left, left.store.keep_weights(), left.device)
 
     def _forget_modules(self) -> None:
-        """Drop references to the module: weights that outlive the engine end with the module."""
+        """Drop references to the module, so that its stored weights are freed with it."""
         names = "access", "cycles", "forwards", "hooks", "installation", "partition", "timeline"
         for name in names:
             delattr(self, name)
@@ -376,15 +377,15 @@ class EngineComponents:
         return not (self._uses or self._undo)
 
     def close(self) -> None:
-        """Run all cleanups; the first error is raised at the end.
+        """Run all cleanups; raise the first error at the end.
 
-        Cleanups that a second Ctrl-C skips run at the next call.
+        Cleanups that a second Ctrl-C interrupts or skips run at the next call.
         """
         undo_all(self._uses, self._undo)
 
 
 def undo_all(*lists: list[Callable[[], None]]) -> None:
-    """Call the functions of each list in reverse; raise the first error when all have run."""
+    """Call the functions of each list in reverse order; raise the first error at the end."""
     first: Exception | None = None
     for undo in lists:
         while undo:

@@ -1,8 +1,9 @@
-"""Checks that the frozen parameters of the next checkpoint are those of the last, byte for byte.
+"""Detection of frozen parameters that changed since the last checkpoint.
 
-Most of them change only through `StateStore.write`, which counts. Where weights rest on the
-device modules compute with the very bytes at rest, and `p.data.add_(1)` changes them unseen:
-of those units checksums are kept, and compared before anything is shared.
+Files with unchanged frozen bytes are shared with that checkpoint. Most changes go through
+`StateStore.write`, which counts them. Where weights are stored on the device, modules compute with
+the stored bytes, and `p.data.add_(1)` changes them undetected: checksums of those units are
+recorded, and compared before files are shared.
 """
 
 from __future__ import annotations
@@ -22,33 +23,33 @@ from infinity.plan.plan import Plan
 from infinity.types import Kind
 
 Sums = dict[int, tuple[int, ...]]
-Put = Callable[[StreamRange, Tensor], None]  # takes what a piece says
+Put = Callable[[StreamRange, Tensor], None]  # stores the bytes of a range
 
 
 @dataclass(frozen=True)
 class _Last:
-    """The last checkpoint: its files, and what frozen bytes were then."""
+    """The last checkpoint: its files, and the edition and checksums of its frozen bytes."""
 
-    written: Written | None  # of several ranks the first has it
+    written: Written | None  # None except on rank 0
     edition: int
     sums: Sums
 
 
 class FrozenBytes:
-    """Follows the frozen bytes of one engine from save to save."""
+    """Change detection for the frozen bytes of one engine, from save to save."""
 
     def __init__(self, plan: Plan, store: StateStore) -> None:
         self._plan = plan
         self._store = store
         self._ranks = store.ranks
         self._last: _Last | None = None
-        self._edition = 0  # of the save that is under way
+        self._edition = 0  # of the save in progress
         self._sums: Sums = {}
 
     def begin(self) -> Written | None:
-        """A snapshot is taken now; the checkpoint whose frozen files it may share, if any.
+        """Begin a save; return the checkpoint whose frozen files it may share, or None.
 
-        Of several ranks, which all ask, the first is told.
+        Collective; only rank 0 gets the checkpoint.
         """
         self._edition, self._sums = self._store.frozen_edition, {}
         last = self._last
@@ -57,7 +58,7 @@ class FrozenBytes:
         return last.written if last is not None and all(one for one, *_ in reports) else None
 
     def check(self, writer: CheckpointWriter) -> None:
-        """Before anything is copied: if frozen bytes changed unseen, they are written after all."""
+        """Make `writer` write frozen bytes that changed undetected; called before the copy."""
         if not writer.shares(FROZEN):
             return
         assert self._last is not None
@@ -69,21 +70,21 @@ class FrozenBytes:
             self._sums = {}
 
     def read(self, layout: UnitLayout) -> Tensor:
-        """The frozen bytes of a shard (uint8), where they rest or a copy."""
+        """Return the frozen bytes (uint8) of a shard: a view of them in RAM, or a copy."""
         weights = self._store.units[layout.index].in_ram(Kind.WEIGHT)
         if weights is None:
             weights = self._store.read_shard(layout.index, Kind.WEIGHT)
         return weights[layout.trained_bytes : layout.trained_bytes + layout.frozen_bytes]
 
     def note(self, layout: UnitLayout, frozen: Tensor) -> None:
-        """Note a unit's frozen bytes in the checkpoint."""
+        """Record the checksums of a unit's frozen bytes if they may change undetected."""
         if self._is_bare(layout):
             self._sums[layout.index] = checksums(frozen)
 
     def published(self, written: Written | None) -> None:
-        """The checkpoint is there."""
+        """Make the save in progress the last checkpoint."""
         self._last = _Last(written, self._edition, self._sums)
 
     def _is_bare(self, layout: UnitLayout) -> bool:
-        """Whether modules compute with the bytes at rest themselves."""
+        """Whether modules compute with the stored frozen bytes, without a copy."""
         return bool(layout.frozen_bytes) and self._plan.computes_where_stored(layout.index)

@@ -1,10 +1,10 @@
-"""The initial write of all state: initial weights, zero moments, frozen bytes.
+"""Initial write of all state: initial weights, zero moments, frozen bytes.
 
-Units are written one after the other, chunk by chunk, and each parameter's own memory is let go
-as soon as its unit is written. Values that are made (`model/initialisers.py`) are asked for once,
-one whole parameter at a time; of those that lie in files (fused ones in several) what this rank
-keeps is read, and no more, but of what is quantised whole matrices, one by one. The first write
-doubles as what file systems want before O_DIRECT: every extent written once.
+Units are written one after the other, chunk by chunk, and the memory of a parameter is freed as
+soon as its unit is written. Values that are computed (`model/initialisers.py`) are requested once,
+one full parameter at a time. Of values in files (fused ones lie in several) only the local shard is
+read; for quantized weights full matrices, one at a time. The first write also prepares files for
+O_DIRECT, for which file systems require that every extent has been written once.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Progress = Callable[[int, int, str], None]
 
 
 class InitialWrite:
-    """Writes the initial state; two buffers, so that writes overlap.
+    """Writer of the initial state, with two buffers so that writes overlap.
 
-    `initial` holds what the moments of a parameter (by index) begin with, where that is not 0.
-    `folder`, on a drive of the run, takes values of stacks that several ranges are written from.
+    `initial` has the initial values of the moments by parameter index, where they are not 0.
+    `folder`, on a drive of the run, is for temporary files with the values of split stacks.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class InitialWrite:
         binding: ParameterBinding,
         progress: Progress | None,
     ) -> None:
-        """Write all units where they rest; parameters are offloaded afterwards."""
+        """Write all units to their tiers, and free the memory of the parameters."""
         sizes = [_initial_write_bytes(self.plan, layout) for layout in self.plan.units]
         done = 0
         rows = [s for unit in self.plan.units for s in unit.segments if s.is_rows]
@@ -99,14 +99,14 @@ class InitialWrite:
         parameters: Sequence[nn.Parameter],
         zero: Collection[Kind],
     ) -> None:
-        """Write all kinds of a chunk, except those that are `zero` where they rest."""
+        """Write all kinds of a chunk to their tiers, except those in `zero`."""
         state = self.store.units[layout.index]
         start, count = layout.chunk(index, self.plan.chunk_elements)
         buffer, used = self._buffers.take(), 0
         master = self._master[:count]
         self._fill_master(layout, start, master, parameters)
         views: dict[Kind, Tensor] = {}
-        on_disk = state.record.kinds  # of a durable run all: the first commit holds them
+        on_disk = state.record.kinds  # in a durable run all, for the first commit
         kinds = [kind for kind in self.plan.precision.kinds if kind not in zero]
         for kind in sorted(kinds, key=lambda kind: kind not in on_disk):
             nbytes = state.record.precision.nbytes(kind, count)
@@ -129,7 +129,7 @@ class InitialWrite:
     def _fill_master(
         self, layout: UnitLayout, start: int, master: Tensor, parameters: Sequence[nn.Parameter]
     ) -> None:
-        """fp32 values of one chunk of the trained range; gaps between segments are zero."""
+        """Fill `master` with fp32 values of a chunk of the trained range, and gaps with zeros."""
         master.zero_()
         count = master.numel()
         for segment in layout.trained_segments:
@@ -142,8 +142,8 @@ class InitialWrite:
     def _zero_kinds(self, layout: UnitLayout) -> set[Kind]:
         """Return the moments that need no write: they start at zero in a fresh mapping of RAM.
 
-        Where RAM computes they are written, so that a run takes all its memory before it trains;
-        elsewhere pinning has made the pages.
+        With unified memory they are written, so that a run allocates all its memory before it
+        trains; otherwise pinning has allocated the pages.
         """
         state = self.store.units[layout.index]
         begins = (self.initial.get(s.parameter, ()) for s in layout.trained_segments)
@@ -155,7 +155,7 @@ class InitialWrite:
     def _fill_moments(
         self, layout: UnitLayout, start: int, count: int, views: dict[Kind, Tensor]
     ) -> None:
-        """Fill the moments in `views` with zero bytes (0 in every format) or the rule's values."""
+        """Fill the moments in `views` with zero bytes (0 in every format) or initial values."""
         precision = self.plan.precision_of(layout)
         for index, kind in enumerate(precision.moment_kinds):
             if kind not in views:
@@ -195,7 +195,7 @@ class InitialWrite:
     def _fill_frozen(
         self, segment: Segment, first: int, target: Tensor, parameter: nn.Parameter
     ) -> None:
-        """Fill `target` with the bytes of a frozen segment from `first`."""
+        """Fill `target` with bytes of a frozen segment, from byte `first` on."""
         dtype = getattr(torch, segment.dtype)
         if not segment.form:
             start = segment.first_element + first // dtype.itemsize
@@ -212,7 +212,7 @@ class InitialWrite:
     def _pack(
         self, segment: Segment, index: int, form: FrozenFormat, parameter: nn.Parameter
     ) -> Tensor:
-        """Return the bytes at rest of one matrix: of a file that has this format its own."""
+        """Return a matrix quantized to `form`; a file in that format is copied unchanged."""
         shape = segment.shape[-2:]
         numel = math.prod(shape)
         index += segment.first_element // numel
@@ -247,33 +247,33 @@ def _initial_write_bytes(plan: Plan, layout: UnitLayout) -> int:
 
 
 class _Current:
-    """The values of the parameter that is being written; the last one's are released first.
+    """Values of the parameter that is being written; those of the previous one are freed first.
 
-    A stack of experts that is cut would be made again for each of its ranges, since all stacks of a
-    layer take turns: it is made once, and its values wait in an unnamed file. Without a drive, or
-    space on it, or where that fails, it is made again.
+    A split stack of experts would be computed again for each of its ranges, since the ranges of all
+    stacks of a layer alternate. Its values are therefore computed once and stored in an unnamed
+    file; again for each range without a drive, without space on it, or after an I/O error.
     """
 
     def __init__(self, initial_values: InitialValues, folder: Path | None) -> None:
         self._initial_values = initial_values
         self._folder = folder
-        self._kept: Collection[int] = ()  # stacks, by id
+        self._kept: Collection[int] = ()  # ids of stacks to store in files
         self._files: dict[int, _ValuesFile] = {}
         self._parameter: nn.Parameter | None = None
         self._flat = torch.empty(0)
 
     def keep(self, stacks: Collection[int]) -> None:
-        """Keep values of these parameters, by id, until `drop`."""
+        """Store the values of these parameters (ids) from their first use until `drop`."""
         self._kept = stacks
 
     def drop(self, stack: nn.Parameter) -> None:
-        """Forget the values of a stack."""
+        """Free the stored values of a stack."""
         file = self._files.pop(id(stack), None)
         if file is not None:
             file.close()
 
     def part(self, parameter: nn.Parameter, first: int, count: int) -> Tensor:
-        """Return `count` values from `first`, of one dimension and any dtype."""
+        """Return `count` values from `first` on, as a 1-D tensor of any dtype."""
         if (file := self._files.get(id(parameter))) is not None:
             with contextlib.suppress(OSError):
                 return file.read(first, count)
@@ -289,7 +289,7 @@ class _Current:
         return self._flat[first : first + count]
 
     def fill(self, target: Tensor, parameter: nn.Parameter, first: int) -> None:
-        """Fill `target` with them from `first`; only these are read where that can be."""
+        """Fill `target` with values from `first` on, reading only these if possible."""
         for into in torch.split(target, PIECE_ELEMENTS):
             pieces = self._initial_values.pieces(parameter, first, into.numel())
             if pieces is None:
@@ -306,12 +306,12 @@ class _Current:
         return self._initial_values.pieces(parameter, first, count)
 
     def forget(self) -> None:
-        """Keep no memory."""
+        """Free the values of the current parameter."""
         self._parameter, self._flat = None, torch.empty(0)
 
 
 class _ValuesFile:
-    """Values in a file without a name."""
+    """Values in an unnamed temporary file."""
 
     def __init__(self, folder: Path, values: Tensor) -> None:
         self._dtype = values.dtype
@@ -324,7 +324,7 @@ class _ValuesFile:
             raise
 
     def read(self, first: int, count: int) -> Tensor:
-        """Return `count` values from `first`; raises `OSError` if they cannot be read."""
+        """Return `count` values from `first` on. Raises `OSError`."""
         values = torch.empty(count, dtype=self._dtype, device="cpu")
         self._file.seek(first * self._dtype.itemsize)
         if self._file.readinto(values.view(torch.uint8).numpy().data) != values.nbytes:
@@ -332,5 +332,5 @@ class _ValuesFile:
         return values
 
     def close(self) -> None:
-        """Free its space."""
+        """Close the file, which frees its space."""
         self._file.close()

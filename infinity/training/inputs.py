@@ -16,13 +16,13 @@ from infinity.errors import TrainingError, first_lines, listed
 from infinity.model.buffers import find_buffers
 from infinity.model.partition import Partition
 
-_OTHER_DTYPE = re.compile(r"\b(dtype|scalar type|Input type)\b")  # in messages of torch
+_OTHER_DTYPE = re.compile(r"\b(dtype|scalar type|Input type)\b")  # in torch's error messages
 
 
 class Inputs:
-    """Prepares the arguments of a forward for a device and a compute dtype.
+    """Preparation of the arguments of a forward for a device and a compute dtype.
 
-    With `casts` floating tensors are cast to the dtype, unless that is fp32.
+    With `casts` floating-point tensors are cast to the dtype, unless that is fp32.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class Inputs:
     def prepare(self, arguments: Any) -> Any:
         """Return nested `arguments` with tensors moved to the device, and cast with `casts`.
 
-        As in FSDP2. Tensors without dimensions and the batch sizes of a `PackedSequence` stay in
-        RAM.
+        As in FSDP2. CPU tensors without dimensions and the batch sizes of a `PackedSequence` stay
+        in RAM.
 
         Raises:
             TrainingError: A tensor is on meta, or a parameter requires a gradient that has no
@@ -85,7 +85,7 @@ class Inputs:
     def annotate_error(self, error: Exception, arguments: Any) -> None:
         """Raise `TrainingError` if an input of another dtype may have caused `error`.
 
-        Adds a note to `error` that names buffers of another dtype.
+        Otherwise add a note to `error` that names buffers of another dtype.
         """
         if not isinstance(error, RuntimeError) or not _OTHER_DTYPE.search(str(error)):
             return
@@ -115,7 +115,7 @@ class Inputs:
 
 
 def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return `value` with its tensors changed; a container of which none changes stays itself."""
+    """Return `value` with its tensors changed; a container without changes is not copied."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -127,7 +127,7 @@ def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     elif isinstance(value, list | tuple):
         items = [_map_tensors(item, change) for item in value]
         if isinstance(value, PackedSequence):
-            items[1] = value.batch_sizes  # torch wants them in RAM
+            items[1] = value.batch_sizes  # torch requires them in RAM
         if any(a is not b for a, b in zip(items, value, strict=True)):
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

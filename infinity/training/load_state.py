@@ -1,4 +1,4 @@
-"""Loads the streams of a checkpoint into state of any placement, unit by unit."""
+"""Loading of checkpoint streams into stored state of any placement, unit by unit."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from infinity.types import Kind
 
 
 def check_state(reader: StateReader, plan: Plan, rule: str) -> None:
-    """Raise one `CheckpointError` with all that does not fit the state of this engine.
+    """Raise one `CheckpointError` with all mismatches between a checkpoint and this engine.
 
-    Names, shapes, dtypes, precision, update rule and moment formats; nothing is changed.
+    Compares names, shapes, dtypes, precision, update rule and moment formats; changes nothing.
     """
     manifest = reader.manifest
     problems = []
@@ -53,9 +53,9 @@ def _differences(reader: StateReader, stream: str, specs: list[TensorSpec]) -> l
 
 
 def load_state(reader: StateReader, plan: Plan, store: StateStore) -> None:
-    """Replace all state at rest, one kind of one unit in RAM at a time.
+    """Replace all stored state, with one kind of one unit in RAM at a time.
 
-    Raises `CheckpointError` at the first byte that is not as saved.
+    Raises `CheckpointError` at the first block whose checksum differs from the saved one.
     """
     for layout, shard in zip(plan.units, plan.local_units, strict=True):
         for kind in plan.precision.kinds:

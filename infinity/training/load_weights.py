@@ -1,7 +1,7 @@
-"""`load_weights`: safetensors files streamed to where a model's tensors rest, whatever the tier.
+"""`load_weights`: safetensors files streamed to a model's tensors on any tier.
 
-Everything that can be known from headers is checked first and told at once; then one tensor at a
-time is read, in an order that writes every unit once.
+Names, shapes and dtypes are checked first, from the headers, and all problems are reported at once.
+Then one tensor at a time is read, in an order in which every unit is written once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from infinity.training.state_dict import StateEntry, copy_into
 Rename = Callable[[str], str | None]
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_NUM_NEAREST = 5  # missing names for which a nearest one is looked for, which takes time
-_NUM_COMPARED = 2000
+_NUM_NEAREST = 5  # missing names to find the closest match of, which is slow
+_NUM_COMPARED = 2000  # names of the file to compare each with
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,9 @@ def load_weights(
 ) -> LoadedWeights:
     """Load safetensors into an engine or a module, one tensor at a time.
 
-    Floats are converted. In an engine, fp32 values become masters without rounding; of bf16 values
-    equal to the current weight the residual is kept. Optimizer state is not changed.
+    Floating-point values are converted. In an engine, fp32 values become masters without rounding;
+    where bf16 values equal the current weight, the residual is unchanged. Optimizer state is not
+    changed.
 
     Args:
         target: An engine, or a module. Parameters of a module on the meta device are read later, by
@@ -95,7 +96,7 @@ def load_weights(
             state.flush()
         if later:
             remember_values(module, later)
-            stack.pop_all()  # what was remembered holds the files open, until the last is read
+            stack.pop_all()  # the remembered reads need the files open
     return LoadedWeights(
         missing=tuple(entry.names[0] for entry in match.missing),
         unexpected=tuple(match.unexpected.values()),
@@ -104,7 +105,7 @@ def load_weights(
 
 
 def _entries_of(module: nn.Module) -> list[StateEntry]:
-    """The tensors of a plain module; raises `ConfigError` for what has no place for values."""
+    """Return the tensors of a plain module; raise `ConfigError` for one that cannot be loaded."""
     if not isinstance(module, nn.Module):
         raise ConfigError(f"load_weights takes an engine or a module, got {type(module).__name__}")
     if any(isinstance(child._parameters, ParameterMap) for child in module.modules()):
@@ -149,14 +150,14 @@ def _write(
     return later
 
 
-# --- what fits what ----------------------------------------------------------------------------
+# --- matching ----------------------------------------------------------------------------------
 
 
 @dataclass
 class _Match:
-    """Places with the name of their values in the file, and everything that has no counterpart.
+    """Entries with the name of their values in the file, and everything without a counterpart.
 
-    `unexpected` maps names after renaming to names in the file; `shapes` those to shapes.
+    `unexpected` maps names after renaming to names in the file, `shapes` maps them to shapes.
     """
 
     found: list[tuple[StateEntry, str]] = field(default_factory=list)
@@ -201,13 +202,13 @@ def _misfit(entry: StateEntry, name: str, facts: TensorFacts) -> str | None:
         return f"{name!r} has shape {facts.shape}, not {entry.shape}"
     if facts.dtype is entry.dtype or (facts.dtype in _FLOATS and entry.dtype in _FLOATS):
         return None
-    # Codes of a quantised model would otherwise become weights.
+    # Otherwise integer codes of a quantized model would be loaded as weights.
     given, wanted = (str(d).removeprefix("torch.") for d in (facts.dtype, entry.dtype))
     return f"{name!r} holds {given}, which does not convert to {wanted}"
 
 
 def _refusal(source: str | os.PathLike[str], match: _Match, *, strict: bool) -> ConfigError:
-    """All that does not fit in one error, with a hint where names are nearly right."""
+    """Return one error that lists all mismatches, with a hint if names are nearly right."""
     problems: list[str] = []
     because = remedy = None
     missing, unexpected = match.missing, match.unexpected
@@ -240,14 +241,13 @@ def _refusal(source: str | os.PathLike[str], match: _Match, *, strict: bool) -> 
 
 @dataclass
 class _Prefix:
-    """Another beginning of names; `pairs` maps names of the file to what they become."""
+    """Replacement of a name prefix; `pairs` maps names of the file to the resulting names."""
 
     old: str
     new: str
     pairs: dict[str, str] = field(default_factory=dict)
 
     def explains(self, name: str) -> bool:
-        """Whether a name of the file is one of those."""
         return name in self.pairs
 
 
@@ -256,7 +256,7 @@ def _best_swap(
     unexpected: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> _Prefix | None:
-    """The exchange of beginnings that turns most unexpected names into missing ones, if many."""
+    """Return the prefix replacement that explains most names; None below half of them."""
     absent = {name: entry.shape for entry in missing for name in entry.names}
     given = list(unexpected)
     best = None
@@ -279,7 +279,7 @@ def _best_swap(
 
 
 def _common_parts(one: str, other: str) -> int:
-    """How many dotted parts two names have in common at their ends."""
+    """Return the number of dotted components that two names share at their ends."""
     count = 0
     for a, b in zip(reversed(one.split(".")), reversed(other.split(".")), strict=False):
         if a != b:

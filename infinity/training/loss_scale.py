@@ -1,18 +1,19 @@
-"""Dynamic loss scaling for fp16, step for step as DeepSpeed's.
+"""Dynamic loss scaling for fp16, identical to DeepSpeed's in every step.
 
-Values below 6e-8 vanish in fp16, so the loss is multiplied by the scale before backward, and the
-update multiplies by the inverse as part of its clip factor. Where a gradient is not finite the step
-is skipped, and a dynamic scale may be halved:
+Values below 6e-8 underflow in fp16, so the loss is multiplied by the scale before backward, and the
+update multiplies by the inverse as part of its clip factor. If a gradient is not finite, the step
+is skipped and a dynamic scale may be halved:
 
-- the first `hysteresis - 1` overflows cost patience only, every later one halves the scale, but
-  never below the minimum;
+- the first `hysteresis - 1` overflows only reduce the patience, each later one halves the scale,
+  but never below the minimum;
 - the scale doubles in the first step that is `window + 1` steps after the last overflow, and every
-  `window` steps from then on (before the first overflow: after `window` steps and one);
-- patience is full again when the scale doubles, or with `consecutive` in every good step.
+  `window` steps from then on (before the first overflow: in step `window + 1`);
+- the patience is reset when the scale doubles, or with `consecutive` in every step without
+  overflow.
 
 [Note: one more step]
-DeepSpeed counts the good steps *between* the last overflow and this one, which is why a window is
-one step longer after an overflow, and at the start, than from one doubling to the next.
+DeepSpeed counts the good steps *between* the last overflow and the current step. So after an
+overflow, and at the start, a window is one step longer than between two doublings.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ MAX_HISTORY = 32  # changes of the scale to report in messages
 class ScaleState:
     """State of a loss scale; immutable.
 
-    `patience` counts overflows: at 1 the next one halves the scale. `steps` counts all steps,
-    skipped ones too; `last_overflow` is that count before the last overflow, -1 if there was none.
-    `history` has (steps before it, scale) of the latest changes, oldest first.
+    `patience` is the number of overflows until the scale is halved. `steps` counts all steps,
+    including skipped ones; `last_overflow` is that count before the last overflow, or -1. `history`
+    has (number of steps before, scale) for the latest changes, oldest first.
     """
 
     scale: float
@@ -46,7 +47,7 @@ class ScaleState:
 
 @dataclass(frozen=True)
 class ScaleRules:
-    """Rules of a loss scale; without `dynamic` it is constant. `window` is in steps."""
+    """Parameters of a loss scale, which is constant without `dynamic`; `window` is in steps."""
 
     initial: float
     dynamic: bool = True
@@ -93,7 +94,7 @@ class ScaleRules:
         return ScaleState(scale, patience, state.steps + 1, last_overflow, history)
 
     def restored(self, saved: Mapping[str, Any]) -> ScaleState:
-        """Return the state that `as_data` saved; a constant scale is that of the configuration."""
+        """Return the state saved by `as_data`; a constant scale is that of the configuration."""
         history = tuple((int(step), float(scale)) for step, scale in saved["history"])
         state = ScaleState(
             float(saved["scale"]),

@@ -1,4 +1,4 @@
-"""Adapters (peft) may be merged where the weights they are merged into are, and not elsewhere."""
+"""Guard against merging peft adapters into weights that are not materialized."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import nn
 from infinity.errors import ResidencyError
 from infinity.training.parameter_values import ParameterValues
 
-# Of a layer with adapters, and of the module that put them there.
+# Methods of a layer with adapters, and of the tuner that inserted them.
 _MERGE = ("merge", "unmerge")
 _UNLOAD = ("merge_and_unload", "unload")
 
 
 class MergeGuard:
-    """Refuses what would lose edits of a module's adapters, before anything is changed.
+    """Guard of the peft methods that would lose edits of adapters; they raise before any change.
 
-    `merge` and `unmerge` of a layer outside a block of `materialized`: peft edits `.data`, which of
-    an offloaded parameter is a passing copy, so that the edit would be lost while the layer is
-    marked as merged. All of peft's ways (`merge_adapter`, `merge_and_unload`, a merged layer in
-    `disable_adapter()`) end in these two methods. `merge_and_unload` and `unload` anywhere: they
-    take adapters, whose weights and state are the engine's, out of its module for good.
+    `merge` and `unmerge` of a layer raise outside a `materialized` block: peft edits `.data`, which
+    for an offloaded parameter is a temporary copy, so the edit would be lost while the layer is
+    marked as merged. Everything in peft that merges (`merge_adapter`, `merge_and_unload`, a merged
+    layer in `disable_adapter()`) calls these two methods. `merge_and_unload` and `unload` always
+    raise: they permanently remove adapters whose weights and state the engine holds.
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class MergeGuard:
         self._values = values
         self._index_of = index_of
         self._guarded: list[tuple[nn.Module, str]] = []
-        # Who has not imported peft has no adapters of it.
+        # If peft is not imported, the module has no peft adapters.
         peft = sys.modules.get("peft.tuners.tuners_utils")
         if peft is not None:
             self._guard(module, peft.BaseTunerLayer, _MERGE, self._check_merge)
             self._guard(module, peft.BaseTuner, _UNLOAD, self._refuse_unload)
 
     def remove(self) -> None:
-        """Leave the modules as they were."""
+        """Remove the guards."""
         while self._guarded:
             part, name = self._guarded.pop()
             vars(part).pop(name, None)
@@ -55,13 +55,13 @@ class MergeGuard:
         for part in [m for m in module.modules() if isinstance(m, kind)]:
             for name in names:
                 if name not in vars(part):
-                    # Bound, so that a deep copy of the part merges itself and not this one.
+                    # A bound method: a deep copy then merges itself, not the original.
                     setattr(part, name, MethodType(_checked(name, check), part))
                     self._guarded.append((part, name))
 
     def _check_merge(self, layer: nn.Module, name: str) -> None:
         if not self._guarded:
-            return  # removed: this is a copy's
+            return  # the guard was removed, but a deep copy has one
         indices = [self._index_of.get(id(parameter)) for parameter in layer.parameters()]
         offloaded = sum(i is not None and i not in self._values.materialized_now for i in indices)
         if offloaded:

@@ -1,14 +1,14 @@
-"""The optimizer pass: read, update, publish, write, pipelined by chunk, behind the next forward.
+"""Optimizer pass: read, update, publish and write, pipelined by chunk, during the next forward.
 
 [Note: deferred and exact]
 An optimizer pass starts when the norm and the clip factor are known, and updates units in the
 order in which the forward will need them. `step()` does not wait for it; a fetch of a unit waits
-for that unit's update. Nothing is stale and nothing is speculative.
+for that unit's update. No weight is stale, and no update is speculative.
 
 [Note: pacing]
-The optimizer pass publishes a unit's new weights into a free slot, and waits for one when there
-is none: it stays at most the slot count ahead of the forward, so that weights are not written,
-dropped and read again. A demand for anything else lifts the pacing (see `offload/handover.py`).
+The optimizer pass publishes a unit's new weights into a free slot, and waits for one if there is
+none: it is at most the number of slots ahead of the forward, so that weights are not written,
+evicted and read again. A demand for another unit lifts the pacing (see `offload/handover.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from infinity.training.update_job import UpdateJob
 
 
 class OptimizerPass:
-    """One worker thread that runs one job at a time."""
+    """Worker thread that runs one update job at a time."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class OptimizerPass:
         self._names = {s.parameter: s.name for unit in plan.units for s in unit.segments}
         self._job: UpdateJob | None = None
         self._closing = False
-        # What the thread waits on between jobs: woken at every transition, it would hold up whoever
-        # computes.
+        # The thread waits on this between jobs: `changed` would wake it at every transition, which
+        # delays the training thread.
         self._submitted = threading.Condition(handover.lock)
         self._thread = threading.Thread(
             target=self._loop, name="infinity-optimizer-pass", daemon=True
@@ -66,7 +66,7 @@ class OptimizerPass:
     # --- the training thread ---------------------------------------------------------------
 
     def open(self) -> None:
-        """Start the thread, before training."""
+        """Start the thread."""
         self._thread.start()
 
     def submit(self, job: UpdateJob) -> None:
@@ -77,10 +77,10 @@ class OptimizerPass:
             self._submitted.notify_all()
 
     def finish(self, *, closing: bool = False) -> None:
-        """Lift the pacing and wait until no update is pending; raise the error that prevents it.
+        """Lift the pacing and block until no update is pending; raise the error that prevents it.
 
-        In a durable run of several ranks the last step is then committed on all, which all call
-        this; except one that is `closing`.
+        In a durable run the last step is then committed on all ranks, which all call this, unless
+        `closing`.
         """
         with self.transfers.stall("update"), self._changed:
             self._handover.lift_pacing()
@@ -94,30 +94,30 @@ class OptimizerPass:
         if self.durability is not None and not closing:
             try:
                 self.durability.agree()
-            except MachineError as error:  # which of two commits is the last is not known now
+            except MachineError as error:  # unknown which of two commits is the last
                 self._failure.fail(error)
                 raise
 
     def close(self) -> None:
-        """Abandon unfinished updates and end the thread."""
+        """Abandon unfinished updates and join the thread."""
         with self._changed:
             self._closing = True
             self._submitted.notify_all()
             self._handover.lift_pacing()
-        with suppress(RuntimeError):  # a second Ctrl-C may have come between the lock and its block
+        with suppress(RuntimeError):  # a second Ctrl-C in `with` may have left the lock held
             while True:
                 self._changed.release()
-        # The garbage collector may close a dropped engine on any thread, this one's too.
+        # The garbage collector may close a dropped engine on any thread, also on this one.
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
     @property
     def can_finish(self) -> bool:
-        """Return True if this thread can wait for it: not the pass itself, nor a forked child."""
+        """Whether this thread can wait for the pass: not the worker thread, nor a forked child."""
         return self._thread.is_alive() and threading.current_thread() is not self._thread
 
     def forget(self) -> None:
-        """Free the reserved buffers."""
+        """Free the staging buffers."""
         self.updates.forget()
 
     # --- the optimizer thread --------------------------------------------------------------------
@@ -137,7 +137,7 @@ class OptimizerPass:
             self._failure.fail(error)
 
     def _next_job(self) -> UpdateJob | None:
-        """Wait for the next job and return it; None when the engine closes."""
+        """Block until there is a job, and return it; None when the engine closes."""
         with self._submitted:
             while self._job is None and not self._closing:
                 self._submitted.wait()
@@ -147,7 +147,7 @@ class OptimizerPass:
         self.updates.run(job, lambda: self._closing)
         if self.durability is not None:
             document = job.document
-            if document is not None:  # an optimizer of torch's has changed what it keeps
+            if document is not None:  # the update has changed non-moment state
                 kept = self.updates.updater.kept()
                 document = with_kept(document, {self._names[i]: v for i, v in kept.items()})
             self.durability.finish_step(document, lambda: self._closing)

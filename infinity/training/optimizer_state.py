@@ -22,9 +22,9 @@ from infinity.types import Kind
 def read_state(
     store: StateStore, updater: Updater, parameter: int, rule_params: Any, steps: Sequence[int]
 ) -> dict[str, Any]:
-    """The state of one parameter, by torch's names; moments as fresh fp32 tensors of its shape.
+    """Return the state of one parameter by torch's names, moments as new fp32 tensors of its shape.
 
-    No update may be owed; all ranks call. `steps` counts updates by parameter index. Raises
+    Collective; no update may be pending. `steps` counts updates by parameter index. Raises
     `ConfigError` if the parameter has no state.
     """
     states: list[dict[str, Any]] = []
@@ -36,7 +36,7 @@ def read_state(
                 index, shape = segment.parameter, segment.shape
                 share_kept(store, updater, {index})
                 states.append(updater.state_of(index, rule_params, moments, shape, steps[index]))
-    if len(states) > 1:  # of rows of a stack
+    if len(states) > 1:  # a split stack: one state for each range of rows
         return {
             name: torch.cat([state[name] for state in states])
             if isinstance(value, Tensor) and value.dim()
@@ -49,12 +49,13 @@ def read_state(
 
 
 def share_kept(store: StateStore, updater: Updater, parameters: Collection[int]) -> None:
-    """Share state of these parameters that is no moment between ranks.
+    """Share the non-moment state of these parameters between ranks.
 
-    A rank knows it of those that it updates a part of; whoever has the last part tells.
+    A rank has that of the parameters of which it updates a shard; the rank with the last shard
+    provides the value.
     """
     ranks, plan = store.ranks, store.plan
-    if ranks.count == 1 or _is_ours(updater):  # ours counts steps, of all parameters
+    if ranks.count == 1 or _is_ours(updater):  # it has that of all parameters
         return
     doing = "reports the state of the optimizer"
     local = {s.parameter for u in plan.local_units for s in u.trained_segments}.intersection(
@@ -64,13 +65,13 @@ def share_kept(store: StateStore, updater: Updater, parameters: Collection[int])
     with ranks.propagate_errors(doing):
         encoded = encode({i: kept[i] for i in local & kept.keys()}, "the optimizer's state")
     ranks.synchronize(doing)
-    for theirs in ranks.all_gather_object(encoded):  # in the order of parts
+    for theirs in ranks.all_gather_object(encoded):  # in the order of shards
         kept |= decode(theirs)
     updater.keep(kept)
 
 
 def _moment(store: StateStore, layout: UnitLayout, segment: Segment, kind: Kind) -> Moment:
-    """A copy of the whole moment of one parameter, its chunks put together."""
+    """Return a copy of the full moment of one parameter, concatenated from its chunks."""
     number_format = store.plan.precision.format_of(kind)
     values, scales = [], []
     for part in _parts_of(store.plan, layout, segment, kind, store.read(layout.index, kind)):
@@ -84,7 +85,7 @@ def _moment(store: StateStore, layout: UnitLayout, segment: Segment, kind: Kind)
 def _parts_of(
     plan: Plan, layout: UnitLayout, segment: Segment, kind: Kind, flat: Tensor
 ) -> Iterator[Moment]:
-    """Yield the parts of a parameter in all chunks; `flat` is from `StateStore.read`."""
+    """Yield a parameter's slice of a moment in each chunk; `flat` is from `StateStore.read`."""
     for rank, shard_bytes in enumerate(flat.view(layout.shards, -1)):
         shard = layout.of_shard(rank)
         for found in (s for s in shard.segments if s.parameter == segment.parameter):
@@ -106,9 +107,9 @@ def write_state(
     name: str,
     value: Tensor,
 ) -> None:
-    """Replace one moment of a parameter, by torch's name; `value` has its shape.
+    """Replace one moment of a parameter, by torch's name; `value` has the parameter's shape.
 
-    No update may be owed. Raises `ConfigError` for a name that is no moment there.
+    No update may be pending. Raises `ConfigError` if the parameter has no such moment.
     """
     layout, segment = location
     names = updater.moment_names(segment.parameter, rule_params) if _is_ours(updater) else ()

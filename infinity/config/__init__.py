@@ -1,1 +1,1 @@
-"""config"""
+"""Configuration: schema, sources, earlier names of keys, and error messages."""

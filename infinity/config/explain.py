@@ -1,4 +1,4 @@
-"""Errors of a configuration as text: keys, nearest names, and the values that were given."""
+"""Messages for errors of a configuration: keys, closest names, and the given values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from infinity.errors import did_you_mean, mistakes
 
 _ALTERNATIVE = re.compile(
     r"literal\[.*\]|(constrained-)?int|bool|str"
-)  # pydantic's names for parts of a union
-# What people call our words; the first that is among the words of a key is meant.
+)  # pydantic's names for members of a union
+# Synonyms of values: the first of these that the key accepts is suggested.
 _MEANT = {
     "gpu": ("device",),
     "cuda": ("device",),
@@ -33,9 +33,9 @@ _MEANT = {
 def explain(
     schema: type[BaseModel], where: str, error: ValidationError, foreign: Sequence[str] = ()
 ) -> str:
-    """Return one text that lists every mistake against `schema` by its dotted name.
+    """Return one message that lists every violation of `schema` by its dotted name.
 
-    `foreign` are top-level names of a DeepSpeed configuration.
+    `foreign` are the top-level keys that belong to a DeepSpeed configuration.
     """
     problems = []
     if foreign:
@@ -46,7 +46,7 @@ def explain(
         )
     found: dict[tuple[int | str, ...], list[str]] = {}
     for detail in error.errors(include_url=False):
-        # Reported above; and a default that depends on another value fails only with that one.
+        # Reported above; a default factory fails only if the value it depends on does.
         is_foreign = detail["type"] == "extra_forbidden" and detail["loc"][0] in foreign
         if not is_foreign and detail["type"] != "default_factory_not_called":
             if detail["loc"] and _ALTERNATIVE.fullmatch(str(detail["loc"][-1])):
@@ -56,7 +56,7 @@ def explain(
 
 
 def _either(problems: Sequence[str]) -> str:
-    """Merge the errors of all alternatives of one key."""
+    """Merge the errors of all members of a union into one."""
     *first, last = problems
     each = [problem.rpartition(", got ")[0] for problem in first]
     return " or ".join([*each, last.partition(": should be ")[2] if each else last])
@@ -93,7 +93,7 @@ def _unknown_key(schema: type[BaseModel], loc: tuple[int | str, ...]) -> str:
     *parents, key = (str(part) for part in loc)
     fields = list(_section_at(schema, parents).model_fields)
     prefix = "".join(f"{parent}." for parent in parents)
-    # A key may also have the right name in the wrong place.
+    # The key may belong to another section.
     right = (name for name in _leaf_names(schema) if name.rpartition(".")[2] == key)
     hint = did_you_mean(key, fields, prefix)
     hint = hint or "".join(f"did you mean {name!r}? " for name in list(right)[:1])

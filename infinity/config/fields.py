@@ -1,4 +1,4 @@
-"""Values that a configuration is made of, and the base of its sections."""
+"""Field types of a configuration, and the base class of its sections."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _size(value: Any) -> int:
 
 
 def _number(value: Any) -> Any:
-    # YAML 1.1 reads 1e-4 as text, and so does a dict that came from elsewhere.
+    # YAML 1.1 parses 1e-4 as text; a dict may come from such a parser.
     if isinstance(value, str):
         try:
             return float(value)
@@ -36,17 +36,17 @@ def _number(value: Any) -> Any:
 
 
 def _as_int(value: Any) -> Any:
-    # 1e9 is a float to YAML and JSON.
+    # YAML and JSON parse 1e9 as a float.
     number = _number(value)
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
-_BARE_BYTES = 1 << 16  # fewer are no budget: a unit was forgotten
-_LONGEST_NAME = 255  # bytes, of a file on Linux
+_BARE_BYTES = 1 << 16  # a smaller budget lacks its unit
+_LONGEST_NAME = 255  # bytes; limit of a file name on Linux
 
 
 def as_path(value: Any) -> Path:
-    """A path, `~` expanded."""
+    """Return a path with `~` expanded; raise `ValueError` for an invalid one."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or "\0" in str(value):
         raise ValueError(f"should be a path, got {value!r}")
     try:
@@ -62,7 +62,7 @@ def as_path(value: Any) -> Path:
 
 
 def as_paths(value: Any) -> tuple[Path, ...]:
-    """Return one path, or a list of them, as a tuple of directories; `None` is none of them."""
+    """Return one directory, or a list of them, as a tuple of paths; empty for None."""
     if value is None:
         return ()
     parts = value if isinstance(value, (list, tuple)) else [value]
@@ -78,16 +78,16 @@ def as_paths(value: Any) -> tuple[Path, ...]:
 
 
 def _identity(path: Path) -> Any:
-    """Return what shows that two paths, one of them by a link, lead to one directory."""
+    """Return a key that is equal for paths to the same directory, also through links."""
     try:
         facts = os.stat(path)
-    except OSError:  # it is not there, or of another machine
+    except OSError:  # missing, or on another machine
         return path
     return facts.st_dev, facts.st_ino
 
 
 def as_pair(value: Any) -> Any:
-    """A list as a tuple; YAML and JSON know lists only."""
+    """Convert a list to a tuple: YAML and JSON have only lists."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -106,9 +106,9 @@ OnePath: TypeAlias = Annotated[Path, BeforeValidator(as_path)]
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, strict, and an unknown key is an error."""
+    """Base class of the sections: frozen, strict, and an unknown key is an error."""
 
-    # The texts below fields are the descriptions in `model_json_schema()`.
+    # Docstrings of fields become descriptions in `model_json_schema()`.
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
     )

@@ -1,4 +1,4 @@
-"""The optimizer, scheduler and loss scale sections of a configuration."""
+"""Optimizer, scheduler and loss scale sections of a configuration."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ else:
 
 
 class _AnyOptimizer(Section):
-    """What every rule takes; what else one takes, `OptimizerConfig` has from `RULES`."""
+    """Keys of every rule; `OptimizerConfig` adds the keys of each rule in `RULES`."""
 
     type: RuleName = "AdamW"
-    """The update rule. "AdamW" decays weights directly, "Adam" adds the decay to the gradient;
-    "Muon" updates matrices, and each matrix of stacked experts, and AdamW all else. Any other
-    optimizer of torch, slower: `initialize(optimizer=torch.optim.NAdam)`.
+    """Update rule. "AdamW" decays weights directly, "Adam" adds the decay to the gradient; "Muon"
+    updates matrices (each matrix of stacked experts separately), and AdamW all other parameters.
+    Any other torch optimizer, slower: `initialize(optimizer=torch.optim.NAdam)`.
     """
     moments: MomentName = "fp32"
-    """The format in which moments are stored: 12 bytes of state a parameter with fp32, 6 with 8bit.
-    All but fp32 are lossy; Muon's are fp32.
+    """Storage format of the moments: 12 bytes of state per parameter with fp32, 6 with 8bit. All
+    but fp32 are lossy; Muon's are fp32.
     """
 
     @field_validator("type", mode="before")
@@ -77,12 +77,12 @@ class _AnyOptimizer(Section):
         return value
 
     def parameters(self) -> dict[str, Any]:
-        """Return the parameters of the rule by torch's names, as defaults of its groups."""
+        """Return the rule's hyperparameters by torch's names, as defaults of parameter groups."""
         return {name: getattr(self, name) for name in RULES[self.type].defaults()}
 
 
 def _text_of(name: str) -> str:
-    """Return the meaning of an entry, and its default by rule."""
+    """Return the description of a rule's key, with the default of each rule."""
     rules = {rule: RULES[rule].defaults() for rule in RULES}
     by_default: dict[str, list[str]] = {}
     for rule, defaults in rules.items():
@@ -93,7 +93,7 @@ def _text_of(name: str) -> str:
 
 
 def _field_of(name: str) -> tuple[Any, Any]:
-    """The field of an entry of some rule: its default depends on `type`, None if it has none."""
+    """Return type and field of a rule's key; its default depends on `type`, which may lack it."""
 
     def default(given: dict[str, Any]) -> Any:
         return RULES[given["type"]].defaults().get(name) if "type" in given else None
@@ -127,20 +127,20 @@ else:
 
 
 class LossScaleConfig(Section):
-    """By how much the loss is multiplied in fp16; see `training/loss_scale.py` for the rules."""
+    """Factor of the loss in fp16; see `training/loss_scale.py` for the rules."""
 
     value: Number = Field(default=0.0, ge=0)
-    """0 = dynamic: it halves when gradients overflow, doubles when they have not for a while."""
+    """Constant scale; 0 = dynamic: halved at overflows, doubled after `window` steps without."""
     initial_power: int = Field(default=16, ge=0, le=127)
-    """It begins at 2 to the power of this."""
+    """The initial scale is 2 to this power."""
     window: int = Field(default=1000, ge=1)
-    """Steps without an overflow until it doubles."""
+    """Steps without an overflow until the scale doubles."""
     hysteresis: int = Field(default=2, ge=1)
-    """Overflows until it halves."""
+    """Overflows until the scale is halved."""
     consecutive_hysteresis: bool = False
-    """Start counting overflows anew in every good step, not only when the scale doubles."""
+    """Reset the count of overflows in every good step, not only when the scale doubles."""
     min: Number = Field(default=1.0, gt=0)
-    """An overflow at this scale is an error."""
+    """Smallest scale; an overflow at it is an error."""
 
     @field_validator("initial_power", "window", "hysteresis", "consecutive_hysteresis", "min")
     @classmethod
@@ -159,7 +159,7 @@ class LossScaleConfig(Section):
 
 
 NEEDED = inspect.Parameter.empty
-# What DeepSpeed's schedules take, and their defaults; `infinity.optim.lr_schedules` makes them.
+# Arguments of DeepSpeed's schedules, with defaults; see `infinity.optim.lr_schedules`.
 SCHEDULES: dict[str, dict[str, Any]] = {
     "LRRangeTest": {
         "lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000,
@@ -189,7 +189,7 @@ for _defaults in SCHEDULES.values():
 
 
 def torch_schedules() -> dict[str, Any]:
-    """The classes of `torch.optim.lr_scheduler` by name; torch is imported when this is asked."""
+    """Return the classes of `torch.optim.lr_scheduler` by name; imports torch when called."""
     from torch.optim import lr_scheduler
 
     base = lr_scheduler.LRScheduler
@@ -215,14 +215,14 @@ def _parameters_of(name: str) -> dict[str, Any] | None:
 
 
 class SchedulerConfig(Section):
-    """A class of `torch.optim.lr_scheduler` or `infinity.optim.lr_schedules`, and its arguments."""
+    """Class of `torch.optim.lr_scheduler` or `infinity.optim.lr_schedules`, and its arguments."""
 
     type: str
-    """A class of `torch.optim.lr_scheduler`, or a schedule of DeepSpeed: LRRangeTest, OneCycle,
+    """Class of `torch.optim.lr_scheduler`, or a schedule of DeepSpeed: LRRangeTest, OneCycle,
     WarmupLR, WarmupDecayLR, WarmupCosineLR.
     """
     params: dict[str, Any] = Field(default_factory=dict)
-    """Its arguments, without the optimizer."""
+    """Arguments of the class, without the optimizer."""
 
     @field_validator("type")
     @classmethod

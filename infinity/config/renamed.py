@@ -1,4 +1,4 @@
-"""Earlier names of configuration keys: taken with a warning until the next release."""
+"""Earlier names of configuration keys, accepted with a warning until the next release."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from infinity.errors import ConfigError, InfinityWarning
 
 
 class Renamed(NamedTuple):
-    """The name of a key today, and a value of it for one under the earlier name."""
+    """Current name of a key, and the conversion of a value given under the earlier name."""
 
     name: str
     value: Callable[[Any], Any] = lambda value: value
@@ -27,7 +27,7 @@ def _logits(value: Any) -> Any:
 
 
 RENAMED = {
-    "activations.logits": Renamed("activations.logits", _logits),  # its values had other names
+    "activations.logits": Renamed("activations.logits", _logits),  # values were renamed
     "durable_every": Renamed("commit_every"),
     "frozen.rest": Renamed("frozen.format"),
     "hints.weights_in_ram": Renamed("hints.max_params_in_cpu"),
@@ -39,14 +39,14 @@ RENAMED = {
 
 
 def with_current_names(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a copy of a configuration with today's names.
+    """Return a copy of a configuration with the current names of keys.
 
     Args:
         raw: Sections and keys of an engine's configuration, below `prefix`.
-        prefix: Of the section that is the engine's, as "engine.".
+        prefix: Prefix of the engine's section, such as "engine.".
 
     Raises:
-        ConfigError: A key is there under both names.
+        ConfigError: A key is given under both names.
     """
     result = copy.deepcopy(dict(raw))
     for old in RENAMED:
@@ -68,7 +68,7 @@ def with_current_names(raw: Mapping[str, Any], prefix: str = "") -> dict[str, An
 
 
 def current(name: str, value: Any, prefix: str = "", *, warns: bool = True) -> tuple[str, Any]:
-    """Return today's dotted name of a key, and its value."""
+    """Return the current dotted name of a key, and the converted value."""
     old = name.removeprefix(prefix)
     if not name.startswith(prefix) or old not in RENAMED:
         return name, value
@@ -80,7 +80,7 @@ def current(name: str, value: Any, prefix: str = "", *, warns: bool = True) -> t
 
 
 def stored_with_current_names(found: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return values by dotted name, as an earlier release stored them, by today's names."""
+    """Return values that an earlier release stored, by current dotted names."""
     return dict(current(name, value, prefix, warns=False) for name, value in found.items())
 
 

@@ -1,7 +1,7 @@
-"""The configuration: one strict schema with all defaults; all mistakes are reported together.
+"""Configuration schema: strict, with all defaults; all mistakes are reported together.
 
-Nothing here looks at the machine or at a model. `None` and "auto" mean "derived later"; the plan
-derives them and says so.
+It depends neither on the machine nor on a model. The plan derives values for `None` and "auto", and
+reports them.
 """
 
 from __future__ import annotations
@@ -44,45 +44,45 @@ Offload: TypeAlias = Literal["none", "host", "disk"]
 
 
 def checkpoint_of(recompute: Recompute) -> Literal["none", "units"] | int:
-    """`ActivationsConfig.checkpoint` for what its `recompute` is to be."""
+    """Return the `ActivationsConfig.checkpoint` that results in this `recompute`."""
     if recompute == "all":
         return "units"
     return recompute or "none"
 
 
 class ActivationsConfig(Section):
-    """Recomputation and slices belong to the computation; where kept tensors wait does not.
+    """Recomputation, offload and slicing of activations.
 
-    Sizes are bytes. `host` and `disk` follow from `tokens` if they are left out.
+    Sizes are in bytes. `host` and `disk` are derived from `tokens` if they are not given.
     """
 
     checkpoint: Literal["none", "units"] | int = "none"
-    """units: blocks keep only their inputs, and run again in backward; a number: the first ones."""
+    """units: blocks save only their inputs and are recomputed in backward; N: the first N do."""
     offload: Offload = "none"
-    """Where inputs of recomputed blocks wait for backward, beyond the device: disk is RAM first."""
+    """Tier of the inputs of recomputed blocks until backward; disk uses RAM first."""
     tokens: int | None = Field(default=None, ge=1)
-    """The most tokens of one micro-batch, as the loop or the Trainer hands it over (`infinity
-    train` knows them): memory is kept for its activations, and the sizes of this section follow.
-    In `InfinityTrainer` the plan then chooses how the batches of a step pass the model.
+    """Most tokens of a micro-batch that the loop or the Trainer passes (`infinity train` sets it):
+    memory is reserved for its activations, and `host` and `disk` are derived from it. In
+    `InfinityTrainer` the plan then splits the batches of a step into micro-batches.
     """
     host: Size | None = None
-    """Pinned RAM that is reserved for these inputs."""
+    """Pinned RAM reserved for these inputs."""
     disk: Size | None = None
-    """Scratch space on disk that is reserved for these inputs."""
+    """Scratch space on disk reserved for these inputs."""
     min_bytes: Size = 1 << 20
-    """Smaller tensors stay where they are."""
+    """Smaller tensors are not offloaded."""
     slices: int = Field(default=1, ge=1)
-    """Slices of a batch in a block, whose weights are fetched once for all slices. `infinity plan`
-    finds the fastest number.
+    """Slices of a batch in each block, whose weights are fetched once for all slices. `infinity
+    plan` finds the fastest number.
     """
     logits: Literal["auto", "full", "chunked"] = "auto"
-    """chunked: cross entropy makes the head's logits 1024 tokens at a time. auto is chunked for
+    """chunked: cross entropy computes the head's logits 1024 tokens at a time. auto: chunked for
     causal language models in `infinity train`, `InfinityTrainer` and `from_pretrained`, else full.
     """
 
     @property
     def recompute(self) -> Recompute:
-        """How many blocks, from the first, run again in backward."""
+        """Number of blocks, from the first, that are recomputed in backward."""
         if isinstance(self.checkpoint, int):
             return self.checkpoint
         return "all" if self.checkpoint == "units" else 0
@@ -107,11 +107,11 @@ class ActivationsConfig(Section):
 
 TierChoice: TypeAlias = Literal["auto", "device", "host", "disk"]
 
-# Elements; the optimizer works through a chunk in blocks of this many.
+# Elements; the optimizer processes a chunk in blocks of this size.
 CHUNK_MULTIPLE = 2048
-# Bytes; the largest block size that O_DIRECT asks for on drives of today.
+# Bytes; the largest block size that O_DIRECT requires on current drives.
 BLOCK_MULTIPLE = 4096
-_SWITCHES = ("yes", "no", "on", "off", "true", "false", "always")  # which no run is called
+_SWITCHES = ("yes", "no", "on", "off", "true", "false", "always")  # probably not a path
 
 
 def _resume(value: Any) -> Any:
@@ -133,9 +133,9 @@ def _first_and_last(value: Any) -> Any:
 
 
 class PlacementConfig(Section):
-    """The tier where each kind of state rests; the residual travels with the moments.
+    """Tier of each kind of state; residuals are stored with the moments.
 
-    A tier in the place of the section is that of all three kinds.
+    A tier instead of the section applies to all three kinds.
     """
 
     weights: TierChoice = "auto"
@@ -148,12 +148,12 @@ class PlacementConfig(Section):
     """Tier of the gradients."""
     reshard_after_forward: bool | None = None
     """Several ranks. true: weights are gathered at each use (ZeRO-3). false: gathered weights stay
-    on the device until they are updated (ZeRO-2). null: they stay where there is room.
+    on the device until they are updated (ZeRO-2). null: they stay if device memory permits.
     """
     shared: bool | None = None
     """Several ranks. true: weights in RAM are stored once per node, in memory that its ranks map,
     and nothing is gathered; several nodes exchange updated values once per step. false: each rank
-    keeps its shard. null: the faster one by the plan.
+    stores its shard. null: the faster one as predicted by the plan.
     """
 
     @model_validator(mode="before")
@@ -168,17 +168,17 @@ class PlacementConfig(Section):
 
 
 class FrozenConfig(Section):
-    """How weights that are not trained rest: a base under adapters (LoRA) may be quantised."""
+    """Storage of frozen weights: the base model of adapters (LoRA) may be quantized."""
 
     format: FrozenName = "as_is"
-    """The format in which matrices of frozen `nn.Linear` layers and stacks of experts rest and
-    travel; where they compute they are dequantised. All but as_is are lossy. nf4, nf4_double and
-    int8 are bitsandbytes'; mxfp4 (experts alone) and fp8 keep the bytes of files that have them.
+    """Format in which matrices of frozen `nn.Linear` layers and stacks of experts are stored and
+    transferred; they are dequantized to compute. All but as_is are lossy. nf4, nf4_double and int8
+    are those of bitsandbytes; mxfp4 (experts only) and fp8 keep the bytes of files that have them.
     """
     keep: Annotated[tuple[str, ...], BeforeValidator(as_pair)] = (
         "lm_head", "embed_out", "head", "score", "classifier", "lora_A", "lora_B",
     )  # fmt: skip
-    """Parts of dotted names of modules and parameters that are not quantized."""
+    """Components of dotted names of modules and parameters that are not quantized."""
 
 
 class BudgetConfig(Section):
@@ -204,90 +204,92 @@ class BudgetConfig(Section):
 
 
 class HintsConfig(Section):
-    """Numbers of parameters that the plan keeps to where it can; it never fails for one.
+    """Numbers of parameters that the plan respects if possible; it never fails because of one.
 
     DeepSpeed's `stage3_max_live_parameters` and `max_in_cpu`, see plan/hints.py.
     """
 
     live_parameters: Integer | None = Field(default=None, ge=0)
-    """Most parameters in slots on the device."""
+    """Largest number of parameters in slots on the device."""
     max_params_in_cpu: Integer | None = Field(default=None, ge=0)
-    """Most weights of the disk tier that are kept in RAM instead, within budget.host."""
+    """Largest number of weights of the disk tier to store in RAM instead, within budget.host."""
 
 
 class IoConfig(Section):
-    """How the disk is read and written."""
+    """Reads and writes of the disk tier."""
 
     backend: Literal["auto", "io_uring", "threads"] = "auto"
-    """How requests are made; "auto" is io_uring where the kernel allows it."""
+    """Interface to the kernel; "auto" is io_uring where the kernel allows it."""
     block_size: Annotated[Size, Field(gt=0, le=2**30, multiple_of=BLOCK_MULTIPLE)] = 2**20
-    """Bytes of a request; 1 MiB at depth 4 to 16 was the fastest wherever it was measured."""
+    """Bytes per request; 1 MiB at depth 4 to 16 was the fastest on all measured drives."""
     queue_depth: int = Field(default=8, ge=1, le=256)
-    """Requests under way on each path."""
+    """Requests in flight on each path."""
     num_threads: int = Field(default=4, ge=1, le=64)
-    """Four plain threads reach the disk; used by the threads back end only."""
+    """Threads of the threads backend; four reach the speed of a disk."""
     weights: Annotated[tuple[Weight, ...] | None, BeforeValidator(as_pair)] = None
-    """Relative speeds of the paths in nvme_path, in their order; left out: measured at start."""
+    """Relative speeds of the paths in nvme_path, in their order; null: measured at start."""
     verify: bool | Literal["auto"] = "auto"
-    """Keep a CRC32C of every page on disk in RAM (0.1 % of it), and check it on every read; "auto"
-    is on for durable runs, so that a run resumes only from the bytes that were written.
+    """Store a CRC32C of every page on disk in RAM (0.1 % of the size on disk), and check it on
+    every read; "auto" is on for durable runs, so that a run resumes only from the bytes that were
+    written.
     """
     timeout_s: Number = Field(default=120.0, ge=0)
-    """Seconds a request may be in the kernel before waiting for it is an error, which lists the
-    outstanding requests. 0 = for ever.
+    """Seconds after which waiting for a request in the kernel is an error that lists the
+    outstanding requests. 0 = no limit.
     """
 
 
 class CpuConfig(Section):
-    """How the optimizer uses the CPU."""
+    """CPU use of the optimizer."""
 
     num_threads: int = Field(default=0, ge=0, le=1024)
-    """0 = all that this process may use; with a GPU all but three, which launch its work."""
+    """Threads of the kernels. 0 = all CPUs of this process; with a GPU all but three, which launch
+    its work.
+    """
     isa: Literal["auto", "baseline", "avx2", "avx512", "neon"] = "auto"
-    """Instructions of the optimizer's kernels; "auto" is the widest that the processor has."""
+    """Instruction set of the optimizer's kernels; "auto" is the widest of the processor."""
 
 
 class Config(Section):
-    """Configuration of an engine. `load_config` builds it and explains mistakes."""
+    """Configuration of an engine. `load_config` creates it and explains mistakes."""
 
     nvme_path: Paths = ()
-    """A directory, or a list of them, on the drives that state may be stored on; several are
-    striped. The only key that a run from disk needs.
+    """Directory, or list of directories, on the drives that may store state; several are striped.
+    The only required key of a run that uses the disk tier.
     """
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Of the weights that compute; masters are fp32. fp16 has a loss scale, dynamic by default."""
+    """Dtype of the compute weights; masters are fp32. fp16 has a loss scale, dynamic by default."""
     cast_inputs: bool = False
-    """In bf16 and fp16: floating inputs are cast to these, as by DeepSpeed's auto_cast."""
+    """bf16 and fp16: cast floating-point inputs to the precision, like DeepSpeed's auto_cast."""
     autocast: bool = False
-    """In fp32: calls of the engine run under `torch.autocast` in bf16, as by DeepSpeed's
-    torch_autocast.
-    """
+    """fp32: run engine calls under `torch.autocast` in bf16, like DeepSpeed's torch_autocast."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig | None = None
     gradient_clipping: Number = Field(default=1.0, ge=0)
-    """Largest global norm; 0 = off."""
+    """Maximum global norm of the gradients; 0 = off."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
-    """Micro-batches of a step; their gradients are summed in fp32."""
+    """Micro-batches per step; their gradients are summed in fp32."""
     placement: PlacementConfig = PlacementConfig()
     frozen: FrozenConfig = FrozenConfig()
     update: Literal["auto", "cpu", "device"] = "auto"
-    """Processor of updates of state off the device: the CPU, or the device, which the state is
-    streamed through; "auto" is the one, or both, with the shorter predicted step. Same bits.
+    """Processor that updates state stored off the device: the CPU, or the device, through which the
+    state is streamed; "auto" is the one, or both, with the shorter predicted step. Results are
+    bitwise equal.
     """
     budget: BudgetConfig = BudgetConfig()
     hints: HintsConfig = HintsConfig()
     io: IoConfig = IoConfig()
     chunk_size: int | Literal["auto"] = "auto"
-    """Parameters that are updated and moved at once: fewer take less RAM. "auto" is 1 Mi, of which
-    four pass at once where nothing is on disk.
+    """Elements that are updated and transferred at once; fewer take less RAM. "auto" is 1 Mi, and
+    four chunks at once for units without state on disk.
     """
     prefetch_units: int = Field(default=2, ge=0)
     """Units fetched before they are needed."""
     experts_per_unit: int | Literal["auto"] = "auto"
-    """Experts of a layer that travel together, where a module has them stacked; "auto" keeps a
-    unit below 512 MiB, of models with very many experts below 1 GiB. `infinity plan`, `infinity
-    train` and `InfinityTrainer` choose another number where that is faster. The bits are the same.
+    """Experts per unit of a layer, where a module has them stacked; "auto" limits a unit to 512
+    MiB, for models with very many experts to 1 GiB. `infinity plan`, `infinity train` and
+    `InfinityTrainer` choose another number if it is faster. Results are bitwise equal.
     """
     seed: int | None = None
     """Seed of the torch generator on all ranks. For separate dropout a rank may seed again after
@@ -297,27 +299,27 @@ class Config(Section):
     cpu: CpuConfig = CpuConfig()
     activations: ActivationsConfig = ActivationsConfig()
     compile: bool = False
-    """`torch.compile` of every block's forward; weights stay where they are."""
+    """Apply `torch.compile` to the forward of every block; weights stay offloaded."""
     step_log: OnePath | None = None
-    """A file that gets one JSON line for each step."""
+    """File that gets one JSON line per step."""
     trace: OnePath | None = None
-    """A file that gets a timeline of training in Chrome's format, for ui.perfetto.dev and
+    """File that gets a timeline of training in Chrome's format, for ui.perfetto.dev and
     `infinity trace`, which names the bottleneck.
     """
     trace_steps: Annotated[
         tuple[int, int],
         BeforeValidator(_first_and_last, json_schema_input_type=int | tuple[int, int]),
     ] = (1, 100)
-    """Which steps of this run are traced, [first, last], counted from 1; a number is the last."""
+    """Steps of this run to trace, [first, last], counted from 1; a number is the last."""
     durable: bool = False
-    """State on disk is the checkpoint: updates go out of place, and steps are committed."""
+    """State on disk is the checkpoint: updates are out of place, and steps are committed."""
     commit_every: int | Literal["auto"] = "auto"
-    """Steps from one commit to the next. "auto" is every step where all state is on disk; where
-    some is in RAM every k-th, so that commits cost 5 % at most.
+    """Steps from one commit to the next. "auto" is every step if all state is on disk; if some is
+    in RAM, every k-th step, so that commits cost at most 5 %.
     """
     resume: Annotated[Literal["never", "auto"] | Path, BeforeValidator(_resume)] = "never"
-    """"auto" goes on from the last commit of the durable run under `nvme_path` that fits the model,
-    and refuses where there are signs of one that it cannot go on from; or the directory of a run.
+    """"auto" resumes from the last commit of the durable run under `nvme_path` that fits the model,
+    and raises if there are signs of one that cannot be resumed; or the directory of a run.
     """
 
     @field_validator("loss_scale")
@@ -407,7 +409,7 @@ class Config(Section):
         return self.model_copy(update={"activations": chunked})
 
     def resolved(self) -> dict[str, dict[str, Any]]:
-        """Return every value by dotted name, JSON-able, with its origin.
+        """Return every value by dotted name, JSON-serializable, with its origin.
 
         For example `{"io.queue_depth": {"value": 16, "origin": "given"}, ...}`; the origin is
         "given" or "default". Sizes are in bytes.
@@ -434,12 +436,12 @@ DEEPSPEED_NAMES = frozenset(_NAMES.split())
 
 
 def entries(section: BaseModel, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The values of a section and of those in it by dotted name, as `Config.resolved` has them."""
+    """Yield the values of a section and its subsections by dotted name, as in `Config.resolved`."""
     dumped = section.model_dump(mode="json")
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(section, OptimizerConfig) and value is None:
-            continue  # its rule does not take it
+            continue  # its rule lacks the key
         if isinstance(value, BaseModel):
             yield from entries(value, f"{prefix}{name}.")
         else:

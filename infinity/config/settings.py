@@ -1,4 +1,4 @@
-"""Settings of an engine: its configuration, and how `initialize` loads batches."""
+"""Settings of an engine: its configuration, and that of the loader of `initialize`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Settings:
         config: The configuration.
         batch_size: Samples of a micro-batch of the loader.
         drop_last: Whether the loader drops a last micro-batch that is smaller.
-        shuffles: Whether the loader shuffles, and is made for any sequence, not only a Dataset.
-        trains: False for an engine for inference, even if parameters require grad.
+        shuffles: Whether the loader shuffles, and accepts any sequence, not only a Dataset.
+        trains: False for an inference engine, even if parameters require grad.
     """
 
     config: Config
@@ -27,9 +27,9 @@ class Settings:
     trains: bool = True
 
     def start_record(self) -> dict[str, Any]:
-        """Return JSON-able facts for the first record of the step log.
+        """Return JSON-serializable entries for the first record of the step log.
 
-        They are {} if `config` was not translated. A configuration that was translated leaves
-        nothing open: its format has the defaults.
+        Empty unless `config` was translated from another format. A translated configuration leaves
+        no default to infinity: those of its format apply.
         """
         return {}

@@ -1,7 +1,7 @@
-"""Where raw configuration comes from: YAML and JSON files, and `key=value` overrides.
+"""Sources of raw configuration: YAML and JSON files, and `key=value` overrides.
 
-Gives back plain nested dicts with text keys; what the keys mean is in `config/schema.py`. A key
-written twice is an error here, because a dict would silently keep one of the two.
+They are read into plain nested dicts with string keys, which `config/schema.py` interprets. A
+repeated key is an error, because a dict would silently keep only one of its values.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import yaml
 
 from infinity.errors import ConfigError
 
-# What no configuration comes near, and what a slip, or a file made to do harm, goes beyond.
+# Limits far beyond any configuration, against mistakes and malicious files.
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 100
-MAX_VALUES = 100_000  # aliases count as what they stand for
+MAX_VALUES = 100_000  # with aliases expanded
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as PyYAML reads it, but 1e-4 is a number and a repeated key is an error."""
+    """PyYAML's loader of YAML 1.1, except that 1e-4 is a number and a repeated key an error."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = self._count = 0
-        self._counts: dict[int, int] = {}  # id of a node that is whole -> values in it
+        self._counts: dict[int, int] = {}  # id of a complete node -> its number of values
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
-        """Compose a value; bounded, whatever its aliases stand for."""
+        """Compose a value, with its depth and size bounded (aliases expanded)."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         before = self._count
         self._depth += 1
@@ -58,7 +58,7 @@ class _Loader(yaml.SafeLoader):
         return yaml.composer.ComposerError(None, None, problem, event.start_mark)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Compose one mapping; every key must be new in it."""
+        """Compose a mapping; raise if it repeats a key."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
@@ -71,7 +71,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-# PyYAML wants a dot and a signed exponent in a float, so it reads 1e-4 and 1.5e9 as text.
+# PyYAML requires a dot and a signed exponent in a float, so it parses 1e-4 and 1.5e9 as text.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+", re.ASCII),
@@ -80,13 +80,13 @@ _Loader.add_implicit_resolver(
 
 
 def short(text: str, limit: int = 200) -> str:
-    """The beginning of a text that may be long, or have several lines."""
+    """Return the first line of a text, at most `limit` characters, with "..." if it was cut."""
     first, *more = text.splitlines() or [""]
     return first if not more and len(first) <= limit else f"{first[:limit]}..."
 
 
 def read_source(source: Any) -> tuple[str, dict[str, Any]]:
-    """Return name and keys of a configuration: of a mapping, or a YAML or JSON file's path."""
+    """Return name and keys of a configuration, given as a mapping or the path of a file."""
     if isinstance(source, Mapping):
         return "the configuration", dict(source)
     try:
@@ -100,8 +100,8 @@ def read_source(source: Any) -> tuple[str, dict[str, Any]]:
 def read_config_file(path: Path) -> dict[str, Any]:
     """Return the mapping in a `.yaml`, `.yml` or `.json` file; an empty YAML file is `{}`.
 
-    Raises `ConfigError` if the file cannot be read or parsed, is larger or deeper than any
-    configuration, repeats a key, holds a key that is not text, or is not a mapping.
+    Raises `ConfigError` if the file cannot be read or parsed, exceeds the limits above, repeats a
+    key, has a key that is not text, or is not a mapping.
     """
     suffix = path.suffix.lower()
     if suffix not in (".yaml", ".yml", ".json"):
@@ -128,8 +128,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> str:
-    """Raises `OSError` or `ValueError`."""
-    # A pipe that nobody writes to would be waited for.
+    """Read a regular file of at most `MAX_BYTES`. Raises `OSError` or `ValueError`."""
+    # Opening a pipe without a writer would block.
     with open(path, "rb", opener=lambda name, how: os.open(name, how | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is a pipe or a device, not a file")
@@ -148,7 +148,7 @@ def _parse_yaml(path: Path, text: str) -> Any:
 
 
 def _load_yaml(text: str) -> Any:
-    """Parse YAML; raises `ValueError` with the position of an error."""
+    """Parse YAML; raise `ValueError` with the position of an error."""
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError) as error:
@@ -157,7 +157,7 @@ def _load_yaml(text: str) -> Any:
         position = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         raise ValueError(problem + position) from error
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-        # PyYAML stumbles over tags: !!int '', !!bool maybe.
+        # PyYAML raises these for invalid tagged values: !!int '', !!bool maybe.
         raise ValueError(f"a value does not fit its !!tag: {error}") from error
 
 
@@ -173,7 +173,7 @@ def _parse_json(path: Path, text: str) -> Any:
 
 
 def json_and_repeated(text: str, loads: Callable[..., Any] = json.loads) -> tuple[Any, list[str]]:
-    """Parse JSON; also return the keys that one of its objects has twice; raises as `loads`."""
+    """Parse JSON; also return the keys that an object repeats. Raises like `loads`."""
     repeated: list[str] = []
 
     def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -208,10 +208,11 @@ def apply_overrides(
 ) -> dict[str, Any]:
     """Return a copy of `raw` with each "section.key=value" set; values are read as YAML.
 
-    "io.queue_depth=16" gives an int, "placement.weights=disk" text, "step_log=" a null. Sections
-    that do not exist yet are made. Raises one `ConfigError` that names every override that has no
-    "=", an empty name, a value that is not YAML, or a path through something that is not a section.
-    `current` returns the name of a key today, and its value.
+    "io.queue_depth=16" gives an int, "placement.weights=disk" text, "step_log=" a null. Missing
+    sections are created. `current` converts a name and value to the current ones.
+
+    Raises one `ConfigError` that names every override without "=", with an empty name, with a value
+    that is not YAML, or with a path through a value that is not a section.
     """
     result = deepcopy(dict(raw))
     problems: list[str] = []

@@ -30,8 +30,8 @@ class AdaptedParameters:
 
     def __init__(self, module: nn.Module) -> None:
         # If peft is not imported, the module has no peft adapters.
-        kind = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", ())
-        self._layers = [layer for layer in module.modules() if isinstance(layer, kind)]
+        layer_type = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", ())
+        self._layers = [layer for layer in module.modules() if isinstance(layer, layer_type)]
         for layer in self._layers:
             # A bound method: a deep copy of the layer then activates itself, not the original.
             vars(layer)[_ACTIVATE] = MethodType(_activate, layer)

@@ -33,11 +33,11 @@ from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
 from infinity.profiling.trace_recorder import Laps
 from infinity.storage.staging import BufferPool
-from infinity.training.frozen_bytes import FrozenBytes, Put
+from infinity.training.frozen_bytes import FrozenBytes, WriteRange
 
 
 @dataclass
-class _Read:
+class _ChunkRead:
     """A chunk that is being read into memory that the host can access."""
 
     chunk: int | None  # None for the frozen bytes of the unit
@@ -46,7 +46,7 @@ class _Read:
 
 
 @dataclass
-class _Together:
+class _RangeSave:
     """State of a save of ranges; only rank 0 has a `writer`, and calls `publish` at the end."""
 
     writer: CheckpointWriter | None
@@ -70,12 +70,12 @@ class Saver:
         self._device = store.transfers.device
         self._pinned: BufferPool | None = None  # retained between saves
         self._changed = threading.Condition()
-        self._left: set[int] = set()  # units not copied yet
+        self._uncopied: set[int] = set()  # units not copied yet
         self._thread: threading.Thread | None = None
         self._stop = False
         self._error: BaseException | None = None
         self._warned = False
-        self._together: _Together | None = None  # a save of ranges that has not ended
+        self._range_save: _RangeSave | None = None  # a save of ranges that has not ended
 
     def start(
         self,
@@ -89,37 +89,37 @@ class Saver:
         rank 0 has the `writer`, and `poll` publishes when all ranks have finished writing.
         """
         assert self._thread is None
-        self._left = {layout.index for layout in self._plan.units}
+        self._uncopied = {layout.index for layout in self._plan.units}
         self._error, self._warned, self._stop = None, False, False
         if ranges is None:
             assert writer is not None
-            work = partial(self._run, writer, partial(self._write, writer, publish))
+            target = partial(self._run, writer, partial(self._write, writer, publish))
         else:
             write = partial(self._write_ranges, ranges, headers=writer is not None)
-            work = partial(self._run, ranges, write)
-            self._together = _Together(writer, ranges, publish)
-        thread = threading.Thread(target=work, name="infinity-save", daemon=True)
+            target = partial(self._run, ranges, write)
+            self._range_save = _RangeSave(writer, ranges, publish)
+        thread = threading.Thread(target=target, name="infinity-save", daemon=True)
         self._thread = thread
         try:
             thread.start()
         except BaseException:
             if not thread.is_alive():
-                self._thread, self._left, self._together = None, set(), None
+                self._thread, self._uncopied, self._range_save = None, set(), None
             raise
 
     def await_copied(self, unit: int, first: Callable[[], object] = bool) -> None:
         """Block until the unit is copied or the save has ended; call `first` before blocking."""
-        if unit in self._left:
+        if unit in self._uncopied:
             first()
         with self._changed:
-            while unit in self._left:
+            while unit in self._uncopied:
                 self._changed.wait()
 
     @property
     def busy(self) -> bool:
         """Whether a save is in progress; a save of ranges is until `poll` has ended it."""
-        if self._together is not None or self._ranks.count > 1:
-            return self._together is not None
+        if self._range_save is not None or self._ranks.count > 1:
+            return self._range_save is not None
         return self._thread is not None and self._thread.is_alive()
 
     def finish(self) -> None:
@@ -134,33 +134,33 @@ class Saver:
 
     def poll(self, doing: str = "looks after a checkpoint") -> None:
         """End a save of ranges if all ranks have written theirs, or one failed. Collective."""
-        together, ranks = self._together, self._ranks
-        if together is None or self._thread is None:
+        save, ranks = self._range_save, self._ranks
+        if save is None or self._thread is None:
             return
-        over = 0 if self._thread.is_alive() else 1 if self._error is None else 2
-        states = [state for state, *_ in ranks.synchronize(doing, over)]
-        if 2 not in states and 0 in states:
+        status = 0 if self._thread.is_alive() else 1 if self._error is None else 2
+        statuses = [rank_status for rank_status, *_ in ranks.synchronize(doing, status)]
+        if 2 not in statuses and 0 in statuses:
             return
-        self._together = None
+        self._range_save = None
         self._stop = True
         self._thread.join()
         try:
             with ranks.collective_section("saves a checkpoint"):
                 if self._error is not None:
                     raise self._error
-            rows = together.ranges.rows
+            rows = save.ranges.rows
             ranges = torch.cat(ranks.gather_ragged(rows.view(-1))).view(-1, rows.shape[1])
             with ranks.collective_section("saves a checkpoint"):
-                if together.writer is not None:
-                    together.writer.adopt(records_of(ranges, together.ranges.streams))
-                    together.publish()
-            writer = together.writer
+                if save.writer is not None:
+                    save.writer.adopt(records_of(ranges, save.ranges.streams))
+                    save.publish()
+            writer = save.writer
             self.frozen.published(None if writer is None else writer.written)
         except Exception as error:
             self._error = error.with_traceback(None)
         finally:
-            if together.writer is not None:
-                together.writer.abort()  # no effect once published
+            if save.writer is not None:
+                save.writer.abort()  # no effect once published
 
     def warn(self) -> None:
         """Emit a warning, once, if the last save failed."""
@@ -176,25 +176,25 @@ class Saver:
         self._stop = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        together, self._together = self._together, None
-        if together is not None and together.writer is not None:
-            together.writer.abort()
+        save, self._range_save = self._range_save, None
+        if save is not None and save.writer is not None:
+            save.writer.abort()
 
     # --- the copier thread -------------------------------------------------------------------
 
-    def _run(self, part: CheckpointWriter | RangeWriter, write: Callable[[], None]) -> None:
-        """Call `write`; on an error abort `part` and store the error for `finish`."""
+    def _run(self, writer: CheckpointWriter | RangeWriter, write: Callable[[], None]) -> None:
+        """Call `write`; on an error abort `writer` and store the error for `finish`."""
         try:
             self._device.attach_worker_thread()
             write()
         except BaseException as error:
-            part.abort()
+            writer.abort()
             if not isinstance(error, _StoppedError):
                 # The traceback's frames would keep their locals alive.
                 self._error = error.with_traceback(None)
         finally:
             with self._changed:
-                self._left.clear()
+                self._uncopied.clear()
                 self._changed.notify_all()
 
     def _write(self, writer: CheckpointWriter, publish: Callable[[], object]) -> None:
@@ -213,48 +213,50 @@ class Saver:
         self._copy(lambda p, data: ranges.write(p.stream, p.name, p.first, data), frozen=frozen)
         ranges.finish()
 
-    def _copy(self, put: Put, *, frozen: bool) -> None:
+    def _copy(self, write_range: WriteRange, *, frozen: bool) -> None:
         buffers = self._buffers()
         order = [
             (layout, chunk)
             for layout in self._plan.local_units
             for chunk in (*range(layout.num_chunks(self._plan.chunk_elements)), None)
         ]
-        read, ahead = None, self._issue(*order[0], buffers) if order else None
+        read, next_read = None, self._start_read(*order[0], buffers) if order else None
         try:
-            for number, (layout, _) in enumerate(order):
+            for index, (layout, _) in enumerate(order):
                 if self._stop:
                     raise _StoppedError
-                read, ahead = ahead, None
-                if number + 1 < len(order):  # read a chunk while the previous one is written
-                    ahead = self._issue(*order[number + 1], buffers)
+                read, next_read = next_read, None
+                if index + 1 < len(order):  # read a chunk while the previous one is written
+                    next_read = self._start_read(*order[index + 1], buffers)
                 assert read is not None
-                self._copy_one(put, layout, read, frozen=frozen)
+                self._copy_one(write_range, layout, read, frozen=frozen)
                 if read.buffer is not None:
                     buffers.give_back(read.buffer)
                 read = None
         finally:  # after an error up to two reads are in flight
-            for left in (read, ahead):
-                if left is not None and left.buffer is not None:
-                    buffers.give_back(left.buffer, *left.staged.waits)
+            for pending in (read, next_read):
+                if pending is not None and pending.buffer is not None:
+                    buffers.give_back(pending.buffer, *pending.staged.waits)
             buffers.settle()
 
-    def _copy_one(self, put: Put, layout: UnitLayout, read: _Read, *, frozen: bool) -> None:
+    def _copy_one(
+        self, write_range: WriteRange, layout: UnitLayout, read: _ChunkRead, *, frozen: bool
+    ) -> None:
         laps = Laps(self._transfers.trace, layout.index)
-        for item in read.staged.waits:
-            item.wait()
+        for event in read.staged.waits:
+            event.wait()
         laps.lap("saving", "save: wait for state")
         if read.chunk is not None:
             for kind, view in read.staged.views.items():
                 for piece in pieces(self._plan, layout, read.chunk, kind):
-                    put(piece, view[piece.byte_range])
+                    write_range(piece, view[piece.byte_range])
         elif frozen and layout.frozen_bytes:
-            self._write_frozen(put, layout)
+            self._write_frozen(write_range, layout)
         views = read.staged.views.values()
         laps.lap("saving", "save: write", sum(view.numel() for view in views))
         if read.chunk is None:
             with self._changed:
-                self._left.discard(layout.index)
+                self._uncopied.discard(layout.index)
                 self._changed.notify_all()
 
     def forget(self) -> None:
@@ -271,19 +273,19 @@ class Saver:
         self._pinned = BufferPool(NUM_COPY_BUFFERS, nbytes, device)
         return self._pinned
 
-    def _issue(self, layout: UnitLayout, chunk: int | None, buffers: BufferPool) -> _Read:
+    def _start_read(self, layout: UnitLayout, chunk: int | None, buffers: BufferPool) -> _ChunkRead:
         """Start reading the kinds of a chunk into memory that the host can access."""
         if chunk is None:
-            return _Read(None, Staged({}, []))
+            return _ChunkRead(None, Staged({}, []))
         buffer = buffers.take()
-        return _Read(chunk, self._store.stage(layout.index, chunk, buffer), buffer)
+        return _ChunkRead(chunk, self._store.stage(layout.index, chunk, buffer), buffer)
 
-    def _write_frozen(self, put: Put, layout: UnitLayout) -> None:
+    def _write_frozen(self, write_range: WriteRange, layout: UnitLayout) -> None:
         plan, frozen = self._plan, self.frozen.read(layout)
         self.frozen.note(layout, frozen)
         rank = plan.rank if plan.ranks > 1 else None
         for piece in frozen_pieces(plan.units[layout.index], rank):
-            put(piece, frozen[piece.byte_range])
+            write_range(piece, frozen[piece.byte_range])
 
 
 class _StoppedError(Exception):

@@ -29,7 +29,7 @@ def micro_batches_of(data: Any, count: int) -> Iterator[Any]:
             iterator ends early (raised when the missing micro-batch is due).
     """
     if hasattr(data, "__next__"):
-        return _taken(data, count)
+        return _iterate_source(data, count)
     if not isinstance(data, Tensor | Mapping | tuple | list):
         raise TrainingError(
             f"train_batch() got a {type(data).__name__}: neither a batch nor an iterator",
@@ -39,41 +39,44 @@ def micro_batches_of(data: Any, count: int) -> Iterator[Any]:
     batch = dict(data) if isinstance(data, Mapping) else data  # also types unknown to pytree
     if count == 1:
         return iter([batch])
-    size = _rows_of(batch, count) // count
+    size = _num_samples(batch, count) // count
 
-    def rows(value: Any, start: int) -> Any:
+    def slice_rows(value: Any, start: int) -> Any:
         return value.narrow(0, start, size) if isinstance(value, Tensor) and value.dim() else value
 
-    return (tree_map(lambda value, at=at: rows(value, at * size), batch) for at in range(count))
+    return (
+        tree_map(lambda value, index=index: slice_rows(value, index * size), batch)
+        for index in range(count)
+    )
 
 
-def _rows_of(batch: Any, count: int) -> int:
+def _num_samples(batch: Any, count: int) -> int:
     """Return the number of samples of a batch; raise unless a positive multiple of `count`."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
-    found = sorted({tensor.shape[0] for tensor in tensors})
-    if len(found) != 1:
+    sizes = sorted({tensor.shape[0] for tensor in tensors})
+    if len(sizes) != 1:
         shapes = listed([str(tuple(tensor.shape)) for tensor in tensors])
         raise TrainingError(
             f"a batch with tensors of shape {shapes} cannot be cut into {count} micro-batches"
-            if found
+            if sizes
             else f"a batch without a tensor of (samples, ...) has no {count} micro-batches",
             because="every tensor that has dimensions is cut along the first, the samples",
             remedy="one number of samples in all of them; or cut it yourself, and pass "
             f"iter([...]) with the {count} micro-batches",
         )
-    rows = found[0]
-    if rows % count or not rows:
-        below = rows // count * count
+    num_samples = sizes[0]
+    if num_samples % count or not num_samples:
+        lower = num_samples // count * count
         raise TrainingError(
-            f"a batch of {rows} samples cannot be cut into {count} micro-batches of equal size "
-            f"(gradient_accumulation_steps is {count})",
-            remedy=(f"{below} or " if below else "") + f"{below + count} samples; a DataLoader "
+            f"a batch of {num_samples} samples cannot be cut into {count} micro-batches of equal "
+            f"size (gradient_accumulation_steps is {count})",
+            remedy=(f"{lower} or " if lower else "") + f"{lower + count} samples; a DataLoader "
             "leaves out a short last batch with drop_last=True",
         )
-    return rows
+    return num_samples
 
 
-def _taken(source: Any, count: int) -> Iterator[Any]:
+def _iterate_source(source: Any, count: int) -> Iterator[Any]:
     for number in range(count):
         try:
             batch = next(source)
@@ -120,8 +123,8 @@ def _loss_of(engine: Any, batch: Any, loss_fn: LossFn | None) -> Tensor:
         try:
             output = engine(*inputs)
         except TypeError as error:
-            called = f"{type(engine.module).forward.__qualname__}() takes "
-            if loss_fn is not None or called not in str(error):
+            signature_error = f"{type(engine.module).forward.__qualname__}() takes "
+            if loss_fn is not None or signature_error not in str(error):
                 raise
             raise TrainingError(
                 f"the model does not take the {len(batch)} elements of a micro-batch",
@@ -136,21 +139,23 @@ def _loss_of(engine: Any, batch: Any, loss_fn: LossFn | None) -> Tensor:
 
 def _loss_in(output: Any) -> Tensor:
     """Return the loss in a model's output; raise `TrainingError` if there is none."""
-    found = getattr(output, "loss", output)
-    if isinstance(found, Mapping):
-        found = found.get("loss")
-    elif isinstance(found, tuple | list):
-        found = found[0] if found else None
-    if isinstance(found, Tensor) and found.numel() == 1:
-        return found
-    what = f"a {type(output).__name__}"
+    loss = getattr(output, "loss", output)
+    if isinstance(loss, Mapping):
+        loss = loss.get("loss")
+    elif isinstance(loss, tuple | list):
+        loss = loss[0] if loss else None
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    description = f"a {type(output).__name__}"
     if isinstance(output, Mapping):
-        what += f" with {listed([repr(key) for key in output])}" if output else " with nothing"
-    if isinstance(found, Tensor):
-        where = "" if found is output else " with one"
-        what += f"{where} of shape {tuple(found.shape)}"
+        description += (
+            f" with {listed([repr(key) for key in output])}" if output else " with nothing"
+        )
+    if isinstance(loss, Tensor):
+        location = "" if loss is output else " with one"
+        description += f"{location} of shape {tuple(loss.shape)}"
     raise TrainingError(
-        f"the model returned no loss, but {what}",
+        f"the model returned no loss, but {description}",
         because="without loss_fn its output is the loss: a scalar, a tuple or list that begins "
         "with one, or an object that has one as .loss or ['loss']",
         remedy="train_batch(data, loss_fn), which is called with output and target; or pass the "

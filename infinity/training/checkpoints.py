@@ -50,12 +50,12 @@ from infinity.model.safetensors_file import DTYPE_NAMES
 from infinity.storage.run_dir import RECORD_NAME
 from infinity.training.components import EngineComponents
 from infinity.training.load_state import check_state, load_state
-from infinity.training.optimizer_state import share_kept
+from infinity.training.optimizer_state import share_non_moment_state
 from infinity.training.parameter_values import ParameterValues
 from infinity.training.run_state import RunState
 from infinity.training.step import StepRunner
 
-_MOST_OF_A_RANK = 4 << 20  # bytes of one rank's buffers in the manifest
+_MAX_RANK_BUFFER_BYTES = 4 << 20  # bytes of one rank's buffers in the manifest
 
 
 class HalfLoadedError(EngineFailedError):
@@ -106,7 +106,7 @@ class Checkpoints:
             s.origin: s for u in components.plan.units for s in u.segments if s.begins
         }
         self._origins = {s.parameter: s.origin for u in components.plan.units for s in u.segments}
-        self._in_ranges = any(unit.is_range for unit in components.plan.units)
+        self._has_ranges = any(unit.is_range for unit in components.plan.units)
 
     # --- saving ------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class Checkpoints:
         check_equal(ranks, "the checkpoint to save", {"tag": tag})
         with ranks.propagate_errors("saves a checkpoint"):
             self._values.refuse_loans("a checkpoint cannot be saved")
-            self._settle()
+            self._wait_until_stored()
         gradients = sorted({self._origins[i] for i in self._gradients.arrived()})
         buffers = self._saved_buffers()
         streams = state_streams(self._plan)
@@ -142,13 +142,13 @@ class Checkpoints:
         if buffers:
             streams[BUFFERS] = [record.spec for record in manifest.buffers]
         writer, ranges = None, None
-        by_ranges = ranks.count > 1 or self._in_ranges  # bytes are not produced in file order
+        by_ranges = ranks.count > 1 or self._has_ranges  # bytes are not produced in file order
         files = {n: f for n, f in files_of(streams).items() if n not in (BUFFERS, GRADIENT)}
         try:
-            before = self._saver.frozen.begin()
+            previous = self._saver.frozen.begin()
             with ranks.collective_section("saves a checkpoint"):
                 if ranks.rank == 0:
-                    writer = CheckpointWriter(root, tag, streams, before=before, same=(FROZEN,))
+                    writer = CheckpointWriter(root, tag, streams, before=previous, same=(FROZEN,))
                     if by_ranges:
                         writer.make_files(name for name in files if not writer.shares(name))
                 for buffer in buffers:
@@ -166,9 +166,9 @@ class Checkpoints:
             )
             self._saver.start(writer, ranges, publish)
         except BaseException:
-            for one in (writer, ranges):
-                if one is not None and not self._saver.busy:
-                    one.abort()
+            for output in (writer, ranges):
+                if output is not None and not self._saver.busy:
+                    output.abort()
             raise
         if wait:
             self._saver.finish()
@@ -201,7 +201,7 @@ class Checkpoints:
             buffers=tuple(
                 BufferRecord.of(b.names, b.value, persistent=b.persistent) for b in buffers
             ),
-            run=self._run(buffers),
+            run=self._encode_run(buffers),
             client_state=encode(dict(client_state), "client_state"),
             config=dict(self._config),
             plan={
@@ -211,37 +211,37 @@ class Checkpoints:
             },
         )
 
-    def _run(self, buffers: Sequence[Buffer]) -> Any:
+    def _encode_run(self, buffers: Sequence[Buffer]) -> Any:
         """Return the run's state as JSON; with several ranks, including that of each rank.
 
         The state of a rank includes its buffers that differ from rank 0's, which the checkpoint
         stores.
         """
         ranks = self._ranks
-        share_kept(self._store, self._components.updater, self._origins.keys())
+        share_non_moment_state(self._store, self._components.updater, self._origins.keys())
         state = self.run_state.capture()
         if ranks.count > 1:
             local_state = {name: state[name] for name in OF_EACH_RANK}
-            local_state["buffers"] = self._apart(buffers)
+            local_state["buffers"] = self._differing_buffers(buffers)
             with ranks.collective_section("saves a checkpoint"):
                 encoded = encode(local_state, "the run's state")
-            state["ranks"] = [decode(found) for found in ranks.all_gather_object(encoded)]
+            state["ranks"] = [decode(data) for data in ranks.all_gather_object(encoded)]
         return encode(state, "the run's state")
 
-    def _apart(self, buffers: Sequence[Buffer]) -> dict[str, Tensor]:
+    def _differing_buffers(self, buffers: Sequence[Buffer]) -> dict[str, Tensor]:
         """Return persistent buffers that differ from rank 0's; warn and return {} if too large."""
-        kept = [b for b in buffers if b.persistent and type(b.value) is Tensor]
-        values = {b.names[0]: b.value.detach().cpu().contiguous() for b in kept}
+        candidates = [b for b in buffers if b.persistent and type(b.value) is Tensor]
+        values = {b.names[0]: b.value.detach().cpu().contiguous() for b in candidates}
         sums = {n: crc32c_of(v) for n, v in values.items()}
         self._ranks.synchronize("saves a checkpoint")
-        first = self._ranks.all_gather_object(sums)[0]
-        apart = {n: v for n, v in values.items() if first.get(n) != sums[n]}
-        if sum(v.nbytes for v in apart.values()) <= _MOST_OF_A_RANK:
-            return apart
+        rank0_sums = self._ranks.all_gather_object(sums)[0]
+        differing = {n: v for n, v in values.items() if rank0_sums.get(n) != sums[n]}
+        if sum(v.nbytes for v in differing.values()) <= _MAX_RANK_BUFFER_BYTES:
+            return differing
         warnings.warn(
-            f"{listed(list(apart), 3)} are not the first rank's, and take more than "
-            f"{format_size(_MOST_OF_A_RANK)}: the checkpoint has the first rank's only, as a run "
-            "that goes on from there will",
+            f"{listed(list(differing), 3)} are not the first rank's, and take more than "
+            f"{format_size(_MAX_RANK_BUFFER_BYTES)}: the checkpoint has the first rank's only, as "
+            "a run that goes on from there will",
             InfinityWarning,
             stacklevel=6,
         )
@@ -253,8 +253,8 @@ class Checkpoints:
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             names.setdefault(self._index_of[id(parameter)], []).append(name)
         return {
-            index: tuple(n for n in found if n != self._segments[index].name)
-            for index, found in names.items()
+            index: tuple(n for n in all_names if n != self._segments[index].name)
+            for index, all_names in names.items()
         }
 
     # --- loading -----------------------------------------------------------------------------
@@ -270,16 +270,16 @@ class Checkpoints:
             self._values.refuse_loans("a checkpoint cannot be loaded")
         is_run = tag is None and (root / RECORD_NAME).is_file()  # the directory of a durable run
         with ranks.propagate_errors("loads a checkpoint"):
-            found = "" if is_run else find_tag(root, tag)
-        check_equal(ranks, "the checkpoint to load", {"tag": found})
-        if found is None:
+            found_tag = "" if is_run else find_tag(root, tag)
+        check_equal(ranks, "the checkpoint to load", {"tag": found_tag})
+        if found_tag is None:
             if ranks.rank == 0:
-                text = f"nothing was loaded: {no_latest(root)}"
-                warnings.warn(text, InfinityWarning, stacklevel=3)
+                message = f"nothing was loaded: {no_latest(root)}"
+                warnings.warn(message, InfinityWarning, stacklevel=3)
             return None, None
         with (
             ranks.propagate_errors("loads a checkpoint"),
-            DurableReader(root) if is_run else CheckpointReader(root, found) as reader,
+            DurableReader(root) if is_run else CheckpointReader(root, found_tag) as reader,
         ):
             client_state = decode(reader.manifest.client_state)
             run = decode(reader.manifest.run)
@@ -292,8 +292,8 @@ class Checkpoints:
                 content = json.dumps([reader.manifest.run, reader.manifest.plan]).encode()
                 facts = {"updates": reader.manifest.global_steps, "run": zlib.crc32(content)}
                 check_equal(ranks, "the checkpoint", facts)
-            if others := run.pop("ranks", None):
-                run |= others[ranks.rank % len(others)]
+            if rank_states := run.pop("ranks", None):
+                run |= rank_states[ranks.rank % len(rank_states)]
             full = wanted.optimizer and not wanted.module_only
             self._check(reader, run, wanted, full=full)
             failure.forgive(HalfLoadedError)
@@ -310,7 +310,7 @@ class Checkpoints:
                     )
                 )
                 raise
-        return str(root / found), client_state
+        return str(root / found_tag), client_state
 
     def _restore(self, reader: StateReader, run: dict[str, Any], wanted: Wanted) -> None:
         if wanted.module_only:
@@ -330,8 +330,8 @@ class Checkpoints:
         window = None
         if self._window.is_open:
             assert isinstance(reader, CheckpointReader)  # `_check_window` refuses others
-            where = reader.directory
-            window = OpenWindow(str(where.parent), where.name, reader.manifest_crc32c)
+            directory = reader.directory
+            window = OpenWindow(str(directory.parent), directory.name, reader.manifest_crc32c)
         try:
             durability.commit(self.document(window), steps)
         except BaseException as error:
@@ -343,7 +343,7 @@ class Checkpoints:
         self, reader: StateReader, wanted: Wanted, local_buffers: dict[str, Tensor], *, full: bool
     ) -> None:
         """Replace the engine's state; `local_buffers` are those that differ from rank 0's."""
-        self._settle()
+        self._wait_until_stored()
         self._window.start_over()
         self._gradients.reset()
         if full:
@@ -377,29 +377,29 @@ class Checkpoints:
             )
         if not reader.names(GRADIENT):
             return
-        saved = reader.manifest.plan if isinstance(reader.manifest.plan, dict) else {}
-        there, here = saved.get("micro_batches"), self._window.length
-        ranks, now = saved.get("ranks", 1), self._window.ranks
-        if (there, ranks) != (here, now):
+        saved_plan = reader.manifest.plan if isinstance(reader.manifest.plan, dict) else {}
+        saved_length, length = saved_plan.get("micro_batches"), self._window.length
+        saved_ranks, ranks = saved_plan.get("ranks", 1), self._window.ranks
+        if (saved_length, saved_ranks) != (length, ranks):
             raise CheckpointError(
-                f"{reader.directory} was saved within an accumulation window of {there} "
-                f"micro-batches on {ranks} ranks; this engine has {here} on {now}",
-                remedy=f"gradient_accumulation_steps: {there} with {ranks} ranks, or "
+                f"{reader.directory} was saved within an accumulation window of {saved_length} "
+                f"micro-batches on {saved_ranks} ranks; this engine has {length} on {ranks}",
+                remedy=f"gradient_accumulation_steps: {saved_length} with {saved_ranks} ranks, or "
                 "load_checkpoint(..., load_optimizer_states=False)",
             )
 
     def _check_weights(self, reader: StateReader, *, strict: bool) -> None:
-        there = {p.name: p for p in reader.manifest.parameters}
+        records = {p.name: p for p in reader.manifest.parameters}
         problems = []
         for segment in self._segments.values():
-            record = there.pop(segment.name, None)
+            record = records.pop(segment.name, None)
             if record is None:
                 problems += [f"{segment.name!r} is missing"] if strict else []
             elif tuple(record.shape) != segment.full_shape:
                 problems.append(
                     f"{segment.name!r} has shape {tuple(record.shape)}, not {segment.full_shape}"
                 )
-        problems += [f"{name!r} is not in the model" for name in there] if strict else []
+        problems += [f"{name!r} is not in the model" for name in records] if strict else []
         if problems:
             raise CheckpointError(
                 f"{reader.directory} does not fit the model: {listed(problems, separator='; ')}",
@@ -417,17 +417,17 @@ class Checkpoints:
             prefetcher.ledger.note_edit(layout.index)
 
     def _load_weights(self, reader: StateReader) -> None:
-        there = {p.name for p in reader.manifest.parameters}
+        saved_names = {p.name for p in reader.manifest.parameters}
         for index in sorted(self._segments, key=self._values.sort_key):
             name, form = self._segments[index].name, self._segments[index].form
             if form and name in reader.quantised and reader.quantised[name].form == form:
                 # Copy the packed bytes: values would be rounded a second time.
-                for piece, _ in self._values.rows(index):
-                    segment = self._values.location_of(piece)[1]
+                for row_parameter, _ in self._values.rows(index):
+                    segment = self._values.location_of(row_parameter)[1]
                     packed = torch.zeros(segment.nbytes, dtype=torch.uint8, device="cpu")
                     reader.read_into(FROZEN, segment.name, first_frozen_byte(segment), packed)
-                    self._values.write_packed(piece, packed)
-            elif name in there:
+                    self._values.write_packed(row_parameter, packed)
+            elif name in saved_names:
                 self._values.write(index, reader.master(name))
         self._values.flush()
 
@@ -435,8 +435,8 @@ class Checkpoints:
         index_of = {s.name: i for i, s in self._segments.items()}
         for name in reader.names(GRADIENT):
             value = reader.read(GRADIENT, name)
-            for piece, rows in self._values.rows(index_of[name]):
-                self._gradients.put(piece, value[rows])
+            for row_parameter, rows in self._values.rows(index_of[name]):
+                self._gradients.put(row_parameter, value[rows])
         self._gradients.finish()
 
     # --- durable steps -----------------------------------------------------------------------
@@ -453,25 +453,25 @@ class Checkpoints:
 
     def _saved_buffers(self) -> list[Buffer]:
         """Return the buffers that a checkpoint can store; raise if another one is persistent."""
-        found = []
+        buffers = []
         for buffer in find_buffers(self._module):
             value = buffer.value
             if value.layout is torch.strided and value.dtype in DTYPE_NAMES:
-                found.append(buffer)
+                buffers.append(buffer)
             elif buffer.persistent:
                 raise ConfigError(
                     f"the buffer {buffer.names[0]!r} cannot be saved: it is of {value.dtype}, "
                     f"{value.layout}, which safetensors files do not hold",
                     remedy="register_buffer(..., persistent=False), or register_state(name, ...)",
                 )
-        return found
+        return buffers
 
     def restore_document(self, document: Mapping[str, Any]) -> None:
         """Restore the state of a committed step. Raises `CheckpointError`."""
         data = Document.from_json(document)
         self.run_state.check(data.run, optimizer=True, scheduler=True)
         if data.window is not None:
-            with _opened(data.window) as reader:
+            with _open_checkpoint(data.window) as reader:
                 self._check_window(reader)
                 self._load_gradients(reader)
         put_buffers(self._module, data.buffers)
@@ -480,7 +480,7 @@ class Checkpoints:
 
     # --- saving and loading ------------------------------------------------------------------
 
-    def _settle(self) -> None:
+    def _wait_until_stored(self) -> None:
         """Wait until no update is pending and all state is stored; release materialized values."""
         self._values.release_all_materialized()
         self._gradients.finish()
@@ -493,8 +493,8 @@ class Checkpoints:
 def _write(writer: CheckpointWriter | None, stream: str, value: Tensor) -> None:
     """Write the bytes of a tensor; do nothing without a writer, as on ranks other than 0."""
     if writer is not None:
-        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        writer.write(stream, plain.view(-1).view(torch.uint8))
+        data = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        writer.write(stream, data.view(-1).view(torch.uint8))
 
 
 def check_committed(module: nn.Module) -> None:
@@ -514,12 +514,12 @@ def _is_large(buffer: Buffer) -> bool:
     return buffer.value.nbytes > MAX_ARRAY_BYTES
 
 
-def _finish(writer: CheckpointWriter | None, manifest: Manifest, **how: Any) -> None:
+def _finish(writer: CheckpointWriter | None, manifest: Manifest, **options: Any) -> None:
     if writer is not None:
-        writer.finish(manifest, **how)
+        writer.finish(manifest, **options)
 
 
-def _opened(window: OpenWindow) -> CheckpointReader:
+def _open_checkpoint(window: OpenWindow) -> CheckpointReader:
     """Open the checkpoint of an open window; raise `CheckpointError` if it was replaced."""
     root = Path(window.root)
     try:

@@ -77,11 +77,11 @@ class EngineComponents:
         self.device = device
         self._trace: Trace | None = None
         self.timeline: StepTracer | None = None
-        self._undo: list[Callable[[], None]] = []  # cleanups of the storage
-        self._uses: list[Callable[[], None]] = []  # cleanups of training components; run first
+        self._storage_cleanups: list[Callable[[], None]] = []
+        self._training_cleanups: list[Callable[[], None]] = []  # run before those of the storage
         self._written = False  # the initial state is stored, the parameters' memory freed
         PROCESS.take(self, plan.tier_bytes, device)
-        self._undo.append(self._release)
+        self._storage_cleanups.append(self._release)
         try:
             self._assemble(model, config, optimizer, initial_values, progress)
         except BaseException:
@@ -96,13 +96,13 @@ class EngineComponents:
         initial_values: InitialValues,  # not stored: it may hold values
         progress: Progress | None,
     ) -> None:
-        plan, partition, undo, uses = self.plan, self.partition, self._undo, self._uses
+        plan, partition = self.plan, self.partition
         self._open_trace(config)
-        undo.append(self._give_memory_back)  # after transfers and pinning have ended
-        undo += [self.device.close, self.device.synchronize]  # kernels may write to that memory
+        self._storage_cleanups.append(self._free_memory)  # after transfers and pinning have ended
+        self._storage_cleanups += [self.device.close, self.device.synchronize]  # ends all kernels
         num_threads = self._num_threads(config.cpu.num_threads)
         self.kernels = CpuKernels(num_threads, config.cpu.isa)
-        undo.append(self.kernels.close)
+        self._storage_cleanups.append(self.kernels.close)
         if isinstance(self.device, CpuDevice):
             self.device.copier = self.kernels.copy
         stored = read_run(Path(plan.resumed), config.nvme_path) if plan.resumed else None
@@ -111,18 +111,18 @@ class EngineComponents:
         self.store = StateStore(plan, self.transfers, self.ranks)
         self.window = AccumulationWindow(plan)
         self.gradients = GradientStore(plan, self.transfers, self.kernels, self.window, self.ranks)
-        uses.append(self.gradients.close)
+        self._training_cleanups.append(self.gradients.close)
         self.activations: ActivationStore | None = None
         if plan.saved.offload is not None:
             self.activations = ActivationStore(plan.saved, self.transfers)
-            uses.append(self.activations.close)
+            self._training_cleanups.append(self.activations.close)
         if self.disk is not None:
             self.disk.allocate()
         self.durability: Durability | None = None  # None again after the last commit
         self.resumed: Mapping[str, Any] | None = None  # document of the resumed commit
         if plan.durable:
             self.commits = self.durability = Durability(plan, self.transfers, self.store, stored)
-            uses.append(self.durability.close)
+            self._training_cleanups.append(self.durability.close)
             self.resumed = self.durability.document if stored is not None else None
         self.binding = ParameterBinding(
             plan.units,
@@ -145,11 +145,11 @@ class EngineComponents:
             self.failure, self.updater, self.durability, before_change=self.saver.await_copied,
         )  # fmt: skip
         # In reverse: the saver is aborted first, since the optimizer pass may wait for it.
-        uses += [self._let_go, self.optimizer_pass.close, self.saver.abort]
+        self._training_cleanups += [self._unbind_all, self.optimizer_pass.close, self.saver.abort]
         self.optimizer_pass.open()
         renew_references = forget_flat_weights(model)
-        uses.append(renew_references)
-        self._fill(optimizer, initial_values, stored, progress, config.nvme_path)
+        self._training_cleanups.append(renew_references)
+        self._write_initial_state(optimizer, initial_values, stored, progress, config.nvme_path)
         self.binding.settle()
         renew_references()
         self._written = True
@@ -167,27 +167,27 @@ class EngineComponents:
                 self.disk.warnings += remarks(self.disk.paths, config.resume, facts)
                 if self.durability is not None:
                     self.durability.begin(facts)
-            uses.append(self._commit_last)
+            self._training_cleanups.append(self._commit_last)
 
     def _open_disk(self, config: Config, stored: StoredRun | None) -> Disk | None:
         if not any(self.plan.memory[Tier.DISK].values()):
             return None
         io = config.io.model_copy(update={"verify": self.plan.verify})
         disk = Disk(config.nvme_path, io, stored.striping if stored else None)
-        self._undo.append(disk.close)
+        self._storage_cleanups.append(disk.close)
         return disk
 
-    def _num_threads(self, wanted: int) -> int:
+    def _num_threads(self, requested: int) -> int:
         """Return the number of kernel threads of this rank; `wanted` is per machine, 0 is auto."""
         machine, ranks, unified = read_machine(), self.ranks, self.plan.unified
-        if wanted:
-            return threads_for(wanted, machine.num_cpus, ranks.local_count, unified=unified)
-        local = machine.num_cpus // ranks.num_sharing_processors()
+        if requested:
+            return threads_for(requested, machine.num_cpus, ranks.local_count, unified=unified)
+        local_cpus = machine.num_cpus // ranks.num_sharing_processors()
         if machine.cpu_quota is not None:  # shared by the ranks of the machine
-            local = min(local, machine.cpu_quota // ranks.local_count)
-        return threads_for(0, local, unified=unified)
+            local_cpus = min(local_cpus, machine.cpu_quota // ranks.local_count)
+        return threads_for(0, local_cpus, unified=unified)
 
-    def _fill(
+    def _write_initial_state(
         self,
         optimizer: OffloadedOptimizer,
         initial_values: InitialValues,
@@ -203,7 +203,7 @@ class EngineComponents:
             index: optimizer.rule.initial(rule_params)
             for index, rule_params in params_by_index.items()
         }
-        self._uses.append(self.binding.return_to_meta)
+        self._training_cleanups.append(self.binding.return_to_meta)
         self.binding.leave_meta()
         if self.durability is not None and stored is not None:
             for layout in self.plan.units:
@@ -219,15 +219,15 @@ class EngineComponents:
 
     def _attach(self, model: nn.Module, config: Config) -> None:
         """Install hooks, forwards and parameter maps on a model whose state is stored."""
-        partition, plan, uses = self.partition, self.plan, self._uses
+        partition, plan, cleanups = self.partition, self.plan, self._training_cleanups
         self.guard = CallGuard(backward_threads=not plan.unified)
         self.values = ParameterValues(
             self.store, self.prefetcher, self.binding, self.kernels, self.optimizer_pass.finish,
             self.guard, before_change=self.saver.await_copied, pieces=partition.pieces,
         )  # fmt: skip
-        at_once = logits_at_once(config.activations)
+        logits_tokens = logits_at_once(config.activations)
         host = None if config.budget.host is None else config.budget.host // self.ranks.local_count
-        watch = MemoryWatch(plan, model, self.device, host, at_once)
+        watch = MemoryWatch(plan, model, self.device, host, logits_tokens)
         self.hooks = Hooks(
             self.prefetcher, self.gradients, self.window, self.guard, watch, self.activations,
             self.values.materialized_now, self.values.flush_edits, partition.units,
@@ -236,21 +236,21 @@ class EngineComponents:
         self.access = ParameterAccess(
             self.values, self.hooks, self.guard, partition.parameters, self.window
         )
-        uses.append(self.hooks.remove)
+        cleanups.append(self.hooks.remove)
         self.cycles = Cycles(self.prefetcher, plan)
         self.hooks.watch_root(model, *self.cycles.around_calls())
         self.forwards = UnitForwards(self.hooks, partition.units, partition.parameters, plan)
-        uses.append(self.forwards.remove)
-        if at_once is not None:
+        cleanups.append(self.forwards.remove)
+        if logits_tokens is not None:
             heads = SlicedHeads(model, self.hooks, partition.parameters, self.forwards.warn_once)
-            uses.append(heads.remove)
+            cleanups.append(heads.remove)
         if self._trace is not None:
             self.timeline = StepTracer(
                 self._trace, self.transfers, self.hooks.saved, *config.trace_steps
             )
         self.installation = Installation(model, self.hooks.touch)
-        uses.append(self.installation.remove)
-        uses.append(
+        cleanups.append(self.installation.remove)
+        cleanups.append(
             ExpertRanges(self.hooks, model, partition.rows, partition.parameters, self.ranks).remove
         )
         if config.compile:
@@ -267,7 +267,7 @@ class EngineComponents:
             facts = {"device": str(self.device.torch_device), "host_clock": self.device.host_clock}
             names = [unit.name for unit in self.plan.units]
             self._trace = Trace(config.trace, names, facts, follow=self.device.attach_worker_thread)
-            self._undo.append(self._trace.close)  # closed last: records every transfer
+            self._storage_cleanups.append(self._trace.close)  # closed last: records every transfer
 
     def _commit_last(self) -> None:
         """Commit the last step at the end of a durable run, unless the engine failed."""
@@ -277,13 +277,13 @@ class EngineComponents:
                 self.optimizer_pass.finish(closing=True)
                 durability.finish()
 
-    def _let_go(self) -> None:
+    def _unbind_all(self) -> None:
         """Unbind every parameter: a bound view would keep slots and stored state alive."""
         if self._written:
             for layout in self.plan.units:
                 self.binding.forget(layout.index)
 
-    def _give_memory_back(self) -> None:
+    def _free_memory(self) -> None:
         self.forget(state=True)
 
     def forget(self, *, state: bool) -> None:
@@ -310,12 +310,12 @@ class EngineComponents:
     def _release(self) -> None:
         PROCESS.release(self)
 
-    def add_cleanup(self, undo: Callable[[], None], *, last: bool = False) -> None:
+    def add_cleanup(self, cleanup: Callable[[], None], *, last: bool = False) -> None:
         """Register a function that `close` calls: before all others, or `last`."""
         if last:
-            self._undo.insert(0, undo)
+            self._storage_cleanups.insert(0, cleanup)
         else:
-            self._uses.append(undo)
+            self._training_cleanups.append(cleanup)
 
     def drop(self, engine: weakref.ref[Any]) -> None:
         """Finalize the engine: `keep_weights` if it was collected, `close` at process exit.
@@ -326,7 +326,7 @@ class EngineComponents:
         if engine() is None and self.ranks.count == 1:
             with contextlib.suppress(InfinityError):  # values are lost, as after a failure
                 self.keep_weights()
-                self._forget_modules()  # the optimizer may live on and refers to this
+                self._drop_modules()  # the optimizer may live on and refers to this
                 return
         self.installation.gone = True
         self.close()
@@ -342,30 +342,32 @@ class EngineComponents:
         self.optimizer_pass.finish(closing=True)
         for unit in range(len(self.plan.units)):
             self.store.settle_writes(unit)
-        left = copy.copy(self)
-        left._undo = [
-            getattr(left, undo.__name__) if getattr(undo, "__self__", None) is self else undo
-            for undo in self._undo
+        remaining = copy.copy(self)
+        remaining._storage_cleanups = [
+            getattr(remaining, cleanup.__name__)
+            if getattr(cleanup, "__self__", None) is self
+            else cleanup
+            for cleanup in self._storage_cleanups
         ]
         self.values.make_read_only()
         stored = StoredWeights(
-            self.installation.modules, self.binding, self.values, self.guard, left
+            self.installation.modules, self.binding, self.values, self.guard, remaining
         )
         self.installation.stored = stored
-        move_buffers(left.installation.modules[0], torch.device("cpu"), lambda buffer: buffer)
+        move_buffers(remaining.installation.modules[0], torch.device("cpu"), lambda buffer: buffer)
         try:
-            undo_all(self._uses)
+            undo_all(self._training_cleanups)
         finally:
-            self._undo = []
+            self._storage_cleanups = []
             stored.answer()
-            left._forget_modules()
-            left.device.synchronize()
-            left.device.unpin()
-            left.forget(state=False)
+            remaining._drop_modules()
+            remaining.device.synchronize()
+            remaining.device.unpin()
+            remaining.forget(state=False)
             self._release()
-            PROCESS.take(left, left.store.keep_weights(), left.device)
+            PROCESS.take(remaining, remaining.store.keep_weights(), remaining.device)
 
-    def _forget_modules(self) -> None:
+    def _drop_modules(self) -> None:
         """Drop references to the module, so that its stored weights are freed with it."""
         names = "access", "cycles", "forwards", "hooks", "installation", "partition", "timeline"
         for name in names:
@@ -374,25 +376,25 @@ class EngineComponents:
     @property
     def closed(self) -> bool:
         """Return True if everything has been released."""
-        return not (self._uses or self._undo)
+        return not (self._training_cleanups or self._storage_cleanups)
 
     def close(self) -> None:
         """Run all cleanups; raise the first error at the end.
 
         Cleanups that a second Ctrl-C interrupts or skips run at the next call.
         """
-        undo_all(self._uses, self._undo)
+        undo_all(self._training_cleanups, self._storage_cleanups)
 
 
 def undo_all(*lists: list[Callable[[], None]]) -> None:
     """Call the functions of each list in reverse order; raise the first error at the end."""
-    first: Exception | None = None
-    for undo in lists:
-        while undo:
+    first_error: Exception | None = None
+    for cleanups in lists:
+        while cleanups:
             try:
-                undo[-1]()
+                cleanups[-1]()
             except Exception as error:
-                first = first or error
-            undo.pop()
-    if first is not None:
-        raise first
+                first_error = first_error or error
+            cleanups.pop()
+    if first_error is not None:
+        raise first_error

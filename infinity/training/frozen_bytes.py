@@ -22,17 +22,17 @@ from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
 from infinity.types import Kind
 
-Sums = dict[int, tuple[int, ...]]
-Put = Callable[[StreamRange, Tensor], None]  # stores the bytes of a range
+Checksums = dict[int, tuple[int, ...]]
+WriteRange = Callable[[StreamRange, Tensor], None]  # stores the bytes of a range
 
 
 @dataclass(frozen=True)
-class _Last:
+class _LastCheckpoint:
     """The last checkpoint: its files, and the edition and checksums of its frozen bytes."""
 
     written: Written | None  # None except on rank 0
     edition: int
-    sums: Sums
+    checksums: Checksums
 
 
 class FrozenBytes:
@@ -42,20 +42,21 @@ class FrozenBytes:
         self._plan = plan
         self._store = store
         self._ranks = store.ranks
-        self._last: _Last | None = None
+        self._last: _LastCheckpoint | None = None
         self._edition = 0  # of the save in progress
-        self._sums: Sums = {}
+        self._checksums: Checksums = {}
 
     def begin(self) -> Written | None:
         """Begin a save; return the checkpoint whose frozen files it may share, or None.
 
         Collective; only rank 0 gets the checkpoint.
         """
-        self._edition, self._sums = self._store.frozen_edition, {}
+        self._edition, self._checksums = self._store.frozen_edition, {}
         last = self._last
         same = last is not None and last.edition == self._edition
         reports = self._ranks.synchronize("saves a checkpoint", same)
-        return last.written if last is not None and all(one for one, *_ in reports) else None
+        all_same = all(rank_same for rank_same, *_ in reports)
+        return last.written if last is not None and all_same else None
 
     def check(self, writer: CheckpointWriter) -> None:
         """Make `writer` write frozen bytes that changed undetected; called before the copy."""
@@ -63,11 +64,11 @@ class FrozenBytes:
             return
         assert self._last is not None
         for layout in self._plan.units:
-            if self._is_bare(layout):
+            if self._may_change_undetected(layout):
                 self.note(layout, self.read(layout))
-        if self._sums != self._last.sums:
+        if self._checksums != self._last.checksums:
             writer.unshare(FROZEN)
-            self._sums = {}
+            self._checksums = {}
 
     def read(self, layout: UnitLayout) -> Tensor:
         """Return the frozen bytes (uint8) of a shard: a view of them in RAM, or a copy."""
@@ -78,13 +79,13 @@ class FrozenBytes:
 
     def note(self, layout: UnitLayout, frozen: Tensor) -> None:
         """Record the checksums of a unit's frozen bytes if they may change undetected."""
-        if self._is_bare(layout):
-            self._sums[layout.index] = checksums(frozen)
+        if self._may_change_undetected(layout):
+            self._checksums[layout.index] = checksums(frozen)
 
     def published(self, written: Written | None) -> None:
         """Make the save in progress the last checkpoint."""
-        self._last = _Last(written, self._edition, self._sums)
+        self._last = _LastCheckpoint(written, self._edition, self._checksums)
 
-    def _is_bare(self, layout: UnitLayout) -> bool:
+    def _may_change_undetected(self, layout: UnitLayout) -> bool:
         """Whether modules compute with the stored frozen bytes, without a copy."""
         return bool(layout.frozen_bytes) and self._plan.computes_where_stored(layout.index)

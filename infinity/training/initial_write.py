@@ -59,7 +59,7 @@ class InitialWrite:
         self.store = store
         self.kernels = kernels
         self.initial = initial
-        self._values = _Current(initial_values, folder)
+        self._values = _ValueSource(initial_values, folder)
         self._chunk = min(plan.chunk_elements, max((u.numel for u in plan.local_units), default=0))
         record = Record(plan.precision.kinds, plan.precision)
         self._buffers = BufferPool(2, record.nbytes(self._chunk))
@@ -73,23 +73,25 @@ class InitialWrite:
     ) -> None:
         """Write all units to their tiers, and free the memory of the parameters."""
         sizes = [_initial_write_bytes(self.plan, layout) for layout in self.plan.units]
-        done = 0
-        rows = [s for unit in self.plan.units for s in unit.segments if s.is_rows]
-        self._values.keep({id(parameters[s.origin]) for s in rows if not s.ends_stack})
+        written_bytes = 0
+        row_segments = [s for unit in self.plan.units for s in unit.segments if s.is_rows]
+        self._values.store_stacks(
+            {id(parameters[s.origin]) for s in row_segments if not s.ends_stack}
+        )
         for layout, shard in zip(self.plan.units, self.plan.local_units, strict=True):
             zero = self._zero_kinds(shard)
             for index in range(shard.num_chunks(self.plan.chunk_elements)):
                 self._write_chunk(shard, index, parameters, zero)
             self._write_frozen(layout, parameters)
-            self._values.forget()
+            self._values.free()
             binding.forget(layout.index)
             for segment in layout.segments:
                 if segment.is_rows and segment.ends_stack:
-                    self._values.drop(parameters[segment.origin])
+                    self._values.free_stack(parameters[segment.origin])
                     binding.unbind_materialized(segment.origin)
-            done += sizes[layout.index]
+            written_bytes += sizes[layout.index]
             if progress is not None:
-                progress(done, sum(sizes), f"writing the initial state: {layout.name}")
+                progress(written_bytes, sum(sizes), f"writing the initial state: {layout.name}")
         self._buffers.settle()
 
     def _write_chunk(
@@ -146,8 +148,8 @@ class InitialWrite:
         trains; otherwise pinning has allocated the pages.
         """
         state = self.store.units[layout.index]
-        begins = (self.initial.get(s.parameter, ()) for s in layout.trained_segments)
-        if self.plan.unified or any(any(initial) for initial in begins):
+        initial_values = (self.initial.get(s.parameter, ()) for s in layout.trained_segments)
+        if self.plan.unified or any(any(initial) for initial in initial_values):
             return set()
         kinds = set(self.plan.precision_of(layout).moment_kinds) - set(state.record.kinds)
         return {kind for kind in kinds & set(state.memory) if state.in_ram(kind) is not None}
@@ -161,8 +163,8 @@ class InitialWrite:
             if kind not in views:
                 continue
             views[kind].zero_()
-            kept = precision.num_kept(kind, count)
-            moment = moment_in(views[kind], kept, precision.format_of(kind))
+            num_elements = precision.num_kept(kind, count)
+            moment = moment_in(views[kind], num_elements, precision.format_of(kind))
             for segment in (s for s in layout.trained_segments if s.keeps(kind)):
                 initial = self.initial.get(segment.parameter, ())
                 first, last = segment.within(start, count)
@@ -170,18 +172,19 @@ class InitialWrite:
                     values = torch.full(
                         (last - first,), initial[index], dtype=torch.float32, device="cpu"
                     )
-                    part = moment.part(first, last)
-                    self.kernels.encode(values, part, signed=False)  # see `RuleParams.initial`
+                    moment_slice = moment.part(first, last)
+                    # See `RuleParams.initial`.
+                    self.kernels.encode(values, moment_slice, signed=False)
 
     def _write_frozen(self, layout: UnitLayout, parameters: Sequence[nn.Parameter]) -> None:
         if not layout.frozen_bytes:
             return
-        share = layout.frozen_bytes // layout.shards
-        start = share * self.plan.rank
-        local = host_buffer(share)
+        shard_bytes = layout.frozen_bytes // layout.shards
+        start = shard_bytes * self.plan.rank
+        local = host_buffer(shard_bytes)
         for segment in (s for s in layout.segments if not s.trained):
             first = max(start - segment.offset, 0)
-            end = min(start + share - segment.offset, segment.nbytes)
+            end = min(start + shard_bytes - segment.offset, segment.nbytes)
             if first < end:
                 target = local[segment.offset + first - start : segment.offset + end - start]
                 self._fill_frozen(segment, first, target, parameters[segment.origin])
@@ -206,8 +209,8 @@ class InitialWrite:
         for index in range(first // size, -(-(first + target.numel()) // size)):
             packed = self._pack(segment, index, form, parameter)
             start = index * size - first
-            into = target[max(start, 0) : start + size]
-            into.copy_(packed[max(-start, 0) :][: into.numel()])
+            matrix_bytes = target[max(start, 0) : start + size]
+            matrix_bytes.copy_(packed[max(-start, 0) :][: matrix_bytes.numel()])
 
     def _pack(
         self, segment: Segment, index: int, form: FrozenFormat, parameter: nn.Parameter
@@ -216,29 +219,39 @@ class InitialWrite:
         shape = segment.shape[-2:]
         numel = math.prod(shape)
         index += segment.first_element // numel
-        pieces = self._values.pieces(parameter, index * numel, numel)
-        found = list[tuple[int, Tensor]]()
-        for piece in pieces or () if form in NATIVE else ():
-            if isinstance(piece, PackedRead) and (stored := piece.packed(form)) is not None:
-                found.append((piece.shape[0], stored))
-        if found and len(found) == len(pieces or ()):
+        reads = self._values.pieces(parameter, index * numel, numel)
+        packed_rows = _packed_rows(reads or (), form)
+        if packed_rows:
             try:
-                return join_rows(form, shape[1], found)
+                return join_rows(form, shape[1], packed_rows)
             except ValueError as error:
                 raise ConfigError(
                     f"{segment.name!r} cannot rest in {form} as the file has it: {error}",
                     because=f"its scales are for {FP8_BLOCK} rows each",
                     remedy="frozen.format: nf4 or int8, or as_is",
                 ) from error
-        if pieces is None:
-            value = self._values.part(parameter, index * numel, numel)
+        if reads is None:
+            value = self._values.read(parameter, index * numel, numel)
         else:
-            parts = [read().view(-1) for read in pieces]
-            value = parts[0] if len(parts) == 1 else torch.cat(parts)
+            rows = [read().view(-1) for read in reads]
+            value = rows[0] if len(rows) == 1 else torch.cat(rows)
         packed = torch.zeros(form.nbytes(shape), dtype=torch.uint8, device="cpu")
         dtype = getattr(torch, segment.dtype)
         quantise_exactly(value.cpu().view(shape), form, dtype, packed)
         return packed
+
+
+def _packed_rows(reads: Sequence[Read], form: FrozenFormat) -> list[tuple[int, Tensor]]:
+    """Return (number of rows, bytes) of each read; empty unless files store all in `form`."""
+    rows: list[tuple[int, Tensor]] = []
+    for read in reads if form in NATIVE else ():
+        if not isinstance(read, PackedRead):
+            return []
+        packed = read.packed(form)
+        if packed is None:
+            return []
+        rows.append((read.shape[0], packed))
+    return rows
 
 
 def _initial_write_bytes(plan: Plan, layout: UnitLayout) -> int:
@@ -246,7 +259,7 @@ def _initial_write_bytes(plan: Plan, layout: UnitLayout) -> int:
     return sum(plan.range_bytes(layout, kind) for kind in kinds) + frozen
 
 
-class _Current:
+class _ValueSource:
     """Values of the parameter that is being written; those of the previous one are freed first.
 
     A split stack of experts would be computed again for each of its ranges, since the ranges of all
@@ -257,55 +270,55 @@ class _Current:
     def __init__(self, initial_values: InitialValues, folder: Path | None) -> None:
         self._initial_values = initial_values
         self._folder = folder
-        self._kept: Collection[int] = ()  # ids of stacks to store in files
+        self._stacks_to_store: Collection[int] = ()  # ids of stacks to store in files
         self._files: dict[int, _ValuesFile] = {}
         self._parameter: nn.Parameter | None = None
         self._flat = torch.empty(0)
 
-    def keep(self, stacks: Collection[int]) -> None:
+    def store_stacks(self, stacks: Collection[int]) -> None:
         """Store the values of these parameters (ids) from their first use until `drop`."""
-        self._kept = stacks
+        self._stacks_to_store = stacks
 
-    def drop(self, stack: nn.Parameter) -> None:
+    def free_stack(self, stack: nn.Parameter) -> None:
         """Free the stored values of a stack."""
         file = self._files.pop(id(stack), None)
         if file is not None:
             file.close()
 
-    def part(self, parameter: nn.Parameter, first: int, count: int) -> Tensor:
+    def read(self, parameter: nn.Parameter, first: int, count: int) -> Tensor:
         """Return `count` values from `first` on, as a 1-D tensor of any dtype."""
         if (file := self._files.get(id(parameter))) is not None:
             with contextlib.suppress(OSError):
                 return file.read(first, count)
-            self.drop(parameter)
+            self.free_stack(parameter)
         if parameter is not self._parameter:
-            self.forget()
+            self.free()
             self._flat = self._initial_values.value(parameter).detach().reshape(-1)
             self._parameter = parameter
-            made = self._initial_values.makes(parameter)
-            if self._folder is not None and made and id(parameter) in self._kept:
+            is_computed = self._initial_values.makes(parameter)
+            if self._folder is not None and is_computed and id(parameter) in self._stacks_to_store:
                 with contextlib.suppress(OSError):
                     self._files[id(parameter)] = _ValuesFile(self._folder, self._flat)
         return self._flat[first : first + count]
 
     def fill(self, target: Tensor, parameter: nn.Parameter, first: int) -> None:
         """Fill `target` with values from `first` on, reading only these if possible."""
-        for into in torch.split(target, PIECE_ELEMENTS):
-            pieces = self._initial_values.pieces(parameter, first, into.numel())
+        for target_slice in torch.split(target, PIECE_ELEMENTS):
+            pieces = self._initial_values.pieces(parameter, first, target_slice.numel())
             if pieces is None:
-                into.copy_(self.part(parameter, first, into.numel()))
+                target_slice.copy_(self.read(parameter, first, target_slice.numel()))
             done = 0
             for read in pieces or ():
-                part = read()
-                into[done : done + part.numel()].copy_(part)
-                done += part.numel()
-            first += into.numel()
+                values = read()
+                target_slice[done : done + values.numel()].copy_(values)
+                done += values.numel()
+            first += target_slice.numel()
 
     def pieces(self, parameter: nn.Parameter, first: int, count: int) -> list[Read] | None:
         """See `InitialValues.pieces`."""
         return self._initial_values.pieces(parameter, first, count)
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Free the values of the current parameter."""
         self._parameter, self._flat = None, torch.empty(0)
 

@@ -62,12 +62,12 @@ class Inputs:
                     remedy="pass it to initialize(model_parameters=...), which gives state to "
                     "parameters that are frozen for now, or keep it frozen",
                 )
-        others = self._of_other_dtype(arguments) if self._casts else []
-        if others and not self._warned:
+        cast_tensors = self._tensors_of_other_dtype(arguments) if self._casts else []
+        if cast_tensors and not self._warned:
             self._warned = True
             logging.getLogger("infinity").info(
                 "cast_inputs: %s of an input become %s, here and in later calls",
-                listed(sorted({str(t.dtype) for t in others})), self._dtype,
+                listed(sorted({str(t.dtype) for t in cast_tensors})), self._dtype,
             )  # fmt: skip
         return _map_tensors(arguments, self._prepare)
 
@@ -89,29 +89,30 @@ class Inputs:
         """
         if not isinstance(error, RuntimeError) or not _OTHER_DTYPE.search(str(error)):
             return
-        cast = (
+        cast_hint = (
             "; or write cast_inputs: true, which does so with all floating inputs (in a DeepSpeed "
             'configuration: "infinity": {"cast_inputs": true})'
         )
-        for tensor in self._of_other_dtype(arguments):
+        for tensor in self._tensors_of_other_dtype(arguments):
             raise TrainingError(
                 f"an input of shape {tuple(tensor.shape)} is {tensor.dtype}, the engine computes "
                 f"in {self._dtype}",
                 because=first_lines(error),
                 remedy=f"cast it: tensor.to({self._dtype})"
-                + (cast if self._dtype is not torch.float32 else ""),
+                + (cast_hint if self._dtype is not torch.float32 else ""),
             ) from error
         floating = [b for b in find_buffers(self._module) if b.value.is_floating_point()]
-        others = [b.names[0] for b in floating if b.value.dtype is not self._dtype]
-        if others:
+        buffer_names = [b.names[0] for b in floating if b.value.dtype is not self._dtype]
+        if buffer_names:
             error.add_note(
                 f"the engine computes in {self._dtype}, buffers keep their dtype: if "
-                f"{listed(list(map(repr, others)))} meets weights, cast it there: b.to(x.dtype)"
+                f"{listed(list(map(repr, buffer_names)))} meets weights, cast it there: "
+                "b.to(x.dtype)"
             )
 
-    def _of_other_dtype(self, arguments: Any) -> list[Tensor]:
-        found = _tensors(arguments)
-        return [t for t in found if t.is_floating_point() and t.dtype is not self._dtype]
+    def _tensors_of_other_dtype(self, arguments: Any) -> list[Tensor]:
+        tensors = _tensors_in(arguments)
+        return [t for t in tensors if t.is_floating_point() and t.dtype is not self._dtype]
 
 
 def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -133,12 +134,12 @@ def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    found = []
+def _tensors_in(value: Any) -> list[Tensor]:
+    tensors = []
 
     def collect(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     _map_tensors(value, collect)
-    return found
+    return tensors

@@ -24,13 +24,13 @@ def check_state(reader: StateReader, plan: Plan, rule: str) -> None:
     """
     manifest = reader.manifest
     problems = []
-    for what, there, here in (
+    for name, saved, expected in (
         ("precision", manifest.precision, plan.precision.name),
         ("optimizer", manifest.rule, rule),
         ("moments", list(manifest.moments), [m.value for m in plan.precision.moments]),
     ):
-        if there != here:
-            problems.append(f"{what} {there!r} there, {here!r} here")
+        if saved != expected:
+            problems.append(f"{name} {saved!r} there, {expected!r} here")
     if not problems:
         for stream, specs in state_streams(plan).items():
             problems += _differences(reader, stream, specs)
@@ -44,10 +44,12 @@ def check_state(reader: StateReader, plan: Plan, rule: str) -> None:
 
 
 def _differences(reader: StateReader, stream: str, specs: list[TensorSpec]) -> list[str]:
-    there, here = set(reader.names(stream)), {spec.name for spec in specs}
-    problems = [f"{name!r} is missing in {stream}" for name in sorted(here - there)]
-    problems += [f"{name!r} is in {stream}, but not in the model" for name in sorted(there - here)]
-    for spec in (spec for spec in specs if spec.name in there):
+    saved, expected = set(reader.names(stream)), {spec.name for spec in specs}
+    problems = [f"{name!r} is missing in {stream}" for name in sorted(expected - saved)]
+    problems += [
+        f"{name!r} is in {stream}, but not in the model" for name in sorted(saved - expected)
+    ]
+    for spec in (spec for spec in specs if spec.name in saved):
         problems += differences(stream, reader.facts(stream, spec.name), spec.shape, spec.dtype)
     return problems
 
@@ -74,6 +76,6 @@ def load_state(reader: StateReader, plan: Plan, store: StateStore) -> None:
             store.write_shard(layout.index, kind, flat)
 
 
-def _fill(reader: StateReader, flat: Tensor, held: Iterable[StreamRange]) -> None:
-    for piece in held:
+def _fill(reader: StateReader, flat: Tensor, ranges: Iterable[StreamRange]) -> None:
+    for piece in ranges:
         reader.read_into(piece.stream, piece.name, piece.first, flat[piece.byte_range])

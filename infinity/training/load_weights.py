@@ -84,23 +84,23 @@ def load_weights(
             stack.enter_context(target.ranks.collective_section("loads weights"))
         files = stack.enter_context(WeightFiles(source))
         match = _match(files, entries, rename)
-        if match.problems or not match.found or (strict and (match.missing or match.unexpected)):
-            raise _refusal(source, match, strict=strict)
+        if match.problems or not match.matched or (strict and (match.missing or match.unexpected)):
+            raise _mismatch_error(source, match, strict=strict)
         try:
-            later = _write(files, match.found)
+            deferred_reads = _write(files, match.matched)
         except BaseException:
             if state is not None:
                 state.abandon()
             raise
         if state is not None:
             state.flush()
-        if later:
-            remember_values(module, later)
+        if deferred_reads:
+            remember_values(module, deferred_reads)
             stack.pop_all()  # the remembered reads need the files open
     return LoadedWeights(
         missing=tuple(entry.names[0] for entry in match.missing),
         unexpected=tuple(match.unexpected.values()),
-        loaded=tuple(name for entry, _ in match.found for name in entry.names),
+        loaded=tuple(name for entry, _ in match.matched for name in entry.names),
     )
 
 
@@ -130,24 +130,24 @@ def _entries_of(module: nn.Module) -> list[StateEntry]:
 
 
 def _write(
-    files: WeightFiles, found: Sequence[tuple[StateEntry, str]]
+    files: WeightFiles, matched: Sequence[tuple[StateEntry, str]]
 ) -> dict[str, Callable[[], Tensor]]:
     """Write the values of all entries; return how to read those of entries on the meta device."""
-    later: dict[str, Callable[[], Tensor]] = {}
-    for done, (entry, name) in enumerate(found):
+    deferred_reads: dict[str, Callable[[], Tensor]] = {}
+    for done, (entry, name) in enumerate(matched):
         if entry.write is None:
-            later[entry.names[0]] = StoredTensor(files, name)
+            deferred_reads[entry.names[0]] = StoredTensor(files, name)
             continue
         try:
             value = files.read(name)
         except InfinityError as error:
             raise MachineError(
-                f"{error.what}; {done} of {len(found)} tensors were loaded before",
+                f"{error.what}; {done} of {len(matched)} tensors were loaded before",
                 because=error.because,
                 remedy="loaded values stay: load again before you train or save",
             ) from error
         entry.write(value)
-    return later
+    return deferred_reads
 
 
 # --- matching ----------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class _Match:
     `unexpected` maps names after renaming to names in the file, `shapes` maps them to shapes.
     """
 
-    found: list[tuple[StateEntry, str]] = field(default_factory=list)
+    matched: list[tuple[StateEntry, str]] = field(default_factory=list)
     missing: list[StateEntry] = field(default_factory=list)
     unexpected: dict[str, str] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -181,23 +181,27 @@ def _match(files: WeightFiles, entries: Sequence[StateEntry], rename: Rename | N
         match.unexpected[new] = name
         match.shapes[new] = facts.shape
     for entry in entries:
-        given = [match.unexpected.pop(name) for name in entry.names if name in match.unexpected]
-        if not given:
+        file_names = [
+            match.unexpected.pop(name) for name in entry.names if name in match.unexpected
+        ]
+        if not file_names:
             match.missing.append(entry)
             continue
-        match.found.append((entry, given[0]))
-        wrong = [text for name in given if (text := _misfit(entry, name, files.facts[name]))]
-        match.problems += wrong
-        for other in given[1:]:
-            if not wrong and not files.equal(given[0], other):
+        match.matched.append((entry, file_names[0]))
+        mismatches = [
+            text for name in file_names if (text := _mismatch(entry, name, files.facts[name]))
+        ]
+        match.problems += mismatches
+        for other in file_names[1:]:
+            if not mismatches and not files.equal(file_names[0], other):
                 match.problems.append(
-                    f"{given[0]!r} and {other!r} are tied in the model and differ in the file "
+                    f"{file_names[0]!r} and {other!r} are tied in the model and differ in the file "
                     "(rename one of them to None)"
                 )
     return match
 
 
-def _misfit(entry: StateEntry, name: str, facts: TensorFacts) -> str | None:
+def _mismatch(entry: StateEntry, name: str, facts: TensorFacts) -> str | None:
     if facts.shape != entry.shape:
         return f"{name!r} has shape {facts.shape}, not {entry.shape}"
     if facts.dtype is entry.dtype or (facts.dtype in _FLOATS and entry.dtype in _FLOATS):
@@ -207,27 +211,27 @@ def _misfit(entry: StateEntry, name: str, facts: TensorFacts) -> str | None:
     return f"{name!r} holds {given}, which does not convert to {wanted}"
 
 
-def _refusal(source: str | os.PathLike[str], match: _Match, *, strict: bool) -> ConfigError:
+def _mismatch_error(source: str | os.PathLike[str], match: _Match, *, strict: bool) -> ConfigError:
     """Return one error that lists all mismatches, with a hint if names are nearly right."""
     problems: list[str] = []
     because = remedy = None
     missing, unexpected = match.missing, match.unexpected
-    if strict or not match.found:
-        remedy = "strict=False ignores missing and unexpected names" if match.found else None
-        swap = _best_swap(missing, unexpected, match.shapes)
-        if swap is not None:
-            example = next(name for name in unexpected if swap.explains(name))
+    if strict or not match.matched:
+        remedy = "strict=False ignores missing and unexpected names" if match.matched else None
+        change = _best_prefix_change(missing, unexpected, match.shapes)
+        if change is not None:
+            example = next(name for name in unexpected if change.explains(name))
             because = f"names differ at their beginning, as in {unexpected[example]!r}"
-            remedy = f"rename=lambda name: {swap.new!r} + name.removeprefix({swap.old!r})"
+            remedy = f"rename=lambda name: {change.new!r} + name.removeprefix({change.old!r})"
             problems.append(
-                f"{len(swap.pairs)} names have {swap.old!r} in the file where the model has "
-                f"{swap.new!r}"
+                f"{len(change.pairs)} names have {change.old!r} in the file where the model has "
+                f"{change.new!r}"
             )
-            there = set(swap.pairs.values())
-            missing = [entry for entry in missing if there.isdisjoint(entry.names)]
-            unexpected = {n: f for n, f in unexpected.items() if not swap.explains(n)}
+            explained = set(change.pairs.values())
+            missing = [entry for entry in missing if explained.isdisjoint(entry.names)]
+            unexpected = {n: f for n, f in unexpected.items() if not change.explains(n)}
         else:
-            because = _nearest(missing, unexpected)
+            because = _closest_names(missing, unexpected)
         if missing:
             listed = ", ".join(" or ".join(map(repr, entry.names)) for entry in missing)
             problems.append(f"{len(missing)} missing: {listed}")
@@ -240,7 +244,7 @@ def _refusal(source: str | os.PathLike[str], match: _Match, *, strict: bool) -> 
 
 
 @dataclass
-class _Prefix:
+class _PrefixChange:
     """Replacement of a name prefix; `pairs` maps names of the file to the resulting names."""
 
     old: str
@@ -251,46 +255,48 @@ class _Prefix:
         return name in self.pairs
 
 
-def _best_swap(
+def _best_prefix_change(
     missing: Sequence[StateEntry],
     unexpected: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
-) -> _Prefix | None:
+) -> _PrefixChange | None:
     """Return the prefix replacement that explains most names; None below half of them."""
-    absent = {name: entry.shape for entry in missing for name in entry.names}
-    given = list(unexpected)
+    missing_shapes = {name: entry.shape for entry in missing for name in entry.names}
+    file_names = list(unexpected)
     best = None
-    for sample in {given[0], given[len(given) // 2], given[-1]} if given else ():
-        candidates = [name for name, shape in absent.items() if shape == shapes[sample]]
-        for name in sorted(candidates, key=lambda n: -_common_parts(n, sample))[:4]:
-            common = _common_parts(name, sample)
-            if not common:
+    for sample in (
+        {file_names[0], file_names[len(file_names) // 2], file_names[-1]} if file_names else ()
+    ):
+        candidates = [name for name, shape in missing_shapes.items() if shape == shapes[sample]]
+        for name in sorted(candidates, key=lambda n: -_num_common_components(n, sample))[:4]:
+            num_common = _num_common_components(name, sample)
+            if not num_common:
                 continue
-            tail = ".".join(name.split(".")[-common:])
-            swap = _Prefix(sample.removesuffix(tail), name.removesuffix(tail))
-            for other in given:
-                new = swap.new + other.removeprefix(swap.old)
-                if other.startswith(swap.old) and absent.get(new) == shapes[other]:
-                    swap.pairs[other] = new
-            if best is None or len(swap.pairs) > len(best.pairs):
-                best = swap
+            suffix = ".".join(name.split(".")[-num_common:])
+            change = _PrefixChange(sample.removesuffix(suffix), name.removesuffix(suffix))
+            for other in file_names:
+                new = change.new + other.removeprefix(change.old)
+                if other.startswith(change.old) and missing_shapes.get(new) == shapes[other]:
+                    change.pairs[other] = new
+            if best is None or len(change.pairs) > len(best.pairs):
+                best = change
     enough = best is not None and 2 * len(best.pairs) >= min(len(missing), len(unexpected))
     return best if enough else None
 
 
-def _common_parts(one: str, other: str) -> int:
+def _num_common_components(name: str, other: str) -> int:
     """Return the number of dotted components that two names share at their ends."""
     count = 0
-    for a, b in zip(reversed(one.split(".")), reversed(other.split(".")), strict=False):
+    for a, b in zip(reversed(name.split(".")), reversed(other.split(".")), strict=False):
         if a != b:
             break
         count += 1
     return count
 
 
-def _nearest(missing: Sequence[StateEntry], unexpected: Mapping[str, str]) -> str | None:
-    given = list(unexpected)[:_NUM_COMPARED]
+def _closest_names(missing: Sequence[StateEntry], unexpected: Mapping[str, str]) -> str | None:
+    candidates = list(unexpected)[:_NUM_COMPARED]
     names = [entry.names[0] for entry in missing[:_NUM_NEAREST]]
-    near = {name: difflib.get_close_matches(name, given, 1) for name in names}
-    pairs = [f"{name!r} may be {found[0]!r}" for name, found in near.items() if found]
+    matches = {name: difflib.get_close_matches(name, candidates, 1) for name in names}
+    pairs = [f"{name!r} may be {matched[0]!r}" for name, matched in matches.items() if matched]
     return f"in the file {', '.join(pairs)}" if pairs else None

@@ -84,8 +84,8 @@ class ScaleRules:
             else:
                 patience -= 1
         elif self.dynamic:
-            between = state.steps - last_overflow - 1
-            doubles = between > 0 and between % self.window == 0
+            good_steps = state.steps - last_overflow - 1
+            doubles = good_steps > 0 and good_steps % self.window == 0
             scale *= FACTOR if doubles else 1.0
             patience = self.hysteresis if doubles or self.consecutive else patience
         history = state.history

@@ -42,22 +42,22 @@ class MergeGuard:
     def remove(self) -> None:
         """Remove the guards."""
         while self._guarded:
-            part, name = self._guarded.pop()
-            vars(part).pop(name, None)
+            target, name = self._guarded.pop()
+            vars(target).pop(name, None)
 
     def _guard(
         self,
         module: nn.Module,
-        kind: type[nn.Module],
+        target_type: type[nn.Module],
         names: tuple[str, ...],
         check: Callable[[nn.Module, str], None],
     ) -> None:
-        for part in [m for m in module.modules() if isinstance(m, kind)]:
+        for target in [m for m in module.modules() if isinstance(m, target_type)]:
             for name in names:
-                if name not in vars(part):
+                if name not in vars(target):
                     # A bound method: a deep copy then merges itself, not the original.
-                    setattr(part, name, MethodType(_checked(name, check), part))
-                    self._guarded.append((part, name))
+                    setattr(target, name, MethodType(_checked(name, check), target))
+                    self._guarded.append((target, name))
 
     def _check_merge(self, layer: nn.Module, name: str) -> None:
         if not self._guarded:
@@ -85,8 +85,8 @@ class MergeGuard:
 
 
 def _checked(name: str, check: Callable[[nn.Module, str], None]) -> Callable[..., Any]:
-    def checked(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        check(part, name)
-        return getattr(type(part), name)(part, *args, **kwargs)
+    def checked(target: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        check(target, name)
+        return getattr(type(target), name)(target, *args, **kwargs)
 
     return checked

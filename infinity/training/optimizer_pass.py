@@ -148,6 +148,6 @@ class OptimizerPass:
         if self.durability is not None:
             document = job.document
             if document is not None:  # the update has changed non-moment state
-                kept = self.updates.updater.kept()
-                document = with_kept(document, {self._names[i]: v for i, v in kept.items()})
+                states = self.updates.updater.kept()
+                document = with_kept(document, {self._names[i]: v for i, v in states.items()})
             self.durability.finish_step(document, lambda: self._closing)

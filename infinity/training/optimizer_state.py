@@ -34,7 +34,7 @@ def read_state(
                 kinds = filter(segment.keeps, store.plan.precision.moment_kinds)
                 moments = [_moment(store, layout, segment, kind) for kind in kinds]
                 index, shape = segment.parameter, segment.shape
-                share_kept(store, updater, {index})
+                share_non_moment_state(store, updater, {index})
                 states.append(updater.state_of(index, rule_params, moments, shape, steps[index]))
     if len(states) > 1:  # a split stack: one state for each range of rows
         return {
@@ -48,53 +48,55 @@ def read_state(
     raise ConfigError("this parameter is frozen and has no optimizer state")
 
 
-def share_kept(store: StateStore, updater: Updater, parameters: Collection[int]) -> None:
+def share_non_moment_state(
+    store: StateStore, updater: Updater, parameters: Collection[int]
+) -> None:
     """Share the non-moment state of these parameters between ranks.
 
     A rank has that of the parameters of which it updates a shard; the rank with the last shard
     provides the value.
     """
     ranks, plan = store.ranks, store.plan
-    if ranks.count == 1 or _is_ours(updater):  # it has that of all parameters
+    if ranks.count == 1 or _is_built_in(updater):  # it has that of all parameters
         return
     doing = "reports the state of the optimizer"
     local = {s.parameter for u in plan.local_units for s in u.trained_segments}.intersection(
         parameters
     )
-    kept = updater.kept()
+    states = updater.kept()
     with ranks.propagate_errors(doing):
-        encoded = encode({i: kept[i] for i in local & kept.keys()}, "the optimizer's state")
+        encoded = encode({i: states[i] for i in local & states.keys()}, "the optimizer's state")
     ranks.synchronize(doing)
-    for theirs in ranks.all_gather_object(encoded):  # in the order of shards
-        kept |= decode(theirs)
-    updater.keep(kept)
+    for rank_states in ranks.all_gather_object(encoded):  # in the order of shards
+        states |= decode(rank_states)
+    updater.keep(states)
 
 
 def _moment(store: StateStore, layout: UnitLayout, segment: Segment, kind: Kind) -> Moment:
     """Return a copy of the full moment of one parameter, concatenated from its chunks."""
     number_format = store.plan.precision.format_of(kind)
     values, scales = [], []
-    for part in _parts_of(store.plan, layout, segment, kind, store.read(layout.index, kind)):
-        values.append(part.values)
-        scales += [] if part.scales is None else [part.scales]
+    for moment in _moment_slices(store.plan, layout, segment, kind, store.read(layout.index, kind)):
+        values.append(moment.values)
+        scales += [] if moment.scales is None else [moment.scales]
     if not values:
         return Moment.zeros(0, number_format)
     return Moment(torch.cat(values), torch.cat(scales) if scales else None, number_format)
 
 
-def _parts_of(
+def _moment_slices(
     plan: Plan, layout: UnitLayout, segment: Segment, kind: Kind, flat: Tensor
 ) -> Iterator[Moment]:
     """Yield a parameter's slice of a moment in each chunk; `flat` is from `StateStore.read`."""
     for rank, shard_bytes in enumerate(flat.view(layout.shards, -1)):
         shard = layout.of_shard(rank)
-        for found in (s for s in shard.segments if s.parameter == segment.parameter):
+        for shard_segment in (s for s in shard.segments if s.parameter == segment.parameter):
             for index, (start, count) in enumerate(shard.chunks(plan.chunk_elements)):
-                first, last = found.within(start, count)
+                first, last = shard_segment.within(start, count)
                 if first < last:
-                    part = shard_bytes[plan.part(shard, kind, index)]
-                    kept = plan.precision_of(shard).num_kept(kind, count)
-                    moment = moment_in(part, kept, plan.precision.format_of(kind))
+                    state_bytes = shard_bytes[plan.part(shard, kind, index)]
+                    num_elements = plan.precision_of(shard).num_kept(kind, count)
+                    moment = moment_in(state_bytes, num_elements, plan.precision.format_of(kind))
                     yield moment.part(first, last)
 
 
@@ -112,12 +114,12 @@ def write_state(
     No update may be pending. Raises `ConfigError` if the parameter has no such moment.
     """
     layout, segment = location
-    names = updater.moment_names(segment.parameter, rule_params) if _is_ours(updater) else ()
+    names = updater.moment_names(segment.parameter, rule_params) if _is_built_in(updater) else ()
     if name not in names:
         raise ConfigError(
             f"{segment.name!r} has no optimizer state {name!r} that can be written",
             because="the state of adapted torch optimizers is not accessible"
-            if not _is_ours(updater)
+            if not _is_built_in(updater)
             else None,
             remedy=f"one of {', '.join(names)}" if names else None,
         )
@@ -126,7 +128,7 @@ def write_state(
     signed, flat = not rule_params.nonnegative[index], store.read(layout.index, kind)
     values = value.detach().to("cpu", torch.float32).contiguous().view(-1)
     done = 0
-    for moment in _parts_of(plan, layout, segment, kind, flat):
+    for moment in _moment_slices(plan, layout, segment, kind, flat):
         count = moment.values.numel()
         kernels.encode(values[done : done + count], moment, signed=signed)
         done += count
@@ -134,5 +136,5 @@ def write_state(
     store.write(layout.index, kind, flat)
 
 
-def _is_ours(updater: Updater) -> TypeGuard[KernelUpdater]:
+def _is_built_in(updater: Updater) -> TypeGuard[KernelUpdater]:
     return isinstance(updater, KernelUpdater)

@@ -12,11 +12,11 @@ from pydantic_core import ErrorDetails
 
 from infinity.errors import did_you_mean, mistakes
 
-_ALTERNATIVE = re.compile(
+_UNION_MEMBER = re.compile(
     r"literal\[.*\]|(constrained-)?int|bool|str"
 )  # pydantic's names for members of a union
 # Synonyms of values: the first of these that the key accepts is suggested.
-_MEANT = {
+_SYNONYMS = {
     "gpu": ("device",),
     "cuda": ("device",),
     "cpu": ("host",),
@@ -44,22 +44,22 @@ def explain(
             f"{names} {verb} from a DeepSpeed configuration; initialize() and `infinity plan` take "
             'such a file, with our keys in its section "infinity"'
         )
-    found: dict[tuple[int | str, ...], list[str]] = {}
+    problems_by_key: dict[tuple[int | str, ...], list[str]] = {}
     for detail in error.errors(include_url=False):
         # Reported above; a default factory fails only if the value it depends on does.
         is_foreign = detail["type"] == "extra_forbidden" and detail["loc"][0] in foreign
         if not is_foreign and detail["type"] != "default_factory_not_called":
-            if detail["loc"] and _ALTERNATIVE.fullmatch(str(detail["loc"][-1])):
+            if detail["loc"] and _UNION_MEMBER.fullmatch(str(detail["loc"][-1])):
                 detail["loc"] = detail["loc"][:-1]
-            found.setdefault(detail["loc"], []).append(_problem(schema, detail))
-    return mistakes(where, [*problems, *map(_either, found.values())])
+            problems_by_key.setdefault(detail["loc"], []).append(_problem(schema, detail))
+    return mistakes(where, [*problems, *map(_merge_union_errors, problems_by_key.values())])
 
 
-def _either(problems: Sequence[str]) -> str:
+def _merge_union_errors(problems: Sequence[str]) -> str:
     """Merge the errors of all members of a union into one."""
     *first, last = problems
-    each = [problem.rpartition(", got ")[0] for problem in first]
-    return " or ".join([*each, last.partition(": should be ")[2] if each else last])
+    others = [problem.rpartition(", got ")[0] for problem in first]
+    return " or ".join([*others, last.partition(": should be ")[2] if others else last])
 
 
 def _problem(schema: type[BaseModel], detail: ErrorDetails) -> str:
@@ -76,7 +76,7 @@ def _problem(schema: type[BaseModel], detail: ErrorDetails) -> str:
             return f"{name}: is a section of keys and values, got {given!r}"
         case "literal_error":
             choices = _choices(detail["ctx"]["expected"])
-            near = [word for word in _MEANT.get(str(given).lower(), ()) if word in choices]
+            near = [word for word in _SYNONYMS.get(str(given).lower(), ()) if word in choices]
             hint = did_you_mean((near or [str(given)])[0], choices)
             message = f"{name}: should be {detail['ctx']['expected']}, got {given!r}"
             return f"{message}; {hint}".rstrip("; ")
@@ -94,9 +94,9 @@ def _unknown_key(schema: type[BaseModel], loc: tuple[int | str, ...]) -> str:
     fields = list(_section_at(schema, parents).model_fields)
     prefix = "".join(f"{parent}." for parent in parents)
     # The key may belong to another section.
-    right = (name for name in _leaf_names(schema) if name.rpartition(".")[2] == key)
+    same_name = (name for name in _leaf_names(schema) if name.rpartition(".")[2] == key)
     hint = did_you_mean(key, fields, prefix)
-    hint = hint or "".join(f"did you mean {name!r}? " for name in list(right)[:1])
+    hint = hint or "".join(f"did you mean {name!r}? " for name in list(same_name)[:1])
     return f"{prefix}{key}: unknown key; {hint}valid here: {', '.join(fields)}"
 
 
@@ -117,8 +117,8 @@ def _section_of(annotation: object) -> type[BaseModel] | None:
 
 def _leaf_names(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in section.model_fields.items():
-        below = _section_of(field.annotation)
-        if below is None:
+        subsection = _section_of(field.annotation)
+        if subsection is None:
             yield prefix + name
         else:
-            yield from _leaf_names(below, f"{prefix}{name}.")
+            yield from _leaf_names(subsection, f"{prefix}{name}.")

@@ -17,7 +17,7 @@ from infinity.common.sizes import parse_size
 from infinity.errors import ConfigError
 
 
-def _size(value: Any) -> int:
+def _parse_size(value: Any) -> int:
     try:
         return parse_size(value)
     except ConfigError as error:
@@ -25,7 +25,7 @@ def _size(value: Any) -> int:
         raise ValueError("; ".join([error.what, *details])) from None
 
 
-def _number(value: Any) -> Any:
+def _parse_number(value: Any) -> Any:
     # YAML 1.1 parses 1e-4 as text; a dict may come from such a parser.
     if isinstance(value, str):
         try:
@@ -35,14 +35,14 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _as_int(value: Any) -> Any:
+def _parse_integer(value: Any) -> Any:
     # YAML and JSON parse 1e9 as a float.
-    number = _number(value)
+    number = _parse_number(value)
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
-_BARE_BYTES = 1 << 16  # a smaller budget lacks its unit
-_LONGEST_NAME = 255  # bytes; limit of a file name on Linux
+_MIN_BYTES_WITHOUT_UNIT = 1 << 16  # a smaller budget lacks its unit
+_MAX_NAME_BYTES = 255  # bytes; limit of a file name on Linux
 
 
 def as_path(value: Any) -> Path:
@@ -56,8 +56,8 @@ def as_path(value: Any) -> Path:
         raise ValueError(f"there is no such user, got {value!r}") from None
     except UnicodeEncodeError:
         raise ValueError(f"should be UTF-8, got {str(value)!r}") from None
-    if longest > _LONGEST_NAME:
-        raise ValueError(f"has a name of {longest} bytes, more than {_LONGEST_NAME}: {path}")
+    if longest > _MAX_NAME_BYTES:
+        raise ValueError(f"has a name of {longest} bytes, more than {_MAX_NAME_BYTES}: {path}")
     return path
 
 
@@ -65,25 +65,25 @@ def as_paths(value: Any) -> tuple[Path, ...]:
     """Return one directory, or a list of them, as a tuple of paths; empty for None."""
     if value is None:
         return ()
-    parts = value if isinstance(value, (list, tuple)) else [value]
-    paths = tuple(as_path(part) for part in parts)
+    values = value if isinstance(value, (list, tuple)) else [value]
+    paths = tuple(as_path(item) for item in values)
     if not paths and not isinstance(value, tuple):
         raise ValueError("is an empty list; give a path, or leave it out")
     seen: dict[Any, Path] = {}
     for path in paths:
-        if (first := seen.setdefault(_identity(path), path)) is not path:
-            also = "" if first == path else f": {first} and {path} are one directory"
-            raise ValueError(f"names the same path twice{also}")
+        if (first := seen.setdefault(_directory_key(path), path)) is not path:
+            detail = "" if first == path else f": {first} and {path} are one directory"
+            raise ValueError(f"names the same path twice{detail}")
     return paths
 
 
-def _identity(path: Path) -> Any:
+def _directory_key(path: Path) -> Any:
     """Return a key that is equal for paths to the same directory, also through links."""
     try:
-        facts = os.stat(path)
+        status = os.stat(path)
     except OSError:  # missing, or on another machine
         return path
-    return facts.st_dev, facts.st_ino
+    return status.st_dev, status.st_ino
 
 
 def as_pair(value: Any) -> Any:
@@ -91,9 +91,9 @@ def as_pair(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-Size: TypeAlias = Annotated[int, BeforeValidator(_size, json_schema_input_type=int | str)]
-Integer: TypeAlias = Annotated[int, BeforeValidator(_as_int)]
-Number: TypeAlias = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Size: TypeAlias = Annotated[int, BeforeValidator(_parse_size, json_schema_input_type=int | str)]
+Integer: TypeAlias = Annotated[int, BeforeValidator(_parse_integer)]
+Number: TypeAlias = Annotated[float, BeforeValidator(_parse_number), Field(allow_inf_nan=False)]
 Paths: TypeAlias = Annotated[
     tuple[Path, ...],
     BeforeValidator(

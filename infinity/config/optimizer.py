@@ -46,32 +46,32 @@ class _AnyOptimizer(Section):
 
     @field_validator("type", mode="before")
     @classmethod
-    def _any_case(cls, value: Any) -> Any:
+    def _normalize_case(cls, value: Any) -> Any:
         return _RULE_OF.get(value.lower(), value) if isinstance(value, str) else value
 
     @field_validator(*_ENTRIES, mode="before", check_fields=False)
     @classmethod
-    def _the_rule_takes_it(cls, value: Any, info: ValidationInfo) -> Any:
-        kind = info.data.get("type")
-        if kind is not None and info.field_name not in RULES[kind].defaults():
-            takes = ", ".join(RULES[kind].defaults())
-            raise ValueError(f"{kind} does not take it; it takes {takes}, moments")
+    def _check_rule_has_key(cls, value: Any, info: ValidationInfo) -> Any:
+        rule = info.data.get("type")
+        if rule is not None and info.field_name not in RULES[rule].defaults():
+            keys = ", ".join(RULES[rule].defaults())
+            raise ValueError(f"{rule} does not take it; it takes {keys}, moments")
         return value
 
     @field_validator("moments")
     @classmethod
-    def _has_kernels_for_it(cls, value: str, info: ValidationInfo) -> str:
-        kind = info.data.get("type")
-        if kind is not None and not RULES[kind].kernel and value != MomentFormat.FP32.value:
-            raise ValueError(f"{kind} keeps moments in fp32; leave it out, got {value}")
+    def _check_moments(cls, value: str, info: ValidationInfo) -> str:
+        rule = info.data.get("type")
+        if rule is not None and not RULES[rule].kernel and value != MomentFormat.FP32.value:
+            raise ValueError(f"{rule} keeps moments in fp32; leave it out, got {value}")
         return value
 
     @field_validator(*_ENTRIES, check_fields=False)
     @classmethod
-    def _fits_the_others(cls, value: Any, info: ValidationInfo) -> Any:
-        kind = info.data.get("type")
-        if kind is not None and (
-            problem := RULES[kind].problem(info.field_name or "", value, info.data)
+    def _check_value(cls, value: Any, info: ValidationInfo) -> Any:
+        rule = info.data.get("type")
+        if rule is not None and (
+            problem := RULES[rule].problem(info.field_name or "", value, info.data)
         ):
             raise ValueError(problem)
         return value
@@ -81,15 +81,15 @@ class _AnyOptimizer(Section):
         return {name: getattr(self, name) for name in RULES[self.type].defaults()}
 
 
-def _text_of(name: str) -> str:
+def _description_of(name: str) -> str:
     """Return the description of a rule's key, with the default of each rule."""
     rules = {rule: RULES[rule].defaults() for rule in RULES}
     by_default: dict[str, list[str]] = {}
     for rule, defaults in rules.items():
         if name in defaults:
             by_default.setdefault(json.dumps(defaults[name]), []).append(rule)
-    each = "; ".join(f"{', '.join(found)}: {value}" for value, found in by_default.items())
-    return f"{ENTRY_TEXTS[name]} {each}."
+    defaults_text = "; ".join(f"{', '.join(names)}: {value}" for value, names in by_default.items())
+    return f"{ENTRY_TEXTS[name]} {defaults_text}."
 
 
 def _field_of(name: str) -> tuple[Any, Any]:
@@ -98,20 +98,20 @@ def _field_of(name: str) -> tuple[Any, Any]:
     def default(given: dict[str, Any]) -> Any:
         return RULES[given["type"]].defaults().get(name) if "type" in given else None
 
-    of, text = _ENTRIES[name], _text_of(name)
-    field = Field(default_factory=default, description=text)
+    example, description = _ENTRIES[name], _description_of(name)
+    field = Field(default_factory=default, description=description)
     signed = any(rule.is_signed(name) for rule in RULES.values())
-    if isinstance(of, bool):
+    if isinstance(example, bool):
         return bool, field
-    if isinstance(of, str):
+    if isinstance(example, str):
         choices = next(rule.choices(name) for rule in RULES.values() if name in rule.defaults())
         return Literal[choices], field
-    if isinstance(of, tuple):
-        each = (Number if signed else Beta,) * len(of)
+    if isinstance(example, tuple):
+        each = (Number if signed else Beta,) * len(example)
         return Annotated[tuple.__class_getitem__(each), BeforeValidator(as_pair)], field
-    least = None if signed else 0
-    kind = Integer if isinstance(of, int) else Number
-    return kind, Field(default_factory=default, ge=least, description=text)
+    minimum = None if signed else 0
+    number_type = Integer if isinstance(example, int) else Number
+    return number_type, Field(default_factory=default, ge=minimum, description=description)
 
 
 if TYPE_CHECKING:
@@ -144,14 +144,14 @@ class LossScaleConfig(Section):
 
     @field_validator("initial_power", "window", "hysteresis", "consecutive_hysteresis", "min")
     @classmethod
-    def _is_dynamic(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_is_dynamic(cls, value: Any, info: ValidationInfo) -> Any:
         if info.data.get("value"):
             raise ValueError(f"a loss_scale.value of {info.data['value']:g} never changes")
         return value
 
     @field_validator("min")
     @classmethod
-    def _begins_above(cls, value: float, info: ValidationInfo) -> float:
+    def _check_min(cls, value: float, info: ValidationInfo) -> float:
         power = info.data.get("initial_power")
         if power is not None and value > 2.0**power:
             raise ValueError(f"{value:g} is above the first scale, 2 ** {power} = {2**power}")
@@ -207,11 +207,15 @@ def _parameters_of(name: str) -> dict[str, Any] | None:
     """Return the parameters of a schedule with defaults; None for an unknown one."""
     if name in SCHEDULES:
         return SCHEDULES[name]
-    found = torch_schedules().get(name)
-    if found is None:
+    schedule = torch_schedules().get(name)
+    if schedule is None:
         return None
-    takes = inspect.signature(found).parameters.values()
-    return {taken.name: taken.default for taken in takes if taken.name != "optimizer"}
+    parameters = inspect.signature(schedule).parameters.values()
+    return {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.name != "optimizer"
+    }
 
 
 class SchedulerConfig(Section):
@@ -226,7 +230,7 @@ class SchedulerConfig(Section):
 
     @field_validator("type")
     @classmethod
-    def _is_known(cls, name: str) -> str:
+    def _check_type(cls, name: str) -> str:
         if _parameters_of(name) is None:
             known = sorted({*torch_schedules(), *SCHEDULES})
             hint = did_you_mean(name, known)
@@ -236,24 +240,24 @@ class SchedulerConfig(Section):
 
     @field_validator("params")
     @classmethod
-    def _fit_the_class(cls, params: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        kind = info.data.get("type", "")
-        takes = _parameters_of(kind)
-        if takes is None:
+    def _check_params(cls, params: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        schedule = info.data.get("type", "")
+        defaults = _parameters_of(schedule)
+        if defaults is None:
             return params
-        unknown = [name for name in params if name not in takes]
-        needed = [name for name, default in takes.items() if default is NEEDED]
-        missing = [name for name in needed if name not in params]
+        unknown = [name for name in params if name not in defaults]
+        required = [name for name, default in defaults.items() if default is NEEDED]
+        missing = [name for name in required if name not in params]
         if unknown or missing:
             problem = f"does not take {', '.join(unknown)}" if unknown else ""
             problem += " and " if unknown and missing else ""
             problem += f"needs {', '.join(missing)}" if missing else ""
-            hint = did_you_mean(unknown[0], takes) if unknown else ""
-            raise ValueError(f"{kind} {problem}; {hint}it takes {', '.join(takes)}")
-        return {name: _number_if_it_looks_like_one(value) for name, value in params.items()}
+            hint = did_you_mean(unknown[0], defaults) if unknown else ""
+            raise ValueError(f"{schedule} {problem}; {hint}it takes {', '.join(defaults)}")
+        return {name: _as_number_if_numeric(value) for name, value in params.items()}
 
 
-def _number_if_it_looks_like_one(value: Any) -> Any:
+def _as_number_if_numeric(value: Any) -> Any:
     if isinstance(value, str) and value[:1] in set("+-.0123456789"):
         try:
             return float(value)

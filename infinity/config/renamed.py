@@ -18,23 +18,23 @@ class Renamed(NamedTuple):
     value: Callable[[Any], Any] = lambda value: value
 
 
-def _opposite(value: Any) -> Any:
+def _negated(value: Any) -> Any:
     return not value if isinstance(value, bool) else value
 
 
-def _logits(value: Any) -> Any:
+def _renamed_logits(value: Any) -> Any:
     return {"sliced": "chunked", "whole": "full"}.get(value, value) if str is type(value) else value
 
 
 RENAMED = {
-    "activations.logits": Renamed("activations.logits", _logits),  # values were renamed
+    "activations.logits": Renamed("activations.logits", _renamed_logits),  # values were renamed
     "durable_every": Renamed("commit_every"),
     "frozen.rest": Renamed("frozen.format"),
     "hints.weights_in_ram": Renamed("hints.max_params_in_cpu"),
     "io.stuck_after_s": Renamed("io.timeout_s"),
     "journal": Renamed("step_log"),
     "placement.moments": Renamed("placement.optimizer_state"),
-    "placement.whole": Renamed("placement.reshard_after_forward", _opposite),
+    "placement.whole": Renamed("placement.reshard_after_forward", _negated),
 }
 
 
@@ -73,20 +73,20 @@ def current(name: str, value: Any, prefix: str = "", *, warns: bool = True) -> t
     if not name.startswith(prefix) or old not in RENAMED:
         return name, value
     renamed = RENAMED[old]
-    new, now = f"{prefix}{renamed.name}", renamed.value(value)
-    if warns and (new, now) != (name, value):
-        _warn(name, new, value, now)
-    return new, now
+    new_name, new_value = f"{prefix}{renamed.name}", renamed.value(value)
+    if warns and (new_name, new_value) != (name, value):
+        _warn(name, new_name, value, new_value)
+    return new_name, new_value
 
 
-def stored_with_current_names(found: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def stored_with_current_names(stored: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return values that an earlier release stored, by current dotted names."""
-    return dict(current(name, value, prefix, warns=False) for name, value in found.items())
+    return dict(current(name, value, prefix, warns=False) for name, value in stored.items())
 
 
 def _warn(old: str, new: str, before: Any, after: Any) -> None:
-    def written(name: str, value: Any) -> str:
+    def formatted(name: str, value: Any) -> str:
         return name if before == after else f"{name}: {json.dumps(value)}"
 
-    text = f"{written(old, before)} is an earlier name of {written(new, after)}"
+    text = f"{formatted(old, before)} is an earlier name of {formatted(new, after)}"
     warnings.warn(f"{text}; the next release refuses it", InfinityWarning, stacklevel=5)

@@ -23,7 +23,7 @@ from pydantic import (
 
 from infinity.config.explain import explain
 from infinity.config.fields import (
-    _BARE_BYTES,
+    _MIN_BYTES_WITHOUT_UNIT,
     Integer,
     Number,
     OnePath,
@@ -89,14 +89,14 @@ class ActivationsConfig(Section):
 
     @field_validator("checkpoint")
     @classmethod
-    def _counts(cls, value: int | str) -> int | str:
+    def _check_checkpoint(cls, value: int | str) -> int | str:
         if isinstance(value, int) and value < 0:
             raise ValueError(f"should be none, units, or a number of blocks, got {value}")
         return value
 
     @field_validator("host", "disk")
     @classmethod
-    def _is_used(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _check_is_used(cls, value: int | None, info: ValidationInfo) -> int | None:
         offload = info.data.get("offload")
         if value is not None and offload == "none":
             raise ValueError("is for activations.offload: host or disk")
@@ -111,18 +111,18 @@ TierChoice: TypeAlias = Literal["auto", "device", "host", "disk"]
 CHUNK_MULTIPLE = 2048
 # Bytes; the largest block size that O_DIRECT requires on current drives.
 BLOCK_MULTIPLE = 4096
-_SWITCHES = ("yes", "no", "on", "off", "true", "false", "always")  # probably not a path
+_BOOLEAN_TEXTS = ("yes", "no", "on", "off", "true", "false", "always")  # probably not a path
 
 
-def _resume(value: Any) -> Any:
+def _parse_resume(value: Any) -> Any:
     if value in ("never", "auto"):
         return value
-    if not isinstance(value, str | os.PathLike) or str(value).lower() in _SWITCHES:
+    if not isinstance(value, str | os.PathLike) or str(value).lower() in _BOOLEAN_TEXTS:
         raise ValueError(f'should be "auto", "never", or the directory of a run, got {value!r}')
     return as_path(value)
 
 
-def _first_and_last(value: Any) -> Any:
+def _parse_trace_steps(value: Any) -> Any:
     pair = (1, value) if type(value) is int else as_pair(value)
     is_int_pair = isinstance(pair, tuple) and len(pair) == 2 and all(type(n) is int for n in pair)
     if not is_int_pair or not 1 <= pair[0] <= pair[1]:
@@ -158,7 +158,7 @@ class PlacementConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_all(cls, value: Any) -> Any:
+    def _expand_tier(cls, value: Any) -> Any:
         if not isinstance(value, str):
             return value
         if value not in get_args(TierChoice):
@@ -196,9 +196,9 @@ class BudgetConfig(Section):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _has_a_unit(cls, value: Any) -> Any:
+    def _check_has_unit(cls, value: Any) -> Any:
         text = str(value).strip()
-        if text.isdigit() and 0 < int(text) < _BARE_BYTES:
+        if text.isdigit() and 0 < int(text) < _MIN_BYTES_WITHOUT_UNIT:
             raise ValueError(f"is {text} bytes; give a unit, as in {text}GiB")
         return value
 
@@ -308,7 +308,7 @@ class Config(Section):
     """
     trace_steps: Annotated[
         tuple[int, int],
-        BeforeValidator(_first_and_last, json_schema_input_type=int | tuple[int, int]),
+        BeforeValidator(_parse_trace_steps, json_schema_input_type=int | tuple[int, int]),
     ] = (1, 100)
     """Steps of this run to trace, [first, last], counted from 1; a number is the last."""
     durable: bool = False
@@ -317,14 +317,14 @@ class Config(Section):
     """Steps from one commit to the next. "auto" is every step if all state is on disk; if some is
     in RAM, every k-th step, so that commits cost at most 5 %.
     """
-    resume: Annotated[Literal["never", "auto"] | Path, BeforeValidator(_resume)] = "never"
+    resume: Annotated[Literal["never", "auto"] | Path, BeforeValidator(_parse_resume)] = "never"
     """"auto" resumes from the last commit of the durable run under `nvme_path` that fits the model,
     and raises if there are signs of one that cannot be resumed; or the directory of a run.
     """
 
     @field_validator("loss_scale")
     @classmethod
-    def _scales_fp16(cls, value: LossScaleConfig, info: ValidationInfo) -> LossScaleConfig:
+    def _check_loss_scale(cls, value: LossScaleConfig, info: ValidationInfo) -> LossScaleConfig:
         precision = info.data.get("precision")
         if value.model_fields_set and precision not in (None, "fp16"):
             raise ValueError(f"is for precision: fp16; nothing is scaled in {precision}")
@@ -332,7 +332,7 @@ class Config(Section):
 
     @field_validator("autocast")
     @classmethod
-    def _casts_fp32(cls, value: bool, info: ValidationInfo) -> bool:
+    def _check_autocast(cls, value: bool, info: ValidationInfo) -> bool:
         precision = info.data.get("precision")
         if value and precision not in (None, "fp32"):
             raise ValueError(f"is for precision: fp32; it is {precision}, which needs no casts")
@@ -340,7 +340,7 @@ class Config(Section):
 
     @field_validator("durable")
     @classmethod
-    def _keeps_only_state(cls, value: bool, info: ValidationInfo) -> bool:
+    def _check_durable(cls, value: bool, info: ValidationInfo) -> bool:
         activations = info.data.get("activations")
         if value and activations is not None and activations.offload == "disk":
             raise ValueError("true: activations.offload must be host or none, files are kept")
@@ -348,14 +348,14 @@ class Config(Section):
 
     @field_validator("commit_every", mode="before")
     @classmethod
-    def _positive_steps(cls, value: Any) -> Any:
+    def _check_commit_every(cls, value: Any) -> Any:
         if value != "auto" and not (type(value) is int and value > 0):
             raise ValueError(f'should be "auto" or a number of steps, 1 or more, got {value!r}')
         return value
 
     @field_validator("commit_every", "resume")
     @classmethod
-    def _is_durable(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_needs_durable(cls, value: Any, info: ValidationInfo) -> Any:
         default = cls.model_fields[info.field_name or ""].default
         if value != default and info.data.get("durable") is False:
             raise ValueError(f"{value} needs durable: true")
@@ -363,14 +363,14 @@ class Config(Section):
 
     @field_validator("experts_per_unit", mode="before")
     @classmethod
-    def _some_experts(cls, value: Any) -> Any:
+    def _check_experts_per_unit(cls, value: Any) -> Any:
         if value != "auto" and not (type(value) is int and value > 0):
             raise ValueError(f'should be "auto" or a number of experts, 1 or more, got {value!r}')
         return value
 
     @field_validator("chunk_size", mode="before")
     @classmethod
-    def _block_multiple(cls, value: Any) -> Any:
+    def _check_chunk_size(cls, value: Any) -> Any:
         is_int = isinstance(value, int) and not isinstance(value, bool)
         if value != "auto" and not (is_int and value > 0 and value % CHUNK_MULTIPLE == 0):
             problem = f'should be "auto" or a positive multiple of {CHUNK_MULTIPLE} elements'
@@ -379,7 +379,7 @@ class Config(Section):
 
     @field_validator("io")
     @classmethod
-    def _a_weight_per_path(cls, io: IoConfig, info: ValidationInfo) -> IoConfig:
+    def _check_io_weights(cls, io: IoConfig, info: ValidationInfo) -> IoConfig:
         paths = info.data.get("nvme_path")
         if io.weights is not None and paths is not None and len(io.weights) != len(paths):
             given, needed = len(io.weights), len(paths)
@@ -388,17 +388,17 @@ class Config(Section):
 
     @field_validator("placement", "activations", "durable")
     @classmethod
-    def _disk_has_a_path(cls, value: Any, info: ValidationInfo) -> Any:
-        needs = ""
+    def _check_nvme_path(cls, value: Any, info: ValidationInfo) -> Any:
+        problem = ""
         if isinstance(value, PlacementConfig):
             on_disk = [name for name, tier in value if tier == "disk"]
-            needs = f"{', '.join(on_disk)} on disk: nvme_path must be given" if on_disk else ""
+            problem = f"{', '.join(on_disk)} on disk: nvme_path must be given" if on_disk else ""
         elif isinstance(value, ActivationsConfig):
-            needs = "offload: disk: nvme_path must be given" if value.offload == "disk" else ""
+            problem = "offload: disk: nvme_path must be given" if value.offload == "disk" else ""
         elif value:
-            needs = "true: nvme_path must be given, state is kept there"
-        if needs and info.data.get("nvme_path") == ():
-            raise ValueError(needs)
+            problem = "true: nvme_path must be given, state is kept there"
+        if problem and info.data.get("nvme_path") == ():
+            raise ValueError(problem)
         return value
 
     def with_chunked_logits(self) -> Config:
@@ -418,7 +418,7 @@ class Config(Section):
 
 
 # Top-level names that only a DeepSpeed configuration has; tests compare them with its keys.
-_NAMES = """
+_DEEPSPEED_KEYS = """
     activation_checkpointing aio allgather_size amp autotuning bf16 bfloat16 checkpoint comet
     comms_logger communication_data_type compression_training csv_monitor curriculum_learning
     data_efficiency data_parallel_size data_types dataloader_drop_last datastates_ckpt
@@ -432,7 +432,7 @@ _NAMES = """
     wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer
     zero_force_ds_cpu_optimizer zero_optimization
     """
-DEEPSPEED_NAMES = frozenset(_NAMES.split())
+DEEPSPEED_NAMES = frozenset(_DEEPSPEED_KEYS.split())
 
 
 def entries(section: BaseModel, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -39,7 +39,7 @@ class _Loader(yaml.SafeLoader):
         before = self._count
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise self._refusal(f"nested deeper than {MAX_DEPTH} levels", event)
+            raise self._limit_error(f"nested deeper than {MAX_DEPTH} levels", event)
         node = super().compose_node(parent, index)
         self._depth -= 1
         if not isinstance(event, yaml.AliasEvent):
@@ -48,13 +48,13 @@ class _Loader(yaml.SafeLoader):
         elif id(node) in self._counts:
             self._count += self._counts[id(node)]
         else:
-            raise self._refusal(f"*{event.anchor} refers to itself", event)
+            raise self._limit_error(f"*{event.anchor} refers to itself", event)
         if self._count > MAX_VALUES:
-            raise self._refusal(f"more than {MAX_VALUES:,} values", event)
+            raise self._limit_error(f"more than {MAX_VALUES:,} values", event)
         return node
 
     @staticmethod
-    def _refusal(problem: str, event: Any) -> Exception:
+    def _limit_error(problem: str, event: Any) -> Exception:
         return yaml.composer.ComposerError(None, None, problem, event.start_mark)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -105,10 +105,10 @@ def read_config_file(path: Path) -> dict[str, Any]:
     """
     suffix = path.suffix.lower()
     if suffix not in (".yaml", ".yml", ".json"):
-        ends = f"ends in {short(path.suffix)!r}" if path.suffix else "has no ending"
+        ending = f"ends in {short(path.suffix)!r}" if path.suffix else "has no ending"
         raise ConfigError(
             f"{short(str(path))}: not a configuration file",
-            because=f"this was taken for the path of a file, and the name {ends}",
+            because=f"this was taken for the path of a file, and the name {ending}",
             remedy="use a .yaml, .yml or .json file, or give a dict",
         )
     try:
@@ -121,7 +121,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{short(str(path))}: cannot be read", because=because) from error
     raw = _parse_json(path, text) if suffix == ".json" else _parse_yaml(path, text)
     if not isinstance(raw, dict):
-        because = f"the file holds {_kind(raw)} instead of keys and values"
+        because = f"the file holds {_describe(raw)} instead of keys and values"
         raise ConfigError(f"{path}: not a configuration", because=because)
     _check_keys(str(path), raw)
     return raw
@@ -130,7 +130,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 def _read(path: Path) -> str:
     """Read a regular file of at most `MAX_BYTES`. Raises `OSError` or `ValueError`."""
     # Opening a pipe without a writer would block.
-    with open(path, "rb", opener=lambda name, how: os.open(name, how | os.O_NONBLOCK)) as file:
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is a pipe or a device, not a file")
         data = file.read(MAX_BYTES + 1)
@@ -184,7 +184,7 @@ def json_and_repeated(text: str, loads: Callable[..., Any] = json.loads) -> tupl
     return loads(text, object_pairs_hook=mapping), repeated
 
 
-def _kind(raw: object) -> str:
+def _describe(raw: object) -> str:
     return "a list" if isinstance(raw, list) else f"the single value {raw!r}"
 
 
@@ -231,7 +231,7 @@ def apply_overrides(
             problems.append(f"{short(override)!r}: the value is not YAML: {error}")
             continue
         name, value = current(".".join(keys), value)
-        problem = _set(result, name.split("."), value)
+        problem = _set_key(result, name.split("."), value)
         if problem:
             problems.append(f"{override!r}: {problem}")
     if problems:
@@ -239,7 +239,7 @@ def apply_overrides(
     return result
 
 
-def _set(target: dict[str, Any], keys: list[str], value: Any) -> str | None:
+def _set_key(target: dict[str, Any], keys: list[str], value: Any) -> str | None:
     for depth, key in enumerate(keys[:-1], start=1):
         section: object = target.setdefault(key, {})
         if section is None:

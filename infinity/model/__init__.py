@@ -1,1 +1,1 @@
-"""The user's module: cut into units, and made resident or offloaded."""
+"""Models: initial values, partitioning into units, and residency of parameters."""

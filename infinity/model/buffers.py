@@ -1,13 +1,14 @@
-"""Buffers of a module by name: copied, restored, and unchanged by a second run.
+"""Buffers of a module by name: lookup, restore, and isolation from recomputation.
 
 [Note: buffers of recomputation]
-Running statistics, counters and the like belong to the call, not to its recomputation: that one
-computes on copies, which are then dropped. It begins with the values that the call began with,
-because results may depend on them (spectral norms); those are kept only of buffers that the call
-changed. A batch norm's statistics change without their version telling, but no training forward
-reads them. Copies are other tensors, never the same with other values: graphs hold on to buffers.
-It also finds the tensors that were attributes of the module itself: hooks before the forward, which
-do not run again, set them (`nn.utils.spectral_norm`, `nn.utils.weight_norm`, `nn.utils.prune`).
+Running statistics, counters and the like are updated by the call, not again by its recomputation,
+which runs on copies that are then dropped. It starts from the values that the call started from,
+because results may depend on them (spectral norms); these are saved only for buffers that the call
+changed. A batch norm's statistics change without a version bump, but no training forward reads
+them. Copies are separate tensors, never the same tensor with other values, because autograd graphs
+reference buffers. Recomputation also gets the tensors that were attributes of the module itself
+before the call: forward pre-hooks, which do not run again, set them (`nn.utils.spectral_norm`,
+`nn.utils.weight_norm`, `nn.utils.prune`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _Location = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class Buffer:
-    """One buffer under all its names; `persistent` where `module.state_dict()` has it."""
+    """One buffer with all its names; `persistent` if `module.state_dict()` includes it."""
 
     names: tuple[str, ...]
     persistent: bool
@@ -34,7 +35,7 @@ class Buffer:
 
     @property
     def value(self) -> Tensor:
-        """The tensor that is registered now."""
+        """Return the tensor that is currently registered."""
         owner, key = self.locations[0]
         found = owner._buffers[key]
         assert found is not None
@@ -42,7 +43,7 @@ class Buffer:
 
 
 def find_buffers(module: nn.Module) -> list[Buffer]:
-    """All buffers of a tree, those not persistent too; shared ones once."""
+    """Return all buffers of a module tree, including non-persistent ones; shared ones once."""
     found: dict[int, Buffer] = {}
     for buffer in _each_name(module):
         old = found.setdefault(id(buffer.value), buffer)
@@ -57,7 +58,7 @@ def find_buffers(module: nn.Module) -> list[Buffer]:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that `module.state_dict()` has, by name."""
+    """Return the buffers in `module.state_dict()`, by name."""
     return {b.names[0]: b.value for b in _each_name(module) if b.persistent}
 
 
@@ -77,10 +78,10 @@ def check_buffers(
     *,
     strict: bool,
 ) -> None:
-    """Raise `CheckpointError` where persistent buffers and saved shapes (by name) disagree.
+    """Raise `CheckpointError` if persistent buffers do not match the saved shapes (by name).
 
-    `persistent` has all names of each saved one. Others come with the module's code: a checkpoint
-    of elsewhere need not have them.
+    `persistent` lists all names of each saved persistent buffer. Missing buffers raise only if
+    `strict`; non-persistent ones never, since the module's code creates them.
     """
     found = find_buffers(module)
     known = {name for buffer in found for name in buffer.names}
@@ -99,9 +100,9 @@ def check_buffers(
 def put_buffers(
     module: nn.Module, values: Mapping[str, Tensor], *, persistent_only: bool = False
 ) -> None:
-    """Give buffers saved values, in place where that can be; others are left.
+    """Set buffers to saved values, in place if possible; others are unchanged.
 
-    Persistent ones keep their dtype, as by torch.
+    Persistent buffers keep their dtype, as in `load_state_dict`.
     """
     for buffer in find_buffers(module):
         value = values.get(buffer.names[0])
@@ -112,32 +113,32 @@ def put_buffers(
         if same and _is_writable(here):
             with torch.no_grad():
                 here.copy_(value)
-        else:  # modules may grow what is not persistent
+        else:  # non-persistent buffers may change shape or dtype
             new = value.to(here.device, here.dtype if same else None)
             for owner, key in buffer.locations:
                 owner._buffers[key] = new
 
 
 def _is_writable(value: Tensor) -> bool:
-    """Whether it may be written in place: no element is there twice, as in an expanded one."""
+    """Return False for expanded tensors, whose elements overlap, and for inference tensors."""
     twice = any(s == 0 and n > 1 for s, n in zip(value.stride(), value.shape, strict=True))
     return not twice and not value.is_inference()
 
 
 class Rerun:
-    """One call of a module, and how it is computed again without a trace in the buffers.
+    """Recomputation of one call of a module without side effects on buffers.
 
-    `parts` are the module and all in it.
+    `parts` are the module and all its submodules.
     """
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._parts = parts
-        self._before: dict[_Location, Tensor | None] = {}  # of those that the call changed
-        self._attributes: dict[str, Tensor] = {}  # of the module itself, before the call
+        self._before: dict[_Location, Tensor | None] = {}  # of buffers that the call changed
+        self._attributes: dict[str, Tensor] = {}  # tensors of `parts[0]` before the call
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Around the call itself."""
+        """Context of the call itself: save the values of buffers that it changes."""
         before = [(at, value, _version(value), _copy(value)) for at, value in self._buffers()]
         self._attributes = self._tensor_attributes()
         yield
@@ -150,9 +151,9 @@ class Rerun:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Context of a recomputation: buffers as in the call before, and restored afterwards."""
+        """Context of a recomputation: buffers start as in the call, and are restored afterwards."""
         live, attributes = list(self._buffers()), self._tensor_attributes()
-        copies: dict[object, Tensor | None] = {}  # what modules share stays shared
+        copies: dict[object, Tensor | None] = {}  # shared buffers stay shared
         try:
             for (owner, key), value in live:
                 same = (owner, key) if value is None else id(value)
@@ -180,8 +181,9 @@ def _version(value: Tensor | None) -> int:
 
 
 def _differs(value: Tensor | None, copy: Tensor | None) -> bool:
-    """Whether it was edited through `.data`, of which versions know nothing; a GPU is not asked,
-    since the host would wait for it.
+    """Return True if a CPU buffer was edited through `.data`, which does not bump its version.
+
+    Buffers on a GPU are not compared, since the host would wait for it.
     """
     if value is None or copy is None or value is copy or value.device.type != "cpu":
         return False
@@ -189,5 +191,5 @@ def _differs(value: Tensor | None, copy: Tensor | None) -> bool:
 
 
 def _copy(value: Tensor | None) -> Tensor | None:
-    """The same values elsewhere; what has a gradient is part of a graph, and stays itself."""
+    """Return a clone, or the tensor itself if it requires grad and so is part of a graph."""
     return value if value is None or value.requires_grad else value.clone()

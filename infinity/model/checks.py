@@ -1,4 +1,4 @@
-"""Checks of a model before an engine takes it."""
+"""Checks of a model before an engine is created for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WRAPPERS = (
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise `ConfigError` for what cannot be owned."""
+    """Raise `ConfigError` if an engine cannot own the model."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -28,7 +28,7 @@ def check_model(model: nn.Module) -> None:
                 because="it takes no hooks, which fetch weights",
                 remedy="use the module it was scripted from",
             )
-        bases = type(module).__mro__  # by name: nothing is imported for them
+        bases = type(module).__mro__  # compared by name, without importing wrappers
         of_torch = (b.__name__ for b in bases if b.__module__.startswith("torch."))
         wrapper = next((name for name in of_torch if name in _WRAPPERS), None)
         if wrapper is not None:
@@ -75,7 +75,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
-    """Refuse trained parameters that share memory with other tensors."""
+    """Raise `ConfigError` for trained parameters that share memory with other tensors."""
     held = []
     left = [
         (f"{path}.{name}".lstrip("."), value)
@@ -85,7 +85,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
         if name not in recomputed_weights(module)
     ]
     for name, tensor in [*model.named_parameters(), *model.named_buffers(), *left]:
-        # Strides may leave gaps, as those of parameters that are interleaved.
+        # Non-contiguous parameters are skipped: interleaved ones overlap without sharing elements.
         if tensor.layout is not torch.strided or not tensor.numel():
             continue
         dense = tensor.is_contiguous() or not isinstance(tensor, nn.Parameter)
@@ -95,7 +95,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
             span = (1 + sum((n - 1) * stride for n, stride in sides)) * tensor.element_size()
             trained = tensor.requires_grad and isinstance(tensor, nn.Parameter)
             held.append((start, start + span, name, trained))
-    reach, before, also = 0, "", False  # where memory ends that was seen, and whose it is
+    reach, before, also = 0, "", False  # end of the memory seen, its tensor
     for begin, end, name, trained in sorted(held):
         if begin < reach and (trained or also):
             raise ConfigError(

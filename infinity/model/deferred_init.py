@@ -1,18 +1,18 @@
-"""Deferred initialization of modules larger than RAM: run initialisers, drop values, replay later.
+"""Deferred initialization of modules larger than RAM: run initializers, drop values, replay later.
 
-Inside `DeferredInitMode` every large tensor is created on the meta device; a *shadow* with the real
-values lives only while operations use it. Every operation is carried out once for real, so that
-random numbers are drawn and values that steer the initialiser (a rejection loop)
-are read exactly as in an ordinary build, and is written to a log with the generator's state.
-`value` repeats the part of the log that one tensor depends on. So the result equals the ordinary
-build bit for bit, whatever the order in which values are asked for, and RAM holds about one
-tensor at a time. The price is that initialisation runs twice.
+Inside `DeferredInitMode` every large tensor is created on the meta device; a *shadow* with its real
+values exists only while operations use it. Every operation runs once on real values, so that
+random numbers are drawn and values that control an initializer (a rejection loop) are read exactly
+as in an ordinary build. It is logged with the state of the random generator. `value` replays the
+part of the log that one tensor depends on. The result equals the ordinary build bit for bit, in
+whatever order values are requested, and RAM holds about one tensor at a time. The cost is that
+initialization runs twice.
 
-Only tensors on the CPU are deferred: one that the model's code puts elsewhere itself stays there.
+Only CPU tensors are deferred: tensors that the model's code creates on other devices stay there.
 
-[Note: storages] A deferred tensor is known by its storage, so that views, `.data`, tied weights
-and `nn.Parameter(...)` need no bookkeeping: real arguments are made from (storage, offset, size,
-stride). The log holds the meta storages, which keeps their addresses from being used again.
+[Note: storages] A deferred tensor is identified by its storage, so that views, `.data`, tied
+weights and `nn.Parameter(...)` need no bookkeeping: real arguments are built from (storage, offset,
+size, stride). Meta storages are retained, so that their addresses are not reused.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from infinity.model.torch_private import (
     weight_norm_anywhere,
 )
 
-DEFER_FROM_BYTES = 256 << 10  # smaller tensors are simply made
-KEEP_BYTES = 64 << 20  # shadows kept besides those of the operation under way
-RETURN_BYTES = 32 << 20  # after dropping so much, free memory is given back to the system
+DEFER_FROM_BYTES = 256 << 10  # smaller tensors are created as usual
+KEEP_BYTES = 64 << 20  # shadows cached in addition to those of the current operation
+RETURN_BYTES = 32 << 20  # of dropped shadows, after which free memory is returned to the system
 
-# In-place operations after which nothing of the target's past matters.
+# In-place operations whose result does not depend on the target's previous values.
 _OVERWRITES = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_", "random_"})
 
 
 @dataclass(frozen=True)
 class _LoggedTensor:
-    """A deferred tensor as an argument in the log."""
+    """Reference to a deferred tensor, in the arguments of a logged call."""
 
     storage: int
     dtype: torch.dtype
@@ -69,7 +69,7 @@ class _LoggedTensor:
 
 @dataclass
 class _Entry:
-    """One logged call, with a `_LoggedTensor` for each deferred tensor, and its storages."""
+    """One logged call, with a `_LoggedTensor` for each deferred argument, and its storages."""
 
     call: Any
     args: Any
@@ -78,12 +78,12 @@ class _Entry:
     writes: tuple[int, ...]
     overwrites: int | None
     made: tuple[tuple[int, int], ...]  # (index among the results, storage)
-    state: Tensor | None  # of the random generator, before
+    state: Tensor | None  # of the random generator, before the call
 
 
 @dataclass(eq=False)
 class _Storage:
-    """A meta storage, the numbers of the entries that wrote to it, its shadow while it lives."""
+    """A meta storage, the indices of log entries that wrote to it, and its shadow if it has one."""
 
     meta: torch.UntypedStorage
     nbytes: int
@@ -92,7 +92,7 @@ class _Storage:
 
 
 class _Disguise(TorchFunctionMode):
-    """Deferred tensors say that they are on the CPU: `torch.nn.init` does nothing on meta."""
+    """Mode in which deferred tensors report a CPU device: `torch.nn.init` skips meta tensors."""
 
     def __init__(self, deferral: DeferredInitMode) -> None:
         super().__init__()
@@ -108,13 +108,13 @@ class _Disguise(TorchFunctionMode):
     ) -> Any:
         if call in self._answers and self._deferral.holds(args[0]):
             return self._answers[call]
-        if is_weight_norm(call):  # of a large tensor, deferred, and a small one, which is not
+        if is_weight_norm(call):  # of a large, deferred tensor and a small, real one
             call = weight_norm_anywhere
         return call(*args, **(kwargs or {}))
 
 
 class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
-    """The context in which a model is built; afterwards it answers `value`."""
+    """Context in which a model is built with deferred tensors; `value` computes them afterwards."""
 
     def __init__(self, threshold_bytes: int = DEFER_FROM_BYTES) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -123,21 +123,21 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         self._log: list[_Entry] = []
         self._live: dict[int, None] = {}  # storages with a shadow, least recently used first
         self._live_bytes = 0
-        self._dropped_bytes = 0  # since free memory was given back
+        self._dropped_bytes = 0  # since free memory was last returned
         self._disguise = _Disguise(self)
 
-    # --- afterwards --------------------------------------------------------------------------
+    # --- after the build -----------------------------------------------------------------------
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor's values can be made again here."""
+        """Return True if the tensor is deferred, so that `value` can compute its values."""
         if is_lazy(tensor) or tensor.layout is not torch.strided:
             return False  # these have no storage
         return storage_key(tensor) in self._storages
 
     def value(self, tensor: Tensor, *, copy: bool = True) -> Tensor:
-        """A contiguous CPU tensor with the values, of the tensor's shape and dtype.
+        """Return the values in a contiguous CPU tensor of the tensor's shape and dtype.
 
-        Without `copy` it may be the shadow itself, to be looked at and let go.
+        Without `copy` it may be a view of the shadow, with the tensor's strides, for immediate use.
         """
         logged = _logged(tensor)
         shadow = self._storages[logged.storage].shadow
@@ -145,19 +145,19 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
             view = _view(shadow, logged)
             return view.clone(memory_format=torch.contiguous_format) if copy else view
         made = self._replay(logged.storage)
-        return _view(made, logged).contiguous()  # nobody else has it: no copy
+        return _view(made, logged).contiguous()  # not shared: no copy needed
 
     @property
     def num_operations(self) -> int:
-        """How many were carried out on deferred tensors, and changed or made some."""
+        """Return the number of operations that wrote to or created deferred tensors."""
         return len(self._log)
 
     def written_since(self, number: int) -> set[int]:
-        """The storages (see `storage_key`) that operations from this one on wrote to."""
+        """Return the storages (see `storage_key`) written to from operation `number` on."""
         return {key for entry in self._log[number:] for key in entry.writes}
 
     def forget_shadows(self) -> None:
-        """Give back the memory of values that are still around."""
+        """Drop all shadows and return their memory to the system."""
         for key in list(self._live):
             self._set_live(key, None)
         return_freed_memory()
@@ -171,27 +171,27 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         self._disguise.__exit__(*exception)  # type: ignore[no-untyped-call]
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
-    # --- while the model is built --------------------------------------------------------------
+    # --- during the build ----------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, call: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         logged = [_logged(t) for t in tensors_in((args, kwargs)) if self.holds(t)]
-        if is_number_on_meta(call, kwargs):  # what `deferred[...] = 1` makes of its number
+        if is_number_on_meta(call, kwargs):  # the scalar of `deferred[...] = 1`
             kwargs = {**kwargs, "device": torch.device("cpu")}
         if not logged and not self._makes_large(call, args, kwargs):
             return call(*args, **kwargs)
         if logged and only_makes_views(call):
-            return call(*args, **kwargs)  # of meta tensors: another window on the same storage
+            return call(*args, **kwargs)  # a view of the same meta storage
         return self._carry_out(call, args, kwargs, logged)
 
     def _makes_large(self, call: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether an operation without deferred arguments makes something large on the CPU."""
+        """Return True if a call without deferred arguments creates a large CPU tensor."""
         if mutated_arguments(call, args, kwargs) or only_makes_views(call):
             return False
         if any(t.is_meta for t in tensors_in((args, kwargs))):
-            return False  # somebody else's meta tensors
+            return False  # meta tensors that are not deferred
         device = kwargs.get("device")
         if device is not None and torch.device(device).type != "cpu":
             return False
@@ -223,7 +223,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
     def _hand_out(
         self, call: Any, args: Any, kwargs: Any, result: Any
     ) -> tuple[Any, list[tuple[int, int]]]:
-        """Return the results: mutated arguments themselves, large tensors on meta."""
+        """Return the results, large ones on meta, and (index, storage) of new deferred tensors."""
         mutated = mutated_arguments(call, args, kwargs)
         results = list(result) if isinstance(result, tuple | list) else [result]
         made: list[tuple[int, int]] = []
@@ -253,7 +253,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
     def _overwritten(
         self, call: Any, mutated: Sequence[Tensor], logged: Sequence[_LoggedTensor]
     ) -> int | None:
-        """The storage whose past does not matter any more: all of it is written, and not read."""
+        """Return the storage that the call overwrites completely and does not read, or None."""
         if call.overloadpacket.__name__ not in _OVERWRITES or len(mutated) != 1:
             return None
         target = _logged(mutated[0])
@@ -265,7 +265,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
     # --- shadows -------------------------------------------------------------------------------
 
     def _revive(self, key: int, *, overwritten: bool) -> torch.UntypedStorage:
-        """The shadow of a storage; its values do not matter where it is `overwritten` now."""
+        """Return the shadow of a storage, with values unless the call overwrites them."""
         storage = self._storages[key]
         shadow = storage.shadow
         if shadow is None and overwritten:
@@ -276,7 +276,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         return shadow
 
     def _set_live(self, key: int, shadow: torch.UntypedStorage | None) -> None:
-        """Keep or release the shadow of a storage that is used now."""
+        """Set or drop (None) the shadow of a storage, and make it the most recently used."""
         storage = self._storages[key]
         if key in self._live:
             del self._live[key]
@@ -287,7 +287,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
             self._live_bytes += storage.nbytes
 
     def _trim(self, in_use: set[int]) -> None:
-        """Drop the least recently used shadows beyond `KEEP_BYTES`."""
+        """Drop the least recently used shadows beyond `KEEP_BYTES`, not counting those `in_use`."""
         total = self._live_bytes - sum(self._storages[key].nbytes for key in in_use)
         while total > KEEP_BYTES:
             key = next(key for key in self._live if key not in in_use)
@@ -298,21 +298,21 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
             return_freed_memory()
             self._dropped_bytes = 0
 
-    # --- making values again --------------------------------------------------------------------
+    # --- replay ---------------------------------------------------------------------------------
 
     def _replay(self, key: int) -> torch.UntypedStorage:
-        """A storage made again; the random generator is left alone."""
+        """Compute a storage again, without advancing the random generator."""
         with torch.random.fork_rng(devices=[]):
             return self._carry_out_again(key)
 
     def _carry_out_again(self, key: int) -> torch.UntypedStorage:
-        """Everything that `key` depends on."""
+        """Run all logged calls that the storage depends on, and return it."""
         shadows: dict[int, torch.UntypedStorage] = {}
         numbers, last_use = self._needed(key)
         for number in numbers:
             entry = self._log[number]
             for logged in tree_leaves((entry.args, entry.kwargs)):
-                # Overwritten here: its past does not matter.
+                # Allocated without values: this call overwrites it.
                 if isinstance(logged, _LoggedTensor) and logged.storage not in shadows:
                     nbytes = self._storages[logged.storage].nbytes
                     shadows[logged.storage] = _empty(nbytes)
@@ -329,9 +329,9 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         return shadows[key]
 
     def _needed(self, key: int) -> tuple[list[int], dict[int, int]]:
-        """Numbers of the entries `key` depends on, in order, and each storage's last use there."""
+        """Return the log entries `key` depends on, in order, and the last use of each storage."""
         needed: set[int] = set()
-        # (storage, entries before this number matter to somebody)
+        # (storage, end): its entries before index `end` are needed
         open_questions = [(key, len(self._log))]
         while open_questions:
             storage, before = open_questions.pop()
@@ -387,7 +387,7 @@ def _real(value: Any, shadows: dict[int, torch.UntypedStorage]) -> Any:
 def _from_log(value: Any, shadows: dict[int, torch.UntypedStorage], state: Tensor | None) -> Any:
     if isinstance(value, _LoggedTensor):
         return _view(shadows[value.storage], value)
-    if isinstance(value, torch.Generator):  # the model's own; it has moved on since
+    if isinstance(value, torch.Generator):  # it has advanced since
         assert state is not None
         return torch.Generator().set_state(state)
     return value.clone() if isinstance(value, Tensor) else value

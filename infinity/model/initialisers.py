@@ -1,18 +1,19 @@
-"""Values for a model built on the meta device: its initialisers, run as under `Init`.
+"""Initial values of a model built on the meta device, computed by its own initializers.
 
-Deferred tensors stand in the model's for a moment, and whoever initialises in an ordinary build
-is called for every module, those inside first. That is `_init_weights(module)` of the nearest
-ancestor that has it (Hugging Face's protocol); where this leaves something untouched,
-`reset_parameters()`, `_reset_parameters()` and `reset_running_stats()` of the module and of its
-ancestors come before it. Of modules that share a tensor the first one has the last word.
+Deferred tensors temporarily replace those of the model, and the initializers of an ordinary build
+are called for every module, children first: `_init_weights(module)` of the nearest ancestor that
+has it (Hugging Face's protocol). If this leaves a tensor unfilled, `reset_parameters()`,
+`_reset_parameters()` and `reset_running_stats()` of its module and of the ancestors are called, and
+then `_init_weights` of all again. Modules run in reverse order, so that the first of those that
+share a tensor determines its values.
 
-Random numbers come from (seed, name of the module), so the values do not depend on where they
-will live. They are drawn from the same distributions as in an ordinary build, but they are not
-the same numbers: there, all modules share one stream.
+Random numbers are seeded by (seed, module, initializer), so values do not depend on their tier.
+They have the same distributions as in an ordinary build, but are not the same numbers: there, all
+modules share one stream.
 
 [Note: module initializers]
-Whether an initialiser did its work shows in the tensor: it is filled with NaN before, and may
-hold none afterwards. One of a type without NaN must have been written to.
+A tensor is filled with NaN before the initializers run, and counts as initialized when it has been
+written to and holds no NaN. For a dtype without NaN, a write is enough.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ _FAMILY = "_init_weights"
 
 
 class Initialisers:
-    """Makes the values of `wanted`, tensors of the model that are on meta.
+    """Values of `wanted`, the model's tensors on meta, by name.
 
-    The model is asked by `check`, or by the first `value`, and must be as it was until then; one
-    thread may do so.
+    `check`, or the first `value`, runs the model's initializers; the model must not change before.
+    Not thread-safe.
     """
 
     def __init__(self, model: nn.Module, wanted: Mapping[str, Tensor], seed: int) -> None:
@@ -53,14 +54,14 @@ class Initialisers:
         self._problem: ConfigError | None = None
 
     def value(self, tensor: Tensor) -> Tensor:
-        """Return the values of a tensor, on the CPU; raises `ConfigError` if nothing makes them."""
+        """Return the values of a tensor, on the CPU; raise `ConfigError` as `check` does."""
         self.check()
         return self._deferral.value(self._made[id(tensor)].data)
 
     def check(self) -> None:
-        """Run the initialisers, with the memory of one module at a time.
+        """Run the initializers, with the memory of one module at a time.
 
-        Raises one `ConfigError` that names every tensor that none of them fills.
+        Raises one `ConfigError` that names every tensor that no initializer fills.
         """
         if self._made:
             return
@@ -93,7 +94,7 @@ class Initialisers:
                 self._call(name, getattr(head, _FAMILY), modules[name])
 
     def _call(self, name: str, method: Callable[..., Any], *modules: nn.Module) -> None:
-        """Run an initialiser with its own random numbers, and check the tensors that it wrote."""
+        """Run an initializer with its own random seed, and record the tensors that it fills."""
         self._draw_from(name, method.__name__)
         begun = self._deferral.num_operations
         try:
@@ -115,16 +116,16 @@ class Initialisers:
         self._deferral.forget_shadows()
 
     def _draw_from(self, *names: str) -> None:
-        """Seed random numbers by the module and its initialiser."""
+        """Seed random numbers by the module and its initializer."""
         text = "\0".join((str(self._seed), *names))
         number = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
         torch.default_generator.manual_seed(number >> 1)
 
     @contextmanager
     def _on_stage(self) -> Iterator[None]:
-        """Deferred tensors stand for the wanted ones, meta tensors for those that have values.
+        """Replace wanted tensors by deferred ones, and tensors with values by meta tensors.
 
-        So that an initialiser that reaches further does not overwrite them.
+        The latter are then safe from initializers that write to other modules' tensors.
         """
         replaced: list[tuple[dict[str, Any], str, Tensor]] = []
         others: dict[int, Tensor] = {}
@@ -140,7 +141,7 @@ class Initialisers:
                         replaced.append((store, key, tensor))
                         store[key] = made[id(tensor)]
             self._by_storage = {storage_key(t): key for key, t in self._made.items()}
-            self._deferral.threshold_bytes = DEFER_FROM_BYTES  # of what initialisers make
+            self._deferral.threshold_bytes = DEFER_FROM_BYTES  # for temporaries
             yield
         finally:
             for store, key, tensor in replaced:
@@ -148,7 +149,7 @@ class Initialisers:
 
 
 def _stand_in(tensor: Tensor, device: str) -> Tensor:
-    """Return a tensor like it, filled for [Note: module initializers]."""
+    """Return a tensor of the same shape; filled with NaN (see [Note: module initializers])."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if device == "cpu" and _has_nan(tensor.dtype):
         made.fill_(float("nan"))
@@ -156,13 +157,13 @@ def _stand_in(tensor: Tensor, device: str) -> Tensor:
 
 
 def _inside_first(modules: Mapping[str, nn.Module], owners: Iterable[list[str]]) -> list[str]:
-    """The modules that hold tensors and those that these are in, the innermost and last first."""
+    """Return the owners and their ancestors, in reverse module order: children first."""
     lines = {above for names in owners for name in names for above in _line(name)}
     return [name for name in reversed(list(modules)) if name in lines]
 
 
 def _line(name: str) -> Iterator[str]:
-    """The name of a module, and those of the modules that it is in."""
+    """Yield the name of a module and those of its ancestors, up to the root."""
     yield name
     while name:
         name = name.rpartition(".")[0]
@@ -170,7 +171,7 @@ def _line(name: str) -> Iterator[str]:
 
 
 def _callable_initialisers(module: nn.Module) -> list[MethodType]:
-    """The methods that initialise a module, as far as they can be called without arguments."""
+    """Return the initializers of a module that can be called without arguments."""
     found: list[MethodType] = []
     for name in _INITIALISERS:
         method = getattr(module, name, None)
@@ -183,7 +184,7 @@ def _callable_initialisers(module: nn.Module) -> list[MethodType]:
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """A module's own tensors, with the dict that each is in."""
+    """Yield (dict, key, tensor) of a module's direct parameters and buffers."""
     stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     for store in stores:
         yield from ((store, key, t) for key, t in list(store.items()) if t is not None)
@@ -194,7 +195,7 @@ def _has_nan(dtype: torch.dtype) -> bool:
 
 
 def _shows_nan(tensor: Tensor) -> bool:
-    """Without memory of the tensor's size: the least of numbers and NaN is NaN."""
+    """Return True if an element is NaN; `min` propagates NaN without a temporary tensor."""
     flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return bool(flat.numel()) and bool(flat.min().isnan())
 

@@ -1,11 +1,10 @@
-"""Tensors whose values are read on demand, and results of operations on them.
+"""Lazy tensors: values are read on demand, and operations on them return lazy tensors.
 
-transformers renames, stacks, splits and ties what it loads, and undoes it when it saves, by
-rules of its own for every family. It is handed promises in place of tensors: they have shape,
-dtype and device of the real thing and no memory, and an operation on them gives another promise.
-So its rules are followed to the letter, and one tensor at a time is in memory. A model may hold
-promises until `initialize` takes it over: code that asks (adapters do) finds its parameters on
-the CPU.
+transformers renames, stacks, splits and ties the weights that it loads, and reverts this when it
+saves, by rules specific to each model family. It is given lazy tensors instead of real ones: they
+have the same shape, dtype and device and no memory, and an operation on them returns another lazy
+tensor. So its rules apply unchanged, with one tensor in memory at a time. A model may hold lazy
+tensors until `initialize`: code that inspects it before (adapters do) finds parameters on the CPU.
 """
 
 from __future__ import annotations
@@ -34,38 +33,39 @@ Read = Callable[[], Tensor]
 
 @runtime_checkable
 class ChunkedRead(Protocol):
-    """A `Read` some of whose elements can be read alone."""
+    """A `Read` that can also read a range of its elements."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the values."""
 
     def __call__(self) -> Tensor:
-        """All elements."""
+        """Return all elements."""
 
     def pieces(self, first: int, count: int) -> list[Read] | None:
-        """What gives `count` elements from `first`, flat, one piece after the other; None where
-        they come with all others only. Nothing is read yet.
+        """Return reads that yield `count` flat elements from `first`, one slice after the other.
+
+        None if only the full tensor can be read. Nothing is read yet.
         """
 
 
 @runtime_checkable
 class PackedRead(Protocol):
-    """A `Read` of elements of one quantised matrix."""
+    """A `Read` of elements of one quantized matrix."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Rows and columns of the matrix."""
 
     def __call__(self) -> Tensor:
-        """The values."""
+        """Return the values."""
 
     def packed(self, form: FrozenFormat) -> Tensor | None:
-        """Return the bytes of the whole matrix if they are in this format, and all are meant."""
+        """Return the bytes of the matrix if it has this format and is read in full, else None."""
 
 
 def pieces_of(read: Read, shape: Sequence[int], first: int, count: int) -> list[Read] | None:
-    """`ChunkedRead.pieces`, of any `Read` that is to give a tensor of this shape."""
+    """Return `ChunkedRead.pieces` of a read of a tensor of this shape; None for other reads."""
     if isinstance(read, ChunkedRead) and tuple(read.shape) == tuple(shape):
         return read.pieces(first, count)
     return None
@@ -75,18 +75,18 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class LazyTensor(Tensor):
-    """A CPU tensor without memory; `value` makes it, each time anew.
+    """A CPU tensor without memory; each call of `value` reads or computes the values anew.
 
-    Casts between floating types change `dtype`, not what `value` returns: an fp32 file gives fp32
-    masters whatever the model computes in.
+    Casts between floating dtypes change `dtype`, not the result of `value`: an fp32 file gives fp32
+    masters even if the model computes in bf16.
     """
 
     _read: Read
-    is_window = True  # others see a change of it: a tensor of a file, or a view
+    is_window = True  # other tensors would see an edit: it is read from a file, or a view
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> LazyTensor:
-        """`read` returns values of this shape, on the CPU."""
+        """Create a lazy tensor; `read` returns values of this shape, on the CPU."""
         made: LazyTensor = tensor_without_memory(cls, shape, dtype)
         made._read = read
         return made
@@ -95,7 +95,7 @@ class LazyTensor(Tensor):
         super().__init__()
 
     def value(self) -> Tensor:
-        """The values, in memory of their own; of any floating dtype where this one is floating."""
+        """Return the values in new memory; in any floating dtype if this dtype is floating."""
         return self._read()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -120,7 +120,7 @@ class LazyTensor(Tensor):
         mutated = mutated_arguments(call, args, kwargs)
         if mutated and not any(isinstance(tensor, LazyTensor) for tensor in mutated):
             call(*tree_map(_made, args), **tree_map(_made, kwargs))
-            return mutated[0]  # a copy into memory
+            return mutated[0]  # a copy into a real tensor
         if mutated:
             return _changed(mutated[0], call, args, kwargs)
         found = results_on_meta(call, args, kwargs)
@@ -144,10 +144,9 @@ class LazyTensor(Tensor):
 
 
 def resolve_lazy_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Read]]]:
-    """Put meta tensors in place of promises; yields modules with how to read their parameters.
+    """Replace lazy parameters by meta tensors; yield modules with the reads of their parameters.
 
-    Parameters stay the same objects. Raises `ConfigError` for one that is tied to something by
-    more than a Python reference.
+    Parameters stay the same Python objects. Raises `ConfigError` as `swap_parameters` does.
     """
     reads: dict[int, Read] = {}
     for path, module in model.named_modules():
@@ -165,9 +164,9 @@ def resolve_lazy_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str
 
 
 def _changed(tensor: Tensor, call: Any, args: Any, kwargs: Any) -> Tensor:
-    """In-place operations: on temporaries, such as a normed weight that is initialised for nothing.
+    """Record an in-place operation on a temporary, as the initialization of a weight norm's result.
 
-    One on a weight would have to change what others see of it.
+    Raises `ConfigError` for a weight: its views and other reads would not see the change.
     """
     if not isinstance(tensor, LazyTensor) or tensor.is_window:
         raise ConfigError(
@@ -186,7 +185,7 @@ def _only_casts(call: Any, source: Any, result: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """The result of an operation on lazy tensors, carried out on demand."""
+    """Result of an operation on lazy tensors, which is run on demand."""
 
     shape: tuple[int, ...]
     call: Any
@@ -195,7 +194,7 @@ class _Result:
     index: int | None  # among several results
 
     def __call__(self) -> Tensor:
-        """On real values; contiguous, so that nothing larger than the result is kept."""
+        """Run the operation on real values; copy a result that is a view of a larger storage."""
         result = self.call(*tree_map(_made, self.args), **tree_map(_made, self.kwargs))
         chosen: Tensor = result if self.index is None else result[self.index]
         if chosen.untyped_storage().nbytes() > chosen.nbytes:
@@ -203,7 +202,7 @@ class _Result:
         return chosen
 
     def pieces(self, first: int, count: int) -> list[Read] | None:
-        """See `ChunkedRead`: of what only lays tensors side by side, as experts that are fused."""
+        """See `ChunkedRead`; only for aliases and concatenations, as of fused experts."""
         if self.call in _SAME_ORDER:
             return _pieces(self.args[0], first, count)
         if self.call not in _JOINS:
@@ -211,13 +210,13 @@ class _Result:
         tensors = self.args[0]
         dim = self.args[1] if len(self.args) > 1 else self.kwargs.get("dim", 0)
         dim %= len(self.shape)
-        # The result is runs of one block of each tensor: all along its dimensions from `dim`.
+        # The result repeats one block of each tensor; a block spans the dimensions from `dim` on.
         blocks = [math.prod(t.shape[dim:]) for t in tensors]
         if sum(blocks) < _LEAST_BLOCK * len(blocks) and not _is_packed(tensors[0]):
             return None
         found: list[Read] = []
         end, run = first + count, first // sum(blocks)
-        start = run * sum(blocks)  # of a block in the result
+        start = run * sum(blocks)  # offset of a block in the result
         while start < end:
             for tensor, block in zip(tensors, blocks, strict=True):
                 begin, stop = max(first - start, 0), min(end - start, block)
@@ -233,12 +232,12 @@ class _Result:
 
 _SAME_ORDER = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 _JOINS = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
-_LEAST_BLOCK = 4096  # elements: of less a read costs more than it spares
+_LEAST_BLOCK = 4096  # elements; separate reads of smaller blocks cost more than they save
 
 
 @dataclass(frozen=True)
 class _AsOfNow:
-    """A lazy tensor as an argument: its current value, whatever is assigned to it later."""
+    """A lazy tensor as an argument: its value at the time of the call, not of later assignments."""
 
     read: Read
     shape: tuple[int, ...]

@@ -1,13 +1,13 @@
-"""Models larger than RAM from the start: built without memory, filled when the engine takes over.
+"""Models larger than RAM: built without memory, with values that `initialize` writes to their tier.
 
-`Init` builds a model whose large tensors are on the meta device and can be made again bit for
-bit, `remember_values` says where a model's values are to be read from, and `InitialValues` is what
-`initialize` asks, one tensor at a time.
+`Init` builds a model whose large tensors are on the meta device and can be computed again bit for
+bit, `remember_values` sets functions that read a model's values, and `InitialValues` returns the
+values to `initialize`, one tensor at a time.
 
 [Note: origin of values]
-The model carries what it needs itself: a forward pre-hook on the modules concerned, put there by
-torch's public call and taken off by `initialize`. So nothing is global, a model that is dropped
-takes its `Init` along, a forward without values is an error, and so is a copy.
+The model itself holds this information, in a forward pre-hook on the modules concerned, which is
+registered by torch's public method and removed by `initialize`. So there is no global state, the
+data of `Init` are freed with the model, a forward without values raises, and so does a copy.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _M = TypeVar("_M", bound="_InitMark")
 
 
 class _InitMark:
-    """A forward pre-hook by which a module remembers; it goes along with copies."""
+    """Forward pre-hook that holds the origin of a module's values; copies share it."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Nothing: the forward runs."""
+        """Do nothing: the forward may run."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -51,15 +51,15 @@ class _InitMark:
 
 
 class _Unwritten(_InitMark):
-    """On modules built under `Init`: what makes the values, and how tensors were left."""
+    """Mark of modules built under `Init`: its deferred tensors, and their versions at its end."""
 
     def __init__(self, deferral: DeferredInitMode) -> None:
         self.deferral = deferral
-        self.is_open = True  # the block is running
-        self.versions: dict[int, int] = {}  # by id of the tensor, when the block ended
+        self.is_open = True  # inside the `with` block
+        self.versions: dict[int, int] = {}  # by id of the tensor, at the end of the block
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Refuse a forward without values; inside the block it is carried out."""
+        """Raise `ResidencyError` for a forward without values; inside the block it may run."""
         if not self.is_open:
             raise ResidencyError(
                 f"this {type(module).__name__} was built under infinity.Init and has no values yet",
@@ -76,27 +76,27 @@ class _Unwritten(_InitMark):
 
 
 class _Remembered(_InitMark):
-    """On the module that `remember_values` got: functions that read values, by name."""
+    """Mark of a module passed to `remember_values`: functions that read values, by name."""
 
     def __init__(self, read: Mapping[str, Read]) -> None:
         self.read = dict(read)
 
 
 class Init:
-    """Context manager in which a model is built without its memory.
+    """Context manager in which a model is built without memory for its large tensors.
 
     Code in the block runs unchanged, but a large tensor is released as soon as it is not in use;
-    `initialize` makes its values again, directly in their tier. The result equals an ordinary build
-    with the same seed, bit for bit. RAM holds about one tensor at a time, and 64 MiB more during
-    the build; initialization takes twice as long.
+    `initialize` computes its values again and writes them to their tier. The result equals an
+    ordinary build with the same seed, bit for bit. RAM holds about one tensor at a time, plus
+    64 MiB during the build; initialization takes twice as long.
 
     Until `initialize`, a forward, copy or pickle of the model raises `ResidencyError`. Cast, tie
-    and change values inside the block: changes after it are lost, and refused by `initialize` where
-    torch shows them (not those through `.data`). Blocks do not nest.
+    and change values inside the block: later changes are lost, and `initialize` raises if torch
+    records them (not for changes through `.data`). Blocks do not nest.
 
     Args:
         config: As for `initialize`; its `seed`, if set, seeds torch at the start of the block.
-        threshold_bytes: Tensors below this size, and tensors on other devices, are made as usual.
+        threshold_bytes: Tensors below this size, and tensors not on the CPU, are created as usual.
 
     Raises:
         ConfigError: Another `Init`, or ``torch.device("meta")``, is active.
@@ -153,14 +153,14 @@ class Init:
         seen: set[nn.Module] = set()
         for reference in modules.values():
             root = reference()
-            if root is not None:  # `seen` also leaves out what another root has shown
+            if root is not None:  # `seen` skips modules that another root has yielded
                 for _, module in root.named_modules(memo=seen):
                     _settle(module, mark)
 
     def _note(self, module: nn.Module, name: str, item: Any) -> None:
-        """A module has got a parameter, a buffer or a child.
+        """Note a module that gets a parameter, buffer or child (torch's registration hook).
 
-        Modules are marked now and not at the end only, so that deep copies are marked.
+        It is marked at once, not only at the end of the block, so that deep copies are marked.
         """
         mark = self._mark
         if mark is None:
@@ -171,17 +171,21 @@ class Init:
 
 
 def remember_values(model: nn.Module, read: Mapping[str, Read]) -> None:
-    """Let `initialize` read these values instead of those that the model holds or would make.
+    """Let `initialize` read these values instead of those that the model holds or would compute.
 
-    `read` maps names of `model.named_parameters()` and `named_buffers()` (of tied ones either
-    name) to functions that return the whole tensor, on the CPU, in any dtype; each is called once
-    or so, when its values are on their way to its tier, so one tensor is in RAM at a time. Of a
-    `StoredTensor` only what is written is read, in parts. The fp32 master is made of the values as
-    they are returned. Nothing is initialised for covered tensors; all others are as without this
-    call. A later call wins over an earlier one.
+    Each function is usually called once, when its tensor is written to its tier, so one tensor is
+    in RAM at a time; of a `ChunkedRead` only the elements to write are read. The fp32 master is
+    made from the values as returned. Tensors in `read` are not initialized, others are unaffected.
+    A later call overrides an earlier one.
 
-    Raises `ConfigError` for names the model does not have. A wrong shape is a `ConfigError` of
-    `initialize`, once writing has begun.
+    Args:
+        model: The module that has the tensors.
+        read: Functions by names in `model.named_parameters()` and `named_buffers()` (either name of
+            a tied tensor). Each returns the full tensor, on the CPU, in any dtype.
+
+    Raises:
+        ConfigError: The model has no tensor of a name. A wrong shape raises in `initialize`, once
+            writing has begun.
     """
     known = {name for name, _ in _named_tensors(model)}
     unknown = [name for name in read if name not in known]
@@ -194,18 +198,17 @@ def remember_values(model: nn.Module, read: Mapping[str, Read]) -> None:
 
 
 def is_building(threshold_bytes: int = DEFER_FROM_BYTES) -> bool:
-    """Whether large tensors are made on meta now: in an `Init` block, or by `torch.device`."""
+    """Return True if large tensors are created on meta: by an `Init` block or `torch.device`."""
     made = torch.empty(max(threshold_bytes, DEFER_FROM_BYTES), dtype=torch.uint8)
     return made.untyped_storage().device.type == "meta"
 
 
 class InitialValues:
-    """Where the tensors of a model take their first values from.
+    """Initial values of a model's tensors.
 
-    In this order: `remember_values`, `known` (by id of the tensor), the tensor itself if it is
-    real, its `Init`, the initialisers of its module (below; there values follow from `seed`, drawn
-    if it is None).
-    Sources are looked up once, by identity, so parameters may become offloaded meanwhile.
+    Sources in order of precedence: `remember_values`, `known` (by id of the tensor), the tensor
+    itself if it is real, its `Init`, and initializers (see `Initialisers`) with `seed`, which is
+    random if None. Sources are looked up once, by identity, so parameters may be offloaded later.
 
     Raises `ConfigError` for tensors on meta that were changed, cast or copied after their `Init`.
     """
@@ -233,36 +236,34 @@ class InitialValues:
                 self._read[id(tensor)] = partial(self._initialisers.value, tensor)
 
     def check(self) -> None:
-        """Raise one `ConfigError` naming every tensor on meta without an initialiser.
+        """Raise one `ConfigError` naming every tensor on meta that no initializer fills.
 
-        Runs initialisers, with the memory of one module at a time.
+        Runs initializers, with the memory of one module at a time.
         """
         if self._initialisers is not None:
             self._initialisers.check()
 
     def value(self, tensor: Tensor) -> Tensor:
-        """The first value of a parameter or buffer; the tensor itself where it is to be kept.
+        """Return the initial value of a parameter or buffer: the tensor itself if it has no source.
 
-        A made value is a CPU tensor of the same shape, of any dtype if it was read.
+        Other values are CPU tensors of the same shape, of any dtype if they are read.
         """
         read = self._read.get(id(tensor))
         return tensor if read is None else read()
 
     def makes(self, tensor: Tensor) -> bool:
-        """Return True if each call of `value` makes the value anew."""
+        """Return True if each call of `value` computes or reads the value anew."""
         return id(tensor) in self._read
 
     def pieces(self, tensor: Tensor, first: int, count: int) -> list[Read] | None:
-        """What gives `count` elements of its first value from `first`, flat, one piece after the
-        other; None where that comes whole.
-        """
+        """Return reads of `count` elements of the initial value from `first`; see `ChunkedRead`."""
         read = self._read.get(id(tensor))
         return None if read is None else pieces_of(read, tensor.shape, first, count)
 
     def most_bytes(self, parameters: Iterable[Tensor], quantises: bool) -> int:
-        """The largest value that is made at once, of those that are not there yet, in bytes.
+        """Return the bytes of the largest value made at once, of the parameters on meta.
 
-        With `quantises` matrices of frozen ones come whole, of which some are joined.
+        With `quantises`, frozen matrices are read in full (see `piece_bytes`).
         """
 
         def nbytes(tensor: Tensor) -> int:
@@ -275,7 +276,7 @@ class InitialValues:
         return max((nbytes(tensor) for tensor in parameters if tensor.is_meta), default=0)
 
     def forget(self) -> None:
-        """The model has its values: it need not remember anything, and neither need we."""
+        """Remove all marks from the model and drop the sources, once values have been written."""
         for module in self._model.modules():
             hooks = module._forward_pre_hooks
             for key in [key for key, hook in hooks.items() if isinstance(hook, _InitMark)]:
@@ -325,7 +326,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """Reads a value that must have the shape of the model's tensor."""
+    """A `Read` that checks that the value has the shape of the model's tensor."""
 
     name: str
     shape: torch.Size
@@ -357,7 +358,7 @@ def _put(module: nn.Module, mark: _InitMark) -> None:
 
 
 def _settle(module: nn.Module, mark: _Unwritten) -> None:
-    """Note how the block leaves the module's own deferred tensors."""
+    """Record the versions of the module's direct deferred tensors at the end of the block."""
     for _, _, tensor in tensors_of(module):
         if mark.deferral.holds(tensor):
             _put(module, mark)

@@ -1,6 +1,6 @@
-"""Models that are known by name: the fields of their published configs, as transformers reads them.
+"""Models known by name: fields of their published configs, in the form that transformers reads.
 
-Fields at the values that the family's config class has by default are left out.
+Fields that equal the defaults of the family's config class are left out.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _GPT_OSS = {
     "sliding_window": 128, "attention_bias": True, "tie_word_embeddings": False,
 }  # fmt: skip
 
-# Shapes people ask for by size: published configs (Llama 2, Llama 3 for 8b, GPT-3 for 1.3b). They
-# have outlines (`shapes.named_target`), which need no package.
+# Models named by their size, from published configs (Llama 2, Llama 3 for 8b, GPT-3 for 1.3b). They
+# have outlines (`targets.named_target`), which need no package.
 SIZES: dict[str, dict[str, Any]] = {
     "1.3b": {"model_type": "gpt2", "n_embd": 2048, "n_layer": 24, "n_head": 16,
              "n_positions": 2048, "vocab_size": 50257},
@@ -32,7 +32,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "70b": {**_LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
             "num_attention_heads": 64, "num_key_value_heads": 8},
 }  # fmt: skip
-# Models of the Hub, by the names that they have there; transformers builds them.
+# Models on the Hugging Face Hub, by their names there; transformers builds them.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3-8b": {**_QWEN3, "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
                  "num_hidden_layers": 36, "num_attention_heads": 32},

@@ -1,17 +1,17 @@
-"""Parameters without memory of their own that answer reads and refuse edits.
+"""Offloaded parameters: tensors without values that support reads and refuse edits.
 
 [Note: offloaded parameters]
-While a parameter is offloaded its Python class is a subclass of the one that it had
-(`offload_class`), so each operation on it in Python comes to `__torch_function__`:
+While a parameter is offloaded, its Python class is a subclass of its original class
+(`offload_class`), so each Python operation on it calls `__torch_function__`:
 - metadata, gradients and hooks are those of the placeholder, which has the real shape and dtype;
-- between calls of the engine, reads that autograd does not record get a copy of the full value,
-  which is read-only, so that an edit of `p.data` raises instead of getting lost, and which raises
-  when it is read after the parameter has changed: in plain torch it would have changed, too;
+- between engine calls, reads that autograd does not record get a copy of the full value. It is
+  read-only, so that an edit of `p.data` raises instead of being lost. A read of the copy after the
+  parameter has changed raises: in plain torch `p.data` would have changed, too;
 - reads that autograd records, and all reads during a call, first make the parameter resident, as
-  access by attribute does (see [Note: fetch on access] in `parameter_map.py`);
+  attribute access does (see [Note: fetch on access] in `parameter_map.py`);
 - edits raise.
-Resident parameters are of their own class, so a forward pays nothing and `torch.compile` sees plain
-parameters. Code in C++ that takes the tensor without Python dispatch sees the placeholder.
+Resident parameters have their original class, so a forward has no overhead and `torch.compile` sees
+plain parameters. C++ code that takes the tensor without Python dispatch sees the placeholder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from infinity.errors import EngineClosedError, ResidencyError
 from infinity.model.torch_private import without_torch_function
 
 EDIT = "edit inside `with engine.materialized(module_or_params):`"
-# Of the placeholder, by torch's names. Whatever is not here is a read, or an edit.
+# Names that the placeholder answers. All others are reads or edits.
 _METADATA = frozenset(
     """
     shape dtype device layout requires_grad grad grad_fn grad_dtype is_leaf ndim names name itemsize
@@ -52,17 +52,18 @@ _IN_PLACE = frozenset(
 
 
 _GRADIENT_HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
-_LIKE_OTHER = frozenset(("view_as", "reshape_as", "expand_as", "type_as"))  # the second argument
+# These use only metadata of their second argument.
+_LIKE_OTHER = frozenset(("view_as", "reshape_as", "expand_as", "type_as"))
 
 
 class Access(Protocol):
     """Access to the values of an engine's offloaded parameters; raises `ResidencyError`."""
 
     def wake(self) -> None:
-        """Give the parameters their values for good if there is no engine any more."""
+        """Load all values into the parameters permanently if the engine no longer exists."""
 
     def fetch(self, parameter: Any) -> Tensor:
-        """Make the parameter resident; return it, or the view to read in its place."""
+        """Make the parameter resident; return it, or a view to read instead."""
 
     def copy(self, parameter: Any) -> Tensor | None:
         """Return a copy of the full value on the compute device; None during a call."""
@@ -71,17 +72,17 @@ class Access(Protocol):
         """Return a number that changes whenever the value does."""
 
     def note_missing_gradient(self) -> None:
-        """Called when `p.grad` was read and is None."""
+        """Handle a read of `p.grad` that returned None."""
 
     def check_gradient(self, parameter: Any, what: str) -> None:
-        """Raise `ResidencyError` if autograd never has the gradient of the parameter."""
+        """Raise `ResidencyError` if autograd never computes the parameter's full gradient."""
 
 
 _NAME = "_infinity_engine"
 
 
 def _nothing() -> None:
-    """Refer to no engine."""
+    """Return None: a dead weak reference, for parameters without an engine."""
 
 
 class _EngineMark:
@@ -92,14 +93,14 @@ class _EngineMark:
         self.access = weakref.ref(access)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return set, ()  # what torch's safe loader knows
+        return set, ()  # a type that `torch.load(weights_only=True)` allows
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
 
 def name_engine(parameters: Iterable[nn.Parameter], engine: object | None, access: Access) -> None:
-    """Set the engine of parameters, if there is one, and the access to their values."""
+    """Set the engine of parameters (None without one) and the access to their values."""
     mark = _EngineMark(engine, access)
     for parameter in parameters:
         setattr(parameter, _NAME, mark)
@@ -118,7 +119,7 @@ def engine_of(tensor: Tensor) -> Any:
 
 
 class OffloadedParameter:
-    """Mixin of the classes that parameters have while they are offloaded."""
+    """Mixin of the classes of offloaded parameters."""
 
     __slots__ = ()
 
@@ -141,7 +142,7 @@ class OffloadedParameter:
             return found
         found = [p for p in _tensors((args, kwargs)) if isinstance(p, OffloadedParameter)]
         for parameter in found:
-            if isinstance(parameter, OffloadedParameter):  # the first may have woken the others
+            if isinstance(parameter, OffloadedParameter):  # `wake` of the first may load the others
                 _access(parameter).wake()
         if _edits(func, name, args, kwargs, is_set=is_set):
             raise _refused(name, "an offloaded parameter")
@@ -176,7 +177,7 @@ class OffloadedParameter:
         return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def _plain(self) -> nn.Parameter:
-        """Return a parameter with a copy of the value."""
+        """Return a plain parameter with a copy of the value."""
         value = _access(self).copy(self)
         if value is None:
             raise ResidencyError(
@@ -187,7 +188,7 @@ class OffloadedParameter:
 
 
 class _Origin:
-    """The parameter that a copy was made of, and its version then."""
+    """The parameter that a value was copied from, and its version at that time."""
 
     def __init__(self, parameter: OffloadedParameter, access: Access) -> None:
         self._access = weakref.ref(access)
@@ -195,7 +196,7 @@ class _Origin:
         self._version = access.version(parameter)
 
     def check(self) -> None:
-        """Raise `ResidencyError` if the parameter has changed since."""
+        """Raise `ResidencyError` if the parameter has changed since the copy."""
         access = self._access()
         if access is not None and access.version(self._parameter) != self._version:
             raise ResidencyError(
@@ -207,9 +208,9 @@ class _Origin:
 
 
 class ReadOnly(Tensor):
-    """Copy of the value of an offloaded parameter: reads give plain tensors, edits raise.
+    """Copy of the value of an offloaded parameter: reads return plain tensors, edits raise.
 
-    What shares memory with it is read-only, too.
+    Tensors that share its memory are read-only, too.
     """
 
     origin: _Origin
@@ -240,7 +241,7 @@ class ReadOnly(Tensor):
 
 @cache
 def offload_class(kind: type[nn.Parameter]) -> type:
-    """Return the class that a parameter of class `kind` has while it is offloaded."""
+    """Return the class of offloaded parameters of class `kind`."""
     members = {"__slots__": (), "__module__": __name__}
     make: Any = type(kind)
     made: type = make(f"Offloaded{kind.__name__}", (OffloadedParameter, kind), members)
@@ -248,7 +249,7 @@ def offload_class(kind: type[nn.Parameter]) -> type:
 
 
 def gone() -> EngineClosedError:
-    """Return the error for parameters of a module whose engine was closed."""
+    """Return the error for parameters whose engine was released without restoring them."""
     return EngineClosedError(
         "the engine of this module was released without close(restore=True), and the values of "
         "the parameters with it",
@@ -276,7 +277,7 @@ def _metadata(parameter: Any, name: str) -> Any:
 
 
 def _name_of(func: Any) -> tuple[str, bool]:
-    """Return the name of a function, or of a property and whether it is set or deleted."""
+    """Return the name of a function or property, and whether a property is set or deleted."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         of = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -287,14 +288,14 @@ def _name_of(func: Any) -> tuple[str, bool]:
 def _edits(
     func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_set: bool
 ) -> bool:
-    """Return True if the operation writes to an offloaded parameter, or to a copy of its value."""
+    """Return True if the operation writes to an offloaded parameter or a `ReadOnly` copy."""
     writes = is_set or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     targets = [kwargs.get("out"), args[:1] if writes else None, _written(func, args, kwargs)]
     return any(isinstance(t, OffloadedParameter | ReadOnly) for t in _tensors(targets))
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that an operation of `torch.ops` writes to, by its schemas."""
+    """Return the arguments that a `torch.ops` operation writes to, from its schemas."""
     overloads = getattr(func, "overloads", None)
     found = [func] if overloads is None else [getattr(func, name) for name in overloads()]
     written = []

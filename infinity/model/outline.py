@@ -1,8 +1,7 @@
 """Outline of a model: modules and parameters by name and shape, without torch.
 
-Code that looks at a module to plan for it (`partitioner.py`, `targets.py`) asks for no more than
-this, and gets it from a `torch.nn.Module` by the same names. Importing torch takes longer than most
-plans.
+Code that inspects a module to plan for it (`partitioner.py`, `targets.py`) uses only these methods,
+which a `torch.nn.Module` has under the same names. Importing torch takes longer than most plans.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Shape:
-    """A parameter that is only known by its sizes, in fp32."""
+    """An fp32 parameter of which only the shape is known."""
 
     shape: tuple[int, ...]
     requires_grad: bool = True
@@ -27,26 +26,27 @@ class Shape:
     is_meta = True
 
     def numel(self) -> int:
-        """Elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     def dim(self) -> int:
-        """How many sizes it has."""
+        """Return the number of dimensions."""
         return len(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Return the size in bytes."""
         return 4 * self.numel()
 
 
 class Outline:
-    """A module: children and parameters by name.
+    """A module without torch: children and parameters by name.
 
-    Walks in the order of `torch.nn.Module`, and like it names a parameter once, where it is first.
+    Iterates in the order of `torch.nn.Module`, and like it yields a shared parameter once, under
+    its first name.
     """
 
-    is_table = False  # as `torch.nn.Embedding`
+    is_table = False  # stands for a `torch.nn.Embedding`
     infinity_stacks: tuple[str, ...] = ()  # see `model/stacks.py`
 
     def __init__(self) -> None:
@@ -54,31 +54,31 @@ class Outline:
         self.below: dict[str, Outline] = {}
 
     def at(self, path: str) -> Outline:
-        """The module of a dotted name; it is made, with those that it is in, if it is not there."""
+        """Return the module with a dotted name; create it and its ancestors if they are missing."""
         name, _, suffix = path.partition(".")
         child = self.below.setdefault(name, Outline())
         return child.at(suffix) if suffix else child
 
     def named_children(self) -> Iterator[tuple[str, Outline]]:
-        """Direct children."""
+        """Iterate over direct children and their names."""
         return iter(self.below.items())
 
     def children(self) -> Iterator[Outline]:
-        """Direct children."""
+        """Iterate over direct children."""
         return iter(self.below.values())
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Outline]]:
-        """Yield the module itself and all below it, parents first."""
+        """Yield the module itself and all descendants with their names, parents first."""
         yield prefix, self
         for name, child in self.below.items():
             yield from child.named_modules(f"{prefix}.{name}" if prefix else name)
 
     def modules(self) -> Iterator[Outline]:
-        """The module itself and all below it."""
+        """Iterate over the module itself and all descendants, parents first."""
         return (module for _, module in self.named_modules())
 
     def named_parameters(self, *, recurse: bool = True) -> Iterator[tuple[str, Shape]]:
-        """Yield parameters with names, by default of children, too."""
+        """Yield parameters with names; with `recurse` also those of descendants."""
         seen: set[int] = set()
         for prefix, module in self.named_modules() if recurse else [("", self)]:
             for name, parameter in module.direct.items():
@@ -87,21 +87,21 @@ class Outline:
                     yield f"{prefix}.{name}" if prefix else name, parameter
 
     def parameters(self, *, recurse: bool = True) -> Iterator[Shape]:
-        """Yield parameters, by default of children, too."""
+        """Iterate over parameters; with `recurse` also those of descendants."""
         return (parameter for _, parameter in self.named_parameters(recurse=recurse))
 
 
 def is_lookup(module: nn.Module | Outline) -> bool:
-    """Whether a module is an embedding."""
+    """Return True for an embedding."""
     if isinstance(module, Outline):
         return module.is_table
-    from torch import nn  # whoever has a module has imported torch already
+    from torch import nn  # imported already if there is a module
 
     return isinstance(module, nn.Embedding)
 
 
 def is_linear(module: nn.Module | Outline) -> bool:
-    """Whether a module is a matrix that inputs are multiplied with, and perhaps a bias."""
+    """Return True for a linear layer."""
     if isinstance(module, Outline):
         weight = module.direct.get("weight")
         return weight is not None and weight.dim() == 2 and not module.is_table
@@ -111,7 +111,7 @@ def is_linear(module: nn.Module | Outline) -> bool:
 
 
 def is_matrix(module: nn.Module | Outline, parameter: nn.Parameter | Shape) -> bool:
-    """Return True for the matrix of a linear layer, and for a stack of matrices, as of experts."""
+    """Return True for the weight of a linear layer, and for a stack of matrices, as of experts."""
     if parameter.dim() == 2:
         return is_linear(module)
     if isinstance(module, Outline):
@@ -123,7 +123,7 @@ def is_matrix(module: nn.Module | Outline, parameter: nn.Parameter | Shape) -> b
 
 
 def is_list(module: nn.Module | Outline) -> bool:
-    """Whether a module is a list or a dict of others."""
+    """Return True for a list or dict of modules."""
     if isinstance(module, Outline):
         return bool(module.below) and all(name.isdigit() for name in module.below)
     from torch import nn

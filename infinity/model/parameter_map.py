@@ -1,9 +1,9 @@
-"""Replacements for the dicts of parameters and modules, and for `_apply`, of an owned module.
+"""Replacements for `_parameters`, `_modules` and `_apply` of a module that an engine owns.
 
 [Note: fetch on access]
 `module._parameters` is replaced by a mapping whose `__getitem__` calls back before it returns a
-parameter. Attribute access, tied and borrowed weights, and functions that reach for a parameter
-in any order therefore find it resident; hooks on modules only add prefetch. Iterating
+parameter. Attribute access, tied and borrowed weights, and functions that access parameters
+in any order therefore find them resident; hooks on modules only add prefetch. Iterating
 (`parameters()`, `items()`) does not fetch: it serves shapes and identities.
 """
 
@@ -24,7 +24,7 @@ from infinity.errors import InfinityWarning, ResidencyError, listed
 from infinity.model.offloaded_parameter import EDIT, gone
 from infinity.model.parameters import CHANGE_BEFORE, placeholder
 
-Touch = Callable[[nn.Parameter], Tensor]  # gives the parameter, or a view to read in its place
+Touch = Callable[[nn.Parameter], Tensor]  # returns the parameter, or a view to read instead
 
 
 class ParameterMap(dict[str, nn.Parameter | None]):
@@ -43,7 +43,7 @@ class ParameterMap(dict[str, nn.Parameter | None]):
 
     @contextmanager
     def changed(self, name: str, changes: Sequence[Callable[[Tensor], Tensor]]) -> Iterator[None]:
-        """Give, in place of a parameter, the result of functions of it; they are called once."""
+        """Context in which access to a parameter returns `changes` applied to it, computed once."""
 
         @cache
         def value() -> Tensor:
@@ -80,7 +80,7 @@ class ParameterMap(dict[str, nn.Parameter | None]):
         )
 
     def _refuse_change(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """For the changes that a dict makes without `__setitem__` or `__delitem__`."""
+        """Raise for changes that bypass `__setitem__` and `__delitem__`."""
         raise ResidencyError(
             "parameters cannot be replaced, added or removed while an engine owns the module",
             remedy=CHANGE_BEFORE,
@@ -89,7 +89,7 @@ class ParameterMap(dict[str, nn.Parameter | None]):
     clear = pop = popitem = setdefault = update = __ior__ = _refuse_change
 
     def copy(self) -> NoReturn:
-        """Refused: a copy would hold placeholders."""
+        """Raise `ResidencyError`: a copy would hold placeholders."""
         refuse_copy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -100,8 +100,9 @@ class ParameterMap(dict[str, nn.Parameter | None]):
 
 
 class GoneParameters(dict[str, nn.Parameter | None]):
-    """`module._parameters` after its engine was closed without `restore`, or dropped: access
-    raises, since values are lost, and NaN would be trained with, or saved.
+    """`module._parameters` after its engine was closed without `restore`, or dropped.
+
+    Access raises: values are lost, and placeholders (NaN) would be trained or saved.
     """
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -118,17 +119,17 @@ def _once_awake(name: str) -> Callable[..., Any]:
 
 
 class Wakes(Protocol):
-    """Values that rest."""
+    """Values that a collected engine left on their tiers."""
 
     def wake(self) -> None:
-        """Give modules plain dicts of parameters that have their values."""
+        """Load the values, and give modules plain dicts of parameters."""
 
 
 class StoredParameters(dict[str, nn.Parameter | None]):
-    """`module._parameters` while values rest where a collected engine left them.
+    """`module._parameters` while values are stored on the tiers of a collected engine.
 
-    They wake when a parameter is reached for or replaced. Iterating does not wake: a parameter does
-    when it is used.
+    All values are loaded when a parameter is accessed or replaced. Iterating loads none: using a
+    parameter does (see `offloaded_parameter.Access.wake`).
     """
 
     def __init__(self, module: nn.Module, stored: Wakes) -> None:
@@ -137,7 +138,7 @@ class StoredParameters(dict[str, nn.Parameter | None]):
         self.stored = stored
 
     def awake(self) -> dict[str, nn.Parameter | None]:
-        """Return the module's plain dict, its parameters with their values."""
+        """Load all values; return the module's plain dict of parameters."""
         self.stored.wake()
         module = self._module()
         assert module is not None
@@ -161,7 +162,7 @@ def refuse_copy() -> NoReturn:
 
 
 class ModuleMap(dict[str, nn.Module | None]):
-    """`module._modules` while an engine owns the module: `admit` checks new modules."""
+    """`module._modules` while an engine owns the module; `admit` checks new modules."""
 
     def __init__(
         self, plain: Mapping[str, nn.Module | None], admit: Callable[[str, nn.Module], None]
@@ -176,10 +177,10 @@ class ModuleMap(dict[str, nn.Module | None]):
 
 
 class RefusedApply:
-    """Stands in for `module._apply` (`.to()`, `.half()`, `.cpu()`, ...) on an owned module.
+    """Replacement for `module._apply` (`.to()`, `.half()`, `.cpu()`, ...) of an owned module.
 
-    What changes nothing is no error: a loop that moves the module to where it is goes on. With
-    `stays`, as scripts written for DeepSpeed want it, a move elsewhere is warned of, and not made.
+    A call without effect, such as a move to the current device, is allowed. With `stays`, for
+    scripts written for DeepSpeed, a move to another device only warns, and has no effect.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -187,7 +188,7 @@ class RefusedApply:
         self.stays = False
 
     def __call__(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Return the module, if the change leaves all its tensors unchanged."""
+        """Return the module; raise `ResidencyError` if the change would affect its tensors."""
         module = self._module()
         assert module is not None
         tensors = (*module.parameters(recurse), *module.buffers(recurse))
@@ -229,15 +230,15 @@ def recomputed_weights(module: nn.Module) -> list[str]:
 
 
 def _leave_as_is() -> None:
-    """Stands in for `flatten_parameters` of an owned RNN."""
+    """Replacement for `flatten_parameters` of an owned RNN."""
 
 
 class Installation:
-    """Replaces and restores `_parameters`, `_modules` and `_apply` on a module tree."""
+    """Replacement of `_parameters`, `_modules` and `_apply` on a module tree, until `remove`."""
 
     def __init__(self, root: nn.Module, touch: Touch) -> None:
-        self.gone = False  # whether the values will be
-        self.stored: Wakes | None = None  # or else rest here
+        self.gone = False  # whether values are lost at `remove`
+        self.stored: Wakes | None = None  # where values stay stored otherwise
         self.on_new: Callable[[nn.Module], None] = lambda module: None
         self._touch = touch
         self._held = {id(parameter) for parameter in root.parameters()}
@@ -245,23 +246,23 @@ class Installation:
         self._take("", root)
 
     def _take(self, path: str, root: nn.Module) -> None:
-        """Own a tree whose parameters are all held."""
+        """Replace the attributes of a tree whose parameters the engine holds."""
         for name, module in root.named_modules(prefix=path):
             if not isinstance(module._parameters, ParameterMap):
                 admit = partial(self._admit, name)
                 module.__dict__["_parameters"] = ParameterMap(module._parameters, self._touch)
                 module.__dict__["_modules"] = ModuleMap(module._modules, admit)
                 module.__dict__["_apply"] = RefusedApply(module)
-                if isinstance(module, nn.RNNBase):  # it would move weights: see `torch_private.py`
+                if isinstance(module, nn.RNNBase):  # this moves weights: see `torch_private.py`
                     module.__dict__["flatten_parameters"] = _leave_as_is
-                for attribute in recomputed_weights(module):  # it may be the parameter's old memory
+                for attribute in recomputed_weights(module):  # may share the parameter's old memory
                     old = getattr(module, attribute)
                     setattr(module, attribute, placeholder(old.shape, old.dtype, old.device))
                 self.modules.append(module)
                 self.on_new(module)
 
     def _admit(self, path: str, name: str, module: nn.Module) -> None:
-        """Refuse a module with new parameters in the tree: they would not be trained."""
+        """Raise `ResidencyError` for a module with new parameters: they would not be trained."""
         path = f"{path}.{name}" if path else name
         strangers = [n for n, p in module.named_parameters() if id(p) not in self._held]
         if strangers:
@@ -275,7 +276,7 @@ class Installation:
         self._take(path, module)
 
     def remove(self) -> None:
-        """Restore plain dicts and methods; see `stored`."""
+        """Restore methods and plain dicts; of parameters unless values are lost or stored."""
         kind: Callable[..., Any] = GoneParameters if self.gone else dict
         for module in self.modules:
             if isinstance(module._parameters, ParameterMap):

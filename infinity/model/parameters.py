@@ -1,21 +1,21 @@
-"""How a parameter is resident or offloaded. The only file that assigns `param.data`.
+"""Residency of parameters: binding to slots and offloading. Only this file assigns `param.data`.
 
 [Note: residency]
-Resident, a parameter is a view into a slot. Offloaded, it is a zero-stride placeholder of its real
-shape and dtype, of a class that answers reads and refuses edits (`offloaded_parameter.py`). The
-placeholder is NaN (or the largest value of a type without NaN), for code that does not ask the
+A resident parameter is a view into a slot. An offloaded one is a zero-stride placeholder of its
+real shape and dtype, with a class that supports reads and refuses edits (`offloaded_parameter.py`).
+The placeholder is NaN (or the largest value of a dtype without NaN), for code that bypasses the
 class. Offloading bumps the parameter's version, so that anything autograd saved raises instead of
 reading another unit's bytes.
 
 [Note: edits of bound parameters]
-A parameter is resident only while a call runs, and after its module was asked for it outside of
-one, until a call needs its slot or steps. An edit of an offloaded parameter raises at once. Edits
-of resident ones are found when the parameter is next bound, released or compared:
+A parameter is resident only during a call, and after attribute access outside a call until a call
+needs its slot or steps. An edit of an offloaded parameter raises at once. Edits of resident
+parameters are detected when the parameter is next bound, released or compared:
 - `p.data = t` by its address, `p.add_(...)` by its version;
-- `p.data.fill_(...)` by a checksum of its unit (`offload/bound_units.py`), where it was accessed
+- `p.data.fill_(...)` by a checksum of its unit (`offload/bound_units.py`), if it was accessed
   outside a call, and in the first forward of every unit. A module that edits `self.weight.data` in
-  its forward does so in the first one; a checksum each time would be two passes over all weights a
-  forward. One that begins later is not found.
+  its forward does so in the first one; checksums in every forward would cost two passes over all
+  weights each. Edits in forwards that begin later are not detected.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from infinity.plan.layout import Segment, UnitLayout
 
 
 def zero_grad_of(module: nn.Module, drop: Callable[[], None]) -> Callable[..., None]:
-    """`module.zero_grad`, which calls `drop` too; keeps neither module nor `drop`'s object."""
+    """Return a `module.zero_grad` that also calls `drop`; both objects are referenced weakly."""
     owned, dropped = weakref.ref(module), weakref.WeakMethod(drop)
 
     def zero_grad(set_to_none: bool = True) -> None:
@@ -50,7 +50,7 @@ def zero_grad_of(module: nn.Module, drop: Callable[[], None]) -> Callable[..., N
 
 
 def freeze(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
-    """Make these parameters require no gradient; returns what undoes that."""
+    """Set `requires_grad` of these parameters to False; return a function that undoes it."""
     changed = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in changed:
         parameter.requires_grad_(False)
@@ -63,9 +63,9 @@ def freeze(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
 
 
 def swap_parameters(name: str, state: str, parameter: Tensor, other: Tensor) -> None:
-    """Exchange two parameters, keeping the Python objects; `state` names the reason in errors.
+    """Swap two parameters, keeping the Python objects; `state` is the reason for it in errors.
 
-    Raises `ConfigError` for one that something else is tied to by more than a Python reference.
+    Raises `ConfigError` for a parameter that a view, hook or weak reference is tied to.
     """
     try:
         torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
@@ -87,7 +87,7 @@ CHANGE_BEFORE = (
     "change the module before initialize(); or engine.close(restore=True), change it, and "
     "initialize() anew"
 )
-# Negative signaling NaNs: whatever computes with one makes another of it.
+# Negative signaling NaNs: any operation on one returns another NaN.
 _NAN_BITS = {
     torch.float64: (torch.int64, -(1 << 63) | 0x7FF4 << 48),
     torch.float32: (torch.int32, -(1 << 31) | 0x7FA0 << 16),
@@ -97,7 +97,7 @@ _NAN_BITS = {
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A loud stand-in of no size: NaN, or the type's largest value, expanded to `shape`."""
+    """Return one element, NaN or the largest value of the dtype, expanded to `shape`."""
     if dtype.is_floating_point or dtype.is_complex:
         value: Any = float("nan")
     elif dtype is torch.bool:
@@ -113,11 +113,11 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """An edit of an offloaded parameter: its name and kind."""
+    """A detected edit of a parameter: the parameter's name and the kind of edit."""
 
     name: str
     in_place: bool
-    shapes: tuple[Sequence[int], Sequence[int]] = ((), ())  # before and after it
+    shapes: tuple[Sequence[int], Sequence[int]] = ((), ())  # before and after the edit
 
     def error(self, result: str = "the edit is lost") -> ResidencyError:
         """Return the error to raise; `result` describes the state after the edit."""
@@ -133,11 +133,12 @@ class Edit:
 
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_Shape = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]  # strides; where it starts
+# dtype, shape, strides, offset in elements
+_Shape = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 
 
 class ParameterBinding:
-    """Binds and unbinds the parameters of units; owns placeholders and versions."""
+    """Binding of units' parameters to slots; owns placeholders and versions."""
 
     def __init__(
         self,
@@ -156,18 +157,19 @@ class ParameterBinding:
             placeholder(parameter.shape, dtype, device)
             for parameter, dtype in zip(parameters, dtypes, strict=True)
         ]
-        self._of = [[s.parameter for s in layout.segments] for layout in layouts]  # by unit
+        self._of = [[s.parameter for s in layout.segments] for layout in layouts]  # indices by unit
         shapes = [tuple(self._shape_of(layout, s) for s in layout.segments) for layout in layouts]
         numbers = {form: number for number, form in enumerate(dict.fromkeys(shapes))}
-        self._forms = [(numbers[form], form) for form in shapes]  # by unit, alike ones have one
-        # Version and memory that each parameter was left with; none while it is not ours.
+        # By unit; equal forms have equal numbers.
+        self._forms = [(numbers[form], form) for form in shapes]
+        # Version and tensor as last set, by parameter index; no entry while it is materialized.
         self._left: dict[int, tuple[int, Tensor]] = {}
-        self._meta: dict[int, nn.Parameter] = {}  # by index, while values are made
+        self._meta: dict[int, nn.Parameter] = {}  # by index, during the initial write
 
     # --- initial write ---------------------------------------------------------------------------
 
     def to_meta(self, indices: Iterable[int]) -> None:
-        """Put offloaded parameters on meta; `leave_meta` undoes it. Raises as that does."""
+        """Swap offloaded parameters for meta tensors; raise as `leave_meta`, which undoes it."""
         for index in indices:
             parameter = self.parameters[index]
             parameter.__class__ = self._classes[index]
@@ -176,23 +178,23 @@ class ParameterBinding:
             self._swap(index, parameter, nn.Parameter(empty, parameter.requires_grad))
 
     def leave_meta(self) -> None:
-        """Make parameters that are on meta offloaded; `return_to_meta` undoes it.
+        """Offload the parameters that are on meta; `return_to_meta` undoes it.
 
         Each stays the same Python object, which groups and tied modules hold: torch refuses to set
-        the data of a meta tensor, but swaps whole tensors. Raises `ConfigError` for a parameter
-        that something else is tied to by more than a Python reference.
+        the data of a meta tensor, but swaps tensors. Raises `ConfigError` for a parameter with
+        hooks, and as `swap_parameters` does.
         """
         for index, parameter in enumerate(self.parameters):
             if parameter.is_meta:
                 self._refuse_hooks(index, parameter)
                 stand_in = nn.Parameter(self._placeholders[index], parameter.requires_grad)
-                self._meta[index] = stand_in  # which holds the meta tensor in a moment
+                self._meta[index] = stand_in  # holds the meta tensor after the swap
                 self._swap(index, parameter, stand_in)
 
     def return_to_meta(self) -> None:
-        """After an initial write that failed: parameters that were on meta are as they were."""
+        """Swap parameters back to meta, after a failed initial write."""
         for index, meta in self._meta.items():
-            if meta.is_meta:  # not the one that could not be swapped
+            if meta.is_meta:  # False for one that could not be swapped
                 self._swap(index, self.parameters[index], meta)
         self._meta.clear()
 
@@ -201,15 +203,15 @@ class ParameterBinding:
         self._meta.clear()
 
     def _swap(self, index: int, parameter: nn.Parameter, other: nn.Parameter) -> None:
-        # torch swaps classes too; they shall stay
+        # torch swaps classes and attributes, too: make them equal
         other.__class__ = parameter.__class__ = self._classes[index]
         other.__dict__.update(parameter.__dict__)
         swap_parameters(self._names[index], _ON_META, parameter, other)
-        for name in _HOOKS:  # dicts stay, but empty as they are the new tensor does not look there
+        for name in _HOOKS:  # the new tensor would ignore hooks added to the old, empty dicts
             setattr(parameter, name, None)
 
     def _refuse_hooks(self, index: int, parameter: nn.Parameter) -> None:
-        # They would stay behind with the other tensor, and never run.
+        # Hooks would stay with the other tensor, and never run.
         for name in _HOOKS:
             if getattr(parameter, name, None):
                 raise _tied_down(self._names[index], _ON_META, "it has a hook")
@@ -229,9 +231,10 @@ class ParameterBinding:
     def views(
         self, unit: int, made: dict[int, list[Tensor]], flat: Callable[[torch.dtype], Tensor]
     ) -> list[Tensor]:
-        """The unit's parameters, in order, as parts of its slot: `flat` has all of a type.
+        """Return the unit's parameters, in order, as views of a slot.
 
-        `made` has those of the slot's earlier units, by their form: units that are alike share.
+        `flat` returns the full slot as a tensor of a dtype. `made` caches the slot's views by form,
+        so that units with equal layouts share them.
         """
         number, form = self._forms[unit]
         if number not in made:
@@ -242,9 +245,9 @@ class ParameterBinding:
         return made[number]
 
     def bind(self, unit: int, views: Sequence[Tensor]) -> None:
-        """Make the unit's parameters these views.
+        """Set the unit's parameters to these views.
 
-        Raises `ResidencyError`, and leaves them offloaded, if one was edited since they are.
+        Raises `ResidencyError`, and leaves all offloaded, if one was edited while offloaded.
         """
         edit = self.edited(unit)
         if edit is not None:
@@ -254,14 +257,14 @@ class ParameterBinding:
             self._set(index, view)
 
     def forget(self, unit: int) -> None:
-        """Make the unit's parameters placeholders, from any state and without judging edits."""
+        """Offload the unit's parameters, from any state and without checking for edits."""
         indices = self._of[unit]
         torch.autograd.graph.increment_version([self.parameters[i] for i in indices])
         for index in indices:
             self._offload(index)
 
     def edited(self, unit: int) -> Edit | None:
-        """A parameter of the unit that is not as it was left, by its version or its memory."""
+        """Return an edit of one of the unit's parameters, by its memory or version, or None."""
         parameters, left = self.parameters, self._left
         with without_torch_function():
             for index in self._of[unit]:
@@ -287,22 +290,22 @@ class ParameterBinding:
         self.parameters[index].__class__ = self._offloaded[index]
 
     def bind_materialized(self, index: int, value: Tensor) -> None:
-        """Give one parameter a tensor of its own (any dtype), for reading and editing."""
+        """Set one parameter to a separate tensor (any dtype), for reading and editing."""
         self._set(index, value)
         del self._left[index]
 
     def unbind_materialized(self, index: int) -> None:
-        """The parameter is offloaded."""
+        """Offload one parameter."""
         torch.autograd.graph.increment_version(self.parameters[index])
         self._offload(index)
 
     def restore(self, values: Mapping[int, Tensor]) -> None:
-        """Give parameters, by index, real tensors back, for good."""
+        """Set parameters, by index, to real tensors permanently."""
         for index, value in values.items():
             self._set(index, value)
 
     def offload_in_child(self) -> None:
-        """After a fork: the child has no slots; make every parameter offloaded."""
+        """Offload every parameter in a forked child, which has no slots."""
         for index in range(len(self.parameters)):
             self._offload(index)
 
@@ -310,9 +313,9 @@ class ParameterBinding:
 def move_buffers(
     root: nn.Module, device: torch.device, first_value: Callable[[Tensor], Tensor]
 ) -> None:
-    """Buffers get their first values, keep their dtype, and live on the device.
+    """Move buffers with their initial values to the device, keeping their dtype.
 
-    A buffer of several modules stays one.
+    A buffer that several modules share stays shared.
     """
     moved: dict[int, tuple[Tensor, Tensor]] = {}
     for module in root.modules():
@@ -320,5 +323,5 @@ def move_buffers(
             if buffer is not None:
                 if id(buffer) not in moved:
                     value = first_value(buffer).to(device, buffer.dtype)
-                    moved[id(buffer)] = (buffer, value)  # the old one too: its id stays taken
+                    moved[id(buffer)] = (buffer, value)  # the old one, so that its id is not reused
                 module._buffers[name] = moved[id(buffer)][1]

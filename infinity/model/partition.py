@@ -1,6 +1,6 @@
-"""From a model's shapes to its units, and to the case that a plan is made from; without torch.
+"""Partitioning of a model into units, and the planner's input for them; without torch.
 
-A model is a module, or an outline of one: `infinity plan` cuts what was never built.
+A model is a module or an `Outline`: `infinity plan` partitions models that were never built.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ if TYPE_CHECKING:
 
 Groups: TypeAlias = list[dict[str, Any]]  # an optimizer's `param_groups`
 
-PROCESS_BASE_BYTES = 320 << 20  # torch imported and one matmul done
-AUTO_DEVICE_BUDGET = 0.9  # of the device memory that is free at start
+PROCESS_BASE_BYTES = 320 << 20  # RAM of a process that has imported torch and run a matmul
+AUTO_DEVICE_BUDGET = 0.9  # share of the device memory that is free at start
 _CASTABLE = ("float32", "float16", "bfloat16", "float64")
-# Bytes of weights in a slot that experts_per_unit: auto does not exceed: the least and the most of
-# it, between which a model has no more than so many ranges.
+# Bounds of the bytes of a range with experts_per_unit: auto. Within them, the limit is the bytes of
+# all experts / MANY_RANGES.
 EXPERTS_BYTES = 512 << 20, 1 << 30
 MANY_RANGES = 256
-RANGE_BYTES = 256 << 20, 2 << 30  # of a slot for experts that travel together, where a plan chooses
+RANGE_BYTES = 256 << 20, 2 << 30  # bounds of the slot of a range that a plan chooses
 
 
 @dataclass
 class Partition:
-    """The module's parameters, and the units they were cut into.
+    """Parameters of a module, and the units they are partitioned into.
 
-    `dtype_names` are torch's names of what parameters are while they compute. Rows of stacks of
-    experts (`rows`) are parameters behind the first `num_model_params`, the model's; of a stack
-    that is cut, `pieces` has the indices of its rows. `notes` say which experts could not be cut.
+    `dtype_names` are torch's names of the dtypes in which parameters compute. Rows of stacks of
+    experts (`rows`) are parameters with indices from `num_model_params` on; `pieces` maps a stack
+    that is cut to the indices of its rows. `notes` describe experts that could not be cut.
     """
 
     names: list[str]
@@ -69,7 +69,7 @@ class Partition:
 
     @property
     def pieces(self) -> dict[int, tuple[int, ...]]:
-        """Index of a stack that is cut -> indices of its rows, in order."""
+        """Return the indices of rows, in order, by index of the stack that is cut into them."""
         found: dict[int, tuple[int, ...]] = {}
         for rows in self.rows:
             for name, origin in rows.stacks.members:
@@ -78,27 +78,27 @@ class Partition:
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """The same as torch's dtypes."""
+        """Return `dtype_names` as torch dtypes."""
         import torch
 
         return [getattr(torch, name) for name in self.dtype_names]
 
 
 def groups_of(model: nn.Module | Outline, config: Config) -> Groups:
-    """All that requires grad in one group, as an optimizer of the configuration would have it.
+    """Return the groups of the configured optimizer over all parameters that require grad.
 
-    A real optimizer would make torch import its compiler.
+    No optimizer is created, since that would make torch import its compiler.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     return complete_groups(model, config, [{"params": trained}])
 
 
 def complete_groups(model: nn.Module | Outline, config: Config, groups: Groups) -> Groups:
-    """Groups with all entries that the rule of the configuration takes, split where it must be.
+    """Return groups with all entries of the configured update rule, split if the rule requires it.
 
-    Embeddings and the matrix that makes logits are not hidden, whatever their shape; experts that
-    are stacked in one parameter are matrices each. A parameter that is marked, as DeepSpeed does
-    (`p.use_muon`), is what its mark says.
+    Hidden matrices, which Muon updates, do not include embeddings and the head, whatever their
+    shape; each expert of a stack counts as a matrix. DeepSpeed's attribute `p.use_muon` overrides
+    this for a parameter.
     """
     settings = config.optimizer
 
@@ -132,14 +132,14 @@ def partition_model(
     *,
     needs_full: bool = False,
 ) -> Partition:
-    """Cut into units and lay them out for `ranks`; parameters in the optimizer's groups train.
+    """Partition a model into units laid out for `ranks`; parameters in `groups` are trained.
 
-    `needs_full` says that its rule needs all parameters unsharded and uncut.
+    With `needs_full`, the update rule needs all parameters unsharded and uncut.
     """
     cutter = Partitioner(model)
     precision = PRECISIONS[config.precision]
     group_of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
-    of_muon = not RULES[config.optimizer.type].kernel  # other rules' groups may say the same word
+    of_muon = not RULES[config.optimizer.type].kernel  # other rules' groups may have the same key
     facts: list[ParameterFacts] = []
     for index, p in enumerate(cutter.parameters):
         dtype, itemsize = str(p.dtype).removeprefix("torch."), p.nbytes // max(p.numel(), 1)
@@ -187,7 +187,7 @@ def partition_model(
 
 
 def _with_uses(layouts: Sequence[UnitLayout], target: Target) -> tuple[UnitLayout, ...]:
-    """Return the layouts with `at_end` and `looked_up` of those outside blocks."""
+    """Return the layouts with `at_end` and `looked_up` set for those outside blocks."""
     last = max((s.origin for u in layouts if u.is_block for s in u.segments), default=None)
     embedded, found = target.lookups | target.heads, list[UnitLayout]()
     for unit in layouts:
@@ -206,7 +206,7 @@ def _with_uses(layouts: Sequence[UnitLayout], target: Target) -> tuple[UnitLayou
 def _stacks(
     cutter: Partitioner, facts: list[ParameterFacts], config: Config, *, needs_full: bool
 ) -> tuple[list[Stacks], tuple[str, ...]]:
-    """Return the stacks that may be cut, marked in `facts`, and notes on those that may not."""
+    """Return the stacks that may be cut, marked in `facts`, and notes on all others."""
     found: list[Stacks] = []
     refused: dict[str, list[str]] = {}
     declared: set[int] = set()
@@ -250,16 +250,15 @@ def _sizes(
     config: Config,
     precision: Precision,
 ) -> list[tuple[Stacks, int]]:
-    """How many experts of each module travel together; modules that stay whole are left out.
+    """Return the modules whose experts are cut into ranges, and the experts per range.
 
-    "auto" depends on the model alone, so that a durable run finds its units again.
+    "auto" depends only on the model, so that a durable run resumes with the same units.
     """
     chosen = config.experts_per_unit
     if chosen != "auto":
         return [(one, min(chosen, one.count)) for one in stacks]
 
     def nbytes(one: Stacks) -> int:
-        """Bytes of an expert."""
         facts_of = [facts[index] for _, index in one.members]
         computes = [f.trained or bool(f.form) for f in facts_of]
         sizes = [
@@ -282,9 +281,9 @@ def _sizes(
 def _quantised(
     cutter: Partitioner, facts: list[ParameterFacts], config: Config
 ) -> list[ParameterFacts]:
-    """The same, with frozen matrices and stacks of matrices in the format they shall rest in."""
+    """Return `facts` with the storage format of frozen matrices and stacks of matrices set."""
     form = FrozenFormat(config.frozen.format)
-    keep, where = set(config.frozen.keep), dict[int, bool]()  # by id: is a matrix in all modules
+    keep, where = set(config.frozen.keep), dict[int, bool]()  # by id: quantizable in all modules
     for name, module in cutter.root.named_modules():
         for param_name, param in dict(module.named_parameters(recurse=False)).items():
             kept = not keep.isdisjoint([*name.split("."), param_name])
@@ -331,10 +330,10 @@ def case_for(
     made: int,
     length: int | None = None,
 ) -> PlanInput:
-    """The case of a model in units on a machine, with `tokens` in a micro-batch.
+    """Return the planner's input for a model on a machine, with `tokens` per micro-batch.
 
-    `base` and `made` are bytes, see `plan.reserve.Limits`; `length` are the tokens of a sample,
-    `USUAL_CONTEXT` where nobody knows.
+    `base` and `made` are bytes, see `plan.budget.Limits`; `length` is the number of tokens of a
+    sample, `USUAL_CONTEXT` if None.
     """
     name, form = config.optimizer.type, MomentFormat(config.optimizer.moments)
     rule = RuleFacts(
@@ -363,7 +362,7 @@ def case_for(
 
 
 def finer_units(cut: Partition) -> list[str]:
-    """Names of the parts of every block, smaller units; none where blocks have no parts."""
+    """Return the children of every unit of one module, as names of smaller units; may be empty."""
     names = []
     for unit in cut.units:
         for module in unit.modules[:1] if len(unit.modules) == 1 else []:
@@ -376,13 +375,13 @@ def finer_units(cut: Partition) -> list[str]:
 def other_ranges(case: PlanInput, target: Target) -> Iterator[PlanInput]:
     """Yield the case with twice, half and a quarter of the ranges of experts in a layer.
 
-    Larger ones are fetched less often, for a backward that recomputes finds them in their slots;
-    smaller ones leave memory to weights and activations. Only slots within `RANGE_BYTES`, and none
-    where the configuration names `experts_per_unit`.
+    Larger ranges are fetched less often, since a backward that recomputes finds them in their
+    slots; smaller ones leave memory for weights and activations. Slots are within `RANGE_BYTES`;
+    nothing is yielded if the configuration sets `experts_per_unit`.
 
     Args:
         case: A case of `target`.
-        target: The model; it stays as it is.
+        target: The model; it is not modified.
     """
     cut = [unit for unit in case.units if unit.is_range]
     if case.config.experts_per_unit != "auto" or not cut:
@@ -404,13 +403,13 @@ def other_ranges(case: PlanInput, target: Target) -> Iterator[PlanInput]:
 
 
 def adapter_case(case: PlanInput, target: Target, rank: int, frozen_format: str) -> PlanInput:
-    """The same step of `case`, with adapters of a rank trained over a frozen base.
+    """Return the case of the same step with adapters trained on a frozen base.
 
     Args:
-        case: That of `target` with all its parameters trained.
-        target: The model; it stays as it is.
-        rank: The inner size of the adapters' matrices (LoRA, arXiv:2106.09685).
-        frozen_format: That of frozen matrices, as `frozen.format` of a configuration names it.
+        case: The case of `target` with all its parameters trained.
+        target: The model; it is not modified.
+        rank: Inner dimension of the adapters' matrices (LoRA, arXiv:2106.09685).
+        frozen_format: Format of frozen matrices, as in `frozen.format` of a configuration.
 
     Raises:
         ConfigError: If the model has no linear layers.

@@ -37,32 +37,32 @@ class Buffer:
     def value(self) -> Tensor:
         """Return the tensor that is currently registered."""
         owner, key = self.locations[0]
-        found = owner._buffers[key]
-        assert found is not None
-        return found
+        tensor = owner._buffers[key]
+        assert tensor is not None
+        return tensor
 
 
 def find_buffers(module: nn.Module) -> list[Buffer]:
     """Return all buffers of a module tree, including non-persistent ones; shared ones once."""
-    found: dict[int, Buffer] = {}
-    for buffer in _each_name(module):
-        old = found.setdefault(id(buffer.value), buffer)
-        if old is not buffer:
-            found[id(buffer.value)] = replace(
-                old,
-                names=(*old.names, *buffer.names),
-                persistent=old.persistent or buffer.persistent,
-                locations=(*old.locations, *buffer.locations),
+    buffers: dict[int, Buffer] = {}
+    for buffer in _named_buffers(module):
+        known = buffers.setdefault(id(buffer.value), buffer)
+        if known is not buffer:
+            buffers[id(buffer.value)] = replace(
+                known,
+                names=(*known.names, *buffer.names),
+                persistent=known.persistent or buffer.persistent,
+                locations=(*known.locations, *buffer.locations),
             )
-    return list(found.values())
+    return list(buffers.values())
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers in `module.state_dict()`, by name."""
-    return {b.names[0]: b.value for b in _each_name(module) if b.persistent}
+    return {b.names[0]: b.value for b in _named_buffers(module) if b.persistent}
 
 
-def _each_name(module: nn.Module) -> Iterator[Buffer]:
+def _named_buffers(module: nn.Module) -> Iterator[Buffer]:
     for prefix, child in module.named_modules(remove_duplicate=False):
         for key, value in child._buffers.items():
             if value is not None:
@@ -83,11 +83,11 @@ def check_buffers(
     `persistent` lists all names of each saved persistent buffer. Missing buffers raise only if
     `strict`; non-persistent ones never, since the module's code creates them.
     """
-    found = find_buffers(module)
-    known = {name for buffer in found for name in buffer.names}
-    lost = [names[0] for names in persistent if known.isdisjoint(names)]
-    problems = [f"{name!r} is not in the model" for name in lost] if strict else []
-    for buffer in found:
+    buffers = find_buffers(module)
+    known = {name for buffer in buffers for name in buffer.names}
+    missing = [names[0] for names in persistent if known.isdisjoint(names)]
+    problems = [f"{name!r} is not in the model" for name in missing] if strict else []
+    for buffer in buffers:
         name, shape = buffer.names[0], tuple(buffer.value.shape)
         if name not in saved:
             problems += [f"{name!r} is missing"] if strict and buffer.persistent else []
@@ -108,21 +108,23 @@ def put_buffers(
         value = values.get(buffer.names[0])
         if value is None or (persistent_only and not buffer.persistent):
             continue
-        here = buffer.value
-        same = here.shape == value.shape and (buffer.persistent or here.dtype is value.dtype)
-        if same and _is_writable(here):
+        current = buffer.value
+        matches = current.shape == value.shape and (
+            buffer.persistent or current.dtype is value.dtype
+        )
+        if matches and _is_writable(current):
             with torch.no_grad():
-                here.copy_(value)
+                current.copy_(value)
         else:  # non-persistent buffers may change shape or dtype
-            new = value.to(here.device, here.dtype if same else None)
+            new = value.to(current.device, current.dtype if matches else None)
             for owner, key in buffer.locations:
                 owner._buffers[key] = new
 
 
 def _is_writable(value: Tensor) -> bool:
     """Return False for expanded tensors, whose elements overlap, and for inference tensors."""
-    twice = any(s == 0 and n > 1 for s, n in zip(value.stride(), value.shape, strict=True))
-    return not twice and not value.is_inference()
+    overlaps = any(s == 0 and n > 1 for s, n in zip(value.stride(), value.shape, strict=True))
+    return not overlaps and not value.is_inference()
 
 
 class Rerun:
@@ -133,20 +135,24 @@ class Rerun:
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._parts = parts
-        self._before: dict[_Location, Tensor | None] = {}  # of buffers that the call changed
-        self._attributes: dict[str, Tensor] = {}  # tensors of `parts[0]` before the call
+        self._saved_buffers: dict[_Location, Tensor | None] = {}  # that the call changed
+        self._saved_attributes: dict[str, Tensor] = {}  # of `parts[0]`
 
     @contextmanager
     def first(self) -> Iterator[None]:
         """Context of the call itself: save the values of buffers that it changes."""
-        before = [(at, value, _version(value), _copy(value)) for at, value in self._buffers()]
-        self._attributes = self._tensor_attributes()
+        snapshots = [
+            (location, value, _version(value), _copy(value)) for location, value in self._buffers()
+        ]
+        self._saved_attributes = self._tensor_attributes()
         yield
-        now = dict(self._buffers())
-        self._before = {
-            at: copy
-            for at, value, version, copy in before
-            if now.get(at) is not value or _version(value) != version or _differs(value, copy)
+        current = dict(self._buffers())
+        self._saved_buffers = {
+            location: copy
+            for location, value, version, copy in snapshots
+            if current.get(location) is not value
+            or _version(value) != version
+            or _differs(value, copy)
         }
 
     @contextmanager
@@ -156,11 +162,11 @@ class Rerun:
         copies: dict[object, Tensor | None] = {}  # shared buffers stay shared
         try:
             for (owner, key), value in live:
-                same = (owner, key) if value is None else id(value)
-                if same not in copies:
-                    copies[same] = _copy(self._before.get((owner, key), value))
-                owner._buffers[key] = copies[same]
-            vars(self._parts[0]).update(self._attributes)
+                copy_key = (owner, key) if value is None else id(value)
+                if copy_key not in copies:
+                    copies[copy_key] = _copy(self._saved_buffers.get((owner, key), value))
+                owner._buffers[key] = copies[copy_key]
+            vars(self._parts[0]).update(self._saved_attributes)
             yield
         finally:
             vars(self._parts[0]).update(attributes)

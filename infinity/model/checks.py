@@ -29,8 +29,8 @@ def check_model(model: nn.Module) -> None:
                 remedy="use the module it was scripted from",
             )
         bases = type(module).__mro__  # compared by name, without importing wrappers
-        of_torch = (b.__name__ for b in bases if b.__module__.startswith("torch."))
-        wrapper = next((name for name in of_torch if name in _WRAPPERS), None)
+        torch_bases = (b.__name__ for b in bases if b.__module__.startswith("torch."))
+        wrapper = next((name for name in torch_bases if name in _WRAPPERS), None)
         if wrapper is not None:
             compiled = wrapper == "OptimizedModule"
             raise ConfigError(
@@ -76,35 +76,35 @@ def check_model(model: nn.Module) -> None:
 
 def _refuse_shared_memory(model: nn.Module) -> None:
     """Raise `ConfigError` for trained parameters that share memory with other tensors."""
-    held = []
-    left = [
+    ranges = []
+    attributes = [
         (f"{path}.{name}".lstrip("."), value)
         for path, module in model.named_modules()
         for name, value in vars(module).items()
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
         if name not in recomputed_weights(module)
     ]
-    for name, tensor in [*model.named_parameters(), *model.named_buffers(), *left]:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers(), *attributes]:
         # Non-contiguous parameters are skipped: interleaved ones overlap without sharing elements.
         if tensor.layout is not torch.strided or not tensor.numel():
             continue
         dense = tensor.is_contiguous() or not isinstance(tensor, nn.Parameter)
         if dense and (base := storage_address(tensor)):
             start = base + int(tensor.storage_offset()) * tensor.element_size()
-            sides = zip(tensor.shape, tensor.stride(), strict=True)
-            span = (1 + sum((n - 1) * stride for n, stride in sides)) * tensor.element_size()
+            dims = zip(tensor.shape, tensor.stride(), strict=True)
+            span = (1 + sum((n - 1) * stride for n, stride in dims)) * tensor.element_size()
             trained = tensor.requires_grad and isinstance(tensor, nn.Parameter)
-            held.append((start, start + span, name, trained))
-    reach, before, also = 0, "", False  # end of the memory seen, its tensor
-    for begin, end, name, trained in sorted(held):
-        if begin < reach and (trained or also):
+            ranges.append((start, start + span, name, trained))
+    last_end, last_name, last_trained = 0, "", False  # the range so far that ends last
+    for begin, end, name, trained in sorted(ranges):
+        if begin < last_end and (trained or last_trained):
             raise ConfigError(
-                f"{before!r} and {name!r} share memory and are not one parameter",
+                f"{last_name!r} and {name!r} share memory and are not one parameter",
                 because="the engine moves each separately: one would not follow the other",
                 remedy="tie them: head.weight = embedding.weight; or give one a .clone()",
             )
-        if end > reach:
-            reach, before, also = end, name, trained
+        if end > last_end:
+            last_end, last_name, last_trained = end, name, trained
 
 
 def recomputes_itself(model: nn.Module) -> bool:

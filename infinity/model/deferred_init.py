@@ -77,7 +77,7 @@ class _Entry:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     overwrites: int | None
-    made: tuple[tuple[int, int], ...]  # (index among the results, storage)
+    created: tuple[tuple[int, int], ...]  # (index among the results, storage)
     state: Tensor | None  # of the random generator, before the call
 
 
@@ -91,12 +91,12 @@ class _Storage:
     shadow: torch.UntypedStorage | None = None
 
 
-class _Disguise(TorchFunctionMode):
+class _ReportCpuMode(TorchFunctionMode):
     """Mode in which deferred tensors report a CPU device: `torch.nn.init` skips meta tensors."""
 
     def __init__(self, deferral: DeferredInitMode) -> None:
         super().__init__()
-        self._answers: dict[Any, Any] = {
+        self._reported: dict[Any, Any] = {
             Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
             Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
             Tensor.device.__get__: torch.device("cpu"),
@@ -106,8 +106,8 @@ class _Disguise(TorchFunctionMode):
     def __torch_function__(
         self, call: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if call in self._answers and self._deferral.holds(args[0]):
-            return self._answers[call]
+        if call in self._reported and self._deferral.holds(args[0]):
+            return self._reported[call]
         if is_weight_norm(call):  # of a large, deferred tensor and a small, real one
             call = weight_norm_anywhere
         return call(*args, **(kwargs or {}))
@@ -121,10 +121,10 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         self.threshold_bytes = threshold_bytes
         self._storages: dict[int, _Storage] = {}
         self._log: list[_Entry] = []
-        self._live: dict[int, None] = {}  # storages with a shadow, least recently used first
-        self._live_bytes = 0
+        self._cached: dict[int, None] = {}  # storages with a shadow, least recently used first
+        self._cached_bytes = 0
         self._dropped_bytes = 0  # since free memory was last returned
-        self._disguise = _Disguise(self)
+        self._report_cpu = _ReportCpuMode(self)
 
     # --- after the build -----------------------------------------------------------------------
 
@@ -144,8 +144,8 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         if shadow is not None:
             view = _view(shadow, logged)
             return view.clone(memory_format=torch.contiguous_format) if copy else view
-        made = self._replay(logged.storage)
-        return _view(made, logged).contiguous()  # not shared: no copy needed
+        storage = self._replay(logged.storage)
+        return _view(storage, logged).contiguous()  # not shared: no copy needed
 
     @property
     def num_operations(self) -> int:
@@ -158,17 +158,17 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
 
     def forget_shadows(self) -> None:
         """Drop all shadows and return their memory to the system."""
-        for key in list(self._live):
-            self._set_live(key, None)
+        for key in list(self._cached):
+            self._set_shadow(key, None)
         return_freed_memory()
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._disguise.__enter__()  # type: ignore[no-untyped-call]
+        self._report_cpu.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._disguise.__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._report_cpu.__exit__(*exception)  # type: ignore[no-untyped-call]
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     # --- during the build ----------------------------------------------------------------------
@@ -180,13 +180,13 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         logged = [_logged(t) for t in tensors_in((args, kwargs)) if self.holds(t)]
         if is_number_on_meta(call, kwargs):  # the scalar of `deferred[...] = 1`
             kwargs = {**kwargs, "device": torch.device("cpu")}
-        if not logged and not self._makes_large(call, args, kwargs):
+        if not logged and not self._creates_large(call, args, kwargs):
             return call(*args, **kwargs)
         if logged and only_makes_views(call):
             return call(*args, **kwargs)  # a view of the same meta storage
-        return self._carry_out(call, args, kwargs, logged)
+        return self._run_and_log(call, args, kwargs, logged)
 
-    def _makes_large(self, call: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    def _creates_large(self, call: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Return True if a call without deferred arguments creates a large CPU tensor."""
         if mutated_arguments(call, args, kwargs) or only_makes_views(call):
             return False
@@ -200,33 +200,35 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
             for t in tensors_in(results_on_meta(call, args, kwargs))
         )
 
-    def _carry_out(self, call: Any, args: Any, kwargs: Any, logged: Sequence[_LoggedTensor]) -> Any:
+    def _run_and_log(
+        self, call: Any, args: Any, kwargs: Any, logged: Sequence[_LoggedTensor]
+    ) -> Any:
         state = generator_state(call, args, kwargs)
-        logged_args, logged_kwargs = tree_map(self._to_log, (args, kwargs))
+        logged_args, logged_kwargs = tree_map(self._for_log, (args, kwargs))
         reads = tuple(dict.fromkeys(p.storage for p in logged))
         mutated = [t for t in mutated_arguments(call, args, kwargs) if self.holds(t)]
         writes = tuple(dict.fromkeys(storage_key(t) for t in mutated))
-        over = self._overwritten(call, mutated, logged)
-        shadows = {key: self._revive(key, overwritten=key == over) for key in reads}
-        real_args, real_kwargs = tree_map(lambda x: _real(x, shadows), (args, kwargs))
+        overwritten = self._overwritten(call, mutated, logged)
+        shadows = {key: self._shadow_of(key, overwritten=key == overwritten) for key in reads}
+        real_args, real_kwargs = tree_map(lambda x: _to_real(x, shadows), (args, kwargs))
         result = call(*real_args, **real_kwargs)
-        entry = _Entry(call, logged_args, logged_kwargs, reads, writes, over, (), state)
-        returned, made = self._hand_out(call, args, kwargs, result)
-        entry.made = tuple(made)
-        if writes or made:
+        entry = _Entry(call, logged_args, logged_kwargs, reads, writes, overwritten, (), state)
+        returned, created = self._wrap_results(call, args, kwargs, result)
+        entry.created = tuple(created)
+        if writes or created:
             self._log.append(entry)
-            for key in (*writes, *(key for _, key in made)):
+            for key in (*writes, *(key for _, key in created)):
                 self._storages[key].entries.append(len(self._log) - 1)
-        self._trim({*reads, *(key for _, key in made)})
+        self._trim({*reads, *(key for _, key in created)})
         return returned
 
-    def _hand_out(
+    def _wrap_results(
         self, call: Any, args: Any, kwargs: Any, result: Any
     ) -> tuple[Any, list[tuple[int, int]]]:
         """Return the results, large ones on meta, and (index, storage) of new deferred tensors."""
         mutated = mutated_arguments(call, args, kwargs)
         results = list(result) if isinstance(result, tuple | list) else [result]
-        made: list[tuple[int, int]] = []
+        created: list[tuple[int, int]] = []
         for index, real in enumerate(results):
             if not isinstance(real, Tensor):
                 continue
@@ -238,14 +240,14 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
                 )
                 shadow, key = real.untyped_storage(), storage_key(meta)
                 self._storages[key] = _Storage(meta.untyped_storage(), shadow.nbytes())
-                self._set_live(key, shadow)
-                made.append((index, key))
+                self._set_shadow(key, shadow)
+                created.append((index, key))
                 results[index] = meta
         if isinstance(result, tuple | list):
-            return type(result)(results), made
-        return results[0], made
+            return type(result)(results), created
+        return results[0], created
 
-    def _to_log(self, value: Any) -> Any:
+    def _for_log(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         return _logged(value) if self.holds(value) else value.detach().clone()
@@ -257,43 +259,43 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         if call.overloadpacket.__name__ not in _OVERWRITES or len(mutated) != 1:
             return None
         target = _logged(mutated[0])
-        if sum(one.storage == target.storage for one in logged) > 1:
+        if sum(argument.storage == target.storage for argument in logged) > 1:
             return None
         covers_all = target.numel * target.dtype.itemsize == self._storages[target.storage].nbytes
         return target.storage if covers_all else None
 
     # --- shadows -------------------------------------------------------------------------------
 
-    def _revive(self, key: int, *, overwritten: bool) -> torch.UntypedStorage:
+    def _shadow_of(self, key: int, *, overwritten: bool) -> torch.UntypedStorage:
         """Return the shadow of a storage, with values unless the call overwrites them."""
         storage = self._storages[key]
         shadow = storage.shadow
         if shadow is None and overwritten:
-            shadow = _empty(storage.nbytes)
+            shadow = _empty_storage(storage.nbytes)
         if shadow is None:
             shadow = self._replay(key)
-        self._set_live(key, shadow)
+        self._set_shadow(key, shadow)
         return shadow
 
-    def _set_live(self, key: int, shadow: torch.UntypedStorage | None) -> None:
+    def _set_shadow(self, key: int, shadow: torch.UntypedStorage | None) -> None:
         """Set or drop (None) the shadow of a storage, and make it the most recently used."""
         storage = self._storages[key]
-        if key in self._live:
-            del self._live[key]
-            self._live_bytes -= storage.nbytes
+        if key in self._cached:
+            del self._cached[key]
+            self._cached_bytes -= storage.nbytes
         storage.shadow = shadow
         if shadow is not None:
-            self._live[key] = None
-            self._live_bytes += storage.nbytes
+            self._cached[key] = None
+            self._cached_bytes += storage.nbytes
 
     def _trim(self, in_use: set[int]) -> None:
         """Drop the least recently used shadows beyond `KEEP_BYTES`, not counting those `in_use`."""
-        total = self._live_bytes - sum(self._storages[key].nbytes for key in in_use)
+        total = self._cached_bytes - sum(self._storages[key].nbytes for key in in_use)
         while total > KEEP_BYTES:
-            key = next(key for key in self._live if key not in in_use)
+            key = next(key for key in self._cached if key not in in_use)
             total -= self._storages[key].nbytes
             self._dropped_bytes += self._storages[key].nbytes
-            self._set_live(key, None)
+            self._set_shadow(key, None)
         if self._dropped_bytes >= RETURN_BYTES:
             return_freed_memory()
             self._dropped_bytes = 0
@@ -303,55 +305,55 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
     def _replay(self, key: int) -> torch.UntypedStorage:
         """Compute a storage again, without advancing the random generator."""
         with torch.random.fork_rng(devices=[]):
-            return self._carry_out_again(key)
+            return self._run_logged(key)
 
-    def _carry_out_again(self, key: int) -> torch.UntypedStorage:
+    def _run_logged(self, key: int) -> torch.UntypedStorage:
         """Run all logged calls that the storage depends on, and return it."""
         shadows: dict[int, torch.UntypedStorage] = {}
-        numbers, last_use = self._needed(key)
-        for number in numbers:
-            entry = self._log[number]
+        indices, last_use = self._dependencies(key)
+        for index in indices:
+            entry = self._log[index]
             for logged in tree_leaves((entry.args, entry.kwargs)):
                 # Allocated without values: this call overwrites it.
                 if isinstance(logged, _LoggedTensor) and logged.storage not in shadows:
                     nbytes = self._storages[logged.storage].nbytes
-                    shadows[logged.storage] = _empty(nbytes)
+                    shadows[logged.storage] = _empty_storage(nbytes)
             if entry.state is not None:
                 torch.set_rng_state(entry.state)
             args, kwargs = _arguments(entry, shadows)
             result = entry.call(*args, **kwargs)
             results = result if isinstance(result, tuple | list) else [result]
-            for index, made in entry.made:
-                shadows[made] = results[index].untyped_storage()
+            for result_index, storage in entry.created:
+                shadows[storage] = results[result_index].untyped_storage()
             del args, kwargs, result, results
-            for done in [k for k in shadows if k != key and last_use.get(k, -1) <= number]:
-                del shadows[done]
+            for unused in [k for k in shadows if k != key and last_use.get(k, -1) <= index]:
+                del shadows[unused]
         return shadows[key]
 
-    def _needed(self, key: int) -> tuple[list[int], dict[int, int]]:
+    def _dependencies(self, key: int) -> tuple[list[int], dict[int, int]]:
         """Return the log entries `key` depends on, in order, and the last use of each storage."""
         needed: set[int] = set()
         # (storage, end): its entries before index `end` are needed
-        open_questions = [(key, len(self._log))]
-        while open_questions:
-            storage, before = open_questions.pop()
-            for number in reversed(self._storages[storage].entries):
-                if number >= before:
+        pending = [(key, len(self._log))]
+        while pending:
+            storage, end = pending.pop()
+            for index in reversed(self._storages[storage].entries):
+                if index >= end:
                     continue
-                entry = self._log[number]
-                if number not in needed:
-                    needed.add(number)
+                entry = self._log[index]
+                if index not in needed:
+                    needed.add(index)
                     for read in entry.reads:
                         if read != storage and read != entry.overwrites:
-                            open_questions.append((read, number))
+                            pending.append((read, index))
                 if entry.overwrites == storage:
                     break
-        numbers = sorted(needed)
+        indices = sorted(needed)
         last_use: dict[int, int] = {}
-        for number in numbers:
-            for used in (*self._log[number].reads, *(k for _, k in self._log[number].made)):
-                last_use[used] = number
-        return numbers, last_use
+        for index in indices:
+            for used in (*self._log[index].reads, *(k for _, k in self._log[index].created)):
+                last_use[used] = index
+        return indices, last_use
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -369,7 +371,7 @@ def _logged(tensor: Tensor) -> _LoggedTensor:
     )
 
 
-def _empty(nbytes: int) -> torch.UntypedStorage:
+def _empty_storage(nbytes: int) -> torch.UntypedStorage:
     return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
 
 
@@ -378,7 +380,7 @@ def _view(storage: torch.UntypedStorage, logged: _LoggedTensor) -> Tensor:
     return base.set_(storage, logged.offset, logged.size, logged.stride)
 
 
-def _real(value: Any, shadows: dict[int, torch.UntypedStorage]) -> Any:
+def _to_real(value: Any, shadows: dict[int, torch.UntypedStorage]) -> Any:
     if isinstance(value, Tensor) and value.is_meta and storage_key(value) in shadows:
         return _view(shadows[storage_key(value)], _logged(value))
     return value

@@ -33,7 +33,7 @@ from infinity.model.deferred_init import DEFER_FROM_BYTES, DeferredInitMode, sto
 
 REMEDY = "build the model with real initialisers: `with infinity.Init(): model = Build()`"
 _INITIALISERS = ("reset_parameters", "_reset_parameters", "reset_running_stats")
-_FAMILY = "_init_weights"
+_INIT_WEIGHTS = "_init_weights"
 
 
 class Initialisers:
@@ -48,22 +48,22 @@ class Initialisers:
         self._model = model
         self._names = {id(tensor): name for name, tensor in wanted.items()}
         self._deferral = DeferredInitMode(threshold_bytes=1)
-        self._made: dict[int, Tensor] = {}
-        self._by_storage: dict[int, int] = {}
+        self._stand_ins: dict[int, Tensor] = {}
+        self._key_by_storage: dict[int, int] = {}
         self._filled: set[int] = set()
-        self._problem: ConfigError | None = None
+        self._first_error: ConfigError | None = None
 
     def value(self, tensor: Tensor) -> Tensor:
         """Return the values of a tensor, on the CPU; raise `ConfigError` as `check` does."""
         self.check()
-        return self._deferral.value(self._made[id(tensor)].data)
+        return self._deferral.value(self._stand_ins[id(tensor)].data)
 
     def check(self) -> None:
         """Run the initializers, with the memory of one module at a time.
 
         Raises one `ConfigError` that names every tensor that no initializer fills.
         """
-        if self._made:
+        if self._stand_ins:
             return
         modules = dict(self._model.named_modules())
         owners: dict[int, list[str]] = {key: [] for key in self._names}
@@ -71,98 +71,104 @@ class Initialisers:
             for _, _, tensor in tensors_of(module):
                 if id(tensor) in owners:
                     owners[id(tensor)].append(name)
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), self._on_stage():
-            every = _inside_first(modules, owners.values())
-            self._call_families(modules, every)
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), self._with_stand_ins():
+            all_names = _children_first(modules, owners.values())
+            self._call_init_weights(modules, all_names)
             unfilled = [names for key, names in owners.items() if key not in self._filled]
-            for name in _inside_first(modules, unfilled):
+            for name in _children_first(modules, unfilled):
                 for method in _callable_initialisers(modules[name]):
                     self._call(name, method)
             if unfilled:
-                self._call_families(modules, every)
+                self._call_init_weights(modules, all_names)
         missing = [name for key, name in self._names.items() if key not in self._filled]
         if missing:
-            raise _no_initialiser(missing, self._problem)
-        if self._problem is not None:
-            raise self._problem
+            raise _no_initialiser(missing, self._first_error)
+        if self._first_error is not None:
+            raise self._first_error
 
-    def _call_families(self, modules: Mapping[str, nn.Module], names: list[str]) -> None:
+    def _call_init_weights(self, modules: Mapping[str, nn.Module], names: list[str]) -> None:
         for name in names:
-            line = (modules[above] for above in _line(name))
-            head = next((m for m in line if callable(getattr(m, _FAMILY, None))), None)
-            if head is not None:
-                self._call(name, getattr(head, _FAMILY), modules[name])
+            ancestors = (modules[ancestor] for ancestor in _lineage(name))
+            owner = next((m for m in ancestors if callable(getattr(m, _INIT_WEIGHTS, None))), None)
+            if owner is not None:
+                self._call(name, getattr(owner, _INIT_WEIGHTS), modules[name])
 
     def _call(self, name: str, method: Callable[..., Any], *modules: nn.Module) -> None:
         """Run an initializer with its own random seed, and record the tensors that it fills."""
-        self._draw_from(name, method.__name__)
-        begun = self._deferral.num_operations
+        self._seed_generator(name, method.__name__)
+        first_operation = self._deferral.num_operations
         try:
             with self._deferral:
                 method(*modules)
         except Exception as error:
-            self._problem = self._problem or ConfigError(
+            self._first_error = self._first_error or ConfigError(
                 f"module {name or 'model'!r} cannot be initialised alone: "
                 f"{type(error).__name__}: {error}",
                 because="the model was built on the meta device, and is initialised module by "
                 "module",
                 remedy=REMEDY,
             )
-        for storage in self._deferral.written_since(begun) & self._by_storage.keys():
-            key = self._by_storage[storage]
-            value = self._deferral.value(self._made[key].data, copy=False)
-            if not (_has_nan(value.dtype) and _shows_nan(value)):
+        for storage in self._deferral.written_since(first_operation) & self._key_by_storage.keys():
+            key = self._key_by_storage[storage]
+            value = self._deferral.value(self._stand_ins[key].data, copy=False)
+            if not (_supports_nan(value.dtype) and _contains_nan(value)):
                 self._filled.add(key)
         self._deferral.forget_shadows()
 
-    def _draw_from(self, *names: str) -> None:
+    def _seed_generator(self, *names: str) -> None:
         """Seed random numbers by the module and its initializer."""
         text = "\0".join((str(self._seed), *names))
         number = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
         torch.default_generator.manual_seed(number >> 1)
 
     @contextmanager
-    def _on_stage(self) -> Iterator[None]:
+    def _with_stand_ins(self) -> Iterator[None]:
         """Replace wanted tensors by deferred ones, and tensors with values by meta tensors.
 
         The latter are then safe from initializers that write to other modules' tensors.
         """
         replaced: list[tuple[dict[str, Any], str, Tensor]] = []
-        others: dict[int, Tensor] = {}
+        meta_stand_ins: dict[int, Tensor] = {}
         try:
             for module in self._model.modules():
-                for store, key, tensor in tensors_of(module):
+                for tensors, key, tensor in tensors_of(module):
                     wanted = id(tensor) in self._names
                     if wanted or not tensor.is_meta:
-                        made = self._made if wanted else others
-                        if id(tensor) not in made:
+                        stand_ins = self._stand_ins if wanted else meta_stand_ins
+                        if id(tensor) not in stand_ins:
                             with self._deferral:
-                                made[id(tensor)] = _stand_in(tensor, "cpu" if wanted else "meta")
-                        replaced.append((store, key, tensor))
-                        store[key] = made[id(tensor)]
-            self._by_storage = {storage_key(t): key for key, t in self._made.items()}
+                                stand_ins[id(tensor)] = _stand_in(
+                                    tensor, "cpu" if wanted else "meta"
+                                )
+                        replaced.append((tensors, key, tensor))
+                        tensors[key] = stand_ins[id(tensor)]
+            self._key_by_storage = {storage_key(t): key for key, t in self._stand_ins.items()}
             self._deferral.threshold_bytes = DEFER_FROM_BYTES  # for temporaries
             yield
         finally:
-            for store, key, tensor in replaced:
-                store[key] = tensor
+            for tensors, key, tensor in replaced:
+                tensors[key] = tensor
 
 
 def _stand_in(tensor: Tensor, device: str) -> Tensor:
     """Return a tensor of the same shape; filled with NaN (see [Note: module initializers])."""
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    if device == "cpu" and _has_nan(tensor.dtype):
-        made.fill_(float("nan"))
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    if device == "cpu" and _supports_nan(tensor.dtype):
+        stand_in.fill_(float("nan"))
+    return (
+        nn.Parameter(stand_in, tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else stand_in
+    )
 
 
-def _inside_first(modules: Mapping[str, nn.Module], owners: Iterable[list[str]]) -> list[str]:
+def _children_first(modules: Mapping[str, nn.Module], owners: Iterable[list[str]]) -> list[str]:
     """Return the owners and their ancestors, in reverse module order: children first."""
-    lines = {above for names in owners for name in names for above in _line(name)}
-    return [name for name in reversed(list(modules)) if name in lines]
+    included = {ancestor for names in owners for name in names for ancestor in _lineage(name)}
+    return [name for name in reversed(list(modules)) if name in included]
 
 
-def _line(name: str) -> Iterator[str]:
+def _lineage(name: str) -> Iterator[str]:
     """Yield the name of a module and those of its ancestors, up to the root."""
     yield name
     while name:
@@ -172,15 +178,15 @@ def _line(name: str) -> Iterator[str]:
 
 def _callable_initialisers(module: nn.Module) -> list[MethodType]:
     """Return the initializers of a module that can be called without arguments."""
-    found: list[MethodType] = []
+    methods: list[MethodType] = []
     for name in _INITIALISERS:
         method = getattr(module, name, None)
         if inspect.ismethod(method):
             parameters = inspect.signature(method).parameters.values()
             variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
             if all(p.default is not p.empty or p.kind in variable for p in parameters):
-                found.append(method)
-    return found
+                methods.append(method)
+    return methods
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
@@ -190,11 +196,11 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]
         yield from ((store, key, t) for key, t in list(store.items()) if t is not None)
 
 
-def _has_nan(dtype: torch.dtype) -> bool:
+def _supports_nan(dtype: torch.dtype) -> bool:
     return (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
 
 
-def _shows_nan(tensor: Tensor) -> bool:
+def _contains_nan(tensor: Tensor) -> bool:
     """Return True if an element is NaN; `min` propagates NaN without a temporary tensor."""
     flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return bool(flat.numel()) and bool(flat.min().isnan())

@@ -82,14 +82,14 @@ class LazyTensor(Tensor):
     """
 
     _read: Read
-    is_window = True  # other tensors would see an edit: it is read from a file, or a view
+    has_aliases = True  # other tensors would see an edit: it is read from a file, or a view
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> LazyTensor:
         """Create a lazy tensor; `read` returns values of this shape, on the CPU."""
-        made: LazyTensor = tensor_without_memory(cls, shape, dtype)
-        made._read = read
-        return made
+        tensor: LazyTensor = tensor_without_memory(cls, shape, dtype)
+        tensor._read = read
+        return tensor
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> None:
         super().__init__()
@@ -105,11 +105,11 @@ class LazyTensor(Tensor):
     def __torch_function__(
         cls, call: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        inherited: Any = super().__torch_function__
-        result = inherited(call, types, args, kwargs or {})
+        default_function: Any = super().__torch_function__
+        result = default_function(call, types, args, kwargs or {})
         if call == _SET_DATA and isinstance(args[0], LazyTensor):
-            given = args[1]
-            args[0]._read = given._read if isinstance(given, LazyTensor) else given.detach
+            source = args[1]
+            args[0]._read = source._read if isinstance(source, LazyTensor) else source.detach
         return result
 
     @classmethod
@@ -119,28 +119,29 @@ class LazyTensor(Tensor):
         kwargs = kwargs or {}
         mutated = mutated_arguments(call, args, kwargs)
         if mutated and not any(isinstance(tensor, LazyTensor) for tensor in mutated):
-            call(*tree_map(_made, args), **tree_map(_made, kwargs))
+            call(*tree_map(_to_real, args), **tree_map(_to_real, kwargs))
             return mutated[0]  # a copy into a real tensor
         if mutated:
-            return _changed(mutated[0], call, args, kwargs)
-        found = results_on_meta(call, args, kwargs)
-        if found is NotImplemented:
-            return call(*tree_map(_made, args), **tree_map(_made, kwargs))
-        args, kwargs = tree_map(_as_of_now, args), tree_map(_as_of_now, kwargs)
-        several = isinstance(found, tuple | list)
-        results = list(found) if several else [found]
+            return _record_mutation(mutated[0], call, args, kwargs)
+        meta_results = results_on_meta(call, args, kwargs)
+        if meta_results is NotImplemented:
+            return call(*tree_map(_to_real, args), **tree_map(_to_real, kwargs))
+        args, kwargs = tree_map(_take_snapshot, args), tree_map(_take_snapshot, kwargs)
+        is_sequence = isinstance(meta_results, tuple | list)
+        results = list(meta_results) if is_sequence else [meta_results]
         if not tensors_in(results):
-            return found
+            return meta_results
         for index, meta in enumerate(results):
             if isinstance(meta, Tensor):
-                shape, number = tuple(meta.shape), index if several else None
-                make: Read = _Result(shape, call, args, kwargs, number)
+                shape = tuple(meta.shape)
+                result_index = index if is_sequence else None
+                result_read: Read = _Result(shape, call, args, kwargs, result_index)
                 if _only_casts(call, args[0], meta):
-                    make = args[0].read
-                made = LazyTensor(shape, meta.dtype, make)
-                made.is_window = only_makes_views(call)
-                results[index] = made
-        return results if several else results[0]
+                    result_read = args[0].read
+                lazy = LazyTensor(shape, meta.dtype, result_read)
+                lazy.has_aliases = only_makes_views(call)
+                results[index] = lazy
+        return results if is_sequence else results[0]
 
 
 def resolve_lazy_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Read]]]:
@@ -150,7 +151,7 @@ def resolve_lazy_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str
     """
     reads: dict[int, Read] = {}
     for path, module in model.named_modules():
-        found = {}
+        module_reads = {}
         for name, parameter in module._parameters.items():
             if isinstance(parameter, LazyTensor):
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
@@ -158,29 +159,29 @@ def resolve_lazy_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str
                 reads[id(parameter)] = parameter._read
                 swap_parameters(f"{path}.{name}", "has no memory yet", parameter, meta)
             if parameter is not None and id(parameter) in reads:
-                found[name] = reads[id(parameter)]
-        if found:
-            yield module, found
+                module_reads[name] = reads[id(parameter)]
+        if module_reads:
+            yield module, module_reads
 
 
-def _changed(tensor: Tensor, call: Any, args: Any, kwargs: Any) -> Tensor:
+def _record_mutation(tensor: Tensor, call: Any, args: Any, kwargs: Any) -> Tensor:
     """Record an in-place operation on a temporary, as the initialization of a weight norm's result.
 
     Raises `ConfigError` for a weight: its views and other reads would not see the change.
     """
-    if not isinstance(tensor, LazyTensor) or tensor.is_window:
+    if not isinstance(tensor, LazyTensor) or tensor.has_aliases:
         raise ConfigError(
             f"{call} changes a weight in place before the engine has it",
             remedy="change it after initialize(), inside `with engine.materialized(...)`",
         )
-    args, kwargs = tree_map(_as_of_now, args), tree_map(_as_of_now, kwargs)
+    args, kwargs = tree_map(_take_snapshot, args), tree_map(_take_snapshot, kwargs)
     tensor._read = _Result(tuple(tensor.shape), call, args, kwargs, None)
     return tensor
 
 
 def _only_casts(call: Any, source: Any, result: Tensor) -> bool:
-    floats = isinstance(source, _AsOfNow) and source.dtype.is_floating_point
-    return is_cast(call) and floats and result.is_floating_point()
+    is_floating = isinstance(source, _Snapshot) and source.dtype.is_floating_point
+    return is_cast(call) and is_floating and result.is_floating_point()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ class _Result:
 
     def __call__(self) -> Tensor:
         """Run the operation on real values; copy a result that is a view of a larger storage."""
-        result = self.call(*tree_map(_made, self.args), **tree_map(_made, self.kwargs))
+        result = self.call(*tree_map(_to_real, self.args), **tree_map(_to_real, self.kwargs))
         chosen: Tensor = result if self.index is None else result[self.index]
         if chosen.untyped_storage().nbytes() > chosen.nbytes:
             return chosen.clone(memory_format=torch.contiguous_format)
@@ -204,39 +205,42 @@ class _Result:
     def pieces(self, first: int, count: int) -> list[Read] | None:
         """See `ChunkedRead`; only for aliases and concatenations, as of fused experts."""
         if self.call in _SAME_ORDER:
-            return _pieces(self.args[0], first, count)
-        if self.call not in _JOINS:
+            return _snapshot_pieces(self.args[0], first, count)
+        if self.call not in _CONCATENATIONS:
             return None
         tensors = self.args[0]
         dim = self.args[1] if len(self.args) > 1 else self.kwargs.get("dim", 0)
         dim %= len(self.shape)
         # The result repeats one block of each tensor; a block spans the dimensions from `dim` on.
         blocks = [math.prod(t.shape[dim:]) for t in tensors]
-        if sum(blocks) < _LEAST_BLOCK * len(blocks) and not _is_packed(tensors[0]):
+        if sum(blocks) < _MIN_BLOCK * len(blocks) and not _is_packed(tensors[0]):
             return None
-        found: list[Read] = []
-        end, run = first + count, first // sum(blocks)
-        start = run * sum(blocks)  # offset of a block in the result
+        reads: list[Read] = []
+        end = first + count
+        repetition = first // sum(blocks)
+        start = repetition * sum(blocks)  # offset of a block in the result
         while start < end:
             for tensor, block in zip(tensors, blocks, strict=True):
-                begin, stop = max(first - start, 0), min(end - start, block)
-                if begin < stop:
-                    pieces = _pieces(tensor, run * block + begin, stop - begin)
-                    if pieces is None:
+                begin, block_end = max(first - start, 0), min(end - start, block)
+                if begin < block_end:
+                    block_reads = _snapshot_pieces(
+                        tensor, repetition * block + begin, block_end - begin
+                    )
+                    if block_reads is None:
                         return None
-                    found += pieces
+                    reads += block_reads
                 start += block
-            run += 1
-        return found
+            repetition += 1
+        return reads
 
 
 _SAME_ORDER = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
-_JOINS = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
-_LEAST_BLOCK = 4096  # elements; separate reads of smaller blocks cost more than they save
+_CONCATENATIONS = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
+_MIN_BLOCK = 4096  # elements; separate reads of smaller blocks cost more than they save
 
 
 @dataclass(frozen=True)
-class _AsOfNow:
+class _Snapshot:
     """A lazy tensor as an argument: its value at the time of the call, not of later assignments."""
 
     read: Read
@@ -244,22 +248,22 @@ class _AsOfNow:
     dtype: torch.dtype
 
 
-def _as_of_now(leaf: Any) -> Any:
+def _take_snapshot(leaf: Any) -> Any:
     if not isinstance(leaf, LazyTensor):
         return leaf
-    return _AsOfNow(leaf._read, tuple(leaf.shape), leaf.dtype)
+    return _Snapshot(leaf._read, tuple(leaf.shape), leaf.dtype)
 
 
-def _pieces(leaf: Any, first: int, count: int) -> list[Read] | None:
-    lazy = isinstance(leaf, _AsOfNow)
-    return pieces_of(leaf.read, leaf.shape, first, count) if lazy else None
+def _snapshot_pieces(leaf: Any, first: int, count: int) -> list[Read] | None:
+    is_lazy = isinstance(leaf, _Snapshot)
+    return pieces_of(leaf.read, leaf.shape, first, count) if is_lazy else None
 
 
 def _is_packed(leaf: Any) -> bool:
-    return any(isinstance(read, PackedRead) for read in _pieces(leaf, 0, 1) or ())
+    return any(isinstance(read, PackedRead) for read in _snapshot_pieces(leaf, 0, 1) or ())
 
 
-def _made(leaf: Any) -> Any:
-    if isinstance(leaf, _AsOfNow):
+def _to_real(leaf: Any) -> Any:
+    if isinstance(leaf, _Snapshot):
         return leaf.read()
     return leaf.value() if isinstance(leaf, LazyTensor) else leaf

@@ -31,7 +31,7 @@ from infinity.model.initialisers import Initialisers, tensors_of
 from infinity.model.lazy_tensor import PackedRead, Read, pieces_of, resolve_lazy_tensors
 from infinity.model.targets import piece_bytes
 
-_M = TypeVar("_M", bound="_InitMark")
+_MarkT = TypeVar("_MarkT", bound="_InitMark")
 
 
 class _InitMark:
@@ -50,7 +50,7 @@ class _InitMark:
         )
 
 
-class _Unwritten(_InitMark):
+class _DeferredMark(_InitMark):
     """Mark of modules built under `Init`: its deferred tensors, and their versions at its end."""
 
     def __init__(self, deferral: DeferredInitMode) -> None:
@@ -75,7 +75,7 @@ class _Unwritten(_InitMark):
         return self
 
 
-class _Remembered(_InitMark):
+class _ReadsMark(_InitMark):
     """Mark of a module passed to `remember_values`: functions that read values, by name."""
 
     def __init__(self, read: Mapping[str, Read]) -> None:
@@ -116,7 +116,7 @@ class Init:
         self._seed = load_config(config).seed if config is not None else None
         self._threshold = threshold_bytes
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
-        self._mark: _Unwritten | None = None
+        self._mark: _DeferredMark | None = None
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
@@ -129,35 +129,35 @@ class Init:
         if self._seed is not None:
             torch.manual_seed(self._seed)
         self._modules = {}
-        self._mark = _Unwritten(DeferredInitMode(self._threshold))
+        self._mark = _DeferredMark(DeferredInitMode(self._threshold))
         with ExitStack() as undo:
             for register in (
                 registration.register_module_parameter_registration_hook,
                 registration.register_module_buffer_registration_hook,
                 registration.register_module_module_registration_hook,
             ):
-                undo.callback(register(self._note).remove)
+                undo.callback(register(self._on_registration).remove)
             undo.enter_context(self._mark.deferral)
             self._undo = undo.pop_all()
         return self
 
-    def __exit__(self, kind: object, *error: object) -> None:
+    def __exit__(self, error_type: object, *error: object) -> None:
         mark, self._mark = self._mark, None
         self._undo.close()
         assert mark is not None
         mark.deferral.forget_shadows()
         mark.is_open = False
         modules, self._modules = self._modules, {}
-        if kind is not None:
+        if error_type is not None:
             return
         seen: set[nn.Module] = set()
         for reference in modules.values():
             root = reference()
             if root is not None:  # `seen` skips modules that another root has yielded
                 for _, module in root.named_modules(memo=seen):
-                    _settle(module, mark)
+                    _record_versions(module, mark)
 
-    def _note(self, module: nn.Module, name: str, item: Any) -> None:
+    def _on_registration(self, module: nn.Module, name: str, item: Any) -> None:
         """Note a module that gets a parameter, buffer or child (torch's registration hook).
 
         It is marked at once, not only at the end of the block, so that deep copies are marked.
@@ -166,7 +166,7 @@ class Init:
         if mark is None:
             return
         if isinstance(item, Tensor) and mark.deferral.holds(item):
-            _put(module, mark)
+            _add_mark(module, mark)
         self._modules[id(module)] = weakref.ref(module)
 
 
@@ -194,13 +194,13 @@ def remember_values(model: nn.Module, read: Mapping[str, Read]) -> None:
             f"the model has no {', '.join(map(repr, unknown))}",
             remedy="use names from model.named_parameters() and model.named_buffers()",
         )
-    _put(model, _Remembered(read))
+    _add_mark(model, _ReadsMark(read))
 
 
 def is_building(threshold_bytes: int = DEFER_FROM_BYTES) -> bool:
     """Return True if large tensors are created on meta: by an `Init` block or `torch.device`."""
-    made = torch.empty(max(threshold_bytes, DEFER_FROM_BYTES), dtype=torch.uint8)
-    return made.untyped_storage().device.type == "meta"
+    probe = torch.empty(max(threshold_bytes, DEFER_FROM_BYTES), dtype=torch.uint8)
+    return probe.untyped_storage().device.type == "meta"
 
 
 class InitialValues:
@@ -219,21 +219,21 @@ class InitialValues:
         for module, read in resolve_lazy_tensors(model):
             remember_values(module, read)
         self._model = model
-        self._read: dict[int, Read] = dict(known or {})
+        self._reads: dict[int, Read] = dict(known or {})
         self._initialisers: Initialisers | None = None
-        self._remember()
+        self._take_remembered()
         named: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in _named_tensors(model):
-            if tensor.is_meta and id(tensor) not in self._read:
+            if tensor.is_meta and id(tensor) not in self._reads:
                 named.setdefault(id(tensor), (name, tensor))
-        self._take_from_init(dict(named.values()))
-        wanted = {name: tensor for key, (name, tensor) in named.items() if key not in self._read}
+        self._take_deferred(dict(named.values()))
+        wanted = {name: tensor for key, (name, tensor) in named.items() if key not in self._reads}
         if wanted:
             if seed is None:
                 seed = int(torch.randint(2**62, ()))
             self._initialisers = Initialisers(model, wanted, seed)
             for tensor in wanted.values():
-                self._read[id(tensor)] = partial(self._initialisers.value, tensor)
+                self._reads[id(tensor)] = partial(self._initialisers.value, tensor)
 
     def check(self) -> None:
         """Raise one `ConfigError` naming every tensor on meta that no initializer fills.
@@ -248,16 +248,16 @@ class InitialValues:
 
         Other values are CPU tensors of the same shape, of any dtype if they are read.
         """
-        read = self._read.get(id(tensor))
+        read = self._reads.get(id(tensor))
         return tensor if read is None else read()
 
     def makes(self, tensor: Tensor) -> bool:
         """Return True if each call of `value` computes or reads the value anew."""
-        return id(tensor) in self._read
+        return id(tensor) in self._reads
 
     def pieces(self, tensor: Tensor, first: int, count: int) -> list[Read] | None:
         """Return reads of `count` elements of the initial value from `first`; see `ChunkedRead`."""
-        read = self._read.get(id(tensor))
+        read = self._reads.get(id(tensor))
         return None if read is None else pieces_of(read, tensor.shape, first, count)
 
     def most_bytes(self, parameters: Iterable[Tensor], quantises: bool) -> int:
@@ -267,10 +267,10 @@ class InitialValues:
         """
 
         def nbytes(tensor: Tensor) -> int:
-            inside = self.pieces(tensor, 0, tensor.numel())
-            if inside is None:
+            reads = self.pieces(tensor, 0, tensor.numel())
+            if reads is None:
                 return tensor.nbytes
-            packed = any(isinstance(read, PackedRead) for read in inside[:1])
+            packed = any(isinstance(read, PackedRead) for read in reads[:1])
             return piece_bytes(tensor, is_matrix=packed or (quantises and not tensor.requires_grad))
 
         return max((nbytes(tensor) for tensor in parameters if tensor.is_meta), default=0)
@@ -281,38 +281,40 @@ class InitialValues:
             hooks = module._forward_pre_hooks
             for key in [key for key, hook in hooks.items() if isinstance(hook, _InitMark)]:
                 del hooks[key]
-        self._read.clear()
+        self._reads.clear()
         self._initialisers = None
 
-    def _remember(self) -> None:
+    def _take_remembered(self) -> None:
         tensors = dict(_named_tensors(self._model))
         for path, module in self._model.named_modules():
-            for mark in _marks(module, _Remembered):
+            for mark in _marks(module, _ReadsMark):
                 for name, read in mark.read.items():
-                    full = f"{path}.{name}" if path else name
-                    if full in tensors:
-                        tensor = tensors[full]
-                        self._read[id(tensor)] = _Checked(full, tensor.shape, read)
+                    full_name = f"{path}.{name}" if path else name
+                    if full_name in tensors:
+                        tensor = tensors[full_name]
+                        self._reads[id(tensor)] = _CheckedRead(full_name, tensor.shape, read)
 
-    def _take_from_init(self, named: Mapping[str, Tensor]) -> None:
-        marks = {id(m): m for module in self._model.modules() for m in _marks(module, _Unwritten)}
+    def _take_deferred(self, named: Mapping[str, Tensor]) -> None:
+        marks = {
+            id(m): m for module in self._model.modules() for m in _marks(module, _DeferredMark)
+        }
         if any(mark.is_open for mark in marks.values()):
             raise ConfigError(
                 "initialize() was called inside the `with infinity.Init()` block of its model",
                 remedy="end the block after the model is built",
             )
-        lost = []
+        changed = []
         for name, tensor in named.items():
             mark = next((m for m in marks.values() if m.deferral.holds(tensor)), None)
             if mark is not None:
-                self._read[id(tensor)] = partial(mark.deferral.value, tensor.data)
+                self._reads[id(tensor)] = partial(mark.deferral.value, tensor.data)
                 if mark.versions.get(id(tensor), tensor._version) != tensor._version:
-                    lost.append(name)
-            elif _marks(self._model.get_submodule(name.rpartition(".")[0]), _Unwritten):
-                lost.append(name)
-        if lost:
+                    changed.append(name)
+            elif _marks(self._model.get_submodule(name.rpartition(".")[0]), _DeferredMark):
+                changed.append(name)
+        if changed:
             raise ConfigError(
-                f"changed after infinity.Init: {', '.join(map(repr, lost))}",
+                f"changed after infinity.Init: {', '.join(map(repr, changed))}",
                 because="a tensor without values was edited, cast, copied or replaced; the change "
                 "cannot be made again",
                 remedy="do it inside the `with infinity.Init()` block",
@@ -325,7 +327,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Checked:
+class _CheckedRead:
     """A `Read` that checks that the value has the shape of the model's tensor."""
 
     name: str
@@ -347,19 +349,19 @@ class _Checked:
         return pieces_of(self.read, self.shape, first, count)
 
 
-def _marks(module: nn.Module, kind: type[_M]) -> list[_M]:
+def _marks(module: nn.Module, mark_class: type[_MarkT]) -> list[_MarkT]:
     hooks: list[Any] = list(module._forward_pre_hooks.values())
-    return [hook for hook in hooks if isinstance(hook, kind)]
+    return [hook for hook in hooks if isinstance(hook, mark_class)]
 
 
-def _put(module: nn.Module, mark: _InitMark) -> None:
-    if not any(known is mark for known in _marks(module, _InitMark)):
+def _add_mark(module: nn.Module, mark: _InitMark) -> None:
+    if not any(hook is mark for hook in _marks(module, _InitMark)):
         module.register_forward_pre_hook(mark)
 
 
-def _settle(module: nn.Module, mark: _Unwritten) -> None:
+def _record_versions(module: nn.Module, mark: _DeferredMark) -> None:
     """Record the versions of the module's direct deferred tensors at the end of the block."""
     for _, _, tensor in tensors_of(module):
         if mark.deferral.holds(tensor):
-            _put(module, mark)
+            _add_mark(module, mark)
             mark.versions[id(tensor)] = tensor._version

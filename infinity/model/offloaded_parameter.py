@@ -53,7 +53,7 @@ _IN_PLACE = frozenset(
 
 _GRADIENT_HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 # These use only metadata of their second argument.
-_LIKE_OTHER = frozenset(("view_as", "reshape_as", "expand_as", "type_as"))
+_LIKE_SECOND_ARGUMENT = frozenset(("view_as", "reshape_as", "expand_as", "type_as"))
 
 
 class Access(Protocol):
@@ -78,10 +78,10 @@ class Access(Protocol):
         """Raise `ResidencyError` if autograd never computes the parameter's full gradient."""
 
 
-_NAME = "_infinity_engine"
+_MARK_ATTRIBUTE = "_infinity_engine"
 
 
-def _nothing() -> None:
+def _no_engine() -> None:
     """Return None: a dead weak reference, for parameters without an engine."""
 
 
@@ -89,7 +89,7 @@ class _EngineMark:
     """Weak references to the engine of a parameter and its `Access`; not copied or pickled."""
 
     def __init__(self, engine: object | None, access: Access) -> None:
-        self.engine = _nothing if engine is None else weakref.ref(engine)
+        self.engine = _no_engine if engine is None else weakref.ref(engine)
         self.access = weakref.ref(access)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -103,18 +103,18 @@ def name_engine(parameters: Iterable[nn.Parameter], engine: object | None, acces
     """Set the engine of parameters (None without one) and the access to their values."""
     mark = _EngineMark(engine, access)
     for parameter in parameters:
-        setattr(parameter, _NAME, mark)
+        setattr(parameter, _MARK_ATTRIBUTE, mark)
 
 
 def unname_engine(parameters: Iterable[nn.Parameter]) -> None:
     """Undo `name_engine`."""
     for parameter in parameters:
-        vars(parameter).pop(_NAME, None)
+        vars(parameter).pop(_MARK_ATTRIBUTE, None)
 
 
 def engine_of(tensor: Tensor) -> Any:
     """Return the engine that a parameter belongs to, or None."""
-    mark = getattr(tensor, _NAME, None)
+    mark = getattr(tensor, _MARK_ATTRIBUTE, None)
     return mark.engine() if isinstance(mark, _EngineMark) else None
 
 
@@ -127,51 +127,54 @@ class OffloadedParameter:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs, (name, is_set) = kwargs or {}, _name_of(func)
+        kwargs = kwargs or {}
+        name, is_set = _name_of(func)
         if name in _GRADIENT_HOOKS or func is torch.autograd.grad:
             for parameter in _tensors((args, kwargs)):
                 if (access := _access_of(parameter)) is not None:
                     access.check_gradient(parameter, name)
         if name in _METADATA or (
-            name in _LIKE_OTHER and not isinstance(args[0], OffloadedParameter)
+            name in _LIKE_SECOND_ARGUMENT and not isinstance(args[0], OffloadedParameter)
         ):
             with without_torch_function():
-                found = func(*args, **kwargs)
-            if name == "grad" and found is None and not is_set and (access := _access_of(args[0])):
+                result = func(*args, **kwargs)
+            if name == "grad" and result is None and not is_set and (access := _access_of(args[0])):
                 access.note_missing_gradient()
-            return found
-        found = [p for p in _tensors((args, kwargs)) if isinstance(p, OffloadedParameter)]
-        for parameter in found:
+            return result
+        parameters = [p for p in _tensors((args, kwargs)) if isinstance(p, OffloadedParameter)]
+        for parameter in parameters:
             if isinstance(parameter, OffloadedParameter):  # `wake` of the first may load the others
                 _access(parameter).wake()
-        if _edits(func, name, args, kwargs, is_set=is_set):
-            raise _refused(name, "an offloaded parameter")
-        found = [p for p in found if isinstance(p, OffloadedParameter)]
+        if _is_edit(func, name, args, kwargs, is_set=is_set):
+            raise _edit_error(name, "an offloaded parameter")
+        parameters = [p for p in parameters if isinstance(p, OffloadedParameter)]
         recorded = torch.is_grad_enabled() and name not in ("data", "detach")
         values: dict[int, Tensor] = {}
-        for parameter in found:
-            access, value = _access(parameter), None
+        for parameter in parameters:
+            access = _access(parameter)
+            value = None
             if not (recorded and _metadata(parameter, "requires_grad")):
                 value = access.copy(parameter)
             if value is None:
                 values[id(parameter)] = access.fetch(parameter)
             else:
-                values[id(parameter)] = _read_only(value, _Origin(parameter, access))
+                values[id(parameter)] = _as_read_only(value, _Origin(parameter, access))
         if any(isinstance(value, OffloadedParameter) for value in values.values()):  # evicted again
             raise ResidencyError(
-                f"{name}() of {len(found)} parameters at once: the slots do not hold all of them",
+                f"{name}() of {len(parameters)} parameters at once: "
+                "the slots do not hold all of them",
                 because="they are in different units, and a resident unit needs a slot",
                 remedy="raise prefetch_units; or read them one by one, under torch.no_grad()",
             )
-        return func(*_replaced(args, values), **_replaced(kwargs, values))
+        return func(*_replace(args, values), **_replace(kwargs, values))
 
     def __repr__(self) -> str:
-        shape, dtype = (_metadata(self, what) for what in ("shape", "dtype"))
+        shape, dtype = (_metadata(self, attribute) for attribute in ("shape", "dtype"))
         return f"Parameter containing: offloaded, shape {tuple(shape)}, {dtype}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        made = memo[id(self)] = self._plain()
-        return made
+        copied = memo[id(self)] = self._plain()
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -219,9 +222,10 @@ class ReadOnly(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs, (name, is_set) = kwargs or {}, _name_of(func)
-        if name not in _METADATA and _edits(func, name, args, kwargs, is_set=is_set):
-            raise _refused(name, "the value of an offloaded parameter")
+        kwargs = kwargs or {}
+        name, is_set = _name_of(func)
+        if name not in _METADATA and _is_edit(func, name, args, kwargs, is_set=is_set):
+            raise _edit_error(name, "the value of an offloaded parameter")
         shared = {t: t.origin for t in _tensors((args, kwargs)) if isinstance(t, ReadOnly)}
         for origin in shared.values() if name not in _METADATA else ():
             origin.check()
@@ -229,11 +233,11 @@ class ReadOnly(Tensor):
             result = func(*args, **kwargs)
         if name == "numpy":
             result.setflags(write=False)
-        return _protected(result, {_storage(t): origin for t, origin in shared.items()})
+        return _protect(result, {_storage(t): origin for t, origin in shared.items()})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        made = memo[id(self)] = self.clone()
-        return made
+        copied = memo[id(self)] = self.clone()
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -243,9 +247,11 @@ class ReadOnly(Tensor):
 def offload_class(kind: type[nn.Parameter]) -> type:
     """Return the class of offloaded parameters of class `kind`."""
     members = {"__slots__": (), "__module__": __name__}
-    make: Any = type(kind)
-    made: type = make(f"Offloaded{kind.__name__}", (OffloadedParameter, kind), members)
-    return made
+    metaclass: Any = type(kind)
+    offloaded_class: type = metaclass(
+        f"Offloaded{kind.__name__}", (OffloadedParameter, kind), members
+    )
+    return offloaded_class
 
 
 def gone() -> EngineClosedError:
@@ -260,7 +266,7 @@ def gone() -> EngineClosedError:
 
 
 def _access_of(tensor: Tensor) -> Access | None:
-    mark = vars(tensor).get(_NAME)
+    mark = vars(tensor).get(_MARK_ATTRIBUTE)
     return mark.access() if isinstance(mark, _EngineMark) else None
 
 
@@ -280,35 +286,41 @@ def _name_of(func: Any) -> tuple[str, bool]:
     """Return the name of a function or property, and whether a property is set or deleted."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
-        of = getattr(getattr(func, "__self__", None), "__name__", "")
-        return of, name != "__get__"
+        property_name = getattr(getattr(func, "__self__", None), "__name__", "")
+        return property_name, name != "__get__"
     return name, False
 
 
-def _edits(
+def _is_edit(
     func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_set: bool
 ) -> bool:
     """Return True if the operation writes to an offloaded parameter or a `ReadOnly` copy."""
     writes = is_set or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    targets = [kwargs.get("out"), args[:1] if writes else None, _written(func, args, kwargs)]
+    targets = [
+        kwargs.get("out"),
+        args[:1] if writes else None,
+        _written_arguments(func, args, kwargs),
+    ]
     return any(isinstance(t, OffloadedParameter | ReadOnly) for t in _tensors(targets))
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arguments that a `torch.ops` operation writes to, from its schemas."""
-    overloads = getattr(func, "overloads", None)
-    found = [func] if overloads is None else [getattr(func, name) for name in overloads()]
+    overload_names = getattr(func, "overloads", None)
+    overloads = (
+        [func] if overload_names is None else [getattr(func, name) for name in overload_names()]
+    )
     written = []
-    for schema in filter(None, (getattr(one, "_schema", None) for one in found)):
+    for schema in filter(None, (getattr(overload, "_schema", None) for overload in overloads)):
         for index, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written += [*args[index : index + 1], kwargs.get(argument.name)]
     return written
 
 
-def _refused(name: str, what: str) -> ResidencyError:
+def _edit_error(name: str, subject: str) -> ResidencyError:
     return ResidencyError(
-        f"{name} of {what}: it cannot be edited here; nothing was changed",
+        f"{name} of {subject}: it cannot be edited here; nothing was changed",
         because="its memory is on another tier, or is a slot that is reused",
         remedy=EDIT,
     )
@@ -324,13 +336,13 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
         yield from _tensors(list(tree.values()))
 
 
-def _replaced(tree: Any, values: Mapping[int, Tensor]) -> Any:
+def _replace(tree: Any, values: Mapping[int, Tensor]) -> Any:
     if isinstance(tree, Tensor):
         return values.get(id(tree), tree)
     if isinstance(tree, dict):
-        return {key: _replaced(item, values) for key, item in tree.items()}
+        return {key: _replace(item, values) for key, item in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(_replaced(item, values) for item in tree)
+        return type(tree)(_replace(item, values) for item in tree)
     return tree
 
 
@@ -339,15 +351,15 @@ def _storage(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
 
 
-def _read_only(value: Tensor, origin: _Origin) -> ReadOnly:
-    made = value.as_subclass(ReadOnly)
-    made.origin = origin
-    return made
+def _as_read_only(value: Tensor, origin: _Origin) -> ReadOnly:
+    read_only = value.as_subclass(ReadOnly)
+    read_only.origin = origin
+    return read_only
 
 
-def _protected(result: Any, shared: Mapping[int, _Origin]) -> Any:
+def _protect(result: Any, shared: Mapping[int, _Origin]) -> Any:
     if type(result) is Tensor and _storage(result) in shared:
-        return _read_only(result, shared[_storage(result)])
+        return _as_read_only(result, shared[_storage(result)])
     if type(result) in (list, tuple):
-        return type(result)(_protected(item, shared) for item in result)
+        return type(result)(_protect(item, shared) for item in result)
     return result

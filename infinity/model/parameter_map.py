@@ -49,10 +49,10 @@ class ParameterMap(dict[str, nn.Parameter | None]):
         def value() -> Tensor:
             parameter = dict.__getitem__(self, name)
             assert parameter is not None
-            found = self._touch(parameter)
+            tensor = self._touch(parameter)
             for change in changes:
-                found = change(found)
-            return found
+                tensor = change(tensor)
+            return tensor
 
         self._changes[name] = value
         try:
@@ -111,14 +111,14 @@ class GoneParameters(dict[str, nn.Parameter | None]):
     __getitem__ = get = items = values = copy = __deepcopy__ = __reduce_ex__ = _refuse
 
 
-def _once_awake(name: str) -> Callable[..., Any]:
+def _after_loading(name: str) -> Callable[..., Any]:
     def method(self: StoredParameters, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.awake(), name)(*args, **kwargs)
+        return getattr(self.load(), name)(*args, **kwargs)
 
     return method
 
 
-class Wakes(Protocol):
+class StoredValues(Protocol):
     """Values that a collected engine left on their tiers."""
 
     def wake(self) -> None:
@@ -132,24 +132,24 @@ class StoredParameters(dict[str, nn.Parameter | None]):
     parameter does (see `offloaded_parameter.Access.wake`).
     """
 
-    def __init__(self, module: nn.Module, stored: Wakes) -> None:
+    def __init__(self, module: nn.Module, stored: StoredValues) -> None:
         super().__init__(dict.items(module._parameters))
         self._module = weakref.ref(module)
         self.stored = stored
 
-    def awake(self) -> dict[str, nn.Parameter | None]:
+    def load(self) -> dict[str, nn.Parameter | None]:
         """Load all values; return the module's plain dict of parameters."""
         self.stored.wake()
         module = self._module()
         assert module is not None
         return module._parameters
 
-    __getitem__ = _once_awake("__getitem__")
-    __setitem__ = _once_awake("__setitem__")
-    __delitem__ = _once_awake("__delitem__")
-    __reduce_ex__ = _once_awake("__reduce_ex__")
-    clear, copy, get, pop = map(_once_awake, ("clear", "copy", "get", "pop"))
-    popitem, setdefault, update = map(_once_awake, ("popitem", "setdefault", "update"))
+    __getitem__ = _after_loading("__getitem__")
+    __setitem__ = _after_loading("__setitem__")
+    __delitem__ = _after_loading("__delitem__")
+    __reduce_ex__ = _after_loading("__reduce_ex__")
+    clear, copy, get, pop = map(_after_loading, ("clear", "copy", "get", "pop"))
+    popitem, setdefault, update = map(_after_loading, ("popitem", "setdefault", "update"))
 
 
 def refuse_copy() -> NoReturn:
@@ -238,14 +238,14 @@ class Installation:
 
     def __init__(self, root: nn.Module, touch: Touch) -> None:
         self.gone = False  # whether values are lost at `remove`
-        self.stored: Wakes | None = None  # where values stay stored otherwise
+        self.stored: StoredValues | None = None  # where values stay stored otherwise
         self.on_new: Callable[[nn.Module], None] = lambda module: None
         self._touch = touch
-        self._held = {id(parameter) for parameter in root.parameters()}
+        self._parameter_ids = {id(parameter) for parameter in root.parameters()}
         self.modules: list[nn.Module] = []
-        self._take("", root)
+        self._install("", root)
 
-    def _take(self, path: str, root: nn.Module) -> None:
+    def _install(self, path: str, root: nn.Module) -> None:
         """Replace the attributes of a tree whose parameters the engine holds."""
         for name, module in root.named_modules(prefix=path):
             if not isinstance(module._parameters, ParameterMap):
@@ -264,27 +264,27 @@ class Installation:
     def _admit(self, path: str, name: str, module: nn.Module) -> None:
         """Raise `ResidencyError` for a module with new parameters: they would not be trained."""
         path = f"{path}.{name}" if path else name
-        strangers = [n for n, p in module.named_parameters() if id(p) not in self._held]
-        if strangers:
+        unknown = [n for n, p in module.named_parameters() if id(p) not in self._parameter_ids]
+        if unknown:
             raise ResidencyError(
-                f"{path!r} becomes a {type(module).__name__} with {len(strangers)} parameters that "
-                f"the engine does not hold: {listed(strangers, 3)}",
+                f"{path!r} becomes a {type(module).__name__} with {len(unknown)} parameters that "
+                f"the engine does not hold: {listed(unknown, 3)}",
                 because="adapters, new or larger embeddings and other layers that come after "
                 "initialize() have no optimizer state: they would never be trained",
                 remedy=CHANGE_BEFORE,
             )
-        self._take(path, module)
+        self._install(path, module)
 
     def remove(self) -> None:
         """Restore methods and plain dicts; of parameters unless values are lost or stored."""
-        kind: Callable[..., Any] = GoneParameters if self.gone else dict
+        dict_class: Callable[..., Any] = GoneParameters if self.gone else dict
         for module in self.modules:
             if isinstance(module._parameters, ParameterMap):
                 plain = module._parameters
-                found = kind(plain)
+                parameters = dict_class(plain)
                 if self.stored is not None:
-                    found = StoredParameters(module, self.stored)
-                module.__dict__["_parameters"] = found
+                    parameters = StoredParameters(module, self.stored)
+                module.__dict__["_parameters"] = parameters
                 module.__dict__["_modules"] = dict(module._modules)
             module.__dict__.pop("_apply", None)
             module.__dict__.pop("flatten_parameters", None)

@@ -51,12 +51,12 @@ def zero_grad_of(module: nn.Module, drop: Callable[[], None]) -> Callable[..., N
 
 def freeze(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
     """Set `requires_grad` of these parameters to False; return a function that undoes it."""
-    changed = [parameter for parameter in parameters if parameter.requires_grad]
-    for parameter in changed:
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in trained:
         parameter.requires_grad_(False)
 
     def undo() -> None:
-        for parameter in changed:
+        for parameter in trained:
             parameter.requires_grad_(True)
 
     return undo
@@ -70,10 +70,10 @@ def swap_parameters(name: str, state: str, parameter: Tensor, other: Tensor) -> 
     try:
         torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        raise _tied_down(name, state, str(error).partition(chr(10))[0]) from error
+        raise _cannot_swap(name, state, str(error).partition(chr(10))[0]) from error
 
 
-def _tied_down(name: str, state: str, because: str) -> ConfigError:
+def _cannot_swap(name: str, state: str, because: str) -> ConfigError:
     return ConfigError(
         f"parameter {name!r} {state} and cannot get values",
         because=because,
@@ -121,12 +121,13 @@ class Edit:
 
     def error(self, result: str = "the edit is lost") -> ResidencyError:
         """Return the error to raise; `result` describes the state after the edit."""
-        how = "edited in place" if self.in_place else "given other memory (`.data = ...`)"
         before, after = map(tuple, self.shapes)
         resized = before != after
+        change = "edited in place" if self.in_place else "given other memory (`.data = ...`)"
+        if resized:
+            change = f"resized from {before} to {after}"
         return ResidencyError(
-            f"parameter {self.name!r} was {f'resized from {before} to {after}' if resized else how}"
-            f" while the engine owned it; {result}",
+            f"parameter {self.name!r} was {change} while the engine owned it; {result}",
             because="offloaded parameters are views into reused slots, or placeholders",
             remedy=CHANGE_BEFORE if resized else EDIT,
         )
@@ -134,7 +135,7 @@ class Edit:
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # dtype, shape, strides, offset in elements
-_Shape = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
+_ViewSpec = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 
 
 class ParameterBinding:
@@ -152,18 +153,18 @@ class ParameterBinding:
         self.dtypes = dtypes
         self._names = names
         self._classes = [type(parameter) for parameter in parameters]
-        self._offloaded = [offload_class(kind) for kind in self._classes]
+        self._offloaded_classes = [offload_class(kind) for kind in self._classes]
         self._placeholders = [
             placeholder(parameter.shape, dtype, device)
             for parameter, dtype in zip(parameters, dtypes, strict=True)
         ]
-        self._of = [[s.parameter for s in layout.segments] for layout in layouts]  # indices by unit
-        shapes = [tuple(self._shape_of(layout, s) for s in layout.segments) for layout in layouts]
-        numbers = {form: number for number, form in enumerate(dict.fromkeys(shapes))}
-        # By unit; equal forms have equal numbers.
-        self._forms = [(numbers[form], form) for form in shapes]
+        self._indices = [[s.parameter for s in layout.segments] for layout in layouts]  # by unit
+        specs = [tuple(self._view_spec(layout, s) for s in layout.segments) for layout in layouts]
+        numbers = {unit_specs: number for number, unit_specs in enumerate(dict.fromkeys(specs))}
+        # By unit; equal specs have equal numbers.
+        self._specs = [(numbers[unit_specs], unit_specs) for unit_specs in specs]
         # Version and tensor as last set, by parameter index; no entry while it is materialized.
-        self._left: dict[int, tuple[int, Tensor]] = {}
+        self._last_set: dict[int, tuple[int, Tensor]] = {}
         self._meta: dict[int, nn.Parameter] = {}  # by index, during the initial write
 
     # --- initial write ---------------------------------------------------------------------------
@@ -214,11 +215,11 @@ class ParameterBinding:
         # Hooks would stay with the other tensor, and never run.
         for name in _HOOKS:
             if getattr(parameter, name, None):
-                raise _tied_down(self._names[index], _ON_META, "it has a hook")
+                raise _cannot_swap(self._names[index], _ON_META, "it has a hook")
 
     # --- resident or offloaded -------------------------------------------------------------------
 
-    def _shape_of(self, layout: UnitLayout, segment: Segment) -> _Shape:
+    def _view_spec(self, layout: UnitLayout, segment: Segment) -> _ViewSpec:
         start = segment.offset * layout.weight_itemsize
         if segment.form:
             start = layout.dequantised[segment.parameter]
@@ -229,20 +230,20 @@ class ParameterBinding:
         return dtype, shape, strides, start // dtype.itemsize
 
     def views(
-        self, unit: int, made: dict[int, list[Tensor]], flat: Callable[[torch.dtype], Tensor]
+        self, unit: int, cached: dict[int, list[Tensor]], flat: Callable[[torch.dtype], Tensor]
     ) -> list[Tensor]:
         """Return the unit's parameters, in order, as views of a slot.
 
-        `flat` returns the full slot as a tensor of a dtype. `made` caches the slot's views by form,
-        so that units with equal layouts share them.
+        `flat` returns the full slot as a tensor of a dtype. `cached` holds the slot's views by
+        number of their specs, so that units with equal layouts share them.
         """
-        number, form = self._forms[unit]
-        if number not in made:
-            made[number] = [
+        number, specs = self._specs[unit]
+        if number not in cached:
+            cached[number] = [
                 flat(dtype).as_strided(shape, strides, start)
-                for dtype, shape, strides, start in form
+                for dtype, shape, strides, start in specs
             ]
-        return made[number]
+        return cached[number]
 
     def bind(self, unit: int, views: Sequence[Tensor]) -> None:
         """Set the unit's parameters to these views.
@@ -253,25 +254,25 @@ class ParameterBinding:
         if edit is not None:
             self.forget(unit)
             raise edit.error()
-        for index, view in zip(self._of[unit], views, strict=True):
+        for index, view in zip(self._indices[unit], views, strict=True):
             self._set(index, view)
 
     def forget(self, unit: int) -> None:
         """Offload the unit's parameters, from any state and without checking for edits."""
-        indices = self._of[unit]
+        indices = self._indices[unit]
         torch.autograd.graph.increment_version([self.parameters[i] for i in indices])
         for index in indices:
             self._offload(index)
 
     def edited(self, unit: int) -> Edit | None:
         """Return an edit of one of the unit's parameters, by its memory or version, or None."""
-        parameters, left = self.parameters, self._left
+        parameters, last_set = self.parameters, self._last_set
         with without_torch_function():
-            for index in self._of[unit]:
-                if index not in left:
+            for index in self._indices[unit]:
+                if index not in last_set:
                     continue
                 parameter = parameters[index]
-                version, value = left[index]
+                version, value = last_set[index]
                 if not parameter.is_set_to(value):
                     shapes = (value.shape, parameter.shape)
                     return Edit(self._names[index], in_place=False, shapes=shapes)
@@ -283,16 +284,16 @@ class ParameterBinding:
         parameter = self.parameters[index]
         parameter.__class__ = self._classes[index]
         parameter.data = value
-        self._left[index] = parameter._version, value
+        self._last_set[index] = parameter._version, value
 
     def _offload(self, index: int) -> None:
         self._set(index, self._placeholders[index])
-        self.parameters[index].__class__ = self._offloaded[index]
+        self.parameters[index].__class__ = self._offloaded_classes[index]
 
     def bind_materialized(self, index: int, value: Tensor) -> None:
         """Set one parameter to a separate tensor (any dtype), for reading and editing."""
         self._set(index, value)
-        del self._left[index]
+        del self._last_set[index]
 
     def unbind_materialized(self, index: int) -> None:
         """Offload one parameter."""

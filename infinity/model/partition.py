@@ -70,11 +70,11 @@ class Partition:
     @property
     def pieces(self) -> dict[int, tuple[int, ...]]:
         """Return the indices of rows, in order, by index of the stack that is cut into them."""
-        found: dict[int, tuple[int, ...]] = {}
+        pieces: dict[int, tuple[int, ...]] = {}
         for rows in self.rows:
             for name, origin in rows.stacks.members:
-                found[origin] = (*found.get(origin, ()), rows.parameters[name])
-        return found
+                pieces[origin] = (*pieces.get(origin, ()), rows.parameters[name])
+        return pieces
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -103,23 +103,24 @@ def complete_groups(model: nn.Module | Outline, config: Config, groups: Groups) 
     settings = config.optimizer
 
     @cache
-    def stacks() -> set[int]:
+    def stack_ids() -> set[int]:
         named = model.named_parameters()
         return {id(p) for name, p in named if is_stack_of_experts(name, p.dim())}
 
     @cache
-    def hidden() -> set[int]:
+    def hidden_ids() -> set[int]:
         target = target_of("", model, {})
-        apart, parameters = target.lookups | target.heads, list[Any](model.parameters())
-        matrices = (p for i, p in enumerate(parameters) if i not in apart)
-        return {id(p) for p in matrices if p.dim() == 2 + (id(p) in stacks())}
+        excluded = target.lookups | target.heads
+        parameters = list[Any](model.parameters())
+        candidates = (p for i, p in enumerate(parameters) if i not in excluded)
+        return {id(p) for p in candidates if p.dim() == 2 + (id(p) in stack_ids())}
 
     rule = RULES[settings.type]
     return rule.groups(
         groups,
         settings.parameters(),
-        lambda p: getattr(p, "use_muon", id(p) in hidden()),
-        lambda p: id(p) in stacks(),
+        lambda p: getattr(p, "use_muon", id(p) in hidden_ids()),
+        lambda p: id(p) in stack_ids(),
     )
 
 
@@ -139,26 +140,29 @@ def partition_model(
     cutter = Partitioner(model)
     precision = PRECISIONS[config.precision]
     group_of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
-    of_muon = not RULES[config.optimizer.type].kernel  # other rules' groups may have the same key
+    is_muon = not RULES[config.optimizer.type].kernel  # other rules' groups may have the same key
     facts: list[ParameterFacts] = []
     for index, p in enumerate(cutter.parameters):
-        dtype, itemsize = str(p.dtype).removeprefix("torch."), p.nbytes // max(p.numel(), 1)
+        dtype = str(p.dtype).removeprefix("torch.")
+        itemsize = p.nbytes // max(p.numel(), 1)
         if dtype in _CASTABLE:
             dtype, itemsize = precision.dtype, precision.weight
         group = group_of.get(id(p), -1)
         facts.append(
             ParameterFacts(cutter.names[index], index, tuple(p.shape), dtype, p.numel(), itemsize,
                            group >= 0, group,
-                           needs_full=of_muon and group >= 0 and groups[group]["use_muon"])
+                           needs_full=is_muon and group >= 0 and groups[group]["use_muon"])
         )  # fmt: skip
     if config.frozen.format != "as_is":
         facts = _quantised(cutter, facts, config)
-    stacks, notes = _stacks(cutter, facts, config, needs_full=needs_full)
-    cuts, rows = cutter.cut_stacks(cutter.cut(units), _sizes(stacks, facts, config, precision))
-    for one in rows:
-        for name, origin in one.stacks.members:
-            count = one.end - one.first
-            facts.append(facts[origin].rows(one.parameters[name], one.first, count))
+    stacks, notes = _stacks_to_cut(cutter, facts, config, needs_full=needs_full)
+    cuts, rows = cutter.cut_stacks(
+        cutter.cut(units), _range_sizes(stacks, facts, config, precision)
+    )
+    for expert_rows in rows:
+        for name, origin in expert_rows.stacks.members:
+            count = expert_rows.end - expert_rows.first
+            facts.append(facts[origin].rows(expert_rows.parameters[name], expert_rows.first, count))
     layouts = [
         lay_out(
             index,
@@ -179,17 +183,18 @@ def partition_model(
         trained,
         dtypes,
         cuts,
-        _with_uses(layouts, target_of("", model, {})),
+        _with_usage_flags(layouts, target_of("", model, {})),
         cutter.num_model_params,
         rows,
         notes,
     )
 
 
-def _with_uses(layouts: Sequence[UnitLayout], target: Target) -> tuple[UnitLayout, ...]:
+def _with_usage_flags(layouts: Sequence[UnitLayout], target: Target) -> tuple[UnitLayout, ...]:
     """Return the layouts with `at_end` and `looked_up` set for those outside blocks."""
     last = max((s.origin for u in layouts if u.is_block for s in u.segments), default=None)
-    embedded, found = target.lookups | target.heads, list[UnitLayout]()
+    embeddings = target.lookups | target.heads
+    flagged = list[UnitLayout]()
     for unit in layouts:
         if last is not None and not unit.is_block and not unit.is_range:
             origins = {s.origin for s in unit.segments}
@@ -197,54 +202,54 @@ def _with_uses(layouts: Sequence[UnitLayout], target: Target) -> tuple[UnitLayou
             unit = replace(
                 unit,
                 at_end=bool(before) and (before != origins or not origins.isdisjoint(target.heads)),
-                looked_up=bool(before) and before <= embedded,
+                looked_up=bool(before) and before <= embeddings,
             )
-        found.append(unit)
-    return tuple(found)
+        flagged.append(unit)
+    return tuple(flagged)
 
 
-def _stacks(
+def _stacks_to_cut(
     cutter: Partitioner, facts: list[ParameterFacts], config: Config, *, needs_full: bool
 ) -> tuple[list[Stacks], tuple[str, ...]]:
     """Return the stacks that may be cut, marked in `facts`, and notes on all others."""
-    found: list[Stacks] = []
-    refused: dict[str, list[str]] = {}
+    stacks_to_cut: list[Stacks] = []
+    paths_by_reason: dict[str, list[str]] = {}
     declared: set[int] = set()
     for stacks in cutter.stacks():
         declared.update(index for _, index in stacks.members)
         adapted = "base_layer" in stacks.path.split(".")
-        because = "peft adapts a stack as a whole" if adapted else None
+        reason = "peft adapts a stack as a whole" if adapted else None
         for _, index in stacks.members:
             fact, parameter = facts[index], cutter.parameters[index]
-            each = fact.numel // fact.shape[0]
-            if each % SQUARE_BLOCK:
-                because = f"an expert has {each} elements, no multiple of {SQUARE_BLOCK}"
+            expert_numel = fact.numel // fact.shape[0]
+            if expert_numel % SQUARE_BLOCK:
+                reason = f"an expert has {expert_numel} elements, no multiple of {SQUARE_BLOCK}"
                 continue
             facts[index] = replace(fact, stack=StackRows(index, 0, stacks.count))
             if fact.trained and (needs_full or fact.needs_full):
-                because = "the optimizer needs whole parameters"
+                reason = "the optimizer needs whole parameters"
             elif fact.dtype not in _CASTABLE and not fact.form:
-                because = f"{fact.dtype} is no dtype that computes"
+                reason = f"{fact.dtype} is no dtype that computes"
             elif gradient_hooks(parameter):
-                because = "a hook waits for the gradient of all experts"
-        if because is None:
-            found.append(stacks)
+                reason = "a hook waits for the gradient of all experts"
+        if reason is None:
+            stacks_to_cut.append(stacks)
         else:
-            refused.setdefault(because, []).append(stacks.path)
+            paths_by_reason.setdefault(reason, []).append(stacks.path)
     stacked = (f for f in facts if len(f.shape) == 3 and is_expert(f.name))
-    unknown = [f.name for f in stacked if f.parameter not in declared]
-    if unknown:
-        refused["the module does not name its stacks (infinity_stacks)"] = unknown
-    if not found and not refused and config.experts_per_unit != "auto":
-        refused["the model has no stacks of experts"] = ["experts_per_unit has no effect"]
+    undeclared = [f.name for f in stacked if f.parameter not in declared]
+    if undeclared:
+        paths_by_reason["the module does not name its stacks (infinity_stacks)"] = undeclared
+    if not stacks_to_cut and not paths_by_reason and config.experts_per_unit != "auto":
+        paths_by_reason["the model has no stacks of experts"] = ["experts_per_unit has no effect"]
     notes = [
-        f"experts travel with their layer, uncut: {listed(names, 2)}: {because}"
-        for because, names in refused.items()
+        f"experts travel with their layer, uncut: {listed(names, 2)}: {reason}"
+        for reason, names in paths_by_reason.items()
     ]
-    return found, tuple(notes)
+    return stacks_to_cut, tuple(notes)
 
 
-def _sizes(
+def _range_sizes(
     stacks: Sequence[Stacks],
     facts: Sequence[ParameterFacts],
     config: Config,
@@ -256,26 +261,26 @@ def _sizes(
     """
     chosen = config.experts_per_unit
     if chosen != "auto":
-        return [(one, min(chosen, one.count)) for one in stacks]
+        return [(experts, min(chosen, experts.count)) for experts in stacks]
 
-    def nbytes(one: Stacks) -> int:
-        facts_of = [facts[index] for _, index in one.members]
+    def expert_bytes(experts: Stacks) -> int:
+        facts_of = [facts[index] for _, index in experts.members]
         computes = [f.trained or bool(f.form) for f in facts_of]
-        sizes = [
+        itemsizes = [
             precision.weight if c else f.itemsize for f, c in zip(facts_of, computes, strict=True)
         ]
-        return sum(f.numel // one.count * n for f, n in zip(facts_of, sizes, strict=True))
+        return sum(f.numel // experts.count * n for f, n in zip(facts_of, itemsizes, strict=True))
 
-    total = sum(nbytes(one) * one.count for one in stacks)
-    least, most = EXPERTS_BYTES
-    limit = min(max(least, total // MANY_RANGES), most)
-    found = []
-    for one in stacks:
-        fitting = max(limit // max(nbytes(one), 1), 1)
-        if fitting < one.count:
-            num_ranges = -(-one.count // fitting)
-            found.append((one, -(-one.count // num_ranges)))
-    return found
+    total = sum(expert_bytes(experts) * experts.count for experts in stacks)
+    lower, upper = EXPERTS_BYTES
+    limit = min(max(lower, total // MANY_RANGES), upper)
+    sizes = []
+    for experts in stacks:
+        num_fitting = max(limit // max(expert_bytes(experts), 1), 1)
+        if num_fitting < experts.count:
+            num_ranges = -(-experts.count // num_fitting)
+            sizes.append((experts, -(-experts.count // num_ranges)))
+    return sizes
 
 
 def _quantised(
@@ -283,24 +288,26 @@ def _quantised(
 ) -> list[ParameterFacts]:
     """Return `facts` with the storage format of frozen matrices and stacks of matrices set."""
     form = FrozenFormat(config.frozen.format)
-    keep, where = set(config.frozen.keep), dict[int, bool]()  # by id: quantizable in all modules
+    keep = set(config.frozen.keep)
+    is_candidate = dict[int, bool]()  # by id: a matrix in all modules, not in `keep`
     for name, module in cutter.root.named_modules():
         for param_name, param in dict(module.named_parameters(recurse=False)).items():
             kept = not keep.isdisjoint([*name.split("."), param_name])
-            where[id(param)] = where.get(id(param), True) and is_matrix(module, param) and not kept
-    takes = (3,) if form is FrozenFormat.MXFP4 else (2, 3)
+            candidate = is_matrix(module, param) and not kept
+            is_candidate[id(param)] = is_candidate.get(id(param), True) and candidate
+    num_dims = (3,) if form is FrozenFormat.MXFP4 else (2, 3)
     matrices = {
         i for i, p in enumerate(cutter.parameters)
-        if where[id(p)] and p.numel() and p.dim() in takes
+        if is_candidate[id(p)] and p.numel() and p.dim() in num_dims
     }  # fmt: skip
     chosen = {i for i in matrices if not facts[i].trained and facts[i].dtype in _CASTABLE}
-    what = "stack of experts" if form is FrozenFormat.MXFP4 else "nn.Linear layer"
+    layer = "stack of experts" if form is FrozenFormat.MXFP4 else "nn.Linear layer"
     if not chosen:
         raise ConfigError(
             f"frozen.format is {form}, but nothing is frozen that could be quantised: "
-            f"all {len(matrices)} matrices of {what}s are trained"
+            f"all {len(matrices)} matrices of {layer}s are trained"
             if matrices
-            else f"frozen.format is {form}, but no {what} is left to quantise",
+            else f"frozen.format is {form}, but no {layer} is left to quantise",
             because="trained weights are never quantised: updates would be lost in the rounding"
             if matrices
             else "frozen.keep names them, or there are none",
@@ -383,23 +390,25 @@ def other_ranges(case: PlanInput, target: Target) -> Iterator[PlanInput]:
         case: A case of `target`.
         target: The model; it is not modified.
     """
-    cut = [unit for unit in case.units if unit.is_range]
-    if case.config.experts_per_unit != "auto" or not cut:
+    ranges = [unit for unit in case.units if unit.is_range]
+    if case.config.experts_per_unit != "auto" or not ranges:
         return
-    slot_bytes = max(unit.slot_bytes for unit in cut)
-    now, count = max(
-        (s.shape[0], s.stack.total) for unit in cut for s in unit.segments if s.stack is not None
+    slot_bytes = max(unit.slot_bytes for unit in ranges)
+    current_size, count = max(
+        (s.shape[0], s.stack.total) for unit in ranges for s in unit.segments if s.stack is not None
     )
-    ranges, sizes = -(-count // now), {now}
-    for other in (2 * ranges, -(-ranges // 2), -(-ranges // 4)):
+    num_ranges = -(-count // current_size)
+    sizes = {current_size}
+    for other in (2 * num_ranges, -(-num_ranges // 2), -(-num_ranges // 4)):
         size = -(-count // min(other, count))
-        if size in sizes or not RANGE_BYTES[0] <= slot_bytes * size // now <= RANGE_BYTES[1]:
+        other_bytes = slot_bytes * size // current_size
+        if size in sizes or not RANGE_BYTES[0] <= other_bytes <= RANGE_BYTES[1]:
             continue
         sizes.add(size)
         config = case.config.model_copy(update={"experts_per_unit": size})
         groups = groups_of(target.module, config)
-        again = partition_model(target.module, config, groups, None, case.machine.ranks)
-        yield replace(case, config=config, units=again.layouts)
+        partition = partition_model(target.module, config, groups, None, case.machine.ranks)
+        yield replace(case, config=config, units=partition.layouts)
 
 
 def adapter_case(case: PlanInput, target: Target, rank: int, frozen_format: str) -> PlanInput:
@@ -418,10 +427,10 @@ def adapter_case(case: PlanInput, target: Target, rank: int, frozen_format: str)
     frozen = case.config.frozen.model_copy(update={"format": frozen_format})
     config = case.config.model_copy(update={"frozen": frozen})
     groups = groups_of(adapted.module, config)
-    cut = partition_model(adapted.module, config, groups, None, case.machine.ranks)
-    found = case_for(
+    partition = partition_model(adapted.module, config, groups, None, case.machine.ranks)
+    changed = case_for(
         adapted,
-        cut,
+        partition,
         groups,
         config,
         case.machine,
@@ -431,4 +440,4 @@ def adapter_case(case: PlanInput, target: Target, rank: int, frozen_format: str)
         made=adapted.made_bytes(quantises=frozen_format != "as_is"),
         length=case.work.context,
     )
-    return replace(found, device_share=case.device_share)
+    return replace(changed, device_share=case.device_share)

@@ -1,4 +1,4 @@
-"""Access to the values of an engine's offloaded parameters, and the targets of a call."""
+"""Values of an engine's offloaded parameters, and parameter indices of modules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infinity.training.parameter_values import ParameterValues
 
 
 class ParameterAccess:
-    """Access to the values of an engine's offloaded parameters; see `OffloadedParameter`."""
+    """Implementation of `offloaded_parameter.Access` while the engine is alive."""
 
     def __init__(
         self,
@@ -34,10 +34,14 @@ class ParameterAccess:
         self._index_of = {id(p): i for i, p in enumerate(parameters)}
 
     def wake(self) -> None:
-        """Do nothing: the engine is there."""
+        """Do nothing: the engine is alive."""
 
     def fetch(self, parameter: nn.Parameter) -> Tensor:
-        """Make the parameter resident, as access by attribute does."""
+        """Make the parameter resident, as attribute access does; return the tensor to read.
+
+        Raises:
+            ResidencyError: The parameter is a stack of experts that is cut into ranges.
+        """
         found, index = self._hooks.touch(parameter), self._index_of[id(parameter)]
         if self._is_cut(index):
             raise ResidencyError(
@@ -59,7 +63,7 @@ class ParameterAccess:
         return value.to(self._values.device)
 
     def version(self, parameter: nn.Parameter) -> int:
-        """Return a number that changes with each update, from `step()` on, and each edit."""
+        """Return a number that changes with each edit and, at its `step()`, each update."""
         index, ledger = self._index_of[id(parameter)], self._values.ledger
         _, segment = self._values.location_of(index)
         units = self._values.units_of(index)
@@ -71,7 +75,7 @@ class ParameterAccess:
             raise no_full_gradient(self._values.name(index), what)
 
     def note_missing_gradient(self) -> None:
-        """Warn once if there are gradients that a loop looks for in `p.grad`."""
+        """Warn once that `p.grad` is None although gradients have arrived."""
         expected = self._window.is_open or self._window.has_news
         if self._warned or not expected or self._guard.busy:
             return
@@ -91,7 +95,11 @@ def targets(
     target: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter],
     index_of: Mapping[int, int],
 ) -> Sequence[int]:
-    """Parameter indices meant by a module, a parameter, or several of them."""
+    """Return the parameter indices of a module, a parameter, or several of them.
+
+    Raises:
+        ConfigError: A parameter does not belong to the engine.
+    """
     if isinstance(target, nn.Parameter):
         if id(target) not in index_of:
             raise ConfigError("this parameter does not belong to the engine's module")

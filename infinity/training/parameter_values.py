@@ -1,10 +1,10 @@
-"""Full values of parameters: read, edited and written back, from and to any tier.
+"""Full values of parameters: reads and edits on any tier.
 
 One unit is cached at a time, so that walking through a model in the order of
 `ParameterValues.sort_key` reads and writes each unit once. Residuals (or the fp32 masters of fp16
 weights) are read only for masters and for edits. Nothing here is fast; all of it is exact.
 
-Of several ranks all must call, and get whole values; of what they write each keeps its own shard.
+With several ranks, all must make the same calls, with full values; each stores its local shard.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from infinity.optim.moments import KIND_DTYPES
 from infinity.plan.layout import Segment, UnitLayout
 from infinity.types import FrozenFormat, Kind
 
-_BLOCK = 1 << 20  # elements converted at a time: temporaries stay small beside the tensor
+_BLOCK = 1 << 20  # elements converted at a time, to keep temporaries small
 
 
 @dataclass
 class _CachedUnit:
-    """Flat copies of one unit's weights, and of their residuals or masters once needed."""
+    """Flat copies of a unit's weights and, once needed, of its residuals or masters."""
 
     layout: UnitLayout
     weight: Tensor
     master_state: Tensor | None = None
-    given: bool = False  # values, the same ones or others
-    dirty: bool = False
+    given: bool = False  # a value was written, even an equal one
+    dirty: bool = False  # a byte was changed
 
     def replace(self, part: Tensor, value: Tensor) -> None:
-        """Overwrite a part of a range; the unit is dirty if any byte changes."""
+        """Overwrite a view of the unit, and mark the unit dirty if a byte changes."""
         old, new = part.view(torch.uint8), value.view(torch.uint8)
         self.given = True
         if not torch.equal(old, new):
@@ -50,10 +50,10 @@ class _CachedUnit:
 
 
 class ParameterValues:
-    """Reads and writes parameters by index; `settle` must lift the pacing and wait for updates.
+    """Reads and writes parameters by index.
 
-    `pieces` has the parameters that are rows of a stack of experts, by the stack's index, which
-    names it here as well.
+    `settle` must lift the pacing and wait for updates. `pieces` maps the index of a stack of
+    experts that is cut into ranges to the indices of its ranges; methods accept either index.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class ParameterValues:
         self.kernels = kernels
         self.settle = settle
         self.materialized_now: dict[int, torch.dtype] = {}
-        self.before_change = before_change  # told of a unit
+        self.before_change = before_change  # called with a unit before its stored bytes change
         self._locations = {s.parameter: (u, s) for u in store.plan.units for s in u.segments}
         self._cached: _CachedUnit | None = None
-        self._taken: dict[int, Tensor] = {}  # stacks of which some rows were taken
+        self._taken: dict[int, Tensor] = {}  # stacks that `take` has started to assemble
         self._read_only = False
         self._guard = guard
 
@@ -90,7 +90,10 @@ class ParameterValues:
 
     @engine_call
     def read(self, parameter: int, *, master: bool = False) -> Tensor:
-        """A fresh CPU tensor: the compute-dtype value, or the fp32 master of a trained one."""
+        """Return the full value as a new CPU tensor, in the compute dtype.
+
+        With `master` a trained parameter's fp32 master.
+        """
         if parameter in self.pieces:
             return self._read_stack(parameter, master=master)
         layout, segment = self._locations[parameter]
@@ -112,7 +115,10 @@ class ParameterValues:
         return full
 
     def rows(self, parameter: int) -> Iterator[tuple[int, slice]]:
-        """Yield the parameters that hold rows of one, and which; of any other one itself."""
+        """Yield the index of each range of a cut stack, and its rows in the stack.
+
+        For any other parameter, yield the parameter itself with all rows.
+        """
         if parameter not in self.pieces:
             yield parameter, slice(None)
             return
@@ -127,15 +133,17 @@ class ParameterValues:
         return weight.view(segment.shape).clone()
 
     def make_read_only(self) -> None:
-        """Only read from now on: nothing is resident or edited, and no update is owed."""
+        """Read without edit checks, flushes and waits from now on.
+
+        No unit may be resident or edited, and no update pending.
+        """
         self._read_only = True
 
     def take(self, layout: UnitLayout) -> dict[int, Tensor]:
-        """Return all values of a unit, by parameter, which rest nowhere else from then on; of a
-        stack of experts with its first rows, all.
+        """Return all values of a unit by parameter index, and free the RAM they were stored in.
 
-        Where the optimizer pass is over, nothing is resident any more, and units are taken from the
-        last to the first.
+        A stack of experts that is cut is returned complete, with the unit of its first rows. The
+        optimizer pass must be over and no unit resident; take units from the last to the first.
         """
         unit = _CachedUnit(layout, self.store.take_weights(layout.index))
         found: dict[int, Tensor] = {}
@@ -157,9 +165,11 @@ class ParameterValues:
 
     @engine_call
     def write(self, parameter: int, value: Tensor) -> None:
-        """Replace a value. fp32 values of trained parameters become the master exactly; values in
-        the compute dtype keep the master where their bits did not change. Quantised weights are
-        quantised again, unless the value equals theirs.
+        """Replace a value in the cached unit, which is written to its tier by the next flush.
+
+        fp32 values of trained parameters become the master exactly; values in the compute dtype
+        leave the master unchanged where their bits are unchanged. Quantized weights are quantized
+        again, unless the value equals the stored one.
         """
         if tuple(value.shape) != self.shape(parameter):
             name, shape = self.name(parameter), self.shape(parameter)
@@ -188,7 +198,7 @@ class ParameterValues:
 
     @engine_call
     def write_packed(self, parameter: int, packed: Tensor) -> None:
-        """Replace quantised weights by bytes (uint8) of the same format."""
+        """Replace quantized weights by packed bytes (uint8) of the same format."""
         layout, segment = self._locations[parameter]
         cached = self._load(layout)
         cached.replace(self._parts(cached, segment, with_master=False)[0], packed)
@@ -211,33 +221,32 @@ class ParameterValues:
         return value
 
     def shape(self, parameter: int) -> tuple[int, ...]:
-        """The parameter's real shape."""
+        """Return the shape in the model; that of a cut stack has all rows."""
         segment = self.location_of(parameter)[1]
         return segment.full_shape if parameter in self.pieces else segment.shape
 
     def name(self, parameter: int) -> str:
-        """The parameter's name in the model."""
         return self.location_of(parameter)[1].name
 
     def dtype(self, parameter: int) -> torch.dtype:
-        """The dtype the parameter computes in."""
+        """Return the compute dtype."""
         return self._binding.dtypes[parameter]
 
     def location_of(self, parameter: int) -> tuple[UnitLayout, Segment]:
-        """Its unit, and where it lies in that; of a stack that is cut, of its first rows."""
+        """Return the unit and segment of a parameter, or of the first rows of a cut stack."""
         return self._locations[self.pieces.get(parameter, (parameter,))[0]]
 
     def units_of(self, parameter: int) -> list[int]:
-        """The units that hold it: one, or those of its rows."""
+        """Return the unit of a parameter, or the units of all ranges of a cut stack."""
         return [self._locations[piece][0].index for piece, _ in self.rows(parameter)]
 
     def sort_key(self, parameter: int) -> tuple[int, bool, int]:
-        """Sorts parameters by unit, then by where they lie in it."""
+        """Return a key that sorts parameters by unit, then by offset within it."""
         layout, segment = self.location_of(parameter)
         return layout.index, not segment.trained, segment.offset
 
     def flush(self) -> None:
-        """Write the cached unit back if it was edited, and forget it."""
+        """Write the cached unit to its tier if it was edited, and free it."""
         cached, self._cached = self._cached, None
         if cached is not None and cached.given:
             parts = (cached.weight, cached.master_state) if cached.dirty else ()
@@ -247,25 +256,28 @@ class ParameterValues:
             self.before_change(unit)
             try:
                 self._prefetcher.drop(unit)
-            finally:  # an edit outside a loan raises, those inside one are kept
+            finally:  # `drop` raises for an edit of a bound parameter; still write this one
                 try:
                     self.store.write(unit, Kind.WEIGHT, cached.weight)
                     kind = self._precision.master_kind
                     if cached.master_state is not None and kind is not None:
                         self.store.write(unit, kind, cached.master_state)
-                except TransferError as error:  # neither the old value nor the new one is at rest
+                except TransferError as error:  # the stored value may be neither old nor new
                     self._failure.fail(error)
                     raise
                 self.ledger.note_edit(unit)
 
     def abandon(self) -> None:
-        """`flush` after an error; of several ranks nothing is written, as others may do."""
+        """Flush after an error; with several ranks, discard the cached unit.
+
+        Other ranks may not write their shards of it.
+        """
         if self.ranks.count > 1:
             self._cached = None
         self.flush()
 
     def flush_edits(self) -> None:
-        """`flush`, if values were given."""
+        """Flush if a value of the cached unit was written."""
         if self._cached is not None and self._cached.given:
             self.flush()
 
@@ -284,9 +296,9 @@ class ParameterValues:
     def _parts(
         self, cached: _CachedUnit, segment: Segment, *, with_master: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return flat views of the parameter's weight and, if asked for, its residual or master.
+        """Return flat views of a parameter's weight and, `with_master`, its residual or master.
 
-        Of one that rests quantised: of its bytes.
+        The view of a quantized weight is of its packed bytes (uint8).
         """
         layout, dtype = cached.layout, self.dtype(segment.parameter)
         if not segment.trained:
@@ -299,14 +311,14 @@ class ParameterValues:
         if not with_master or kind is None:
             return weight, None
         if cached.master_state is None:
-            self.settle()  # of the same update as the weight: a step forgets what is cached
+            self.settle()  # a step frees the cache: both are of the same update
             cached.master_state = self.store.read(layout.index, kind)
         return weight, cached.master_state.view(KIND_DTYPES[kind])[elements]
 
-    # --- lending -----------------------------------------------------------------------------
+    # --- materialized values -----------------------------------------------------------------
 
     def refuse_loans(self, what: str) -> None:
-        """Raise `ResidencyError` if a parameter is materialized; `what` cannot be done then."""
+        """Raise `ResidencyError` if a parameter is materialized; `what` names the refused call."""
         if self.materialized_now:
             raise ResidencyError(
                 f"{what} while weights are lent out",
@@ -317,7 +329,7 @@ class ParameterValues:
 
     @contextmanager
     def materialized(self, parameters: Iterable[int], *, master: bool) -> Iterator[None]:
-        """Full values bound to the parameters; edits are written back on leaving."""
+        """Bind full values to the parameters in the block; write edits back at its end."""
         indices = sorted(set(parameters))
         taken = [i for i in indices if i in self.materialized_now]
         if taken:
@@ -329,7 +341,7 @@ class ParameterValues:
         except BaseException as error:
             if self.ranks.count == 1:
                 self._release_materialized(indices)
-            else:  # the others, who write at the end, write nothing either
+            else:  # the other ranks must discard their edits, too
                 if isinstance(error, Exception):
                     self.ranks.broadcast_error("edits values", error)
                 self._drop(indices)
@@ -354,14 +366,14 @@ class ParameterValues:
 
     @engine_call
     def _drop(self, indices: Collection[int]) -> None:
-        """End loans, and write nothing."""
+        """Make parameters offloaded again without writing their values."""
         self._cached = None
         for index in indices:
             if self.materialized_now.pop(index, None) is not None:
                 self._binding.unbind_materialized(index)
 
     def materialize(self, index: int, *, master: bool) -> None:
-        """Bind a parameter to a full value of its own."""
+        """Bind a parameter to a copy of its full value on the compute device."""
         value = self.read(index, master=master)
         for unit in self.units_of(index):
             self._prefetcher.drop(unit)
@@ -369,7 +381,7 @@ class ParameterValues:
         self._binding.bind_materialized(index, value.to(self.device))
 
     def release_materialized(self, index: int) -> None:
-        """Write a lent value back and make the parameter offloaded."""
+        """Write a materialized value back and make the parameter offloaded."""
         if self.materialized_now.pop(index, None) is not None:
             try:
                 self.write(index, self._binding.parameters[index].detach())
@@ -377,5 +389,5 @@ class ParameterValues:
                 self._binding.unbind_materialized(index)
 
     def release_all_materialized(self) -> None:
-        """End every loan that a `load_state_dict` which failed may have left, and flush."""
+        """Release all parameters that a failed `load_state_dict` left materialized, and flush."""
         self._release_materialized(list(self.materialized_now))

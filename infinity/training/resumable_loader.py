@@ -1,4 +1,4 @@
-"""A DataLoader that continues where it was after a resume."""
+"""DataLoader that continues at its position after a resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from infinity.errors import ConfigError, InfinityWarning
 
 
 class _OwnBatches(Sampler[int]):
-    """The samples of a rank's batches, in order; the next time round from batch `first` on."""
+    """Sampler of a rank's batches; the next iterator starts at batch `first`."""
 
     def __init__(self, dataset: Any, batch_size: int, drop_last: bool, ranks: DistContext) -> None:
         self._dataset = dataset
@@ -27,7 +27,7 @@ class _OwnBatches(Sampler[int]):
 
     @property
     def num_batches(self) -> int:
-        """Of a pass, on all ranks."""
+        """Batches of an epoch, on all ranks together."""
         samples = len(self._dataset)
         return samples // self._batch_size if self._drop_last else -(-samples // self._batch_size)
 
@@ -35,7 +35,7 @@ class _OwnBatches(Sampler[int]):
         first, self.first = self.first, 0
         count, size, samples = self._ranks.count, self._batch_size, len(self._dataset)
         order: Sequence[int] = range(samples)
-        if self.shuffled:  # as by DistributedSampler of torch
+        if self.shuffled:  # the order of torch's DistributedSampler in epoch 0
             chance = torch.Generator("cpu").manual_seed(0)
             order = torch.randperm(samples, generator=chance, device="cpu").tolist()
         for start in range(first, self.num_batches - count + 1, count):
@@ -51,19 +51,19 @@ class _OwnBatches(Sampler[int]):
 class ResumableLoader(DataLoader[Any]):
     """`torch.utils.data.DataLoader` with `state_dict` and `load_state_dict`.
 
-    Of several ranks each gets every count-th batch of those that one rank would get, in turn; at
-    the end of a pass the batches that are too few for a round, which are fewer than ranks, are
-    left out. An `IterableDataset` is read whole by every rank, so it must be the same on all.
+    Batches are distributed round-robin: rank r of n gets batches r, r + n, ... of those that a
+    single rank would get. Batches at the end of an epoch that are fewer than ranks are dropped.
+    Every rank reads an `IterableDataset` completely, so it must be equal on all ranks.
 
-    The position is the number of passes over the data that are over, and of the batches that were
-    handed out since, on all ranks: any number of ranks goes on from there. After `load_state_dict`
-    the next iterator starts there. Batches that are skipped are not read, except those of an
-    `IterableDataset`. Random numbers that workers draw per sample start anew with the iterator
-    that goes on.
+    The position is the number of completed epochs, and of batches returned since on all ranks, so
+    a run may resume with another number of ranks. After `load_state_dict` the next iterator starts
+    at that position. Skipped batches are not read, except those of an `IterableDataset`. Random
+    numbers that workers draw per sample start over with the resumed iterator.
 
-    With `shuffled` samples come in an order that is the same in every pass, as DeepSpeed's do.
+    With `shuffled` samples come in a random order that is equal in every epoch, as in DeepSpeed.
 
-    Raises `ConfigError` where a pass is less than a batch for each rank.
+    Raises:
+        ConfigError: An epoch has less than one batch for each rank.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class ResumableLoader(DataLoader[Any]):
                     remedy="more data, smaller batches, or fewer ranks",
                 )
         self._epoch = 0
-        self._batches = 0  # of this pass, on all ranks
-        self._start: torch.Tensor | None = None  # torch's generator when this pass began
+        self._batches = 0  # returned in this epoch, on all ranks
+        self._start: torch.Tensor | None = None  # torch's RNG state when this epoch began
         self._resume = False
         super().__init__(dataset, **options)
 
@@ -101,7 +101,7 @@ class ResumableLoader(DataLoader[Any]):
         now = torch.get_rng_state()
         resume = self._resume and self._start is not None
         if resume:
-            # As scripts for DeepSpeed do not expect.
+            # Scripts written for DeepSpeed may skip these batches themselves.
             skips_twice = (
                 self._local_batches is not None and self._local_batches.shuffled and self._batches
             )
@@ -112,7 +112,7 @@ class ResumableLoader(DataLoader[Any]):
                     InfinityWarning,
                     stacklevel=2,
                 )
-            torch.set_rng_state(self._start)  # type: ignore[arg-type]  # an iterator draws from it
+            torch.set_rng_state(self._start)  # type: ignore[arg-type]  # iterators draw seeds
         else:
             self._start, self._batches = now, 0
         self._resume = False
@@ -126,7 +126,7 @@ class ResumableLoader(DataLoader[Any]):
         return self._counted(batches)
 
     def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Of every whole round of batches this rank's."""
+        """Yield this rank's batch of every complete round of batches."""
         while len(found := list(islice(batches, self._ranks.count))) == self._ranks.count:
             yield found[self._ranks.rank]
 
@@ -137,15 +137,15 @@ class ResumableLoader(DataLoader[Any]):
         self._epoch, self._batches, self._start = self._epoch + 1, 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this is: plain data and, within a pass, one tensor."""
+        """Return the position: plain data and, within an epoch, an RNG state (tensor)."""
         shuffled = self._local_batches is not None and self._local_batches.shuffled
         where = {"epoch": self._epoch, "batches": self._batches, "start": self._start}
         return where | {"shuffled": shuffled}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there, with the next iterator."""
+        """Restore a position, at which the next iterator starts."""
         self._epoch, self._batches = int(state["epoch"]), int(state["batches"])
         self._start = state["start"]
         self._resume = True
-        if self._local_batches is not None:  # a pass goes on in its order
+        if self._local_batches is not None:  # finish the epoch in its order
             self._local_batches.shuffled = bool(state.get("shuffled", False))

@@ -1,4 +1,4 @@
-"""States of the random generators that a training loop may draw from, captured and restored."""
+"""Capture and restore of the states of random number generators."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Restore what `capture_rng` returned; states of devices that are missing are left out.
+    """Restore the states that `capture_rng` returned, except those of missing devices.
 
     Raises:
-        CheckpointError: The states cannot be restored; some of them may have been by then.
+        CheckpointError: A state cannot be restored; others may have been by then.
     """
     try:
         torch.set_rng_state(state["torch"])
@@ -41,7 +41,7 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 
 def moved_since(state: dict[str, Any]) -> list[str]:
-    """Which generators are not where `capture_rng` found them: "torch", "numpy", ..."""
+    """Return the generators whose states differ from `state`: "torch", "numpy", ..."""
     now = capture_rng()
     return [name for name in state if name in now and not _equal(now[name], state[name])]
 

@@ -49,11 +49,14 @@ def limits_for(
     ranks: DistContext = SINGLE_PROCESS,
     initial_values: InitialValues | None = None,
 ) -> Limits:
-    """Budgets: given or derived, less what other engines of this process hold.
+    """Return the configured or derived budgets, less the bytes that other engines reserve.
 
-    Those of RAM and disk are a machine's: of its ranks each gets an equal part.
-    The process keeps what it holds now, but for parameters; buffers on meta it will come to hold.
-    Without `initial_values` every value is assumed to be made as one tensor.
+    Budgets of RAM and disk are divided equally among the ranks of the machine. `base` is the RAM
+    that the process uses now, without parameters; on a unified device it includes buffers that are
+    on meta now. Without `initial_values` every value is assumed to be created as one tensor.
+
+    Raises:
+        ConfigError: `budget.host` is larger than the RAM this process may use.
     """
     return_freed_memory()
     device.return_freed_memory()
@@ -77,11 +80,11 @@ def limits_for(
     memory = device.memory_bytes()
     device_budget = config.budget.device
     if device_budget is None and memory is not None:
-        memory += PROCESS.on_device(device, only_real=True)  # what is free is less than that
+        memory += PROCESS.on_device(device, only_real=True)  # free bytes exclude them
         device_budget = int(memory * AUTO_DEVICE_BUDGET)
     if device_budget is not None:
         device_budget = max(device_budget - PROCESS.on_device(device), 0)
-    base = max(base, 0 if held else PROCESS_BASE_BYTES)  # another engine counts the process
+    base = max(base, 0 if held else PROCESS_BASE_BYTES)  # counted by the other engine
     made = max((p.nbytes for p in model.parameters() if p.is_meta), default=0)
     if initial_values is not None:
         made = initial_values.most_bytes(
@@ -91,7 +94,7 @@ def limits_for(
 
 
 def _agreed(limits: Limits, ranks: DistContext) -> Limits:
-    """The least that any rank has: so all make one plan."""
+    """Return the strictest limits of all ranks, so that all make the same plan."""
     if ranks.count == 1:
         return limits
     ranks.synchronize("plans")
@@ -113,7 +116,7 @@ def _agreed(limits: Limits, ranks: DistContext) -> Limits:
 
 
 def facts_of(rule: Rule, layouts: Iterable[UnitLayout]) -> RuleFacts:
-    """Return the facts of the update rule for the plan."""
+    """Return the facts of the update rule that a plan needs."""
     return RuleFacts(
         name=rule.name,
         moments=rule.moments,
@@ -125,12 +128,12 @@ def facts_of(rule: Rule, layouts: Iterable[UnitLayout]) -> RuleFacts:
 
 
 def rates_here(config: Config, device: Device, ranks: DistContext = SINGLE_PROCESS) -> KnownRates:
-    """Return cached rates of this machine: measuring takes seconds, and is for `infinity plan`.
+    """Return cached or nominal rates of this machine; measuring is left to `infinity plan`.
 
-    Of all the machine's ranks together, but for links; see `rates_of_rank`.
+    They are totals of the machine's ranks, except rates of links; see `rates_of_rank`.
     """
     paths = config.nvme_path
-    known = all(path.is_dir() for path in paths)  # if not, the disk tier says what is wrong
+    known = all(path.is_dir() for path in paths)  # otherwise the disk tier raises
     return kept_rates(
         paths if known else (),
         device,
@@ -142,7 +145,7 @@ def rates_here(config: Config, device: Device, ranks: DistContext = SINGLE_PROCE
 
 
 def rates_of_rank(config: Config, device: Device, ranks: DistContext) -> KnownRates:
-    """What one rank gets of them: the least that any has, so that all make one plan."""
+    """Return the rates of one rank: the minimum over ranks, so that all make the same plan."""
     known = rates_here(config, device, ranks)
     if ranks.count == 1:
         return known
@@ -168,14 +171,11 @@ def case_here(
     recompute: bool = False,
     ranks: DistContext = SINGLE_PROCESS,
 ) -> tuple[PlanInput, Target, Partition]:
-    """A model on this machine with `tokens` in a micro-batch: the case, the model, its units.
+    """Return the planner's input for a model on this machine, its target and its partition.
 
-    `length` are the tokens of a sample.
-
-    Of several ranks `tokens` are those of one; each may find another case, where machines differ.
-
-    `facts` are what its own config says, {} where it has none; `recompute` says that it recomputes
-    blocks by itself. Rates are those that are kept, else nominal: nothing is measured here.
+    `tokens` is the size of a micro-batch of one rank, `length` that of a sample. `facts` is the
+    model's own config, {} if it has none; `recompute` is True if the model recomputes its blocks.
+    Rates are cached or nominal; nothing is measured. Inputs of ranks differ if their machines do.
     """
     groups = groups_of(model, config)
     partition = partition_model(model, config, groups, None, ranks.count)
@@ -195,7 +195,7 @@ def case_here(
 def _leaving_room(
     limits: Limits, config: Config, device: Device, model: nn.Module, partition: Partition
 ) -> Limits:
-    """Add the estimate of activations, if the tokens of a micro-batch are known."""
+    """Return the limits with the estimated bytes of activations; `tokens` must be configured."""
     target, settings = target_of("", model, {}), config.activations
     shape = ActivationModel(partition.layouts, lookups=target.lookups, heads=target.heads)
     assert settings.tokens is not None
@@ -218,7 +218,7 @@ def plan_for(
     ranks: DistContext,
     initial_values: InitialValues,
 ) -> Plan:
-    """The plan of one engine, by the known rates of this machine."""
+    """Return the plan of one engine, from cached or nominal rates of this machine."""
     known = rates_of_rank(config, device, ranks)
     limits = limits_for(config, device, model, ranks, initial_values)
     if config.activations.tokens is not None:

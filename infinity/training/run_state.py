@@ -1,7 +1,7 @@
-"""Everything of a run that does not rest in a tier: counters, groups, schedule, generators.
+"""State of a run that is not stored in a tier: counters, groups, schedule, generators.
 
-Plain data by parameter names, so that it means the same under any placement. Together with the
-weights, moments, buffers and gradients it is all that decides what the next step computes.
+It is plain data by parameter name, independent of the placement. Together with the weights,
+moments, buffers and gradients it determines the result of the next step.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from infinity.training.loss_scale import as_data
 from infinity.training.rng_state import capture_rng, moved_since, restore_rng
 from infinity.training.step import StepRunner, TrainingCounters
 
-# The state of the loss scale is saved beside them, for it is of one precision only.
+# The loss scale is saved under a key of its own, since only fp16 has one.
 _COUNTERS = tuple(field.name for field in fields(TrainingCounters) if field.name != "loss_scale")
-_APART = ("params", "param_names")  # of a group: which parameters, rather than what holds of them
+_APART = ("params", "param_names")  # a group's keys that name its parameters
 
 
 class Stateful(Protocol):
-    """What `engine.register_state` takes."""
+    """Object whose state is saved with the run; see `engine.register_state`."""
 
     def state_dict(self) -> Any:
-        """Plain data: numbers, texts, lists, dicts, tensors, arrays."""
+        """Return plain data: numbers, strings, lists, dicts, tensors, arrays."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Take that back."""
+        """Restore data that `state_dict` returned."""
 
 
 def _check_kinds(here: Mapping[str, Any], there: Mapping[str, Any], what: str) -> None:
-    """Raise `CheckpointError` for a saved value that cannot stand for that of the same name."""
+    """Raise `CheckpointError` if a saved value cannot replace the current one of its name."""
     for name, value in here.items():
         if name in there and not _may_stand_for(there[name], value):
             raise CheckpointError(
@@ -47,7 +47,7 @@ def _check_kinds(here: Mapping[str, Any], there: Mapping[str, Any], what: str) -
 
 
 def _may_stand_for(there: Any, here: Any) -> bool:
-    """Return True if one value may replace the other: equal types, lists of equal lengths."""
+    """Return True if one value may replace the other: equal types, lists of equal length."""
     if isinstance(here, torch.Tensor) or isinstance(there, torch.Tensor):
         return True
     if isinstance(here, list | tuple) and isinstance(there, list | tuple):
@@ -60,7 +60,7 @@ def _may_stand_for(there: Any, here: Any) -> bool:
 
 
 class RunState:
-    """Takes and puts back the state of one run; `names` are those of its parameters by index."""
+    """Captures and restores the state of a run; `names` has parameter names by index."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class RunState:
         names: Sequence[str],
     ) -> None:
         self._registered: dict[str, Stateful] = {}
-        self._loaded: dict[str, Any] = {}  # of what is not registered yet
-        self._rng: dict[str, Any] | None = None  # the generators' states that were put back last
-        self._resumed = False  # by `initialize`, and no forward has been since
+        self._loaded: dict[str, Any] = {}  # states of objects that are not registered yet
+        self._rng: dict[str, Any] | None = None  # generator states that were restored last
+        self._resumed = False  # by `initialize`, before the first forward
         self._step_runner = step_runner
         self._window = window
         self._optimizer = optimizer
@@ -83,13 +83,13 @@ class RunState:
         self._names = names
 
     def register(self, name: str, item: Stateful) -> None:
-        """Take and give back the state of one thing more."""
+        """Save and restore the state of this object too; restores it now if it was loaded."""
         self._registered[name] = item
         if name in self._loaded:
             self._load(name, item)
 
     def _load(self, name: str, item: Stateful) -> None:
-        """Give one thing its loaded state; raises `CheckpointError` where it makes no sense."""
+        """Restore the loaded state of an object; raise `CheckpointError` if it refuses it."""
         try:
             item.load_state_dict(self._loaded.pop(name))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -101,7 +101,7 @@ class RunState:
             ) from error
 
     def capture(self) -> dict[str, Any]:
-        """The state now; no step may be under way."""
+        """Return the current state; no step may be in progress."""
         scheduler = self._step_runner.lr_scheduler
         progress, window = self._step_runner.counters, self._window
         scale = progress.loss_scale
@@ -119,7 +119,7 @@ class RunState:
         }
 
     def check(self, state: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> None:
-        """Raise `CheckpointError` for what does not fit this run, before anything is changed."""
+        """Raise `CheckpointError` if the state does not fit this run. Changes nothing."""
         wanted = {"progress", "steps", "groups", "kept", "scheduler", "rng", "registered"}
         absent = sorted(wanted - set(state))
         if absent:
@@ -150,7 +150,7 @@ class RunState:
             )
 
     def _check_scale(self, state: Mapping[str, Any]) -> None:
-        """Gradients of an open window keep the scale that they were made with."""
+        """Raise `CheckpointError` if gradients of an open window have another constant scale."""
         rules, saved = self._step_runner.scale_rules, state.get("loss_scale")
         within = state["progress"]["micro_step"] or state["progress"]["backwards"]
         if rules is None or rules.dynamic or saved is None or not within:
@@ -167,7 +167,7 @@ class RunState:
     def restore(
         self, state: Mapping[str, Any], *, optimizer: bool = True, scheduler: bool = True
     ) -> None:
-        """Put a captured state back; call `check` before. Generators come last."""
+        """Restore a state that `check` accepted; generators last."""
         try:
             self._restore(state, optimizer=optimizer, scheduler=scheduler)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -184,11 +184,11 @@ class RunState:
         counters = dict(state["progress"])
         within = int(counters.pop("micro_step")), int(counters.pop("backwards"))
         progress = TrainingCounters(**counters, loss_scale=scale)
-        self._window.start_over()  # without an optimizer gradients are not loaded either
+        self._window.start_over()  # without optimizer states, gradients are not loaded either
         if optimizer:
             for group, saved in zip(self._optimizer.param_groups, state["groups"], strict=True):
                 group.update({k: v for k, v in saved["values"].items() if k not in _APART})
-            # Rows of a stack of experts have its name, and the same is kept of all.
+            # Ranges of a stack of experts share its name, and have equal states.
             kept = state["kept"]
             self._updater.keep({i: kept[n] for i, n in enumerate(self._names) if n in kept})
             self._step_runner.steps[:] = [state["steps"][name] for name in self._names]
@@ -208,7 +208,7 @@ class RunState:
         self.restore_rng()
 
     def restore_rng(self) -> bool:
-        """Put the generators back once more; False if nothing was restored before."""
+        """Restore the generators again; return False if nothing was restored before."""
         self._resumed = False
         if self._rng is not None:
             restore_rng(self._rng)
@@ -219,7 +219,7 @@ class RunState:
         self._resumed = True
 
     def first_forward(self) -> None:
-        """Warn if a resumed run's generators have moved since."""
+        """Warn if random numbers were drawn since the run was resumed."""
         if not self._resumed or self._rng is None:
             return
         self._resumed = False
@@ -236,7 +236,7 @@ class RunState:
             )
 
     def adopt(self, global_steps: int, steps: Mapping[str, int]) -> None:
-        """Take the counters of a checkpoint without a run state: one that was imported."""
+        """Set the counters from an imported checkpoint, which has no run state."""
         scale = self._step_runner.counters.loss_scale
         self._step_runner.counters = TrainingCounters(global_steps=global_steps, loss_scale=scale)
         self._step_runner.steps[:] = [steps.get(name, 0) for name in self._names]

@@ -1,4 +1,4 @@
-"""State dicts of an offloaded module: full values given and taken, tensor by tensor."""
+"""State dicts of an offloaded module: full values, read and written tensor by tensor."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from infinity.training.parameter_values import ParameterValues
 
 @dataclass(frozen=True)
 class StateEntry:
-    """One tensor of a module under all its names, and how to give it other values.
+    """Tensor of a module with all its names, and a function that replaces its values.
 
-    `names` are those of a state dict; tied weights have several. `write` is None for a tensor on
+    `names` are keys of the state dict; tied weights have several. `write` is None for a tensor on
     the meta device.
     """
 
@@ -37,7 +37,7 @@ class StateEntry:
 
 
 class StateDict(Mapping[str, Tensor]):
-    """`engine.state_dict()`: names to full values, each read when it is asked for."""
+    """Lazy mapping of names to full values, each read on access; see `engine.state_dict`."""
 
     def __init__(
         self, values: ParameterValues, parameters: Mapping[str, int], buffers: Mapping[str, Tensor],
@@ -54,13 +54,14 @@ class StateDict(Mapping[str, Tensor]):
         return self.buffers[name].detach().cpu().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled or copied it is a dict of values, all of them in RAM; of a kind that `torch.load`
-        takes without being asked to trust.
+        """Pickle and copy as an `OrderedDict` of all values, in RAM.
+
+        `torch.load` accepts that type with `weights_only`.
         """
         return OrderedDict, (), None, None, iter(self.items())
 
     def __contains__(self, name: object) -> bool:
-        return name in self.parameters or name in self.buffers  # the mapping's own reads a value
+        return name in self.parameters or name in self.buffers  # Mapping's default reads a value
 
     def __iter__(self) -> Iterator[str]:
         yield from self.parameters
@@ -70,7 +71,7 @@ class StateDict(Mapping[str, Tensor]):
         return len(self.parameters) + len(self.buffers)
 
     def load(self, state: Mapping[str, Tensor], *, strict: bool) -> None:
-        """Write whole values; raises `ConfigError` naming all problems before any change."""
+        """Write full values; raise `ConfigError` with all problems before any change."""
         problems = [f"missing {n!r}" for n in self if n not in state] if strict else []
         problems += [f"unexpected {n!r}" for n in state if n not in self] if strict else []
         common = [n for n in self if n in state]
@@ -88,9 +89,12 @@ class StateDict(Mapping[str, Tensor]):
         self._values.flush()
 
     def entries(self) -> list[StateEntry]:
-        """All tensors, in an order that reads and writes each unit once. Call `flush` at the end.
+        """Return all tensors, in an order that reads and writes each unit once.
 
-        Raises `ResidencyError` inside `engine.materialized`.
+        Call `flush` after the writes.
+
+        Raises:
+            ResidencyError: A parameter is materialized.
         """
         self._values.refuse_loans("weights cannot be loaded as a whole")
         entries = []
@@ -106,30 +110,30 @@ class StateDict(Mapping[str, Tensor]):
         return entries
 
     def flush(self) -> None:
-        """Write back what `StateEntry.write` left to be written."""
+        """Write the last values of `StateEntry.write` to their tier."""
         self._values.flush()
 
     def abandon(self) -> None:
-        """`flush`, after an error."""
+        """Flush after an error; see `ParameterValues.abandon`."""
         self._values.abandon()
 
     def save(
         self, directory: Path, dtype: torch.dtype | str | None, max_shard: int | str
     ) -> list[Path]:
-        """`engine.save_weights`."""
+        """Write weight files and return their paths; see `engine.save_weights`."""
         tensors = list(self.outgoing(dtype))
         write = partial(write_shards, directory.expanduser(), tensors, parse_size(max_shard))
         try:
             return written_by_first(self._values.ranks, tensors, write)
         finally:
-            self._values.flush()  # nothing was edited: only forgets what is cached
+            self._values.flush()  # nothing was edited: only frees the cached unit
 
     def outgoing(
         self,
         dtype: torch.dtype | str | None,
         tied_name: Callable[[tuple[str, ...]], str] | None = None,
     ) -> Iterator[Outgoing]:
-        """Return the tensors for `save`, each once, under its first name or as in `tied_name`.
+        """Yield the tensors for `save`, each once, named by `tied_name` or by its first name.
 
         `dtype` as in `engine.save_weights`.
         """
@@ -144,12 +148,12 @@ class StateDict(Mapping[str, Tensor]):
             index = self.parameters[name]
             kept = self._values.dtype(index)
             stored = dtype if dtype is not None and kept in COMPUTE_DTYPES.values() else kept
-            # Not by way of the compute dtype: the master is rounded once.
+            # Read the master for another dtype: its values are rounded once, not twice.
             read = partial(self._values.read, index, master=stored is not kept)
             yield Outgoing(name, self._shape(name), stored, read)
 
     def _tied(self) -> list[tuple[str, ...]]:
-        """All names, those of one tensor together; parameters by unit, then buffers."""
+        """Return all names, grouped by tensor: parameters in the order of units, then buffers."""
         groups: dict[int, list[str]] = {}
         for name in self:
             parameter = self.parameters.get(name)
@@ -171,9 +175,9 @@ class StateDict(Mapping[str, Tensor]):
 def written_by_first(
     ranks: DistContext, tensors: Sequence[Outgoing], write: Callable[[], list[Path]]
 ) -> list[Path]:
-    """What `write`, which reads each of the tensors in their order, returns on the first rank.
+    """Call `write` on the first rank, and return its files on all ranks.
 
-    The others read with it.
+    `write` must read all tensors in order. Reads are collective, so the other ranks read them too.
     """
     files: list[Path] = []
     with ranks.collective_section("saves weights"):
@@ -186,9 +190,9 @@ def written_by_first(
 
 
 class _BroadcastReads(Mapping[str, Tensor]):
-    """Values that the first rank reads and announces, so that the others read them, too.
+    """Values that the first rank reads, and the other ranks with it, since reads are collective.
 
-    For what chooses by itself what it reads.
+    For code that chooses the values and their order; the first rank broadcasts their names.
     """
 
     def __init__(self, state: StateDict, ranks: DistContext) -> None:
@@ -196,7 +200,7 @@ class _BroadcastReads(Mapping[str, Tensor]):
         self._ranks = ranks
 
     def broadcast(self, name: str) -> str:
-        """Broadcast the name that the first rank reads next; "" ends it."""
+        """Broadcast the name that the first rank reads next; "" ends the reads."""
         self._ranks.synchronize("reads values that the first rank chooses")
         return str(self._ranks.all_gather_object(name)[0])
 
@@ -214,7 +218,7 @@ class _BroadcastReads(Mapping[str, Tensor]):
 def read_by_first(
     ranks: DistContext, state: StateDict, use: Callable[[Mapping[str, Tensor]], None]
 ) -> None:
-    """Let the first rank `use` whole values, in whatever order it likes."""
+    """Call `use` with full values on the first rank; it may read them in any order."""
     with ranks.collective_section("saves weights"):
         broadcast_reads = _BroadcastReads(state, ranks)
         if ranks.rank == 0:
@@ -245,7 +249,7 @@ def state_dict_of(
     master: bool,
     prefix: str = "",
 ) -> StateDict:
-    """A lazy state dict: the names of `module.state_dict()`, tied ones included."""
+    """Return a lazy state dict with the names of `module.state_dict()`, tied ones included."""
     parameters = module.named_parameters(prefix.removesuffix("."), remove_duplicate=False)
     names = {name: index_of[id(p)] for name, p in parameters}
     buffers = {prefix + name: buffer for name, buffer in persistent_buffers(module).items()}
@@ -253,13 +257,13 @@ def state_dict_of(
 
 
 def copy_into(tensor: Tensor, value: Tensor) -> None:
-    """Replace the values of a tensor that has memory of its own."""
+    """Copy values into a tensor that is not offloaded."""
     with torch.no_grad():
         tensor.copy_(value)
 
 
 class ModuleStateHooks:
-    """`module.state_dict()` and `load_state_dict()` on the owned tree give and take full values."""
+    """Hooks that give `state_dict()` and `load_state_dict()` of an owned tree full values."""
 
     def __init__(
         self, root: nn.Module, values: ParameterValues, index_of: Mapping[int, int]
@@ -272,7 +276,7 @@ class ModuleStateHooks:
             self.add(module)
 
     def add(self, hooked: Any) -> None:
-        """A module of the tree, which may have come later."""
+        """Install the hooks on a module of the tree, which may have been added later."""
 
         def give(module: nn.Module, state: dict[str, Tensor], prefix: str, _: object) -> None:
             for name, index in self._direct_parameters(module).items():
@@ -280,7 +284,7 @@ class ModuleStateHooks:
 
         if self._direct_parameters(hooked):
             self._handles += [
-                # Torch marks the hook, which a bound method refuses.
+                # torch sets an attribute on the hook, which a bound method does not allow.
                 hooked.register_state_dict_post_hook(give),
                 hooked.register_load_state_dict_pre_hook(self._open),
                 hooked.register_load_state_dict_post_hook(self._close),
@@ -296,7 +300,7 @@ class ModuleStateHooks:
         for name, index in self._direct_parameters(module).items():
             value = state.get(prefix + name)
             if value is not None and index not in self.values.materialized_now:
-                # Values in the compute dtype keep the master where their bits did not change.
+                # Values in the compute dtype leave the master unchanged where bits are unchanged.
                 compute = self.values.dtype(index)
                 self.values.materialize(index, master=getattr(value, "dtype", None) is not compute)
 
@@ -305,7 +309,6 @@ class ModuleStateHooks:
             self.values.release_materialized(index)
 
     def remove(self) -> None:
-        """Take the hooks back."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -1,18 +1,19 @@
-"""One step: norm, clip factor, and the commit, after which the step has happened.
+"""Steps of training: gradient norm, clip factor and commit.
 
 [Note: commit]
-Units become pending, counters advance, and a job for the optimizer pass holds all that the update
-depends on. `TrainingCounters` is one frozen object, replaced as a whole: once it is replaced the
-step has happened, whatever fails later.
+A commit makes units pending, advances the counters, and captures everything that the update depends
+on in a job for the optimizer pass. `TrainingCounters` is one frozen object that a single assignment
+replaces: from then on the step has happened, even if something fails later.
 
 [Note: exceptions]
-After an exception in a forward nothing is bound and nothing else is lost. After one in a backward
-the accumulation window starts over. A `step()` that raised has happened, or the window starts over.
+After an exception in a forward no parameter is bound and nothing else is lost. After one in a
+backward the accumulation window starts over. If `step()` raises, either the step has happened or
+the window starts over.
 
 [Note: loss scale]
 Backward starts from the scaled loss; gradients are stored scaled, and the update multiplies by clip
-factor / scale, so unscaling costs nothing. Non-finite gradients show in the square sums. The state
-of the scale is part of `TrainingCounters`: it changes with the step or not at all.
+factor / scale, so unscaling is free. Non-finite gradients make the square sums non-finite. The
+state of the scale is part of `TrainingCounters`: it changes with the step or not at all.
 """
 
 from __future__ import annotations
@@ -47,25 +48,25 @@ from infinity.training.optimizer_state import read_state
 from infinity.training.update_job import UpdateJob
 
 MAX_SKIPPED_IN_A_ROW = 20
-# A dynamic loss scale is found by skipping steps: only so many in a row are more than a search.
+# Skipped steps in a row that warn under a dynamic loss scale: fewer are its search.
 SCALES_TRIED_IN_SILENCE = 10
-_MANY_BACKWARDS = 16  # of one micro-batch: more than there are losses
+_MANY_BACKWARDS = 16  # in one micro-batch: step() is probably missing
 
 
 @dataclass(frozen=True)
 class TrainingCounters:
-    """Counters of training; replaced as a whole, see [Note: commit]."""
+    """Counters of training; immutable, see [Note: commit]."""
 
-    global_steps: int = 0  # those that updated
+    global_steps: int = 0  # steps that updated
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
-    loss_scale: ScaleState | None = None  # where the loss is scaled
-    micro_batches: int = 0  # of the whole run: calls of step()
-    samples: int = 0  # of the whole run: those of windows that are over, skipped ones too
+    loss_scale: ScaleState | None = None  # None if the loss is not scaled
+    micro_batches: int = 0  # calls of step() in the whole run
+    samples: int = 0  # in completed windows of the whole run, skipped ones too
 
     @property
     def steps(self) -> int:
-        """Number of windows that ended, skipped steps included: `global_steps` for users."""
+        """Number of completed windows, skipped ones included; `global_steps` for users."""
         return self.global_steps + self.skipped_steps
 
 
@@ -73,8 +74,8 @@ class TrainingCounters:
 class StepInputs:
     """Arguments of a step from the engine.
 
-    `samples` are those of the window, `lr_kwargs` are passed to the scheduler's step; `document`,
-    for durable steps, makes the document of the commit.
+    `samples` is the number of samples in the window, `lr_kwargs` are passed to the scheduler's
+    step, and `document` returns the document of the commit (None if the run is not durable).
     """
 
     samples: int
@@ -83,7 +84,7 @@ class StepInputs:
 
 
 class StepRunner:
-    """Turns accumulated gradients into an optimizer pass; counts steps, also per parameter."""
+    """Turns accumulated gradients into jobs of the optimizer pass, and counts steps."""
 
     def __init__(
         self,
@@ -114,14 +115,14 @@ class StepRunner:
         self._index_of = dict(index_of)
         self._step_log = step_log
         self._meter = Meter(components.transfers, components.hooks.watch)
-        self._timeline = components.timeline  # until it is over
+        self._timeline = components.timeline  # None after the last traced step
         if self._timeline is not None:
             self._timeline.start()
         optimizer.connect_state(self._read_state)
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss, and so of the gradients of this window; 1.0 without a scale."""
+        """Factor of the loss and of the gradients in this window; 1.0 without a loss scale."""
         state = self.counters.loss_scale
         return 1.0 if state is None else state.scale
 
@@ -150,20 +151,20 @@ class StepRunner:
         self.counters = replace(self.counters, micro_batches=self.counters.micro_batches + 1)
 
     def _warn(self, text: str) -> None:
-        """Warn, on one of the ranks."""
+        """Warn on the first rank only."""
         if self._ranks.rank == 0:
             warnings.warn(text, InfinityWarning, stacklevel=6)
 
     # --- rollback --------------------------------------------------------------------------------
 
     def end_forward(self, error: Exception) -> None:
-        """Clean up after an exception in a forward; gradients are kept."""
+        """Clean up after an exception in a forward; gradients are retained."""
         end_checkpoints(error)
         self._components.recover()
         self._components.cycles.end()
 
     def roll_back(self, error: Exception | None = None) -> None:
-        """Start the accumulation window over, empty; `error` ended a backward."""
+        """Discard the gradients of the accumulation window; `error` ended a backward."""
         if error is not None:
             end_checkpoints(error)
         self._window.account()
@@ -177,7 +178,8 @@ class StepRunner:
     def together(self, doing: str, *, loses: bool = True) -> Iterator[None]:
         """Propagate exceptions to all ranks; start the window over if gradients are lost.
 
-        On all ranks, whichever failed: else one would add gradients that others discard.
+        The window starts over on all ranks, even if one failed: otherwise a rank would add to
+        gradients that others discarded. `loses` is False if the block cannot lose gradients.
         """
         before = self.counters
         try:
@@ -197,14 +199,18 @@ class StepRunner:
     def update(self, clipping: float, given: StepInputs) -> None:
         """Commit a step of the accumulated gradients; the optimizer pass runs in the background.
 
-        A step whose gradients are not finite is skipped, with a warning for the first of a row.
+        A step whose gradients are not finite is skipped, with one warning per row of such steps.
+        An error of the commit itself (an edited parameter, a scheduler) is raised after the step
+        has happened.
 
-        Raises `TrainingError` after too many skipped steps in a row, or at the smallest loss scale,
-        and what the commit raised (an edited parameter, a scheduler) after the step has happened.
+        Raises:
+            TrainingError: Too many steps in a row were skipped, or one at the smallest loss scale;
+                or a parameter that cannot be updated has a gradient.
         """
-        self._gradients.finish()  # a backward the engine did not see may have left some open
+        self._gradients.finish()  # after a backward that the engine did not start
         self._gradients.complete()
-        # What may fail on one rank alone comes before ranks meet for the norm: then all commit.
+        # Operations that may fail on one rank alone come before the ranks synchronize for the norm:
+        # after it all commit.
         self._gradients.settle()
         self._store.settle_copies()
         params_by_index = self._optimizer.params_by_index(self._index_of)
@@ -220,7 +226,7 @@ class StepRunner:
         factor = 0.0 if skipped else 1.0
         if clipping and not skipped:
             factor = min(1.0, clipping / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-        # Here: streams belong to threads.
+        # Recorded on this thread, since current streams belong to threads.
         computed = self._transfers.device.compute_event()
         with self._guard.locked():
             job, error = self._commit(norm, factor, culprits, computed, params_by_index, given)
@@ -233,7 +239,7 @@ class StepRunner:
             self._say_skipped(before, culprits)
 
     def _must_be_equal(self, clipping: float) -> dict[str, int]:
-        """Return the values that ranks must have in common at a step."""
+        """Return values that must be equal on all ranks at a step."""
         values = as_json(self._optimizer.group_values()).encode()
         return self._window.position | {
             "values of the optimizer's groups": zlib.crc32(values),
@@ -241,12 +247,12 @@ class StepRunner:
         }
 
     def _refuse_to_go_on(self, before: ScaleState | None, culprits: Sequence[str]) -> None:
-        """Raise if the last step was skipped and later ones will be, too."""
+        """Raise `TrainingError` if later steps would be skipped like the last one."""
         rules = self.scale_rules
         if rules is not None and before is not None and rules.dynamic:
             if rules.is_exhausted(before):
                 raise scale_exhausted(before, culprits)
-            return  # the next scale may do
+            return  # a lower scale may work
         if self.counters.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise TrainingError(
                 f"the gradients of {self.counters.skipped_in_a_row} steps in a row were not "
@@ -260,7 +266,7 @@ class StepRunner:
             )
 
     def _refuse_others(self, params_by_index: Mapping[int, Any]) -> None:
-        """Raise for gradients of parameters that cannot be updated."""
+        """Raise `TrainingError` for gradients of parameters that cannot be updated."""
         partition = self._components.partition
         for parameter, trained, name in zip(
             partition.parameters, partition.trained, partition.names, strict=True
@@ -284,7 +290,7 @@ class StepRunner:
                 )
 
     def _say_skipped(self, before: ScaleState | None, culprits: Sequence[str]) -> None:
-        """Warn once in a row of skipped steps that is no search for the loss scale."""
+        """Warn once per row of skipped steps, if it is longer than a search for the loss scale."""
         count, rules = self.counters.skipped_in_a_row, self.scale_rules
         if count != (SCALES_TRIED_IN_SILENCE if rules is not None and rules.dynamic else 1):
             return
@@ -301,9 +307,10 @@ class StepRunner:
         self, norm: float, factor: float, culprits: Sequence[str], computed: Event,
         params_by_index: Mapping[int, Any], given: StepInputs,
     ) -> tuple[UpdateJob | None, Exception | None]:  # fmt: skip
-        """Commit the step; return a job for the optimizer pass, and an error raised after that.
+        """Commit the step; return its job, and an error to raise once the job is submitted.
 
-        The step is skipped if there are `culprits`, parameters whose gradients are not finite.
+        The step is skipped, without a job, if there are `culprits`: parameters whose gradients are
+        not finite.
         """
         skipped, progress = bool(culprits), self.counters
         rules, scale = self.scale_rules, progress.loss_scale
@@ -324,8 +331,8 @@ class StepRunner:
             loss_scale=rules.after(scale, skipped) if rules and scale else scale,
         )
         self._window.end()
-        # From here the step has happened: whatever fails, the units that are pending get their
-        # update, and `update` raises the error after it.
+        # The step has happened: even if something fails below, pending units are updated, and
+        # `update` raises the error after it has submitted the job.
         failure: Exception | None = None
         try:
             if job is not None:
@@ -353,7 +360,7 @@ class StepRunner:
     def _make_job(
         self, factor: float, computed: Event, params_by_index: Mapping[int, Any]
     ) -> UpdateJob:
-        """Capture everything that the optimizer pass depends on."""
+        """Return a job with everything that the optimizer pass depends on."""
         arrived = self._gradients.arrived()
         units = self._units
         order = dict.fromkeys([*self._components.cycles.training.first_uses(), *range(len(units))])
@@ -368,7 +375,7 @@ class StepRunner:
         )
 
     def _read_state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """`OffloadedOptimizer.read_state`."""
+        """Implement `OffloadedOptimizer.read_state`."""
         self._guard.check()
         index = self._index_of.get(id(parameter))
         if index is None:

@@ -1,9 +1,9 @@
 """Weights that stay with their module after its engine was collected.
 
-They rest where the engine left them, without optimizer state, until a parameter is used: then all
-of them become ordinary tensors in RAM, in the dtype they computed in, unit by unit. A module that
-dies first takes them along, and nothing is read. The next engine of the module reads them one at a
-time where RAM has no room for all.
+They stay in the tiers where the engine stored them, without optimizer state, until a parameter is
+used: then all become ordinary tensors in RAM, in their compute dtype, unit by unit. If the module
+is collected first, they are freed unread. The next engine of the module reads them one at a time if
+they do not fit in RAM.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from infinity.training.parameter_values import ParameterValues
 
 
 class Closing(Protocol):
-    """The parts of an engine that weights need to rest."""
+    """Components of an engine that stored weights depend on."""
 
     @property
     def closed(self) -> bool:
-        """Whether everything was given back."""
+        """Return True if everything has been released."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
 
 
 class StoredWeights:
-    """Weights of a module without an engine; the module's dicts of parameters own this."""
+    """Weights of a module without an engine, owned by the module's `StoredParameters`."""
 
     def __init__(
         self,
@@ -56,15 +56,16 @@ class StoredWeights:
         self._values = values
         self._guard = guard
         self._parts = parts
-        self._left = list(values.store.plan.units)  # still to be read, the last first
+        self._left = list(values.store.plan.units)  # to be read, the last one first
         self._lock = threading.RLock()
         self._finalizer = weakref.finalize(self, _close_here, guard, parts)
 
     def wake(self) -> None:
-        """Give the module its values in RAM, and everything else back.
+        """Restore the module's parameters in RAM, and release everything else.
 
         Raises:
-            DoesNotFitError: RAM has no room; the weights rest on.
+            DoesNotFitError: The values do not fit in RAM; they stay stored.
+            EngineClosedError: The values have been released.
             ResidencyError: This is a forked child.
         """
         with self._lock:
@@ -81,9 +82,10 @@ class StoredWeights:
             self._finalizer()
 
     def materialize(self) -> tuple[dict[int, Read], Callable[[], None]]:
-        """Put the module's parameters on meta; return how to read them, by id, and an undo.
+        """Put the module's parameters on meta for the next engine, which reads them one at a time.
 
-        Values are read from where they rest, one at a time, for an engine that takes them over.
+        Returns:
+            Functions that read the stored values, by id of the parameter, and one that undoes this.
 
         Raises:
             ConfigError: Something else is tied to a parameter by more than a Python reference.
@@ -126,36 +128,36 @@ class StoredWeights:
         return [m for m in found if m is not None and isinstance(m._parameters, StoredParameters)]
 
     def fetch(self, parameter: nn.Parameter) -> Tensor:
-        """Give the module its values, and return the parameter."""
+        """Restore the module's parameters, and return this one."""
         self.wake()
         return parameter
 
     def copy(self, parameter: nn.Parameter) -> Tensor:
-        """Return a copy of the value, as `fetch` does."""
+        """Restore the module's parameters, and return a copy of this one."""
         return self.fetch(parameter).detach().clone()
 
     def version(self, parameter: nn.Parameter) -> int:
-        """Values that rest do not change."""
+        """Return 0: stored values do not change."""
         return 0
 
     def note_missing_gradient(self) -> None:
-        """Without an engine there are no gradients to look for."""
+        """Do nothing: without an engine there are no gradients."""
 
     def check_gradient(self, parameter: nn.Parameter, what: str) -> None:
-        """Without an engine no stack is cut."""
+        """Do nothing: without an engine no stack of experts is cut."""
 
     def answer(self) -> None:
-        """Answer references to parameters that were kept; see `offloaded_parameter.Access`."""
+        """Become the `offloaded_parameter.Access` of the parameters, for existing references."""
         name_engine(self._binding.parameters, None, self)
 
     @property
     def fits(self) -> bool:
-        """Whether the values fit in half of the available RAM."""
+        """Return True if the values fit in half of the available RAM."""
         needed, available = self._sizes()
         return 2 * needed <= available
 
     def _sizes(self) -> tuple[int, int]:
-        """Return the net RAM that `wake` takes at most, and the available RAM."""
+        """Return the most bytes that `wake` adds to RAM at a time, and the available bytes."""
         store, most, now = self._values.store, 0, 0
         for unit in reversed(self._left):
             values = sum(s.numel * self._values.dtype(s.parameter).itemsize for s in unit.segments)
@@ -176,11 +178,10 @@ class StoredWeights:
 
 
 def take_over(model: nn.Module, ranks: DistContext, undo: ExitStack) -> dict[int, Read]:
-    """Return functions that read the values a dropped engine left, by id of the parameter.
+    """Return functions that read the values a collected engine left, by id of the parameter.
 
-    Empty where RAM has room for all: then the module gets them.
-
-    Of several ranks each has a shard of the values, so all read all of them here.
+    Values that fit in RAM are restored to the module instead, and on several ranks all values,
+    since each rank stores a shard. `undo` gets the functions that undo the change of the module.
     """
     sources = {
         id(stored): stored

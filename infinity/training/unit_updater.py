@@ -1,21 +1,22 @@
-"""Updates units on the device, streamed through it, or on the CPU; chunk by chunk.
+"""Updates of units on the device, streamed through it, or on the CPU; chunk by chunk.
 
 [Note: one order]
 Chunks of units that are not stored on the device are updated in one order, on any processor: read
-from disk, update, publish, write. Before a unit waits for a slot every unit before it is complete:
-the training thread may be waiting for one of those, and only it can free a slot.
+from disk, update, publish, write. Before the optimizer thread waits for a slot for a unit, it has
+completed all units before: the training thread may be waiting for one of those, and only the
+training thread can free a slot.
 
 [Note: three under way]
-A staging buffer in RAM holds one chunk of the kinds that cannot be updated in place; one on the
-device, for a streamed update, those that are not stored there. Copies in, kernels and copies out
-of different chunks overlap, ordered by events only; the optimizer thread waits for nothing but
-the oldest chunk, which must be back before its buffers are filled again. No copy waits for
-compute: a unit becomes available when all its chunks are back. From RAM to RAM several chunks are
-streamed at once (`Plan.chunks_per_batch`), since a copy costs the host some 100 us of calls at
-any size; for the same reason the CPU updates several at once, where it addresses all. Units
-follow each other without a gap, unless one must wait. During a streamed update the CPU may update
-a share of each unit's chunks (`Plan.chunk_batches`) on a thread of its own: while one is updated
-the next is queued, and this thread goes on streaming others. All are written in one order.
+A staging buffer in RAM holds one chunk of the kinds that cannot be updated in place. For streamed
+updates, a buffer on the device holds the kinds that are not stored there. Copies in, kernels and
+copies out of different chunks overlap, ordered by events only; the optimizer thread waits for
+nothing but the oldest chunk, which must be back before its buffers are filled again. No copy waits
+for compute: a unit becomes available when all its chunks are back. From RAM to RAM several chunks
+are streamed at once (`Plan.chunks_per_batch`), since the calls of a copy take about 100 us on the
+host, at any size; for the same reason the CPU updates several at once if it can address all kinds.
+Units follow each other without a gap, unless one must wait. During a streamed update the CPU may
+update a share of each unit's chunks (`Plan.chunk_batches`) on a separate thread: while one is
+updated the next is queued, and the optimizer thread streams others. All are written in one order.
 """
 
 from __future__ import annotations
@@ -47,11 +48,10 @@ from infinity.types import Kind
 
 @dataclass(eq=False)
 class ChunkUpdate:
-    """Chunks, most often one, between their read and their write.
+    """Chunks of a unit, usually one, between their read and their write.
 
-    The fields from `on_device` on are of a streamed update. `views` (uint8, of exactly these
-    chunks) are addressable by the host, except those in `on_device`, which are stored on the
-    device.
+    `views` (uint8) span exactly these chunks. The host can address them, except those of kinds in
+    `on_device`, which are stored on the device.
     """
 
     unit: int
@@ -61,25 +61,25 @@ class ChunkUpdate:
     views: dict[Kind, Tensor]
     waits: list[Event]
     on_device: set[Kind]
-    stream: Tensor  # the buffer on the device, and what is left of it
-    room: Tensor
-    target: Slot | None = None  # that new weights are published to
-    updated: Future[None] | None = None  # the CPU's update beside streamed ones
+    stream: Tensor  # device buffer of a streamed update
+    room: Tensor  # free bytes of `stream`
+    target: Slot | None = None  # gets the new weights
+    updated: Future[None] | None = None  # update on the CPU thread
     there: dict[Kind, Tensor] = field(default_factory=dict)  # views on the device
-    brought: list[Kind] = field(default_factory=list)  # what does not rest there
-    events: list[Event] = field(default_factory=list)  # of all that was asked for
+    brought: list[Kind] = field(default_factory=list)  # kinds copied to the device for the update
+    events: list[Event] = field(default_factory=list)  # ends of the copies and the kernel
 
     @property
     def is_first(self) -> bool:
-        """Return True if the unit begins with it."""
+        """Return True if the unit begins with these chunks."""
         return self.chunks.start == 0
 
 
-NUM_CPU_UPDATES = 2  # submitted at a time: one that runs, and the next
+NUM_CPU_UPDATES = 2  # in flight on the CPU thread: one runs, one is queued
 _NOWHERE = torch.empty(0, dtype=torch.uint8)
 
 
-BeforeChange = Callable[..., object]  # (unit), or (unit, what to call before a wait)
+BeforeChange = Callable[..., object]  # (unit), or (unit, function to call before a wait)
 
 
 class AbortedError(Exception):
@@ -87,7 +87,7 @@ class AbortedError(Exception):
 
 
 class UnitUpdater:
-    """Updates one unit after the other; used by the optimizer thread alone."""
+    """Updates units one after the other; used by the optimizer thread only."""
 
     def __init__(
         self,
@@ -105,8 +105,8 @@ class UnitUpdater:
         self.gradients = gradients
         self._handover = handover
         self.updater = updater
-        # Called with a unit's index before the first byte of its state changes in a job; it may
-        # block: until a save that is under way has copied them. Before that it calls the other.
+        # Called with a unit's index before the first byte of its state changes in a job. It may
+        # block until a save in progress has copied the unit; it calls its second argument before.
         self.before_change = before_change
         self._updates_on = [update_place(plan, unit.index) for unit in plan.units]
         self._staging = BufferPool(plan.num_staging_buffers, staging_bytes(plan), transfers.device)
@@ -114,16 +114,16 @@ class UnitUpdater:
         num_streams = NUM_STREAM_BUFFERS if nbytes else 0
         self._streams = BufferPool(num_streams, nbytes, transfers.device, on_device=True)
         self._under_way: deque[ChunkUpdate] = deque()  # oldest first
-        self._cpu_thread: ThreadPoolExecutor | None = None  # for updates while others stream
+        self._cpu_thread: ThreadPoolExecutor | None = None  # updates during streaming
         if plan.cpu_share:
             begin = transfers.device.attach_worker_thread
             self._cpu_thread = ThreadPoolExecutor(1, "infinity-cpu-update", begin)
-        self._target: Slot | None = None  # that the unit is published to
-        self._published: dict[int, list[Event]] = {}  # by unit: copies of its new weights
-        self._left: dict[int, int] = {}  # chunks of units that have begun
+        self._target: Slot | None = None  # gets the weights of the current unit
+        self._published: dict[int, list[Event]] = {}  # copies of new weights to slots, by unit
+        self._left: dict[int, int] = {}  # chunks not yet updated, by unit in progress
 
     def forget(self) -> None:
-        """Free the reserved buffers, and end the thread of CPU updates."""
+        """Free the reserved buffers, and end the CPU thread."""
         if self._cpu_thread is not None:
             self._cpu_thread.shutdown()
         self._staging.forget()
@@ -131,9 +131,10 @@ class UnitUpdater:
         self._target = None
 
     def run(self, job: UpdateJob, stopped: Callable[[], bool]) -> None:
-        """Update every unit of a job; raise `AbortedError` when `stopped`, and errors of reads.
+        """Update every unit of a job; on return its state is stored, or in flight to the disk.
 
-        When it returns everything is stored, or in flight to the disk.
+        Raises:
+            AbortedError: `stopped` returned True.
         """
         try:
             for unit in job.units:
@@ -141,7 +142,7 @@ class UnitUpdater:
                     self._handover.updated(unit, self._update_on_device(job, unit))
             self._run_chunks(job, stopped)
         finally:
-            for work in self._under_way:  # none, unless it failed
+            for work in self._under_way:  # empty unless a chunk failed
                 if work.updated is not None:
                     wait([work.updated])
                 for event in work.events:
@@ -153,7 +154,7 @@ class UnitUpdater:
         order = self._chunks(job)
         pending = next(order, None)
         while pending is not None or queue:
-            # Of the buffers one is being updated, one is on its way back; the others read ahead.
+            # One buffer is being updated, one is being written back; the others read ahead.
             while pending is not None and len(queue) < self.plan.num_staging_buffers - 2:
                 laps = Laps(self.transfers.trace, pending[0])
                 placement, by_device = self.plan.placements[pending[0]], pending[-1]
@@ -171,7 +172,7 @@ class UnitUpdater:
         self._land_all()
 
     def _chunks(self, job: UpdateJob) -> Iterator[tuple[int, range, bool]]:
-        """Yield (unit, chunks at once, streamed) in order; a unit in demand comes next."""
+        """Yield (unit, chunks, is streamed) in order; a unit in demand comes next."""
         remaining = [u for u in job.units if self._updates_on[u] is not UpdatePlace.DEVICE]
         while remaining:
             demand = self._handover.demand
@@ -185,7 +186,7 @@ class UnitUpdater:
     # --- on the device -----------------------------------------------------------------------
 
     def _update_on_device(self, job: UpdateJob, unit: int) -> Event:
-        """Queue the update of a unit stored on the device, all its chunks in one."""
+        """Queue one update of all chunks of a unit that is stored on the device."""
         assert isinstance(self.updater, KernelUpdater)
         state = self.store.units[unit]
         self.store.settle_writes(unit)
@@ -200,12 +201,12 @@ class UnitUpdater:
         state.copy.advance()
         return event
 
-    # --- a chunk of a unit that does not rest there --------------------------------------------
+    # --- chunks of units that are not stored on the device -------------------------------------
 
     def _issue(
         self, job: UpdateJob, unit: int, chunks: range, streamed: bool, buffer: Tensor
     ) -> ChunkUpdate:
-        """Start to move the state and gradients of chunks to where they are updated."""
+        """Start to read the state and gradients of chunks into memory that the updater reaches."""
         if chunks.start == 0:
             self.store.settle_writes(unit)
         views, waits, used, stored = self.store.stage(
@@ -238,13 +239,13 @@ class UnitUpdater:
         return work
 
     def _process(self, job: UpdateJob, work: ChunkUpdate) -> None:
-        """Update chunks on the CPU, or send them through the device, which ends in `_land`."""
-        if not work.streamed:  # a copy of old weights to the device may still read what will change
+        """Update chunks on the CPU, or queue their update, which `_land` completes."""
+        if not work.streamed:  # a copy to the device may still read the old weights
             work.waits.append(self._handover.weights_read(work.unit))
         laps = Laps(self.transfers.trace, work.unit)
         if work.streamed:
             if not all(item.done() for item in work.waits):
-                self._land_all()  # rather than wait with chunks that may be back
+                self._land_all()  # complete chunks that are back before a wait
             for item in work.waits:
                 item.wait()
             self._stream(job, work)
@@ -268,7 +269,7 @@ class UnitUpdater:
         self._finish(work)
 
     def _submit_cpu_update(self, job: UpdateJob, work: ChunkUpdate) -> None:
-        """Submit chunks of a streamed unit to the CPU's thread; its first chunks are streamed."""
+        """Submit chunks of a streamed unit, whose first chunks are streamed, to the CPU thread."""
         assert self._cpu_thread is not None
         work.target = self._target
         work.updated = self._cpu_thread.submit(self._update_on_cpu, job, work)
@@ -277,7 +278,7 @@ class UnitUpdater:
             self._land()
 
     def _update_on_cpu(self, job: UpdateJob, work: ChunkUpdate) -> None:
-        """Wait for the chunks' copies, then update them; runs on either thread."""
+        """Wait for the copies of chunks, then update them. Runs on either thread."""
         laps = Laps(self.transfers.trace, work.unit)
         for item in work.waits:
             item.wait()
@@ -287,24 +288,24 @@ class UnitUpdater:
         laps.lap("update", "update", sum(view.numel() for view in work.views.values()))
 
     def _give_back(self, work: ChunkUpdate, written: Sequence[Event]) -> None:
-        """Return the buffer, if there is one, to the pool; it is free after `written`."""
+        """Return the staging buffer, if there is one, to its pool; it is free after `written`."""
         if work.buffer is not _NOWHERE:
             self._staging.give_back(work.buffer, *written)
 
     def _finish(self, work: ChunkUpdate) -> None:
-        """Complete the update of chunks; with the last one that of the unit."""
+        """Count chunks as updated; with the last ones, complete the update of the unit."""
         unit, state = work.unit, self.store.units[work.unit]
         count = state.layout.num_chunks(self.plan.chunk_elements)
         self._left[unit] = self._left.get(unit, count) - len(work.chunks)
         if not self._left[unit]:
             del self._left[unit]
-            state.copy.advance()  # whoever reads the unit from now on reads what was written
+            state.copy.advance()  # reads of the unit from now on get the new state
             self._handover.updated(unit, after_all(*self._published.pop(unit, ())))
 
     def _tiles(
         self, job: UpdateJob, unit: int, chunks: range, views: Mapping[Kind, Tensor]
     ) -> list[Tile]:
-        """Return the tiles of these chunks, chunk by chunk where results depend on that."""
+        """Return the tiles of these chunks, chunk by chunk if that changes results."""
         plan, layout, tiles = self.plan, self.plan.local_units[unit], list[Tile]()
         is_flat = isinstance(self.updater, KernelUpdater) and plan.precision_of(layout).is_flat
         step = plan.chunks_at_once if is_flat else 1
@@ -317,14 +318,14 @@ class UnitUpdater:
             tiles += tiles_of(job, plan, layout, some, chunk_views, self.gradients.dtype)
         return tiles
 
-    # --- by the CPU ----------------------------------------------------------------------------
+    # --- on the CPU ----------------------------------------------------------------------------
 
     def _write_back(self, work: ChunkUpdate) -> list[Event]:
-        """Copy updated kinds from the buffer to their tiers."""
+        """Start to write updated kinds from the buffer to their tiers; return the ends."""
         state = self.store.units[work.unit]
         staged = {k: work.views[k] for k in state.kinds if state.in_ram(k) is None}
         events = []
-        if state.on_device(Kind.WEIGHT):  # by itself: forwards wait for it
+        if state.on_device(Kind.WEIGHT):  # separately: forwards wait for it
             weight = {Kind.WEIGHT: staged.pop(Kind.WEIGHT)}
             events.append(self._send(work, weight))
             self._published.setdefault(work.unit, []).extend(events)
@@ -336,15 +337,15 @@ class UnitUpdater:
         return self.store.send(work.unit, work.chunks.start, views, chunks=len(work.chunks))
 
     def _publish(self, work: ChunkUpdate) -> list[Event]:
-        """Copy the chunk's new weights into the unit's slot, unless they are stored there."""
+        """Start to copy new weights into the unit's slot, unless they are there already."""
         if work.target is None or self.store.units[work.unit].on_device(Kind.WEIGHT):
             return []
         slot, weights = work.target, work.views[Kind.WEIGHT]
         target = self._part_of_slot(work, slot)
         if target.data_ptr() == weights.data_ptr():
             return []
-        # Beside streamed chunks through their stream: a copy engine that always finds work on one
-        # stream can leave another's waiting, on an H100 for 50 ms.
+        # Units with streamed chunks use the stream of these: a copy engine that always finds work
+        # on one stream can delay a copy on another, on an H100 by 50 ms.
         streams = self._updates_on[work.unit] is UpdatePlace.STREAMED
         copy = self.transfers.copy_h2d_unordered if streams else self.transfers.copy_h2d
         event = copy(target, weights, slot.free_after, (work.unit, "weight"))
@@ -352,7 +353,7 @@ class UnitUpdater:
         return [event]
 
     def _part_of_slot(self, work: ChunkUpdate, slot: Slot) -> Tensor:
-        """Return the chunks' range of their unit's slot."""
+        """Return the range of the slot for the weights of these chunks."""
         shard, *_ = self.store.shard_in(work.unit, slot.memory)
         layout, chunks = self.plan.local_units[work.unit], work.chunks
         return shard[self.plan.part(layout, Kind.WEIGHT, chunks.start, len(chunks))]
@@ -360,7 +361,7 @@ class UnitUpdater:
     # --- streamed through the device -----------------------------------------------------------
 
     def _stream(self, job: UpdateJob, work: ChunkUpdate) -> None:
-        """Queue the way of chunks through the device: in, kernel, out.
+        """Queue the copies in, the kernel and the copies out of streamed chunks.
 
         Weights are updated in the slot that they are published to, if there is one.
         """
@@ -392,7 +393,7 @@ class UnitUpdater:
     def _bring(
         self, work: ChunkUpdate, kind: Kind, target: Tensor | None = None, after: Event = HAPPENED
     ) -> None:
-        """Copy a kind to the device: to `target`, free after `after`, else into the buffer."""
+        """Start to copy a kind to `target`, free after `after`, or to the device buffer."""
         source = work.views[kind]
         if target is None:
             target, work.room = work.room[: source.numel()], work.room[source.numel() :]
@@ -403,7 +404,7 @@ class UnitUpdater:
         )
 
     def _send_through(self, work: ChunkUpdate, pieces: Sequence[Piece], after: Event) -> None:
-        """Queue the kernel behind the copies in and `after`, and the copies back behind it."""
+        """Queue the kernel after the copies in and `after`, and the copies out after the kernel."""
         transfers = self.transfers
         ready = after_all(after, *work.events)
         if pieces:
@@ -415,10 +416,10 @@ class UnitUpdater:
                 work.events.append(
                     transfers.copy_d2h_unordered(work.views[kind], source, ready, label)
                 )
-        work.there.clear()  # a view of a slot would keep it from being given to another unit
+        work.there.clear()  # a view of a slot would prevent its reuse by another unit
 
     def _land(self) -> None:
-        """Wait until the oldest chunks in flight are back; write those stored on disk."""
+        """Wait for the oldest chunks in flight, and start to write their state back."""
         work = self._under_way[0]
         if work.updated is not None:
             work.updated.result()

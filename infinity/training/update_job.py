@@ -1,4 +1,4 @@
-"""What one optimizer pass is to do, and the ranges of parameters that it updates."""
+"""Inputs of an optimizer pass, and the tiles of a chunk that it updates."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from infinity.types import Kind
 
 @dataclass(frozen=True)
 class UpdateJob:
-    """Everything one optimizer pass depends on; captured at `step()`.
+    """Everything that an optimizer pass depends on; captured at `step()`.
 
-    `params_by_index` and `steps` name exactly the parameters to update, by index; `steps` counts
-    this update, from 1. `computed` is the end of the compute that made the gradients, and read the
-    weights that will change. `copies` has the gradients' copies in flight to RAM, by unit; the
-    optimizer pass removes them as it waits for them.
+    `params_by_index` and `steps` have exactly the parameters to update, by index; `steps` counts
+    this update, from 1. `computed` is the end of the compute that produced the gradients and read
+    the weights that will change. `copies` has the copies of gradients to RAM in flight, by unit;
+    the optimizer pass removes them as it waits for them.
     """
 
     units: tuple[int, ...]
@@ -34,7 +34,7 @@ class UpdateJob:
     grad_scale: float
     computed: Event
     copies: dict[int, list[Copy]] = field(default_factory=dict)
-    document: Mapping[str, Any] | None = None  # of a durable run: what its commit holds besides
+    document: Mapping[str, Any] | None = None  # in the commit of a durable run
 
 
 def tiles_of(
@@ -45,10 +45,10 @@ def tiles_of(
     views: Mapping[Kind, Tensor],
     gradient_dtype: torch.dtype,
 ) -> list[Tile]:
-    """Return the ranges of parameters in a chunk that have an update.
+    """Return the tiles of chunks: ranges of the parameters that the job updates.
 
-    `views` (uint8) hold every state kind of exactly this chunk, and its gradient. They may span
-    several chunks if they hold nothing but values: see `Precision.is_flat`.
+    `views` (uint8) have every state kind, and the gradient, of exactly these `chunks`: one, or
+    several if they hold nothing but values (`Precision.is_flat`).
     """
     precision = plan.precision_of(layout)
     start, _ = layout.chunk(chunks.start, plan.chunk_elements)

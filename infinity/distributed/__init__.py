@@ -1,1 +1,1 @@
-"""Ranks: collectives, shared memory, and errors that all ranks raise."""
+"""Ranks: collectives, shared memory, and errors that are raised on all ranks."""

@@ -1,4 +1,4 @@
-"""Facts that all ranks must have in common."""
+"""Comparison of values that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from infinity.errors import ConfigError
 
 
 def as_json(facts: Any) -> str:
-    """Serialize facts for comparison, tensors with all their digits."""
+    """Serialize facts for comparison, tensors with all digits."""
     return json.dumps(facts, default=lambda v: v.tolist() if isinstance(v, Tensor) else str(v))
 
 
 def check_equal(ranks: DistContext, what: str, facts: Mapping[str, Any]) -> None:
     """Raise `ConfigError` on every rank if `facts` (plain data) of two ranks differ.
 
-    The message names the first difference, the ranks, and `what` the facts describe.
+    The message names the first difference and its ranks; `what` describes the facts in it.
     """
     if ranks.count == 1:
         return
@@ -41,7 +41,7 @@ def check_equal(ranks: DistContext, what: str, facts: Mapping[str, Any]) -> None
 
 
 def _difference(one: Any, other: Any, where: str = "") -> tuple[str, str, str] | None:
-    """Return the path and both values of the first difference between two pieces of plain data."""
+    """Return the path and both values of the first difference in plain data, or None."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in [*one, *(k for k in other if k not in one)]:
             inside = f"{where}.{key}" if where else str(key)

@@ -6,15 +6,15 @@ used, at the end of a backward, in a step. At each synchronization every rank re
 it is about to start; only then do bytes move. So ranks that diverge or fail raise an error on all
 ranks instead of hanging: if one reports a failure, all exchange their operations and errors, and
 raise. Code that may fail on one rank alone runs in a `collective_section`, which ends with a
-synchronization; between a synchronization and the start of what it agreed on, nothing may fail on
-one rank alone.
+synchronization; between a synchronization and the start of the operations agreed on, nothing may
+fail on one rank alone.
 
 An error ends the operation of all ranks, which may continue. A rank whose engine has failed cannot:
-it reports that once and synchronizes no more, so every later synchronization fails at once on all.
+it reports that once and stops synchronizing, so later synchronizations fail at once on all ranks.
 
-Transfers between ranks are started by the training thread alone, in the same order on all ranks.
-Weights and gradients then move while compute runs, on a channel of their own, so that no
-synchronization waits for them.
+Only the training thread starts transfers between ranks, in the same order on all ranks. Weights and
+gradients move concurrently with compute, on a separate channel, so that no synchronization waits
+for them.
 """
 
 from __future__ import annotations
@@ -74,25 +74,25 @@ class DistContext(ABC):
     count: int
     local_rank: int
     local_count: int
-    _failed = False  # this rank cannot go on
+    _failed = False  # this rank cannot continue
     _doing = "begins"  # operation of the last synchronization
-    _last_reports: Sequence[Sequence[str]] = ()  # of all ranks, once one of them failed
+    _last_reports: Sequence[Sequence[str]] = ()  # of all ranks, once one has failed
 
     @abstractmethod
     def all_gather(self, full: Tensor, *, overlap: bool = False) -> Work:
-        """Start an in-place all-gather of `count` equal shards, of which this rank's is set.
+        """Start an in-place all-gather of `count` equal shards; the local one must be in place.
 
         Args:
-            full: Shards of all ranks. In host memory it may be a matrix of (count, n) whose rows
-                alone are contiguous.
-            overlap: Use the channel that runs while compute and synchronizations do.
+            full: Shards of all ranks. In host memory it may be a matrix of (count, n) of which
+                only the rows are contiguous.
+            overlap: Use the channel that runs concurrently with compute and synchronizations.
         """
 
     @abstractmethod
     def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
         """Start to send shard r of `sent` to rank r, and to receive shard r of `received` from it.
 
-        It runs while compute and synchronizations do.
+        It runs concurrently with compute and synchronizations.
         """
 
     @abstractmethod
@@ -114,7 +114,7 @@ class DistContext(ABC):
         Args:
             sets: Disjoint sets of ranks, equal on all ranks, which call this together. In the new
                 context `rank` and `count` are those of the set, as if all were on one node.
-            by_host: Move tensors in host memory only.
+            by_host: The context is used for tensors in host memory only.
         """
         raise NotImplementedError
 
@@ -132,7 +132,7 @@ class DistContext(ABC):
     # --- composed ---------------------------------------------------------------------------------
 
     def gather(self, local: Tensor) -> Tensor:
-        """Return (count, n) of every rank's `local` (n), in host memory."""
+        """Return every rank's `local` (n) as a tensor of (count, n) in host memory."""
         full = torch.empty((self.count, local.numel()), dtype=local.dtype, device="cpu")
         full[self.rank] = local
         if local.numel():
@@ -147,13 +147,13 @@ class DistContext(ABC):
         return [row[:size] for row, size in zip(self.gather(padded), sizes, strict=True)]
 
     def _await(self, work: Work) -> None:
-        """Wait for a collective that other ranks may be late for."""
+        """Wait for a collective that other ranks may start much later."""
         work.wait()
 
     def num_sharing_processors(self) -> int:
         """Return the number of ranks on this machine that share processors with this one.
 
-        All, unless a launcher binds each rank to some (`torchrun --numa-binding`).
+        All of them, unless a launcher binds ranks to processors (`torchrun --numa-binding`).
         """
         if self.count == 1:
             return 1
@@ -163,14 +163,14 @@ class DistContext(ABC):
         return sum(not local.isdisjoint(every[rank]) for rank in self.local_ranks)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the `value` of every rank: plain data that JSON can hold."""
+        """Return the `value` of every rank; it must be serializable as JSON."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         return [json.loads(found.numpy().tobytes()) for found in self.gather_ragged(data)]
 
     def synchronize(
         self, doing: str, *notes: int, error: BaseException | None = None
     ) -> Sequence[Sequence[int]]:
-        """Synchronize with the other ranks, which must be doing the same.
+        """Synchronize with the other ranks, which must start the same operation.
 
         Args:
             doing: Operation, as a verb phrase for messages; compared across ranks.
@@ -181,8 +181,8 @@ class DistContext(ABC):
             The notes of every rank.
 
         Raises:
-            TrainingError: A rank reported an error (on all ranks but that one), does something
-                else, or has failed before.
+            TrainingError: A rank reported an error (raised on all ranks but that one), starts
+                another operation, or has failed before.
         """
         if self.count == 1:
             return [notes]
@@ -247,11 +247,11 @@ class DistContext(ABC):
             raise
 
     def broadcast_error(self, doing: str, raised: Exception) -> None:
-        """Report an error to the other ranks, unless they know of it."""
+        """Report an error to the other ranks, unless it was propagated before."""
         error: BaseException = raised
         if self.count == 1 or is_propagated(error):
             return
-        while error.__cause__ is not None:  # which may be raised again as another error
+        while error.__cause__ is not None:  # mark the first cause: it may be raised again
             error = error.__cause__
         error.add_note(PROPAGATED)
         with suppress(InfinityError):
@@ -263,25 +263,25 @@ class DistContext(ABC):
 
     @contextmanager
     def collective_section(self, doing: str) -> Iterator[None]:
-        """Synchronize after the block, which so raises on all ranks if it does on one."""
+        """Synchronize after the block, so that an exception on one rank raises on all ranks."""
         with self.propagate_errors(doing):
             yield
         self.synchronize(doing)
 
 
 class CollectiveError(TrainingError):
-    """An error that all ranks raise."""
+    """Error that is raised on all ranks."""
 
 
 class LostRankError(MachineError):
-    """The other ranks can no longer be reached."""
+    """Error for ranks that can no longer be reached."""
 
 
 PROPAGATED = "(raised on every rank)"
 
 
 def is_propagated(error: BaseException | None) -> bool:
-    """Return True if all ranks know of an error, or of one in its chain."""
+    """Return True if an error, or one in its chain, is raised on all ranks."""
     while error is not None:
         if isinstance(error, CollectiveError | LostRankError):
             return True
@@ -292,7 +292,7 @@ def is_propagated(error: BaseException | None) -> bool:
 
 
 def divergence_error(rank: int, reports: Sequence[Sequence[str]]) -> TrainingError:
-    """Return the error to raise on `rank`, by every rank's (operation, error message or "")."""
+    """Return the error to raise on `rank`, from each rank's (operation, error message or "")."""
     failed = [(r, doing, message) for r, (doing, message) in enumerate(reports) if message]
     if failed:
         number, doing, message = failed[0]

@@ -1,4 +1,4 @@
-"""Environment variables of launchers, and ranks that share a machine."""
+"""Environment variables of launchers, and detection of ranks on one machine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def num_launched() -> int:
 def on_this_machine(store: Any, rank: int, count: int) -> tuple[int, int]:
     """Return the local rank, and the number of ranks on this machine.
 
-    Taken from the variables of torchrun or DeepSpeed's launcher. With another launcher, such as
-    srun, ranks compare their machines through `store`.
+    Read from the variables of torchrun or DeepSpeed's launcher. With another launcher, such as
+    srun, ranks compare machine ids through `store`, a store of torch.
     """
     launched = number_of("LOCAL_WORLD_SIZE", number_of("LOCAL_SIZE"))
     if launched or store is None:
@@ -45,7 +45,7 @@ def _machine_id() -> bytes:
 
 
 def number_of(name: str, default: int = 0) -> int:
-    """Return the number in an environment variable; `default` without a launcher."""
+    """Return the number in an environment variable, or `default` if it is unset."""
     text = os.environ.get(name) or str(default)
     if not text.isdecimal():
         raise ConfigError(f"{name} is {text!r}, not a number", remedy=f"unset {name}")
@@ -54,7 +54,7 @@ def number_of(name: str, default: int = 0) -> int:
 
 @contextmanager
 def by_loopback(one_machine: bool) -> Iterator[None]:
-    """Make gloo groups created in the block use the loopback interface, on one machine.
+    """Make gloo groups created in the block use the loopback interface if on `one_machine`.
 
     By default gloo resolves the host's name, which fails in some containers.
     """

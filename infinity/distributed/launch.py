@@ -1,4 +1,4 @@
-"""Finds the other ranks of a launch, and joins their group."""
+"""Discovery of the ranks of a launch, and creation of their process group."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from infinity.distributed.environment import by_loopback, num_launched, number_o
 from infinity.distributed.torch_context import HELD_UP, OF_OUR_GROUP, TorchDistContext
 from infinity.errors import ConfigError, InfinityWarning, MachineError, first_lines
 
-_SAYS_S = 10.0  # of the rendezvous, after which a rank warns what it waits for
+_SAYS_S = 10.0  # wait after which a rank warns
 _POLLS_S = 0.1
-_STALE_S = 30.0  # for a restarted process to replace its entry in the store
+_STALE_S = 30.0  # wait for a restarted process to replace its entry in the store
 
 
 def find_ranks(timeout: timedelta | None = None) -> DistContext:
     """Return the context of the default process group, or of the ranks a launcher started.
 
-    A launcher such as `torchrun` sets WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT: then a default
-    group is created, NCCL where there are GPUs, else gloo. Without either: `SINGLE_PROCESS`.
+    If a launcher such as `torchrun` set WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT, a default
+    group is created, NCCL where there are GPUs, else gloo. Returns `SINGLE_PROCESS` without a group
+    or launcher.
 
     Args:
-        timeout: A rank that is late by more counts as lost; 30 minutes by default.
+        timeout: Delay after which a rank counts as lost; 30 minutes by default.
 
     Raises:
         ConfigError: One of the variables is missing, or WORLD_SIZE differs between ranks.
@@ -62,10 +63,10 @@ def find_ranks(timeout: timedelta | None = None) -> DistContext:
         _check_count(store, rank, count, timeout)
         one_machine = on_this_machine(store, rank, count)[1] == count
         with by_loopback(one_machine):
-            if one_machine:  # torchrun keeps the store over restarts, with addresses of dead ranks
+            if one_machine:  # torchrun's store outlives restarts, with addresses of dead ranks
                 restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
                 store = dist.PrefixStore(f"restart-{restart}", store)
-            # Likewise for an earlier group of this process, as that of an engine it has closed.
+            # Likewise for an earlier group of this process, such as that of a closed engine.
             number = store.add(f"groups of rank {rank}", 1)
             store = dist.PrefixStore(f"group-{number}", store)
             dist.init_process_group(
@@ -83,14 +84,15 @@ def find_ranks(timeout: timedelta | None = None) -> DistContext:
 def _rendezvous(dist: Any, timeout: timedelta) -> tuple[Any, int]:
     """Return the store of all ranks, and this rank.
 
-    On a thread, since torch blocks signals: something else may take connections at that address.
+    Connects on a thread, since torch blocks signals, and another program that listens at the
+    address may never answer.
     """
     found: list[Any] = []
     failed: list[BaseException] = []
 
     def connect() -> None:
         try:
-            # world_size=1: else rank 0 would wait here for ranks that never start.
+            # world_size=1: otherwise rank 0 would wait here for ranks that never start.
             found.extend(next(dist.rendezvous("env://", world_size=1, timeout=timeout)))
         except BaseException as error:
             failed.append(error)
@@ -109,7 +111,7 @@ def _rendezvous(dist: Any, timeout: timedelta) -> tuple[Any, int]:
 
 
 def _wait_until(came: Callable[[], bool], who: str, timeout: timedelta) -> None:
-    """Poll for other ranks, so that Ctrl-C ends it; warns of a long wait, raises `RuntimeError`."""
+    """Poll until `came()`, which Ctrl-C ends; warn of a long wait, raise `RuntimeError` after."""
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     began, patience_s, says_s = time.monotonic(), timeout.total_seconds(), _SAYS_S
     while not came():
@@ -126,7 +128,7 @@ def _wait_until(came: Callable[[], bool], who: str, timeout: timedelta) -> None:
 
 
 def _listens() -> bool:
-    """Return True if rank 0, or a launcher for it, takes connections."""
+    """Return True if rank 0, or its launcher, accepts connections."""
     address = os.environ["MASTER_ADDR"], number_of("MASTER_PORT")
     with contextlib.suppress(OSError), socket.create_connection(address, timeout=1):
         return True
@@ -141,7 +143,7 @@ def _check_count(store: Any, rank: int, count: int, timeout: timedelta) -> None:
         _wait_until(partial(store.check, [key(other)]), f"rank {other}", timeout)
         end = None
         while (found := int(store.get(key(other)))) != count:
-            # A store that is kept over restarts may hold the entry of a dead process.
+            # A store that outlives restarts may have the entry of a dead process.
             end = end or time.monotonic() + _STALE_S
             if time.monotonic() > end:
                 raise ConfigError(

@@ -1,7 +1,8 @@
-"""RAM that all ranks of one node map: what one of them writes the others read where it is.
+"""RAM that is shared by the ranks of a node.
 
-The memory has no name in any file system: the node's first rank makes it, the others open it by
-that rank's descriptor, and it is gone with the last process that maps it, however that ends.
+The memory has no name in any file system: the first rank of the node creates it, the others open it
+through that rank's file descriptor, and the system frees it when the last process that maps it has
+ended, even if killed.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ from infinity.plan.layout import UnitLayout
 from infinity.storage.host_arena import HostArena
 from infinity.types import PAGE, round_up
 
-_Key = tuple[int, bool]  # a unit, and whether its frozen bytes
+_Key = tuple[int, bool]  # unit, and True for its frozen bytes, False for its trained ones
 
 
 class SharedArena(HostArena):
-    """A mapping of the same memory in every rank of a node; all make it, children inherit none."""
+    """Mapping of the same memory in every rank of a node; child processes do not inherit it."""
 
     def __init__(self, nbytes: int, ranks: DistContext) -> None:
-        """Raises `MachineError` where the system refuses, and on all ranks where one raises."""
+        """Create and map the memory; all ranks call this together.
+
+        Raises:
+            MachineError: The system refuses it on this rank or another one.
+        """
         self.nbytes = round_up(max(nbytes, PAGE), PAGE)
         self._carved = 0
         descriptor, first = -1, ranks.local_ranks.start
@@ -44,7 +49,7 @@ class SharedArena(HostArena):
                 if ranks.rank != first:
                     descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
                     if list(_identity(descriptor)) != expected:
-                        # In a container of its own that number may be any process's.
+                        # With containers, the process of this number may be another one.
                         raise OSError(f"process {process} is not rank {first} here")
                 self._map = mmap.mmap(descriptor, self.nbytes)
                 self._map.madvise(mmap.MADV_DONTFORK)
@@ -73,7 +78,10 @@ def _explained(nbytes: int) -> Iterator[None]:
 
 
 def can_share(ranks: DistContext) -> bool:
-    """Return True if ranks of a node can map each other's memory; nodes need equal counts."""
+    """Return True if the ranks of a node can share memory, and nodes have equal numbers of ranks.
+
+    All ranks call this together.
+    """
     if ranks.count == 1:
         return False
     counts = {count for count, *_ in ranks.synchronize("asks for shared RAM", ranks.local_count)}
@@ -87,26 +95,31 @@ def can_share(ranks: DistContext) -> bool:
 
 
 class SharedWeights:
-    """Units' weights at rest in RAM that the ranks of each node map: there all shards of a unit.
+    """All shards of units' weights, in RAM that is shared by the ranks of a node.
 
-    A rank writes its own. Those of other nodes' ranks are copies, which are stale once these have
-    written. So each rank brings what its peers have, the ranks of its number on the other nodes:
-    every byte passes between two nodes once, however often it is then copied to devices.
+    A rank writes its local shard. Shards of ranks on other nodes are copies, which are stale once
+    those ranks have written theirs. Each rank fetches the shards of its peers, the ranks of equal
+    local rank on the other nodes, so that every byte is sent between two nodes once, however often
+    it is then copied to devices.
     """
 
     def __init__(
         self, units: Mapping[int, UnitLayout], ranks: DistContext, pin: Callable[[HostArena], None]
     ) -> None:
-        """`units` by index, their layouts those of a shard. Raises as `SharedArena`."""
+        """Reserve the memory; `units` has the layouts of local shards, by unit.
+
+        Raises:
+            MachineError: See `SharedArena`.
+        """
         local, nodes = ranks.local_count, ranks.num_nodes
         strides = {unit: round_up(layout.shard_bytes, PAGE) for unit, layout in units.items()}
         arena = SharedArena(ranks.count * sum(strides.values()), ranks)
         self._peers: DistContext | None = None
-        if nodes > 1:  # before anything that may fail on one rank alone
+        if nodes > 1:  # before steps that may fail on one rank alone
             sets = [range(i, ranks.count, local) for i in range(local)]
             self._peers = ranks.new_subgroup(sets, by_host=True)
-        self.shards: dict[int, list[Tensor]] = {}  # by unit and rank: uint8
-        # Of a unit's trained or frozen bytes: (nodes, n), and what is on its way there.
+        self.shards: dict[int, list[Tensor]] = {}  # uint8, by unit and rank
+        # Shards of this rank and its peers (nodes, n); all-gathers into them; keys that are fresh.
         self._of_peers: dict[_Key, Tensor] = {}
         self._coming: dict[_Key, Work] = {}
         self._current: set[_Key] = set()
@@ -131,31 +144,32 @@ class SharedWeights:
         return [key for key in ((unit, False), (unit, True)) if key in self._of_peers]
 
     def is_here(self, unit: int) -> bool:
-        """Whether the peers' shards of a unit are here, or need not come: it is not shared.
+        """Return True if no peer's shard of a unit is stale or in flight.
 
-        Raises `MachineError` where the peers are lost.
+        Raises:
+            MachineError: The peers are lost.
         """
         keys = self._parts(unit)
         if not all(key in self._current and self._coming[key].done() for key in keys):
             return False
-        self.settle(unit)  # what failed is over, too
+        self.settle(unit)  # `done()` is True for a failed transfer, too
         return True
 
     def bring(self, unit: int) -> int:
-        """Start to fetch stale shards of peers, which all have written; return their bytes.
+        """Start to fetch stale shards of peers; return their bytes.
 
-        All ranks call it together.
+        All ranks call this together, once all have written their shards.
         """
         stale = [key for key in self._parts(unit) if key not in self._current]
         for key in stale:
-            self._wait(key)  # for an edition before, which nobody wanted
+            self._wait(key)  # a fetch of earlier values that was not used
             assert self._peers is not None
             self._coming[key] = self._peers.all_gather(self._of_peers[key], overlap=True)
             self._current.add(key)
         return sum(self._of_peers[key][1:].numel() for key in stale)
 
     def settle(self, unit: int) -> None:
-        """Wait for what `bring` started."""
+        """Wait for the transfers that `bring` started."""
         for key in self._parts(unit):
             self._wait(key)
 
@@ -164,13 +178,13 @@ class SharedWeights:
             self._coming[key].wait()
 
     def written(self, unit: int, *, frozen: bool = False) -> None:
-        """All ranks write their shards of the unit, of `frozen` bytes as well: copies are stale."""
+        """Mark copies of a unit's shards as stale, with `frozen` also their frozen bytes."""
         self._current -= {(unit, False), (unit, frozen)}
 
     def close(self) -> None:
-        """Wait for transfers in flight, and drop the memory."""
+        """Wait for transfers in flight, and free the memory."""
         for work in self._coming.values():
-            with suppress(MachineError):  # lost others show where ranks meet
+            with suppress(MachineError):  # the next synchronization raises for lost ranks
                 work.wait()
         if self._peers is not None:
             self._peers.close()

@@ -1,4 +1,4 @@
-"""Ranks that are processes of a `torch.distributed` group."""
+"""Distributed context over process groups of `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from infinity.distributed.context import DistContext, LostRankError, Work, named
 from infinity.distributed.environment import by_loopback, on_this_machine
 from infinity.errors import ConfigError, InfinityWarning, first_lines
 
-_IN_PLACE_BYTES = 1 << 16  # of a shard, from which gloo is faster with one broadcast a shard
-HELD_UP = timedelta(minutes=30)  # a rank that is late by more counts as lost
-_ROLL_CALL_S = 5.0  # for ranks that are alive, and may be busy, to report that they lost one
-_SILENCE = timedelta(seconds=60)  # of a synchronization, after which a rank warns
+_IN_PLACE_BYTES = 1 << 16  # shard size from which gloo is faster with a broadcast per shard
+HELD_UP = timedelta(minutes=30)  # delay after which a rank counts as lost
+_ROLL_CALL_S = 5.0  # time for ranks that are alive, and may be busy, to report a lost rank
+_SILENCE = timedelta(seconds=60)  # wait in a synchronization after which a rank warns
 
 
 class TorchDistContext(DistContext):
     """Context over torch's default process group (gloo or NCCL) and a gloo group for host memory.
 
-    An `owned` default group was created here; the last context to close destroys it.
+    An `owned` default group was created by infinity; the last context to close destroys it.
     """
 
     def __init__(self, *, owned: bool) -> None:
@@ -47,18 +47,18 @@ class TorchDistContext(DistContext):
         with by_loopback(self.local_count == self.count):
             self._host: Any = dist.new_group(backend="gloo", timeout=patience_of(dist.group.WORLD))
         number = self._store.add(f"engines of rank {self.rank}", 1) if self._store else 0
-        self._closed = f"engine {number} closed by rank {{}}".format  # a key of the store
+        self._closed = f"engine {number} closed by rank {{}}".format  # key in the store, by rank
         self._end = ""  # message of the error that ends this rank
-        self._patient = True  # until it has warned of a long wait
-        self._group: Any = None  # torch's default
-        self._all: TorchDistContext | None = None  # the context that this is a subgroup of
+        self._patient = True  # False after a warning of a long wait
+        self._group: Any = None  # None: torch's default group
+        self._all: TorchDistContext | None = None  # parent of a subgroup
         self._members: Sequence[int] = range(self.count)
 
     def new_subgroup(self, sets: Sequence[Sequence[int]], *, by_host: bool = False) -> DistContext:
         found = copy.copy(self)
         new = partial(self._dist.new_group, timeout=patience_of(self._dist.group.WORLD))
         with self.connected():
-            for members in sets:  # all ranks make all groups, in one order
+            for members in sets:  # all ranks must create all groups, in the same order
                 host = new(members, backend="gloo")
                 group = host if by_host else new(members)
                 if self.rank in members:
@@ -73,8 +73,8 @@ class TorchDistContext(DistContext):
         group = self._overlapping(full) if overlap else self._host
         many = shards[0].nbytes >= _IN_PLACE_BYTES or not full.is_contiguous()
         if many and (self._gloo or group is self._host):
-            # Gloo's all-gather allocates a buffer at each call, copies that to `full`, and needs it
-            # to be contiguous.
+            # gloo's all-gather allocates a buffer in each call, copies it to `full`, and requires
+            # `full` to be contiguous.
             send = dist.broadcast
             return self._start(
                 *(
@@ -96,7 +96,7 @@ class TorchDistContext(DistContext):
         self._start(lambda: send(tensor, root, self._host, async_op=True)).wait()
 
     def _overlapping(self, tensor: Tensor) -> Any:
-        """Return the default group if its backend reaches the tensor's memory."""
+        """Return the default group if its backend supports the tensor's memory, else the host's."""
         return self._group if self._gloo or tensor.device.type != "cpu" else self._host
 
     def _start(self, *collectives: Callable[[], Any]) -> Work:
@@ -104,7 +104,7 @@ class TorchDistContext(DistContext):
             return _TorchWork(self, [collective() for collective in collectives])
 
     def _await(self, work: Work) -> None:
-        """See `DistContext`. Warns once of a long wait: torch waits in silence."""
+        """Wait for a collective; warn once of a long wait, which torch does not report."""
         works = work.works if isinstance(work, _TorchWork) and self._patient else ()
         began = time.monotonic()
         try:
@@ -126,10 +126,10 @@ class TorchDistContext(DistContext):
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """Turn errors of torch in the block into `MachineError`: the other ranks are lost."""
+        """Convert errors of torch in the block to `LostRankError`."""
         try:
             yield
-        except (RuntimeError, ValueError) as error:  # ValueError: there is no group any more
+        except (RuntimeError, ValueError) as error:  # ValueError: the group was destroyed
             every = self._all or self
             closed, silent = every._roll_call()
             first = f", {named_ranks(silent)} first" if silent else ""
@@ -156,8 +156,10 @@ class TorchDistContext(DistContext):
             ) from error
 
     def _roll_call(self) -> tuple[dict[int, str], list[int]]:
-        """Return the ranks that closed their engine, each with its error's message or "", and the
-        other ranks that have not reported a lost rank: they ended, or hang.
+        """Return the ranks that closed their engine, with error messages or "", and silent ranks.
+
+        A silent rank has not reported a lost rank in time: it has ended, or hangs. Silent ranks are
+        sought only if no rank has closed its engine.
         """
         closed: dict[int, str] = {}
         silent: list[int] = []
@@ -166,7 +168,7 @@ class TorchDistContext(DistContext):
             with suppress(RuntimeError):
                 store.set(f"lost-{self.rank}", "")
                 others = [r for r in range(self.count) if r != self.rank]
-                # One that closed because it had lost others is not to blame.
+                # A rank that closed because it had lost others is not the cause.
                 closed = {
                     r: store.get(self._closed(r)).decode()
                     for r in others
@@ -193,15 +195,15 @@ class TorchDistContext(DistContext):
         self._end = f"{type(error).__name__}: {first_lines(error)}"
 
     def close(self) -> None:
-        """Destroy the process groups that were created here. Idempotent."""
+        """Destroy the process groups that this context created. Idempotent."""
         host, self._host = self._host, None
         if host is None or not self._dist.is_initialized():
             return
-        if self._dist.group.WORLD is not self._world:  # destroyed by the user, and ours with it
+        if self._dist.group.WORLD is not self._world:  # the user destroyed all groups
             return
         OF_OUR_GROUP.discard(self)
         if self._all is None and self._store is not None:
-            with suppress(RuntimeError):  # others may have ended, and it with them
+            with suppress(RuntimeError):  # the store may have ended with its rank
                 self._store.set(self._closed(self.rank), self._end)
         is_last = all(other._world is not self._world for other in OF_OUR_GROUP)
         self._dist.destroy_process_group(None if self._owned and is_last else host)
@@ -209,11 +211,11 @@ class TorchDistContext(DistContext):
             self._dist.destroy_process_group(self._group)
 
 
-OF_OUR_GROUP: weakref.WeakSet[TorchDistContext] = weakref.WeakSet()  # a default group made here
+OF_OUR_GROUP: weakref.WeakSet[TorchDistContext] = weakref.WeakSet()  # contexts with `owned`
 
 
 def patience_of(group: Any) -> timedelta:
-    """Return the timeout of a process group, for the group that synchronizations use."""
+    """Return the timeout of a process group; `HELD_UP` if torch does not expose it."""
     with suppress(AttributeError, RuntimeError):  # torch has no public accessor
         found = group._get_backend(group._device_types[0]).options._timeout
         if isinstance(found, timedelta):
@@ -222,18 +224,16 @@ def patience_of(group: Any) -> timedelta:
 
 
 class _TorchWork:
-    """Collectives of torch whose errors name the ranks that are lost."""
+    """Collectives of torch whose errors name the lost ranks."""
 
     def __init__(self, ranks: TorchDistContext, works: Sequence[Any]) -> None:
         self._ranks = ranks
         self.works = works
 
     def done(self) -> bool:
-        """See `Work`."""
         return all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
-        """See `Work`."""
         with self._ranks.connected():
             for work in self.works:
                 work.wait()

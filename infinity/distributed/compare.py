@@ -24,29 +24,29 @@ def check_equal(ranks: DistContext, what: str, facts: Mapping[str, Any]) -> None
     """
     if ranks.count == 1:
         return
-    mine = json.loads(as_json(dict(facts)))
+    local_facts = json.loads(as_json(dict(facts)))
     ranks.synchronize(f"compares {what}")
-    every = ranks.all_gather_object(mine)
-    for number, theirs in enumerate(every):
-        found = _difference(every[0], theirs)
-        if found is not None:
-            where, first, other = found
+    all_facts = ranks.all_gather_object(local_facts)
+    for number, rank_facts in enumerate(all_facts):
+        difference = _difference(all_facts[0], rank_facts)
+        if difference is not None:
+            path, first_value, rank_value = difference
             raise ConfigError(
-                f"ranks 0 and {number} differ in {what}: {where} is {first} on rank 0, {other} on "
-                f"rank {number}",
+                f"ranks 0 and {number} differ in {what}: {path} is {first_value} on rank 0, "
+                f"{rank_value} on rank {number}",
                 because="ranks train one model, with one configuration",
                 remedy="give every rank the same: build the model after the same "
                 "torch.manual_seed(...), read the configuration from one file",
             )
 
 
-def _difference(one: Any, other: Any, where: str = "") -> tuple[str, str, str] | None:
+def _difference(first: Any, second: Any, path: str = "") -> tuple[str, str, str] | None:
     """Return the path and both values of the first difference in plain data, or None."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        for key in [*one, *(k for k in other if k not in one)]:
-            inside = f"{where}.{key}" if where else str(key)
-            found = _difference(one.get(key), other.get(key), inside)
-            if found is not None:
-                return found
+    if isinstance(first, dict) and isinstance(second, dict):
+        for key in [*first, *(k for k in second if k not in first)]:
+            inner_path = f"{path}.{key}" if path else str(key)
+            difference = _difference(first.get(key), second.get(key), inner_path)
+            if difference is not None:
+                return difference
         return None
-    return None if one == other else (where, f"{one!r:.200}", f"{other!r:.200}")
+    return None if first == second else (path, f"{first!r:.200}", f"{second!r:.200}")

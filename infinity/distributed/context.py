@@ -75,7 +75,7 @@ class DistContext(ABC):
     local_rank: int
     local_count: int
     _failed = False  # this rank cannot continue
-    _doing = "begins"  # operation of the last synchronization
+    _operation = "begins"  # of the last synchronization
     _last_reports: Sequence[Sequence[str]] = ()  # of all ranks, once one has failed
 
     @abstractmethod
@@ -158,14 +158,14 @@ class DistContext(ABC):
         if self.count == 1:
             return 1
         self.synchronize("counts processors")
-        every = self.all_gather_object(sorted(os.sched_getaffinity(0)))
-        local = set(every[self.rank])
-        return sum(not local.isdisjoint(every[rank]) for rank in self.local_ranks)
+        affinities = self.all_gather_object(sorted(os.sched_getaffinity(0)))
+        local = set(affinities[self.rank])
+        return sum(not local.isdisjoint(affinities[rank]) for rank in self.local_ranks)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the `value` of every rank; it must be serializable as JSON."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        return [json.loads(found.numpy().tobytes()) for found in self.gather_ragged(data)]
+        return [json.loads(row.numpy().tobytes()) for row in self.gather_ragged(data)]
 
     def synchronize(
         self, doing: str, *notes: int, error: BaseException | None = None
@@ -188,7 +188,7 @@ class DistContext(ABC):
             return [notes]
         if self._last_reports:
             raise divergence_error(self.rank, self._last_reports)
-        self._doing = doing
+        self._operation = doing
         failed = 0 if error is None else 1 + self._failed
         local = [zlib.crc32(doing.encode()), failed, *notes]
         assert len(notes) <= NOTES
@@ -201,23 +201,24 @@ class DistContext(ABC):
                 self._last_reports = reports
             if error is None:
                 raise divergence_error(self.rank, reports)
-        return [others for _, _, *others in table]
+        return [rank_notes for _, _, *rank_notes in table]
 
     def assert_equal_across_ranks(
         self, doing: str, *notes: int, values: Mapping[str, int], remedy: str | None = None
     ) -> Sequence[Sequence[int]]:
         """Synchronize, and raise `TrainingError` on all ranks if one of `values` differs."""
-        found = self.synchronize(doing, *notes, *values.values())
+        rank_notes = self.synchronize(doing, *notes, *values.values())
         for column, what in enumerate(values, start=len(notes)):
-            if len({row[column] for row in found}) > 1:
-                number = next(r for r, row in enumerate(found) if row[column] != found[0][column])
+            if len({row[column] for row in rank_notes}) > 1:
+                first = rank_notes[0][column]
+                rank = next(r for r, row in enumerate(rank_notes) if row[column] != first)
                 raise CollectiveError(
-                    f"ranks 0 and {number} differ ({doing}): {what}",
+                    f"ranks 0 and {rank} differ ({doing}): {what}",
                     because="each rank must do the same calls, and set the same values; it may be "
                     "that one rank caught an error and continued, or alone set a learning rate",
                     remedy=remedy or "end all ranks, and go on from the last checkpoint or commit",
                 )
-        return found
+        return rank_notes
 
     def synchronize_write(self, what: str, *values: Tensor | None) -> None:
         """Synchronize before a write of full values, of which each rank writes its shard.
@@ -226,10 +227,10 @@ class DistContext(ABC):
             TrainingError: The values differ between ranks. Raised on all of them.
         """
         if self.count > 1:
-            found = [crc32c_of(value) for value in values if value is not None]
+            checksums = [crc32c_of(value) for value in values if value is not None]
             self.assert_equal_across_ranks(
                 f"writes {what}",
-                values={f"new values of {what}": zlib.crc32(repr(found).encode())},
+                values={f"new values of {what}": zlib.crc32(repr(checksums).encode())},
                 remedy="make the same edit on all ranks (from one: torch.distributed.broadcast); "
                 "this was not written, nor what comes after it",
             )
@@ -300,12 +301,14 @@ def divergence_error(rank: int, reports: Sequence[Sequence[str]]) -> TrainingErr
             f"rank {number} failed ({doing}): {message}",
             because="ranks train together: what one cannot do ends the step of all",
         )
-    others: dict[str, list[int]] = {}
+    ranks_by_operation: dict[str, list[int]] = {}
     for number, (doing, _) in enumerate(reports):
-        others.setdefault(doing, []).append(number)
-    said = "; ".join(f"{doing} on {named_ranks(numbers)}" for doing, numbers in others.items())
+        ranks_by_operation.setdefault(doing, []).append(number)
+    operations = "; ".join(
+        f"{doing} on {named_ranks(numbers)}" for doing, numbers in ranks_by_operation.items()
+    )
     return CollectiveError(
-        f"ranks do different things: {said}",
+        f"ranks do different things: {operations}",
         because="they must call the engine, and use the model's units, in one order",
         remedy=f"look at the calls of rank {rank} before: ranks need the same number of batches, "
         "no unit that only some data needs, no call of the engine (a save, state_dict, evaluation) "

@@ -23,9 +23,9 @@ def on_this_machine(store: Any, rank: int, count: int) -> tuple[int, int]:
     Read from the variables of torchrun or DeepSpeed's launcher. With another launcher, such as
     srun, ranks compare machine ids through `store`, a store of torch.
     """
-    launched = number_of("LOCAL_WORLD_SIZE", number_of("LOCAL_SIZE"))
-    if launched or store is None:
-        return number_of("LOCAL_RANK", rank), launched or count
+    local_count = number_of("LOCAL_WORLD_SIZE", number_of("LOCAL_SIZE"))
+    if local_count or store is None:
+        return number_of("LOCAL_RANK", rank), local_count or count
     machine = _machine_id()
     store.set(f"machine of rank {rank}", machine)
     local = [r for r in range(count) if store.get(f"machine of rank {r}") == machine]
@@ -58,12 +58,12 @@ def by_loopback(one_machine: bool) -> Iterator[None]:
 
     By default gloo resolves the host's name, which fails in some containers.
     """
-    name, there = "GLOO_SOCKET_IFNAME", "/sys/class/net/lo"
-    wanted = one_machine and name not in os.environ and os.path.exists(there)
-    if wanted:
+    name, interface = "GLOO_SOCKET_IFNAME", "/sys/class/net/lo"
+    sets_name = one_machine and name not in os.environ and os.path.exists(interface)
+    if sets_name:
         os.environ[name] = "lo"
     try:
         yield
     finally:
-        if wanted:
+        if sets_name:
             os.environ.pop(name, None)

@@ -20,9 +20,9 @@ from infinity.distributed.environment import by_loopback, num_launched, number_o
 from infinity.distributed.torch_context import HELD_UP, OF_OUR_GROUP, TorchDistContext
 from infinity.errors import ConfigError, InfinityWarning, MachineError, first_lines
 
-_SAYS_S = 10.0  # wait after which a rank warns
-_POLLS_S = 0.1
-_STALE_S = 30.0  # wait for a restarted process to replace its entry in the store
+_WARN_AFTER_S = 10.0  # wait after which a rank warns
+_POLL_INTERVAL_S = 0.1
+_STALE_ENTRY_S = 30.0  # wait for a restarted process to replace its entry in the store
 
 
 def find_ranks(timeout: timedelta | None = None) -> DistContext:
@@ -41,8 +41,8 @@ def find_ranks(timeout: timedelta | None = None) -> DistContext:
     """
     dist: Any = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
-        ours = any(user._world is dist.group.WORLD for user in OF_OUR_GROUP)
-        return TorchDistContext(owned=ours) if dist.get_world_size() > 1 else SINGLE_PROCESS
+        owned = any(user._world is dist.group.WORLD for user in OF_OUR_GROUP)
+        return TorchDistContext(owned=owned) if dist.get_world_size() > 1 else SINGLE_PROCESS
     count = num_launched()
     if count <= 1:
         return SINGLE_PROCESS
@@ -58,7 +58,7 @@ def find_ranks(timeout: timedelta | None = None) -> DistContext:
     timeout = timeout or HELD_UP
     try:
         if number_of("RANK"):
-            _wait_until(_listens, "rank 0", timeout)
+            _wait_until(_accepts_connections, "rank 0", timeout)
         store, rank = _rendezvous(dist, timeout)
         _check_count(store, rank, count, timeout)
         one_machine = on_this_machine(store, rank, count)[1] == count
@@ -87,47 +87,47 @@ def _rendezvous(dist: Any, timeout: timedelta) -> tuple[Any, int]:
     Connects on a thread, since torch blocks signals, and another program that listens at the
     address may never answer.
     """
-    found: list[Any] = []
-    failed: list[BaseException] = []
+    results: list[Any] = []
+    errors: list[BaseException] = []
 
     def connect() -> None:
         try:
             # world_size=1: otherwise rank 0 would wait here for ranks that never start.
-            found.extend(next(dist.rendezvous("env://", world_size=1, timeout=timeout)))
+            results.extend(next(dist.rendezvous("env://", world_size=1, timeout=timeout)))
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
 
     def has_ended() -> bool:
-        thread.join(_POLLS_S)
+        thread.join(_POLL_INTERVAL_S)
         return not thread.is_alive()
 
     thread = threading.Thread(target=connect, name="infinity-rendezvous", daemon=True)
     thread.start()
     _wait_until(has_ended, "an answer from rank 0", timeout)
-    if failed:
-        raise failed[0]
-    store, rank, _ = found
+    if errors:
+        raise errors[0]
+    store, rank, _ = results
     return store, rank
 
 
-def _wait_until(came: Callable[[], bool], who: str, timeout: timedelta) -> None:
+def _wait_until(is_ready: Callable[[], bool], awaited: str, timeout: timedelta) -> None:
     """Poll until `came()`, which Ctrl-C ends; warn of a long wait, raise `RuntimeError` after."""
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    began, patience_s, says_s = time.monotonic(), timeout.total_seconds(), _SAYS_S
-    while not came():
-        if (waited_s := time.monotonic() - began) > patience_s:
-            raise RuntimeError(f"no sign of {who} at {address} in {waited_s:.0f} s")
-        if waited_s > says_s:
-            says_s = patience_s  # once
+    start, timeout_s, warn_after_s = time.monotonic(), timeout.total_seconds(), _WARN_AFTER_S
+    while not is_ready():
+        if (waited_s := time.monotonic() - start) > timeout_s:
+            raise RuntimeError(f"no sign of {awaited} at {address} in {waited_s:.0f} s")
+        if waited_s > warn_after_s:
+            warn_after_s = timeout_s  # once
             warnings.warn(
-                f"rank {number_of('RANK')} of {num_launched()} waits for {who} at {address}",
+                f"rank {number_of('RANK')} of {num_launched()} waits for {awaited} at {address}",
                 InfinityWarning,
                 stacklevel=4,
             )
-        time.sleep(_POLLS_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
-def _listens() -> bool:
+def _accepts_connections() -> bool:
     """Return True if rank 0, or its launcher, accepts connections."""
     address = os.environ["MASTER_ADDR"], number_of("MASTER_PORT")
     with contextlib.suppress(OSError), socket.create_connection(address, timeout=1):
@@ -142,14 +142,14 @@ def _check_count(store: Any, rank: int, count: int, timeout: timedelta) -> None:
     for other in range(count):
         _wait_until(partial(store.check, [key(other)]), f"rank {other}", timeout)
         end = None
-        while (found := int(store.get(key(other)))) != count:
+        while (other_count := int(store.get(key(other)))) != count:
             # A store that outlives restarts may have the entry of a dead process.
-            end = end or time.monotonic() + _STALE_S
+            end = end or time.monotonic() + _STALE_ENTRY_S
             if time.monotonic() > end:
                 raise ConfigError(
-                    f"WORLD_SIZE is {count} on rank {rank}, {found} on rank {other}",
+                    f"WORLD_SIZE is {count} on rank {rank}, {other_count} on rank {other}",
                     because="they were started for different numbers of processes",
                     remedy="start all with one command; on several nodes with the same --nnodes "
                     "and --nproc-per-node on each",
                 )
-            time.sleep(_POLLS_S)
+            time.sleep(_POLL_INTERVAL_S)

@@ -35,22 +35,24 @@ class SharedArena(HostArena):
         """
         self.nbytes = round_up(max(nbytes, PAGE), PAGE)
         self._carved = 0
-        descriptor, first = -1, ranks.local_ranks.start
-        identity: tuple[int, ...] = ()
+        descriptor = -1
+        first = ranks.local_ranks.start
+        local_identity: tuple[int, ...] = ()
         try:
-            with ranks.collective_section("shares RAM"), _explained(self.nbytes):
+            with ranks.collective_section("shares RAM"), _as_machine_error(self.nbytes):
                 if ranks.rank == first:
                     descriptor = os.memfd_create("infinity-shared")
                     os.ftruncate(descriptor, self.nbytes)
-                    identity = _identity(descriptor)
-            reports = ranks.all_gather_object([os.getpid(), descriptor, *identity])
-            process, number, *expected = reports[first]
-            with ranks.collective_section("shares RAM"), _explained(self.nbytes):
+                    local_identity = _identity(descriptor)
+            reports = ranks.all_gather_object([os.getpid(), descriptor, *local_identity])
+            owner_pid, owner_descriptor, *expected = reports[first]
+            with ranks.collective_section("shares RAM"), _as_machine_error(self.nbytes):
                 if ranks.rank != first:
-                    descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+                    path = f"/proc/{owner_pid}/fd/{owner_descriptor}"
+                    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                     if list(_identity(descriptor)) != expected:
                         # With containers, the process of this number may be another one.
-                        raise OSError(f"process {process} is not rank {first} here")
+                        raise OSError(f"process {owner_pid} is not rank {first} here")
                 self._map = mmap.mmap(descriptor, self.nbytes)
                 self._map.madvise(mmap.MADV_DONTFORK)
         finally:
@@ -60,12 +62,12 @@ class SharedArena(HostArena):
 
 def _identity(descriptor: int) -> tuple[int, int, int]:
     """Return a key that identifies a file on this machine."""
-    facts = os.fstat(descriptor)
-    return facts.st_dev, facts.st_ino, facts.st_size
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino, status.st_size
 
 
 @contextmanager
-def _explained(nbytes: int) -> Iterator[None]:
+def _as_machine_error(nbytes: int) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, OverflowError) as error:
@@ -120,9 +122,9 @@ class SharedWeights:
             self._peers = ranks.new_subgroup(sets, by_host=True)
         self.shards: dict[int, list[Tensor]] = {}  # uint8, by unit and rank
         # Shards of this rank and its peers (nodes, n); all-gathers into them; keys that are fresh.
-        self._of_peers: dict[_Key, Tensor] = {}
-        self._coming: dict[_Key, Work] = {}
-        self._current: set[_Key] = set()
+        self._peer_shards: dict[_Key, Tensor] = {}
+        self._gathers: dict[_Key, Work] = {}
+        self._fresh: set[_Key] = set()
         try:
             pin(arena)
         except BaseException:
@@ -132,16 +134,18 @@ class SharedWeights:
             full = arena.carve(ranks.count * strides[unit]).view(local, nodes, -1)
             full = full[..., : layout.shard_bytes]
             self.shards[unit] = [full[r % local, r // local] for r in range(ranks.count)]
-            mine, trained = full[ranks.local_rank], layout.trained_bytes
-            for frozen, parts in ((False, mine[:, :trained]), (True, mine[:, trained:])):
-                if nodes > 1 and parts.shape[1]:
-                    self._of_peers[unit, frozen] = parts
+            peer_shards = full[ranks.local_rank]
+            trained_shards = peer_shards[:, : layout.trained_bytes]
+            frozen_shards = peer_shards[:, layout.trained_bytes :]
+            for frozen, shards in ((False, trained_shards), (True, frozen_shards)):
+                if nodes > 1 and shards.shape[1]:
+                    self._peer_shards[unit, frozen] = shards
 
     def __contains__(self, unit: int) -> bool:
         return unit in self.shards
 
-    def _parts(self, unit: int) -> list[_Key]:
-        return [key for key in ((unit, False), (unit, True)) if key in self._of_peers]
+    def _keys(self, unit: int) -> list[_Key]:
+        return [key for key in ((unit, False), (unit, True)) if key in self._peer_shards]
 
     def is_here(self, unit: int) -> bool:
         """Return True if no peer's shard of a unit is stale or in flight.
@@ -149,8 +153,8 @@ class SharedWeights:
         Raises:
             MachineError: The peers are lost.
         """
-        keys = self._parts(unit)
-        if not all(key in self._current and self._coming[key].done() for key in keys):
+        keys = self._keys(unit)
+        if not all(key in self._fresh and self._gathers[key].done() for key in keys):
             return False
         self.settle(unit)  # `done()` is True for a failed transfer, too
         return True
@@ -160,33 +164,33 @@ class SharedWeights:
 
         All ranks call this together, once all have written their shards.
         """
-        stale = [key for key in self._parts(unit) if key not in self._current]
+        stale = [key for key in self._keys(unit) if key not in self._fresh]
         for key in stale:
             self._wait(key)  # a fetch of earlier values that was not used
             assert self._peers is not None
-            self._coming[key] = self._peers.all_gather(self._of_peers[key], overlap=True)
-            self._current.add(key)
-        return sum(self._of_peers[key][1:].numel() for key in stale)
+            self._gathers[key] = self._peers.all_gather(self._peer_shards[key], overlap=True)
+            self._fresh.add(key)
+        return sum(self._peer_shards[key][1:].numel() for key in stale)
 
     def settle(self, unit: int) -> None:
         """Wait for the transfers that `bring` started."""
-        for key in self._parts(unit):
+        for key in self._keys(unit):
             self._wait(key)
 
     def _wait(self, key: _Key) -> None:
-        if key in self._coming:
-            self._coming[key].wait()
+        if key in self._gathers:
+            self._gathers[key].wait()
 
     def written(self, unit: int, *, frozen: bool = False) -> None:
         """Mark copies of a unit's shards as stale, with `frozen` also their frozen bytes."""
-        self._current -= {(unit, False), (unit, frozen)}
+        self._fresh -= {(unit, False), (unit, frozen)}
 
     def close(self) -> None:
         """Wait for transfers in flight, and free the memory."""
-        for work in self._coming.values():
+        for work in self._gathers.values():
             with suppress(MachineError):  # the next synchronization raises for lost ranks
                 work.wait()
         if self._peers is not None:
             self._peers.close()
-        for kept in (self.shards, self._of_peers, self._coming):
-            kept.clear()
+        for mapping in (self.shards, self._peer_shards, self._gathers):
+            mapping.clear()

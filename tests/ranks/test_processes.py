@@ -315,16 +315,16 @@ def test_a_call_on_one_rank_only_is_told_while_it_waits_and_when_the_other_has_c
 def test_who_closed_because_another_was_lost_is_not_to_blame(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("infinity.distributed.torch_context._ROLL_CALL_S", 0.1)
+    monkeypatch.setattr("infinity.distributed.torch_context._LOSS_REPORT_S", 0.1)
     ranks = object.__new__(TorchDistContext)
-    ranks.rank, ranks.count, ranks._closed = 1, 4, "closed-{}".format
+    ranks.rank, ranks.count, ranks._closed_key = 1, 4, "closed-{}".format
     ranks._store = HashStore()
     for key in ("lost-0", "closed-0"):
         ranks._store.set(key, "")
-    assert ranks._roll_call() == ({}, [2, 3])
+    assert ranks._find_lost_ranks() == ({}, [2, 3])
     ranks._store = HashStore()
     ranks._store.set("closed-3", "ValueError: odd")
-    assert ranks._roll_call() == ({3: "ValueError: odd"}, [])
+    assert ranks._find_lost_ranks() == ({3: "ValueError: odd"}, [])
 
 
 def test_a_group_of_the_users_is_let_go_of_once() -> None:

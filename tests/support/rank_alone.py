@@ -81,7 +81,7 @@ def main(job: dict[str, Any]) -> None:
 
 def waits_for_others() -> None:
     """Look for ranks that nobody starts."""
-    infinity.distributed.launch._SAYS_S = 0.0
+    infinity.distributed.launch._WARN_AFTER_S = 0.0
     infinity.distributed.launch.find_ranks()
 
 
@@ -183,7 +183,7 @@ def out_of_memory(job: dict[str, Any]) -> None:
 
 def counted_otherwise(job: dict[str, Any]) -> None:
     """One rank was told of more processes than the others."""
-    infinity.distributed.launch._STALE_S = 0.5
+    infinity.distributed.launch._STALE_ENTRY_S = 0.5
     if int(os.environ["RANK"]) == job["rank"]:
         os.environ["WORLD_SIZE"] = "3"
     init_alone.start(layers(64, 2), {"nvme_path": job["nvme"]}).close()
@@ -214,7 +214,7 @@ def on_one_rank_only(job: dict[str, Any]) -> None:
     config = {"nvme_path": job["nvme"], "precision": "fp32", "budget": {}}
     engine = init_alone.start(layers(64, 2), config)
     # Not before: starts are slow.
-    infinity.distributed.torch_context._SILENCE = timedelta(seconds=0.2)
+    infinity.distributed.torch_context._WARN_AFTER = timedelta(seconds=0.2)
     said: list[str] = []
 
     def hear(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -42,7 +42,8 @@ class ParameterAccess:
         Raises:
             ResidencyError: The parameter is a stack of experts that is cut into ranges.
         """
-        found, index = self._hooks.touch(parameter), self._index_of[id(parameter)]
+        tensor = self._hooks.touch(parameter)
+        index = self._index_of[id(parameter)]
         if self._is_cut(index):
             raise ResidencyError(
                 f"{self._values.name(index)!r} was read where autograd records: it is a stack of "
@@ -50,7 +51,7 @@ class ParameterAccess:
                 remedy="read it under torch.no_grad(); add the gradient of a penalty with "
                 "engine.set_gradient(p, engine.gradient(p) + ...) between backward and step()",
             )
-        return found
+        return tensor
 
     def _is_cut(self, index: int) -> bool:
         return index in self._values.pieces and index not in self._values.materialized_now
@@ -64,20 +65,22 @@ class ParameterAccess:
 
     def version(self, parameter: nn.Parameter) -> int:
         """Return a number that changes with each edit and, at its `step()`, each update."""
-        index, ledger = self._index_of[id(parameter)], self._values.ledger
+        ledger = self._values.ledger
+        index = self._index_of[id(parameter)]
         _, segment = self._values.location_of(index)
         units = self._values.units_of(index)
         return sum(ledger.version(unit, trained=segment.trained) for unit in units)
 
     def check_gradient(self, parameter: nn.Parameter, what: str) -> None:
         """Raise `ResidencyError` if the parameter is cut into ranges and not materialized."""
-        if self._is_cut(index := self._index_of[id(parameter)]):
+        index = self._index_of[id(parameter)]
+        if self._is_cut(index):
             raise no_full_gradient(self._values.name(index), what)
 
     def note_missing_gradient(self) -> None:
         """Warn once that `p.grad` is None although gradients have arrived."""
-        expected = self._window.is_open or self._window.has_news
-        if self._warned or not expected or self._guard.busy:
+        has_gradients = self._window.is_open or self._window.has_news
+        if self._warned or not has_gradients or self._guard.busy:
             return
         self._warned = True
         warnings.warn(

@@ -37,16 +37,16 @@ class _CachedUnit:
     layout: UnitLayout
     weight: Tensor
     master_state: Tensor | None = None
-    given: bool = False  # a value was written, even an equal one
+    written: bool = False  # a value was written, even an equal one
     dirty: bool = False  # a byte was changed
 
-    def replace(self, part: Tensor, value: Tensor) -> None:
+    def replace(self, view: Tensor, value: Tensor) -> None:
         """Overwrite a view of the unit, and mark the unit dirty if a byte changes."""
-        old, new = part.view(torch.uint8), value.view(torch.uint8)
-        self.given = True
-        if not torch.equal(old, new):
+        old_bytes, new_bytes = view.view(torch.uint8), value.view(torch.uint8)
+        self.written = True
+        if not torch.equal(old_bytes, new_bytes):
             self.dirty = True
-            old.copy_(new)
+            old_bytes.copy_(new_bytes)
 
 
 class ParameterValues:
@@ -72,7 +72,8 @@ class ParameterValues:
         self._prefetcher = prefetcher
         self.ranks = store.ranks
         self._precision = store.plan.precision
-        self._bound, self._failure = prefetcher.bound, prefetcher.failure
+        self._bound = prefetcher.bound
+        self._failure = prefetcher.failure
         self.ledger = prefetcher.ledger
         self.device = self.ledger.device.torch_device
         self._binding = binding
@@ -82,7 +83,7 @@ class ParameterValues:
         self.before_change = before_change  # called with a unit before its stored bytes change
         self._locations = {s.parameter: (u, s) for u in store.plan.units for s in u.segments}
         self._cached: _CachedUnit | None = None
-        self._taken: dict[int, Tensor] = {}  # stacks that `take` has started to assemble
+        self._partial_stacks: dict[int, Tensor] = {}  # stacks that `take` has started to assemble
         self._read_only = False
         self._guard = guard
 
@@ -97,7 +98,7 @@ class ParameterValues:
         if parameter in self.pieces:
             return self._read_stack(parameter, master=master)
         layout, segment = self._locations[parameter]
-        weight, residual = self._parts(self._load(layout), segment, with_master=master)
+        weight, residual = self._views(self._load(layout), segment, with_master=master)
         if residual is None:
             return self._value(segment, weight)
         joined = torch.empty(segment.numel, dtype=torch.float32, device="cpu")
@@ -145,23 +146,23 @@ class ParameterValues:
         A stack of experts that is cut is returned complete, with the unit of its first rows. The
         optimizer pass must be over and no unit resident; take units from the last to the first.
         """
-        unit = _CachedUnit(layout, self.store.take_weights(layout.index))
-        found: dict[int, Tensor] = {}
+        cached = _CachedUnit(layout, self.store.take_weights(layout.index))
+        values: dict[int, Tensor] = {}
         for segment in layout.segments:
-            value = self._value(segment, self._parts(unit, segment, with_master=False)[0])
+            value = self._value(segment, self._views(cached, segment, with_master=False)[0])
             if not segment.is_rows:
-                found[segment.parameter] = value
+                values[segment.parameter] = value
                 continue
             assert segment.stack is not None
             origin, first = segment.origin, segment.stack.first
-            if origin not in self._taken:
-                self._taken[origin] = torch.empty(
+            if origin not in self._partial_stacks:
+                self._partial_stacks[origin] = torch.empty(
                     segment.full_shape, dtype=value.dtype, device="cpu"
                 )
-            self._taken[origin][first : first + segment.shape[0]] = value
+            self._partial_stacks[origin][first : first + segment.shape[0]] = value
             if first == 0:
-                found[origin] = self._taken.pop(origin)
-        return found
+                values[origin] = self._partial_stacks.pop(origin)
+        return values
 
     @engine_call
     def write(self, parameter: int, value: Tensor) -> None:
@@ -181,7 +182,7 @@ class ParameterValues:
         layout, segment = self._locations[parameter]
         cached = self._load(layout)
         flat = value.detach().cpu().contiguous().view(-1)
-        weight, residual = self._parts(cached, segment, with_master=True)
+        weight, residual = self._views(cached, segment, with_master=True)
         if segment.form:
             flat, dtype = flat.view(segment.shape), self.dtype(parameter)
             if not torch.equal(flat.to(dtype), self._dequantised(segment, weight)):
@@ -201,7 +202,7 @@ class ParameterValues:
         """Replace quantized weights by packed bytes (uint8) of the same format."""
         layout, segment = self._locations[parameter]
         cached = self._load(layout)
-        cached.replace(self._parts(cached, segment, with_master=False)[0], packed)
+        cached.replace(self._views(cached, segment, with_master=False)[0], packed)
 
     def _write_split(
         self, cached: _CachedUnit, weight: Tensor, residual: Tensor, value: Tensor
@@ -209,9 +210,9 @@ class ParameterValues:
         new_weight, new_residual = torch.empty_like(weight), torch.empty_like(residual)
         self.kernels.split(value.float(), new_weight, new_residual)
         if value.dtype is weight.dtype:
-            keep = value.view(torch.int16) == weight.view(torch.int16)
-            new_weight = torch.where(keep, weight, new_weight)
-            new_residual = torch.where(keep, residual, new_residual)
+            unchanged = value.view(torch.int16) == weight.view(torch.int16)
+            new_weight = torch.where(unchanged, weight, new_weight)
+            new_residual = torch.where(unchanged, residual, new_residual)
         cached.replace(weight, new_weight)
         cached.replace(residual, new_residual)
 
@@ -248,9 +249,9 @@ class ParameterValues:
     def flush(self) -> None:
         """Write the cached unit to its tier if it was edited, and free it."""
         cached, self._cached = self._cached, None
-        if cached is not None and cached.given:
-            parts = (cached.weight, cached.master_state) if cached.dirty else ()
-            self.ranks.synchronize_write(f"unit {cached.layout.name!r}", *parts)
+        if cached is not None and cached.written:
+            tensors = (cached.weight, cached.master_state) if cached.dirty else ()
+            self.ranks.synchronize_write(f"unit {cached.layout.name!r}", *tensors)
         if cached is not None and cached.dirty:
             unit = cached.layout.index
             self.before_change(unit)
@@ -278,7 +279,7 @@ class ParameterValues:
 
     def flush_edits(self) -> None:
         """Flush if a value of the cached unit was written."""
-        if self._cached is not None and self._cached.given:
+        if self._cached is not None and self._cached.written:
             self.flush()
 
     def _load(self, layout: UnitLayout) -> _CachedUnit:
@@ -293,7 +294,7 @@ class ParameterValues:
         self._cached = _CachedUnit(layout, self.store.read(layout.index, Kind.WEIGHT))
         return self._cached
 
-    def _parts(
+    def _views(
         self, cached: _CachedUnit, segment: Segment, *, with_master: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return flat views of a parameter's weight and, `with_master`, its residual or master.
@@ -303,8 +304,8 @@ class ParameterValues:
         layout, dtype = cached.layout, self.dtype(segment.parameter)
         if not segment.trained:
             start = layout.trained_bytes + segment.offset
-            part = cached.weight[start : start + segment.nbytes]
-            return part if segment.form else part.view(dtype), None
+            stored = cached.weight[start : start + segment.nbytes]
+            return stored if segment.form else stored.view(dtype), None
         elements = slice(segment.offset, segment.offset + segment.numel)
         weight = cached.weight[: layout.trained_bytes].view(dtype)[elements]
         kind = self._precision.master_kind
@@ -331,12 +332,12 @@ class ParameterValues:
     def materialized(self, parameters: Iterable[int], *, master: bool) -> Iterator[None]:
         """Bind full values to the parameters in the block; write edits back at its end."""
         indices = sorted(set(parameters))
-        taken = [i for i in indices if i in self.materialized_now]
-        if taken:
-            name = self.name(taken[0])
+        already_materialized = [i for i in indices if i in self.materialized_now]
+        if already_materialized:
+            name = self.name(already_materialized[0])
             raise ResidencyError(f"parameter {name!r} is materialized already")
         try:
-            self._lend_all(indices, master=master)
+            self._materialize_all(indices, master=master)
             yield
         except BaseException as error:
             if self.ranks.count == 1:
@@ -344,12 +345,12 @@ class ParameterValues:
             else:  # the other ranks must discard their edits, too
                 if isinstance(error, Exception):
                     self.ranks.broadcast_error("edits values", error)
-                self._drop(indices)
+                self._discard_materialized(indices)
             raise
         self._release_materialized(indices)
 
     @engine_call
-    def _lend_all(self, indices: Sequence[int], *, master: bool) -> None:
+    def _materialize_all(self, indices: Sequence[int], *, master: bool) -> None:
         for index in indices:
             self.materialize(index, master=master)
 
@@ -361,11 +362,11 @@ class ParameterValues:
             self.flush()
         except BaseException:
             if self.ranks.count > 1:
-                self._drop(indices)
+                self._discard_materialized(indices)
             raise
 
     @engine_call
-    def _drop(self, indices: Collection[int]) -> None:
+    def _discard_materialized(self, indices: Collection[int]) -> None:
         """Make parameters offloaded again without writing their values."""
         self._cached = None
         for index in indices:

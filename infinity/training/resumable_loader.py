@@ -14,7 +14,7 @@ from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import ConfigError, InfinityWarning
 
 
-class _OwnBatches(Sampler[int]):
+class _LocalSampler(Sampler[int]):
     """Sampler of a rank's batches; the next iterator starts at batch `first`."""
 
     def __init__(self, dataset: Any, batch_size: int, drop_last: bool, ranks: DistContext) -> None:
@@ -36,11 +36,11 @@ class _OwnBatches(Sampler[int]):
         count, size, samples = self._ranks.count, self._batch_size, len(self._dataset)
         order: Sequence[int] = range(samples)
         if self.shuffled:  # the order of torch's DistributedSampler in epoch 0
-            chance = torch.Generator("cpu").manual_seed(0)
-            order = torch.randperm(samples, generator=chance, device="cpu").tolist()
+            generator = torch.Generator("cpu").manual_seed(0)
+            order = torch.randperm(samples, generator=generator, device="cpu").tolist()
         for start in range(first, self.num_batches - count + 1, count):
-            begin = (start + self._ranks.rank) * size
-            yield from order[begin : begin + size]
+            first_sample = (start + self._ranks.rank) * size
+            yield from order[first_sample : first_sample + size]
 
     def __len__(self) -> int:
         rounds, size = self.num_batches // self._ranks.count, self._batch_size
@@ -75,35 +75,36 @@ class ResumableLoader(DataLoader[Any]):
         **options: Any,
     ) -> None:
         self._ranks = ranks
-        self._local_batches: _OwnBatches | None = None
+        self._local_sampler: _LocalSampler | None = None
         size, drop_last = options.get("batch_size", 1), options.get("drop_last", False)
         if not isinstance(dataset, IterableDataset) and isinstance(size, int) and size > 0:
-            self._local_batches = _OwnBatches(dataset, size, drop_last, ranks)
-            self._local_batches.shuffled = shuffled
-            options["sampler"] = self._local_batches
-            if (found := self._local_batches.num_batches) < ranks.count > 1:
+            self._local_sampler = _LocalSampler(dataset, size, drop_last, ranks)
+            self._local_sampler.shuffled = shuffled
+            options["sampler"] = self._local_sampler
+            num_batches = self._local_sampler.num_batches
+            if num_batches < ranks.count > 1:
                 raise ConfigError(
-                    f"training_data makes {found} batches of {size} samples, for {ranks.count} "
-                    "ranks",
+                    f"training_data makes {num_batches} batches of {size} samples, for "
+                    f"{ranks.count} ranks",
                     because="every rank needs a batch of its own",
                     remedy="more data, smaller batches, or fewer ranks",
                 )
         self._epoch = 0
         self._batches = 0  # returned in this epoch, on all ranks
-        self._start: torch.Tensor | None = None  # torch's RNG state when this epoch began
+        self._epoch_rng_state: torch.Tensor | None = None  # torch's RNG state when this epoch began
         self._resume = False
         super().__init__(dataset, **options)
 
     def __len__(self) -> int:
-        return super().__len__() // (1 if self._local_batches is not None else self._ranks.count)
+        return super().__len__() // (1 if self._local_sampler is not None else self._ranks.count)
 
     def __iter__(self) -> Any:
-        now = torch.get_rng_state()
-        resume = self._resume and self._start is not None
+        rng_state = torch.get_rng_state()
+        resume = self._resume and self._epoch_rng_state is not None
         if resume:
             # Scripts written for DeepSpeed may skip these batches themselves.
             skips_twice = (
-                self._local_batches is not None and self._local_batches.shuffled and self._batches
+                self._local_sampler is not None and self._local_sampler.shuffled and self._batches
             )
             if skips_twice and not self._ranks.rank:
                 warnings.warn(
@@ -112,40 +113,41 @@ class ResumableLoader(DataLoader[Any]):
                     InfinityWarning,
                     stacklevel=2,
                 )
-            torch.set_rng_state(self._start)  # type: ignore[arg-type]  # iterators draw seeds
+            # A new iterator draws seeds from torch's generator.
+            torch.set_rng_state(self._epoch_rng_state)  # type: ignore[arg-type]
         else:
-            self._start, self._batches = now, 0
+            self._epoch_rng_state, self._batches = rng_state, 0
         self._resume = False
-        if self._local_batches is not None:
-            self._local_batches.first = self._batches
+        if self._local_sampler is not None:
+            self._local_sampler.first = self._batches
         batches: Iterator[Any] = super().__iter__()
         if resume:
-            torch.set_rng_state(now)
-        if self._local_batches is None:
-            batches = self._dealt(islice(batches, self._batches, None))
+            torch.set_rng_state(rng_state)
+        if self._local_sampler is None:
+            batches = self._round_robin(islice(batches, self._batches, None))
         return self._counted(batches)
 
-    def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _round_robin(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield this rank's batch of every complete round of batches."""
-        while len(found := list(islice(batches, self._ranks.count))) == self._ranks.count:
-            yield found[self._ranks.rank]
+        while len(round_batches := list(islice(batches, self._ranks.count))) == self._ranks.count:
+            yield round_batches[self._ranks.rank]
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             self._batches += self._ranks.count
             yield batch
-        self._epoch, self._batches, self._start = self._epoch + 1, 0, None
+        self._epoch, self._batches, self._epoch_rng_state = self._epoch + 1, 0, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: plain data and, within an epoch, an RNG state (tensor)."""
-        shuffled = self._local_batches is not None and self._local_batches.shuffled
-        where = {"epoch": self._epoch, "batches": self._batches, "start": self._start}
-        return where | {"shuffled": shuffled}
+        shuffled = self._local_sampler is not None and self._local_sampler.shuffled
+        position = {"epoch": self._epoch, "batches": self._batches, "start": self._epoch_rng_state}
+        return position | {"shuffled": shuffled}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a position, at which the next iterator starts."""
         self._epoch, self._batches = int(state["epoch"]), int(state["batches"])
-        self._start = state["start"]
+        self._epoch_rng_state = state["start"]
         self._resume = True
-        if self._local_batches is not None:  # finish the epoch in its order
-            self._local_batches.shuffled = bool(state.get("shuffled", False))
+        if self._local_sampler is not None:  # finish the epoch in its order
+            self._local_sampler.shuffled = bool(state.get("shuffled", False))

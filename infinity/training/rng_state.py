@@ -42,13 +42,13 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 def moved_since(state: dict[str, Any]) -> list[str]:
     """Return the generators whose states differ from `state`: "torch", "numpy", ..."""
-    now = capture_rng()
-    return [name for name in state if name in now and not _equal(now[name], state[name])]
+    current = capture_rng()
+    return [name for name in state if name in current and not _equal(current[name], state[name])]
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor | np.ndarray):
-        return bool((one == other).all())
-    if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return bool(one == other)
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor | np.ndarray):
+        return bool((a == b).all())
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return bool(a == b)

@@ -61,11 +61,13 @@ def limits_for(
     return_freed_memory()
     device.return_freed_memory()
     machine = read_machine(config.nvme_path)
-    held = PROCESS.ram()
-    at = {storage_address(p): p for p in model.parameters() if p.device.type == "cpu"}
-    ours = {address: p.untyped_storage().nbytes() for address, p in at.items() if address}
-    coming = sum(b.nbytes for b in model.buffers() if b.is_meta) if device.unified else 0
-    base = machine.process_rss_bytes - sum(ours.values()) - held + coming
+    reserved_ram = PROCESS.ram()
+    by_address = {storage_address(p): p for p in model.parameters() if p.device.type == "cpu"}
+    parameter_bytes = sum(
+        p.untyped_storage().nbytes() for address, p in by_address.items() if address
+    )
+    meta_buffer_bytes = sum(b.nbytes for b in model.buffers() if b.is_meta) if device.unified else 0
+    base = machine.process_rss_bytes - parameter_bytes - reserved_ram + meta_buffer_bytes
     host = (config.budget.host or default_host_budget_bytes(machine)) // ranks.local_count
     disk = config.budget.disk
     if disk is not None:
@@ -84,34 +86,33 @@ def limits_for(
         device_budget = int(memory * AUTO_DEVICE_BUDGET)
     if device_budget is not None:
         device_budget = max(device_budget - PROCESS.on_device(device), 0)
-    base = max(base, 0 if held else PROCESS_BASE_BYTES)  # counted by the other engine
+    base = max(base, 0 if reserved_ram else PROCESS_BASE_BYTES)  # counted by the other engine
     made = max((p.nbytes for p in model.parameters() if p.is_meta), default=0)
     if initial_values is not None:
         made = initial_values.most_bytes(
             model.parameters(), quantises=config.frozen.format != "as_is"
         )
-    return Limits(device_budget, max(host - held, 0), disk, base, made)
+    return Limits(device_budget, max(host - reserved_ram, 0), disk, base, made)
 
 
-def _agreed(limits: Limits, ranks: DistContext) -> Limits:
+def _strictest(limits: Limits, ranks: DistContext) -> Limits:
     """Return the strictest limits of all ranks, so that all make the same plan."""
     if ranks.count == 1:
         return limits
     ranks.synchronize("plans")
     all_limits = [Limits(**fields) for fields in ranks.all_gather_object(asdict(limits))]
 
-    def least(found: Iterable[int | None]) -> int | None:
-        return min((n for n in found if n is not None), default=None)
+    def smallest(budgets: Iterable[int | None]) -> int | None:
+        return min((nbytes for nbytes in budgets if nbytes is not None), default=None)
 
+    activations = [rank_limits.activations for rank_limits in all_limits]
     return Limits(
-        device=least(one.device for one in all_limits),
-        host=least(one.host for one in all_limits),
-        disk=least(one.disk for one in all_limits),
-        base=max(one.base for one in all_limits),
-        made=max(one.made for one in all_limits),
-        activations=max(
-            (n for one in all_limits if (n := one.activations) is not None), default=None
-        ),
+        device=smallest(rank_limits.device for rank_limits in all_limits),
+        host=smallest(rank_limits.host for rank_limits in all_limits),
+        disk=smallest(rank_limits.disk for rank_limits in all_limits),
+        base=max(rank_limits.base for rank_limits in all_limits),
+        made=max(rank_limits.made for rank_limits in all_limits),
+        activations=max((nbytes for nbytes in activations if nbytes is not None), default=None),
     )
 
 
@@ -133,9 +134,9 @@ def rates_here(config: Config, device: Device, ranks: DistContext = SINGLE_PROCE
     They are totals of the machine's ranks, except rates of links; see `rates_of_rank`.
     """
     paths = config.nvme_path
-    known = all(path.is_dir() for path in paths)  # otherwise the disk tier raises
+    paths_exist = all(path.is_dir() for path in paths)  # otherwise the disk tier raises
     return kept_rates(
-        paths if known else (),
+        paths if paths_exist else (),
         device,
         io=config.io,
         num_threads=config.cpu.num_threads,
@@ -152,11 +153,12 @@ def rates_of_rank(config: Config, device: Device, ranks: DistContext) -> KnownRa
     local = known.rates.of_rank(ranks.local_count, ranks.num_nodes, unified=device.unified)
     ranks.synchronize("compares rates")
     reports = ranks.all_gather_object([local.numbers(), known.measured, known.nominal])
-    every = [numbers for numbers, _, _ in reports]
-    least = {n: min(one[n] for one in every) for n in every[0] if all(n in one for one in every)}
+    all_numbers = [numbers for numbers, _, _ in reports]
+    common = [name for name in all_numbers[0] if all(name in numbers for numbers in all_numbers)]
+    smallest = {name: min(numbers[name] for numbers in all_numbers) for name in common}
     days = [day for _, day, _ in reports if day is not None]
-    guessed = tuple(dict.fromkeys(name for _, _, nominal in reports for name in nominal))
-    return KnownRates(Rates.of(least), min(days, default=None), guessed)
+    nominal = tuple(dict.fromkeys(name for _, _, names in reports for name in names))
+    return KnownRates(Rates.of(smallest), min(days, default=None), nominal)
 
 
 def case_here(
@@ -180,7 +182,8 @@ def case_here(
     groups = groups_of(model, config)
     partition = partition_model(model, config, groups, None, ranks.count)
     target = target_of(name, model, facts)
-    known, limits = rates_here(config, device, ranks), limits_for(config, device, model, ranks)
+    known = rates_here(config, device, ranks)
+    limits = limits_for(config, device, model, ranks)
     paths = [path for path in config.nvme_path if path.is_dir()]
     machine = PlanMachine.here(paths, device.memory_bytes(), known.rates)
     machine = replace(machine, nominal=known.nominal, measured=known.measured,
@@ -192,21 +195,22 @@ def case_here(
     return case, target, partition
 
 
-def _leaving_room(
+def _reserve_activations(
     limits: Limits, config: Config, device: Device, model: nn.Module, partition: Partition
 ) -> Limits:
     """Return the limits with the estimated bytes of activations; `tokens` must be configured."""
-    target, settings = target_of("", model, {}), config.activations
+    target = target_of("", model, {})
+    settings = config.activations
     shape = ActivationModel(partition.layouts, lookups=target.lookups, heads=target.heads)
     assert settings.tokens is not None
-    found = activations_on_device(
+    activations = activations_on_device(
         shape, settings, settings.tokens, settings.recompute, device.unified
     )
     memory = device.memory_bytes()
     budget = limits.host if memory is None else int(memory * AUTO_DEVICE_BUDGET)
     assert budget is not None
     tier = Tier.HOST if device.unified else Tier.DEVICE
-    return leaving_activations(limits, found, tier, budget)
+    return leaving_activations(limits, activations, tier, budget)
 
 
 def plan_for(
@@ -222,16 +226,16 @@ def plan_for(
     known = rates_of_rank(config, device, ranks)
     limits = limits_for(config, device, model, ranks, initial_values)
     if config.activations.tokens is not None:
-        limits = _leaving_room(limits, config, device, model, partition)
-    limits = _agreed(limits, ranks)
+        limits = _reserve_activations(limits, config, device, model, partition)
+    limits = _strictest(limits, ranks)
     facts = facts_of(rule, partition.layouts)
     facts = replace(facts, notes=(*facts.notes, *partition.notes))
     run = None
     if config.durable:
-        here = model_facts(
+        current_facts = model_facts(
             partition.layouts, config.precision, facts, gradient_itemsize(config, ranks.count)
         )
-        run = find_run(config.nvme_path, config.resume, here, config.step_log, ranks)
+        run = find_run(config.nvme_path, config.resume, current_facts, config.step_log, ranks)
     reason = "" if device.unified else device.why_no_kernels()
     plan = make_plan(
         partition.layouts,

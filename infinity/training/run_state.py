@@ -23,7 +23,7 @@ from infinity.training.step import StepRunner, TrainingCounters
 
 # The loss scale is saved under a key of its own, since only fp16 has one.
 _COUNTERS = tuple(field.name for field in fields(TrainingCounters) if field.name != "loss_scale")
-_APART = ("params", "param_names")  # a group's keys that name its parameters
+_MEMBER_KEYS = ("params", "param_names")  # a group's keys that name its parameters
 
 
 class Stateful(Protocol):
@@ -36,27 +36,27 @@ class Stateful(Protocol):
         """Restore data that `state_dict` returned."""
 
 
-def _check_kinds(here: Mapping[str, Any], there: Mapping[str, Any], what: str) -> None:
+def _check_compatible(current: Mapping[str, Any], saved: Mapping[str, Any], what: str) -> None:
     """Raise `CheckpointError` if a saved value cannot replace the current one of its name."""
-    for name, value in here.items():
-        if name in there and not _may_stand_for(there[name], value):
+    for name, value in current.items():
+        if name in saved and not _is_compatible(saved[name], value):
             raise CheckpointError(
-                f"the checkpoint's {name} of {what} is {there[name]!r:.60}, and {value!r:.60} here",
+                f"the checkpoint's {name} of {what} is {saved[name]!r:.60}, and {value!r:.60} here",
                 because="it was changed, or was saved with another optimizer or schedule",
             )
 
 
-def _may_stand_for(there: Any, here: Any) -> bool:
+def _is_compatible(saved: Any, current: Any) -> bool:
     """Return True if one value may replace the other: equal types, lists of equal length."""
-    if isinstance(here, torch.Tensor) or isinstance(there, torch.Tensor):
+    if isinstance(current, torch.Tensor) or isinstance(saved, torch.Tensor):
         return True
-    if isinstance(here, list | tuple) and isinstance(there, list | tuple):
-        return len(here) == len(there) and all(map(_may_stand_for, there, here))
-    flags = [value is None or isinstance(value, bool) for value in (here, there)]
+    if isinstance(current, list | tuple) and isinstance(saved, list | tuple):
+        return len(current) == len(saved) and all(map(_is_compatible, saved, current))
+    flags = [value is None or isinstance(value, bool) for value in (current, saved)]
     if any(flags):
         return all(flags)
-    both = here, there
-    return all(isinstance(v, int | float) for v in both) or type(here) is type(there)
+    pair = current, saved
+    return all(isinstance(v, int | float) for v in pair) or type(current) is type(saved)
 
 
 class RunState:
@@ -103,11 +103,11 @@ class RunState:
     def capture(self) -> dict[str, Any]:
         """Return the current state; no step may be in progress."""
         scheduler = self._step_runner.lr_scheduler
-        progress, window = self._step_runner.counters, self._window
-        scale = progress.loss_scale
-        within = {"micro_step": window.micro_step, "backwards": window.backwards}
+        counters, window = self._step_runner.counters, self._window
+        scale = counters.loss_scale
+        position = {"micro_step": window.micro_step, "backwards": window.backwards}
         return {
-            "progress": {name: getattr(progress, name) for name in _COUNTERS} | within,
+            "progress": {name: getattr(counters, name) for name in _COUNTERS} | position,
             "loss_scale": None if scale is None else as_data(scale),
             "steps": dict(zip(self._names, self._step_runner.steps, strict=True)),
             "groups": self._groups(),
@@ -120,40 +120,43 @@ class RunState:
 
     def check(self, state: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> None:
         """Raise `CheckpointError` if the state does not fit this run. Changes nothing."""
-        wanted = {"progress", "steps", "groups", "kept", "scheduler", "rng", "registered"}
-        absent = sorted(wanted - set(state))
-        if absent:
-            raise CheckpointError(f"the checkpoint's run state lacks {', '.join(absent)}")
-        counters = {*_COUNTERS, "micro_step", "backwards"}
-        if not {"micro_step", "backwards"} <= set(state["progress"]) <= counters:
+        required = {"progress", "steps", "groups", "kept", "scheduler", "rng", "registered"}
+        missing = sorted(required - set(state))
+        if missing:
+            raise CheckpointError(f"the checkpoint's run state lacks {', '.join(missing)}")
+        known_counters = {*_COUNTERS, "micro_step", "backwards"}
+        if not {"micro_step", "backwards"} <= set(state["progress"]) <= known_counters:
             raise CheckpointError("the checkpoint's counters are not those of this version")
         if optimizer:
             self._check_groups(state["groups"])
             self._check_scale(state)
         schedule = self._step_runner.lr_scheduler
-        here = schedule is not None
+        has_schedule = schedule is not None
         if scheduler and schedule is not None and state["scheduler"] is not None:
-            _check_kinds(schedule.state_dict(), state["scheduler"], "the learning rate schedule")
-        if scheduler and here != (state["scheduler"] is not None):
+            _check_compatible(
+                schedule.state_dict(), state["scheduler"], "the learning rate schedule"
+            )
+        if scheduler and has_schedule != (state["scheduler"] is not None):
             raise CheckpointError(
-                f"the checkpoint has {'no' if here else 'a'} learning rate schedule, this engine "
-                f"has {'one' if here else 'none'}",
+                f"the checkpoint has {'no' if has_schedule else 'a'} learning rate schedule, this "
+                f"engine has {'one' if has_schedule else 'none'}",
                 remedy="give initialize() the same scheduler, or "
                 "load_checkpoint(..., load_lr_scheduler_states=False)",
             )
-        unknown = sorted(set(self._registered) - set(state["registered"]))
-        if unknown:
+        not_saved = sorted(set(self._registered) - set(state["registered"]))
+        if not_saved:
             raise CheckpointError(
-                f"the checkpoint has no state of {', '.join(map(repr, unknown))}",
+                f"the checkpoint has no state of {', '.join(map(repr, not_saved))}",
                 because="they were registered with engine.register_state after it was saved",
                 remedy="register them after load_checkpoint",
             )
 
     def _check_scale(self, state: Mapping[str, Any]) -> None:
         """Raise `CheckpointError` if gradients of an open window have another constant scale."""
-        rules, saved = self._step_runner.scale_rules, state.get("loss_scale")
-        within = state["progress"]["micro_step"] or state["progress"]["backwards"]
-        if rules is None or rules.dynamic or saved is None or not within:
+        rules = self._step_runner.scale_rules
+        saved = state.get("loss_scale")
+        is_open = state["progress"]["micro_step"] or state["progress"]["backwards"]
+        if rules is None or rules.dynamic or saved is None or not is_open:
             return
         if saved["scale"] == rules.initial:
             return
@@ -177,24 +180,25 @@ class RunState:
             ) from error
 
     def _restore(self, state: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> None:
-        rules, saved = self._step_runner.scale_rules, state.get("loss_scale")
+        rules = self._step_runner.scale_rules
         scale = self._step_runner.counters.loss_scale
-        if rules is not None and optimizer and saved is not None:
-            scale = rules.restored(saved)
+        saved_scale = state.get("loss_scale")
+        if rules is not None and optimizer and saved_scale is not None:
+            scale = rules.restored(saved_scale)
         counters = dict(state["progress"])
-        within = int(counters.pop("micro_step")), int(counters.pop("backwards"))
+        micro_step, backwards = int(counters.pop("micro_step")), int(counters.pop("backwards"))
         progress = TrainingCounters(**counters, loss_scale=scale)
         self._window.start_over()  # without optimizer states, gradients are not loaded either
         if optimizer:
             for group, saved in zip(self._optimizer.param_groups, state["groups"], strict=True):
-                group.update({k: v for k, v in saved["values"].items() if k not in _APART})
+                group.update({k: v for k, v in saved["values"].items() if k not in _MEMBER_KEYS})
             # Ranges of a stack of experts share its name, and have equal states.
             kept = state["kept"]
             self._updater.keep({i: kept[n] for i, n in enumerate(self._names) if n in kept})
             self._step_runner.steps[:] = [state["steps"][name] for name in self._names]
             if isinstance(self._updater, KernelUpdater):
                 self._updater.seed = state["rounding_seed"]
-            self._window.micro_step, self._window.backwards = within
+            self._window.micro_step, self._window.backwards = micro_step, backwards
         self._step_runner.counters = progress
         schedule = self._step_runner.lr_scheduler
         if scheduler and schedule is not None:
@@ -223,10 +227,10 @@ class RunState:
         if not self._resumed or self._rng is None:
             return
         self._resumed = False
-        moved = moved_since(self._rng)
-        if moved:
+        changed = moved_since(self._rng)
+        if changed:
             warnings.warn(
-                f"random numbers were drawn ({', '.join(moved)}) between initialize(), which put "
+                f"random numbers were drawn ({', '.join(changed)}) between initialize(), which put "
                 "the generators back where the last committed step left them, and this forward: "
                 "unless the training loop draws them in every step, dropout differs from an "
                 "undisturbed run; engine.restore_random_state() right before the loop puts them "
@@ -247,7 +251,7 @@ class RunState:
         return [
             {
                 "parameters": self._members(group),
-                "values": {key: value for key, value in group.items() if key not in _APART},
+                "values": {key: value for key, value in group.items() if key not in _MEMBER_KEYS},
             }
             for group in self._optimizer.param_groups
         ]
@@ -264,13 +268,13 @@ class RunState:
                 "load_checkpoint(..., load_optimizer_states=False)",
             )
         for number, (group, entry) in enumerate(zip(groups, saved, strict=True)):
-            here, there = set(self._members(group)), set(entry["parameters"])
-            if here != there:
-                examples = sorted(here ^ there)[:3]
+            members, saved_members = set(self._members(group)), set(entry["parameters"])
+            if members != saved_members:
+                examples = sorted(members ^ saved_members)[:3]
                 raise CheckpointError(
                     f"parameter group {number} holds other parameters than in the checkpoint: "
                     f"{', '.join(examples)}, ...",
                     remedy="give initialize() the same groups, or "
                     "load_checkpoint(..., load_optimizer_states=False)",
                 )
-            _check_kinds(group, entry["values"], f"parameter group {number}")
+            _check_compatible(group, entry["values"], f"parameter group {number}")

@@ -76,9 +76,9 @@ class StateDict(Mapping[str, Tensor]):
         problems += [f"unexpected {n!r}" for n in state if n not in self] if strict else []
         common = [n for n in self if n in state]
         for name in common:
-            given, expected = tuple(state[name].shape), self._shape(name)
-            if given != expected:
-                problems.append(f"{name!r} has shape {given}, not {expected}")
+            shape, expected = tuple(state[name].shape), self._shape(name)
+            if shape != expected:
+                problems.append(f"{name!r} has shape {shape}, not {expected}")
         if problems:
             raise ConfigError("the state does not match the model: " + "; ".join(problems))
         for name in sorted(common, key=self._order):
@@ -98,7 +98,7 @@ class StateDict(Mapping[str, Tensor]):
         """
         self._values.refuse_loans("weights cannot be loaded as a whole")
         entries = []
-        for names in self._tied():
+        for names in self._tied_names():
             first = names[0]
             if first in self.parameters:
                 index = self.parameters[first]
@@ -138,21 +138,23 @@ class StateDict(Mapping[str, Tensor]):
         `dtype` as in `engine.save_weights`.
         """
         self._values.refuse_loans("weights cannot be saved as a whole")
-        dtype = _dtype_of(dtype)
-        for names in self._tied():
+        dtype = _parse_dtype(dtype)
+        for names in self._tied_names():
             name = names[0] if tied_name is None else tied_name(names)
             if name not in self.parameters:
                 buffer = self.buffers[name]
                 yield Outgoing(name, self._shape(name), buffer.dtype, buffer.detach)
                 continue
             index = self.parameters[name]
-            kept = self._values.dtype(index)
-            stored = dtype if dtype is not None and kept in COMPUTE_DTYPES.values() else kept
+            compute_dtype = self._values.dtype(index)
+            saved_dtype = compute_dtype
+            if dtype is not None and compute_dtype in COMPUTE_DTYPES.values():
+                saved_dtype = dtype
             # Read the master for another dtype: its values are rounded once, not twice.
-            read = partial(self._values.read, index, master=stored is not kept)
-            yield Outgoing(name, self._shape(name), stored, read)
+            read = partial(self._values.read, index, master=saved_dtype is not compute_dtype)
+            yield Outgoing(name, self._shape(name), saved_dtype, read)
 
-    def _tied(self) -> list[tuple[str, ...]]:
+    def _tied_names(self) -> list[tuple[str, ...]]:
         """Return all names, grouped by tensor: parameters in the order of units, then buffers."""
         groups: dict[int, list[str]] = {}
         for name in self:
@@ -229,13 +231,13 @@ def read_by_first(
                 state[name]
 
 
-def _dtype_of(wanted: torch.dtype | str | None) -> torch.dtype | None:
+def _parse_dtype(requested: torch.dtype | str | None) -> torch.dtype | None:
     for name, dtype in COMPUTE_DTYPES.items():
-        if wanted in (name, dtype):
+        if requested in (name, dtype):
             return dtype
-    if wanted is not None:
+    if requested is not None:
         raise ConfigError(
-            f"weights cannot be saved as {wanted!r}",
+            f"weights cannot be saved as {requested!r}",
             remedy=f"one of {', '.join(COMPUTE_DTYPES)}, or None for the compute dtype",
         )
     return None
@@ -278,33 +280,34 @@ class ModuleStateHooks:
     def add(self, hooked: Any) -> None:
         """Install the hooks on a module of the tree, which may have been added later."""
 
-        def give(module: nn.Module, state: dict[str, Tensor], prefix: str, _: object) -> None:
+        def add_values(module: nn.Module, state: dict[str, Tensor], prefix: str, _: object) -> None:
             for name, index in self._direct_parameters(module).items():
                 state[prefix + name] = self.values.read(index)
 
         if self._direct_parameters(hooked):
             self._handles += [
                 # torch sets an attribute on the hook, which a bound method does not allow.
-                hooked.register_state_dict_post_hook(give),
-                hooked.register_load_state_dict_pre_hook(self._open),
-                hooked.register_load_state_dict_post_hook(self._close),
+                hooked.register_state_dict_post_hook(add_values),
+                hooked.register_load_state_dict_pre_hook(self._materialize),
+                hooked.register_load_state_dict_post_hook(self._release),
             ]
 
     def _direct_parameters(self, module: nn.Module) -> dict[str, int]:
         items = module._parameters.items()  # iterating does not fetch
         return {name: self._index_of[id(p)] for name, p in items if p is not None}
 
-    def _open(
+    def _materialize(
         self, module: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: object
     ) -> None:
         for name, index in self._direct_parameters(module).items():
             value = state.get(prefix + name)
             if value is not None and index not in self.values.materialized_now:
                 # Values in the compute dtype leave the master unchanged where bits are unchanged.
-                compute = self.values.dtype(index)
-                self.values.materialize(index, master=getattr(value, "dtype", None) is not compute)
+                compute_dtype = self.values.dtype(index)
+                is_compute_dtype = getattr(value, "dtype", None) is compute_dtype
+                self.values.materialize(index, master=not is_compute_dtype)
 
-    def _close(self, module: nn.Module, incompatible: object) -> None:
+    def _release(self, module: nn.Module, incompatible: object) -> None:
         for index in self._direct_parameters(module).values():
             self.values.release_materialized(index)
 

@@ -50,7 +50,7 @@ from infinity.training.update_job import UpdateJob
 MAX_SKIPPED_IN_A_ROW = 20
 # Skipped steps in a row that warn under a dynamic loss scale: fewer are its search.
 SCALES_TRIED_IN_SILENCE = 10
-_MANY_BACKWARDS = 16  # in one micro-batch: step() is probably missing
+_WARN_AT_BACKWARDS = 16  # in one micro-batch: step() is probably missing
 
 
 @dataclass(frozen=True)
@@ -132,16 +132,17 @@ class StepRunner:
             self._timeline.micro_batch(self._window.micro_step)
         self._window.backwards += 1
         self._window.account()
-        if self._window.backwards == _MANY_BACKWARDS:
+        if self._window.backwards == _WARN_AT_BACKWARDS:
             self._warn(
-                f"{_MANY_BACKWARDS} backwards, and no engine.step(): nothing was updated. Call it "
-                "after each backward; optimizer.step() of an optimizer that was not passed to "
+                f"{_WARN_AT_BACKWARDS} backwards, and no engine.step(): nothing was updated. Call "
+                "it after each backward; optimizer.step() of an optimizer that was not passed to "
                 "initialize() does nothing here"
             )
 
     def end_micro_batch(self) -> None:
         """Begin the next micro-batch of the same window."""
-        if (count := self._window.backwards) == self._window.length > 2:
+        count = self._window.backwards
+        if count == self._window.length > 2:
             self._warn(
                 f"{count} backwards before one engine.step(), which ended micro-batch "
                 f"{self._window.micro_step + 1} of {count}: call step() after each backward; "
@@ -196,7 +197,7 @@ class StepRunner:
 
     # --- the step --------------------------------------------------------------------------------
 
-    def update(self, clipping: float, given: StepInputs) -> None:
+    def update(self, clipping: float, inputs: StepInputs) -> None:
         """Commit a step of the accumulated gradients; the optimizer pass runs in the background.
 
         A step whose gradients are not finite is skipped, with one warning per row of such steps.
@@ -215,30 +216,32 @@ class StepRunner:
         self._store.settle_copies()
         params_by_index = self._optimizer.params_by_index(self._index_of)
         self._updater.check(params_by_index)
-        self._refuse_others(params_by_index)
-        equal = self._must_be_equal(clipping) if self._ranks.count > 1 else {}
+        self._check_gradients(params_by_index)
+        equal_values = self._equal_values(clipping) if self._ranks.count > 1 else {}
         with self._transfers.stall("norm"):
-            norm = math.sqrt(self._gradients.square_sum(equal))
-        before = self.counters.loss_scale
+            norm = math.sqrt(self._gradients.square_sum(equal_values))
+        scale = self.counters.loss_scale
         norm /= self.loss_scale
         skipped = not math.isfinite(norm)
         culprits = self._gradients.non_finite() if skipped else []
-        factor = 0.0 if skipped else 1.0
+        clip_factor = 0.0 if skipped else 1.0
         if clipping and not skipped:
-            factor = min(1.0, clipping / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+            clip_factor = min(1.0, clipping / (norm + 1e-6))  # as in clip_grad_norm_
         # Recorded on this thread, since current streams belong to threads.
         computed = self._transfers.device.compute_event()
         with self._guard.locked():
-            job, error = self._commit(norm, factor, culprits, computed, params_by_index, given)
+            job, error = self._commit(
+                norm, clip_factor, culprits, computed, params_by_index, inputs
+            )
         if job is not None:
             self._optimizer_pass.submit(job)
         if error is not None:
             raise error
         if culprits:
-            self._refuse_to_go_on(before, culprits)
-            self._say_skipped(before, culprits)
+            self._check_skipped(scale, culprits)
+            self._warn_skipped(scale, culprits)
 
-    def _must_be_equal(self, clipping: float) -> dict[str, int]:
+    def _equal_values(self, clipping: float) -> dict[str, int]:
         """Return values that must be equal on all ranks at a step."""
         values = as_json(self._optimizer.group_values()).encode()
         return self._window.position | {
@@ -246,12 +249,12 @@ class StepRunner:
             "gradient_clipping": zlib.crc32(repr(clipping).encode()),
         }
 
-    def _refuse_to_go_on(self, before: ScaleState | None, culprits: Sequence[str]) -> None:
+    def _check_skipped(self, scale: ScaleState | None, culprits: Sequence[str]) -> None:
         """Raise `TrainingError` if later steps would be skipped like the last one."""
         rules = self.scale_rules
-        if rules is not None and before is not None and rules.dynamic:
-            if rules.is_exhausted(before):
-                raise scale_exhausted(before, culprits)
+        if rules is not None and scale is not None and rules.dynamic:
+            if rules.is_exhausted(scale):
+                raise scale_exhausted(scale, culprits)
             return  # a lower scale may work
         if self.counters.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise TrainingError(
@@ -260,12 +263,12 @@ class StepRunner:
                 because="the loss is NaN or infinite, or the learning rate diverged, or an "
                 "autograd.Function keeps a weight in ctx without ctx.save_for_backward, or the "
                 "loss uses a view of a weight that was read outside a call of the engine"
-                + (f", or the loss scale {before.scale:g} is too large" if before else ""),
+                + (f", or the loss scale {scale.scale:g} is too large" if scale else ""),
                 remedy="lower the learning rate, or look at the loss and the data"
-                + ("; or leave loss_scale.value out: then the scale is found" if before else ""),
+                + ("; or leave loss_scale.value out: then the scale is found" if scale else ""),
             )
 
-    def _refuse_others(self, params_by_index: Mapping[int, Any]) -> None:
+    def _check_gradients(self, params_by_index: Mapping[int, Any]) -> None:
         """Raise `TrainingError` for gradients of parameters that cannot be updated."""
         partition = self._components.partition
         for parameter, trained, name in zip(
@@ -289,45 +292,48 @@ class StepRunner:
                     remedy="requires_grad_(False) freezes it; or a group with lr 0",
                 )
 
-    def _say_skipped(self, before: ScaleState | None, culprits: Sequence[str]) -> None:
+    def _warn_skipped(self, scale: ScaleState | None, culprits: Sequence[str]) -> None:
         """Warn once per row of skipped steps, if it is longer than a search for the loss scale."""
-        count, rules = self.counters.skipped_in_a_row, self.scale_rules
+        rules = self.scale_rules
+        count = self.counters.skipped_in_a_row
         if count != (SCALES_TRIED_IN_SILENCE if rules is not None and rules.dynamic else 1):
             return
-        what = f"step {self.counters.steps} was" if count == 1 else f"{count} steps in a row were"
-        scale = f", at a loss scale of {before.scale:g}" if before else ""
+        steps = f"step {self.counters.steps} was" if count == 1 else f"{count} steps in a row were"
+        at_scale = f", at a loss scale of {scale.scale:g}" if scale else ""
         self._warn(
-            f"{what} skipped: gradients are not finite, first that of {culprits[0]!r}{scale}; "
+            f"{steps} skipped: gradients are not finite, first that of {culprits[0]!r}{at_scale}; "
             "weights stay as they were. Likely causes: the loss or the data of this batch, or a "
             "view of a weight that was read outside a call of the engine; the next warning comes "
             "after a step that was not skipped",
         )
 
     def _commit(
-        self, norm: float, factor: float, culprits: Sequence[str], computed: Event,
-        params_by_index: Mapping[int, Any], given: StepInputs,
+        self, norm: float, clip_factor: float, culprits: Sequence[str], computed: Event,
+        params_by_index: Mapping[int, Any], inputs: StepInputs,
     ) -> tuple[UpdateJob | None, Exception | None]:  # fmt: skip
         """Commit the step; return its job, and an error to raise once the job is submitted.
 
         The step is skipped, without a job, if there are `culprits`: parameters whose gradients are
         not finite.
         """
-        skipped, progress = bool(culprits), self.counters
-        rules, scale = self.scale_rules, progress.loss_scale
-        unscaled = factor / scale.scale if scale is not None else factor
-        job = None if skipped else self._make_job(unscaled, computed, params_by_index)
+        skipped = bool(culprits)
+        counters = self.counters
+        rules = self.scale_rules
+        scale = counters.loss_scale
+        grad_scale = clip_factor / scale.scale if scale is not None else clip_factor
+        job = None if skipped else self._make_job(grad_scale, computed, params_by_index)
         if job is not None and not job.units:
             self._warn(
-                f"step {progress.steps + 1} updates nothing: no gradient came to the engine; is "
+                f"step {counters.steps + 1} updates nothing: no gradient came to the engine; is "
                 "the loss made of what engine(...) returned, or of another copy of the model?"
             )
         self.counters = replace(
-            progress,
-            global_steps=progress.global_steps + (not skipped),
-            skipped_steps=progress.skipped_steps + skipped,
-            skipped_in_a_row=progress.skipped_in_a_row + 1 if skipped else 0,
-            micro_batches=progress.micro_batches + 1,
-            samples=progress.samples + given.samples,
+            counters,
+            global_steps=counters.global_steps + (not skipped),
+            skipped_steps=counters.skipped_steps + skipped,
+            skipped_in_a_row=counters.skipped_in_a_row + 1 if skipped else 0,
+            micro_batches=counters.micro_batches + 1,
+            samples=counters.samples + inputs.samples,
             loss_scale=rules.after(scale, skipped) if rules and scale else scale,
         )
         self._window.end()
@@ -347,18 +353,18 @@ class StepRunner:
                 self._gradients.reset()
             else:
                 job = replace(job, copies=self._gradients.hand_over())
-            self._report(norm, factor, culprits, scale)
+            self._report(norm, clip_factor, culprits, scale)
             self._optimizer.mark_stepped()
             if not skipped and self.lr_scheduler is not None:
-                self.lr_scheduler.step(**given.lr_kwargs)
-            if job is not None and given.document is not None:
-                job = replace(job, document=given.document())
+                self.lr_scheduler.step(**inputs.lr_kwargs)
+            if job is not None and inputs.document is not None:
+                job = replace(job, document=inputs.document())
         except Exception as error:
             failure = failure or error
         return job, failure
 
     def _make_job(
-        self, factor: float, computed: Event, params_by_index: Mapping[int, Any]
+        self, grad_scale: float, computed: Event, params_by_index: Mapping[int, Any]
     ) -> UpdateJob:
         """Return a job with everything that the optimizer pass depends on."""
         arrived = self._gradients.arrived()
@@ -370,7 +376,7 @@ class StepRunner:
             ),
             params_by_index={i: params_by_index[i] for i in arrived},
             steps={i: self.steps[i] + 1 for i in arrived},
-            grad_scale=factor,
+            grad_scale=grad_scale,
             computed=computed,
         )
 
@@ -386,14 +392,14 @@ class StepRunner:
         return read_state(components.store, components.updater, index, rule_params, self.steps)
 
     def _report(
-        self, norm: float, factor: float, culprits: Sequence[str], scale: ScaleState | None
+        self, norm: float, clip_factor: float, culprits: Sequence[str], scale: ScaleState | None
     ) -> None:
         tokens, router_loss = self._components.hooks.expert_calls.take()
         self.last_report = self._meter.report(
             self._components.cycles.mispredictions(),
             step=self.counters.steps,
             grad_norm=norm,
-            clip_factor=factor,
+            clip_factor=clip_factor,
             skipped=bool(culprits),
             loss_scale=scale.scale if scale is not None else 1.0,
             non_finite=culprits[0] if culprits else "",

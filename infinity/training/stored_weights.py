@@ -49,16 +49,16 @@ class StoredWeights:
         binding: ParameterBinding,
         values: ParameterValues,
         guard: CallGuard,
-        parts: Closing,
+        components: Closing,
     ) -> None:
         self._modules = [weakref.ref(module) for module in modules]
         self._binding = binding
         self._values = values
         self._guard = guard
-        self._parts = parts
-        self._left = list(values.store.plan.units)  # to be read, the last one first
+        self._components = components
+        self._unread = list(values.store.plan.units)  # to be read, the last one first
         self._lock = threading.RLock()
-        self._finalizer = weakref.finalize(self, _close_here, guard, parts)
+        self._finalizer = weakref.finalize(self, _close_in_process, guard, components)
 
     def wake(self) -> None:
         """Restore the module's parameters in RAM, and release everything else.
@@ -70,12 +70,12 @@ class StoredWeights:
         """
         with self._lock:
             self._guard.check()
-            if self._parts.closed and self._left:
+            if self._components.closed and self._unread:
                 raise gone()
             self._check_fits()
-            while self._left:
-                self._binding.restore(self._values.take(self._left[-1]))
-                self._left.pop()
+            while self._unread:
+                self._binding.restore(self._values.take(self._unread[-1]))
+                self._unread.pop()
             unname_engine(self._binding.parameters)
             for module in self._stored_modules():
                 module.__dict__["_parameters"] = dict(dict.items(module._parameters))
@@ -124,8 +124,8 @@ class StoredWeights:
         self.answer()
 
     def _stored_modules(self) -> list[nn.Module]:
-        found = (reference() for reference in self._modules)
-        return [m for m in found if m is not None and isinstance(m._parameters, StoredParameters)]
+        modules = (reference() for reference in self._modules)
+        return [m for m in modules if m is not None and isinstance(m._parameters, StoredParameters)]
 
     def fetch(self, parameter: nn.Parameter) -> Tensor:
         """Restore the module's parameters, and return this one."""
@@ -158,18 +158,19 @@ class StoredWeights:
 
     def _sizes(self) -> tuple[int, int]:
         """Return the most bytes that `wake` adds to RAM at a time, and the available bytes."""
-        store, most, now = self._values.store, 0, 0
-        for unit in reversed(self._left):
-            values = sum(s.numel * self._values.dtype(s.parameter).itemsize for s in unit.segments)
-            most = max(most, now + values)
-            now += values - store.freed_by_taking(unit.index)
-        return most, read_machine().host_available_bytes
+        store = self._values.store
+        peak = current = 0
+        for unit in reversed(self._unread):
+            nbytes = sum(s.numel * self._values.dtype(s.parameter).itemsize for s in unit.segments)
+            peak = max(peak, current + nbytes)
+            current += nbytes - store.freed_by_taking(unit.index)
+        return peak, read_machine().host_available_bytes
 
     def _check_fits(self) -> None:
-        most, available = self._sizes()
-        if most > available:
+        needed, available = self._sizes()
+        if needed > available:
             raise DoesNotFitError(
-                f"the module's weights take {format_size(most)} more RAM, and "
+                f"the module's weights take {format_size(needed)} more RAM, and "
                 f"{format_size(available)} are available",
                 because="its engine was released, and left them in their tiers",
                 remedy="free RAM and use the module again; or train, evaluate and save with one "
@@ -195,15 +196,15 @@ def take_over(model: nn.Module, ranks: DistContext, undo: ExitStack) -> dict[int
             stored.wake()
             continue
         try:
-            found, end = stored.materialize()
+            functions, leave_meta = stored.materialize()
         except ConfigError:
             stored.wake()
         else:
-            reads |= found
-            undo.callback(end)
+            reads |= functions
+            undo.callback(leave_meta)
     return reads
 
 
-def _close_here(guard: CallGuard, parts: Closing) -> None:
+def _close_in_process(guard: CallGuard, components: Closing) -> None:
     if guard.is_here():
-        parts.close()
+        components.close()

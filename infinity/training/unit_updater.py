@@ -61,12 +61,12 @@ class ChunkUpdate:
     views: dict[Kind, Tensor]
     waits: list[Event]
     on_device: set[Kind]
-    stream: Tensor  # device buffer of a streamed update
-    room: Tensor  # free bytes of `stream`
+    device_buffer: Tensor  # of a streamed update
+    device_buffer_left: Tensor  # its free bytes
     target: Slot | None = None  # gets the new weights
-    updated: Future[None] | None = None  # update on the CPU thread
-    there: dict[Kind, Tensor] = field(default_factory=dict)  # views on the device
-    brought: list[Kind] = field(default_factory=list)  # kinds copied to the device for the update
+    cpu_update: Future[None] | None = None  # update on the CPU thread
+    device_views: dict[Kind, Tensor] = field(default_factory=dict)
+    copied_kinds: list[Kind] = field(default_factory=list)  # to the device
     events: list[Event] = field(default_factory=list)  # ends of the copies and the kernel
 
     @property
@@ -76,7 +76,7 @@ class ChunkUpdate:
 
 
 NUM_CPU_UPDATES = 2  # in flight on the CPU thread: one runs, one is queued
-_NOWHERE = torch.empty(0, dtype=torch.uint8)
+_NO_BUFFER = torch.empty(0, dtype=torch.uint8)
 
 
 BeforeChange = Callable[..., object]  # (unit), or (unit, function to call before a wait)
@@ -108,19 +108,19 @@ class UnitUpdater:
         # Called with a unit's index before the first byte of its state changes in a job. It may
         # block until a save in progress has copied the unit; it calls its second argument before.
         self.before_change = before_change
-        self._updates_on = [update_place(plan, unit.index) for unit in plan.units]
+        self._update_modes = [update_place(plan, unit.index) for unit in plan.units]
         self._staging = BufferPool(plan.num_staging_buffers, staging_bytes(plan), transfers.device)
         nbytes = stream_bytes(plan)
         num_streams = NUM_STREAM_BUFFERS if nbytes else 0
         self._streams = BufferPool(num_streams, nbytes, transfers.device, on_device=True)
-        self._under_way: deque[ChunkUpdate] = deque()  # oldest first
+        self._in_flight: deque[ChunkUpdate] = deque()  # oldest first
         self._cpu_thread: ThreadPoolExecutor | None = None  # updates during streaming
         if plan.cpu_share:
             begin = transfers.device.attach_worker_thread
             self._cpu_thread = ThreadPoolExecutor(1, "infinity-cpu-update", begin)
         self._target: Slot | None = None  # gets the weights of the current unit
         self._published: dict[int, list[Event]] = {}  # copies of new weights to slots, by unit
-        self._left: dict[int, int] = {}  # chunks not yet updated, by unit in progress
+        self._remaining: dict[int, int] = {}  # chunks not yet updated, by unit in progress
 
     def forget(self) -> None:
         """Free the reserved buffers, and end the CPU thread."""
@@ -138,16 +138,16 @@ class UnitUpdater:
         """
         try:
             for unit in job.units:
-                if self._updates_on[unit] is UpdatePlace.DEVICE:
+                if self._update_modes[unit] is UpdatePlace.DEVICE:
                     self._handover.updated(unit, self._update_on_device(job, unit))
             self._run_chunks(job, stopped)
         finally:
-            for work in self._under_way:  # empty unless a chunk failed
-                if work.updated is not None:
-                    wait([work.updated])
-                for event in work.events:
+            for update in self._in_flight:  # empty unless a chunk failed
+                if update.cpu_update is not None:
+                    wait([update.cpu_update])
+                for event in update.events:
                     event.wait()
-            self._under_way.clear()
+            self._in_flight.clear()
 
     def _run_chunks(self, job: UpdateJob, stopped: Callable[[], bool]) -> None:
         queue: deque[ChunkUpdate] = deque()
@@ -156,24 +156,24 @@ class UnitUpdater:
         while pending is not None or queue:
             # One buffer is being updated, one is being written back; the others read ahead.
             while pending is not None and len(queue) < self.plan.num_staging_buffers - 2:
-                laps = Laps(self.transfers.trace, pending[0])
-                placement, by_device = self.plan.placements[pending[0]], pending[-1]
-                reached = self.plan.reached(placement, by_device=by_device)
-                buffer = _NOWHERE if reached else self._staging.take(self._land)
-                queue.append(self._issue(job, *pending, buffer))
+                unit, chunks, streamed = pending
+                laps = Laps(self.transfers.trace, unit)
+                in_place = self.plan.reached(self.plan.placements[unit], by_device=streamed)
+                buffer = _NO_BUFFER if in_place else self._staging.take(self._complete_oldest)
+                queue.append(self._issue(job, unit, chunks, streamed, buffer))
                 laps.lap("optimizer_pass", "wait for a buffer, request")
                 pending = next(order, None)
             if stopped():
-                for work in queue:
-                    for item in work.waits:
+                for update in queue:
+                    for item in update.waits:
                         item.wait()
                 raise AbortedError
             self._process(job, queue.popleft())
-        self._land_all()
+        self._complete_all()
 
     def _chunks(self, job: UpdateJob) -> Iterator[tuple[int, range, bool]]:
         """Yield (unit, chunks, is streamed) in order; a unit in demand comes next."""
-        remaining = [u for u in job.units if self._updates_on[u] is not UpdatePlace.DEVICE]
+        remaining = [u for u in job.units if self._update_modes[u] is not UpdatePlace.DEVICE]
         while remaining:
             demand = self._handover.demand
             unit = demand if demand in remaining else remaining[0]
@@ -191,7 +191,7 @@ class UnitUpdater:
         state = self.store.units[unit]
         self.store.settle_writes(unit)
         count = state.layout.num_chunks(self.plan.chunk_elements)
-        views = self.store.stage(unit, 0, _NOWHERE, chunks=count, by_device=True).views
+        views = self.store.stage(unit, 0, _NO_BUFFER, chunks=count, by_device=True).views
         views[Kind.GRADIENT] = self.gradients.on_device[unit].view(torch.uint8)
         tiles = self._tiles(job, unit, range(count), views)
         pieces = self.updater.pieces(tiles, job.grad_scale)
@@ -209,7 +209,7 @@ class UnitUpdater:
         """Start to read the state and gradients of chunks into memory that the updater reaches."""
         if chunks.start == 0:
             self.store.settle_writes(unit)
-        views, waits, used, stored = self.store.stage(
+        views, waits, used, on_device = self.store.stage(
             unit,
             chunks.start,
             buffer,
@@ -217,88 +217,89 @@ class UnitUpdater:
             by_device=streamed,
             after=job.computed,
         )
-        work = ChunkUpdate(
-            unit, chunks, streamed, buffer, views, waits, set(stored), _NOWHERE, _NOWHERE
+        update = ChunkUpdate(
+            unit, chunks, streamed, buffer, views, waits, set(on_device), _NO_BUFFER, _NO_BUFFER
         )
-        work.waits += job.copies.pop(unit, ())
-        part = self.plan.part(self.plan.local_units[unit], Kind.GRADIENT, chunks.start, len(chunks))
-        source = self.gradients.ranges[unit].part(part.start, part.stop - part.start)
+        update.waits += job.copies.pop(unit, ())
+        span = self.plan.part(self.plan.local_units[unit], Kind.GRADIENT, chunks.start, len(chunks))
+        source = self.gradients.ranges[unit].part(span.start, span.stop - span.start)
         view = source.reached(by_device=streamed)
         if view is None:
             view, label = buffer[used : used + source.nbytes], (unit, "gradient")
-            there = source.reached(by_device=True)
-            if there is None:
-                work.waits.append(self.transfers.read([(source, view)], label=label))
+            device_view = source.reached(by_device=True)
+            if device_view is None:
+                update.waits.append(self.transfers.read([(source, view)], label=label))
             else:
-                work.waits.append(
-                    self.transfers.copy_d2h_unordered(view, there, job.computed, label)
+                update.waits.append(
+                    self.transfers.copy_d2h_unordered(view, device_view, job.computed, label)
                 )
         elif unit in self.gradients.on_device:
-            work.on_device.add(Kind.GRADIENT)
+            update.on_device.add(Kind.GRADIENT)
         views[Kind.GRADIENT] = view
-        return work
+        return update
 
-    def _process(self, job: UpdateJob, work: ChunkUpdate) -> None:
+    def _process(self, job: UpdateJob, update: ChunkUpdate) -> None:
         """Update chunks on the CPU, or queue their update, which `_land` completes."""
-        if not work.streamed:  # a copy to the device may still read the old weights
-            work.waits.append(self._handover.weights_read(work.unit))
-        laps = Laps(self.transfers.trace, work.unit)
-        if work.streamed:
-            if not all(item.done() for item in work.waits):
-                self._land_all()  # complete chunks that are back before a wait
-            for item in work.waits:
+        if not update.streamed:  # a copy to the device may still read the old weights
+            update.waits.append(self._handover.weights_read(update.unit))
+        laps = Laps(self.transfers.trace, update.unit)
+        if update.streamed:
+            if not all(item.done() for item in update.waits):
+                self._complete_all()  # complete chunks that are back before a wait
+            for item in update.waits:
                 item.wait()
-            self._stream(job, work)
+            self._stream(job, update)
             laps.lap("optimizer_pass", "stream")
             return
-        if self._updates_on[work.unit] is UpdatePlace.STREAMED:
-            self._submit_cpu_update(job, work)
+        if self._update_modes[update.unit] is UpdatePlace.STREAMED:
+            self._submit_cpu_update(job, update)
             laps.lap("optimizer_pass", "hand to the CPU")
             return
-        self._land_all()
-        if work.is_first:
-            self.before_change(work.unit)
-        self._update_on_cpu(job, work)
-        laps = Laps(self.transfers.trace, work.unit)
-        written = self._write_back(work)
-        if work.is_first:
-            self._target = self._handover.publish_slot(work.unit)
-        work.target = self._target
-        self._give_back(work, written + self._publish(work))
+        self._complete_all()
+        if update.is_first:
+            self.before_change(update.unit)
+        self._update_on_cpu(job, update)
+        laps = Laps(self.transfers.trace, update.unit)
+        written = self._write_back(update)
+        if update.is_first:
+            self._target = self._handover.publish_slot(update.unit)
+        update.target = self._target
+        self._return_buffer(update, written + self._publish(update))
         laps.lap("optimizer_pass", "publish, write back")
-        self._finish(work)
+        self._finish(update)
 
-    def _submit_cpu_update(self, job: UpdateJob, work: ChunkUpdate) -> None:
+    def _submit_cpu_update(self, job: UpdateJob, update: ChunkUpdate) -> None:
         """Submit chunks of a streamed unit, whose first chunks are streamed, to the CPU thread."""
         assert self._cpu_thread is not None
-        work.target = self._target
-        work.updated = self._cpu_thread.submit(self._update_on_cpu, job, work)
-        self._under_way.append(work)
-        while sum(one.updated is not None for one in self._under_way) > NUM_CPU_UPDATES:
-            self._land()
+        update.target = self._target
+        update.cpu_update = self._cpu_thread.submit(self._update_on_cpu, job, update)
+        self._in_flight.append(update)
+        while sum(other.cpu_update is not None for other in self._in_flight) > NUM_CPU_UPDATES:
+            self._complete_oldest()
 
-    def _update_on_cpu(self, job: UpdateJob, work: ChunkUpdate) -> None:
+    def _update_on_cpu(self, job: UpdateJob, update: ChunkUpdate) -> None:
         """Wait for the copies of chunks, then update them. Runs on either thread."""
-        laps = Laps(self.transfers.trace, work.unit)
-        for item in work.waits:
+        laps = Laps(self.transfers.trace, update.unit)
+        for item in update.waits:
             item.wait()
         laps.lap("optimizer_pass", "wait for state")
-        if tiles := self._tiles(job, work.unit, work.chunks, work.views):
+        if tiles := self._tiles(job, update.unit, update.chunks, update.views):
             self.updater.update(tiles, job.grad_scale)
-        laps.lap("update", "update", sum(view.numel() for view in work.views.values()))
+        laps.lap("update", "update", sum(view.numel() for view in update.views.values()))
 
-    def _give_back(self, work: ChunkUpdate, written: Sequence[Event]) -> None:
+    def _return_buffer(self, update: ChunkUpdate, written: Sequence[Event]) -> None:
         """Return the staging buffer, if there is one, to its pool; it is free after `written`."""
-        if work.buffer is not _NOWHERE:
-            self._staging.give_back(work.buffer, *written)
+        if update.buffer is not _NO_BUFFER:
+            self._staging.give_back(update.buffer, *written)
 
-    def _finish(self, work: ChunkUpdate) -> None:
+    def _finish(self, update: ChunkUpdate) -> None:
         """Count chunks as updated; with the last ones, complete the update of the unit."""
-        unit, state = work.unit, self.store.units[work.unit]
+        unit = update.unit
+        state = self.store.units[unit]
         count = state.layout.num_chunks(self.plan.chunk_elements)
-        self._left[unit] = self._left.get(unit, count) - len(work.chunks)
-        if not self._left[unit]:
-            del self._left[unit]
+        self._remaining[unit] = self._remaining.get(unit, count) - len(update.chunks)
+        if not self._remaining[unit]:
+            del self._remaining[unit]
             state.copy.advance()  # reads of the unit from now on get the new state
             self._handover.updated(unit, after_all(*self._published.pop(unit, ())))
 
@@ -306,136 +307,141 @@ class UnitUpdater:
         self, job: UpdateJob, unit: int, chunks: range, views: Mapping[Kind, Tensor]
     ) -> list[Tile]:
         """Return the tiles of these chunks, chunk by chunk if that changes results."""
-        plan, layout, tiles = self.plan, self.plan.local_units[unit], list[Tile]()
+        plan = self.plan
+        layout = plan.local_units[unit]
+        tiles = list[Tile]()
         is_flat = isinstance(self.updater, KernelUpdater) and plan.precision_of(layout).is_flat
         step = plan.chunks_at_once if is_flat else 1
-        before = {kind: plan.part(layout, kind, chunks.start).start for kind in views}
+        starts = {kind: plan.part(layout, kind, chunks.start).start for kind in views}
         for first in range(chunks.start, chunks.stop, step):
-            some, chunk_views = range(first, min(first + step, chunks.stop)), {}
+            span = range(first, min(first + step, chunks.stop))
+            chunk_views = {}
             for kind, view in views.items():
-                part, start = plan.part(layout, kind, first, len(some)), before[kind]
+                part, start = plan.part(layout, kind, first, len(span)), starts[kind]
                 chunk_views[kind] = view[part.start - start : part.stop - start]
-            tiles += tiles_of(job, plan, layout, some, chunk_views, self.gradients.dtype)
+            tiles += tiles_of(job, plan, layout, span, chunk_views, self.gradients.dtype)
         return tiles
 
     # --- on the CPU ----------------------------------------------------------------------------
 
-    def _write_back(self, work: ChunkUpdate) -> list[Event]:
+    def _write_back(self, update: ChunkUpdate) -> list[Event]:
         """Start to write updated kinds from the buffer to their tiers; return the ends."""
-        state = self.store.units[work.unit]
-        staged = {k: work.views[k] for k in state.kinds if state.in_ram(k) is None}
+        state = self.store.units[update.unit]
+        staged = {k: update.views[k] for k in state.kinds if state.in_ram(k) is None}
         events = []
         if state.on_device(Kind.WEIGHT):  # separately: forwards wait for it
             weight = {Kind.WEIGHT: staged.pop(Kind.WEIGHT)}
-            events.append(self._send(work, weight))
-            self._published.setdefault(work.unit, []).extend(events)
+            events.append(self._write(update, weight))
+            self._published.setdefault(update.unit, []).extend(events)
         if staged:
-            events.append(self._send(work, staged))
+            events.append(self._write(update, staged))
         return events
 
-    def _send(self, work: ChunkUpdate, views: Mapping[Kind, Tensor]) -> Event:
-        return self.store.send(work.unit, work.chunks.start, views, chunks=len(work.chunks))
+    def _write(self, update: ChunkUpdate, views: Mapping[Kind, Tensor]) -> Event:
+        return self.store.send(update.unit, update.chunks.start, views, chunks=len(update.chunks))
 
-    def _publish(self, work: ChunkUpdate) -> list[Event]:
+    def _publish(self, update: ChunkUpdate) -> list[Event]:
         """Start to copy new weights into the unit's slot, unless they are there already."""
-        if work.target is None or self.store.units[work.unit].on_device(Kind.WEIGHT):
+        if update.target is None or self.store.units[update.unit].on_device(Kind.WEIGHT):
             return []
-        slot, weights = work.target, work.views[Kind.WEIGHT]
-        target = self._part_of_slot(work, slot)
+        slot = update.target
+        weights = update.views[Kind.WEIGHT]
+        target = self._slot_range(update, slot)
         if target.data_ptr() == weights.data_ptr():
             return []
         # Units with streamed chunks use the stream of these: a copy engine that always finds work
         # on one stream can delay a copy on another, on an H100 by 50 ms.
-        streams = self._updates_on[work.unit] is UpdatePlace.STREAMED
-        copy = self.transfers.copy_h2d_unordered if streams else self.transfers.copy_h2d
-        event = copy(target, weights, slot.free_after, (work.unit, "weight"))
-        self._published.setdefault(work.unit, []).append(event)
+        is_streamed = self._update_modes[update.unit] is UpdatePlace.STREAMED
+        copy = self.transfers.copy_h2d_unordered if is_streamed else self.transfers.copy_h2d
+        event = copy(target, weights, slot.free_after, (update.unit, "weight"))
+        self._published.setdefault(update.unit, []).append(event)
         return [event]
 
-    def _part_of_slot(self, work: ChunkUpdate, slot: Slot) -> Tensor:
+    def _slot_range(self, update: ChunkUpdate, slot: Slot) -> Tensor:
         """Return the range of the slot for the weights of these chunks."""
-        shard, *_ = self.store.shard_in(work.unit, slot.memory)
-        layout, chunks = self.plan.local_units[work.unit], work.chunks
+        shard, *_ = self.store.shard_in(update.unit, slot.memory)
+        layout, chunks = self.plan.local_units[update.unit], update.chunks
         return shard[self.plan.part(layout, Kind.WEIGHT, chunks.start, len(chunks))]
 
     # --- streamed through the device -----------------------------------------------------------
 
-    def _stream(self, job: UpdateJob, work: ChunkUpdate) -> None:
+    def _stream(self, job: UpdateJob, update: ChunkUpdate) -> None:
         """Queue the copies in, the kernel and the copies out of streamed chunks.
 
         Weights are updated in the slot that they are published to, if there is one.
         """
         assert isinstance(self.updater, KernelUpdater)
-        while self._streams.count == sum(one.streamed for one in self._under_way):
-            self._land()
-        work.room = work.stream = self._streams.take()
-        self._under_way.append(work)
-        work.there.update({kind: work.views[kind] for kind in work.on_device})
-        for kind in work.views:
-            if kind not in work.on_device and kind is not Kind.WEIGHT:
-                self._bring(work, kind)
-        if work.is_first:
-            land = partial(self._land_all, but=1)
-            self.before_change(work.unit, land)
-            self._target = self._handover.publish_slot(work.unit, land)
-        if Kind.WEIGHT not in work.on_device:
+        while self._streams.count == sum(other.streamed for other in self._in_flight):
+            self._complete_oldest()
+        update.device_buffer_left = update.device_buffer = self._streams.take()
+        self._in_flight.append(update)
+        update.device_views.update({kind: update.views[kind] for kind in update.on_device})
+        for kind in update.views:
+            if kind not in update.on_device and kind is not Kind.WEIGHT:
+                self._copy_in(update, kind)
+        if update.is_first:
+            complete_earlier = partial(self._complete_all, leave=1)
+            self.before_change(update.unit, complete_earlier)
+            self._target = self._handover.publish_slot(update.unit, complete_earlier)
+        if Kind.WEIGHT not in update.on_device:
             if self._target is None:
-                self._bring(work, Kind.WEIGHT)
+                self._copy_in(update, Kind.WEIGHT)
             else:
-                slot_range = self._part_of_slot(work, self._target)
-                self._bring(work, Kind.WEIGHT, slot_range, self._target.free_after)
-        tiles = self._tiles(job, work.unit, work.chunks, work.there)
+                slot_range = self._slot_range(update, self._target)
+                self._copy_in(update, Kind.WEIGHT, slot_range, self._target.free_after)
+        tiles = self._tiles(job, update.unit, update.chunks, update.device_views)
         pieces = self.updater.pieces(tiles, job.grad_scale)
         # A copy of the old weights to the device may still read the range about to change.
-        after = after_all(job.computed, self._handover.weights_read(work.unit))
-        self._send_through(work, pieces, after)
+        after = after_all(job.computed, self._handover.weights_read(update.unit))
+        self._launch(update, pieces, after)
 
-    def _bring(
-        self, work: ChunkUpdate, kind: Kind, target: Tensor | None = None, after: Event = HAPPENED
+    def _copy_in(
+        self, update: ChunkUpdate, kind: Kind, target: Tensor | None = None, after: Event = HAPPENED
     ) -> None:
         """Start to copy a kind to `target`, free after `after`, or to the device buffer."""
-        source = work.views[kind]
+        source = update.views[kind]
         if target is None:
-            target, work.room = work.room[: source.numel()], work.room[source.numel() :]
-        work.there[kind] = target
-        work.brought.append(kind)
-        work.events.append(
-            self.transfers.copy_h2d_unordered(target, source, after, (work.unit, kind.value))
+            target = update.device_buffer_left[: source.numel()]
+            update.device_buffer_left = update.device_buffer_left[source.numel() :]
+        update.device_views[kind] = target
+        update.copied_kinds.append(kind)
+        update.events.append(
+            self.transfers.copy_h2d_unordered(target, source, after, (update.unit, kind.value))
         )
 
-    def _send_through(self, work: ChunkUpdate, pieces: Sequence[Piece], after: Event) -> None:
+    def _launch(self, update: ChunkUpdate, pieces: Sequence[Piece], after: Event) -> None:
         """Queue the kernel after the copies in and `after`, and the copies out after the kernel."""
         transfers = self.transfers
-        ready = after_all(after, *work.events)
+        ready = after_all(after, *update.events)
         if pieces:
-            ready = transfers.update(pieces, ready, work.unit)
-            work.events.append(ready)
-        for kind in work.brought:
+            ready = transfers.update(pieces, ready, update.unit)
+            update.events.append(ready)
+        for kind in update.copied_kinds:
             if kind is not Kind.GRADIENT:
-                source, label = work.there[kind], (work.unit, kind.value)
-                work.events.append(
-                    transfers.copy_d2h_unordered(work.views[kind], source, ready, label)
+                source, label = update.device_views[kind], (update.unit, kind.value)
+                update.events.append(
+                    transfers.copy_d2h_unordered(update.views[kind], source, ready, label)
                 )
-        work.there.clear()  # a view of a slot would prevent its reuse by another unit
+        update.device_views.clear()  # a view of a slot would prevent its reuse by another unit
 
-    def _land(self) -> None:
+    def _complete_oldest(self) -> None:
         """Wait for the oldest chunks in flight, and start to write their state back."""
-        work = self._under_way[0]
-        if work.updated is not None:
-            work.updated.result()
-            self._under_way.popleft()
-            self._give_back(work, self._write_back(work) + self._publish(work))
+        update = self._in_flight[0]
+        if update.cpu_update is not None:
+            update.cpu_update.result()
+            self._in_flight.popleft()
+            self._return_buffer(update, self._write_back(update) + self._publish(update))
         else:
-            for event in work.events:
+            for event in update.events:
                 event.wait()
-            self._under_way.popleft()
-            self._streams.give_back(work.stream)
-            state = self.store.units[work.unit]
-            staged = {kind: work.views[kind] for kind in state.kinds if kind not in state.memory}
-            written = [self._send(work, staged)] if staged else []
-            self._give_back(work, written)
-        self._finish(work)
+            self._in_flight.popleft()
+            self._streams.give_back(update.device_buffer)
+            state = self.store.units[update.unit]
+            staged = {kind: update.views[kind] for kind in state.kinds if kind not in state.memory}
+            written = [self._write(update, staged)] if staged else []
+            self._return_buffer(update, written)
+        self._finish(update)
 
-    def _land_all(self, but: int = 0) -> None:
-        while len(self._under_way) > but:
-            self._land()
+    def _complete_all(self, leave: int = 0) -> None:
+        while len(self._in_flight) > leave:
+            self._complete_oldest()

@@ -241,13 +241,13 @@ def forget_what_is_landing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def land_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units are lent out while their state is on its way."""
-    land = UnitUpdater._land
+    complete_oldest = UnitUpdater._complete_oldest
 
     def too_early(self: UnitUpdater) -> None:
-        self._under_way[0].events.clear()
-        land(self)
+        self._in_flight[0].events.clear()
+        complete_oldest(self)
 
-    monkeypatch.setattr(UnitUpdater, "_land", too_early)
+    monkeypatch.setattr(UnitUpdater, "_complete_oldest", too_early)
 
 
 @pytest.mark.parametrize(

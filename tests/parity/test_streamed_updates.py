@@ -149,7 +149,7 @@ def test_the_cpu_updates_chunks_while_others_are_on_their_way(
         return copy_h2d(self, *arguments)
 
     def count(self: UnitUpdater, job: Any, work: Any) -> None:
-        under_way.append(sum(one.streamed for one in self._under_way))
+        under_way.append(sum(one.streamed for one in self._in_flight))
         begin(self, job, work)
 
     def look(self: UnitUpdater, job: Any, work: Any) -> None:

@@ -214,7 +214,7 @@ def test_limits_are_the_least_of_all_ranks() -> None:
 
     def work(ranks: DistContext) -> Limits:
         rank = ranks.rank
-        return run_plan._agreed(Limits(None, 100 - rank, None, rank, rank, 10 * rank), ranks)
+        return run_plan._strictest(Limits(None, 100 - rank, None, rank, rank, 10 * rank), ranks)
 
     assert on_ranks(3, work) == [Limits(None, 98, None, 2, 2, 20)] * 3
 

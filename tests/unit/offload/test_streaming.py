@@ -139,7 +139,7 @@ def test_a_close_waits_for_chunks_under_way(tmp_path: Path, place: str) -> None:
     ):
         engine.backward(engine(batch(0)))
         engine.step()
-        streams = components(engine).optimizer_pass.updates._under_way
+        streams = components(engine).optimizer_pass.updates._in_flight
         while not len(streams):
             time.sleep(0.0005)
     assert len(streams) == 0

@@ -1,9 +1,9 @@
-"""Saved tensors that wait for backward away from the device: in a pinned pool, or on disk.
+"""Saved tensors offloaded to a pinned pool in RAM, or to disk, until backward needs them.
 
 [Note: memory of a graph]
-Autograd is handed an `Away`, which is no more than a number: it keeps nothing of the engine's
-memory alive. A graph may be dropped anywhere, by any thread; that its numbers are dead is seen,
-and their places are taken back, when the next tensor is saved or restored.
+Autograd is handed an `Away`, which holds a number and none of the engine's memory. A graph may be
+dropped anywhere, by any thread. The store notices that its handles are dead, and frees their
+memory, when the next tensor is saved or restored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LABEL = (NO_UNIT, "activation")
 
 
 class Away:
-    """What autograd holds in the place of a saved tensor; `tensor` only where it stayed."""
+    """Handle that autograd holds for a saved tensor; `tensor` is set if it stayed on the device."""
 
     __slots__ = ("__weakref__", "number", "tensor")
 
@@ -42,10 +42,10 @@ class Away:
 
 @dataclass(eq=False, slots=True)
 class SavedTensor:
-    """One saved tensor: its shape, its place, and its requests."""
+    """Record of one saved tensor: its shape, location and requests."""
 
     away: weakref.ref[Away]
-    order: int  # of saving; backward comes the other way round
+    order: int  # number of its last save; backward runs in reverse order
     nbytes: int
     dtype: torch.dtype
     shape: torch.Size
@@ -53,18 +53,18 @@ class SavedTensor:
     identity: TensorIdentity
     uses: int = 1
     tier: Tier = Tier.DEVICE
-    span: int | None = None  # in the pool
-    extent: int | None = None  # on disk
-    buffer: Tensor | None = None  # where the pool has no room for what comes back
-    source: Tensor | None = None  # the tensor itself, until it has been copied out
-    left: Event | None = None  # the end of that copy; None: it has not begun
+    span: int | None = None  # offset in the pool
+    extent: int | None = None  # offset on disk
+    buffer: Tensor | None = None  # for a read from disk, if the pool is full
+    source: Tensor | None = None  # the tensor, until it has been copied out
+    left: Event | None = None  # end of the copy out; None: not started
     writing: Event | None = None
     written: bool = False
     reading: Event | None = None
     fetched: Tensor | None = None
     ready: Event = HAPPENED
-    modified: bool = False  # while it was copied out
-    given: bool = False  # back to backward, once at least
+    modified: bool = False  # in place, during the copy out
+    given: bool = False  # returned to backward at least once
 
     def end_requests(self) -> None:
         """Wait for disk requests, ignoring their results."""
@@ -72,14 +72,15 @@ class SavedTensor:
             if ticket is not None:
                 with suppress(TransferError):
                     ticket.wait()
-                if not ticket.done():  # stuck: the span is the kernel's for good
+                if not ticket.done():  # stuck: the kernel may still use the span, never reuse it
                     self.span = None
 
 
 class ActivationStore:
-    """Takes saved tensors and gives them back; used by one thread at a time.
+    """Store of offloaded saved tensors; used by one thread at a time.
 
-    `sizes` are those of the last micro-batch whose graph is gone, in the order of saving.
+    `sizes` are the bytes of the tensors saved in the last micro-batch whose graph was freed, in the
+    order of saving.
     """
 
     def __init__(self, plan: SavedPlan, transfers: Transfers) -> None:
@@ -98,20 +99,20 @@ class ActivationStore:
         self._disk = Ranges(plan.disk_bytes)
         self._records: dict[int, SavedTensor] = {}
         self._known: dict[TensorIdentity, weakref.ref[Away]] = {}
-        self._retired: list[tuple[Event, int | None, int, object]] = []  # see `_bury`
+        self._retired: list[tuple[Event, int | None, int, object]] = []  # see `_retire`
         self._going: list[SavedTensor] = []
         self._coming: list[SavedTensor] = []
         self._seen: list[int] = []
         self._next = 0
         self.num_saved = 0  # since the start
 
-    # --- forward: a tensor is saved --------------------------------------------------------------
+    # --- saving (forward) ------------------------------------------------------------------------
 
     def save(self, tensor: Tensor) -> Away | None:
-        """Take a tensor that autograd saves; None where that is not for us.
+        """Return a handle to a tensor that autograd saves, or None if it is not offloaded.
 
-        Small ones, scattered ones, and what needs no gradient (masks, tables of positions) stay:
-        the latter are given to every block.
+        Not offloaded are small tensors, non-contiguous ones, and those that need no gradient: the
+        same masks and position tables are passed to every block.
         """
         nbytes = tensor.numel() * tensor.element_size()
         dense = tensor.is_contiguous() and tensor.device == self._device.torch_device
@@ -124,7 +125,7 @@ class ActivationStore:
         number, self._next = self._next, self._next + 1
         known = self._known.get(identity)
         away = known() if known is not None else None
-        if away is not None:  # several blocks were given it: needed first by the last of them
+        if away is not None:  # an input of several blocks: backward needs it first for the last
             record = self._records[away.number]
             record.uses, record.order = record.uses + 1, number
             return away
@@ -142,7 +143,7 @@ class ActivationStore:
         return away
 
     def _tier_of(self, nbytes: int) -> Tier:
-        """Where the next tensor waits: as expected, else wherever there is room."""
+        """Return the tier for the next tensor: as planned for a known size, else by free bytes."""
         index, plan = len(self._seen), self.plan
         if index < len(self.sizes) and self.sizes[index] == nbytes:
             return tiers_of(self.sizes, plan)[index]
@@ -155,7 +156,7 @@ class ActivationStore:
         return Tier.HOST if free >= (1 + TRANSIT) * rounded else Tier.DISK
 
     def _send(self, record: SavedTensor, source: Tensor, tier: Tier) -> bool:
-        """Start the way out; False where there is no room."""
+        """Start the copy out; return False if the tensor stays on the device."""
         if tier is Tier.DEVICE:
             return False
         if tier is Tier.DISK:
@@ -177,9 +178,9 @@ class ActivationStore:
         return True
 
     def _keep_few(self) -> None:
-        """Wait for the oldest copies, so that no more tensors are kept for them than is planned.
+        """Wait for the oldest copies, so that at most `TRANSIT` sources stay alive.
 
-        Compute is asked for long before it happens: without this they would all be kept.
+        Compute is queued long before it runs: without this limit all sources would stay alive.
         """
         leaving = [record for record in self._going if record.source is not None]
         for record in leaving[:-TRANSIT]:
@@ -189,7 +190,7 @@ class ActivationStore:
             self._advance(record)
 
     def _advance(self, record: SavedTensor, *, wait: bool = False) -> bool:
-        """Push on with the way out; whether it is over."""
+        """Continue to offload the record; return True once complete. Blocks only with `wait`."""
         if record.source is not None:
             assert record.left is not None
             if not record.left.done():
@@ -209,7 +210,7 @@ class ActivationStore:
                 with self.transfers.stall("disk_write"):
                     record.writing.wait()
             except TransferError:
-                record.tier, record.writing = Tier.HOST, None  # there it still is
+                record.tier, record.writing = Tier.HOST, None  # the pool still holds it
                 raise
             record.written, record.writing = True, None
             self._retire(record)
@@ -217,12 +218,13 @@ class ActivationStore:
             self._going.remove(record)
         return True
 
-    # --- backward: it is wanted ------------------------------------------------------------------
+    # --- restoring (backward) --------------------------------------------------------------------
 
     def restore(self, away: Away) -> Tensor:
-        """The saved tensor: the one that stayed, or a new one with its values.
+        """Return the saved tensor: the original if it stayed on the device, else a restored one.
 
-        Raises `EngineClosedError` or `TransferError`.
+        Raises `EngineClosedError`, `TransferError`, or torch's error for a tensor that was modified
+        in place.
         """
         self.poll()
         self._drain()
@@ -232,7 +234,7 @@ class ActivationStore:
         if away.tensor is not None:
             _check_version(away.tensor._version != record.version, record.shape)
             return away.tensor
-        if record.source is not None:  # its way out is not over: it may have taken new values
+        if record.source is not None:  # not copied out yet: it may have been modified
             _check_version(record.source._version != record.version, record.shape)
         self._start(record, wait=True)
         self._prefetch(record)
@@ -249,14 +251,14 @@ class ActivationStore:
         return tensor
 
     def _prefetch(self, record: SavedTensor) -> None:
-        """Start to read the record saved before this one."""
+        """Start to restore the `AHEAD` records saved before this one."""
         records = self._records.values()
         before = [r for r in records if r.order < record.order and r.left and not r.given]
         for other in sorted(before, key=lambda r: r.order)[-AHEAD:]:
             self._start(other, wait=False)
 
     def _start(self, record: SavedTensor, *, wait: bool) -> None:
-        """Start the way back, unless it is under way; without `wait` only where nothing waits."""
+        """Start to restore the record, unless that is in flight. Blocks only with `wait`."""
         if record.fetched is not None or record.reading is not None:
             return
         if record.tier is Tier.HOST:
@@ -275,7 +277,7 @@ class ActivationStore:
         self._coming.append(record)
 
     def _land(self, record: SavedTensor) -> None:
-        """Second half of disk -> device."""
+        """Wait for the read from disk, if there is one, and start the copy to the device."""
         if record.reading is None:
             return
         with self.transfers.stall("disk_read"):
@@ -289,14 +291,14 @@ class ActivationStore:
     def _copy_in(self, record: SavedTensor) -> None:
         device = self._device
         target = torch.empty(record.shape, dtype=record.dtype, device=device.torch_device)
-        # What was in the target's memory may still be computed with, and the way out under way.
+        # Queued compute may still use the target's memory, and the copy out may be in flight.
         after = after_all(device.compute_event(), record.left or HAPPENED)
         source = self._buffer(record)[: record.nbytes]
         record.ready = self.transfers.copy_h2d(_bytes(target), source, after, LABEL)
         record.fetched = target
 
     def poll(self) -> None:
-        """Push on what can be pushed on without waiting; called often from hooks."""
+        """Poll copies and requests in flight, and continue them. Never blocks."""
         for record in list(self._going):
             self._advance(record)
         for record in list(self._coming):
@@ -304,7 +306,7 @@ class ActivationStore:
                 self._land(record)
 
     def _take(self, nbytes: int, *, wait: bool = True) -> int | None:
-        """A span of the pool; with `wait` after whatever will make room for it."""
+        """Return a free span of the pool or None; with `wait`, block while one will become free."""
         while True:
             self._drain()
             self._reap()
@@ -323,21 +325,21 @@ class ActivationStore:
                 return None
 
     def recover(self) -> None:
-        """After an exception in a call: what failed on its way is asked for again."""
+        """Wait for requests in flight, after an exception in a call; later restores start anew."""
         for record in list(self._coming):
             record.end_requests()
             record.reading = None
             self._coming.remove(record)
             self._retire(record)
         for record in list(self._going):
-            with suppress(TransferError):  # then it stays in the pool
+            with suppress(TransferError):  # the pool still holds it
                 self._advance(record, wait=True)
         self._seen = []
 
-    # --- records, and the room they hold ---------------------------------------------------------
+    # --- records and their memory ----------------------------------------------------------------
 
     def write_once(self) -> None:
-        """Write the extent, before training: a first write of reserved space is a slow one."""
+        """Write the full extent before training: the first write of reserved space is slow."""
         if self._extent is None or self._arena is None:
             return
         for start in range(0, self._extent.nbytes, self._arena.nbytes):
@@ -347,13 +349,13 @@ class ActivationStore:
 
     @property
     def learnt(self) -> tuple[int, ...]:
-        """`sizes`, now."""
+        """Return `sizes`, updated by graphs that have been freed."""
         self._drain()
         return self.sizes
 
     @property
     def held(self) -> dict[Tier, int]:
-        """Bytes of the saved tensors that graphs hold now, by where they wait."""
+        """Bytes of the saved tensors that graphs hold, by tier."""
         self._drain()
         held = dict.fromkeys(Tier, 0)
         for record in self._records.values():
@@ -361,7 +363,7 @@ class ActivationStore:
         return held
 
     def _drain(self) -> None:
-        """Take back the places of tensors that no graph holds any more."""
+        """Free the memory of tensors that no graph holds any more."""
         for number in [n for n, r in self._records.items() if r.away() is None]:
             self._bury(self._records[number])
             del self._records[number]
@@ -380,7 +382,7 @@ class ActivationStore:
         self._known.pop(record.identity, None)
 
     def _retire(self, record: SavedTensor) -> None:
-        """The record's span is free, and its tensors may go, once nothing copies them."""
+        """Free the record's span and release its tensors once no copy uses them."""
         event = after_all(record.left or HAPPENED, record.ready)
         held = (record.buffer, record.source, record.fetched)
         self._retired.append((event, record.span, record.nbytes, held))
@@ -396,7 +398,7 @@ class ActivationStore:
                     self._pool.give(span, nbytes)
 
     def _buffer(self, record: SavedTensor) -> Tensor:
-        """Return full pages for a record from the pool, or a new buffer."""
+        """Return the record's memory in RAM, in full pages: its read buffer, or its span."""
         if record.buffer is not None:
             return record.buffer
         assert self._arena is not None
@@ -421,11 +423,11 @@ class ActivationStore:
         self._coming.clear()
 
     def forget(self) -> None:
-        """Drop the pool; nothing pins it any more."""
+        """Free the pool, which must not be pinned any more."""
         self._arena = None
 
 
-AHEAD = 2  # tensors that are on their way back before backward asks for them
+AHEAD = 2  # tensors restored ahead of backward
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -446,7 +448,7 @@ def modified_in_place(what: str) -> RuntimeError:
 
 
 def graph_of_closed_engine() -> EngineClosedError:
-    """The error of a backward that comes too late."""
+    """Return the error for a backward after the engine was closed."""
     return EngineClosedError(
         "backward through a graph of an engine that is closed",
         remedy="call engine.backward(loss) before engine.close()",

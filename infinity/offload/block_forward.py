@@ -1,13 +1,13 @@
-"""How blocks run: recomputed in backward, in slices of their batch, or compiled.
+"""Replaced forwards of blocks: recomputed in backward, run in slices of the batch, or compiled.
 
 [Note: wrappers of a block]
-From outside in: the module's hooks (ours fetch the weights), slices, the checkpoint, the compiled
-forward. All stand in the block's own `forward`, so users' hooks run once a call, and a block that
-is called through its module, whoever calls it, is run like this. A recomputation does not pass
-the module's hooks: it takes ours along, and so finds its weights; the buffers that it finds are as
-they were, and what it writes to them is dropped (`Rerun`). Skipped are calls without
-gradients, and what is recomputed anyway: inside a backward, under a checkpoint of the model's own
-around the block, or inside another block.
+From outside in: the module's hooks (infinity's fetch the weights), slices, the checkpoint, the
+compiled forward. The last three replace the block's `forward`, so users' hooks run once per call,
+and every call of the block through its module takes this path. A recomputation does not run the
+module's hooks: it calls infinity's itself, and so finds its weights. It sees the buffers with their
+values of the original call, and its writes to them are dropped (`Rerun`). Slices and the checkpoint
+are skipped in calls without gradients, and where the block is recomputed anyway: inside a backward,
+under a checkpoint of the model around the block, or inside another block.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from infinity.offload.hooks import Hooks
 from infinity.offload.slicer import Slicer
 from infinity.plan.plan import Plan
 
-# What Hugging Face's blocks call a cache of keys and values; a block that runs twice, or in
-# parts, would write to it twice.
+# Names of key/value caches in Hugging Face's blocks. A block that runs twice, or in slices, would
+# write to its cache several times.
 _CACHES = ("past_key_value", "past_key_values", "layer_past", "cache_params")
 _CACHE_FLAGS = ("use_cache",)
 
 
 class UnitForwards:
-    """Replaces the `forward` of every block where there is a reason; `remove` gives them back.
+    """Replaced forwards of all blocks, if the plan or `compile_units` asks for any.
 
-    `recomputed` counts runs of blocks in backward since the start, slices each by themselves.
+    `recomputed` counts runs of blocks in backward since the start, each slice separately.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class UnitForwards:
         plan: Plan,
     ) -> None:
         self.recomputed = 0
-        self._said: set[str] = set()  # of what was warned
-        self.inside = 0  # blocks whose recomputable forward runs
+        self._said: set[str] = set()  # keys of issued warnings
+        self.inside = 0  # forwards in progress that are recomputed by the engine
         self._hooks = hooks
         self._cuts = cuts
         self._parameters = parameters
@@ -74,10 +74,10 @@ class UnitForwards:
                 )
 
     def compile_units(self, **options: Any) -> None:
-        """Compile every block's forward, when it is first called in training mode.
+        """Compile every block's forward, at its first call in training mode.
 
-        `options` are those of `torch.compile`; a block is one graph unless `fullgraph` is false.
-        Raises `ConfigError` where there is nothing to compile, or for CUDA graphs.
+        `options` are those of `torch.compile`; a block is one graph unless `fullgraph` is False.
+        Raises `ConfigError` if no block can be compiled, or for CUDA graphs.
         """
         chosen = check_options(options)
         if not self._blocks:
@@ -97,28 +97,28 @@ class UnitForwards:
 
     @property
     def num_compiled(self) -> int:
-        """Blocks that are, or will be, compiled."""
+        """Number of blocks that are, or will be, compiled."""
         return sum(block.compiled is not None for block in self._blocks)
 
     def count_again(self) -> None:
-        """Count a slice that is computed again."""
+        """Count a recomputed slice."""
         self.recomputed += 1
 
     def warn_once(self, of: str, text: str) -> None:
-        """Warn, the first time `of` this."""
+        """Issue a warning once per key `of`."""
         if of not in self._said:
             self._said.add(of)
             warnings.warn(text, InfinityWarning, stacklevel=3)
 
     def remove(self) -> None:
-        """Every block has its own forward again."""
+        """Restore the original forward of every block."""
         while self._blocks:
             self._blocks[-1].remove()
             self._blocks.pop()
 
 
 class _Block:
-    """One block, and how it runs now."""
+    """Replaced forward of one block."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class _Block:
         alone: bool,
         again: bool,
     ) -> None:
-        self.alone = alone  # no other unit has parameters inside
+        self.alone = alone  # all parameters inside belong to this unit
         self.compiled: CompiledForward | None = None
         self._owner = owner
         self._saved = hooks.saved
@@ -154,13 +154,12 @@ class _Block:
         module.__dict__["forward"] = forward
 
     def compile(self, options: Mapping[str, Any]) -> None:
-        """From the next call on."""
+        """Compile the forward at the next call in training mode."""
         self.compiled = CompiledForward(
             self._module, self._name, self._module_forward, self._read, options
         )
 
     def remove(self) -> None:
-        """The module's own forward again."""
         self._module.__dict__.pop("forward", None)
         if self._replaced is not None:
             self._module.__dict__["forward"] = self._replaced
@@ -184,7 +183,7 @@ class _Block:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self._recomputes:
-            parts = [*self._module.modules()]  # now: parts without parameters may have come
+            parts = [*self._module.modules()]  # now: modules may have been added
             run = functools.partial(self._recomputable, Rerun(parts))
             return checkpointed(run, self._name, args, kwargs)
         return self._plain(*args, **kwargs)
@@ -213,7 +212,7 @@ class _Block:
         return self._module_forward(*args, **kwargs)
 
     def _without_caches(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Remove caches, which a second run would write again; raises `TrainingError` if needed."""
+        """Return `kwargs` without empty caches; raise `TrainingError` for a cache with content."""
         kept = dict(kwargs)
         for key in _CACHES:
             cache = kept.get(key)
@@ -240,7 +239,7 @@ class _Block:
 
 
 def blocks_of(cut: UnitModules) -> list[nn.Module]:
-    """Return the modules of a unit that are worth running separately: no single torch layers."""
+    """Return the modules of a block's unit, without single torch layers; none for other units."""
     if not cut.is_block:
         return []
     return [
@@ -254,10 +253,10 @@ def blocks_of(cut: UnitModules) -> list[nn.Module]:
 def checkpointed(
     function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """`function(*args, **kwargs)`, run again in backward; all its tensors are inputs.
+    """Call a function under `torch.utils.checkpoint`, with all tensors in its arguments as inputs.
 
-    torch's checkpoint saves positional tensors only; here those in kwargs, tuples, lists and
-    dicts are saved like them.
+    torch's checkpoint saves positional tensors only; this one also saves those in kwargs, tuples,
+    lists and dicts.
     """
     tensors: list[Tensor] = []
     shape = take_apart((args, dict(kwargs)), tensors)

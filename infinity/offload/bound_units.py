@@ -1,10 +1,10 @@
-"""Units whose parameters are bound to their slots, and edits of these parameters.
+"""Binding of units' parameters to their slots, and detection of edits of bound parameters.
 
 [Note: released]
-Parameters are bound while a call runs, and released when it returns: their unit keeps its slot, and
-is bound again at its next use, which costs a microsecond a parameter. A unit accessed outside a
-call (`engine.module.norm.weight`) stays bound, since the caller will read it, and its checksum is
-compared when the next call begins (CRC32C, some 5 GB/s, of that unit alone).
+Parameters are bound while a call runs, and released when it returns: their unit stays in its slot,
+and is bound again at its next use, which costs a microsecond per parameter. A unit accessed outside
+a call (`engine.module.norm.weight`) stays bound, since the caller will read it, and its checksum is
+compared when the next call begins (CRC32C of that unit only, at about 5 GB/s).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infinity.storage.disk import checksum
 
 
 class BoundUnits:
-    """Binds and releases units; used by the training thread alone."""
+    """Binding state of all units; used by the training thread only."""
 
     def __init__(
         self, plan: Plan, ledger: SlotLedger, binding: ParameterBinding, failure: FailureLatch
@@ -31,12 +31,12 @@ class BoundUnits:
         self._binding = binding
         self._failure = failure
         self._reached: set[int] = set()  # bound, and accessed outside a call
-        self._proved: set[tuple[int, bool]] = set()  # units whose first forward was looked at
+        self._proved: set[tuple[int, bool]] = set()  # (unit, grad mode) with checksums
 
     def bind(self, unit: int) -> None:
         """Make the parameters of a resident unit views of its slot.
 
-        Raises `ResidencyError` if one was edited while it was offloaded.
+        Raises `ResidencyError` if a parameter was edited while it was offloaded.
         """
         entry = self._entries[unit]
         assert entry.slot is not None
@@ -46,7 +46,7 @@ class BoundUnits:
         entry.bound = True
 
     def bind_if_resident(self, unit: int) -> None:
-        """`bind` if a slot holds the weights."""
+        """Bind the unit if its full weights are resident."""
         entry = self._entries[unit] if unit >= 0 else None
         if entry is None or entry.residency is not Residency.RESIDENT or not entry.gathered:
             return
@@ -58,9 +58,9 @@ class BoundUnits:
             self.bind(unit)
 
     def look_for_edits(self, unit: int, *, reached: bool) -> None:
-        """Take checksums of a unit that user code may edit; `reached` if accessed outside a call.
+        """Compute checksums of a unit that user code may edit; `reached` if outside a call.
 
-        Inside a call this applies to the first forward with gradients, and the first without; see
+        Inside a call only the first forward with gradients, and the first without, are checked; see
         [Note: edits of bound parameters] in `model/parameters.py`.
         """
         entry = self._entries[unit]
@@ -81,9 +81,9 @@ class BoundUnits:
             raise error
 
     def find_edit(self, unit: int | None = None, *, every: bool = False) -> ResidencyError | None:
-        """Return the error for an edited parameter, and offload it.
+        """Return the error for the first edited parameter; units with edits are offloaded.
 
-        Compares units that were accessed outside calls, and `unit`, or `every` one.
+        Checks the units accessed outside calls and `unit`, or with `every` all units.
         """
         error = None
         also = range(len(self._entries)) if every else [] if unit is None else [unit]
@@ -99,10 +99,10 @@ class BoundUnits:
         return error
 
     def release_all(self, *, reached: bool = False) -> None:
-        """Unbind the units that a call bound; they stay in their slots; see [Note: released].
+        """Unbind the units that a call bound; they stay in their slots, see [Note: released].
 
         Units accessed outside calls stay bound unless `reached`. Raises the first `ResidencyError`
-        of an edited parameter, after all are unbound.
+        for an edited parameter, after all units are unbound.
         """
         error = None
         for unit, entry in enumerate(self._entries):
@@ -114,8 +114,7 @@ class BoundUnits:
     def release(self, unit: int) -> ResidencyError | None:
         """Unbind the unit's parameters; return the error if one was edited.
 
-        Edited bytes are not used: the slot is evicted, or if it is the only copy the engine has
-        failed.
+        Edited bytes are never used: the slot is evicted. If it is the only copy, the engine fails.
         """
         entry = self._entries[unit]
         error = self._edit_of(unit)
@@ -126,7 +125,7 @@ class BoundUnits:
         return error
 
     def evict(self, unit: int) -> None:
-        """Unbind and end the residency; raise `ResidencyError` afterwards if there was an edit.
+        """Unbind and evict the unit; raise `ResidencyError` afterwards if there was an edit.
 
         The caller holds `changed`.
         """
@@ -135,7 +134,7 @@ class BoundUnits:
             edited = self._edit_of(unit)
             self._forget(unit)
         self._ledger.evict(unit)
-        if edited is not None:  # the edit is lost, the slot is not
+        if edited is not None:  # only now, so that the slot is not lost
             raise edited
 
     def _forget(self, unit: int) -> None:
@@ -146,7 +145,10 @@ class BoundUnits:
         self._binding.forget(unit)
 
     def _edit_of(self, unit: int) -> ResidencyError | None:
-        """Return a description of an edit of the bound parameters of a unit, if there was one."""
+        """Return the error for an edit of the unit's bound parameters, if there was one.
+
+        Fails the engine if the edited copy is the only one.
+        """
         entry, edit = self._entries[unit], self._binding.edited(unit)
         assert entry.slot is not None
         only_copy = entry.slot.slot_class is None  # a unit stored on the device
@@ -160,6 +162,6 @@ class BoundUnits:
         if not only_copy or not (name or (edit.in_place and entry.checksums is None)):
             return edit.error()
         result = "its only copy rests where it computes: it has changed, and training cannot go on"
-        # Another one: what is raised would keep frames alive.
+        # A separate exception: the traceback of the raised one would keep frames alive.
         self._failure.fail(edit.error(result))
         return edit.error(result)

@@ -1,13 +1,12 @@
-"""Guards calls of an engine: the process that created it, and one thread at a time.
+"""Guard of engine calls: only in the process that created the engine, one thread at a time.
 
 [Note: one thread]
-A call belongs to the thread that makes it until it returns: `engine(...)`, `model(...)`, a block
-called alone, a backward, a step, a save. During a call any other thread gets an error, from the
-engine's calls and from the module's hooks; between calls the engine may change threads. Autograd
-runs the backward of a device with memory of its own on its own threads, which belong to the call. A
-call that ended without `leave` (an exception in a `loss.backward()`) is recognized by its frame,
-which is no longer on its thread's stack. SIGINT waits for the end of a call: see [Note: Ctrl-C] in
-`sigint.py`.
+A call (`engine(...)`, `model(...)`, a block called directly, a backward, a step, a save) belongs to
+its thread until it returns. During a call every other thread gets an error, from the engine's
+methods and from the module's hooks; between calls another thread may use the engine. Autograd runs
+the backward of an accelerator on its own threads, which belong to the call. A call that ended
+without `leave` (an exception in a `loss.backward()`) is recognized by its frame, which is no longer
+on its thread's stack. SIGINT waits for the end of a call: see [Note: Ctrl-C] in `sigint.py`.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Call:
-    """The outermost call in progress: its thread, and a frame that lives as long."""
+    """Outermost call in progress: its thread, and a frame that lives as long as the call."""
 
     thread: int
-    frame_id: int  # not the frame, which would keep what its function holds
-    code: CodeType  # ids of frames are used again
+    frame_id: int  # not the frame, which would keep its locals alive
+    code: CodeType  # compared too: ids of freed frames are reused
 
     @property
     def is_over(self) -> bool:
@@ -49,7 +48,7 @@ class Call:
             frames = _stack_of(self.thread)
             return not any(id(f) == self.frame_id and f.f_code is self.code for f in frames)
         frame: FrameType | None = sys._getframe()
-        while frame is not None:  # no list of them: one of our own would hold itself
+        while frame is not None:  # not a list of frames: it would contain its own frame
             if id(frame) == self.frame_id and frame.f_code is self.code:
                 return False
             frame = frame.f_back
@@ -59,8 +58,9 @@ class Call:
 def _stack_of(thread: int) -> list[FrameType]:
     """Return the frames of another thread, which may be running, innermost first.
 
-    Uses one call into C, without a garbage collection: in either the thread might continue, and a
-    freed frame would be followed. (Seen under load with Python 3.11: `f_back` of one was a tuple.)
+    Walks the stack in one call into C, with garbage collection disabled: otherwise the other thread
+    might continue in between, and the walk follow a freed frame. (Seen under load with Python 3.11:
+    `f_back` of a frame was a tuple.)
     """
     frames: list[Any] = []
     collecting = gc.isenabled()
@@ -68,7 +68,7 @@ def _stack_of(thread: int) -> list[FrameType]:
     try:
         outwards = accumulate(repeat("f_back"), getattr, initial=sys._current_frames().get(thread))
         deque(map(frames.append, outwards), maxlen=0)
-    except AttributeError:  # of None, behind the outermost
+    except AttributeError:  # `f_back` of None, past the outermost frame
         frames.pop()
     finally:
         if collecting:
@@ -77,17 +77,17 @@ def _stack_of(thread: int) -> list[FrameType]:
 
 
 class CallGuard:
-    """Holds the process, and the call in progress.
+    """Process that may use an engine, and the call in progress.
 
     A forked child has neither the engine's slots nor its threads. With `backward_threads` autograd
-    may run a backward on threads of its own.
+    may run a backward on its own threads.
     """
 
     def __init__(self, *, backward_threads: bool = False) -> None:
         self._pid = os.getpid()
         self._backward_threads = backward_threads
-        self._calls: dict[str, Call] = {}  # one at most; to set a default is atomic
-        self.fail: Callable[[], None] = lambda: None  # told of a call that ends in the middle
+        self._calls: dict[str, Call] = {}  # at most one; a dict for its atomic `setdefault`
+        self.fail: Callable[[], None] = lambda: None  # called when a call is interrupted
         self._shut = False
 
     def is_here(self) -> bool:
@@ -101,7 +101,6 @@ class CallGuard:
 
     @property
     def busy(self) -> bool:
-        """Return True during a call."""
         return bool(self._calls)
 
     def check(self) -> None:
@@ -133,7 +132,7 @@ class CallGuard:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Reject all calls in the block, those of this thread too."""
+        """Reject all calls in the block, including those of this thread."""
         self._shut = True
         try:
             yield
@@ -150,7 +149,7 @@ class CallGuard:
         return None if call.is_over else call
 
     def enter(self, frame: FrameType) -> Call | None:
-        """Begin a call that lasts as long as `frame`; None inside another one of this thread.
+        """Begin a call that lasts as long as `frame`; return None inside a call of this thread.
 
         Raises `ResidencyError` as `check` does.
         """
@@ -173,9 +172,10 @@ class CallGuard:
 
 
 def engine_call(method: Callable[P, R]) -> Callable[P, R]:
-    """Make a method of an object with a `_guard` a call of the engine.
+    """Decorate a method of an object with a `_guard`, so that it runs as an engine call.
 
-    A second Ctrl-C or another signal, no `Exception`, may end it in the middle.
+    The engine fails if the method is interrupted (a second Ctrl-C, or another exception that is not
+    an `Exception`).
     """
 
     @functools.wraps(method)

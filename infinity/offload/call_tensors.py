@@ -1,4 +1,4 @@
-"""Arguments and results as tensors, and the shape that they stood in."""
+"""Flattening of arguments and results into their tensors and a structure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from infinity.errors import TrainingError
 
 @dataclass(frozen=True, slots=True)
 class _TensorPosition:
-    """Where a tensor stood."""
+    """Placeholder in a structure: the tensor's index in the flat list."""
 
     index: int
 
 
 def take_apart(value: Any, tensors: list[Tensor]) -> Any:
-    """The same with a place for every tensor, which are appended to `tensors`.
+    """Append the tensors in a value to `tensors`; return its structure, with indices for them.
 
-    Looks into plain tuples, lists and dicts; parameters, and objects of other classes, stay.
+    Descends into plain tuples, lists and dicts. Parameters and objects of other classes stay in the
+    structure.
     """
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         tensors.append(value)
@@ -34,7 +35,7 @@ def take_apart(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def put_together(shape: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return the value of a shape, with these tensors."""
+    """Rebuild a value from its structure and tensors."""
     if isinstance(shape, _TensorPosition):
         return tensors[shape.index]
     if type(shape) in (tuple, list):
@@ -45,7 +46,7 @@ def put_together(shape: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def leaves(shape: Any) -> Iterator[Any]:
-    """What `take_apart` left as it is, outside of its lists and dicts."""
+    """Yield the objects in a structure that are neither tensors nor containers."""
     if type(shape) in (tuple, list, dict):
         for item in shape.values() if type(shape) is dict else shape:
             yield from leaves(item)
@@ -54,7 +55,7 @@ def leaves(shape: Any) -> Iterator[Any]:
 
 
 def is_as_given(value: Any, shape: Any, tensors: Sequence[Tensor]) -> bool:
-    """Return True if no list or dict of the value was changed since it was put together."""
+    """Return True if no container in the value was changed since `put_together` built it."""
     if isinstance(shape, _TensorPosition):
         return value is tensors[shape.index]
     if type(shape) is dict:
@@ -69,9 +70,9 @@ def is_as_given(value: Any, shape: Any, tensors: Sequence[Tensor]) -> bool:
 def _run_once(
     function: Callable[..., Any], name: str, shape: Any, tensors: Sequence[Tensor]
 ) -> Any:
-    """Call it with copies of the lists and dicts that it was given.
+    """Call the function with copies of the containers in its arguments.
 
-    Raises `TrainingError` if it changes them: the caller would not see it.
+    Raises `TrainingError` if it changes them, since the caller would not see the change.
     """
     args, kwargs = put_together(shape, tensors)
     result = function(*args, **kwargs)

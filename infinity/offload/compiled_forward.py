@@ -1,12 +1,12 @@
-"""A block's forward, compiled by torch, while its weights come and go.
+"""Forward of a block, compiled by torch while its weights move between slots.
 
 [Note: compiled blocks]
-Hooks stay outside: what is compiled is the block's own `forward`. While it runs, the block's
-modules have plain dicts of parameters, which the compiler knows; the parameters in them are
-inputs of the graph, guarded by shape and dtype and not by address, so that weights in another
-slot are no reason to compile again, and blocks of one kind share one graph. Graphs of CUDA,
-which do hold addresses, are refused. A block with parameters of other units inside (experts,
-tied weights) cannot be run so, since these are fetched as they are reached for.
+Only the block's `forward` is compiled; hooks stay outside. While it runs, the block's modules have
+plain dicts of parameters, which the compiler supports. The parameters in them are graph inputs,
+guarded by shape and dtype and not by address, so weights in another slot cause no recompilation,
+and blocks of one class share a graph. CUDA graphs, which do hold addresses, are rejected. A block
+that contains parameters of other units (experts, tied weights) cannot be compiled, since these are
+fetched on attribute access.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 class CompiledForward:
-    """`forward` of a module, compiled when it is first called; `options` are torch.compile's.
+    """`forward` of a module, compiled at its first call with `options` of `torch.compile`.
 
-    `read` gives a parameter as a slice is to see it.
+    `read` returns the tensor to use for a parameter: while a slice runs, a gradient-capturing view.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class CompiledForward:
         self._run: Callable[..., Any] = torch.compile(forward, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it; raises `TrainingError` where the compiler breaks the graph."""
+        """Run the compiled forward; raise `TrainingError` if the compiler rejects it."""
         try:
             for part, owned, plain in self._owned:
                 for name, parameter in owned.items():
@@ -65,11 +65,11 @@ class CompiledForward:
         finally:
             for part, owned, plain in self._owned:
                 part.__dict__["_parameters"] = owned
-                plain.update(owned)  # taps are views of slots
+                plain.update(owned)  # drops taps, which are views of slots
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for `torch.compile`, with one graph a block; raises `ConfigError` for CUDA graphs."""
+    """Return options with `fullgraph` on by default; raise `ConfigError` for CUDA graphs."""
     chosen = {"fullgraph": True, **options}
     inner = chosen.get("options") or {}
     if chosen.get("mode") in _WITH_CUDA_GRAPHS or inner.get("triton.cudagraphs"):

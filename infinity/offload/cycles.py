@@ -1,8 +1,8 @@
-"""Selects the recorded access order for prefetching: training cycle, or call without gradients.
+"""Selection of the access order to prefetch along: training cycle, or call without gradients.
 
-A call of the module without gradients is a cycle, from any caller: `engine(...)`, `module(...)`, or
-`generate()`, which calls the module for every token. So units are kept and evicted by their next
-use there too. A training cycle that such a call interrupts continues after it.
+Every call of the module without gradients is a cycle: `engine(...)`, `module(...)`, and each token
+of `generate()`. So eviction goes by the next use of a unit in these calls, too. A training cycle
+that such a call interrupts continues after it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from infinity.plan.usual_cycle import usual_cycle
 
 
 class Cycles:
-    """Opens and closes orders of the prefetcher; `plan/access_order.py` defines a cycle."""
+    """Access orders of an engine, and the open cycle; `plan/access_order.py` defines a cycle."""
 
     def __init__(self, prefetcher: Prefetcher, plan: Plan) -> None:
         self.training = AccessOrder(usual_cycle(plan))
         self.without_grad = AccessOrder(usual_cycle(plan, backward=False))
         self._prefetcher = prefetcher
         self._open = False
-        self._interrupted: bool | None = None  # a training cycle; whether its next one follows
+        self._interrupted: bool | None = None  # `wraps` of the interrupted training cycle
 
     def begin(self, *, last_micro_batch: bool) -> None:
-        """Begin a forward; a second one before the backward belongs to the same cycle."""
+        """Begin a forward; a second forward before the backward belongs to the same cycle."""
         grad = torch.is_grad_enabled()
         order = self.training if grad else self.without_grad
         if self._open and self._prefetcher.order is order:
@@ -63,11 +63,11 @@ class Cycles:
 
     def around_calls(self) -> tuple[Callable[[], None], Callable[[], None]]:
         """Return the functions to run before and after a call of the model."""
-        caches: list[bool] = []  # of autocast, before each call under way
+        caches: list[bool] = []  # autocast cache enabled, before each call in progress
 
         def before() -> None:
             caches.append(torch.is_autocast_cache_enabled())
-            torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that move
+            torch.set_autocast_cache_enabled(False)  # it would cache casts of weights that move
             if not torch.is_grad_enabled():
                 self.begin(last_micro_batch=False)
 
@@ -79,6 +79,6 @@ class Cycles:
         return before, after
 
     def mispredictions(self) -> int:
-        """Number of unexpected uses, and of updates that could not be published."""
+        """Return the number of unexpected uses, and of updates that could not be published."""
         orders = self.training.mispredictions + self.without_grad.mispredictions
         return self._prefetcher.handover.mispredictions + orders

@@ -1,23 +1,23 @@
 """Reduce-scatter of gradients: each rank receives its shard of a unit's gradient from all ranks.
 
-A unit's gradients wait until they are complete, then are exchanged by all-to-all: every rank sends
-each other rank that one's shard. The receiver adds what it received *in the order of ranks*, in
-fp32. So N ranks with M micro-batches add what one rank with N * M adds, in the order (micro-batch,
-rank).
+A unit's gradients wait until all have arrived, and are then exchanged by all-to-all: every rank
+sends to each other rank the shard that is stored there. The receiver adds the shards *in the order
+of ranks*, in fp32. So N ranks with M micro-batches add the same terms as one rank with N * M, in
+the order (micro-batch, rank).
 
 [Note: when gradients are exchanged]
-Ranks must exchange the same unit at the same time, and need not have the same gradients: a
+Ranks must exchange the same unit at the same time, but need not have the same gradients: a
 parameter may be unused on some. So at each synchronization of a backward (the next use of a unit)
-ranks report which unit is complete, and start to exchange it if it is so on all; the others are
-exchanged when the backward ends, where every rank reports its gradients. A gradient that a rank
-lacks is not added, as on one rank. A parameter whose gradient arrives twice in one backward
-(reentrant checkpoints around tied weights) is exchanged twice: its order is (micro-batch, arrival,
-rank).
+ranks report a unit that is complete, and start to exchange it if all report the same one. The other
+units are exchanged at the end of the backward, where every rank reports its gradients. A gradient
+that a rank lacks is not added, as on one rank. A parameter whose gradient arrives twice in one
+backward (reentrant checkpoints around tied weights) is exchanged twice, in the order (micro-batch,
+arrival, rank).
 
-Exchanges run while compute does, each in buffers of its own, and are added in the order in which
-they started: before a later synchronization if they have completed or their buffers are needed,
-else at the end. An error in adding is kept until the next synchronization, so that others do not
-wait for this rank.
+Exchanges overlap with compute, each in its own buffers. They are added in the order in which they
+started: before a later synchronization if they have completed or their buffers are needed, else at
+the end. An error in adding is stored until the next synchronization, so that other ranks do not
+wait for this one.
 """
 
 from __future__ import annotations
@@ -41,28 +41,34 @@ from infinity.plan.layout import Segment
 from infinity.plan.plan import Plan
 from infinity.storage.device import HAPPENED, Event, after_all
 
-Moved = Callable[[str, int], None]  # so many bytes in a direction
+Moved = Callable[[str, int], None]  # (direction, bytes)
 
 
 class Accumulate(Protocol):
-    """Adds a part of a gradient to its shard; see `GradientStore.take`."""
+    """Callback that adds a gradient to its shard; see `GradientStore.take`."""
 
     def __call__(self, unit: int, segment: Segment, flat: Tensor, *, last: bool) -> Event:
-        """`flat` (1-D, on the device) may change after the event; none arrives after the `last`."""
+        """Add `flat` (1-D, on the device), and return the event after which it may be overwritten.
+
+        `last` marks the last addition to this parameter in the backward.
+        """
 
 
 class _Exchange(NamedTuple):
-    """An exchange in flight; `there` has for each rank the parameters that it has gradients of."""
+    """Exchange in flight; `there` holds for each rank the parameters with a gradient."""
 
     unit: int
     there: Sequence[Collection[int]]
-    pair: int  # of buffers
+    pair: int  # index of its buffers
     received: Tensor  # (ranks, elements of a shard)
     over: Event
 
 
 class GradientExchange:
-    """Gradients of a backward that are not exchanged yet; `has` gets those of any rank."""
+    """Gradients of a backward that wait for their exchange, and exchanges in flight.
+
+    `has` receives the parameters for which any rank has a gradient.
+    """
 
     def __init__(
         self,
@@ -80,7 +86,7 @@ class GradientExchange:
         self._ranks = ranks
         self._accumulate = accumulate
         self._has = has
-        # Of each unit, gradients by parameter; a list where one came twice.
+        # Gradients by unit, then by parameter; one more dict if a gradient arrived twice.
         self._arrived: dict[int, list[dict[int, Tensor]]] = {}
         self._wanted = [{s.parameter for s in u.trained_segments if s.numel} for u in plan.units]
         self._parameters = [p for wanted in self._wanted for p in sorted(wanted)]
@@ -88,8 +94,8 @@ class GradientExchange:
         nbytes, count = exchange_bytes(plan), num_exchanges(plan)
         arena = self._device.reserve(2 * count * nbytes)
         views = [arena.view(i * nbytes, nbytes) for i in range(2 * count)]
-        self._pairs = list(zip(views[::2], views[1::2], strict=True))  # sent, received
-        self._taken: list[Event] = [HAPPENED] * count  # what was received: it may change
+        self._pairs = list(zip(views[::2], views[1::2], strict=True))  # (sent, received)
+        self._taken: list[Event] = [HAPPENED] * count  # after which pairs may be overwritten
         self._under_way: deque[_Exchange] = deque()
         self._failed: Exception | None = None
 
@@ -102,12 +108,12 @@ class GradientExchange:
         """Discard gradients that have arrived, and those in flight once they have completed."""
         self._arrived.clear()
         while self._under_way:
-            with suppress(MachineError):  # that the others are lost shows where they meet
+            with suppress(MachineError):  # lost ranks are reported at the next synchronization
                 self._under_way.popleft().over.wait()
         self._failed = None
 
     def put(self, unit: int, parameter: int, gradient: Tensor) -> None:
-        """Add a gradient (flat, on the device) that arrived."""
+        """Store a gradient (flat, on the device) until it is exchanged."""
         rounds = self._arrived.setdefault(unit, [])
         found = next((one for one in rounds if parameter not in one), None)
         if found is None:
@@ -115,9 +121,9 @@ class GradientExchange:
         found[parameter] = gradient
 
     def ready(self) -> int:
-        """Return the report for other ranks: the unit that is complete, and its width; 0 for none.
+        """Return the report of a complete unit, `2 * (unit + 1) + wide`; 0 for none.
 
-        Adds exchanged gradients that have arrived; never blocks. Raises a pending error.
+        Adds exchanges that have completed; never blocks. Raises the error of an earlier addition.
         """
         self._take(all_but=len(self._pairs))
         self._check()
@@ -134,7 +140,7 @@ class GradientExchange:
             self._start(unit, there, wide=any(value % 2 for value in ready))
 
     def finish(self) -> None:
-        """Exchange the remaining gradients at the end of a backward, and add all."""
+        """Exchange the remaining gradients at the end of a backward, and add all exchanges."""
         while self._is_left():
             firsts = {unit: rounds[0] for unit, rounds in self._arrived.items()}
             here = {parameter for first in firsts.values() for parameter in first}
@@ -153,7 +159,7 @@ class GradientExchange:
                     self._start(unit, there, wide=wide)
 
     def _is_left(self) -> bool:
-        """Add exchanged gradients; return True if any rank has more to exchange."""
+        """Add exchanges in flight; return True if any rank has more to exchange."""
         self._take()
         self._check()
         reported = self._ranks.assert_equal_across_ranks(
@@ -166,14 +172,14 @@ class GradientExchange:
             raise self._failed
 
     def _is_wide(self, unit: int) -> bool:
-        """Return True if a gradient has more bits than weights: a sum of slices."""
+        """Return True if a gradient of the unit is a sum of slices, in fp32."""
         arrived = self._arrived.get(unit, [{}])[0].values()
         return any(gradient.dtype is not self._dtype for gradient in arrived)
 
     def _start(self, unit: int, there: Sequence[Collection[int]], *, wide: bool) -> None:
-        """Start to exchange a unit; all ranks start it now, so it cannot fail on one alone.
+        """Start to exchange a unit. All ranks do so now, so it must not fail on one rank only.
 
-        `there` has for each rank the parameters that it has gradients of.
+        `there` holds for each rank the parameters with a gradient.
         """
         self._take(all_but=len(self._pairs) - 1)
         layout, count = self._plan.units[unit], self._ranks.count
@@ -199,9 +205,9 @@ class GradientExchange:
         self._under_way.append(_Exchange(unit, there, pair, shards, over))
 
     def _take(self, all_but: int = 0) -> None:
-        """Add exchanges in flight, oldest first: completed ones, and wait for all but `all_but`.
+        """Add completed exchanges, oldest first; wait for all but the newest `all_but`.
 
-        An error is kept for `_check`.
+        An error is stored for `_check`.
         """
         while self._under_way and (
             len(self._under_way) > all_but or self._under_way[0].over.done()
@@ -225,11 +231,11 @@ class GradientExchange:
                     theirs, is_last = one.received[rank, first:end], last[segment.parameter] == rank
                     taken.append(self._accumulate(unit, segment, theirs, last=is_last))
         self._taken[one.pair] = after_all(*taken)
-        self._has.update(last)  # whoever keeps it
+        self._has.update(last)  # on all ranks, not only where the shard is stored
 
 
 class NormTree:
-    """Folds square sums of blocks that ranks took of their shards, as one rank folds its own."""
+    """Reduction tree over the square sums of all ranks' blocks, in the order of a single rank."""
 
     def __init__(self, plan: Plan, ranks: DistContext, kernels: CpuKernels, moved: Moved) -> None:
         self._ranks = ranks
@@ -243,8 +249,9 @@ class NormTree:
     ) -> dict[int, list[float]]:
         """Return sums of squares by parameter, for a stack one per expert.
 
-        `local` has the sums (fp64) of this rank's blocks of each of the `parameters`, the same ones
-        on all ranks. Of a parameter that lies in one shard only the sums themselves are sent.
+        `local` maps parameters to the square sums (fp64) of the blocks in this rank's shard.
+        `parameters` are equal on all ranks. For a parameter inside one shard, only its folded sums
+        are sent.
 
         Raises `TrainingError` unless the values of `equal` are equal on all ranks.
         """
@@ -275,7 +282,7 @@ class NormTree:
         return found
 
     def _fold(self, parameter: int, blocks: Tensor) -> list[float]:
-        """Return the sums of a parameter's blocks; blocks of a stack end where experts do."""
+        """Return the sums over a parameter's blocks: one, or one per expert of a stack."""
         count = self._sums[parameter]
         each = (blocks,) if count == 1 else blocks.view(count, -1).unbind()
         return [self._kernels.fold_squares(part) for part in each]

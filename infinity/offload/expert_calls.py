@@ -1,4 +1,4 @@
-"""Calls of experts: what computes them, their tokens, and auxiliary losses of routers."""
+"""Calls of experts: their handler, token counts, and auxiliary losses of routers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from infinity.model.torch_private import inside_backward
 
-_MOST = 64  # calls of a module until their counts are added
+_MOST = 64  # calls of a module before their counts are merged
 
 
 class ExpertCalls:
-    """Counts calls of ranges, and tokens by module since the last step."""
+    """Number of calls of ranges, and token counts by module since the last step."""
 
     def __init__(self) -> None:
         self.num_ranged = 0  # calls of ranges since the start
@@ -24,13 +24,13 @@ class ExpertCalls:
         self._paused = False
 
     def begin_ranged(self) -> Callable[..., Tensor] | None:
-        """Count a call of ranges; return the function that takes it, if one is set."""
+        """Count a call of ranges; return the function that handles it, if one is set."""
         self.num_ranged += 1
         return self._computer
 
     @contextmanager
     def computed_by(self, computer: Callable[..., Tensor]) -> Iterator[None]:
-        """Let `computer` take the calls of ranges in the block, as (experts, call)."""
+        """Handle calls of ranges in the block by `computer(experts, call)`."""
         outer, self._computer = self._computer, computer
         try:
             yield
@@ -39,7 +39,7 @@ class ExpertCalls:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing in the block."""
+        """Count no tokens in the block."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -47,7 +47,7 @@ class ExpertCalls:
             self._paused = before
 
     def add(self, module: nn.Module, path: str, counts: Sequence[int]) -> None:
-        """Count the tokens of each expert in a forward that trains, not in its recomputation."""
+        """Add the tokens of each expert, in a training forward only, not in its recomputation."""
         if module.training and not self._paused and not inside_backward():
             found = self._counts.setdefault(path, [])
             found.append(counts)
@@ -55,18 +55,18 @@ class ExpertCalls:
                 found[:] = [_sum(found)]
 
     def see(self, output: Any) -> None:
-        """Add the auxiliary loss of a model's output, if it has one that is trained."""
+        """Add the auxiliary loss of a model's output, if it has one that requires a gradient."""
         loss = getattr(output, "aux_loss", None)
         if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
             loss = loss.detach().double().reshape(())
             self._loss = loss if self._loss is None else self._loss + loss
 
     def reset(self) -> None:
-        """Drop the counts: the accumulation window starts over."""
+        """Discard counts and losses: the accumulation window starts over."""
         self._counts, self._loss = {}, None
 
     def take(self) -> tuple[dict[str, list[int]], float | None]:
-        """Return the tokens of each expert by module, and the sum of losses; start anew."""
+        """Return the tokens of each expert by module, and the sum of losses; then reset."""
         counts, loss = self._counts, self._loss
         self.reset()
         tokens = {path: _sum(found) for path, found in counts.items()}

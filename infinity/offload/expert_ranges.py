@@ -1,13 +1,13 @@
-"""Ranges of a layer's experts, lent to the modules that compute them; see `model/stacks.py`.
+"""Ranges of a layer's experts, fetched for the modules that compute them; see `model/stacks.py`.
 
-Rows of a stack are parameters of their own, which no module has: leaves of autograd whose unit is
-fetched when a module reads them, as by access of an attribute. The stack itself stays the module's
-parameter, always offloaded: its values are read and written by way of its rows
-(`training/parameter_values.py`), and it gets no gradient.
+The rows of a stack in one range are a separate parameter that is registered in no module: an
+autograd leaf whose unit is fetched when a module reads it, as on attribute access. The stack itself
+stays the module's parameter and is always offloaded: its values are read and written through its
+rows (`training/parameter_values.py`), and it gets no gradient.
 
-A range that no token was sent to is left out: nothing is fetched, computed or saved, and its
-gradient is zero (`GradientStore.complete`), as that of such experts is in plain torch. Ranks use a
-range if one of them does. Slices of a block pass its ranges together: `shared_ranges.py`.
+A range without tokens is skipped: nothing is fetched, computed or saved, and its gradient is zero
+(`GradientStore.complete`), as in plain torch. All ranks use a range if one of them has tokens for
+it. Slices of a block pass its ranges together: `shared_ranges.py`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from infinity.offload.hooks import Hooks, is_ours
 
 
 def _nothing() -> None:
-    """Begin or end a call of a module of experts."""
+    """No-op to run around calls of a module of experts."""
 
 
 class Experts:
-    """One module of experts; computes its `compute_ranges`."""
+    """One module of experts; handles its calls of `compute_ranges`."""
 
     def __init__(
         self, hooks: Hooks, rows: list[Rows], parameters: Sequence[nn.Parameter], ranks: DistContext
@@ -56,11 +56,12 @@ class Experts:
             if (stack := parameters[origin]).requires_grad:
                 register: Any = stack.register_post_accumulate_grad_hook
                 hooks.keep([register(self._arrived(name))])
-        # A checkpoint inside the layer would keep all ranges that it computes again.
+        # Pushes the saved-tensor hooks around calls: without them, a checkpoint inside the layer
+        # would keep all ranges that it recomputes in their slots.
         hooks.watch_root(self.module, _nothing, _nothing)
 
     def _arrived(self, name: str) -> Callable[[Tensor], None]:
-        """Return a hook that receives the gradient of a stack that was used materialized."""
+        """Return a hook that receives the gradient of a stack that was used while materialized."""
 
         def hook(stack: Tensor) -> None:
             gradient, stack.grad = stack.grad, None
@@ -79,13 +80,13 @@ class Experts:
         return torch.cat([call.compute(self.view_of(one, call), *rows) for one, rows in each])
 
     def count(self, call: RangeCall) -> None:
-        """Count the tokens of a call in a forward that trains."""
+        """Count the tokens of a call in a training forward."""
         self._expert_calls.add(self.module, self._rows[0].stacks.path, call.counts)
 
     def used(self, counts: Sequence[Sequence[int]]) -> list[Rows]:
-        """Return the ranges that any of these calls, here or on another rank, has tokens for.
+        """Return the ranges for which any of these calls has tokens, on any rank.
 
-        Without any tokens that is the first one: it computes the empty result.
+        Without any tokens, return the first range, which computes the empty result.
         """
         wanted = [any(any(c[one.first : one.end]) for c in counts) for one in self._rows]
         if self._ranks.count > 1:
@@ -97,11 +98,11 @@ class Experts:
         return used or self._rows[:1]
 
     def view_of(self, rows: Rows, call: RangeCall) -> StackRange:
-        """Return a range as the module's function of a range sees it."""
+        """Return the `StackRange` to pass to the compute function of a call."""
         return StackRange(rows.first, rows.end, call.counts, partial(self.read, rows))
 
     def read(self, rows: Rows, name: str) -> Tensor:
-        """Fetch a range, and return its rows of a stack."""
+        """Fetch a range, and return its rows of the stack `name`."""
         origins = dict(rows.stacks.members)
         held = [origin in self._hooks.materialized_now for origin in origins.values()]
         stack = self._parameters[origins[name]]
@@ -113,7 +114,7 @@ class Experts:
                     "the whole module",
                 )
             return stack[rows.first : rows.end]
-        # Of a block in which it was materialized.
+        # Registered in a block in which the stack was materialized.
         if not all(map(is_ours, gradient_hooks(stack))):
             raise no_full_gradient(f"{rows.stacks.path}.{name}", "a hook")
         parameter = self._parameters[rows.parameters[name]]
@@ -122,7 +123,7 @@ class Experts:
 
 
 def _counting(hooks: Hooks, path: str, module: nn.Module) -> Computer:
-    """Return the function that computes experts which travel with their layer, and counts."""
+    """Return a function that counts tokens and computes experts stored in their layer's unit."""
 
     def compute(call: RangeCall) -> Tensor:
         hooks.expert_calls.add(module, path, call.counts)
@@ -132,7 +133,7 @@ def _counting(hooks: Hooks, path: str, module: nn.Module) -> Computer:
 
 
 class ExpertRanges:
-    """The modules of one engine with stacks of experts: in ranges, or with their layer."""
+    """All modules of an engine with stacks of experts, cut into ranges or not."""
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class ExpertRanges:
                 self._modules.append(module)
 
     def remove(self) -> None:
-        """Leave the modules as they were."""
+        """Reset the modules to compute their experts themselves."""
         for module in self._modules:
             set_computer(module, None)
         self._modules = []

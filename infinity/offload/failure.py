@@ -1,4 +1,4 @@
-"""The first failure of an engine, which is permanent."""
+"""First failure of an engine, which is permanent unless its cause is replaced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from infinity.offload.transfers import Transfers
 
 
 class FailureLatch:
-    """Keeps the first failure, and wakes all threads that wait on `changed`."""
+    """Latch of the first failure; a failure wakes all threads that wait on `changed`."""
 
     def __init__(
         self, transfers: Transfers, ranks: DistContext, changed: threading.Condition
@@ -21,7 +21,7 @@ class FailureLatch:
         self.error: BaseException | None = None
 
     def fail(self, error: BaseException) -> None:
-        """Store a failure of any thread, and wake those that wait."""
+        """Store a failure from any thread, and wake waiting threads."""
         if isinstance(error, TransferError):
             error = error.untraced()
         self._ranks.mark_failed()
@@ -30,18 +30,18 @@ class FailureLatch:
             self._changed.notify_all()
 
     def note(self, error: BaseException) -> None:
-        """Store a failure of the training thread; takes no lock, as in a signal handler."""
+        """Store a failure of the training thread; takes no lock, as signal handlers call it."""
         self.error = self.error or error
 
     def forgive(self, kind: type[BaseException]) -> None:
-        """Forget the failure if it is of this kind: what caused it has been replaced."""
+        """Clear a failure of this type: the incomplete state is about to be replaced."""
         if isinstance(self.error, kind):
             self.error = None
 
     def check(self, *, besides: type[BaseException] | None = None) -> None:
-        """Raise the error of a failed update, or of a drive that does not complete requests.
+        """Raise `EngineFailedError` after a failure, or if a drive does not complete requests.
 
-        Raises `EngineFailedError`, unless the failure is of the kind `besides`.
+        A failure of the type `besides` is ignored.
         """
         if self._transfers.stuck is not None:
             self.fail(self._transfers.stuck)

@@ -1,4 +1,4 @@
-"""Fetches weights of units from their tier into slots."""
+"""Fetches of units' weights from their tier into slots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from infinity.types import Kind
 
 
 class Fetcher:
-    """Reads and copies in flight to slots; used by the training thread alone."""
+    """Reads and copies in flight to slots; used by the training thread only."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Fetcher:
         self._ledger = ledger
         self._entries = ledger.entries
         self._failure = failure
-        # In which reads land on their way to a device with memory of its own.
+        # Host buffers between disk reads and copies to the device; none on a unified device.
         self._staging = BufferPool(num_fetch_buffers(plan), fetch_bytes(plan), transfers.device)
 
     def forget(self) -> None:
@@ -61,7 +61,7 @@ class Fetcher:
             with self._transfers.stall("disk_write", unit):
                 try:
                     self._store.settle_writes(unit)
-                except TransferError as error:  # of an update, of which there is no second copy
+                except TransferError as error:  # the updated weights exist nowhere else
                     self._failure.fail(error)
                     raise
         if (stored := state.memory.get(Kind.WEIGHT)) is not None:
@@ -78,7 +78,7 @@ class Fetcher:
         entry.ticket = self._transfers.read(pieces, priority, label)
 
     def finish(self, unit: int) -> None:
-        """Wait for the unit's read; it is resident then, and `entry.ready` is its copy."""
+        """Wait for the unit's read, and mark it resident; `entry.ready` is the end of its copy."""
         entry = self._entries[unit]
         if entry.ticket is not None:
             with self._transfers.stall("disk_read", unit):
@@ -95,7 +95,7 @@ class Fetcher:
         if entry.ticket is not None:
             with contextlib.suppress(TransferError):
                 entry.ticket.wait()
-            if not entry.ticket.done():  # stuck: the slot is the kernel's for good
+            if not entry.ticket.done():  # stuck: the kernel may write to the slot, never free it
                 return
         if entry.staging is not None:
             self._staging.give_back(entry.staging)
@@ -104,14 +104,14 @@ class Fetcher:
             self._ledger.evict(unit)
 
     def poll(self) -> None:
-        """Copy what has landed in staging buffers. Never blocks."""
+        """Start to copy units whose reads into staging buffers have completed. Never blocks."""
         if self._staging.count:
             for unit, entry in enumerate(self._entries):
                 if entry.ticket is not None and entry.staging is not None and entry.ticket.done():
                     self._copy_landed(unit)
 
     def _copy_landed(self, unit: int) -> None:
-        """Copy a unit to the device once its read from disk has landed in RAM."""
+        """Wait for a unit's read into its staging buffer, and start the copy to the device."""
         entry = self._entries[unit]
         assert entry.ticket is not None
         assert entry.staging is not None
@@ -135,7 +135,7 @@ class Fetcher:
             ]
             entry.ready = together(copies)
             return
-        device.compute_wait(after)  # a shard that rests there
+        device.compute_wait(after)  # a shard stored on the device is copied by compute
         for part, source in pairs:
             part.copy_(source)
         entry.ready = device.compute_event()

@@ -1,10 +1,10 @@
-"""Gradients that go straight from a device to where they rest in RAM, and their square sums.
+"""Copies of gradients from the device directly to their ranges in RAM, and their square sums.
 
-No byte of them passes through the CPU: the copy lands where they rest, and where the device
-has kernels it takes the sum of squares before the gradient is gone. Backward waits for a copy
-only where too many are under way (their gradients take device memory), `step()` only where the
-device has no kernels, for the sums. The optimizer pass is handed the copies that are still under
-way, and waits for those of a unit before it updates that.
+The CPU touches no byte: the copy engine writes to the final range, and a device with kernels sums
+the squares before the gradient is freed. Backward waits for a copy only if too many are in flight
+(their gradients take device memory), `step()` only for the sums of a device without kernels. The
+optimizer pass is handed the copies still in flight, and waits for those of a unit before it updates
+the unit.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ from infinity.storage.device import HAPPENED, Device, Event, SquareSums
 
 @dataclass(eq=False, slots=True)
 class Copy:
-    """A copy in flight; `source` is kept alive until it ends."""
+    """Copy in flight, which keeps `source` alive until it has ended."""
 
     unit: int
     event: Event
     source: Tensor
 
     def done(self) -> bool:
-        """Return True if the copy has ended."""
         return self.event.done()
 
     def wait(self) -> None:
-        """Block until the copy has ended."""
         self.event.wait()
 
 
 class GradientCopies:
-    """Copies in flight; at most `limit` bytes of gradients are kept alive for them."""
+    """Copies in flight, which keep at most `limit` bytes of gradients alive."""
 
     def __init__(self, transfers: Transfers, limit: int) -> None:
         self._transfers = transfers
         self._limit = limit
         self._under_way: deque[Copy] = deque()
         self._nbytes = 0
-        self._sent: dict[int, Event] = {}  # by parameter
+        self._sent: dict[int, Event] = {}  # last copy by parameter
 
     def send(self, unit: int, parameter: int, target: Tensor, source: Tensor) -> Event:
-        """Start to copy `source` (uint8, on the device) to its range in RAM."""
+        """Start to copy `source` (uint8, on the device) to its range `target` in RAM.
+
+        Blocks while more than `limit` bytes are in flight.
+        """
         event = self._transfers.copy_d2h(target, source, label=(unit, "gradient"))
         self._sent[parameter] = event
         self._under_way.append(Copy(unit, event, source))
         self._nbytes += source.numel()
-        while self._nbytes > self._limit:  # copies are slower than the backward: memory is bounded
+        while self._nbytes > self._limit:  # backward is ahead of the copies: bound the memory
             with self._transfers.stall("gradient"):
                 self._under_way[0].event.wait()
             self.let_go()
@@ -79,7 +80,7 @@ class GradientCopies:
     def hand_over(self) -> dict[int, list[Copy]]:
         """Return copies in flight by unit, for the reader of a unit's range to wait for.
 
-        Until then nothing may be sent there. Each copy must be kept until it has ended.
+        Until then nothing may be copied to the range. Keep each copy alive until it has ended.
         """
         self.let_go()
         handed: dict[int, list[Copy]] = {}
@@ -89,7 +90,7 @@ class GradientCopies:
         return handed
 
     def reset(self) -> None:
-        """Wait for all copies, and drop them: the next window writes the same ranges."""
+        """Wait for all copies and drop them: the next window writes the same ranges."""
         for copy in self._under_way:
             copy.wait()
         self._forget()
@@ -101,18 +102,18 @@ class GradientCopies:
 
 
 class SquaresOnDevice:
-    """Square sums that a device takes of gradients as they arrive, a unit at a time."""
+    """Square sums computed by the device as gradients arrive, one unit at a time."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._unit = -1  # that gradients are waiting of
+        self._unit = -1  # of the waiting gradients
         self._waiting: dict[int, Sequence[Tensor]] = {}  # by parameter
-        self._begun: list[tuple[dict[int, int], SquareSums]] = []  # parameter -> how many sums
-        self._newest: dict[int, int] = {}  # parameter -> which of `_begun` counts
+        self._begun: list[tuple[dict[int, int], SquareSums]] = []  # parameter -> number of sums
+        self._newest: dict[int, int] = {}  # parameter -> index in `_begun` of its valid sums
 
     def add(self, unit: int, parameter: int, gradient: Sequence[Tensor], *, complete: int) -> None:
-        """Take one gradient, in the parts of `apart`; the last one of a unit begins its sums."""
-        if unit != self._unit:  # not all parameters of a unit need have a gradient
+        """Queue a gradient, cut by `apart`; the sums of a unit begin with its `complete`-th one."""
+        if unit != self._unit:  # some parameters of a unit may have no gradient
             self.flush()
             self._unit = unit
         self._waiting[parameter] = gradient
@@ -120,12 +121,12 @@ class SquaresOnDevice:
             self.flush()
 
     def flush(self) -> None:
-        """Begin the sums of gradients taken so far."""
+        """Begin the sums of queued gradients."""
         waiting, self._waiting = self._waiting, {}
         self.begin(waiting)
 
     def begin(self, gradients: Mapping[int, Sequence[Tensor]]) -> None:
-        """Begin the sums of these gradients, by parameter, in the parts of `apart`."""
+        """Begin the sums of these gradients, by parameter, cut by `apart`."""
         if gradients:
             flat = [part for parts in gradients.values() for part in parts]
             sums = self._device.begin_square_sums(flat)
@@ -138,10 +139,10 @@ class SquaresOnDevice:
         self._newest.pop(parameter, None)
 
     def results(self) -> dict[int, list[float]]:
-        """Return sums of squares by parameter; waits once, for the last of them."""
+        """Return sums of squares by parameter; blocks once, for the newest of them."""
         self.flush()
         found: dict[int, list[float]] = {}
-        for number in reversed(range(len(self._begun))):  # when the last is there, all are
+        for number in reversed(range(len(self._begun))):  # once the newest are complete, all are
             counts, sums = self._begun[number]
             totals = iter(sums.result())
             for parameter, count in counts.items():
@@ -152,7 +153,6 @@ class SquaresOnDevice:
         return found
 
     def reset(self) -> None:
-        """Discard all sums."""
         self._waiting.clear()
         self._begun.clear()
         self._newest.clear()

@@ -1,11 +1,11 @@
-"""Gradients in RAM are added into where their unit's range is, and their square sums taken.
+"""Accumulation of gradients into their unit's range in RAM, with their square sums.
 
 [Note: sums]
-On a CPU the training thread does, as gradients arrive. On a device of its own memory a thread
-does (`GradientWorker`), and everything here, with the windows, is that thread's: the
-training thread looks only when nothing is queued. What was decided when a gradient arrived (is
-it the first of its parameter, the last of the window) is handed over with it. Both ways add in
-the order of arrival.
+On a CPU the training thread accumulates, as gradients arrive. For a device with its own memory a
+worker thread does (`GradientWorker`), and everything in this file, including the windows, belongs
+to it: the training thread reads only while nothing is queued. Decisions made when a gradient
+arrives (whether it is the first of its parameter, or the last of the window) are queued with it.
+Either way gradients are added in the order of arrival.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from infinity.profiling.trace_recorder import Laps
 
 
 def part(flat: Tensor, segment: Segment) -> Tensor:
-    """Return a parameter's elements in its unit's flat range; of a shard those that lie in it."""
+    """Return the parameter's slice of its unit's flat range, or of a shard of that range."""
     first, end = segment.within(0, flat.numel())
     return flat[first:end]
 
 
 def apart(flat: Tensor, segment: Segment) -> Sequence[Tensor]:
-    """Return the parts of a full gradient that the norm sums separately: of a stack each expert."""
+    """Return the slices of a full gradient that the norm sums separately: a stack's experts."""
     return (flat,) if segment.stack is None else flat.view(segment.shape[0], -1).unbind()
 
 
 class GradientSums:
-    """Sums into `ram` (unit -> flat range), or into the windows of other units.
+    """Accumulation into `ram` (unit -> flat range), or into the windows of other units.
 
-    `squares` holds for each parameter the result of `square` over a complete sum. `transfers` are
-    given where sums run while compute does, for a track of their own in a trace.
+    `squares` maps parameters to the result of `square` for a complete sum. `transfers` is passed if
+    sums overlap with compute: they get their own track in a trace.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class GradientSums:
     def add(
         self, unit: int, segment: Segment, gradient: Tensor, *, first: bool, complete: bool
     ) -> None:
-        """Add one gradient; the `first` overwrites. Once `complete` squares are summed, in cache.
+        """Add one gradient; the `first` overwrites. If `complete`, sum the squares while in cache.
 
-        `gradient` is flat, in RAM, of any dtype that parameters have.
+        `gradient` is flat, in RAM, of any dtype of parameters.
         """
         in_ram = self._ram.get(unit)
         target = part(self._windows.range(unit) if in_ram is None else in_ram, segment)
@@ -78,7 +78,7 @@ class GradientSums:
             self._windows.count(unit)
 
     def square(self, unit: int, segment: Segment) -> None:
-        """Sum the squares of what lies in RAM already."""
+        """Sum the squares of a gradient that was copied to its range in RAM."""
         self.squares[segment.parameter] = self._square(part(self._ram[unit], segment), segment)
 
     def drop(self, parameter: int) -> None:
@@ -86,5 +86,4 @@ class GradientSums:
         self.squares.pop(parameter, None)
 
     def reset(self) -> None:
-        """Discard all squares."""
         self.squares.clear()

@@ -25,7 +25,7 @@ Stall = Callable[[str], AbstractContextManager[None]]
 
 
 def untimed(cause: str) -> AbstractContextManager[None]:
-    """Stall timer for a thread that no other waits for."""
+    """Stall timer without effect, for a background thread."""
     return nullcontext()
 
 
@@ -35,14 +35,14 @@ class _Buffer:
 
     memory: Tensor
     unit: int | None = None
-    last_unit: int | None = None  # whose bytes the write in flight saves
+    last_unit: int | None = None  # of the write in flight
     ticket: Event | None = None  # the read that fills it, or the write that saves it
 
 
 class GradientWindows:
-    """RAM buffers for the gradients of units whose `ranges` cannot be added to.
+    """RAM buffers for the gradients of units whose `ranges` are on disk.
 
-    `stall` times waits, by cause.
+    `stall` is a context that times a wait, by cause.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class GradientWindows:
         self._dtype = dtype
         self._stall = stall
         self._saved: set[int] = set()  # units whose ranges hold sums of earlier micro-batches
-        self._expected: list[int] = []  # whose reads were asked for, and could not begin
-        self._arrived: dict[int, int] = {}  # unit -> arrivals since its buffer was opened
+        self._expected: list[int] = []  # requested reads that wait for a buffer
+        self._arrived: dict[int, int] = {}  # unit -> gradients since its buffer was opened
         nbytes = largest_window(plan)
         self._buffers = [_Buffer(host_buffer(nbytes)) for _ in range(num_windows(plan))]
 
     def forget(self) -> None:
-        """Free the buffers, once nothing moves."""
+        """Free the buffers; nothing may be in flight."""
         self._buffers.clear()
 
     def write_once(self) -> None:
@@ -80,8 +80,8 @@ class GradientWindows:
     def expect(self, unit: int) -> None:
         """Start to read the unit's saved gradients, which are needed soon.
 
-        In the order of calls: a buffer read before its turn would have to be evicted for those that
-        come first, and read again.
+        Reads start in the order of calls: a unit read before its turn would have to be evicted for
+        earlier ones, and read again.
         """
         if unit in self._saved and self._find(unit) is None and unit not in self._expected:
             self._expected.append(unit)
@@ -91,7 +91,7 @@ class GradientWindows:
                 self._open(self._expected.pop(0), buffer)
 
     def range(self, unit: int) -> Tensor:
-        """Return the unit's flat range in RAM; it may be written until the next call."""
+        """Return the unit's flat range in RAM, which is valid until the next call."""
         buffer = self._find(unit)
         if buffer is None:
             if unit in self._expected:
@@ -111,7 +111,7 @@ class GradientWindows:
         return buffer.memory[:nbytes].view(self._dtype)
 
     def count(self, unit: int) -> None:
-        """Count a gradient in the unit's range; the last one has the buffer written back."""
+        """Count a gradient added to the unit's range; start to write it back after the last one."""
         self._arrived[unit] = self._arrived.get(unit, 0) + 1
         expected = len(self._plan.local_units[unit].trained_segments) * self._plan.ranks
         if self._arrived[unit] == expected:
@@ -134,7 +134,7 @@ class GradientWindows:
         for buffer in self._buffers:
             wanted = unit is None or buffer.last_unit == unit
             if buffer.unit is None and wanted:
-                self._wait(buffer)  # a write that failed stays, and fails whoever asks again
+                self._wait(buffer)  # a failed write keeps its ticket: later waits raise too
 
     def reset(self) -> None:
         """Discard all gradients, after waiting for requests in flight."""
@@ -173,7 +173,7 @@ class GradientWindows:
         self._wait(buffer)
         buffer.unit, buffer.last_unit = None, unit
         if not self._arrived.get(unit):
-            return  # expected, but nothing came: at rest is what was read
+            return  # no gradient arrived: the range on disk is current
         self._send(unit, buffer)
         self._saved.add(unit)
         self._arrived[unit] = 0

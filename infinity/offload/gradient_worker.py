@@ -1,9 +1,9 @@
 """Background thread that accumulates gradients once their device-to-host copies complete.
 
 [Note: one queue]
-Tasks run in the order in which they were queued: the order of additions does not depend on when
-copies end. Each waits for its own events first. The training thread only queues; it waits for space
-in the staging buffer (`allocate`), and for results of queued tasks (`drain`).
+Tasks run in the order in which they were queued, so the order of additions does not depend on when
+copies end. Each task first waits for its events. The training thread only queues; it waits for
+space in the staging buffer (`allocate`), and for the results of queued tasks (`drain`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from infinity.types import round_up
 
 @dataclass(eq=False, slots=True)
 class _Task:
-    """A function to run after events.
+    """Function to run after events.
 
-    `source` is kept alive until they have happened, and the bytes `first` to `end` of the staging
-    buffer are reserved until it has run.
+    `source` is kept alive until the events have happened. The bytes from `first` to `end` of the
+    staging buffer are reserved until the function has run.
     """
 
     run: Callable[[], None]
@@ -41,7 +41,7 @@ class _Task:
 
 
 class GradientWorker:
-    """The thread, its queue, and the `staging` buffer (uint8, pinned) for copies.
+    """Worker thread, its queue, and the `staging` buffer (uint8, pinned) for copies.
 
     An error of a task is raised by `check` and `drain`, until `reset`; later tasks do not run.
     """
@@ -49,11 +49,11 @@ class GradientWorker:
     def __init__(self, transfers: Transfers, staging: Tensor) -> None:
         self._transfers = transfers
         self._staging = staging
-        self._tasks: deque[_Task] = deque()  # not over; the thread takes them out
-        self._landing: deque[_Task] = deque()  # those that may use the staging buffer, oldest first
-        self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()  # None: the end
+        self._tasks: deque[_Task] = deque()  # incomplete tasks; removed by the worker thread
+        self._landing: deque[_Task] = deque()  # users of the staging buffer, oldest first
+        self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()  # None ends it
         self._error: BaseException | None = None
-        self._follows = False  # the device's compute; on the thread
+        self._follows = False  # whether the worker thread is attached to the device
         self._thread = threading.Thread(target=self._loop, name="infinity-gradients", daemon=True)
 
     def open(self) -> None:
@@ -61,10 +61,10 @@ class GradientWorker:
         self._thread.start()
 
     def close(self) -> None:
-        """Drop queued tasks, and end the thread. Idempotent."""
+        """Drop queued tasks and end the thread. Idempotent."""
         self._drop()
         self._queue.put(None)
-        # The garbage collector may close a dropped engine on any thread, this one's too.
+        # The garbage collector may close a dropped engine on any thread, including this worker.
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -73,7 +73,7 @@ class GradientWorker:
         self._landing.clear()
         self._staging = torch.empty(0, dtype=torch.uint8)
 
-    # --- the training thread -------------------------------------------------------------------
+    # --- called by the training thread ---------------------------------------------------------
 
     def allocate(self, nbytes: int) -> tuple[int, Tensor]:
         """Reserve bytes of the staging buffer for the next task; waits for space.
@@ -85,7 +85,7 @@ class GradientWorker:
         return first, self._staging[first : first + nbytes]
 
     def _room(self, nbytes: int) -> int | None:
-        """Return the offset of that many free bytes, or None."""
+        """Return the offset of `nbytes` free bytes, or None."""
         while self._landing and self._landing[0].over.is_set():
             self._landing.popleft()
         if not self._landing:
@@ -114,18 +114,18 @@ class GradientWorker:
         self._queue.put(task)
 
     def check(self) -> None:
-        """Raise the error of a task."""
+        """Raise the error of a failed task."""
         if self._error is not None:
             raise _untraced(self._error)
 
     def drain(self) -> None:
-        """Wait until all queued tasks have run."""
+        """Wait until all queued tasks have run; raise the error of a failed one."""
         for task in self._tasks.copy():
             self._wait(task)
         self.check()
 
     def reset(self) -> None:
-        """Drop queued tasks, once their copies have ended, and the error."""
+        """Drop the error and all queued tasks, after their events."""
         for task in self._drop():
             self._wait(task)
         self._error = None
@@ -150,7 +150,7 @@ class GradientWorker:
                         "(`resume: auto`) or checkpoint",
                     )
 
-    # --- the thread ----------------------------------------------------------------------------
+    # --- run by the worker thread --------------------------------------------------------------
 
     def _loop(self) -> None:
         while (task := self._queue.get()) is not None:
@@ -173,11 +173,12 @@ class GradientWorker:
             self._error = self._error or _untraced(error)
 
 
-_LOOK_AGAIN_S = 1.0  # whether the thread still lives: backward on a GPU cannot be interrupted
+# Seconds between checks that the thread is alive: backward on a GPU cannot be interrupted.
+_LOOK_AGAIN_S = 1.0
 
 
 def _untraced(error: BaseException) -> BaseException:
-    """Return the error without frames, which would keep graphs and memory alive."""
+    """Return the error without its traceback, which would keep graphs and memory alive."""
     if isinstance(error, TransferError):
         return error.untraced()
     return error.with_traceback(None)

@@ -1,22 +1,21 @@
 """Accumulates gradients into each unit's flat range, in the tier where the plan stores them.
 
-Each arrival (one call of a parameter's post-accumulate hook) is added separately: the first of an
+Each gradient (one call of a parameter's post-accumulate hook) is added separately: the first of an
 accumulation window overwrites, later ones add, in fp32 when micro-batches are summed and in the
-compute dtype otherwise. Square sums are taken as the last micro-batch's gradients arrive, while
-they are in cache, one per parameter, over one fixed tree.
+compute dtype otherwise. Square sums, one per parameter over a fixed tree, are computed as the last
+micro-batch's gradients arrive, while they are in cache.
 
-On a device with memory of its own a first gradient that needs no conversion is copied directly to
-its range in RAM (`GradientCopies`); others land in a staging buffer, and a thread adds them
-(`gradient_worker.py` says what the training thread waits for, [Note: sums] in `gradient_sums.py`
-which thread sums).
+From a device with its own memory, a first gradient that needs no conversion is copied directly to
+its range in RAM (`GradientCopies`). Others are copied to a staging buffer, from which a worker
+thread adds them; see `gradient_worker.py`, and [Note: sums] in `gradient_sums.py`.
 
 [Note: one copy per gradient]
-Each gradient is copied separately, also within a unit. Packing them costs a launch on the device
-for each, as much as the copy it would save, twice the largest unit in device memory (2 GB of Llama
-8B's 24), and the overlap inside a unit. Of a Llama block's nine copies two are small.
+Each gradient is copied separately, also within a unit. Packing them would cost a launch on the
+device for each, as much as the copy it would save, twice the largest unit in device memory (2 of 24
+GB for Llama 8B), and the overlap inside a unit. Of a Llama block's nine copies two are small.
 
-With several ranks each stores a shard of every unit: gradients go through `exchange.py` first, and
-everything here is about local shards.
+With several ranks each stores a shard of every unit: gradients pass through `exchange.py` first,
+and everything in this file is about local shards.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ from infinity.types import PAGE, round_up
 
 
 class GradientStore:
-    """Ranges and square sums of all units; used by the training thread.
+    """Gradient ranges and square sums of all units; used by the training thread.
 
-    After `settle` the optimizer thread reads `ranges`: unit -> range. What of them the CPU or the
-    device can compute with is in `ram` and `on_device`, as flat tensors of `dtype`.
+    `ranges` maps units to ranges, which the optimizer thread reads after `settle`. Ranges that the
+    CPU or the device can compute with are in `ram` and `on_device`, as flat tensors of `dtype`.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class GradientStore:
         self.kernels = kernels
         summed = plan.gradient_itemsize == 4
         self.dtype = torch.float32 if summed else getattr(torch, plan.precision.dtype)
-        self._window = window  # in its last micro-batch square sums are worth taking
+        self._window = window  # square sums are computed in its last micro-batch
         self.ranges = self._reserve()
         reached = {u: (p.reached(by_device=False), p) for u, p in self.ranges.items()}
         self.ram = {u: cpu.view(self.dtype) for u, (cpu, _) in reached.items() if cpu is not None}
@@ -85,27 +84,27 @@ class GradientStore:
         rows = sorted(
             (s for _, s in self._segments.values() if s.is_rows), key=lambda s: s.first_element
         )
-        self._stacks: dict[int, list[int]] = {}  # those that are cut -> their rows, in order
+        self._stacks: dict[int, list[int]] = {}  # cut stack -> its rows, in order
         for segment in rows:
             self._stacks.setdefault(segment.origin, []).append(segment.parameter)
-        # Of what this rank keeps.
+        # Segments of the local shard, by parameter.
         self._locations = {
             s.parameter: (u.index, s) for u in plan.local_units for s in u.trained_segments
         }
-        self._targets = {  # where copies go, as bytes
+        self._targets = {  # of copies to RAM (uint8), by parameter
             parameter: part(self.ram[unit], segment).view(torch.uint8)
             for parameter, (unit, segment) in self._locations.items()
             if unit in self.ram and segment.numel
         }
         self._has: set[int] = set()  # parameters that have arrived
-        # In the parts of `apart`; beside those of `_sums` and `_device_squares`.
+        # By parameter, one per slice of `apart`; completed by `square_sum`.
         self._squares: dict[int, list[float]] = {}
         self.exchange: GradientExchange | None = None
         self._tree: NormTree | None = None
         if ranks.count > 1:
             self.exchange = GradientExchange(plan, transfers, ranks, self.take, self._has, window)
             self._tree = NormTree(plan, ranks, kernels, transfers.count)
-        nbytes = NUM_GRADIENT_BUFFERS * largest_trained(plan)  # on their way, either way
+        nbytes = NUM_GRADIENT_BUFFERS * largest_trained(plan)  # in flight
         self._copies = GradientCopies(transfers, nbytes)
         self._device_squares = SquaresOnDevice(transfers.device)
         self._worker: GradientWorker | None = None
@@ -158,7 +157,7 @@ class GradientStore:
     # --- arrivals --------------------------------------------------------------------------
 
     def receive(self, parameter: int, gradient: Tensor) -> None:
-        """Take one gradient, and accumulate it now or once its copy has ended.
+        """Accumulate one gradient, now or once its copy has ended.
 
         With several ranks it is accumulated after its exchange.
         """
@@ -178,9 +177,10 @@ class GradientStore:
             self.exchange.put(unit, parameter, flat)
 
     def take(self, unit: int, segment: Segment, flat: Tensor, *, last: bool = True) -> Event:
-        """Accumulate a gradient, or of a shard's segment the part that lies there.
+        """Accumulate a gradient, or its slice in the local shard.
 
-        `flat` may change after the event. The `last` is followed by no other of this micro-batch.
+        Returns the event after which `flat` may be overwritten. `last` marks the last gradient of
+        the parameter in this micro-batch.
         """
         event: Event = HAPPENED
         parameter, complete = segment.parameter, last and self._window.is_last
@@ -267,14 +267,14 @@ class GradientStore:
         self.finish()
         self.drain()
         self._copies.wait(parameter)
-        self._has.discard(parameter)  # so that it is not added
+        self._has.discard(parameter)  # so that the value overwrites the gradient
         self._sums.drop(parameter)
         self.put(parameter, value)
         self.finish()
         self.drain()
 
     def put(self, parameter: int, value: Tensor) -> None:
-        """Store a gradient (of the parameter's size) where there is none; equal on all ranks."""
+        """Store a gradient (full, equal on all ranks) for a parameter that has none."""
         if parameter in self._locations and value.numel():
             unit, segment = self._locations[parameter]
             first, end = (
@@ -285,8 +285,9 @@ class GradientStore:
         self._has.add(parameter)
 
     def complete(self) -> None:
-        """Give zeros to ranges of experts that nothing was sent to, where others of the stack have
-        gradients: at the end of a window, on all ranks, after `finish`.
+        """Store zeros for expert ranges without tokens, if other rows of the stack have gradients.
+
+        Called on all ranks at the end of a window, after `finish`.
         """
         for pieces in self._stacks.values():
             missing = [p for p in pieces if p not in self._has]
@@ -300,9 +301,9 @@ class GradientStore:
     # --- the end of a backward, and of a window ----------------------------------------------
 
     def finish(self) -> None:
-        """End of a backward: everything has been accumulated and is at rest or on its way.
+        """End a backward: exchange all gradients, and start to write the windows back.
 
-        Where a thread does that it is queued; `drain` waits for it.
+        Work of the worker thread is only queued; `drain` waits for it.
         """
         self._check()
         if self.exchange is not None:
@@ -318,7 +319,7 @@ class GradientStore:
             self._worker.put(self._windows.save)
 
     def drain(self) -> None:
-        """Wait for all that was queued; raises what went wrong with it."""
+        """Wait for all queued work; raise its error."""
         if self._worker is not None:
             self._worker.drain()
 
@@ -334,13 +335,13 @@ class GradientStore:
                 self._windows.settle(unit)
 
     def arrived(self) -> frozenset[int]:
-        """Parameters that have a gradient in this accumulation window."""
+        """Return the parameters with a gradient in this accumulation window."""
         return frozenset(self._has)
 
     def square_sum(self, equal: Mapping[str, int]) -> float:
-        """Sum of squares of all gradients, in parameter order, fp64; after `finish`.
+        """Return the sum of squares of all gradients, in parameter order, fp64; after `finish`.
 
-        Several ranks meet for it, for the last time in a step; see `NormTree.fold`.
+        The last synchronization of ranks in a step; see `NormTree.fold`.
         """
         self.drain()
         if self._tree is not None:
@@ -360,7 +361,7 @@ class GradientStore:
         return total
 
     def _in_order(self) -> list[int]:
-        """Return the parameters that have gradients, in the model's order, for any units."""
+        """Return the parameters that have gradients, in the order of `model.parameters()`."""
         segments = (self._segments[parameter][1] for parameter in self._has)
         ordered = sorted(segments, key=lambda s: (s.origin, s.first_element))
         return [segment.parameter for segment in ordered]
@@ -377,7 +378,7 @@ class GradientStore:
         return self.kernels.square_blocks(self._read(parameter)) if found is None else found
 
     def _stored_on_device(self) -> dict[int, Sequence[Tensor]]:
-        """Return gradients that are stored on the device, and whose squares are not summed yet."""
+        """Return gradients that are stored on the device and have no square sums yet."""
         return {
             parameter: apart(part(self.on_device[unit], segment), segment)
             for parameter, (unit, segment) in self._locations.items()
@@ -385,7 +386,7 @@ class GradientStore:
         }
 
     def non_finite(self) -> list[str]:
-        """Names of the parameters whose gradients are not finite, in order; after `square_sum`."""
+        """Return names of parameters with non-finite gradients, in order; after `square_sum`."""
         names = (
             self._segments[parameter][1].name
             for parameter in self._in_order()
@@ -394,7 +395,7 @@ class GradientStore:
         return list(dict.fromkeys(names))
 
     def read(self, parameter: int) -> Tensor:
-        """A flat copy of one accumulated gradient; raises `TrainingError` if there is none."""
+        """Return a flat copy of an accumulated gradient; raise `TrainingError` if there is none."""
         if pieces := self._stacks.get(parameter):
             self.finish()
             if self._has.isdisjoint(pieces):
@@ -425,7 +426,7 @@ class GradientStore:
         self.settle(unit)
         first, end = segment.within(0, self.plan.local_units[unit].numel)
         start, nbytes = (n * self.dtype.itemsize for n in (first, end - first))
-        alignment = 1 if unit in self.on_device else PAGE  # a disk is read in full pages
+        alignment = 1 if unit in self.on_device else PAGE  # disks are read in full pages
         low = start // alignment * alignment
         location = self.ranges[unit].part(low, round_up(start + nbytes, alignment) - low)
         buffer = host_buffer(location.nbytes)
@@ -435,7 +436,7 @@ class GradientStore:
     def hand_over(self) -> dict[int, list[Copy]]:
         """Return copies in flight by unit, for the reader of a unit's range to wait for.
 
-        Until then nothing may be sent there. Each copy must be kept until it has ended.
+        Until then nothing may be copied to the range. Keep each copy alive until it has ended.
         """
         handed = self._copies.hand_over()
         self.reset()

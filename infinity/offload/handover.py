@@ -1,9 +1,9 @@
-"""Units between the training thread and the optimizer pass: stale, then updated.
+"""Handover of units between the training thread and the optimizer pass.
 
 [Note: no deadlock on slots]
 The optimizer pass waits for a slot only while the training thread computes. When the training
-thread waits for a unit it first frees a slot for it, and its demand lifts the pacing: the optimizer
-pass updates that unit next, and units it cannot publish are written back instead.
+thread waits for a unit, it first frees a slot for it, and its demand lifts the pacing: the
+optimizer pass updates that unit next, and only writes back units that it cannot publish.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from infinity.offload.transfers import Transfers
 from infinity.plan.plan import Plan, UpdatePlace, publishes, update_place
 from infinity.storage.device import Event
 
-LOOK_AGAIN_S = 0.1  # nothing notifies when the last reference to a free slot is gone
+LOOK_AGAIN_S = 0.1  # dropping the last reference to a slot notifies nothing
 
 
 class UpdateHandover:
-    """Hands stale units to the optimizer pass, and takes them back updated."""
+    """Transitions of units to the optimizer pass (stale), and back (updated)."""
 
     def __init__(
         self, plan: Plan, transfers: Transfers, ledger: SlotLedger, failure: FailureLatch
@@ -38,21 +38,21 @@ class UpdateHandover:
         self.demand: int | None = None  # the unit the training thread waits for
         self.mispredictions = 0  # updates that could not be published
 
-    # --- the training thread ---------------------------------------------------------------------
+    # --- called by the training thread -----------------------------------------------------------
 
     def begin(self, units: Collection[int]) -> None:
-        """Hand over these units, whose slots are free; the caller holds `changed`."""
+        """Hand over these units, which have been evicted; the caller holds `changed`."""
         for unit in units:
             self._ledger.move(unit, Residency.PENDING)
         self._paced = True
 
     def lift_pacing(self) -> None:
-        """Let no update wait for a slot from now on; the caller holds `changed`."""
+        """Let no update wait for a slot until the next `begin`; the caller holds `changed`."""
         self._paced = False
         self.changed.notify_all()
 
     def await_update(self, unit: int, require_slot: Callable[[int], None]) -> None:
-        """Wait until the optimizer pass has updated the unit, which gets a slot first."""
+        """Block until the optimizer pass has updated the unit; first free a slot for it."""
         entry = self._entries[unit]
         with self._transfers.stall("update", unit), self.changed:
             self.demand = unit
@@ -61,16 +61,16 @@ class UpdateHandover:
                 while entry.residency is Residency.PENDING and self._failure.error is None:
                     if entry.slot is None:
                         require_slot(unit)
-                    if entry.residency is Residency.PENDING:  # it may have waited there
+                    if entry.residency is Residency.PENDING:  # `require_slot` may have waited
                         self.changed.wait()
             finally:
                 self.demand = None
 
     def await_consumed(self, unit: int) -> None:
-        """Wait until no optimizer pass reads the unit's gradients, before they are written again.
+        """Block until no optimizer pass reads the unit's gradients, before they are overwritten.
 
-        A forward through the unit has waited already; this is for graphs older than the last step,
-        parts of which need no weights.
+        A forward through the unit has waited already. Backward through a graph older than the last
+        step may not have: parts of it need no weights.
         """
         entry = self._entries[unit]
         if entry.residency is Residency.PENDING:
@@ -80,9 +80,9 @@ class UpdateHandover:
                     self.changed.wait()
             self._failure.check()
         if unit in self._updated_there and not entry.ready.done():
-            self._device.compute_wait(entry.ready)  # queued there, not yet over
+            self._device.compute_wait(entry.ready)  # the update is queued on the device
 
-    # --- the optimizer thread --------------------------------------------------------------------
+    # --- called by the optimizer thread ----------------------------------------------------------
 
     def weights_read(self, unit: int) -> Event:
         """Return the event after which no copy to the device reads the unit's stored weights."""
@@ -91,7 +91,7 @@ class UpdateHandover:
     def publish_slot(self, unit: int, first: Callable[[], object] | None = None) -> Slot | None:
         """Return the slot for an updated unit's weights, or None if they are only written back.
 
-        Calls `first` before it waits or decides, if no slot is free.
+        If no slot is free, calls `first` before it waits or returns None.
         """
         if not publishes(self._plan, unit):
             return None
@@ -121,7 +121,7 @@ class UpdateHandover:
             first = None
 
     def updated(self, unit: int, ready: Event) -> None:
-        """Mark the unit's update as complete; it is resident if it was published to a slot."""
+        """Mark the unit as updated: resident if it was published to a slot, else offloaded."""
         with self.changed:
             entry = self._entries[unit]
             entry.ready = ready

@@ -1,10 +1,10 @@
-"""Where the engine meets modules and autograd.
+"""Hooks of modules and parameters: fetch weights, and receive gradients.
 
 [Note: calls]
 Parameters that a call uses are bound while it runs, and released when it returns; see
-`call_guard.py` and [Note: released] in `bound_units.py`. A call is one of the engine's, the
-outermost call of the model or of a unit's module, or a backward. Parameters accessed outside a call
-stay bound, and so do parameters that a call returns.
+`call_guard.py` and [Note: released] in `bound_units.py`. Calls are those of engine
+methods, outermost calls of the model or of a unit's module, and backwards. Parameters accessed
+outside a call stay bound, and so do parameters that a call returns.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from infinity.profiling.memory_watch import MemoryWatch
 
 @dataclass(frozen=True, slots=True)
 class HookMark:
-    """Depths of the stacks before an engine call."""
+    """Depths of the hook stacks, and autocast state, before an engine call."""
 
     depth: int
     inside: int
@@ -53,7 +53,7 @@ class HookMark:
 
 
 class _Entered(NamedTuple):
-    """A forward that has not returned: of a unit's module, or of the model (no unit)."""
+    """Forward in progress, of a unit's module, or of another watched module (unit None)."""
 
     module: nn.Module
     unit: int | None
@@ -62,10 +62,10 @@ class _Entered(NamedTuple):
 
 
 class Hooks:
-    """Module hooks of all units, gradient hooks of all parameters, and their removal.
+    """Module hooks of all units and gradient hooks of all parameters.
 
-    `materialized_now` are parameters that hold a full value at the moment; `write_edits` writes
-    edits of others before a unit is fetched.
+    `materialized_now` are the indices of materialized parameters. `write_edits` writes pending
+    edits of stored values; it runs before a unit is fetched.
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class Hooks:
         self.saved = SavedTensors(prefetcher, gradients.expect, self._backward, activations)
         self.materialized_now = materialized_now
         self.write_edits = write_edits
-        self._call: Call | None = None  # that a module's hook began
-        self._task = -1  # the backward that was last seen to be a call of this thread's
+        self._call: Call | None = None  # begun by a module hook
+        self._task = -1  # the last backward registered as a call
         self._cuts = cuts
         self._parameters = parameters
         self._unit_of = {i: u for u, cut in enumerate(cuts) for i in cut.parameters}
-        # Without stacks that are cut: their rows have units.
+        # By id, without stacks that are cut: only their rows belong to units.
         self._index_of = {id(p): i for i, p in enumerate(parameters) if i in self._unit_of}
         self._stacks = {id(p): i for i, p in enumerate(parameters) if i not in self._unit_of}
         self._handles: list[RemovableHandle] = []
@@ -116,20 +116,19 @@ class Hooks:
                 )
         for index, parameter in enumerate(parameters):
             if trained[index] and index in self._unit_of:
-                parameter.grad = None  # of a backward before there was an engine
+                parameter.grad = None  # of a backward before the engine existed
                 requires = parameter.requires_grad
-                parameter.requires_grad_(True)  # the hook needs an accumulator
+                parameter.requires_grad_(True)  # needed to register the hook
                 register: Any = parameter.register_post_accumulate_grad_hook
                 self._handles.append(register(self._arrived(index)))
                 parameter.requires_grad_(requires)
 
     def unit_of(self, index: int) -> int:
-        """Return the unit of a parameter."""
         return self._unit_of[index]
 
     @property
     def summed_units(self) -> set[int]:
-        """Units whose gradients were sums of slices when they last arrived."""
+        """Units whose last gradients were sums of slices."""
         return {self._unit_of[index] for index in self.sums.summed}
 
     def touch(self, parameter: nn.Parameter) -> Tensor:
@@ -139,17 +138,17 @@ class Hooks:
         index = self._index_of[id(parameter)]
         unit = self._unit_of[index]
         if self._computes(unit):
-            self.device.sync_compute_stream()  # it may be another stream now
+            self.device.sync_compute_stream()  # the current stream may have changed
             return self.sums.read(index, parameter)
         self._refuse_strangers()
         if index in self.materialized_now:
             return parameter
-        self._is_materialized_now(unit)  # raises where a sibling is
+        self._is_materialized_now(unit)  # raises if a sibling is
         self._use(unit)
         return self.sums.read(index, parameter)
 
     def _stack(self, parameter: nn.Parameter) -> Tensor:
-        """Return a stack of experts that is cut: to be read between calls, or materialized."""
+        """Return a stack that is cut into ranges; raise during calls unless it is materialized."""
         self._refuse_strangers()
         if self.guard.busy and self._stacks[id(parameter)] not in self.materialized_now:
             raise ResidencyError(
@@ -180,20 +179,20 @@ class Hooks:
         return self.sums.read(self._index_of[id(parameter)], parameter)
 
     def _use(self, unit: int) -> None:
-        with no_dispatch_modes():  # what moves is no part of what a checkpoint's policy sees
+        with no_dispatch_modes():  # hide transfers from selective checkpointing
             self._join()
             self.write_edits()
             if not torch.is_inference_mode_enabled():
                 self.prefetcher.use(unit)
             else:
-                with torch.inference_mode(False):  # what is bound now may be trained with later
+                with torch.inference_mode(False):  # views bound here may be used to train later
                     self.prefetcher.use(unit)
             self._bound.look_for_edits(unit, reached=not self.guard.busy)
 
     # --- calls -----------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Begin a forward, on behalf of the frame that calls the hook."""
+        """Begin a call for the frame that calls the hook, unless one is in progress."""
         self._refuse_strangers()
         if self.guard.busy or inside_backward():
             return
@@ -213,7 +212,7 @@ class Hooks:
         self._inside.append(_Entered(module, unit, self.saved.push(), borrowed))
 
     def _is_inside(self, module: nn.Module, unit: int | None) -> bool:
-        """Return True if the pre-hook succeeded: torch calls hooks after one that raised, too."""
+        """Return True if the pre-hook succeeded: torch runs the post-hook even if it raised."""
         if self.guard.elsewhere() is not None or not self._inside:
             return False
         return self._inside[-1].module is module and self._inside[-1].unit == unit
@@ -232,7 +231,7 @@ class Hooks:
             self._end()
 
     def release(self, output: object) -> None:
-        """Release the units of a call, except parameters in its `output`."""
+        """Unbind the units of a call, except those of parameters in its `output`."""
         for value in _items((output,)):
             index = self._index_of.get(id(value)) if isinstance(value, nn.Parameter) else None
             if index is not None and self._entries[self._unit_of[index]].bound:
@@ -243,8 +242,8 @@ class Hooks:
         """Register a backward that was not started through the engine as a call."""
         if self.guard.busy or not inside_backward():
             return
-        # From the caller's: a frame that referred to itself would stay, and with it those it was
-        # called by, and the weights that these hold, until garbage is collected.
+        # Starts at the caller's frame: a frame that refers to itself is a cycle, which would keep
+        # its callers, and the weights they hold, alive until a garbage collection.
         lasting = sys._getframe(1)
         frame: FrameType | None = lasting
         while frame is not None:  # up to the outermost backward
@@ -261,10 +260,10 @@ class Hooks:
         after_backward(end)
 
     def _backward(self) -> None:
-        """Register the running backward with the engine (once per graph task)."""
+        """Register the running backward with the engine, once per graph task."""
         task = backward_task()
         if task == self._task and task >= 0:
-            return  # of one backward once is enough
+            return
         self.guard.check()
         self._join()
         self._task = task
@@ -272,7 +271,7 @@ class Hooks:
     def watch_root(
         self, root: nn.Module, begin: Callable[[], None], end: Callable[[], None]
     ) -> None:
-        """Make calls of the model or a part of it calls, with `begin` and `end` around them."""
+        """Treat calls of this module as calls of the engine; run `begin` and `end` around them."""
 
         def before(module: nn.Module, args: Any) -> None:
             self._begin()
@@ -325,13 +324,13 @@ class Hooks:
         return hook
 
     def around(self, unit: int) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return functions to run around a forward of the unit that is no call of its module."""
+        """Return the pre-hook and post-hook, to run around a forward without a module call."""
         return self._before(unit), self._after(unit)
 
     def _borrow(self, unit: int, given: Iterable[Any]) -> list[int]:
-        """Fetch the units of parameters that another module accessed and passes on.
+        """Fetch the units of parameters in a module's arguments; they stay until it returns.
 
-        Such a parameter may have been evicted since; it stays resident while it is used.
+        A parameter accessed by another module may have been evicted before it is passed on.
         """
         indices = [self._index_of[id(x)] for x in _items(given) if id(x) in self._index_of]
         if not indices:
@@ -397,7 +396,7 @@ class Hooks:
         return hook
 
     def receive(self, index: int, gradient: Tensor) -> None:
-        """Take a parameter's gradient from a backward."""
+        """Accumulate a parameter's gradient of the running backward."""
         self._backward()
         unit = self._unit_of[index]
         self._handover.await_consumed(unit)
@@ -414,14 +413,12 @@ class Hooks:
             timeline.backward(unit, arrived=True)
 
     def expect(self, indices: Mapping[str, int]) -> None:
-        """Start to read the saved gradients of a unit, by its parameters."""
+        """Start to read the saved gradients of these parameters' units."""
         for unit in {self._unit_of[index] for index in indices.values()}:
             self.gradients.expect(unit)
 
     def trained_of(self, module: nn.Module) -> dict[int, nn.Parameter]:
-        """Return a module's parameters that need a gradient, by index, without stacks that are
-        cut.
-        """
+        """Return a module's parameters that require a gradient, by index, without cut stacks."""
         found = ((self._index_of.get(id(p)), p) for p in module.parameters())
         return {index: p for index, p in found if index is not None and p.requires_grad}
 
@@ -448,7 +445,7 @@ class Hooks:
         torch.set_autocast_cache_enabled(mark.autocast_cache)
 
     def drop_gradients(self) -> None:
-        """Discard gradients of a backward that were not handed over."""
+        """Discard gradients of a failed backward that were not accumulated."""
         if (timeline := self.saved.timeline) is not None:
             timeline.forget()
         self.sums.drop()
@@ -457,11 +454,10 @@ class Hooks:
             parameter.grad = None
 
     def keep(self, handles: Sequence[RemovableHandle]) -> None:
-        """Add hooks for `remove` to remove."""
+        """Add handles of hooks that `remove` removes."""
         self._handles.extend(handles)
 
     def remove(self) -> None:
-        """Remove every hook."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -478,7 +474,7 @@ def is_ours(hook: Any) -> bool:
 def _items(values: Iterable[Any]) -> Iterator[Any]:
     """Yield the values, and those nested in lists, tuples, mappings and dataclasses."""
     for value in values:
-        if isinstance(value, Tensor):  # most of all
+        if isinstance(value, Tensor):  # the most frequent case
             yield value
         elif isinstance(value, Mapping):
             yield from _items(value.values())

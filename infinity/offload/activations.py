@@ -53,18 +53,18 @@ class SavedTensor:
     identity: TensorIdentity
     uses: int = 1
     tier: Tier = Tier.DEVICE
-    span: int | None = None  # offset in the pool
-    extent: int | None = None  # offset on disk
+    pool_offset: int | None = None
+    disk_offset: int | None = None
     buffer: Tensor | None = None  # for a read from disk, if the pool is full
     source: Tensor | None = None  # the tensor, until it has been copied out
-    left: Event | None = None  # end of the copy out; None: not started
+    copied_out: Event | None = None  # end of the copy out; None: not started
     writing: Event | None = None
     written: bool = False
     reading: Event | None = None
     fetched: Tensor | None = None
     ready: Event = HAPPENED
     modified: bool = False  # in place, during the copy out
-    given: bool = False  # returned to backward at least once
+    returned: bool = False  # returned to backward at least once
 
     def end_requests(self) -> None:
         """Wait for disk requests, ignoring their results."""
@@ -72,8 +72,8 @@ class SavedTensor:
             if ticket is not None:
                 with suppress(TransferError):
                     ticket.wait()
-                if not ticket.done():  # stuck: the kernel may still use the span, never reuse it
-                    self.span = None
+                if not ticket.done():  # stuck: the kernel may still use the range, never reuse it
+                    self.pool_offset = None
 
 
 class ActivationStore:
@@ -98,12 +98,12 @@ class ActivationStore:
         self._pool = Ranges(plan.host_bytes)
         self._disk = Ranges(plan.disk_bytes)
         self._records: dict[int, SavedTensor] = {}
-        self._known: dict[TensorIdentity, weakref.ref[Away]] = {}
+        self._handles: dict[TensorIdentity, weakref.ref[Away]] = {}
         self._retired: list[tuple[Event, int | None, int, object]] = []  # see `_retire`
-        self._going: list[SavedTensor] = []
-        self._coming: list[SavedTensor] = []
-        self._seen: list[int] = []
-        self._next = 0
+        self._outgoing: list[SavedTensor] = []
+        self._incoming: list[SavedTensor] = []
+        self._new_sizes: list[int] = []
+        self._next_number = 0
         self.num_saved = 0  # since the start
 
     # --- saving (forward) ------------------------------------------------------------------------
@@ -115,16 +115,16 @@ class ActivationStore:
         same masks and position tables are passed to every block.
         """
         nbytes = tensor.numel() * tensor.element_size()
-        dense = tensor.is_contiguous() and tensor.device == self._device.torch_device
-        dense = dense and tensor.requires_grad and not (tensor.is_conj() or tensor.is_neg())
-        if self._arena is None or not dense or nbytes < max(self.plan.min_bytes, 1):
+        supported = tensor.is_contiguous() and tensor.device == self._device.torch_device
+        supported = supported and tensor.requires_grad and not (tensor.is_conj() or tensor.is_neg())
+        if self._arena is None or not supported or nbytes < max(self.plan.min_bytes, 1):
             return None
         self.poll()
-        self._drain()
+        self._free_dropped()
         identity = TensorIdentity(tensor)
-        number, self._next = self._next, self._next + 1
-        known = self._known.get(identity)
-        away = known() if known is not None else None
+        number, self._next_number = self._next_number, self._next_number + 1
+        handle = self._handles.get(identity)
+        away = handle() if handle is not None else None
         if away is not None:  # an input of several blocks: backward needs it first for the last
             record = self._records[away.number]
             record.uses, record.order = record.uses + 1, number
@@ -135,16 +135,16 @@ class ActivationStore:
         )
         self._records[number] = record
         tier = self._tier_of(nbytes)
-        self._seen.append(nbytes)
-        if not self._send(record, tensor.detach(), tier):
+        self._new_sizes.append(nbytes)
+        if not self._offload(record, tensor.detach(), tier):
             away.tensor = tensor.detach()
-        self._known[identity] = weakref.ref(away)
+        self._handles[identity] = weakref.ref(away)
         self.num_saved += 1
         return away
 
     def _tier_of(self, nbytes: int) -> Tier:
         """Return the tier for the next tensor: as planned for a known size, else by free bytes."""
-        index, plan = len(self._seen), self.plan
+        index, plan = len(self._new_sizes), self.plan
         if index < len(self.sizes) and self.sizes[index] == nbytes:
             return tiers_of(self.sizes, plan)[index]
         rounded = round_up(nbytes, PAGE)
@@ -155,54 +155,54 @@ class ActivationStore:
         free = self._pool.free_bytes
         return Tier.HOST if free >= (1 + TRANSIT) * rounded else Tier.DISK
 
-    def _send(self, record: SavedTensor, source: Tensor, tier: Tier) -> bool:
+    def _offload(self, record: SavedTensor, source: Tensor, tier: Tier) -> bool:
         """Start the copy out; return False if the tensor stays on the device."""
         if tier is Tier.DEVICE:
             return False
         if tier is Tier.DISK:
-            record.extent = self._disk.take(record.nbytes)
-            if record.extent is None:
+            record.disk_offset = self._disk.take(record.nbytes)
+            if record.disk_offset is None:
                 return False
-        record.span = self._take(record.nbytes)
-        if record.span is None:
-            if record.extent is not None:
-                self._disk.give(record.extent, record.nbytes)
-                record.extent = None
+        record.pool_offset = self._allocate(record.nbytes)
+        if record.pool_offset is None:
+            if record.disk_offset is not None:
+                self._disk.give(record.disk_offset, record.nbytes)
+                record.disk_offset = None
             return False
         record.source, record.tier = source, tier
         target = self._buffer(record)[: record.nbytes]
-        record.left = self.transfers.copy_d2h(target, _bytes(source), label=LABEL)
-        self._going.append(record)
+        record.copied_out = self.transfers.copy_d2h(target, _bytes(source), label=LABEL)
+        self._outgoing.append(record)
         self._advance(record)
-        self._keep_few()
+        self._limit_sources()
         return True
 
-    def _keep_few(self) -> None:
+    def _limit_sources(self) -> None:
         """Wait for the oldest copies, so that at most `TRANSIT` sources stay alive.
 
         Compute is queued long before it runs: without this limit all sources would stay alive.
         """
-        leaving = [record for record in self._going if record.source is not None]
-        for record in leaving[:-TRANSIT]:
-            assert record.left is not None
+        with_source = [record for record in self._outgoing if record.source is not None]
+        for record in with_source[:-TRANSIT]:
+            assert record.copied_out is not None
             with self.transfers.stall("copy"):
-                record.left.wait()
+                record.copied_out.wait()
             self._advance(record)
 
     def _advance(self, record: SavedTensor, *, wait: bool = False) -> bool:
         """Continue to offload the record; return True once complete. Blocks only with `wait`."""
         if record.source is not None:
-            assert record.left is not None
-            if not record.left.done():
+            assert record.copied_out is not None
+            if not record.copied_out.done():
                 if not wait:
                     return False
                 with self.transfers.stall("copy"):
-                    record.left.wait()
+                    record.copied_out.wait()
             record.modified = record.source._version != record.version
             record.source = None
         if record.tier is Tier.DISK and not record.written:
             if record.writing is None:
-                piece = self._part(record), self._buffer(record)
+                piece = self._disk_range(record), self._buffer(record)
                 record.writing = self.transfers.write([piece], label=LABEL)
             if not record.writing.done() and not wait:
                 return False
@@ -214,8 +214,8 @@ class ActivationStore:
                 raise
             record.written, record.writing = True, None
             self._retire(record)
-        if record in self._going:
-            self._going.remove(record)
+        if record in self._outgoing:
+            self._outgoing.remove(record)
         return True
 
     # --- restoring (backward) --------------------------------------------------------------------
@@ -227,7 +227,7 @@ class ActivationStore:
         in place.
         """
         self.poll()
-        self._drain()
+        self._free_dropped()
         record = self._records.get(away.number)
         if self._arena is None or record is None:
             raise graph_of_closed_engine()
@@ -236,16 +236,16 @@ class ActivationStore:
             return away.tensor
         if record.source is not None:  # not copied out yet: it may have been modified
             _check_version(record.source._version != record.version, record.shape)
-        self._start(record, wait=True)
+        self._start_restore(record, wait=True)
         self._prefetch(record)
-        self._land(record)
+        self._finish_read(record)
         _check_version(record.modified, record.shape)
         if not record.ready.done():
             with self.transfers.stall("copy"):
                 self._device.compute_wait(record.ready)
         tensor = record.fetched
         assert tensor is not None
-        record.given = True
+        record.returned = True
         if record.uses == 1:
             record.fetched = None
         return tensor
@@ -253,11 +253,11 @@ class ActivationStore:
     def _prefetch(self, record: SavedTensor) -> None:
         """Start to restore the `AHEAD` records saved before this one."""
         records = self._records.values()
-        before = [r for r in records if r.order < record.order and r.left and not r.given]
-        for other in sorted(before, key=lambda r: r.order)[-AHEAD:]:
-            self._start(other, wait=False)
+        earlier = [r for r in records if r.order < record.order and r.copied_out and not r.returned]
+        for candidate in sorted(earlier, key=lambda r: r.order)[-AHEAD:]:
+            self._start_restore(candidate, wait=False)
 
-    def _start(self, record: SavedTensor, *, wait: bool) -> None:
+    def _start_restore(self, record: SavedTensor, *, wait: bool) -> None:
         """Start to restore the record, unless that is in flight. Blocks only with `wait`."""
         if record.fetched is not None or record.reading is not None:
             return
@@ -266,17 +266,17 @@ class ActivationStore:
             return
         if not self._advance(record, wait=wait):
             return
-        record.span = self._take(record.nbytes, wait=wait)
-        if record.span is None:
+        record.pool_offset = self._allocate(record.nbytes, wait=wait)
+        if record.pool_offset is None:
             if not wait:
                 return
             record.buffer = host_buffer(round_up(record.nbytes, PAGE))
-        piece = self._part(record), self._buffer(record)
+        piece = self._disk_range(record), self._buffer(record)
         priority = Priority.URGENT if wait else Priority.NORMAL
         record.reading = self.transfers.read([piece], priority, LABEL)
-        self._coming.append(record)
+        self._incoming.append(record)
 
-    def _land(self, record: SavedTensor) -> None:
+    def _finish_read(self, record: SavedTensor) -> None:
         """Wait for the read from disk, if there is one, and start the copy to the device."""
         if record.reading is None:
             return
@@ -285,56 +285,56 @@ class ActivationStore:
         self._copy_in(record)
         record.reading = None
         self._retire(record)
-        if record in self._coming:
-            self._coming.remove(record)
+        if record in self._incoming:
+            self._incoming.remove(record)
 
     def _copy_in(self, record: SavedTensor) -> None:
         device = self._device
         target = torch.empty(record.shape, dtype=record.dtype, device=device.torch_device)
         # Queued compute may still use the target's memory, and the copy out may be in flight.
-        after = after_all(device.compute_event(), record.left or HAPPENED)
+        after = after_all(device.compute_event(), record.copied_out or HAPPENED)
         source = self._buffer(record)[: record.nbytes]
         record.ready = self.transfers.copy_h2d(_bytes(target), source, after, LABEL)
         record.fetched = target
 
     def poll(self) -> None:
         """Poll copies and requests in flight, and continue them. Never blocks."""
-        for record in list(self._going):
+        for record in list(self._outgoing):
             self._advance(record)
-        for record in list(self._coming):
+        for record in list(self._incoming):
             if record.reading is not None and record.reading.done():
-                self._land(record)
+                self._finish_read(record)
 
-    def _take(self, nbytes: int, *, wait: bool = True) -> int | None:
-        """Return a free span of the pool or None; with `wait`, block while one will become free."""
+    def _allocate(self, nbytes: int, *, wait: bool = True) -> int | None:
+        """Return an offset of free pool bytes, or None; with `wait`, block until some are freed."""
         while True:
-            self._drain()
-            self._reap()
-            span = self._pool.take(nbytes)
-            if span is not None or not wait:
-                return span
-            to_disk = next((r for r in self._going if r.tier is Tier.DISK), None)
+            self._free_dropped()
+            self._free_retired()
+            pool_offset = self._pool.take(nbytes)
+            if pool_offset is not None or not wait:
+                return pool_offset
+            to_disk = next((r for r in self._outgoing if r.tier is Tier.DISK), None)
             if self._retired:
                 with self.transfers.stall("copy"):
                     self._retired[0][0].wait()
             elif to_disk is not None:
                 self._advance(to_disk, wait=True)
-            elif self._coming:
-                self._land(self._coming[0])
+            elif self._incoming:
+                self._finish_read(self._incoming[0])
             else:
                 return None
 
     def recover(self) -> None:
         """Wait for requests in flight, after an exception in a call; later restores start anew."""
-        for record in list(self._coming):
+        for record in list(self._incoming):
             record.end_requests()
             record.reading = None
-            self._coming.remove(record)
+            self._incoming.remove(record)
             self._retire(record)
-        for record in list(self._going):
+        for record in list(self._outgoing):
             with suppress(TransferError):  # the pool still holds it
                 self._advance(record, wait=True)
-        self._seen = []
+        self._new_sizes = []
 
     # --- records and their memory ----------------------------------------------------------------
 
@@ -350,65 +350,65 @@ class ActivationStore:
     @property
     def learnt(self) -> tuple[int, ...]:
         """Return `sizes`, updated by graphs that have been freed."""
-        self._drain()
+        self._free_dropped()
         return self.sizes
 
     @property
     def held(self) -> dict[Tier, int]:
         """Bytes of the saved tensors that graphs hold, by tier."""
-        self._drain()
+        self._free_dropped()
         held = dict.fromkeys(Tier, 0)
         for record in self._records.values():
             held[record.tier] += record.nbytes
         return held
 
-    def _drain(self) -> None:
+    def _free_dropped(self) -> None:
         """Free the memory of tensors that no graph holds any more."""
         for number in [n for n, r in self._records.items() if r.away() is None]:
-            self._bury(self._records[number])
+            self._discard(self._records[number])
             del self._records[number]
-        if self._seen and not self._records:
-            self.sizes, self._seen = tuple(self._seen), []
+        if self._new_sizes and not self._records:
+            self.sizes, self._new_sizes = tuple(self._new_sizes), []
 
-    def _bury(self, record: SavedTensor) -> None:
+    def _discard(self, record: SavedTensor) -> None:
         record.end_requests()
-        for records in (self._going, self._coming):
+        for records in (self._outgoing, self._incoming):
             if record in records:
                 records.remove(record)
         self._retire(record)
-        if record.extent is not None:
-            self._disk.give(record.extent, record.nbytes)
-            record.extent = None
-        self._known.pop(record.identity, None)
+        if record.disk_offset is not None:
+            self._disk.give(record.disk_offset, record.nbytes)
+            record.disk_offset = None
+        self._handles.pop(record.identity, None)
 
     def _retire(self, record: SavedTensor) -> None:
-        """Free the record's span and release its tensors once no copy uses them."""
-        event = after_all(record.left or HAPPENED, record.ready)
-        held = (record.buffer, record.source, record.fetched)
-        self._retired.append((event, record.span, record.nbytes, held))
-        record.span = record.buffer = None
-        self._reap()
+        """Free the record's bytes in the pool and its tensors once no copy uses them."""
+        event = after_all(record.copied_out or HAPPENED, record.ready)
+        tensors = (record.buffer, record.source, record.fetched)
+        self._retired.append((event, record.pool_offset, record.nbytes, tensors))
+        record.pool_offset = record.buffer = None
+        self._free_retired()
 
-    def _reap(self) -> None:
+    def _free_retired(self) -> None:
         for entry in list(self._retired):
-            event, span, nbytes, _ = entry
+            event, pool_offset, nbytes, _ = entry
             if event.done():
                 self._retired.remove(entry)
-                if span is not None:
-                    self._pool.give(span, nbytes)
+                if pool_offset is not None:
+                    self._pool.give(pool_offset, nbytes)
 
     def _buffer(self, record: SavedTensor) -> Tensor:
-        """Return the record's memory in RAM, in full pages: its read buffer, or its span."""
+        """Return the record's read buffer, or its bytes in the pool, in full pages."""
         if record.buffer is not None:
             return record.buffer
         assert self._arena is not None
-        assert record.span is not None
-        return self._arena.view(record.span, round_up(record.nbytes, PAGE))
+        assert record.pool_offset is not None
+        return self._arena.view(record.pool_offset, round_up(record.nbytes, PAGE))
 
-    def _part(self, record: SavedTensor) -> Extent:
+    def _disk_range(self, record: SavedTensor) -> Extent:
         assert self._extent is not None
-        assert record.extent is not None
-        return self._extent.part(record.extent, round_up(record.nbytes, PAGE))
+        assert record.disk_offset is not None
+        return self._extent.part(record.disk_offset, round_up(record.nbytes, PAGE))
 
     def close(self) -> None:
         """Wait for transfers and drop everything; remaining graphs become unusable."""
@@ -417,10 +417,10 @@ class ActivationStore:
         if not self._device.unified:
             self._device.synchronize()
         self._records.clear()
-        self._known.clear()
+        self._handles.clear()
         self._retired.clear()
-        self._going.clear()
-        self._coming.clear()
+        self._outgoing.clear()
+        self._incoming.clear()
 
     def forget(self) -> None:
         """Free the pool, which must not be pinned any more."""

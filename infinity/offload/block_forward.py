@@ -51,7 +51,7 @@ class UnitForwards:
         plan: Plan,
     ) -> None:
         self.recomputed = 0
-        self._said: set[str] = set()  # keys of issued warnings
+        self._warned: set[str] = set()  # keys of issued warnings
         self.inside = 0  # forwards in progress that are recomputed by the engine
         self._hooks = hooks
         self._cuts = cuts
@@ -62,15 +62,15 @@ class UnitForwards:
             self._replace()
 
     def _replace(self) -> None:
-        blocks, recompute = 0, self._plan.saved.recompute
+        num_blocks, recompute = 0, self._plan.saved.recompute
         for unit, cut in enumerate(self._cuts):
-            again = recompute == "all" or blocks < recompute
-            blocks += cut.is_block
+            recomputes = recompute == "all" or num_blocks < recompute
+            num_blocks += cut.is_block
             parameter_ids = {id(self._parameters[index]) for index in cut.parameters}
             for module in blocks_of(cut):
-                alone = parameter_ids.issuperset(id(p) for p in module.parameters())
+                compilable = parameter_ids.issuperset(id(p) for p in module.parameters())
                 self._blocks.append(
-                    _Block(self, self._hooks, self._plan, module, unit, cut, alone, again)
+                    _Block(self, self._hooks, self._plan, module, unit, cut, compilable, recomputes)
                 )
 
     def compile_units(self, **options: Any) -> None:
@@ -79,11 +79,11 @@ class UnitForwards:
         `options` are those of `torch.compile`; a block is one graph unless `fullgraph` is False.
         Raises `ConfigError` if no block can be compiled, or for CUDA graphs.
         """
-        chosen = check_options(options)
+        compile_options = check_options(options)
         if not self._blocks:
             self._replace()
-        alone = [block for block in self._blocks if block.alone]
-        if not alone:
+        compilable_blocks = [block for block in self._blocks if block.compilable]
+        if not compilable_blocks:
             raise ConfigError(
                 "there is no block that can be compiled",
                 because="they hold experts, which are units of their own, or weights of others"
@@ -92,8 +92,8 @@ class UnitForwards:
                 remedy="leave compile out, or cut it yourself: initialize(units=[...])",
             )
         self._hooks.saved.hide_from_compiler()
-        for block in alone:
-            block.compile(chosen)
+        for block in compilable_blocks:
+            block.compile(compile_options)
 
     @property
     def num_compiled(self) -> int:
@@ -106,8 +106,8 @@ class UnitForwards:
 
     def warn_once(self, of: str, text: str) -> None:
         """Issue a warning once per key `of`."""
-        if of not in self._said:
-            self._said.add(of)
+        if of not in self._warned:
+            self._warned.add(of)
             warnings.warn(text, InfinityWarning, stacklevel=3)
 
     def remove(self) -> None:
@@ -128,15 +128,15 @@ class _Block:
         module: nn.Module,
         unit: int,
         cut: UnitModules,
-        alone: bool,
-        again: bool,
+        compilable: bool,
+        recomputes: bool,
     ) -> None:
-        self.alone = alone  # all parameters inside belong to this unit
+        self.compilable = compilable  # all parameters inside belong to this unit
         self.compiled: CompiledForward | None = None
         self._owner = owner
         self._saved = hooks.saved
         self._sums = hooks.sums
-        self._recomputes = again
+        self._recomputes = recomputes
         self._name = cut.name
         self._read = hooks.read
         self._module = module
@@ -165,9 +165,9 @@ class _Block:
             self._module.__dict__["forward"] = self._replaced
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        again = inside_backward() or self._saved.under_checkpoint
-        if not torch.is_grad_enabled() or again or self._sums.call is not None:
-            if again and self._slicer is not None and not self._owner.inside:
+        is_recomputed = inside_backward() or self._saved.under_checkpoint
+        if not torch.is_grad_enabled() or is_recomputed or self._sums.call is not None:
+            if is_recomputed and self._slicer is not None and not self._owner.inside:
                 self._owner.warn_once(
                     "left whole",
                     f"block {self._name!r} does not run in slices: the model checkpoints it, and "
@@ -183,25 +183,25 @@ class _Block:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self._recomputes:
-            parts = [*self._module.modules()]  # now: modules may have been added
-            run = functools.partial(self._recomputable, Rerun(parts))
+            modules = [*self._module.modules()]  # now: modules may have been added
+            run = functools.partial(self._recomputable, Rerun(modules))
             return checkpointed(run, self._name, args, kwargs)
         return self._plain(*args, **kwargs)
 
     def _recomputable(self, rerun: Rerun, *args: Any, **kwargs: Any) -> Any:
-        again, pushed = inside_backward(), False
-        if again:
+        recomputing, pushed = inside_backward(), False
+        if recomputing:
             self._owner.recomputed += 1
             self._before(self._module, args, kwargs)
         else:  # the module's hooks have run
             pushed = self._saved.push()
         self._owner.inside += 1
         try:
-            with rerun.again() if again else rerun.first():
+            with rerun.again() if recomputing else rerun.first():
                 return self._plain(*args, **kwargs)
         finally:
             self._owner.inside -= 1
-            if again:
+            if recomputing:
                 self._after(self._module, args, None)
             elif pushed:
                 self._saved.pop()
@@ -213,29 +213,29 @@ class _Block:
 
     def _without_caches(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return `kwargs` without empty caches; raise `TrainingError` for a cache with content."""
-        kept = dict(kwargs)
+        cleaned = dict(kwargs)
         for key in _CACHES:
-            cache = kept.get(key)
+            cache = cleaned.get(key)
             if cache is None:
                 continue
-            length = getattr(cache, "get_seq_length", None)
-            if not callable(length) or length() > 0:
+            get_length = getattr(cache, "get_seq_length", None)
+            if not callable(get_length) or get_length() > 0:
                 raise TrainingError(
                     f"block {self._name!r} was given {key} that is not empty, to train with",
                     because="a block that is recomputed, or runs in slices, cannot have a cache",
                     remedy="train without a cache (use_cache=False), or without "
                     "activations.checkpoint and activations.slices",
                 )
-            kept[key] = None
+            cleaned[key] = None
             self._owner.warn_once(
                 "cache",
                 "blocks that are recomputed or sliced are not given a cache of keys and values "
                 "while they train; pass use_cache=False to silence this",
             )
         for key in _CACHE_FLAGS:
-            if kept.get(key) is True:
-                kept[key] = False
-        return kept
+            if cleaned.get(key) is True:
+                cleaned[key] = False
+        return cleaned
 
 
 def blocks_of(cut: UnitModules) -> list[nn.Module]:
@@ -259,9 +259,9 @@ def checkpointed(
     lists and dicts.
     """
     tensors: list[Tensor] = []
-    shape = take_apart((args, dict(kwargs)), tensors)
+    structure = take_apart((args, dict(kwargs)), tensors)
 
-    def run(*given: Tensor) -> Any:
-        return _run_once(function, name, shape, given)
+    def run(*inputs: Tensor) -> Any:
+        return _run_once(function, name, structure, inputs)
 
     return checkpoint(run, *tensors, use_reentrant=False)

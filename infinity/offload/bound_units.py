@@ -30,8 +30,8 @@ class BoundUnits:
         self._entries = ledger.entries
         self._binding = binding
         self._failure = failure
-        self._reached: set[int] = set()  # bound, and accessed outside a call
-        self._proved: set[tuple[int, bool]] = set()  # (unit, grad mode) with checksums
+        self._accessed_outside: set[int] = set()  # bound, and accessed outside a call
+        self._checked: set[tuple[int, bool]] = set()  # (unit, grad mode) with checksums
 
     def bind(self, unit: int) -> None:
         """Make the parameters of a resident unit views of its slot.
@@ -65,12 +65,12 @@ class BoundUnits:
         """
         entry = self._entries[unit]
         if reached:
-            self._reached.add(unit)
+            self._accessed_outside.add(unit)
         else:
-            kind = unit, torch.is_grad_enabled()
-            if kind in self._proved:
+            key = unit, torch.is_grad_enabled()
+            if key in self._checked:
                 return
-            self._proved.add(kind)
+            self._checked.add(key)
         if entry.checksums is None:
             entry.checksums = [checksum(view) for view in entry.views]
 
@@ -86,15 +86,15 @@ class BoundUnits:
         Checks the units accessed outside calls and `unit`, or with `every` all units.
         """
         error = None
-        also = range(len(self._entries)) if every else [] if unit is None else [unit]
-        for other in self._reached.union(also):
-            if self._entries[other].bound:
-                found = self._edit_of(other)
-                if found is not None:
-                    self.release(other)
-                error = error or found
-            elif (placeholder := self._binding.edited(other)) is not None:
-                self._binding.forget(other)
+        requested = range(len(self._entries)) if every else [] if unit is None else [unit]
+        for checked in self._accessed_outside.union(requested):
+            if self._entries[checked].bound:
+                unit_error = self._edit_error(checked)
+                if unit_error is not None:
+                    self.release(checked)
+                error = error or unit_error
+            elif (placeholder := self._binding.edited(checked)) is not None:
+                self._binding.forget(checked)
                 error = error or placeholder.error()
         return error
 
@@ -106,7 +106,7 @@ class BoundUnits:
         """
         error = None
         for unit, entry in enumerate(self._entries):
-            if entry.bound and (reached or unit not in self._reached):
+            if entry.bound and (reached or unit not in self._accessed_outside):
                 error = self.release(unit) or error
         if error is not None:
             raise error
@@ -117,8 +117,8 @@ class BoundUnits:
         Edited bytes are never used: the slot is evicted. If it is the only copy, the engine fails.
         """
         entry = self._entries[unit]
-        error = self._edit_of(unit)
-        self._forget(unit)
+        error = self._edit_error(unit)
+        self._unbind(unit)
         if error is not None and entry.slot is not None and entry.slot.slot_class is not None:
             with self._ledger.changed:
                 self._ledger.evict(unit)
@@ -129,22 +129,22 @@ class BoundUnits:
 
         The caller holds `changed`.
         """
-        edited = None
+        error = None
         if self._entries[unit].bound:
-            edited = self._edit_of(unit)
-            self._forget(unit)
+            error = self._edit_error(unit)
+            self._unbind(unit)
         self._ledger.evict(unit)
-        if edited is not None:  # only now, so that the slot is not lost
-            raise edited
+        if error is not None:  # only now, so that the slot is not lost
+            raise error
 
-    def _forget(self, unit: int) -> None:
+    def _unbind(self, unit: int) -> None:
         """Unbind the unit's parameters without checking for edits."""
         entry = self._entries[unit]
         entry.bound, entry.checksums = False, None
-        self._reached.discard(unit)
+        self._accessed_outside.discard(unit)
         self._binding.forget(unit)
 
-    def _edit_of(self, unit: int) -> ResidencyError | None:
+    def _edit_error(self, unit: int) -> ResidencyError | None:
         """Return the error for an edit of the unit's bound parameters, if there was one.
 
         Fails the engine if the edited copy is the only one.
@@ -154,8 +154,10 @@ class BoundUnits:
         only_copy = entry.slot.slot_class is None  # a unit stored on the device
         name = None
         if entry.checksums is not None:
-            each = zip(self._plan.units[unit].segments, entry.views, entry.checksums, strict=True)
-            name = next((s.name for s, view, before in each if checksum(view) != before), None)
+            checked = zip(
+                self._plan.units[unit].segments, entry.views, entry.checksums, strict=True
+            )
+            name = next((s.name for s, view, before in checked if checksum(view) != before), None)
         if edit is None and name is None:
             return None
         edit = edit or Edit(name or "", in_place=True)

@@ -63,15 +63,17 @@ def _stack_of(thread: int) -> list[FrameType]:
     `f_back` of a frame was a tuple.)
     """
     frames: list[Any] = []
-    collecting = gc.isenabled()
+    gc_enabled = gc.isenabled()
     gc.disable()
     try:
-        outwards = accumulate(repeat("f_back"), getattr, initial=sys._current_frames().get(thread))
-        deque(map(frames.append, outwards), maxlen=0)
+        outer_frames = accumulate(
+            repeat("f_back"), getattr, initial=sys._current_frames().get(thread)
+        )
+        deque(map(frames.append, outer_frames), maxlen=0)
     except AttributeError:  # `f_back` of None, past the outermost frame
         frames.pop()
     finally:
-        if collecting:
+        if gc_enabled:
             gc.enable()
     return frames
 
@@ -88,7 +90,7 @@ class CallGuard:
         self._backward_threads = backward_threads
         self._calls: dict[str, Call] = {}  # at most one; a dict for its atomic `setdefault`
         self.fail: Callable[[], None] = lambda: None  # called when a call is interrupted
-        self._shut = False
+        self._locked = False
 
     def is_here(self) -> bool:
         """Return True in the process that created the engine."""
@@ -113,7 +115,7 @@ class CallGuard:
                 remedy="use the engine and its model only in the process that made the engine; "
                 "give workers plain data",
             )
-        if self._shut:
+        if self._locked:
             raise ResidencyError(
                 "the engine, or its model, was used from inside a step",
                 because="schedules and states saved with a step are called while weights change",
@@ -133,11 +135,11 @@ class CallGuard:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Reject all calls in the block, including those of this thread."""
-        self._shut = True
+        self._locked = True
         try:
             yield
         finally:
-            self._shut = False
+            self._locked = False
 
     def elsewhere(self) -> Call | None:
         """Return the call in progress on another thread, if there is one."""
@@ -153,13 +155,13 @@ class CallGuard:
 
         Raises `ResidencyError` as `check` does.
         """
-        mine = Call(get_ident(), id(frame), frame.f_code)
+        new_call = Call(get_ident(), id(frame), frame.f_code)
         while True:
             self.check()
-            call = self._calls.setdefault("call", mine)
-            if call is mine:
-                DEFERRAL.begin(mine, self.fail)
-                return mine
+            call = self._calls.setdefault("call", new_call)
+            if call is new_call:
+                DEFERRAL.begin(new_call, self.fail)
+                return new_call
             if not call.is_over:
                 return None
             self.leave(call)
@@ -179,17 +181,17 @@ def engine_call(method: Callable[P, R]) -> Callable[P, R]:
     """
 
     @functools.wraps(method)
-    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
-        it: Any = args[0]
-        call = it._guard.enter(sys._getframe())
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        owner: Any = args[0]
+        call = owner._guard.enter(sys._getframe())
         try:
             return method(*args, **kwargs)
         except Exception:
             raise
         except BaseException:
-            it._guard.fail()
+            owner._guard.fail()
             raise
         finally:
-            it._guard.leave(call)
+            owner._guard.leave(call)
 
-    return alone
+    return guarded

@@ -34,49 +34,51 @@ def take_apart(value: Any, tensors: list[Tensor]) -> Any:
     return value
 
 
-def put_together(shape: Any, tensors: Sequence[Tensor]) -> Any:
+def put_together(structure: Any, tensors: Sequence[Tensor]) -> Any:
     """Rebuild a value from its structure and tensors."""
-    if isinstance(shape, _TensorPosition):
-        return tensors[shape.index]
-    if type(shape) in (tuple, list):
-        return type(shape)(put_together(item, tensors) for item in shape)
-    if type(shape) is dict:
-        return {key: put_together(item, tensors) for key, item in shape.items()}
-    return shape
+    if isinstance(structure, _TensorPosition):
+        return tensors[structure.index]
+    if type(structure) in (tuple, list):
+        return type(structure)(put_together(item, tensors) for item in structure)
+    if type(structure) is dict:
+        return {key: put_together(item, tensors) for key, item in structure.items()}
+    return structure
 
 
-def leaves(shape: Any) -> Iterator[Any]:
+def leaves(structure: Any) -> Iterator[Any]:
     """Yield the objects in a structure that are neither tensors nor containers."""
-    if type(shape) in (tuple, list, dict):
-        for item in shape.values() if type(shape) is dict else shape:
+    if type(structure) in (tuple, list, dict):
+        for item in structure.values() if type(structure) is dict else structure:
             yield from leaves(item)
-    elif not isinstance(shape, _TensorPosition):
-        yield shape
+    elif not isinstance(structure, _TensorPosition):
+        yield structure
 
 
-def is_as_given(value: Any, shape: Any, tensors: Sequence[Tensor]) -> bool:
+def is_as_given(value: Any, structure: Any, tensors: Sequence[Tensor]) -> bool:
     """Return True if no container in the value was changed since `put_together` built it."""
-    if isinstance(shape, _TensorPosition):
-        return value is tensors[shape.index]
-    if type(shape) is dict:
-        same = value.keys() == shape.keys()
-        return same and all(is_as_given(value[key], shape[key], tensors) for key in shape)
-    if type(shape) in (tuple, list):
-        each = zip(value, shape, strict=False)
-        return len(value) == len(shape) and all(is_as_given(v, s, tensors) for v, s in each)
-    return value is shape
+    if isinstance(structure, _TensorPosition):
+        return value is tensors[structure.index]
+    if type(structure) is dict:
+        same_keys = value.keys() == structure.keys()
+        return same_keys and all(
+            is_as_given(value[key], structure[key], tensors) for key in structure
+        )
+    if type(structure) in (tuple, list):
+        pairs = zip(value, structure, strict=False)
+        return len(value) == len(structure) and all(is_as_given(v, s, tensors) for v, s in pairs)
+    return value is structure
 
 
 def _run_once(
-    function: Callable[..., Any], name: str, shape: Any, tensors: Sequence[Tensor]
+    function: Callable[..., Any], name: str, structure: Any, tensors: Sequence[Tensor]
 ) -> Any:
     """Call the function with copies of the containers in its arguments.
 
     Raises `TrainingError` if it changes them, since the caller would not see the change.
     """
-    args, kwargs = put_together(shape, tensors)
+    args, kwargs = put_together(structure, tensors)
     result = function(*args, **kwargs)
-    if not is_as_given((args, kwargs), shape, tensors):
+    if not is_as_given((args, kwargs), structure, tensors):
         raise TrainingError(
             f"block {name!r} changes a list or dict that it was given",
             because="a block that is recomputed, or runs in slices, would do it several times",

@@ -39,20 +39,20 @@ class CompiledForward:
     ) -> None:
         self._name = name
         self._read = read
-        self._owned = [
-            (part, part._parameters, dict[str, Any](part._parameters))
-            for part in module.modules()
-            if isinstance(part._parameters, ParameterMap)
+        self._parameter_dicts = [
+            (submodule, submodule._parameters, dict[str, Any](submodule._parameters))
+            for submodule in module.modules()
+            if isinstance(submodule._parameters, ParameterMap)
         ]
         self._run: Callable[..., Any] = torch.compile(forward, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled forward; raise `TrainingError` if the compiler rejects it."""
         try:
-            for part, owned, plain in self._owned:
-                for name, parameter in owned.items():
-                    plain[name] = None if parameter is None else self._read(parameter)
-                part.__dict__["_parameters"] = plain
+            for submodule, parameters, plain_parameters in self._parameter_dicts:
+                for name, parameter in parameters.items():
+                    plain_parameters[name] = None if parameter is None else self._read(parameter)
+                submodule.__dict__["_parameters"] = plain_parameters
             return self._run(*args, **kwargs)
         except Exception as error:
             if type(error).__module__ != "torch._dynamo.exc":
@@ -63,19 +63,19 @@ class CompiledForward:
                 remedy="leave compile out, or change the block as advised by the error above",
             ) from error
         finally:
-            for part, owned, plain in self._owned:
-                part.__dict__["_parameters"] = owned
-                plain.update(owned)  # drops taps, which are views of slots
+            for submodule, parameters, plain_parameters in self._parameter_dicts:
+                submodule.__dict__["_parameters"] = parameters
+                plain_parameters.update(parameters)  # drops taps, which are views of slots
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options with `fullgraph` on by default; raise `ConfigError` for CUDA graphs."""
-    chosen = {"fullgraph": True, **options}
-    inner = chosen.get("options") or {}
-    if chosen.get("mode") in _WITH_CUDA_GRAPHS or inner.get("triton.cudagraphs"):
+    merged = {"fullgraph": True, **options}
+    inductor_options = merged.get("options") or {}
+    if merged.get("mode") in _WITH_CUDA_GRAPHS or inductor_options.get("triton.cudagraphs"):
         raise ConfigError(
             "blocks cannot be compiled with CUDA graphs",
             because="a graph replays addresses, and weights are in another place every time",
             remedy='use mode="default" or "max-autotune-no-cudagraphs"',
         )
-    return chosen
+    return merged

@@ -63,22 +63,22 @@ class Cycles:
 
     def around_calls(self) -> tuple[Callable[[], None], Callable[[], None]]:
         """Return the functions to run before and after a call of the model."""
-        caches: list[bool] = []  # autocast cache enabled, before each call in progress
+        cache_states: list[bool] = []  # autocast cache enabled, before each call in progress
 
         def before() -> None:
-            caches.append(torch.is_autocast_cache_enabled())
+            cache_states.append(torch.is_autocast_cache_enabled())
             torch.set_autocast_cache_enabled(False)  # it would cache casts of weights that move
             if not torch.is_grad_enabled():
                 self.begin(last_micro_batch=False)
 
         def after() -> None:
-            if caches:
-                torch.set_autocast_cache_enabled(caches.pop())
+            if cache_states:
+                torch.set_autocast_cache_enabled(cache_states.pop())
             self.end_call()
 
         return before, after
 
     def mispredictions(self) -> int:
         """Return the number of unexpected uses, and of updates that could not be published."""
-        orders = self.training.mispredictions + self.without_grad.mispredictions
-        return self._prefetcher.handover.mispredictions + orders
+        unexpected = self.training.mispredictions + self.without_grad.mispredictions
+        return self._prefetcher.handover.mispredictions + unexpected

@@ -41,7 +41,7 @@ from infinity.plan.layout import Segment
 from infinity.plan.plan import Plan
 from infinity.storage.device import HAPPENED, Event, after_all
 
-Moved = Callable[[str, int], None]  # (direction, bytes)
+CountBytes = Callable[[str, int], None]  # (direction, bytes)
 
 
 class Accumulate(Protocol):
@@ -55,13 +55,13 @@ class Accumulate(Protocol):
 
 
 class _Exchange(NamedTuple):
-    """Exchange in flight; `there` holds for each rank the parameters with a gradient."""
+    """Exchange in flight; `present` holds for each rank the parameters with a gradient."""
 
     unit: int
-    there: Sequence[Collection[int]]
+    present: Sequence[Collection[int]]
     pair: int  # index of its buffers
     received: Tensor  # (ranks, elements of a shard)
-    over: Event
+    event: Event
 
 
 class GradientExchange:
@@ -76,7 +76,7 @@ class GradientExchange:
         transfers: Transfers,
         ranks: DistContext,
         accumulate: Accumulate,
-        has: set[int],
+        with_gradient: set[int],
         window: AccumulationWindow,
     ) -> None:
         self._plan = plan
@@ -85,50 +85,51 @@ class GradientExchange:
         self._device = transfers.device
         self._ranks = ranks
         self._accumulate = accumulate
-        self._has = has
+        self._with_gradient = with_gradient
         # Gradients by unit, then by parameter; one more dict if a gradient arrived twice.
         self._arrived: dict[int, list[dict[int, Tensor]]] = {}
-        self._wanted = [{s.parameter for s in u.trained_segments if s.numel} for u in plan.units]
-        self._parameters = [p for wanted in self._wanted for p in sorted(wanted)]
+        self._expected = [{s.parameter for s in u.trained_segments if s.numel} for u in plan.units]
+        self._parameters = [p for expected in self._expected for p in sorted(expected)]
         self._dtype: torch.dtype = getattr(torch, plan.precision.dtype)
         nbytes, count = exchange_bytes(plan), num_exchanges(plan)
         arena = self._device.reserve(2 * count * nbytes)
         views = [arena.view(i * nbytes, nbytes) for i in range(2 * count)]
-        self._pairs = list(zip(views[::2], views[1::2], strict=True))  # (sent, received)
-        self._taken: list[Event] = [HAPPENED] * count  # after which pairs may be overwritten
-        self._under_way: deque[_Exchange] = deque()
-        self._failed: Exception | None = None
+        self._buffer_pairs = list(zip(views[::2], views[1::2], strict=True))  # (sent, received)
+        self._reusable: list[Event] = [HAPPENED] * count  # after which pairs may be overwritten
+        self._in_flight: deque[_Exchange] = deque()
+        self._error: Exception | None = None
 
     def forget(self) -> None:
         """Free the buffers."""
         self.reset()
-        self._pairs.clear()
+        self._buffer_pairs.clear()
 
     def reset(self) -> None:
         """Discard gradients that have arrived, and those in flight once they have completed."""
         self._arrived.clear()
-        while self._under_way:
+        while self._in_flight:
             with suppress(MachineError):  # lost ranks are reported at the next synchronization
-                self._under_way.popleft().over.wait()
-        self._failed = None
+                self._in_flight.popleft().event.wait()
+        self._error = None
 
     def put(self, unit: int, parameter: int, gradient: Tensor) -> None:
         """Store a gradient (flat, on the device) until it is exchanged."""
-        rounds = self._arrived.setdefault(unit, [])
-        found = next((one for one in rounds if parameter not in one), None)
-        if found is None:
-            rounds.append(found := {})
-        found[parameter] = gradient
+        arrivals = self._arrived.setdefault(unit, [])
+        gradients = next((g for g in arrivals if parameter not in g), None)
+        if gradients is None:
+            gradients = {}
+            arrivals.append(gradients)
+        gradients[parameter] = gradient
 
     def ready(self) -> int:
         """Return the report of a complete unit, `2 * (unit + 1) + wide`; 0 for none.
 
         Adds exchanges that have completed; never blocks. Raises the error of an earlier addition.
         """
-        self._take(all_but=len(self._pairs))
+        self._add_completed(all_but=len(self._buffer_pairs))
         self._check()
-        for unit, rounds in self._arrived.items():
-            if rounds[0].keys() == self._wanted[unit]:
+        for unit, arrivals in self._arrived.items():
+            if arrivals[0].keys() == self._expected[unit]:
                 return 2 * (unit + 1) + self._is_wide(unit)
         return 0
 
@@ -136,110 +137,113 @@ class GradientExchange:
         """Start to exchange the unit that all ranks reported as complete; see `ready`."""
         units = {value // 2 - 1 for value in ready}
         if len(units) == 1 and (unit := units.pop()) >= 0:
-            there = [self._wanted[unit]] * self._ranks.count
-            self._start(unit, there, wide=any(value % 2 for value in ready))
+            present = [self._expected[unit]] * self._ranks.count
+            self._start(unit, present, wide=any(value % 2 for value in ready))
 
     def finish(self) -> None:
         """Exchange the remaining gradients at the end of a backward, and add all exchanges."""
-        while self._is_left():
-            firsts = {unit: rounds[0] for unit, rounds in self._arrived.items()}
-            here = {parameter for first in firsts.values() for parameter in first}
-            flags = [parameter in here for parameter in self._parameters]
-            flags += [self._is_wide(unit) for unit in range(len(self._wanted))]
+        while self._has_remaining():
+            local_parameters = {p for arrivals in self._arrived.values() for p in arrivals[0]}
+            flags = [parameter in local_parameters for parameter in self._parameters]
+            flags += [self._is_wide(unit) for unit in range(len(self._expected))]
             table = self._ranks.gather(
                 torch.tensor(flags, dtype=torch.uint8, device="cpu")
             ).tolist()
             num_parameters = len(self._parameters)
-            reported = [{p for p, there in zip(self._parameters, row, strict=False) if there}
+            reported = [{p for p, flag in zip(self._parameters, row, strict=False) if flag}
                     for row in table]  # fmt: skip
-            for unit, wanted in enumerate(self._wanted):
-                there = [parameters & wanted for parameters in reported]
-                if any(there):
+            for unit, expected in enumerate(self._expected):
+                present = [parameters & expected for parameters in reported]
+                if any(present):
                     wide = any(row[num_parameters + unit] for row in table)
-                    self._start(unit, there, wide=wide)
+                    self._start(unit, present, wide=wide)
 
-    def _is_left(self) -> bool:
+    def _has_remaining(self) -> bool:
         """Add exchanges in flight; return True if any rank has more to exchange."""
-        self._take()
+        self._add_completed()
         self._check()
         reported = self._ranks.assert_equal_across_ranks(
             "ends a backward", bool(self._arrived), values=self._window.position
         )
-        return any(left for left, *_ in reported)
+        return any(remaining for remaining, *_ in reported)
 
     def _check(self) -> None:
-        if self._failed is not None:
-            raise self._failed
+        if self._error is not None:
+            raise self._error
 
     def _is_wide(self, unit: int) -> bool:
         """Return True if a gradient of the unit is a sum of slices, in fp32."""
         arrived = self._arrived.get(unit, [{}])[0].values()
         return any(gradient.dtype is not self._dtype for gradient in arrived)
 
-    def _start(self, unit: int, there: Sequence[Collection[int]], *, wide: bool) -> None:
+    def _start(self, unit: int, present: Sequence[Collection[int]], *, wide: bool) -> None:
         """Start to exchange a unit. All ranks do so now, so it must not fail on one rank only.
 
-        `there` holds for each rank the parameters with a gradient.
+        `present` holds for each rank the parameters with a gradient.
         """
-        self._take(all_but=len(self._pairs) - 1)
+        self._add_completed(all_but=len(self._buffer_pairs) - 1)
         layout, count = self._plan.units[unit], self._ranks.count
-        used = {one.pair for one in self._under_way}
-        pair = next(pair for pair in range(len(self._pairs)) if pair not in used)
+        used_pairs = {exchange.pair for exchange in self._in_flight}
+        pair = next(pair for pair in range(len(self._buffer_pairs)) if pair not in used_pairs)
         dtype = torch.float32 if wide else self._dtype
-        rounds = self._arrived.get(unit, [])
-        mine = rounds.pop(0) if rounds else {}
-        if not rounds:
+        arrivals = self._arrived.get(unit, [])
+        gradients = arrivals.pop(0) if arrivals else {}
+        if not arrivals:
             self._arrived.pop(unit, None)
         nbytes = layout.numel * dtype.itemsize
-        sent, received = (buffer[:nbytes] for buffer in self._pairs[pair])
+        sent, received = (buffer[:nbytes] for buffer in self._buffer_pairs[pair])
         elements = sent.view(dtype)
         for segment in layout.trained_segments:
-            if segment.parameter in mine:
+            if segment.parameter in gradients:
                 target = elements[segment.offset : segment.offset + segment.numel]
-                target.copy_(mine[segment.parameter])
+                target.copy_(gradients[segment.parameter])
         start = partial(self._ranks.all_to_all, received, sent)
-        after = after_all(self._taken[pair], self._device.compute_event())
-        others = nbytes // count * (count - 1)
-        over = self._transfers.run_on_comm_stream("all_to_all", start, others, after)
+        after = after_all(self._reusable[pair], self._device.compute_event())
+        sent_nbytes = nbytes // count * (count - 1)
+        event = self._transfers.run_on_comm_stream("all_to_all", start, sent_nbytes, after)
         shards = received.view(dtype).view(count, -1)
-        self._under_way.append(_Exchange(unit, there, pair, shards, over))
+        self._in_flight.append(_Exchange(unit, present, pair, shards, event))
 
-    def _take(self, all_but: int = 0) -> None:
+    def _add_completed(self, all_but: int = 0) -> None:
         """Add completed exchanges, oldest first; wait for all but the newest `all_but`.
 
         An error is stored for `_check`.
         """
-        while self._under_way and (
-            len(self._under_way) > all_but or self._under_way[0].over.done()
+        while self._in_flight and (
+            len(self._in_flight) > all_but or self._in_flight[0].event.done()
         ):
-            one = self._under_way.popleft()
+            exchange = self._in_flight.popleft()
             try:
-                self._device.compute_wait(one.over)
-                if self._failed is None:
-                    self._add(one)
+                self._device.compute_wait(exchange.event)
+                if self._error is None:
+                    self._add(exchange)
             except Exception as error:
-                self._failed = self._failed or error
+                self._error = self._error or error
 
-    def _add(self, one: _Exchange) -> None:
-        unit, there, shard = one.unit, one.there, self._plan.local_units[one.unit]
-        last = {parameter: r for r, parameters in enumerate(there) for parameter in parameters}
-        taken = []
-        for rank, parameters in enumerate(there):
+    def _add(self, exchange: _Exchange) -> None:
+        unit, present = exchange.unit, exchange.present
+        shard = self._plan.local_units[unit]
+        last_rank = {p: rank for rank, parameters in enumerate(present) for p in parameters}
+        events = []
+        for rank, parameters in enumerate(present):
             for segment in shard.segments:
                 if segment.parameter in parameters:
                     first, end = segment.within(0, shard.numel)
-                    theirs, is_last = one.received[rank, first:end], last[segment.parameter] == rank
-                    taken.append(self._accumulate(unit, segment, theirs, last=is_last))
-        self._taken[one.pair] = after_all(*taken)
-        self._has.update(last)  # on all ranks, not only where the shard is stored
+                    gradient = exchange.received[rank, first:end]
+                    last = last_rank[segment.parameter] == rank
+                    events.append(self._accumulate(unit, segment, gradient, last=last))
+        self._reusable[exchange.pair] = after_all(*events)
+        self._with_gradient.update(last_rank)  # on all ranks, not only where the shard is stored
 
 
 class NormTree:
     """Reduction tree over the square sums of all ranks' blocks, in the order of a single rank."""
 
-    def __init__(self, plan: Plan, ranks: DistContext, kernels: CpuKernels, moved: Moved) -> None:
+    def __init__(
+        self, plan: Plan, ranks: DistContext, kernels: CpuKernels, count_bytes: CountBytes
+    ) -> None:
         self._ranks = ranks
-        self._moved = moved
+        self._count_bytes = count_bytes
         self._kernels = kernels
         self._counts = {p: n for unit in plan.units for p, n in unit.reported_squares.items()}
         self._sums = {s.parameter: s.num_sums for u in plan.units for s in u.trained_segments}
@@ -257,8 +261,9 @@ class NormTree:
         """
         sizes = {p: self._counts[p] for p in parameters}
         length = max(sum(counts[r] for counts in sizes.values()) for r in range(self._ranks.count))
-        self._moved("all_gather", 8 * length * (self._ranks.count - 1))
-        sums, at = torch.zeros(length, dtype=torch.float64, device="cpu"), 0
+        self._count_bytes("all_gather", 8 * length * (self._ranks.count - 1))
+        sums = torch.zeros(length, dtype=torch.float64, device="cpu")
+        position = 0
         for parameter in parameters:
             count = sizes[parameter][self._ranks.rank]
             if count:
@@ -268,21 +273,22 @@ class NormTree:
                     blocks = torch.tensor(
                         self._fold(parameter, blocks), dtype=torch.float64, device="cpu"
                     )
-                sums[at : at + count] = blocks
-                at += count
+                sums[position : position + count] = blocks
+                position += count
         self._ranks.assert_equal_across_ranks("ends a step", values=equal)
         table = self._ranks.gather(sums)
-        found, starts = {}, [0] * self._ranks.count
+        folded = {}
+        offsets = [0] * self._ranks.count
         for parameter in parameters:
-            parts = []
+            rank_blocks = []
             for rank, count in enumerate(sizes[parameter]):
-                parts.append(table[rank, starts[rank] : starts[rank] + count])
-                starts[rank] += count
-            found[parameter] = self._fold(parameter, torch.cat(parts))
-        return found
+                rank_blocks.append(table[rank, offsets[rank] : offsets[rank] + count])
+                offsets[rank] += count
+            folded[parameter] = self._fold(parameter, torch.cat(rank_blocks))
+        return folded
 
     def _fold(self, parameter: int, blocks: Tensor) -> list[float]:
         """Return the sums over a parameter's blocks: one, or one per expert of a stack."""
         count = self._sums[parameter]
-        each = (blocks,) if count == 1 else blocks.view(count, -1).unbind()
-        return [self._kernels.fold_squares(part) for part in each]
+        groups = (blocks,) if count == 1 else blocks.view(count, -1).unbind()
+        return [self._kernels.fold_squares(group) for group in groups]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from infinity.model.torch_private import inside_backward
 
-_MOST = 64  # calls of a module before their counts are merged
+_MAX_PENDING = 64  # calls of a module before their counts are merged
 
 
 class ExpertCalls:
@@ -40,19 +40,19 @@ class ExpertCalls:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Count no tokens in the block."""
-        before, self._paused = self._paused, True
+        was_paused, self._paused = self._paused, True
         try:
             yield
         finally:
-            self._paused = before
+            self._paused = was_paused
 
     def add(self, module: nn.Module, path: str, counts: Sequence[int]) -> None:
         """Add the tokens of each expert, in a training forward only, not in its recomputation."""
         if module.training and not self._paused and not inside_backward():
-            found = self._counts.setdefault(path, [])
-            found.append(counts)
-            if len(found) == _MOST:
-                found[:] = [_sum(found)]
+            pending = self._counts.setdefault(path, [])
+            pending.append(counts)
+            if len(pending) == _MAX_PENDING:
+                pending[:] = [_sum(pending)]
 
     def see(self, output: Any) -> None:
         """Add the auxiliary loss of a model's output, if it has one that requires a gradient."""
@@ -69,7 +69,7 @@ class ExpertCalls:
         """Return the tokens of each expert by module, and the sum of losses; then reset."""
         counts, loss = self._counts, self._loss
         self.reset()
-        tokens = {path: _sum(found) for path, found in counts.items()}
+        tokens = {path: _sum(pending) for path, pending in counts.items()}
         return tokens, None if loss is None else float(loss)
 
 

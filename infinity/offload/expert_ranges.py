@@ -35,7 +35,7 @@ from infinity.model.stacks import (
 from infinity.offload.hooks import Hooks, is_ours
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     """No-op to run around calls of a module of experts."""
 
 
@@ -55,19 +55,19 @@ class Experts:
         for name, origin in rows[0].stacks.members:
             if (stack := parameters[origin]).requires_grad:
                 register: Any = stack.register_post_accumulate_grad_hook
-                hooks.keep([register(self._arrived(name))])
+                hooks.keep([register(self._gradient_hook(name))])
         # Pushes the saved-tensor hooks around calls: without them, a checkpoint inside the layer
         # would keep all ranges that it recomputes in their slots.
-        hooks.watch_root(self.module, _nothing, _nothing)
+        hooks.watch_root(self.module, _no_op, _no_op)
 
-    def _arrived(self, name: str) -> Callable[[Tensor], None]:
+    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
         """Return a hook that receives the gradient of a stack that was used while materialized."""
 
         def hook(stack: Tensor) -> None:
             gradient, stack.grad = stack.grad, None
             if gradient is not None:
-                for one in self._rows:
-                    self._hooks.receive(one.parameters[name], gradient[one.first : one.end])
+                for rows in self._rows:
+                    self._hooks.receive(rows.parameters[name], gradient[rows.first : rows.end])
 
         return hook
 
@@ -76,8 +76,10 @@ class Experts:
             return computer(self, call)
         self.count(call)
         used = self.used([call.counts])
-        each = zip(used, call.split(used), strict=True)
-        return torch.cat([call.compute(self.view_of(one, call), *rows) for one, rows in each])
+        pairs = zip(used, call.split(used), strict=True)
+        return torch.cat(
+            [call.compute(self.view_of(rows, call), *tensors) for rows, tensors in pairs]
+        )
 
     def count(self, call: RangeCall) -> None:
         """Count the tokens of a call in a training forward."""
@@ -88,13 +90,13 @@ class Experts:
 
         Without any tokens, return the first range, which computes the empty result.
         """
-        wanted = [any(any(c[one.first : one.end]) for c in counts) for one in self._rows]
+        has_tokens = [any(any(c[rows.first : rows.end]) for c in counts) for rows in self._rows]
         if self._ranks.count > 1:
             with self._ranks.propagate_errors("routes tokens to experts"):
                 self._ranks.synchronize(f"routes tokens to {self._rows[0].stacks.path}")
-                flags = torch.tensor(wanted, dtype=torch.uint8, device="cpu")
-                wanted = self._ranks.gather(flags).any(0).tolist()
-        used = [one for one, is_wanted in zip(self._rows, wanted, strict=True) if is_wanted]
+                flags = torch.tensor(has_tokens, dtype=torch.uint8, device="cpu")
+                has_tokens = self._ranks.gather(flags).any(0).tolist()
+        used = [rows for rows, is_used in zip(self._rows, has_tokens, strict=True) if is_used]
         return used or self._rows[:1]
 
     def view_of(self, rows: Rows, call: RangeCall) -> StackRange:
@@ -104,10 +106,10 @@ class Experts:
     def read(self, rows: Rows, name: str) -> Tensor:
         """Fetch a range, and return its rows of the stack `name`."""
         origins = dict(rows.stacks.members)
-        held = [origin in self._hooks.materialized_now for origin in origins.values()]
+        materialized = [origin in self._hooks.materialized_now for origin in origins.values()]
         stack = self._parameters[origins[name]]
-        if any(held):
-            if not all(held):
+        if any(materialized):
+            if not all(materialized):
                 raise ResidencyError(
                     f"{rows.stacks.path!r} computes while some of its parameters are materialized",
                     remedy="leave the `with engine.materialized(...)` block first, or materialize "
@@ -144,10 +146,11 @@ class ExpertRanges:
         ranks: DistContext,
     ) -> None:
         by_module: dict[str, list[Rows]] = {}
-        for one in rows:
-            by_module.setdefault(one.stacks.path, []).append(one)
+        for entry in rows:
+            by_module.setdefault(entry.stacks.path, []).append(entry)
         self._modules = [
-            Experts(hooks, found, parameters, ranks).module for found in by_module.values()
+            Experts(hooks, module_rows, parameters, ranks).module
+            for module_rows in by_module.values()
         ]
         for path, module in root.named_modules():
             if path not in by_module and stacks_of(module):

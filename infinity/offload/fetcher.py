@@ -69,12 +69,12 @@ class Fetcher:
             assert source is not None
             self._copy_in(unit, source)
             return
-        parts = self._store.shard_in(unit, slot.memory)
+        targets = self._store.shard_in(unit, slot.memory)
         if not self._unified:
             stall = partial(self._transfers.stall, "copy")
-            entry.staging = self._staging.take(self._land_oldest, stall)
-            parts = (entry.staging[: state.layout.stored_bytes],)
-        pieces = self._store.ranges(unit, Kind.WEIGHT, *parts)
+            entry.staging = self._staging.take(self._free_staging, stall)
+            targets = (entry.staging[: state.layout.stored_bytes],)
+        pieces = self._store.ranges(unit, Kind.WEIGHT, *targets)
         entry.ticket = self._transfers.read(pieces, priority, label)
 
     def finish(self, unit: int) -> None:
@@ -124,22 +124,22 @@ class Fetcher:
         """Start to copy this rank's shard of the weights into the unit's slot."""
         entry, device, label = self._entries[unit], self._transfers.device, (unit, "weight")
         assert entry.slot is not None
-        parts = self._store.shard_in(unit, entry.slot.memory)
-        shard = shard[: sum(part.numel() for part in parts)]
-        cut = zip(parts, self._store.cut(unit, shard), strict=True)
-        pairs = [(part, source) for part, source in cut if part.numel()]
+        targets = self._store.shard_in(unit, entry.slot.memory)
+        shard = shard[: sum(target.numel() for target in targets)]
+        slices = zip(targets, self._store.cut(unit, shard), strict=True)
+        pairs = [(target, source) for target, source in slices if target.numel()]
         after = entry.slot.free_after
         if not self._store.units[unit].on_device(Kind.WEIGHT):
             copies = [
-                self._transfers.copy_h2d(part, source, after, label) for part, source in pairs
+                self._transfers.copy_h2d(target, source, after, label) for target, source in pairs
             ]
             entry.ready = together(copies)
             return
         device.compute_wait(after)  # a shard stored on the device is copied by compute
-        for part, source in pairs:
-            part.copy_(source)
+        for target, source in pairs:
+            target.copy_(source)
         entry.ready = device.compute_event()
 
-    def _land_oldest(self) -> None:
-        landed = next(u for u, e in enumerate(self._entries) if e.staging is not None)
-        self._copy_landed(landed)
+    def _free_staging(self) -> None:
+        unit = next(u for u, e in enumerate(self._entries) if e.staging is not None)
+        self._copy_landed(unit)

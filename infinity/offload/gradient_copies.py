@@ -41,7 +41,7 @@ class GradientCopies:
     def __init__(self, transfers: Transfers, limit: int) -> None:
         self._transfers = transfers
         self._limit = limit
-        self._under_way: deque[Copy] = deque()
+        self._in_flight: deque[Copy] = deque()
         self._nbytes = 0
         self._sent: dict[int, Event] = {}  # last copy by parameter
 
@@ -52,19 +52,19 @@ class GradientCopies:
         """
         event = self._transfers.copy_d2h(target, source, label=(unit, "gradient"))
         self._sent[parameter] = event
-        self._under_way.append(Copy(unit, event, source))
+        self._in_flight.append(Copy(unit, event, source))
         self._nbytes += source.numel()
         while self._nbytes > self._limit:  # backward is ahead of the copies: bound the memory
             with self._transfers.stall("gradient"):
-                self._under_way[0].event.wait()
+                self._in_flight[0].event.wait()
             self.let_go()
         self.let_go()
         return event
 
     def let_go(self) -> None:
         """Release gradients whose copies have ended."""
-        while self._under_way and self._under_way[0].event.done():
-            self._nbytes -= self._under_way.popleft().source.numel()
+        while self._in_flight and self._in_flight[0].event.done():
+            self._nbytes -= self._in_flight.popleft().source.numel()
 
     def sent(self, parameter: int) -> Event:
         """Return the event after which the parameter's range holds its gradient."""
@@ -83,20 +83,20 @@ class GradientCopies:
         Until then nothing may be copied to the range. Keep each copy alive until it has ended.
         """
         self.let_go()
-        handed: dict[int, list[Copy]] = {}
-        for copy in self._under_way:
-            handed.setdefault(copy.unit, []).append(copy)
-        self._forget()
-        return handed
+        copies: dict[int, list[Copy]] = {}
+        for copy in self._in_flight:
+            copies.setdefault(copy.unit, []).append(copy)
+        self._clear()
+        return copies
 
     def reset(self) -> None:
         """Wait for all copies and drop them: the next window writes the same ranges."""
-        for copy in self._under_way:
+        for copy in self._in_flight:
             copy.wait()
-        self._forget()
+        self._clear()
 
-    def _forget(self) -> None:
-        self._under_way.clear()
+    def _clear(self) -> None:
+        self._in_flight.clear()
         self._nbytes = 0
         self._sent.clear()
 
@@ -106,53 +106,56 @@ class SquaresOnDevice:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._unit = -1  # of the waiting gradients
-        self._waiting: dict[int, Sequence[Tensor]] = {}  # by parameter
-        self._begun: list[tuple[dict[int, int], SquareSums]] = []  # parameter -> number of sums
-        self._newest: dict[int, int] = {}  # parameter -> index in `_begun` of its valid sums
+        self._unit = -1  # of the queued gradients
+        self._queued: dict[int, Sequence[Tensor]] = {}  # by parameter
+        self._launches: list[tuple[dict[int, int], SquareSums]] = []  # parameter -> number of sums
+        self._valid_launch: dict[int, int] = {}  # parameter -> index in `_launches`
 
     def add(self, unit: int, parameter: int, gradient: Sequence[Tensor], *, complete: int) -> None:
-        """Queue a gradient, cut by `apart`; the sums of a unit begin with its `complete`-th one."""
+        """Queue a gradient, cut by `norm_slices`.
+
+        The sums of a unit begin with its gradient number `complete`.
+        """
         if unit != self._unit:  # some parameters of a unit may have no gradient
             self.flush()
             self._unit = unit
-        self._waiting[parameter] = gradient
-        if len(self._waiting) == complete:
+        self._queued[parameter] = gradient
+        if len(self._queued) == complete:
             self.flush()
 
     def flush(self) -> None:
         """Begin the sums of queued gradients."""
-        waiting, self._waiting = self._waiting, {}
-        self.begin(waiting)
+        queued, self._queued = self._queued, {}
+        self.begin(queued)
 
     def begin(self, gradients: Mapping[int, Sequence[Tensor]]) -> None:
-        """Begin the sums of these gradients, by parameter, cut by `apart`."""
+        """Begin the sums of these gradients, by parameter, cut by `norm_slices`."""
         if gradients:
-            flat = [part for parts in gradients.values() for part in parts]
-            sums = self._device.begin_square_sums(flat)
-            self._newest.update(dict.fromkeys(gradients, len(self._begun)))
-            self._begun.append(({p: len(parts) for p, parts in gradients.items()}, sums))
+            tensors = [tensor for slices in gradients.values() for tensor in slices]
+            sums = self._device.begin_square_sums(tensors)
+            self._valid_launch.update(dict.fromkeys(gradients, len(self._launches)))
+            self._launches.append(({p: len(slices) for p, slices in gradients.items()}, sums))
 
     def drop(self, parameter: int) -> None:
         """Discard the sums of a parameter whose gradient is replaced."""
-        self._waiting.pop(parameter, None)
-        self._newest.pop(parameter, None)
+        self._queued.pop(parameter, None)
+        self._valid_launch.pop(parameter, None)
 
     def results(self) -> dict[int, list[float]]:
         """Return sums of squares by parameter; blocks once, for the newest of them."""
         self.flush()
-        found: dict[int, list[float]] = {}
-        for number in reversed(range(len(self._begun))):  # once the newest are complete, all are
-            counts, sums = self._begun[number]
+        squares: dict[int, list[float]] = {}
+        for number in reversed(range(len(self._launches))):  # once the newest are complete, all are
+            counts, sums = self._launches[number]
             totals = iter(sums.result())
             for parameter, count in counts.items():
-                here = list(islice(totals, count))
-                if self._newest.get(parameter) == number:
-                    found[parameter] = here
+                parameter_sums = list(islice(totals, count))
+                if self._valid_launch.get(parameter) == number:
+                    squares[parameter] = parameter_sums
         self.reset()
-        return found
+        return squares
 
     def reset(self) -> None:
-        self._waiting.clear()
-        self._begun.clear()
-        self._newest.clear()
+        self._queued.clear()
+        self._launches.clear()
+        self._valid_launch.clear()

@@ -22,13 +22,13 @@ from infinity.plan.layout import Segment
 from infinity.profiling.trace_recorder import Laps
 
 
-def part(flat: Tensor, segment: Segment) -> Tensor:
+def segment_slice(flat: Tensor, segment: Segment) -> Tensor:
     """Return the parameter's slice of its unit's flat range, or of a shard of that range."""
     first, end = segment.within(0, flat.numel())
     return flat[first:end]
 
 
-def apart(flat: Tensor, segment: Segment) -> Sequence[Tensor]:
+def norm_slices(flat: Tensor, segment: Segment) -> Sequence[Tensor]:
     """Return the slices of a full gradient that the norm sums separately: a stack's experts."""
     return (flat,) if segment.stack is None else flat.view(segment.shape[0], -1).unbind()
 
@@ -63,7 +63,7 @@ class GradientSums:
         `gradient` is flat, in RAM, of any dtype of parameters.
         """
         in_ram = self._ram.get(unit)
-        target = part(self._windows.range(unit) if in_ram is None else in_ram, segment)
+        target = segment_slice(self._windows.range(unit) if in_ram is None else in_ram, segment)
         self.squares.pop(segment.parameter, None)
         trace = None if self._transfers is None else self._transfers.trace
         laps = Laps(trace, unit)
@@ -79,7 +79,9 @@ class GradientSums:
 
     def square(self, unit: int, segment: Segment) -> None:
         """Sum the squares of a gradient that was copied to its range in RAM."""
-        self.squares[segment.parameter] = self._square(part(self._ram[unit], segment), segment)
+        self.squares[segment.parameter] = self._square(
+            segment_slice(self._ram[unit], segment), segment
+        )
 
     def drop(self, parameter: int) -> None:
         """Discard the squares of a parameter whose gradient is replaced."""

@@ -70,11 +70,11 @@ class GradientWindows:
 
     def write_once(self) -> None:
         """Write every range before training: the first write of reserved space is slow."""
-        for turn, unit in enumerate(self.ranges):
-            buffer = self._buffers[turn % len(self._buffers)]
+        for index, unit in enumerate(self.ranges):
+            buffer = self._buffers[index % len(self._buffers)]
             if buffer.ticket is not None:
                 buffer.ticket.wait()
-            self._send(unit, buffer)
+            self._write(unit, buffer)
         self.settle()
 
     def expect(self, unit: int) -> None:
@@ -132,8 +132,8 @@ class GradientWindows:
     def settle(self, unit: int | None = None) -> None:
         """Wait for writes in flight of closed buffers: of one unit, or of all."""
         for buffer in self._buffers:
-            wanted = unit is None or buffer.last_unit == unit
-            if buffer.unit is None and wanted:
+            matches = unit is None or buffer.last_unit == unit
+            if buffer.unit is None and matches:
                 self._wait(buffer)  # a failed write keeps its ticket: later waits raise too
 
     def reset(self) -> None:
@@ -174,11 +174,11 @@ class GradientWindows:
         buffer.unit, buffer.last_unit = None, unit
         if not self._arrived.get(unit):
             return  # no gradient arrived: the range on disk is current
-        self._send(unit, buffer)
+        self._write(unit, buffer)
         self._saved.add(unit)
         self._arrived[unit] = 0
 
-    def _send(self, unit: int, buffer: _Buffer) -> None:
+    def _write(self, unit: int, buffer: _Buffer) -> None:
         """Start to write the buffer to its unit's range."""
         location, buffer.last_unit = self.ranges[unit], unit
         piece = location, buffer.memory[: location.nbytes]

@@ -37,7 +37,7 @@ class _Task:
     first: int
     end: int
     dropped: bool = False
-    over: threading.Event = field(default_factory=threading.Event)
+    finished: threading.Event = field(default_factory=threading.Event)
 
 
 class GradientWorker:
@@ -50,10 +50,10 @@ class GradientWorker:
         self._transfers = transfers
         self._staging = staging
         self._tasks: deque[_Task] = deque()  # incomplete tasks; removed by the worker thread
-        self._landing: deque[_Task] = deque()  # users of the staging buffer, oldest first
+        self._staged: deque[_Task] = deque()  # users of the staging buffer, oldest first
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()  # None ends it
         self._error: BaseException | None = None
-        self._follows = False  # whether the worker thread is attached to the device
+        self._attached = False  # whether the worker thread is attached to the device
         self._thread = threading.Thread(target=self._loop, name="infinity-gradients", daemon=True)
 
     def open(self) -> None:
@@ -70,7 +70,7 @@ class GradientWorker:
 
     def forget(self) -> None:
         """Free the staging buffer."""
-        self._landing.clear()
+        self._staged.clear()
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     # --- called by the training thread ---------------------------------------------------------
@@ -80,22 +80,22 @@ class GradientWorker:
 
         Bytes are released in the order of tasks, so the buffer is a ring.
         """
-        while (first := self._room(nbytes)) is None:
-            self._wait(self._landing[0])
-        return first, self._staging[first : first + nbytes]
+        while (offset := self._free_offset(nbytes)) is None:
+            self._wait(self._staged[0])
+        return offset, self._staging[offset : offset + nbytes]
 
-    def _room(self, nbytes: int) -> int | None:
+    def _free_offset(self, nbytes: int) -> int | None:
         """Return the offset of `nbytes` free bytes, or None."""
-        while self._landing and self._landing[0].over.is_set():
-            self._landing.popleft()
-        if not self._landing:
+        while self._staged and self._staged[0].finished.is_set():
+            self._staged.popleft()
+        if not self._staged:
             assert nbytes <= self._staging.numel()
             return 0
-        tail, head = self._landing[0].first, self._landing[-1].end
-        first = round_up(head, 64)
+        tail, head = self._staged[0].first, self._staged[-1].end
+        offset = round_up(head, 64)
         limit = self._staging.numel() if head > tail else tail
-        if first + nbytes <= limit:
-            return first
+        if offset + nbytes <= limit:
+            return offset
         return 0 if head > tail and nbytes <= tail else None
 
     def put(
@@ -103,14 +103,20 @@ class GradientWorker:
         run: Callable[[], None],
         after: Sequence[Event] = (),
         source: Tensor | None = None,
-        landing: tuple[int, Tensor] | None = None,
+        reservation: tuple[int, Tensor] | None = None,
     ) -> None:
-        """Queue a function to run once all events have happened. Never blocks."""
-        first, end = (0, 0) if landing is None else (landing[0], landing[0] + landing[1].numel())
+        """Queue a function to run once all events have happened. Never blocks.
+
+        `reservation` is the result of `allocate`, if the function uses it.
+        """
+        first, end = 0, 0
+        if reservation is not None:
+            first, buffer = reservation
+            end = first + buffer.numel()
         task = _Task(run, after, source, first, end)
         self._tasks.append(task)
-        if landing is not None:
-            self._landing.append(task)
+        if reservation is not None:
+            self._staged.append(task)
         self._queue.put(task)
 
     def check(self) -> None:
@@ -129,7 +135,7 @@ class GradientWorker:
         for task in self._drop():
             self._wait(task)
         self._error = None
-        self._landing.clear()
+        self._staged.clear()
 
     def _drop(self) -> deque[_Task]:
         queued = self._tasks.copy()
@@ -138,11 +144,11 @@ class GradientWorker:
         return queued
 
     def _wait(self, task: _Task) -> None:
-        if task.over.is_set():
+        if task.finished.is_set():
             return
         with self._transfers.stall("gradient"):
-            while not task.over.wait(_LOOK_AGAIN_S):
-                if not self._thread.is_alive() and not task.over.is_set():
+            while not task.finished.wait(_ALIVE_CHECK_S):
+                if not self._thread.is_alive() and not task.finished.is_set():
                     raise EngineFailedError(
                         f"{len(self._tasks)} gradients wait for thread {self._thread.name!r}, "
                         "which has ended",
@@ -154,16 +160,16 @@ class GradientWorker:
 
     def _loop(self) -> None:
         while (task := self._queue.get()) is not None:
-            self._do(task)
+            self._run(task)
             self._tasks.popleft()
-            task.over.set()
+            task.finished.set()
             del task
 
-    def _do(self, task: _Task) -> None:
+    def _run(self, task: _Task) -> None:
         try:
-            if not self._follows:
+            if not self._attached:
                 self._transfers.device.attach_worker_thread()
-                self._follows = True
+                self._attached = True
             for event in task.after:
                 event.wait()
             task.source = None
@@ -174,7 +180,7 @@ class GradientWorker:
 
 
 # Seconds between checks that the thread is alive: backward on a GPU cannot be interrupted.
-_LOOK_AGAIN_S = 1.0
+_ALIVE_CHECK_S = 1.0
 
 
 def _untraced(error: BaseException) -> BaseException:

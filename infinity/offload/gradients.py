@@ -31,7 +31,7 @@ from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import TrainingError
 from infinity.offload.exchange import GradientExchange, NormTree
 from infinity.offload.gradient_copies import Copy, GradientCopies, SquaresOnDevice
-from infinity.offload.gradient_sums import GradientSums, apart, part
+from infinity.offload.gradient_sums import GradientSums, norm_slices, segment_slice
 from infinity.offload.gradient_windows import GradientWindows, untimed
 from infinity.offload.gradient_worker import GradientWorker
 from infinity.offload.transfers import Transfers
@@ -70,39 +70,43 @@ class GradientStore:
         self.dtype = torch.float32 if summed else getattr(torch, plan.precision.dtype)
         self._window = window  # square sums are computed in its last micro-batch
         self.ranges = self._reserve()
-        reached = {u: (p.reached(by_device=False), p) for u, p in self.ranges.items()}
-        self.ram = {u: cpu.view(self.dtype) for u, (cpu, _) in reached.items() if cpu is not None}
+        self.ram: dict[int, Tensor] = {}
         self.on_device: dict[int, Tensor] = {}
-        away: dict[int, Range] = {}
-        for unit, (cpu, location) in reached.items():
-            there = location.reached(by_device=True)
-            if cpu is None and there is not None:
-                self.on_device[unit] = there.view(self.dtype)
-            elif cpu is None:
-                away[unit] = location
+        on_disk: dict[int, Range] = {}
+        for unit, location in self.ranges.items():
+            cpu_view = location.reached(by_device=False)
+            device_view = location.reached(by_device=True)
+            if cpu_view is not None:
+                self.ram[unit] = cpu_view.view(self.dtype)
+            elif device_view is not None:
+                self.on_device[unit] = device_view.view(self.dtype)
+            else:
+                on_disk[unit] = location
         self._segments = {s.parameter: (u.index, s) for u in plan.units for s in u.trained_segments}
-        rows = sorted(
+        row_segments = sorted(
             (s for _, s in self._segments.values() if s.is_rows), key=lambda s: s.first_element
         )
         self._stacks: dict[int, list[int]] = {}  # cut stack -> its rows, in order
-        for segment in rows:
+        for segment in row_segments:
             self._stacks.setdefault(segment.origin, []).append(segment.parameter)
         # Segments of the local shard, by parameter.
         self._locations = {
             s.parameter: (u.index, s) for u in plan.local_units for s in u.trained_segments
         }
-        self._targets = {  # of copies to RAM (uint8), by parameter
-            parameter: part(self.ram[unit], segment).view(torch.uint8)
+        self._copy_targets = {  # of copies to RAM (uint8), by parameter
+            parameter: segment_slice(self.ram[unit], segment).view(torch.uint8)
             for parameter, (unit, segment) in self._locations.items()
             if unit in self.ram and segment.numel
         }
-        self._has: set[int] = set()  # parameters that have arrived
-        # By parameter, one per slice of `apart`; completed by `square_sum`.
+        self._with_gradient: set[int] = set()  # parameters that have arrived
+        # By parameter, one per slice of `norm_slices`; completed by `square_sum`.
         self._squares: dict[int, list[float]] = {}
         self.exchange: GradientExchange | None = None
         self._tree: NormTree | None = None
         if ranks.count > 1:
-            self.exchange = GradientExchange(plan, transfers, ranks, self.take, self._has, window)
+            self.exchange = GradientExchange(
+                plan, transfers, ranks, self.take, self._with_gradient, window
+            )
             self._tree = NormTree(plan, ranks, kernels, transfers.count)
         nbytes = NUM_GRADIENT_BUFFERS * largest_trained(plan)  # in flight
         self._copies = GradientCopies(transfers, nbytes)
@@ -112,22 +116,23 @@ class GradientStore:
             staging = BufferPool(1, nbytes, self._device).take()
             self._worker = GradientWorker(transfers, staging)
         stall = transfers.stall if self._worker is None else untimed
-        self._windows = GradientWindows(plan, transfers, self.dtype, away, stall)
-        beside = None if self._worker is None else transfers
+        self._windows = GradientWindows(plan, transfers, self.dtype, on_disk, stall)
+        sums_transfers = None if self._worker is None else transfers
         square = self._square_sums if ranks.count == 1 else self._square_blocks
-        self._sums = GradientSums(kernels, square, self.ram, self._windows, beside)
+        self._sums = GradientSums(kernels, square, self.ram, self._windows, sums_transfers)
 
     def _reserve(self) -> dict[int, Range]:
-        plan, found = self.plan, dict[int, Range]()
+        plan = self.plan
+        ranges: dict[int, Range] = {}
         for tier, store in self.transfers.stores.items():
             units = [
                 u for u in plan.local_units if u.numel and plan.placements[u.index].gradient is tier
             ]
             sizes = [plan.gradient_bytes(u) for u in units]
             owners = [f"unit {u.name!r}, gradients" for u in units]
-            ranges = store.reserve(sizes, owners)
-            found |= {u.index: location for u, location in zip(units, ranges, strict=True)}
-        return found
+            reserved = store.reserve(sizes, owners)
+            ranges |= {u.index: location for u, location in zip(units, reserved, strict=True)}
+        return ranges
 
     def open(self) -> None:
         """Start the thread, and write every extent once, before training."""
@@ -147,7 +152,7 @@ class GradientStore:
         self._copies.reset()
         self._device_squares.reset()
         self.ranges.clear()
-        self._targets.clear()
+        self._copy_targets.clear()
         self.ram.clear()
         self.on_device.clear()
         self._windows.forget()
@@ -184,7 +189,7 @@ class GradientStore:
         """
         event: Event = HAPPENED
         parameter, complete = segment.parameter, last and self._window.is_last
-        first = parameter not in self._has
+        first = parameter not in self._with_gradient
         self._squares.pop(parameter, None)
         self._device_squares.drop(parameter)
         if unit in self.on_device:
@@ -194,15 +199,17 @@ class GradientStore:
         elif unit in self.ram and flat.dtype is self.dtype and first:
             event = self._send_to_ram(self._worker, unit, segment, flat, complete=complete)
         else:
-            event = self._send(self._worker, unit, segment, flat, first=first, complete=complete)
-        self._has.add(parameter)
+            event = self._send_to_staging(
+                self._worker, unit, segment, flat, first=first, complete=complete
+            )
+        self._with_gradient.add(parameter)
         return event
 
     def _accumulate_on_device(
         self, unit: int, segment: Segment, gradient: Tensor, *, first: bool
     ) -> None:
         self._device.sync_compute_stream()
-        target = part(self.on_device[unit], segment)
+        target = segment_slice(self.on_device[unit], segment)
         if first:
             target.copy_(gradient)
         else:
@@ -219,16 +226,18 @@ class GradientStore:
     ) -> Event:
         """Start the copy to the gradient's range in RAM; sum squares on a device with kernels."""
         parameter = segment.parameter
-        target, source = self._targets[parameter], gradient.view(torch.uint8)
+        target, source = self._copy_targets[parameter], gradient.view(torch.uint8)
         event = self._copies.send(unit, parameter, target, source)
         if complete and self.plan.device_kernels and self._tree is None:
             count = len(self.plan.units[unit].trained_segments)
-            self._device_squares.add(unit, parameter, apart(gradient, segment), complete=count)
+            self._device_squares.add(
+                unit, parameter, norm_slices(gradient, segment), complete=count
+            )
         elif complete:
             worker.put(partial(self._sums.square, unit, segment), [event])
         return event
 
-    def _send(
+    def _send_to_staging(
         self,
         worker: GradientWorker,
         unit: int,
@@ -241,11 +250,12 @@ class GradientStore:
         """Start the copy to the staging buffer, from which the thread adds it."""
         self._copies.let_go()
         source = gradient.view(torch.uint8)
-        landing = worker.allocate(source.numel())
-        event = self.transfers.copy_d2h(landing[1], source, label=(unit, "gradient"))
-        landed = landing[1].view(gradient.dtype)
+        offset, buffer = worker.allocate(source.numel())
+        event = self.transfers.copy_d2h(buffer, source, label=(unit, "gradient"))
+        landed = buffer.view(gradient.dtype)
         add = partial(self._sums.add, unit, segment, landed, first=first, complete=complete)
-        worker.put(add, [self._copies.sent(segment.parameter), event], gradient, landing)
+        after = [self._copies.sent(segment.parameter), event]
+        worker.put(add, after, gradient, (offset, buffer))
         return event
 
     def expect(self, unit: int) -> None:
@@ -267,7 +277,7 @@ class GradientStore:
         self.finish()
         self.drain()
         self._copies.wait(parameter)
-        self._has.discard(parameter)  # so that the value overwrites the gradient
+        self._with_gradient.discard(parameter)  # so that the value overwrites the gradient
         self._sums.drop(parameter)
         self.put(parameter, value)
         self.finish()
@@ -282,16 +292,16 @@ class GradientStore:
             )
             flat = value.reshape(-1)[first:end].contiguous()
             self.take(unit, segment, flat.to(self._device.torch_device))
-        self._has.add(parameter)
+        self._with_gradient.add(parameter)
 
     def complete(self) -> None:
         """Store zeros for expert ranges without tokens, if other rows of the stack have gradients.
 
         Called on all ranks at the end of a window, after `finish`.
         """
-        for pieces in self._stacks.values():
-            missing = [p for p in pieces if p not in self._has]
-            if not missing or len(missing) == len(pieces):
+        for rows in self._stacks.values():
+            missing = [p for p in rows if p not in self._with_gradient]
+            if not missing or len(missing) == len(rows):
                 continue
             for parameter in missing:
                 numel = self._segments[parameter][1].numel
@@ -336,7 +346,7 @@ class GradientStore:
 
     def arrived(self) -> frozenset[int]:
         """Return the parameters with a gradient in this accumulation window."""
-        return frozenset(self._has)
+        return frozenset(self._with_gradient)
 
     def square_sum(self, equal: Mapping[str, int]) -> float:
         """Return the sum of squares of all gradients, in parameter order, fp64; after `finish`.
@@ -345,8 +355,10 @@ class GradientStore:
         """
         self.drain()
         if self._tree is not None:
-            blocks = {p: self._blocks_of(p) for p in sorted(self._has & self._locations.keys())}
-            self._squares = self._tree.fold(blocks, sorted(self._has), equal)
+            blocks = {
+                p: self._blocks_of(p) for p in sorted(self._with_gradient & self._locations.keys())
+            }
+            self._squares = self._tree.fold(blocks, sorted(self._with_gradient), equal)
         else:
             if self.plan.device_kernels:
                 self._device_squares.begin(self._stored_on_device())
@@ -362,27 +374,29 @@ class GradientStore:
 
     def _in_order(self) -> list[int]:
         """Return the parameters that have gradients, in the order of `model.parameters()`."""
-        segments = (self._segments[parameter][1] for parameter in self._has)
+        segments = (self._segments[parameter][1] for parameter in self._with_gradient)
         ordered = sorted(segments, key=lambda s: (s.origin, s.first_element))
         return [segment.parameter for segment in ordered]
 
     def _square_sums(self, flat: Tensor, segment: Segment) -> list[float]:
-        return [self.kernels.square_sum(one) for one in apart(flat, segment)]
+        return [self.kernels.square_sum(part) for part in norm_slices(flat, segment)]
 
     def _square_blocks(self, flat: Tensor, segment: Segment) -> Tensor:
         return self.kernels.square_blocks(flat)
 
     def _blocks_of(self, parameter: int) -> Tensor:
         """Return square sums (fp64) of the blocks of this rank's shard of a gradient."""
-        found: Tensor | None = self._sums.squares.get(parameter)
-        return self.kernels.square_blocks(self._read(parameter)) if found is None else found
+        blocks: Tensor | None = self._sums.squares.get(parameter)
+        return self.kernels.square_blocks(self._read(parameter)) if blocks is None else blocks
 
     def _stored_on_device(self) -> dict[int, Sequence[Tensor]]:
         """Return gradients that are stored on the device and have no square sums yet."""
         return {
-            parameter: apart(part(self.on_device[unit], segment), segment)
+            parameter: norm_slices(segment_slice(self.on_device[unit], segment), segment)
             for parameter, (unit, segment) in self._locations.items()
-            if parameter in self._has and parameter not in self._squares and unit in self.on_device
+            if parameter in self._with_gradient
+            and parameter not in self._squares
+            and unit in self.on_device
         }
 
     def non_finite(self) -> list[str]:
@@ -396,17 +410,17 @@ class GradientStore:
 
     def read(self, parameter: int) -> Tensor:
         """Return a flat copy of an accumulated gradient; raise `TrainingError` if there is none."""
-        if pieces := self._stacks.get(parameter):
+        if rows := self._stacks.get(parameter):
             self.finish()
-            if self._has.isdisjoint(pieces):
-                parameter = pieces[0]
+            if self._with_gradient.isdisjoint(rows):
+                parameter = rows[0]
             else:
                 self.complete()
-                return torch.cat([self.read(piece) for piece in pieces])
+                return torch.cat([self.read(row) for row in rows])
         segment = self._segments[parameter][1]
         self.finish()
         self.drain()
-        if parameter not in self._has:
+        if parameter not in self._with_gradient:
             raise TrainingError(f"parameter {segment.name!r} has no gradient in this window")
         if self.exchange is None:
             return self._read(parameter)
@@ -414,33 +428,35 @@ class GradientStore:
         if parameter in self._locations:
             local = self._read(parameter)
         self.ranks.synchronize(f"reads the gradient of {segment.name!r}")
-        found = self.ranks.gather_ragged(local.view(torch.uint8))
-        return torch.cat(found).view(self.dtype)
+        shards = self.ranks.gather_ragged(local.view(torch.uint8))
+        return torch.cat(shards).view(self.dtype)
 
     def _read(self, parameter: int) -> Tensor:
         """Return a flat copy of this rank's shard of an accumulated gradient."""
         unit, segment = self._locations[parameter]
         if unit in self.ram:
             self._copies.wait(parameter)
-            return part(self.ram[unit], segment).clone()
+            return segment_slice(self.ram[unit], segment).clone()
         self.settle(unit)
         first, end = segment.within(0, self.plan.local_units[unit].numel)
         start, nbytes = (n * self.dtype.itemsize for n in (first, end - first))
         alignment = 1 if unit in self.on_device else PAGE  # disks are read in full pages
-        low = start // alignment * alignment
-        location = self.ranges[unit].part(low, round_up(start + nbytes, alignment) - low)
+        aligned_start = start // alignment * alignment
+        location = self.ranges[unit].part(
+            aligned_start, round_up(start + nbytes, alignment) - aligned_start
+        )
         buffer = host_buffer(location.nbytes)
         self.transfers.read([(location, buffer)], label=(unit, "gradient")).wait()
-        return buffer[start - low : start - low + nbytes].view(self.dtype)
+        return buffer[start - aligned_start : start - aligned_start + nbytes].view(self.dtype)
 
     def hand_over(self) -> dict[int, list[Copy]]:
         """Return copies in flight by unit, for the reader of a unit's range to wait for.
 
         Until then nothing may be copied to the range. Keep each copy alive until it has ended.
         """
-        handed = self._copies.hand_over()
+        copies = self._copies.hand_over()
         self.reset()
-        return handed
+        return copies
 
     def reset(self) -> None:
         """Start a new accumulation window."""
@@ -453,4 +469,4 @@ class GradientStore:
         self._windows.reset()
         self._sums.reset()
         self._squares.clear()
-        self._has.clear()
+        self._with_gradient.clear()

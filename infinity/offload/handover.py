@@ -32,7 +32,7 @@ class UpdateHandover:
         self._entries = ledger.entries
         self._failure = failure
         units = range(len(plan.units))
-        self._updated_there = {u for u in units if update_place(plan, u) is UpdatePlace.DEVICE}
+        self._updated_on_device = {u for u in units if update_place(plan, u) is UpdatePlace.DEVICE}
         self._paced = True
         self.lock, self.changed = ledger.lock, ledger.changed
         self.demand: int | None = None  # the unit the training thread waits for
@@ -79,7 +79,7 @@ class UpdateHandover:
                 while entry.residency is Residency.PENDING and self._failure.error is None:
                     self.changed.wait()
             self._failure.check()
-        if unit in self._updated_there and not entry.ready.done():
+        if unit in self._updated_on_device and not entry.ready.done():
             self._device.compute_wait(entry.ready)  # the update is queued on the device
 
     # --- called by the optimizer thread ----------------------------------------------------------
@@ -88,10 +88,12 @@ class UpdateHandover:
         """Return the event after which no copy to the device reads the unit's stored weights."""
         return self._entries[unit].ready
 
-    def publish_slot(self, unit: int, first: Callable[[], object] | None = None) -> Slot | None:
+    def publish_slot(
+        self, unit: int, before_wait: Callable[[], object] | None = None
+    ) -> Slot | None:
         """Return the slot for an updated unit's weights, or None if they are only written back.
 
-        If no slot is free, calls `first` before it waits or returns None.
+        If no slot is free, calls `before_wait` before it waits or returns None.
         """
         if not publishes(self._plan, unit):
             return None
@@ -104,21 +106,21 @@ class UpdateHandover:
                 assert slot_class is not None
                 free = ledger.free_slots(slot_class)
                 if not free and self.demand == unit:
-                    wide = ledger.free_slot(unit)
-                    free = [wide] if wide is not None else []
+                    larger = ledger.free_slot(unit)
+                    free = [larger] if larger is not None else []
                 if free:
                     ledger.assign(unit, free[0])
                     return free[0]
-                if first is None:
-                    other = self.demand if self.demand != unit else None
-                    waits_for_later = other is not None and ledger.is_pending(other)
+                if before_wait is None:
+                    demanded = self.demand if self.demand != unit else None
+                    waits_for_later = demanded is not None and ledger.is_pending(demanded)
                     if waits_for_later or not self._paced or self._failure.error is not None:
                         self.mispredictions += 1
                         return None
                     self.changed.wait(LOOK_AGAIN_S)
                     continue
-            first()
-            first = None
+            before_wait()
+            before_wait = None
 
     def updated(self, unit: int, ready: Event) -> None:
         """Mark the unit as updated: resident if it was published to a slot, else offloaded."""

@@ -47,7 +47,7 @@ class HookMark:
     """Depths of the hook stacks, and autocast state, before an engine call."""
 
     depth: int
-    inside: int
+    num_forwards: int
     outer: SavedTensorHooks | None
     autocast_cache: bool
 
@@ -58,7 +58,7 @@ class _Entered(NamedTuple):
     module: nn.Module
     unit: int | None
     pushed: bool
-    borrowed: list[int]  # units of parameters in its arguments
+    held: list[int]  # units of parameters in its arguments
 
 
 class Hooks:
@@ -94,34 +94,36 @@ class Hooks:
         self.gradients = gradients
         self.sums = SliceSums()
         self.expert_calls = ExpertCalls()
-        self.saved = SavedTensors(prefetcher, gradients.expect, self._backward, activations)
+        self.saved = SavedTensors(
+            prefetcher, gradients.expect, self._register_backward, activations
+        )
         self.materialized_now = materialized_now
         self.write_edits = write_edits
         self._call: Call | None = None  # begun by a module hook
-        self._task = -1  # the last backward registered as a call
+        self._last_task = -1  # the last backward registered as a call
         self._cuts = cuts
         self._parameters = parameters
         self._unit_of = {i: u for u, cut in enumerate(cuts) for i in cut.parameters}
         # By id, without stacks that are cut: only their rows belong to units.
         self._index_of = {id(p): i for i, p in enumerate(parameters) if i in self._unit_of}
-        self._stacks = {id(p): i for i, p in enumerate(parameters) if i not in self._unit_of}
+        self._cut_stacks = {id(p): i for i, p in enumerate(parameters) if i not in self._unit_of}
         self._handles: list[RemovableHandle] = []
-        self._inside: list[_Entered] = []
+        self._forwards: list[_Entered] = []
         for unit, cut in enumerate(cuts):
             for module in cut.modules:
-                before = self._before(unit)
+                before = self._pre_forward_hook(unit)
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 self._handles.append(
-                    module.register_forward_hook(self._after(unit), always_call=True)
+                    module.register_forward_hook(self._post_forward_hook(unit), always_call=True)
                 )
         for index, parameter in enumerate(parameters):
             if trained[index] and index in self._unit_of:
                 parameter.grad = None  # of a backward before the engine existed
-                requires = parameter.requires_grad
+                required_grad = parameter.requires_grad
                 parameter.requires_grad_(True)  # needed to register the hook
                 register: Any = parameter.register_post_accumulate_grad_hook
-                self._handles.append(register(self._arrived(index)))
-                parameter.requires_grad_(requires)
+                self._handles.append(register(self._gradient_hook(index)))
+                parameter.requires_grad_(required_grad)
 
     def unit_of(self, index: int) -> int:
         return self._unit_of[index]
@@ -133,24 +135,24 @@ class Hooks:
 
     def touch(self, parameter: nn.Parameter) -> Tensor:
         """Fetch the unit of a parameter on attribute access, and return the tensor to use."""
-        if id(parameter) in self._stacks:
-            return self._stack(parameter)
+        if id(parameter) in self._cut_stacks:
+            return self._cut_stack(parameter)
         index = self._index_of[id(parameter)]
         unit = self._unit_of[index]
         if self._computes(unit):
             self.device.sync_compute_stream()  # the current stream may have changed
             return self.sums.read(index, parameter)
-        self._refuse_strangers()
+        self._check_caller()
         if index in self.materialized_now:
             return parameter
-        self._is_materialized_now(unit)  # raises if a sibling is
+        self._is_materialized(unit)  # raises if a sibling is
         self._use(unit)
         return self.sums.read(index, parameter)
 
-    def _stack(self, parameter: nn.Parameter) -> Tensor:
+    def _cut_stack(self, parameter: nn.Parameter) -> Tensor:
         """Return a stack that is cut into ranges; raise during calls unless it is materialized."""
-        self._refuse_strangers()
-        if self.guard.busy and self._stacks[id(parameter)] not in self.materialized_now:
+        self._check_caller()
+        if self.guard.busy and self._cut_stacks[id(parameter)] not in self.materialized_now:
             raise ResidencyError(
                 f"a stack of experts of shape {tuple(parameter.shape)} was read whole during a "
                 "call, and its experts travel in ranges",
@@ -180,7 +182,7 @@ class Hooks:
 
     def _use(self, unit: int) -> None:
         with no_dispatch_modes():  # hide transfers from selective checkpointing
-            self._join()
+            self._join_backward()
             self.write_edits()
             if not torch.is_inference_mode_enabled():
                 self.prefetcher.use(unit)
@@ -193,7 +195,7 @@ class Hooks:
 
     def _begin(self) -> None:
         """Begin a call for the frame that calls the hook, unless one is in progress."""
-        self._refuse_strangers()
+        self._check_caller()
         if self.guard.busy or inside_backward():
             return
         self.device.sync_compute_stream()  # raises before anything begins
@@ -208,22 +210,22 @@ class Hooks:
         call, self._call = self._call, None
         self.guard.leave(call)
 
-    def _enter(self, module: nn.Module, unit: int | None, borrowed: list[int]) -> None:
-        self._inside.append(_Entered(module, unit, self.saved.push(), borrowed))
+    def _enter(self, module: nn.Module, unit: int | None, held: list[int]) -> None:
+        self._forwards.append(_Entered(module, unit, self.saved.push(), held))
 
-    def _is_inside(self, module: nn.Module, unit: int | None) -> bool:
+    def _is_innermost(self, module: nn.Module, unit: int | None) -> bool:
         """Return True if the pre-hook succeeded: torch runs the post-hook even if it raised."""
-        if self.guard.elsewhere() is not None or not self._inside:
+        if self.guard.elsewhere() is not None or not self._forwards:
             return False
-        return self._inside[-1].module is module and self._inside[-1].unit == unit
+        return self._forwards[-1].module is module and self._forwards[-1].unit == unit
 
     def _leave(self, output: object) -> None:
         """End the innermost forward; the outermost one ends the call."""
-        entered = self._inside.pop()
-        self._give_back(entered.borrowed)
+        entered = self._forwards.pop()
+        self._release_held(entered.held)
         if entered.pushed:
             self.saved.pop()
-        if self._inside or self._call is None:
+        if self._forwards or self._call is None:
             return
         try:
             self.release(output)
@@ -238,18 +240,18 @@ class Hooks:
                 self._bound.look_for_edits(self._unit_of[index], reached=True)
         self._bound.release_all()
 
-    def _join(self) -> None:
+    def _join_backward(self) -> None:
         """Register a backward that was not started through the engine as a call."""
         if self.guard.busy or not inside_backward():
             return
         # Starts at the caller's frame: a frame that refers to itself is a cycle, which would keep
         # its callers, and the weights they hold, alive until a garbage collection.
-        lasting = sys._getframe(1)
-        frame: FrameType | None = lasting
+        outermost = sys._getframe(1)
+        frame: FrameType | None = outermost
         while frame is not None:  # up to the outermost backward
-            lasting = frame if runs_backward(frame.f_code) else lasting
+            outermost = frame if runs_backward(frame.f_code) else outermost
             frame = frame.f_back
-        call = self.guard.enter(lasting)
+        call = self.guard.enter(outermost)
 
         def end() -> None:
             try:
@@ -259,14 +261,14 @@ class Hooks:
 
         after_backward(end)
 
-    def _backward(self) -> None:
+    def _register_backward(self) -> None:
         """Register the running backward with the engine, once per graph task."""
         task = backward_task()
-        if task == self._task and task >= 0:
+        if task == self._last_task and task >= 0:
             return
         self.guard.check()
-        self._join()
-        self._task = task
+        self._join_backward()
+        self._last_task = task
 
     def watch_root(
         self, root: nn.Module, begin: Callable[[], None], end: Callable[[], None]
@@ -279,7 +281,7 @@ class Hooks:
             self._enter(module, None, [])
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if self._is_inside(module, None):
+            if self._is_innermost(module, None):
                 self.expert_calls.see(output)
                 end()
                 self._leave(output)
@@ -289,7 +291,7 @@ class Hooks:
 
     # --- units -----------------------------------------------------------------------------------
 
-    def _refuse_strangers(self) -> None:
+    def _check_caller(self) -> None:
         self.guard.check()
         if inside_function_transform():
             raise ResidencyError(
@@ -299,25 +301,25 @@ class Hooks:
                 remedy="use engine(...) and engine.backward(loss), or a plain copy of the module",
             )
 
-    def _before(self, unit: int) -> Callable[..., None]:
+    def _pre_forward_hook(self, unit: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             self._begin()
             if (timeline := self.saved.timeline) is not None:
                 timeline.recompute()
-            borrowed: list[int] = []
+            held: list[int] = []
             try:
-                borrowed += self._borrow(unit, (*args, *kwargs.values()))
-                if not self._is_materialized_now(unit):
+                held += self._hold_arguments(unit, (*args, *kwargs.values()))
+                if not self._is_materialized(unit):
                     self._use(unit)
                 self.watch.saw(args)
                 self.watch.at(unit, "forward")
             except BaseException:
-                self._give_back(borrowed)
-                if not self._inside:
+                self._release_held(held)
+                if not self._forwards:
                     self._end()
                 raise
             self._entries[unit].forward_depth += 1
-            self._enter(module, unit, borrowed)
+            self._enter(module, unit, held)
             if timeline is not None:
                 timeline.enter(unit)
 
@@ -325,48 +327,48 @@ class Hooks:
 
     def around(self, unit: int) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return the pre-hook and post-hook, to run around a forward without a module call."""
-        return self._before(unit), self._after(unit)
+        return self._pre_forward_hook(unit), self._post_forward_hook(unit)
 
-    def _borrow(self, unit: int, given: Iterable[Any]) -> list[int]:
+    def _hold_arguments(self, unit: int, arguments: Iterable[Any]) -> list[int]:
         """Fetch the units of parameters in a module's arguments; they stay until it returns.
 
         A parameter accessed by another module may have been evicted before it is passed on.
         """
-        indices = [self._index_of[id(x)] for x in _items(given) if id(x) in self._index_of]
+        indices = [self._index_of[id(x)] for x in _items(arguments) if id(x) in self._index_of]
         if not indices:
             return []
         units = {self._unit_of[i] for i in indices if i not in self.materialized_now} - {unit}
-        borrowed: list[int] = []
+        held: list[int] = []
         try:
-            for other in sorted(units):
-                self._use(other)
-                self._entries[other].forward_depth += 1
-                borrowed.append(other)
+            for held_unit in sorted(units):
+                self._use(held_unit)
+                self._entries[held_unit].forward_depth += 1
+                held.append(held_unit)
         except BaseException:
-            self._give_back(borrowed)
+            self._release_held(held)
             raise
-        return borrowed
+        return held
 
-    def _give_back(self, borrowed: list[int]) -> None:
-        for unit in borrowed:
+    def _release_held(self, held: list[int]) -> None:
+        for unit in held:
             self._entries[unit].forward_depth -= 1
 
-    def _is_materialized_now(self, unit: int) -> bool:
+    def _is_materialized(self, unit: int) -> bool:
         if not self.materialized_now:
             return False
-        materialized_now = [i in self.materialized_now for i in self._cuts[unit].parameters]
-        if any(materialized_now) and not all(materialized_now):
+        flags = [i in self.materialized_now for i in self._cuts[unit].parameters]
+        if any(flags) and not all(flags):
             raise ResidencyError(
                 f"unit {self._cuts[unit].name!r} computes while some of its "
                 "parameters are materialized",
                 remedy="leave the `with engine.materialized(...)` block first, or materialize "
                 "the whole module",
             )
-        return any(materialized_now)
+        return any(flags)
 
-    def _after(self, unit: int) -> Callable[..., None]:
+    def _post_forward_hook(self, unit: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not self._is_inside(module, unit):
+            if not self._is_innermost(module, unit):
                 return
             if (timeline := self.saved.timeline) is not None:
                 timeline.leave()
@@ -375,7 +377,7 @@ class Hooks:
 
         return hook
 
-    def _arrived(self, index: int) -> Callable[[Tensor], None]:
+    def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
         unit = self._unit_of[index]
 
         def hook(parameter: Tensor) -> None:
@@ -397,7 +399,7 @@ class Hooks:
 
     def receive(self, index: int, gradient: Tensor) -> None:
         """Accumulate a parameter's gradient of the running backward."""
-        self._backward()
+        self._register_backward()
         unit = self._unit_of[index]
         self._handover.await_consumed(unit)
         self.window.arrived += 1
@@ -419,8 +421,8 @@ class Hooks:
 
     def trained_of(self, module: nn.Module) -> dict[int, nn.Parameter]:
         """Return a module's parameters that require a gradient, by index, without cut stacks."""
-        found = ((self._index_of.get(id(p)), p) for p in module.parameters())
-        return {index: p for index, p in found if index is not None and p.requires_grad}
+        indexed = ((self._index_of.get(id(p)), p) for p in module.parameters())
+        return {index: p for index, p in indexed if index is not None and p.requires_grad}
 
     def mark(self, *, backward: bool = False) -> HookMark:
         """Return the depths of all stacks, for `restore`, when a forward or a backward begins."""
@@ -431,7 +433,7 @@ class Hooks:
             timeline.call()
         return HookMark(
             self.saved.depth,
-            len(self._inside),
+            len(self._forwards),
             top_saved_tensors_hooks(),
             torch.is_autocast_cache_enabled(),
         )
@@ -440,8 +442,8 @@ class Hooks:
         """Restore every stack to its depth at the mark."""
         self.saved.unwind(mark.depth, mark.outer)
         if (timeline := self.saved.timeline) is not None:
-            timeline.unwind(sum(e.unit is not None for e in self._inside[: mark.inside]))
-        del self._inside[mark.inside :]
+            timeline.unwind(sum(e.unit is not None for e in self._forwards[: mark.num_forwards]))
+        del self._forwards[mark.num_forwards :]
         torch.set_autocast_cache_enabled(mark.autocast_cache)
 
     def drop_gradients(self) -> None:

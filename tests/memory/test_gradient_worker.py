@@ -153,7 +153,7 @@ def test_room_is_used_to_the_last_byte() -> None:
             place = worker.allocate(64)
             assert place[0] == expected
             worker.put(lambda: None, [gate], None, place)
-        assert worker._room(1) is None
+        assert worker._free_offset(1) is None
         gate.set()
         worker.drain()
         assert worker.allocate(256)[0] == 0
@@ -215,7 +215,7 @@ def test_what_is_queued_is_dropped_once_its_copies_have_ended(end: str) -> None:
 
 
 def test_a_thread_that_has_ended_ends_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_worker, "_LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(gradient_worker, "_ALIVE_CHECK_S", 0.01)
     with working() as worker:
         worker.close()
         worker.put(lambda: None)

@@ -90,7 +90,7 @@ def test_gradients_go_when_their_copies_have_ended(tmp_path: Path) -> None:
         assert homeward._sent
         device.synchronize()
         engine.backward(engine(batch(1)))
-        assert not homeward._under_way
+        assert not homeward._in_flight
         assert homeward._nbytes == 0
 
 

@@ -222,8 +222,8 @@ def test_offloaded_inputs_are_not_in_the_devices_memory(device: str) -> None:
                 loss = batch.call(engine)
                 store = components(engine).activations
                 if store is not None:
-                    store._take(0)  # what is under way has left
-                    while store._going:
+                    store._allocate(0)  # what is under way has left
+                    while store._outgoing:
                         store.poll()
                 kept[name] = live.now() / WIDE
                 engine.backward(loss)

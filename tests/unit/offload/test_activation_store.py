@@ -52,12 +52,12 @@ def assert_all_free(engine: Engine) -> None:
     gc.collect()
     store = store_of(engine)
     assert not any(store.held.values())
-    assert wait_until(lambda: store._reap() or not store._retired)
+    assert wait_until(lambda: store._free_retired() or not store._retired)
     assert store._pool.free_bytes == store.plan.host_bytes
     assert store._disk.free_bytes == store.plan.disk_bytes
-    assert not store._going
-    assert not store._coming
-    assert not store._known
+    assert not store._outgoing
+    assert not store._incoming
+    assert not store._handles
 
 
 # --- the rule, and ranges ------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def assert_restored(engine: Engine) -> None:
     """Between two calls no stack of ours or of torch's holds anything, nor is SIGINT ours."""
     hooks = components(engine).hooks
     assert hooks.saved.depth == 0
-    assert not hooks._inside
+    assert not hooks._forwards
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch.is_autocast_cache_enabled()
     assert all(entry.forward_depth == 0 for entry in components(engine).prefetcher.ledger.entries)

@@ -1,1 +1,1 @@
-"""What lives where, in which order, at what cost: pure data, computed without hardware."""
+"""Placement, access order and cost of a run: pure data, computed without hardware."""

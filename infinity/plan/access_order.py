@@ -1,13 +1,14 @@
-"""The order in which a training cycle uses its units: learnt, and tolerant of mispredictions.
+"""Learned access order of a training cycle, and the rule for eviction and prefetching.
 
-A cycle is what lies between the first forward after a backward and the end of the next backward
-(one micro-batch); without gradients it is one call of the engine. The order starts from a guess
-(`plan/usual_cycle.py`) and is replaced by what the last whole cycle really did.
+A cycle lasts from the first forward after a backward to the end of the next backward (one
+micro-batch); without gradients it is one call of the engine. The order starts as a guess
+(`plan/usual_cycle.py`) and is replaced by the order recorded in the last complete cycle.
+Mispredictions are counted and are never an error.
 
 [Note: one rule, two runs]
-The functions below decide which unit leaves a slot (the one used farthest in the future) and which
-is prefetched. The prefetcher calls them with real slots, `plan/forecast.py` with counted ones, so
-predicted bytes are exact.
+The functions below choose the unit to evict from a slot (the one used farthest in the future, since
+recency predicts nothing in cyclic access) and the units to prefetch. The prefetcher calls them with
+real slots, `plan/forecast.py` with simulated ones, so predicted bytes equal the bytes moved.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ NEVER = 1 << 60
 
 
 class AccessOrder:
-    """One cycle's sequence of unit indices, and where in it the run is now.
+    """Sequence of unit indices of one cycle, and the current position of the run.
 
     Consecutive uses of the same unit count as one. `position` is the index of the current use,
     -1 before the first.
@@ -38,14 +39,14 @@ class AccessOrder:
         self._recorded = []
 
     def end(self) -> None:
-        """Finish a cycle: the recorded sequence is expected in the next one."""
+        """Finish a cycle and expect the recorded sequence in the next one."""
         self.position = -1
         if self._recorded and self._recorded != self.sequence:
             self.sequence, self._uses = self._recorded, _index(self._recorded)
         self._recorded = []
 
     def advance(self, unit: int) -> None:
-        """Note that `unit` is used now; an unexpected use is counted, never an error."""
+        """Record a use of `unit`; an unexpected one is counted as a misprediction."""
         if not self._recorded or self._recorded[-1] != unit:
             self._recorded.append(unit)
         if 0 <= self.position < len(self.sequence) and self.sequence[self.position] == unit:
@@ -59,10 +60,10 @@ class AccessOrder:
         self.position = found
 
     def upcoming(self, count: int, *, wraps: bool) -> list[int]:
-        """The next `count` distinct units after the current use, nearest first.
+        """Return up to `count` distinct units used after the current one, nearest first.
 
-        With `wraps` the next cycle follows; without it (an update will make every weight stale)
-        nothing lies behind the end.
+        With `wraps` the search continues in the next cycle; without it (an update will make every
+        weight stale) it stops at the end of this one.
         """
         found: list[int] = []
         length = len(self.sequence)
@@ -77,7 +78,7 @@ class AccessOrder:
         return found
 
     def distance(self, unit: int, *, wraps: bool) -> int:
-        """How many uses lie between now and the next use of `unit`; `NEVER` if there is none."""
+        """Return the number of uses until the next use of `unit`, or `NEVER` if there is none."""
         found = self._next_index(unit, self.position + 1)
         if found is not None:
             return found - self.position
@@ -87,7 +88,7 @@ class AccessOrder:
         return len(self.sequence) - self.position + uses[0]
 
     def first_uses(self) -> list[int]:
-        """Every unit once, in the order of its first use: the order of an optimizer pass."""
+        """Return every unit once, by first use: the order of an optimizer pass."""
         return list(dict.fromkeys(self.sequence))
 
     def _next_index(self, unit: int, start: int) -> int | None:
@@ -108,45 +109,41 @@ def _index(sequence: Sequence[int]) -> dict[int, list[int]]:
     return uses
 
 
-# Which unit leaves a slot and which is fetched next: one rule, for the run and for its forecast.
-#
-# Access is cyclic, so recency says nothing; the unit whose next use is farthest away leaves. The
-# prefetcher asks this rule with the real slots behind it, `forecast` with counted ones, so that
-# predicted bytes equal moved bytes.
-
-
 class SlotView(Protocol):
-    """State and actions of slots for the rule. Units and slot classes are indices."""
+    """Interface of slots for the rule; units and slot classes are indices."""
 
     def class_of(self, unit: int) -> int | None:
-        """The unit's slot class; None where its weights rest on the device."""
+        """Return the unit's slot class, or None if its weights are stored on the device."""
 
     def holds_slot(self, unit: int) -> bool:
-        """Whether the unit's current weights are, or are on their way to be, in a slot."""
+        """Return True if a slot holds, or is about to hold, the unit's current weights."""
 
     def is_pending(self, unit: int) -> bool:
-        """Whether the unit is still owed an update (which will bring it into a free slot)."""
+        """Return True if the optimizer pass has not updated the unit yet."""
 
     def publishes(self, unit: int) -> bool:
-        """Whether the optimizer pass brings the unit's new weights into a slot itself."""
+        """Return True if the optimizer pass writes the unit's new weights into a slot."""
 
     def num_free(self, slot_class: int) -> int:
-        """Free slots of a class."""
+        """Return the number of free slots of a class."""
 
     def evictable(self, slot_class: int) -> Collection[int]:
-        """Return the units of slots of this class that may be evicted now."""
+        """Return the units in slots of this class that may be evicted now."""
 
     def try_evict(self, unit: int) -> bool:
-        """Evict the unit; return False if its slot is still read."""
+        """Evict the unit; return False if its slot is still in use."""
 
     def fetch(self, unit: int) -> None:
-        """Start bringing the unit into a free slot."""
+        """Start to fetch the unit into a free slot."""
 
 
 def make_slot_free(
     view: SlotView, slot_class: int, distance: Callable[[int], int], beyond: int = -1
 ) -> bool:
-    """Free one slot by evicting the unit used farthest in the future, if that is `beyond`."""
+    """Evict the unit used farthest in the future, if that is more than `beyond` uses away.
+
+    Return False if no slot was freed.
+    """
     for unit in sorted(view.evictable(slot_class), key=lambda unit: (-distance(unit), unit)):
         if distance(unit) <= beyond:
             return False
@@ -156,7 +153,11 @@ def make_slot_free(
 
 
 def prefetch(view: SlotView, order: AccessOrder, count: int, *, wraps: bool) -> bool:
-    """Make room for and fetch the next `count` units; False if a slot could not be had yet."""
+    """Fetch the next `count` units of the order, evicting others to free slots.
+
+    Return False if it must be called again: no slot could be freed yet, or a pending unit can be
+    fetched only after its update.
+    """
     promised: dict[int, int] = {}
     complete = True
     for unit in order.upcoming(count, wraps=wraps):

@@ -1,42 +1,45 @@
-"""How much autograd holds for one micro-batch, estimated from the layout alone.
+"""Estimate of the memory that autograd holds for one micro-batch, from the layout alone.
 
 [Note: activations]
-*Saved.* A matrix of (out, in) keeps its input for its own gradient, and the next operation keeps
-its output: tokens * (in + out) values. A GPT block of width h has 4h * h of query, key and value,
-2h of the projection, and twice 5h of the perceptron: 16h values, 32h bytes a token in bf16, where
-Korthikanti et al. (2022, arXiv 2205.05198) count 34h, dropout masks included. Attention scores
-are left out, since SDPA recomputes them. Norms too: what they keep is made up for by inputs that
-several matrices share and by outputs that only a residual sum takes. Two things are not:
-a *gated perceptron* also keeps what leaves its activation function (its inner side belongs to three
-matrices: gate, up, down), and an *RMS norm*, a weight without a bias, computes in fp32 and keeps
-its input in that, and a norm inside heads its output as well. A block that is recomputed keeps
-its input, and one such block at a time keeps everything, of one slice of the batch where it runs in
-slices; but what goes to experts in ranges, and comes back, of all slices, which pass them together
-(`offload/shared_ranges.py`), with gradients: four rows of the block's width an expert of a token.
-The first blocks are recomputed and the last ones keep: what is kept last goes first, and is
-gone when the first recomputed block runs again.
+*Saved.* Each matrix (out, in) is counted with the input that it saves for its gradient and the
+output that the next operation saves: tokens * (in + out) values. A GPT block of width h has 4h for
+query, key and value, 2h for the projection, and twice 5h for the MLP: 16h values, 32h bytes per
+token in bf16, where Korthikanti et al. (2022, arXiv 2205.05198) count 34h including dropout masks.
+Attention scores are not counted, since SDPA recomputes them. Neither are norms: inputs that several
+matrices share are counted more than once, and so are outputs that only a residual sum consumes,
+which makes up for them. Two cases are counted in addition: a *gated MLP* also saves the output of
+its activation function (its inner dimension belongs to three matrices: gate, up, down), and an
+*RMS norm*, a weight without a bias, computes in fp32 and saves its input in fp32, and a norm inside
+heads its output as well. A recomputed block saves only its input. While such a block runs again, it
+holds all that it saves, for one slice of the batch if it runs in slices; but rows sent to ranges of
+experts and received from them are held for all slices, which pass the ranges together
+(`offload/shared_ranges.py`), with their gradients: four rows of the block's width for each expert
+of a token. The first blocks are recomputed and the last ones save everything: tensors saved last
+are freed first, so they are freed before the first recomputed block runs again.
 
-*Adapted stacks.* peft adds the product of an adapter to a frozen stack of experts in each forward:
-the sums, as large as the stacks, are kept as what a block saves is, and the gradient of one is
-carried. No token counts there.
+*Adapted stacks.* peft adds the product of an adapter to a frozen stack of experts in each forward.
+The sums are as large as the stacks and are saved like a block's other tensors; backward carries the
+gradient of one of them. Their size does not depend on the number of tokens.
 
-*Logits* of a head exist three times in fp32 at the turn: as probabilities, which cross entropy
-keeps, and as two gradients, of the probabilities and of the logits. (bf16 ones are upcast before.)
-Where they are sliced, those of one chunk of tokens do, and the gradient of the head's weight, if
-that is trained, is there already: a chunk's, and the sum in fp32 where there are several.
+*Logits* of a head exist three times in fp32 at the turn from forward to backward: as probabilities,
+which cross entropy saves, and as two gradients, of the probabilities and of the logits. (bf16
+logits are upcast before.) With chunked logits only those of one chunk of tokens exist, and the
+gradient of the head's weight, if it is trained, already exists as well: a chunk's, and the sum in
+fp32 if there are several chunks.
 
-*Flow.* What backward carries: the gradient of the residual sum, and those of the widest product
-inside a block, of one slice, two of them where it is gated, while all that the block saved is still
-there.
+*Flow.* Gradients that backward carries while all that the block saved still exists: that of the
+residual sum, and that of the widest product inside a block, for one slice; two of them if the
+MLP is gated.
 
-*Gradients* of one unit exist once more, in the compute dtype, before they are taken to where they
-rest; of a block in slices in fp32, where slices are summed, and the largest once more in the
-compute dtype. All are there when the block's saved tensors and the flow have gone, so of gradients
-and flow the larger counts. Neither meets the logits: the turn is over when the first weight has its
-gradient. Not counted: on a device of its own memory those of one unit more are leaving, or of two
-where links are slower than the backward (the bound of `offload/gradients.py`).
+*Gradients* of one unit's parameters exist in the compute dtype before they are copied to their
+tier; those of a block in slices in fp32, where slices are summed, and the largest also in the
+compute dtype. All of them exist only when the block's saved tensors and the flow have been freed,
+so the larger of gradients and flow counts. Neither coincides with the logits, which are freed by
+the time the first weight has its gradient. Not counted: on a device with its own memory, gradients
+of one more unit that are being copied out, or of two more where links are slower than the backward
+(the bound of `offload/gradients.py`).
 
-All of it is compared with storages that live, counted: tests/unit/offload/test_activation_peak.py.
+tests/unit/offload/test_activation_peak.py compares all of this with the storages that exist.
 """
 
 from __future__ import annotations
@@ -52,31 +55,31 @@ from infinity.plan.layout import Segment, UnitLayout
 _ATTENTION = ("attn", "attention", "qkv", "q_proj", "query")
 CHUNK_TOKENS = 1024  # as `losses.CHUNK_TOKENS`, which needs torch
 LOGIT_BYTES = 3 * 4
-_SUM_BYTES = 4  # what gradients of chunks are added in
-_PASSED = 4  # rows that are sent to experts and come from them, and the gradients of both
-_NORM_BYTES = 4  # what an RMS norm computes in
+_SUM_BYTES = 4  # of an element in the sum of gradients of chunks
+_PASSED = 4  # rows sent to experts and received from them, and the gradients of both
+_NORM_BYTES = 4  # RMS norms compute in fp32
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes of one micro-batch that no plan reserves, by what they are."""
+    """Bytes of activations of one micro-batch, by purpose; no plan reserves them."""
 
     saved: int
-    """What units keep for backward that are not recomputed."""
+    """Tensors saved for backward by units that are not recomputed."""
     again: int
-    """What one recomputed block keeps, of one slice; 0 where none is recomputed."""
+    """Tensors that one recomputed block saves, of one slice; 0 if none is recomputed."""
     boundaries: int
-    """The inputs of recomputed blocks."""
+    """Inputs of recomputed blocks."""
     logits: int
-    """Of the head, in fp32 three times; in chunks, what one of them and the sums take."""
+    """Logits in fp32, three times; if chunked, those of one chunk and the weight's gradient."""
     flow: int
-    """Gradients of activations, as backward carries them through the widest block."""
+    """Gradients of activations that backward carries through the widest block."""
     gradients: int
-    """Of the largest unit, as autograd makes them, or in fp32 where slices are summed."""
+    """Parameter gradients of the largest unit, as autograd makes them; fp32 sums if in slices."""
 
     @property
     def total(self) -> int:
-        """The most that is there at once: at the turn, or in the backward of a block."""
+        """Peak bytes: at the turn from forward to backward, or in the backward of a block."""
         carried = max(self.flow, self.gradients)
         turn = self.saved + max(self.logits, carried)
         return self.boundaries + max(turn, self.again + carried)
@@ -84,22 +87,22 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class _BlockShape:
-    """Bytes that a token keeps and carries in one block; `gradients` of its units."""
+    """Memory of one block: bytes per token, but `gradients`, `summed` and `stacks` in bytes."""
 
     is_block: bool
     saved: float
     width: int
     carried: float
     gradients: int
-    summed: int  # gradients in fp32, as slices are summed
-    stacks: tuple[int, ...]  # bytes of those that adapters are added to
-    ranges: float  # what goes to and comes from experts in ranges, with gradients
+    summed: int  # gradients in fp32, when slices are summed
+    stacks: tuple[int, ...]  # frozen stacks that adapters are added to
+    ranges: float  # rows sent to and received from ranges of experts, with gradients
 
 
 class ActivationModel:
-    """What autograd holds of a model, as a function of how a batch passes it.
+    """Memory held by autograd for a model, as a function of the batch schedule.
 
-    `lookups`, `heads` and `shares` are parameters by index, see `model.targets.Target`.
+    `lookups`, `heads` and `shares` refer to parameters by index, see `model.targets.Target`.
     """
 
     def __init__(
@@ -137,7 +140,7 @@ class ActivationModel:
         modules: dict[str, list[Segment]] = {}
         for segment in segments:
             if segment.stack is not None and segment.stack.first:
-                continue  # its module has been seen
+                continue  # counted with the first rows of the stack
             if len(segment.shape) < 2 or segment.origin not in heads:
                 modules.setdefault(_parent(segment), []).append(segment)
         ranges = 0.0
@@ -168,10 +171,10 @@ class ActivationModel:
         slices: int = 1,
         logits_at_once: int | None = None,
     ) -> Activations:
-        """What `tokens` of one micro-batch make autograd hold.
+        """Return the memory that autograd holds for a micro-batch of `tokens`.
 
-        The first `recompute` blocks run again in backward ("all": whatever there is), blocks in so
-        many `slices`; logits of `logits_at_once` tokens exist at a time, None: of all.
+        The first `recompute` blocks run again in backward ("all": units outside blocks as well).
+        Blocks run in `slices`. Logits of `logits_at_once` tokens exist at a time (None: all).
         """
         part = -(-tokens // slices)
         saved = again = boundaries = gradients = flow = 0
@@ -197,7 +200,7 @@ class ActivationModel:
 
 
 def _of_logits(head: Segment, at_once: int | None, tokens: int, itemsize: int) -> int:
-    """Bytes that logits take: of all tokens as torch makes them, or in chunks as `losses.py`."""
+    """Return bytes of logits: of all tokens as in torch, or in chunks as in `losses.py`."""
     size, width = head.shape
     if at_once is None:
         return tokens * size * LOGIT_BYTES
@@ -209,24 +212,28 @@ def _of_logits(head: Segment, at_once: int | None, tokens: int, itemsize: int) -
 
 
 def _summed_bytes(unit: UnitLayout) -> int:
-    """Bytes of a unit's gradients where slices are summed: the sums, and one as it is made."""
+    """Return bytes of a unit's gradients summed over slices: fp32 sums and the largest gradient."""
     return unit.num_trained * 4 + max((s.nbytes for s in unit.trained_segments), default=0)
 
 
 def passes(
     segment: Segment, shares: Mapping[int, float], shape: Sequence[int] | None = None
 ) -> float:
-    """Return how many matrices of a parameter a token is multiplied with.
+    """Return the number of matrices of a parameter that a token is multiplied by, on average.
 
-    Fewer than one of an expert, by the share of the tokens that it sees; of a stack of experts, the
-    number of its experts that a token is sent to. `shape` stands for that of the segment.
+    For an expert this is the share of tokens routed to it; for a stack of experts, the number of
+    its experts that a token is routed to. `shape` replaces the segment's shape.
     """
     share = shares.get(segment.origin)
     return 1.0 if share is None else share * math.prod((shape or segment.shape)[:-2])
 
 
 def _adapted_stacks(matrices: Sequence[Segment]) -> list[int]:
-    """Elements of frozen stacks that peft adapts: a layer of it for each is around their module."""
+    """Return the elements of the frozen stacks of experts that peft adapts.
+
+    peft wraps the module of the stacks once for each adapted one, which adds `base_layer` to its
+    name. Names show how many stacks are adapted, not which: the largest are assumed.
+    """
     modules: dict[str, list[int]] = {}
     for matrix in matrices:
         if len(matrix.shape) == 3 and not matrix.trained:
@@ -239,14 +246,15 @@ def _adapted_stacks(matrices: Sequence[Segment]) -> list[int]:
 
 
 def _parent(segment: Segment) -> str:
-    """The module that holds the module of a parameter: "blocks.0.mlp" of "...mlp.up.weight"."""
+    """Return the path of the module two levels up: "blocks.0.mlp" for "blocks.0.mlp.up.weight"."""
     return segment.name.rpartition(".")[0].rpartition(".")[0]
 
 
 def _gate_and_widest(segments: Sequence[Segment], width: int) -> tuple[int, int]:
-    """The inner side of a gated perceptron, 0 where there is none; and the widest side of all.
+    """Return the inner dimension of a gated MLP, or 0 if there is none, and the widest dimension.
 
-    It belongs to three matrices, or to one with its double beside it (gate and up in one).
+    The inner dimension occurs in three matrices, or once together with its double (gate and up
+    fused). Dimensions equal to `width` are left out.
     """
     sides: Counter[int] = Counter()
     for segment in segments:
@@ -261,9 +269,10 @@ def _gate_and_widest(segments: Sequence[Segment], width: int) -> tuple[int, int]
 
 
 def _of_norms(segments: Sequence[Segment], itemsize: int) -> int:
-    """Bytes a token that RMS norms keep beyond what matrices were counted for.
+    """Return bytes per token that RMS norms save beyond those counted for matrices.
 
-    One whose weight is shorter than what a matrix beside it makes works on each head of that.
+    A norm whose weight is shorter than the output of the matrix at the same position is applied to
+    each head.
     """
     names = {segment.name for segment in segments}
     matrices = [s for s in segments if len(s.shape) > 1]
@@ -285,7 +294,7 @@ def _of_norms(segments: Sequence[Segment], itemsize: int) -> int:
 
 
 def recomputed(units: Sequence[UnitLayout], recompute: Recompute) -> list[UnitLayout]:
-    """Return the units of the first `count` blocks with their experts; all of them for "all"."""
+    """Return the units of the first `recompute` blocks with their experts, or of all for "all"."""
     if not recompute:
         return []
     blocks = [b for b in blocks_of(units) if b[0].is_block]
@@ -297,7 +306,7 @@ def recomputed(units: Sequence[UnitLayout], recompute: Recompute) -> list[UnitLa
 def sharing(
     units: Sequence[UnitLayout], stacks: Collection[str]
 ) -> tuple[list[UnitLayout], list[UnitLayout]]:
-    """Return block units and ranges of the blocks whose slices pass these stacks together."""
+    """Return block units and ranges of experts of the blocks whose slices share these stacks."""
     block_units: list[UnitLayout] = []
     ranges: list[UnitLayout] = []
     for block in blocks_of(units) if stacks else ():
@@ -308,12 +317,12 @@ def sharing(
 
 
 def num_blocks(units: Sequence[UnitLayout]) -> int:
-    """Blocks that repeat."""
+    """Return the number of repeated blocks."""
     return sum(block[0].is_block for block in blocks_of(units))
 
 
 def block_widths(units: Sequence[UnitLayout]) -> list[int]:
-    """Values a token brings to each block, in order; experts belong to their block."""
+    """Return the width of each repeated block in order: input values per token."""
     block_names = {block[0].name for block in blocks_of(units) if block[0].is_block}
     widths = (
         _width([s for s in unit.segments if len(s.shape) > 1])
@@ -324,7 +333,7 @@ def block_widths(units: Sequence[UnitLayout]) -> list[int]:
 
 
 def attending_width(units: Sequence[UnitLayout]) -> int:
-    """Values that a token brings to attention, all blocks together: those whose names say so."""
+    """Return the summed width of all blocks with attention, which is recognized by names."""
     found = 0
     for block in blocks_of(units):
         segments = [s for unit in block for s in unit.segments if len(s.shape) > 1]
@@ -335,13 +344,13 @@ def attending_width(units: Sequence[UnitLayout]) -> int:
 
 
 def _sides(segment: Segment) -> tuple[int, int]:
-    """Inputs and outputs of a matrix; of a stack of them, or a convolution, the two largest."""
+    """Return the two largest dimensions of a matrix, a stack of matrices or a convolution."""
     *_, second, first = sorted(segment.shape)
     return first, second
 
 
 def blocks_of(units: Sequence[UnitLayout]) -> list[list[UnitLayout]]:
-    """The units by block, the block's own first: experts are units inside one."""
+    """Group units by block, the block's own unit first; experts are units inside a block."""
     names = {unit.name for unit in units}
     found: dict[str, list[UnitLayout]] = {}
     for unit in sorted(units, key=lambda u: u.name.count(".")):
@@ -352,6 +361,6 @@ def blocks_of(units: Sequence[UnitLayout]) -> list[list[UnitLayout]]:
 
 
 def _width(matrices: Sequence[Segment]) -> int:
-    """Of a block: the side most of its matrices have, the smaller one of equals; 0 of none."""
+    """Return the most frequent dimension of a block's matrices, or the smallest of these, or 0."""
     sides = Counter(side for matrix in matrices for side in _sides(matrix))
     return min(sides, key=lambda side: (-sides[side], side), default=0)

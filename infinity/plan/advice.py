@@ -1,8 +1,8 @@
-"""What to change: ways to make a run fit, and ways to make it faster, found by planning again.
+"""Suggestions that make a run fit, or make it faster, found by planning changed inputs.
 
-Nothing here is a rule of thumb: every way is a changed case that was planned and priced like the
-first one, and really fits. Ways that cost nothing and change no number come first, then lossy
-formats, then hardware by what it costs.
+None is a rule of thumb: every suggestion is a changed `PlanInput` that was planned and priced like
+the original, and fits. Free and exact changes come first, then lossy formats, then hardware by
+cost.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from infinity.plan.machine import HOST_BUDGET_SHARE
 from infinity.plan.plan import Plan
 from infinity.types import MomentFormat, Tier
 
-SOME_DISK = (Path("/a/fast/drive"),)  # where a case has a disk that has no path yet
+SOME_DISK = (Path("/a/fast/drive"),)  # placeholder for a suggested disk without a path
 TIERS = (Tier.DISK, Tier.HOST, Tier.DEVICE)
 
 
 @dataclass(frozen=True)
 class Change:
-    """One difference between two cases; `infinity.cli.remedies` maps it to options and keys.
+    """Difference between two cases; `infinity.cli.remedies` maps it to options and config keys.
 
-    `name` is one of that module's `NAMES`, `value` what it is changed to: bytes, tokens, the name
-    of a format.
+    `what` is a description, `name` one of that module's `NAMES`, and `value` the new value: bytes,
+    tokens, the name of a format.
     """
 
     what: str
@@ -48,9 +48,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """What to change, and what comes of it.
+    """Changes and the resulting estimate.
 
-    `changes_batch`: the tokens of a step are not the same, so neither is the training.
+    `changes_batch`: the tokens of a step differ, and so does the training.
     """
 
     changes: tuple[Change, ...]
@@ -60,12 +60,12 @@ class Suggestion:
 
     @property
     def what(self) -> str:
-        """Description for people."""
+        """Human-readable description."""
         return ", ".join(change.what for change in self.changes)
 
 
 def way_of(case: PlanInput, priced: PlanEstimate) -> Suggestion:
-    """The difference between two cases of one model."""
+    """Return the difference between `case` and the case of `priced`, of the same model."""
     after = priced.case
     return Suggestion(
         changes=tuple(_differences(case, after)),
@@ -76,7 +76,7 @@ def way_of(case: PlanInput, priced: PlanEstimate) -> Suggestion:
 
 
 def _same(ratio: float) -> bool:
-    return abs(ratio - 1) < 0.01  # what rounding micro-batches up makes of it
+    return abs(ratio - 1) < 0.01  # micro-batches are rounded up
 
 
 def _differences(case: PlanInput, after: PlanInput) -> Iterator[Change]:
@@ -151,13 +151,13 @@ def _step_differences(case: PlanInput, after: PlanInput) -> Iterator[Change]:
 
 
 def size_of(case: PlanInput, tier: Tier) -> int | None:
-    """Bytes of a tier of the machine; None for a device that is the host."""
+    """Return bytes of a tier of the machine; None for a device that is the host."""
     size: int | None = getattr(case.machine, f"{tier}_bytes")
     return size
 
 
 def sized(case: PlanInput, tier: Tier, nbytes: int) -> PlanInput:
-    """With so much of a tier, and no budget in the configuration that hides it."""
+    """Return the case with `nbytes` of a tier, and no configured budget for that tier."""
     sizes: dict[str, Any] = {f"{tier}_bytes": nbytes}
     changed = case.with_machine(**sizes).with_budget(tier, None)
     if tier is Tier.DISK and nbytes and not case.config.nvme_path:
@@ -166,19 +166,19 @@ def sized(case: PlanInput, tier: Tier, nbytes: int) -> PlanInput:
 
 
 def _node_limit(case: PlanInput, tier: Tier) -> int:
-    """The budget of a tier: of a device, else of a whole node, as configurations have it."""
+    """Return the budget of a tier as configurations give it: per device, else per node."""
     limit: int = getattr(case.limits, tier) or 0
     return limit if tier is Tier.DEVICE else limit * case.machine.gpus
 
 
 def round_size(nbytes: int) -> int:
-    """A size that people would say, not below."""
+    """Round up to a size that is easy to read: a multiple of 1 GiB, 64 MiB or 1 MiB."""
     step = _step(nbytes)
     return -(-nbytes // step) * step
 
 
 def round_down(nbytes: int) -> int:
-    """The same, not above."""
+    """Round down to a size that is easy to read, like `round_size`."""
     return nbytes // _step(nbytes) * _step(nbytes)
 
 
@@ -186,14 +186,14 @@ def _step(nbytes: int) -> int:
     return _GIB if nbytes >= 16 * _GIB else _GIB // 16 if nbytes >= _GIB else 1 << 20
 
 
-LEAST_CHANGE = 1.05  # of a limit: what a plan is estimated at is not better known
-LEAST_GAIN = 1.03  # a prediction is not worth more than a few percent
-SMALL_CHUNK = 1 << 17
+LEAST_CHANGE = 1.05  # smallest proposed change of a limit: estimates are no more accurate
+LEAST_GAIN = 1.03  # of tokens per second: predictions are no more accurate
+SMALL_CHUNK = 1 << 17  # elements
 _ATTEMPTS = 4
 _GIB = 1 << 30
-# Nobody buys more for one machine.
+# Largest proposed sizes of one machine, in bytes.
 _LARGEST = {Tier.DISK: 512 << 40, Tier.HOST: 8 << 40, Tier.DEVICE: 288 * _GIB}
-# Roughly what a byte costs, as a multiple of a drive's: only the order of offers depends on it.
+# Approximate cost of a byte, relative to disk; it only decides the order of suggestions.
 _COST = {Tier.DISK: 1.0, Tier.HOST: 40.0, Tier.DEVICE: 400.0}
 
 
@@ -206,14 +206,14 @@ def ways_to_fit(
     count: int = 3,
     chosen: ScheduleResult | None = None,
 ) -> list[Suggestion]:
-    """The cheapest ways to make a case fit that does not; each does. Empty where none was found.
+    """Return the cheapest changes that make a case fit; empty if none was found.
 
-    At most `count` that change no number, the smaller formats of moments that are enough, and as
-    many larger machines where the former are few. `finer` are the layouts of smaller units of the
-    same model, if it can be cut further; `chosen` is what the case comes from, if its batch
-    schedule was searched.
+    At most `count` exact ones, all smaller formats of moments that suffice, and larger hardware
+    where these are fewer than `count` together. `finer` are the layouts of smaller units of the
+    same model, if it can be cut further; `chosen` is the search that gave the case its batch
+    schedule, if there was one.
     """
-    # A search takes long: what does not fit anyway is left out before.
+    # Planning searches for placement, which is slow: filter by `_fits` first.
     exact, chosen = filter(_fits, _exact(case, tuple(finer))), _schedules(case, chosen)
     found = _fastest_first(_tried(case, [*exact, *_other(case, chosen)]))[:count]
     formats = (case.with_moments(name) for name in _smaller_formats(case))
@@ -233,7 +233,7 @@ def ways_to_fit(
 
 
 def _tried(case: PlanInput, changed: Iterable[PlanInput]) -> list[Suggestion]:
-    """A way for every changed case that fits."""
+    """Return a suggestion for every changed case that fits."""
     ways = []
     for other in changed:
         try:
@@ -250,7 +250,7 @@ def _fastest_first(ways: Iterable[Suggestion]) -> list[Suggestion]:
 
 
 def _exact(case: PlanInput, finer: tuple[UnitLayout, ...]) -> Iterator[PlanInput]:
-    """Changes that cost time alone: placement, chunks, units, budgets, room for activations."""
+    """Yield changes that cost only time: placement, chunks, units, budgets."""
     if case.config.placement != PlacementConfig():
         yield case.with_config(placement=PlacementConfig())
     if case.config.chunk_size == "auto" or case.config.chunk_size > SMALL_CHUNK:
@@ -263,14 +263,14 @@ def _exact(case: PlanInput, finer: tuple[UnitLayout, ...]) -> Iterator[PlanInput
     room = case.compute_bytes - case.activations().total
     if case.machine.unified:
         room *= case.machine.gpus
-    budget = int(room / AUTO_SHARE)  # placement that the plan chooses leaves the rest
+    budget = int(room / AUTO_SHARE)  # automatic placement fills this share of the budget
     budget = round_down(min(budget, int(_node_limit(case, case.compute_tier) / LEAST_CHANGE)))
     if budget > 0:
         yield case.with_budget(case.compute_tier, budget)
 
 
 def _schedules(case: PlanInput, chosen: ScheduleResult | None) -> ScheduleResult:
-    """How else the same tokens a step might pass the model; `chosen` if all was left to that."""
+    """Search all schedules of the same tokens per step; return `chosen` if it did that already."""
     if chosen is not None and chosen.wish == BatchSchedule():
         return chosen
     of_rank = case.work.tokens * case.micro_batches
@@ -279,13 +279,13 @@ def _schedules(case: PlanInput, chosen: ScheduleResult | None) -> ScheduleResult
 
 
 def _other(case: PlanInput, chosen: ScheduleResult) -> Iterator[PlanInput]:
-    """With the schedule that fits and is fastest, unless it is the one there is."""
+    """Yield the case with the fastest schedule that fits, if it differs."""
     if chosen.best is not None and chosen.best.case != case:
         yield chosen.best.case
 
 
 def _smaller_formats(case: PlanInput) -> Iterator[str]:
-    """Formats of moments that take less than those of now; only our own rules have them."""
+    """Yield formats of moments smaller than the current one, if the rule supports them."""
     size = max((f.itemsize for f in case.rule.moments), default=0)
     for form in (MomentFormat.INT8, MomentFormat.BF16):
         if form.itemsize < size and not (case.rule.tile_elements or case.rule.matrix_steps):
@@ -293,10 +293,10 @@ def _smaller_formats(case: PlanInput) -> Iterator[str]:
 
 
 def _larger(case: PlanInput, changed: PlanInput | None, tier: Tier) -> list[Suggestion]:
-    """The way of a larger tier; none if `changed` is None or does not fit after all.
+    """Return the suggestion of a larger tier; empty if `changed` is None or does not fit.
 
-    A search for placement may take more than `_fits` knows of, and may also relieve a tier of what
-    could rest elsewhere: so a little more is tried, and then a few times less.
+    A search for placement may need more than `_fits` estimates, or less, where state can be moved
+    to another tier: so slightly larger sizes are tried first, then smaller ones.
     """
     ways: list[Suggestion] = []
     for _ in range(_ATTEMPTS):
@@ -318,7 +318,7 @@ def _larger(case: PlanInput, changed: PlanInput | None, tier: Tier) -> list[Sugg
 
 
 def _all_larger(case: PlanInput) -> PlanInput | None:
-    """All tiers larger: each, the dearest first, then as small as those after it allow."""
+    """Enlarge all tiers, then reduce each as far as possible, the most expensive first."""
     tiers = [tier for tier in reversed(TIERS) if size_of(case, tier) is not None]
     large = case
     for tier in tiers:
@@ -331,9 +331,9 @@ def _all_larger(case: PlanInput) -> PlanInput | None:
 
 
 def _smallest(case: PlanInput, tier: Tier) -> PlanInput | None:
-    """The case with the smallest size of a tier with which it fits, to 2 %; None where none does.
+    """Return the case with the smallest size of a tier that fits, to 2 %, or None.
 
-    None as well where only a budget keeps it from fitting: see `_larger_budgets`.
+    Also None if the case would fit without its configured budget: see `_larger_budgets`.
     """
     size = size_of(case, tier)
     if size is None:
@@ -345,9 +345,9 @@ def _smallest(case: PlanInput, tier: Tier) -> PlanInput | None:
 
 
 def _larger_budgets(case: PlanInput) -> Iterator[PlanInput]:
-    """Budgets in the configuration that would do, on the machine as it is.
+    """Yield larger configured budgets that fit on the same machine.
 
-    A little above the smallest: what a process takes for itself differs from start to start.
+    Slightly above the smallest that fits: the memory of the process itself varies between starts.
     """
     machine = replace(case, config=case.config.model_copy(update={"budget": BudgetConfig()}))
     for tier in TIERS:
@@ -360,9 +360,10 @@ def _larger_budgets(case: PlanInput) -> Iterator[PlanInput]:
 
 
 def _first_fit(sized: Callable[[int], PlanInput], low: int, largest: int) -> PlanInput | None:
-    """`low` if it fits, else the smallest size that does, to 2 %, from `LEAST_CHANGE` times it on.
+    """Return the case of size `low` if it fits, else of the smallest size that does, to 2 %.
 
-    More of a tier never makes a plan fit worse, so that halving finds it.
+    Sizes above `low` are at least `LEAST_CHANGE * low`. None if even `largest` does not fit.
+    Fitting is monotonic in the size of a tier, so bisection finds it.
     """
     least = round_size(int(LEAST_CHANGE * low))
     if _fits(sized(low)):
@@ -386,7 +387,7 @@ def _first_fit(sized: Callable[[int], PlanInput], low: int, largest: int) -> Pla
 
 
 def _fits(case: PlanInput) -> bool:
-    """Whether some plan fits with room for activations, without a search for the best placement."""
+    """Return True if some plan fits with activations, without a search for the best placement."""
     needed = case.activations().total
     if needed > case.compute_bytes:
         return False
@@ -394,12 +395,12 @@ def _fits(case: PlanInput) -> bool:
 
 
 def _taken(case: PlanInput, plan: Plan) -> int:
-    """What placement may take of the memory that activations need as well."""
+    """Return the bytes that placement may take of the memory that activations need as well."""
     used = plan.tier_bytes
     taken = used[Tier.HOST] + used[Tier.DEVICE] if plan.unified else used[Tier.DEVICE]
     if "auto" not in case.config.placement.model_dump().values():
         return taken
-    # A search may fill this much, if there is so much to move.
+    # Automatic placement may fill this share, if there is enough state to raise.
     share = int(AUTO_SHARE * (getattr(case.limits, case.compute_tier) or 0))
     stored = sum(
         parts.get(purpose, 0)
@@ -413,9 +414,9 @@ def _taken(case: PlanInput, plan: Plan) -> int:
 
 
 def faster(priced: PlanEstimate, chosen: ScheduleResult | None = None) -> list[Suggestion]:
-    """The changes with a gain in predicted tokens per second that is worth it, best first.
+    """Return changes that gain predicted tokens per second, the fastest first.
 
-    `chosen` is what the case comes from, if its batch schedule was searched.
+    `chosen` is the search that gave the case its batch schedule, if there was one.
     """
     case = priced.case
     changed = [
@@ -431,12 +432,12 @@ def faster(priced: PlanEstimate, chosen: ScheduleResult | None = None) -> list[S
 
 
 def worth_it(ways: Iterable[Suggestion], now: float) -> list[Suggestion]:
-    """Those that gain enough over `now` tokens per second, the fastest first."""
+    """Return suggestions that gain `LEAST_GAIN` over `now` tokens per second, the fastest first."""
     return _fastest_first(way for way in ways if way.priced.tokens_per_s >= LEAST_GAIN * now > 0)
 
 
 def _same_batch(case: PlanInput, chosen: ScheduleResult | None) -> Iterator[PlanInput]:
-    """The same tokens a step in another way through the model, or in another precision."""
+    """Yield the case with another schedule of the same batch, or in another precision."""
     yield from _other(case, _schedules(case, chosen))
     compute = case.machine.rates.compute
     trained = all(s.trained for unit in case.units for s in unit.segments)
@@ -446,8 +447,9 @@ def _same_batch(case: PlanInput, chosen: ScheduleResult | None) -> Iterator[Plan
 
 
 def _more_hardware(priced: PlanEstimate) -> Iterator[PlanInput]:
-    """One more GPU of several; one more drive, and RAM, a quarter more and enough to hold what
-    rests on disk.
+    """Yield the case with one more GPU (of several), one more drive, or more RAM.
+
+    RAM: a quarter more, and enough to hold gradients, weights and state that are on disk.
     """
     case = priced.case
     if case.machine.ranks > 1:
@@ -466,9 +468,9 @@ def _more_hardware(priced: PlanEstimate) -> Iterator[PlanInput]:
     for purpose in ("gradients", "weights", "state"):
         copies = priced.plan.nodes if purpose == "weights" and priced.plan.shared else 1
         held += local * copies * disk[purpose]
-        sizes.add(round_size(int(1.01 * held / share)))  # and what else grows with it
+        sizes.add(round_size(int(1.01 * held / share)))  # some buffers grow with it
     larger = None
-    for nbytes in sorted(sizes, reverse=True):  # of nearly equal ones the larger
+    for nbytes in sorted(sizes, reverse=True):  # of nearly equal sizes, only the larger
         if larger is not None and LEAST_CHANGE * nbytes > larger:
             continue
         if LEAST_CHANGE * case.machine.host_bytes <= nbytes <= _LARGEST[Tier.HOST]:

@@ -1,19 +1,20 @@
-"""How a step's tokens pass the model, chosen with where state rests: what fits and is fastest.
+"""Search for the fastest batch schedule that fits, together with placement.
 
 [Note: batch schedule]
-The tokens of a step come in micro-batches, one after the other; a micro-batch may pass each block
-in slices, on weights that are fetched once. Every micro-batch more fetches weights twice more and
-takes gradient sums up and down again; slices cost nothing of that, but the inputs of blocks are
-all kept at once. The first blocks may be computed again in backward (what they keep is needed
-longest), as many as must be; their inputs may wait in RAM, or on disk. Each choice is planned and
-priced whole, with its own placement: room for activations and weights that stay compete for the
-same memory.
+The tokens of a step are computed in micro-batches, one after the other. Each block may compute a
+micro-batch in slices, for which its weights are fetched once. Every additional micro-batch fetches
+all weights twice more and moves the gradient sums once more in both directions; slices avoid that,
+but the inputs of blocks for all slices exist at once. The first blocks may be recomputed in
+backward (what they save is needed longest), as few as necessary, and their inputs may be offloaded
+to RAM or disk. Each schedule is planned and priced with a placement of its own, since activations
+and resident weights compete for the same memory.
 
-Not all combinations are tried. Of places to wait the nearest one with room is taken (and RAM beside
-the device, for the fastest way of each number of micro-batches: that leaves it to weights), of
-slices the fewest that fit (and the most, where that leaves room for placement), and more
-micro-batches only until they are slower. Experts of a layer may travel in other ranges
-(`model.partition.other_ranges`): they are tried with the number of micro-batches found before.
+Not all combinations are tried. Of the tiers for inputs, the fastest with enough capacity is used
+(and RAM instead of the device, for the fastest schedule of each number of micro-batches, since that
+leaves device memory to weights); of the numbers of slices, the smallest that fits (and the largest,
+which leaves memory to placement); and more micro-batches only until they are slower. Experts of a
+layer may form other ranges (`model.partition.other_ranges`): these are tried with the number of
+micro-batches that was found before.
 """
 
 from __future__ import annotations
@@ -30,24 +31,26 @@ from infinity.plan.activations import block_widths, num_blocks
 from infinity.plan.budget import budgeted_bytes
 from infinity.plan.inputs import MARGIN, PlanEstimate, PlanInput, price
 
-LEAST_TOKENS = {True: 64, False: 512}  # of a slice, on a CPU and on a GPU; fewer leave it idle
-PER_DOUBLING = 0.005  # of a step's time: what more slices cost in calls, where all else is equal
+LEAST_TOKENS = {True: 64, False: 512}  # of a slice, on a CPU and on a GPU; fewer underuse it
+PER_DOUBLING = 0.005  # of a step's time: overhead of twice the slices, to break ties
 MOST_MICRO_BATCHES, MOST_SLICES = 1024, 256
-WORSE, MOST_SLOWER = 1.1, 2  # twice so much slower: still more micro-batches are not tried
-MOST_REFINED = 3  # pairs of micro-batches and slices
-RANGE_GAIN = 0.02  # of a step's time: for less, experts stay in the ranges of the rule
-# Of a configuration, what a schedule decides.
+# The search ends after MOST_SLOWER counts in a row that take WORSE times the fastest.
+WORSE, MOST_SLOWER = 1.1, 2
+MOST_REFINED = 3  # pairs (micro-batches, slices)
+RANGE_GAIN = 0.02  # of a step's time: smaller gains do not justify other ranges of experts
+# Configuration keys that a schedule sets.
 KEYS = ("gradient_accumulation_steps", "activations", "experts_per_unit")
-_OFFLOADS: tuple[Offload, ...] = get_args(Offload)  # from the nearest on
+_OFFLOADS: tuple[Offload, ...] = get_args(Offload)  # fastest first
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSchedule:
-    """Of `micro_batches` of `tokens` each; see [Note: batch schedule].
+    """Division of a step into `micro_batches` of `tokens` each. See [Note: batch schedule].
 
-    `recompute` counts blocks, the first ones ("all": also where a model does it by itself);
-    `sliced_logits` is about head and loss, `experts` are those that travel together (None: by the
-    rule of the configuration). As part of a wish None leaves the choice to the plan.
+    `recompute` is the number of blocks, the first ones, that are recomputed ("all" also if the
+    model recomputes them); `sliced_logits` refers to head and loss, `experts` is the number of
+    experts per unit (None: derived from the configuration). In requested options None leaves the
+    choice to the plan.
     """
 
     micro_batches: int | None = None
@@ -60,7 +63,7 @@ class BatchSchedule:
 
     @staticmethod
     def of(case: PlanInput) -> BatchSchedule:
-        """That of a case."""
+        """Return the schedule of a case."""
         settings, experts = case.config.activations, case.config.experts_per_unit
         return BatchSchedule(
             case.micro_batches,
@@ -76,10 +79,10 @@ class BatchSchedule:
     def named_by(
         settings: ActivationsConfig, micro_batches: int | None = None, slices: int | None = None
     ) -> BatchSchedule:
-        """A wish: the parts that a configuration names.
+        """Return the options that a configuration sets explicitly.
 
-        `micro_batches` and `slices` are those of a run that goes on, None where there is none:
-        they belong to its numbers.
+        `micro_batches` and `slices` are those of a resumed run, which must keep them for equal
+        results; None for a new run.
         """
         named = settings.model_fields_set
         return BatchSchedule(
@@ -113,7 +116,7 @@ class BatchSchedule:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """As the keys of a configuration."""
+        """Return the schedule as configuration keys."""
         return {
             "gradient_accumulation_steps": self.micro_batches,
             "activations": {
@@ -127,23 +130,23 @@ class BatchSchedule:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleResult:
-    """The fastest schedule that fits, and the next one; `best` is None where none fits."""
+    """Fastest schedule that fits, and the next fastest; `best` is None if none fits."""
 
     wish: BatchSchedule
     best: PlanEstimate | None
     runner_up: PlanEstimate | None
     smallest: PlanInput
-    """The schedule with the least activations, to say what is missing where none fits."""
+    """Case with the least activations, to report the missing bytes if none fits."""
     samples: int | None
-    """Of a step of a rank, as they were told to `choose_schedule`."""
+    """Samples per step and rank, as passed to `choose_schedule`."""
 
     @property
     def case(self) -> PlanInput:
-        """What to go on with: the fastest, or the smallest where none fits."""
+        """The fastest case, or the smallest if none fits."""
         return self.smallest if self.best is None else self.best.case
 
     def applied_to(self, config: Config) -> Config:
-        """A configuration with the schedule in it, as `initialize` takes it."""
+        """Return `config` with the chosen schedule, for `initialize`."""
         found = self.case.config
         return config.model_copy(update={name: getattr(found, name) for name in KEYS})
 
@@ -154,18 +157,18 @@ def choose_schedule(
     samples: int | None = None,
     others: Iterable[PlanInput] = (),
 ) -> ScheduleResult:
-    """The fastest way of a step's tokens through the model that fits.
+    """Return the fastest schedule of a step that fits.
 
-    `case` has all tokens of a step in one micro-batch; `samples` is how many they are,
-    None where that is not known: then pieces may be as small as `LEAST_TOKENS`. Parts of `wish`
-    that are not None are kept. `others` are the same case in other units. Where RAM computes,
-    activations get `MARGIN` more than estimated, unless nothing fits with that; of a device's own
-    memory something is left over anyway.
+    `case` has all tokens of a step in one micro-batch; `samples` is the number of samples in a
+    step, or None if unknown: then slices may be as small as `LEAST_TOKENS`. Options in `wish` that
+    are not None are fixed. `others` are the same case in other units. On a device that is the host,
+    activations need `MARGIN` times the estimate, unless nothing fits then; a device with its own
+    memory has a reserve anyway.
     """
     chosen = _chosen(case, wish, samples)
     for other in others:
         best, near = chosen.best, wish
-        if best is not None:  # the search takes its time
+        if best is not None:  # a full search is slow
             near = replace(wish, micro_batches=best.case.micro_batches)
         found = _chosen(other, near, samples)
         if found.best is None:
@@ -190,13 +193,13 @@ class _ScheduleSearch:
         self.margin = margin
         unified = case.machine.unified
         if (wish.offload == "host" and unified) or (wish.offload and wish.recompute == 0):
-            wish = replace(wish, offload="none")  # it would move nothing
+            wish = replace(wish, offload="none")  # nothing to offload
         self.wish = wish
         self.tokens = case.work.tokens
         self.pieces = samples or max(self.tokens // LEAST_TOKENS[unified], 1)
         self.samples = samples
         self.blocks = num_blocks(case.units)
-        self.has_inputs = bool(block_widths(case.units))  # of blocks, which may wait elsewhere
+        self.has_inputs = bool(block_widths(case.units))  # of blocks, which can be offloaded
         self._rooms: dict[tuple[bool, str, int], int | None] = {}
         self._known: dict[BatchSchedule, PlanEstimate | None] = {}
         self.found: list[PlanEstimate] = []
@@ -211,7 +214,7 @@ class _ScheduleSearch:
             best = min(tried, key=_seconds)
             seconds = _seconds(best)
             if seconds > WORSE * fastest and self._may_refine(best):
-                seconds = _seconds(self._halve(best))  # fewer blocks may have to be recomputed
+                seconds = _seconds(self._halve(best))  # recomputing fewer blocks may be faster
             slower = slower + 1 if seconds > WORSE * fastest else 0
             fastest = min(seconds, fastest)
             if slower == MOST_SLOWER:
@@ -223,14 +226,14 @@ class _ScheduleSearch:
         return ScheduleResult(self.wish, first, next(others, None), self._smallest(), self.samples)
 
     def _counts(self) -> Iterator[int]:
-        """Numbers of micro-batches."""
+        """Yield the numbers of micro-batches to try, ascending."""
         if self.wish.micro_batches is not None:
             yield self.wish.micro_batches
             return
         yield from self._parts(self.pieces, MOST_MICRO_BATCHES)
 
     def _parts(self, pieces: int, most: int) -> list[int]:
-        """Into how many equal parts: divisors where samples are known, else halves."""
+        """Return the numbers of equal parts: divisors if samples are known, else powers of 2."""
         if self.samples is not None:
             return [n for n in range(1, min(pieces, most) + 1) if pieces % n == 0]
         return [1 << n for n in range(min(pieces, most).bit_length())]
@@ -243,7 +246,7 @@ class _ScheduleSearch:
         return self._parts(max(self.pieces // count, 1), MOST_SLICES)
 
     def _candidates(self, count: int) -> list[PlanInput]:
-        """Return the schedules of a number of micro-batches that are worth a plan."""
+        """Return the schedules of a number of micro-batches that are worth planning."""
         found: list[PlanInput] = []
         for offload in _OFFLOADS if self.wish.offload is None else (self.wish.offload,):
             if not self._may_wait(offload):
@@ -252,7 +255,7 @@ class _ScheduleSearch:
                 fewest = self._fewest(count, offload, again)
                 found += [case for case in fewest if case not in found]
             if any(case.work.recompute == "all" for case in found):
-                break  # what waits further away takes longer
+                break  # slower tiers take longer
         return found
 
     def _may_wait(self, offload: str) -> bool:
@@ -265,7 +268,7 @@ class _ScheduleSearch:
         return bool(self.case.config.nvme_path)
 
     def _fewest(self, count: int, offload: Offload, again: str) -> Iterator[PlanInput]:
-        """With the fewest slices that fit; and with the most, where all blocks are recomputed."""
+        """Yield cases: the fewest slices that fit, and the most if all blocks are recomputed."""
         most: PlanInput | None = None
         options = self._slices(count)
         for slices in options:
@@ -281,12 +284,12 @@ class _ScheduleSearch:
     def _with_recompute(
         self, count: int, slices: int, offload: Offload, again: str
     ) -> PlanInput | None:
-        """With no block recomputed, as few as must be, or all; None where that does not fit."""
+        """Return the case with no, just enough or all blocks recomputed, or None if too large."""
         wish = self.wish.recompute
-        if again == "few":  # where inputs wait elsewhere, all of them do at first: see `_refine`
+        if again == "few":  # with offloaded inputs all blocks first: see `_refine`
             if wish is not None or not self.blocks or offload != "none":
                 return None
-            low, high = 1, self.blocks - 1  # 0 and all are asked for by themselves
+            low, high = 1, self.blocks - 1  # 0 and all are separate candidates
             if low > high or not self._has_room(self._of(count, slices, offload, high)):
                 return None
             while low < high:
@@ -318,10 +321,10 @@ class _ScheduleSearch:
         return needed <= room
 
     def _room(self, case: PlanInput) -> int | None:
-        """Return the memory for activations when all state is stored as low as allowed.
+        """Return the bytes left to activations if all state is on the lowest allowed tiers.
 
-        Nothing where even that does not fit. Without a disk None then: some state has to rest
-        beside activations, and how much follows from these.
+        If no such plan fits, 0 with a disk. Without one None: some state has to share the memory
+        with activations, and their size decides how much.
         """
         summed = case.micro_batches > 1 or case.config.activations.slices > 1
         away = case.micro_batches if case.config.activations.offload != "none" else 0
@@ -343,7 +346,7 @@ class _ScheduleSearch:
         return self._known[way]
 
     def _refine(self) -> None:
-        """Between as few recomputed blocks as must be and all of them, for the best counts."""
+        """Try other numbers of recomputed blocks, and inputs in RAM, for the best schedules."""
         best: dict[tuple[int, int], PlanEstimate] = {}
         roomy: dict[int, PlanEstimate] = {}
         for priced in sorted(self.found, key=_seconds):
@@ -355,7 +358,7 @@ class _ScheduleSearch:
             self._with_inputs_in_ram(priced)
 
     def _with_inputs_in_ram(self, best: PlanEstimate) -> None:
-        """Where all fits on the device: what inputs of blocks leave there may hold weights."""
+        """Try inputs of blocks in RAM, which leaves device memory to weights."""
         work, offload = best.case.work, best.case.config.activations.offload
         if offload == "none" and self.wish.offload is None and self._may_wait("host"):
             case = self._of(best.case.micro_batches, work.slices, "host", "all")
@@ -366,7 +369,7 @@ class _ScheduleSearch:
         return self.wish.recompute is None and bool(self.blocks and priced.case.work.recompute)
 
     def _halve(self, best: PlanEstimate) -> PlanEstimate:
-        """Look between the best number so far and its neighbours among those that were tried."""
+        """Bisect between the best number of recomputed blocks and its tried neighbors."""
         now = BatchSchedule.of(best.case)
         low, high = 0, self.blocks
         at = self.blocks if now.recompute == "all" else now.recompute or 0
@@ -386,7 +389,7 @@ class _ScheduleSearch:
         return best
 
     def _smallest(self) -> PlanInput:
-        """The least activations that wishes allow."""
+        """Return the case with the least activations that the options allow."""
         wish = self.wish
         counts = [wish.micro_batches] if wish.micro_batches else list(self._counts())
         blocks = "all" if wish.recompute is None else wish.recompute
@@ -400,11 +403,11 @@ class _ScheduleSearch:
 
 
 def _way(priced: PlanEstimate) -> tuple[Any, ...]:
-    """What makes two schedules different ones: more slices of the same are not."""
+    """Return the key by which schedules count as different; slices are not part of it."""
     found = BatchSchedule.of(priced.case)
     return found.micro_batches, found.recompute, found.offload, found.experts
 
 
 def _seconds(priced: PlanEstimate) -> float:
-    """Of a step; of two that are equal the one with fewer slices."""
+    """Return the seconds of a step, slightly more with more slices to break ties."""
     return priced.cost.seconds * (1 + PER_DOUBLING * math.log2(priced.case.work.slices))

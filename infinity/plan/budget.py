@@ -12,26 +12,26 @@ from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan, SlotClass, UnitGroup, UpdatePlace, update_place
 from infinity.types import OFF_DEVICE, PAGE, TIERS, FrozenFormat, Tier
 
-NUM_WINDOWS = 3  # gradient ranges in RAM when gradients rest on disk
+NUM_WINDOWS = 3  # buffers in RAM for gradients that are stored on disk
 NUM_GRADIENT_BUFFERS = 2  # device -> host gradient buffers
-NUM_STREAM_BUFFERS = 3  # on a device: what comes, what is updated, what goes
-NUM_COMMIT_BUFFERS = 2  # chunks on their way from a device's own memory into a commit
-NUM_COPY_BUFFERS = 2  # chunks on their way into a checkpoint
-FROZEN_PIECE = 1 << 20  # bytes of frozen parameters on a device that go into a commit at a time
-TILE_BUFFERS = 8  # fp32 arrays of a tile: master, gradient, and what torch's step makes on the way
-# An element of a matrix that is made orthogonal: copies in fp32 and bf16, which are 10, and what
-# products take meanwhile.
+NUM_STREAM_BUFFERS = 3  # on a device: one copied in, one updated, one copied out
+NUM_COMMIT_BUFFERS = 2  # chunks copied from a device with its own memory into a commit
+NUM_COPY_BUFFERS = 2  # chunks copied into a checkpoint
+FROZEN_PIECE = 1 << 20  # bytes of frozen parameters on a device copied into a commit at a time
+TILE_BUFFERS = 8  # fp32 arrays of a tile: master, gradient, and temporaries of torch's step
+# Bytes per element of a matrix that is orthogonalized: 10 for copies in fp32 and bf16, and the
+# temporaries of products.
 MATRIX_BYTES = 16
-AUTO_SHARE = 0.7  # of the memory compute uses; placement by the plan leaves the rest to activations
+AUTO_SHARE = 0.7  # of compute memory that automatic placement fills; activations get the rest
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Budgets in bytes; None means unlimited (tests). `base` is used by the process already.
+    """Budgets in bytes; None means unlimited (tests).
 
-    `made` is the largest value that is made, or read, at the initial write; 0 where all are in RAM.
-    `activations` is what placement by the plan leaves of the memory that computes, for what
-    autograd holds; None where that is not known: then a share of it, see `AUTO_SHARE`.
+    `base` is the RAM that the process uses already. `made` is the size of the largest value that
+    the initial write makes or reads, 0 if all are in RAM. `activations` are the bytes of compute
+    memory that automatic placement leaves to activations; None if unknown, see `AUTO_SHARE`.
     """
 
     device: int | None
@@ -43,18 +43,18 @@ class Limits:
 
     @property
     def budgets(self) -> dict[Tier, int | None]:
-        """By tier."""
+        """Budgets by tier."""
         return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.DISK: self.disk}
 
     def for_placement(self, budget: int) -> int:
-        """What of a budget of the memory that computes placement by the plan may fill."""
+        """Return the bytes of a budget of compute memory that automatic placement may fill."""
         if self.activations is None:
             return int(AUTO_SHARE * budget)
         return max(budget - self.activations, 0)
 
 
 def with_memory(plan: Plan, limits: Limits) -> Plan:
-    """The same plan with its slot classes and bytes per tier and purpose."""
+    """Return the plan with its slot classes, and bytes by tier and purpose."""
     key = (*plan.searched, limits.base, limits.made)
     known: Plan | None = plan.facts.known.get(key)
     if known is None:
@@ -103,10 +103,10 @@ def _with_memory(plan: Plan, limits: Limits) -> Plan:
 def _initial_write_bytes(
     plan: Plan, limits: Limits, device: dict[str, int], host: dict[str, int]
 ) -> int:
-    """Return bytes of the initial write beyond reserved but untouched memory.
+    """Return bytes of the initial write beyond reserved memory that is not touched yet.
 
-    Two chunks of all kinds, one fp32 master, and one value as it is made. (An initialiser that
-    compares, such as a truncated normal, needs up to three times the value more, for a moment.)
+    Two chunks of all kinds, one fp32 master, and the largest value. (An initializer that compares,
+    such as a truncated normal, briefly needs up to three times the value more.)
     """
     chunk, known = min(plan.chunk_elements, plan.facts.largest_shard), plan.facts.known
     key = ("record", chunk, plan.basis)
@@ -114,7 +114,7 @@ def _initial_write_bytes(
         kinds = plan.precision.kinds
         known[key] = sum(plan.precision.nbytes(kind, chunk) for kind in kinds)
     record: int = known[key]
-    if not plan.unified:  # buffers are pinned, and pinned memory is there from the beginning
+    if not plan.unified:  # reserved memory is pinned, and pinned memory is resident at once
         return 2 * record + 4 * chunk + limits.made
     untouched = device["slots"] + device["gradients"] + host["gradients"]
     untouched += host["staging"] + host["gradient windows"]
@@ -122,7 +122,7 @@ def _initial_write_bytes(
 
 
 def budgeted_bytes(plan: Plan) -> dict[Tier, int]:
-    """Bytes that count against each tier's budget; on a unified device the host holds its too."""
+    """Return bytes that count against each tier's budget; if unified, RAM includes the device's."""
     used = dict(plan.tier_bytes)
     if plan.unified:
         used[Tier.HOST] += used[Tier.DEVICE]
@@ -130,7 +130,10 @@ def budgeted_bytes(plan: Plan) -> dict[Tier, int]:
 
 
 def excess(plan: Plan, limits: Limits, *, auto: bool = False) -> dict[Tier, int]:
-    """Tier -> bytes over its budget; empty when the plan fits."""
+    """Return the bytes over budget by tier; empty if the plan fits.
+
+    With `auto` compute memory is limited to what automatic placement may fill.
+    """
     over: dict[Tier, int] = {}
     computes = Tier.HOST if plan.unified else Tier.DEVICE
     used = budgeted_bytes(plan)
@@ -143,18 +146,18 @@ def excess(plan: Plan, limits: Limits, *, auto: bool = False) -> dict[Tier, int]
 
 
 def fits_as(changed: Plan, before: Plan, limits: Limits, *, auto: bool) -> bool:
-    """Whether no budget is exceeded, or none more than before."""
+    """Return True if no budget is exceeded, or none by more than in `before`."""
     over = excess(changed, limits, auto=auto)
     had = excess(before, limits, auto=auto) if over else {}
     return all(nbytes <= had.get(tier, 0) for tier, nbytes in over.items())
 
 
 def _slot_classes(plan: Plan) -> tuple[SlotClass, ...]:
-    """Group units whose sizes lie within a factor of two; a class has slots of its largest.
+    """Group units whose sizes are within a factor of two; the largest defines the slot size.
 
-    Ranges of experts have classes of their own: while they compute, so does the unit of their
-    layer. A unit that computes with its weights where they rest has none. Those that stay
-    `unsharded` have a slot each, of their own size.
+    Ranges of experts have separate classes, since the unit of their layer is in use while they are.
+    Units that compute with weights where they are stored need no slot. `unsharded` units have one
+    slot each, of their size.
     """
     there = plan.at_device - plan.facts.dequantised if plan.ranks == 1 else frozenset()
     key = (there | plan.unsharded, plan.unsharded, plan.prefetch_units)
@@ -165,7 +168,7 @@ def _slot_classes(plan: Plan) -> tuple[SlotClass, ...]:
 
 
 def _classes_without(plan: Plan, on_device: frozenset[int]) -> tuple[SlotClass, ...]:
-    """Return the slot classes of a plan of which these units do not move."""
+    """Return slot classes for all units but those in `on_device`, and for `unsharded` ones."""
     moving = [unit for unit in plan.units if unit.index not in on_device]
     groups: list[list[UnitLayout]] = []
     for unit in sorted(moving, key=lambda u: (u.is_range, -u.slot_bytes, u.index)):
@@ -186,12 +189,11 @@ def _classes_without(plan: Plan, on_device: frozenset[int]) -> tuple[SlotClass, 
 
 
 def checksum_bytes(nbytes: int) -> int:
-    """Return bytes of checksums for bytes on disk: 4 for every page."""
+    """Return the bytes of checksums for `nbytes` on disk: 4 per page."""
     return -(-nbytes // PAGE) * 4
 
 
 def _stored_bytes(plan: Plan) -> dict[Tier, dict[str, int]]:
-    """What rests on each tier."""
     found = {tier: {"weights": 0, "state": 0, "gradients": 0} for tier in TIERS}
     for group in plan.unit_groups:
         placement, count, sizes = group.placement, len(group.units), _unit_bytes(plan, group)
@@ -203,7 +205,7 @@ def _stored_bytes(plan: Plan) -> dict[Tier, dict[str, int]]:
 
 
 class _UnitBytes(NamedTuple):
-    """Bytes at rest of a rank's share of a unit, and of the buffers that its placement needs."""
+    """Bytes of a rank's shard of a unit, and of the buffers that its placement needs."""
 
     weight: int
     state: int
@@ -234,8 +236,9 @@ def _unit_bytes(plan: Plan, group: UnitGroup) -> _UnitBytes:
 
 
 def staging_bytes(plan: Plan) -> int:
-    """Return bytes of one staging buffer: the chunks that are updated at once, of every kind that
-    some unit cannot update in place.
+    """Return bytes of one staging buffer: the chunks updated at once, in all kinds outside RAM.
+
+    The maximum over all units.
     """
     return max((_unit_bytes(plan, group).staged for group in plan.unit_groups), default=0)
 
@@ -243,7 +246,7 @@ def staging_bytes(plan: Plan) -> int:
 def _staged_bytes(plan: Plan, group: UnitGroup) -> int:
     if update_place(plan, group.units[0]) is UpdatePlace.DEVICE:
         return 0
-    # What rests on the device and is streamed is updated there.
+    # Streamed chunks that are stored on the device are updated there.
     streamed = plan.streamed_chunks(group.layout, group.placement)
     all_streamed = streamed == group.layout.num_chunks(plan.chunk_elements)
     outside = (Tier.DISK,) if all_streamed else _out_of_reach(plan)
@@ -252,16 +255,17 @@ def _staged_bytes(plan: Plan, group: UnitGroup) -> int:
 
 
 def stream_bytes(plan: Plan) -> int:
-    """Bytes of one device buffer of streamed updates: of all that does not rest there, the chunks
-    that pass at once.
+    """Return bytes of one device buffer of streamed updates: the chunks streamed at once.
+
+    The maximum over all units, of the kinds that are not stored on the device.
     """
     return max((_unit_bytes(plan, group).streamed for group in plan.unit_groups), default=0)
 
 
 def matrix_bytes(plan: Plan, *, by_host: bool) -> int:
-    """Bytes that torch takes to step the largest matrix of units that the host, or device, updates.
+    """Return bytes that torch needs to step the largest matrix updated by the host, or the device.
 
-    None where the rule multiplies no matrices.
+    0 if the rule multiplies no matrices.
     """
     if not plan.rule.matrix_steps:
         return 0
@@ -274,15 +278,15 @@ def matrix_bytes(plan: Plan, *, by_host: bool) -> int:
 
 
 def copy_buffer_bytes(plan: Plan) -> int:
-    """Bytes of one buffer of a save: a chunk of every kind that some unit has not in RAM.
+    """Return bytes of one buffer of a save: a chunk of all kinds outside RAM.
 
-    Of several ranks, which send it to the first, of every kind.
+    The maximum over all units. With several ranks, of all kinds.
     """
     return max((_unit_bytes(plan, group).copied for group in plan.unit_groups), default=0)
 
 
 def _frozen_copy_bytes(plan: Plan) -> int:
-    """Bytes that a save brings to RAM at once of a unit with frozen bytes: all that a rank has."""
+    """Return bytes of the largest shard that a save copies to RAM at once to write frozen bytes."""
     outside = _out_of_reach(plan)
     frozen = (
         a for a in plan.unit_groups if a.layout.frozen_bytes and a.placement.weight in outside
@@ -291,7 +295,6 @@ def _frozen_copy_bytes(plan: Plan) -> int:
 
 
 def _out_of_reach(plan: Plan) -> tuple[Tier, ...]:
-    """The tiers that the CPU does not reach."""
     return (Tier.DISK,) if plan.unified else (Tier.DEVICE, Tier.DISK)
 
 
@@ -303,7 +306,7 @@ def _bytes_at_once(
     *,
     gradient: bool = False,
 ) -> int:
-    """Bytes of a unit's first chunks that rest on these tiers: state, and the gradient too."""
+    """Return bytes of a unit's first chunks on these tiers: state, and the gradient if asked."""
     nbytes = plan.state_bytes(group.layout, group.placement, tiers, chunks=chunks)
     if gradient and group.placement.gradient in tiers:
         nbytes += plan.gradient_bytes(group.layout, chunks=chunks)
@@ -311,7 +314,7 @@ def _bytes_at_once(
 
 
 def commit_buffer_bytes(plan: Plan) -> int:
-    """Bytes of one buffer of a commit: a chunk's part of one kind that rests on a device."""
+    """Return bytes of one buffer of a commit: one kind of a chunk stored on the device."""
     if (
         plan.unified
         or not plan.durable
@@ -328,7 +331,7 @@ def commit_buffer_bytes(plan: Plan) -> int:
 
 
 def _durable_bytes(plan: Plan, disk: dict[str, int]) -> int:
-    """Bytes on disk beyond what rests there: two extents of everything."""
+    """Return bytes of two extents of all state, less the state already counted on disk."""
     total = 0
     for group in plan.unit_groups:
         state = plan.state_bytes(group.layout, group.placement, TIERS)
@@ -337,12 +340,12 @@ def _durable_bytes(plan: Plan, disk: dict[str, int]) -> int:
 
 
 def num_windows(plan: Plan) -> int:
-    """Gradient windows: only where some gradients rest on disk."""
+    """Return the number of gradient windows; 0 if no gradients are stored on disk."""
     return min(NUM_WINDOWS, sum(len(group.units) for group in _gradients_on_disk(plan)))
 
 
 def largest_window(plan: Plan) -> int:
-    """Bytes of one gradient window."""
+    """Return bytes of one gradient window."""
     return max((plan.gradient_bytes(a.layout) for a in _gradients_on_disk(plan)), default=0)
 
 
@@ -351,13 +354,13 @@ def _gradients_on_disk(plan: Plan) -> list[UnitGroup]:
 
 
 def num_fetch_buffers(plan: Plan) -> int:
-    """Host buffers in which disk reads land on their way to a device of its own memory."""
+    """Return the number of host buffers for disk reads to a device with its own memory."""
     on_disk = not plan.unified and any(a.placement.weight is Tier.DISK for a in plan.unit_groups)
     return plan.prefetch_units + 2 if on_disk else 0
 
 
 def largest_slot(plan: Plan) -> int:
-    """Bytes of the largest unit that moves through slots."""
+    """Return bytes of the largest slot."""
     return max((c.slot_bytes for c in plan.slot_classes), default=0)
 
 
@@ -368,16 +371,16 @@ def fetch_bytes(plan: Plan) -> int:
 
 
 def num_exchanges(plan: Plan) -> int:
-    """How many units' gradients are on their way between ranks at the same time.
+    """Return the number of units whose gradients are exchanged at the same time.
 
-    A block that runs all tokens in slices computes for long: the one before it has been exchanged
-    by then, and sums are twice as wide.
+    One is enough with slices: a block computes all tokens, which takes longer than the previous
+    exchange, and sums are twice as wide.
     """
     return 1 if plan.saved.slices > 1 else 2
 
 
 def exchange_bytes(plan: Plan) -> int:
-    """Bytes of the largest unit's gradients on their way to the ranks that keep them.
+    """Return bytes of one exchange buffer: the full gradients of the largest unit.
 
     Sums of slices are fp32.
     """
@@ -386,5 +389,5 @@ def exchange_bytes(plan: Plan) -> int:
 
 
 def largest_trained(plan: Plan) -> int:
-    """Bytes of the largest trained range in the compute dtype."""
+    """Return bytes of the largest trained range in the compute dtype."""
     return plan.facts.largest_trained

@@ -1,42 +1,44 @@
-"""How long a step takes: bytes from the forecast, rates of the machine, and what overlaps what.
+"""Predicted duration of a step: forecast bytes, machine rates, and which resources overlap.
 
 [Note: schedule]
-A step is a row of phases: forward and backward of each micro-batch. Inside a phase the resources
-work at the same time, and the slowest one decides; between phases nothing overlaps. The optimizer
-pass of the step before runs behind the first forward. On a CPU device the update takes turns with
-compute, since both want the same cores; elsewhere it runs beside it. There disk traffic takes time
-from compute too: for system calls and interrupts, and on a virtual machine for the copies of the
-hypervisor, which run on the same cores (0.27 s of a core per GB were measured on one). The
-optimizer pass does one unit after the other: what the CPU updates waits for what streams through
-the device, and the other way round.
+A step is a sequence of phases: forward and backward of each micro-batch. Within a phase all
+resources work concurrently and the slowest one determines its duration; phases do not overlap. The
+optimizer pass of the previous step runs during the first forward. On a CPU device update and
+compute share the cores, so their times add up; on other devices the update runs concurrently. On a
+CPU device disk traffic takes compute time as well: for system calls and interrupts, and on a
+virtual machine for copies by the hypervisor, which run on the same cores (0.27 s of a core per GB
+were measured on one). The optimizer pass updates one unit after the other, so updates by the CPU
+and updates streamed through the device wait for one another.
 
-Two ends stick out of that phase. Compute cannot begin before the first unit has been updated, and
-when the last one has been, what that unit computes is still to be done, and head and loss of all
-tokens. So a forward behind which the pass runs is thought to last as long as compute and the first
-unit's share of the pass, or as the pass and what is computed after it.
+In the first forward two parts cannot overlap the pass. Compute cannot begin before the first unit
+has been updated. When the last unit has been updated, its compute is still to be done, and head and
+loss of all tokens. So the phase is predicted to last at least as long as the first unit's share of
+the pass followed by all compute, and as the pass followed by the compute after it.
 
 [Note: ranks]
-Of several ranks all times are of one: disk and CPU give it its part of what the node has, links to
-its GPU are its own. What it receives from the others passes the link, another resource that works
-beside the rest; what every link carries at the same time is in the rates. Between nodes a ring of
-all-gathers brings everything into a node once, and an all-to-all brings what its ranks get from
-others' ranks: so much of the rate into a node is a rank's.
+With several ranks all times are those of one rank: it gets its share of the node's disk and CPU,
+and has a link to its GPU of its own. Data from other ranks passes the link, another resource that
+works concurrently; the rates include the contention of all links in use at the same time. Between
+nodes, a ring of all-gathers transfers all data into a node once, and an all-to-all transfers what
+the node's ranks receive from ranks of other nodes: `Rates.of_rank` derives the rate of a rank from
+the rate into a node.
 
 [Note: compute]
-A token costs 2 FLOP a matrix element forward and 4 backward (2 more where blocks are recomputed; 2
-less where it is frozen, for inputs alone have gradients); lookup tables cost none. Few tokens are
-bound by memory instead: each
-weight is read once per pass. In backward a gradient is written by autograd, read, and added to or
-stored where it rests, and squared. What stands between the products (norms, activation functions,
-residual sums, copies of heads) passes over memory too: counted for a GPT block of width h, 27 * h
-values a token forward, where its matrices take and give 16 * h; so 27/16 passes over these, twice
-as many backward, and one more for biases. They have a rate of their own, measured on such a block
-(memory's, where it was not). Attention multiplies tokens with tokens: causal, in a block of width
-h, 2 * context * h FLOP a token forward and 5 backward, for which it computes them again; its rate
-is that of a fused kernel on contexts of a thousand. What it takes however short the context is
-belongs to what stands between. Cross entropy makes fp32 of each logit, and reads and writes it some
-times: one rate, half of it forward. What rests quantised is dequantised once in every pass: codes
-are read, and become indices, fp32 values, scaled ones, weights.
+A token costs 2 FLOP per matrix element forward and 4 backward (2 more where blocks are recomputed;
+2 less for frozen elements, where only inputs have gradients); lookup tables cost none. With few
+tokens memory is the limit instead: each weight is read once per pass. In backward a gradient is
+written by autograd, read, added to the sum or stored at its tier, and squared. The operations
+between products (norms, activation functions, residual sums, copies of heads) pass over memory as
+well: counted for a GPT block of width h, 27 * h values per token forward, where the inputs and
+outputs of its matrices are 16 * h values; so 27/16 passes over these forward, twice as many
+backward, and one more over the outputs (9/16) for biases. They have a rate of their own, measured
+on such a block (that of memory if it was not measured). Causal attention in a block of width h
+costs 2 * context * h FLOP per token forward and 5 * context * h backward, which recomputes it; its
+rate is that of a fused kernel at contexts of about a thousand tokens. The part of its cost that
+does not depend on the context belongs to the operations between products. Cross entropy converts
+each logit to fp32 and reads and writes it several times: one rate, half of the time forward.
+Quantized weights are dequantized once per pass: codes are read and converted to indices, fp32
+values, scaled values and weights.
 """
 
 from __future__ import annotations
@@ -63,26 +65,27 @@ from infinity.plan.plan import (
 from infinity.plan.rates import PASSES_BACKWARD, PASSES_FORWARD, Rates
 from infinity.types import Tier
 
-# Not measured of their own: fp16 is as fast as bf16 on GPUs, and where a CPU emulates both.
+# Not measured separately: fp16 is as fast as bf16 on GPUs, and on CPUs that emulate both.
 _MULTIPLIED_AS = {"fp16": "bf16"}
-# Of one copy, or one kernel, on a device: Python beside other threads' Python, CUDA's calls, events
-# recorded and waited for. 170 us beside an H100 while a trace is recorded, which takes part of it.
+# Host time of one copy or kernel on a device: Python that competes with other threads, CUDA calls,
+# recording of and waiting for events. 170 us were measured with an H100, including the recording of
+# a trace.
 CALL_S = 120e-6
-MOST_BESIDE, _TINY = 0.9, 1e-12  # of a streamed unit: something is streamed
-USUAL_CONTEXT = 2048  # tokens of a sample, where nobody said it
-HOST_FLOPS = 0.5e12  # bf16 products a second of a host beside a device: a guess, not measured
-DEQUANTISE_BYTES = 22  # an element: 2 + 2 of indices, 4 + 8 + 4 of fp32, 2 of weights
-SPLIT_UPDATE_BYTES = 26  # a parameter: 12 of state read and written, 2 of gradient read
+MOST_BESIDE, _TINY = 0.9, 1e-12  # largest CPU share of a streamed unit: some of it is streamed
+USUAL_CONTEXT = 2048  # tokens per sample, if not given
+HOST_FLOPS = 0.5e12  # bf16 FLOP per second of a host with a separate device: assumed, not measured
+DEQUANTISE_BYTES = 22  # per element: 2 + 2 for indices, 4 + 8 + 4 for fp32, 2 for weights
+SPLIT_UPDATE_BYTES = 26  # per parameter: 12 of state read and written, 2 of gradient read
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """Work of a user's step: tokens of one micro-batch, and recomputation.
+    """Work of one step: `tokens` of a micro-batch, recomputation and slices.
 
-    The first `recompute` blocks run again in backward, and blocks in so many `slices`. `context`
-    are the tokens of one sample, `lookups` indices of parameters that are only indexed into
-    (embeddings), `heads` of those that make logits; `shares` the part of the tokens that a
-    parameter sees, where not all (experts).
+    The first `recompute` blocks run again in backward; blocks run in `slices`. `context` is the
+    number of tokens per sample, `lookups` are indices of parameters that are only indexed into
+    (embeddings), `heads` of those that make logits; `shares` is the fraction of tokens that a
+    parameter sees, if not all (experts).
     """
 
     tokens: int
@@ -96,9 +99,9 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class PhaseCost:
-    """Seconds that each resource would need for one phase alone, and the phase as a whole.
+    """Duration of one phase in seconds: of each resource alone, and of the phase.
 
-    `lead` are seconds at its beginning in which nothing can be computed: the first unit is updated.
+    `lead` is the time at its beginning when compute waits for the update of the first unit.
     """
 
     name: str
@@ -108,24 +111,24 @@ class PhaseCost:
 
     @property
     def binds(self) -> str:
-        """The resource that decides."""
+        """The slowest resource, which determines the duration."""
         return max(self.resources, key=lambda resource: self.resources[resource])
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """One steady step: its phases in order."""
+    """Cost of one steady step: its phases in order."""
 
     phases: tuple[PhaseCost, ...]
 
     @property
     def seconds(self) -> float:
-        """Of a whole step."""
+        """Duration of the step in seconds."""
         return sum(phase.seconds for phase in self.phases)
 
     @property
     def resources(self) -> dict[str, float]:
-        """Seconds each resource is busy in a step."""
+        """Seconds that each resource is busy in a step."""
         busy: dict[str, float] = {}
         repeats = Counter(id(phase.resources) for phase in self.phases)
         for resources in {id(phase.resources): phase.resources for phase in self.phases}.values():
@@ -135,7 +138,7 @@ class StepCost:
 
     @property
     def binds(self) -> str:
-        """The resource that decides most of the step's time."""
+        """The resource that determines most of the step's time."""
         shares: dict[str, float] = {}
         for phase in self.phases:
             shares[phase.binds] = shares.get(phase.binds, 0.0) + phase.seconds
@@ -143,14 +146,14 @@ class StepCost:
 
 
 def computing(resources: Mapping[str, float]) -> str:
-    """Which resource of a phase computes: alone, or with the update on the same cores."""
+    """Return the name of the resource that computes, alone or with the update on the same cores."""
     return "compute" if "compute" in resources else "compute and update"
 
 
 def step_cost(
     plan: Plan, rates: Rates, work: StepWork | None = None, cycle: list[int] | None = None
 ) -> StepCost:
-    """The cost of a steady step; without `work` compute costs nothing, which leaves movement."""
+    """Return the cost of a steady step; without `work` only data movement costs time."""
     pricing = _Pricing(plan, rates, work, cycle)
     return StepCost(tuple(pricing.of(phase) for phase in forecast_phases(plan, cycle)))
 
@@ -158,9 +161,10 @@ def step_cost(
 def movement_cost(
     plan: Plan, rates: Rates
 ) -> tuple[tuple[float, float], tuple[float, float] | None]:
-    """Seconds of a steady step where compute costs nothing, and those of all resources together.
+    """Return the movement cost of a steady step, and of each additional micro-batch.
 
-    The same of each micro-batch more; None where that is not known.
+    Each is a pair: duration in seconds, compute not counted, and the busy seconds of all resources
+    together. The second pair is None if additional micro-batches are not uniform.
     """
     pricing = _Pricing(plan, rates, None, None)
     phases, more = counted_phases(plan)
@@ -169,7 +173,7 @@ def movement_cost(
 
 
 class _Pricing:
-    """Seconds of phases of one plan; equal phases are priced once."""
+    """Cost of phases of one plan; equal phases are priced once."""
 
     def __init__(
         self, plan: Plan, rates: Rates, work: StepWork | None, cycle: list[int] | None
@@ -179,7 +183,7 @@ class _Pricing:
         self.work = work
         self.trained = plan.num_trained
         self._elements = _NONE
-        self._again = _NONE, _NONE  # what a forward, and a backward, computes once more
+        self._again = _NONE, _NONE  # recomputed in a forward, and in a backward
         if work is not None:
             self._elements = _elements(plan.units, work)
             self._again = _again(plan, work)
@@ -188,12 +192,11 @@ class _Pricing:
 
     @cached_property
     def _updated(self) -> list[int]:
-        """Units that are updated, in order."""
+        """Units that are updated, in the order of the optimizer pass."""
         units = self.plan.units
         return [u for u in dict.fromkeys(self._cycle or range(len(units))) if units[u].numel]
 
     def of(self, phase: PhaseBytes) -> PhaseCost:
-        """One phase."""
         name = f"{'backward' if phase.backward else 'forward'} {phase.micro_batch + 1}"
         resources, seconds = self._priced(phase)
         return PhaseCost(name, resources, seconds, self._lead(phase, resources))
@@ -207,7 +210,7 @@ class _Pricing:
         return self._known[key]
 
     def movement(self, phases: Iterable[tuple[PhaseBytes, int]]) -> tuple[float, float]:
-        """Seconds of phases by their counts, and those of their resources together."""
+        """Return the seconds of counted phases, and the busy seconds of all their resources."""
         seconds = busy = 0.0
         for phase, count in phases:
             resources, one = self._priced(phase)
@@ -216,13 +219,13 @@ class _Pricing:
         return seconds, busy
 
     def _seconds(self, phase: PhaseBytes, resources: dict[str, float]) -> float:
-        """Of a phase, with the two ends that stick out of it."""
+        """Return the duration of a phase, with the two parts that cannot overlap the pass."""
         slowest = max(resources.values())
         if not phase.has_update or self.work is None or not self._updated:
             return slowest
         plan, last = self.plan, self.plan.units[self._updated[-1]]
         named = computing(resources)
-        # Heads that are elsewhere, tied or frozen, are computed last all the same.
+        # Heads in other units (tied or frozen) are computed last as well.
         heads = [s for unit in plan.units if unit is not last for s in unit.segments
                  if s.origin in self.work.heads]  # fmt: skip
         tail = self._compute_s(phase, _elements([last], self.work, heads), _NONE)
@@ -230,7 +233,7 @@ class _Pricing:
         return max(slowest, resources[named] + self._lead(phase, resources), others + tail)
 
     def _lead(self, phase: PhaseBytes, resources: dict[str, float]) -> float:
-        """Seconds of the first unit's update, before which nothing is computed."""
+        """Return the seconds of the first unit's update, for which compute waits."""
         if not phase.has_update or not self._updated:
             return 0.0
         plan, first = self.plan, self.plan.units[self._updated[0]]
@@ -267,12 +270,12 @@ class _Pricing:
             resources["sums"] = sums_s(plan, rates, phase)
             resources["calls"] = calls_s(plan) if phase.has_update else 0.0
             resources["update, CPU share"] = beside
-            # What the CPU updates alone, the thread that asks for copies waits for.
+            # The thread that issues copies waits for units that only the CPU updates.
             resources["update"] = update and update + max(stream_s(plan, rates), beside)
         return resources
 
     def _compute_s(self, phase: PhaseBytes, once: _Elements, again: _Elements) -> float:
-        """Seconds of the products of one forward or backward, and of all that stands between."""
+        """Return seconds of one forward or backward: products, and operations between them."""
         plan, work, rates = self.plan, self.work, self.rates
         if work is None:
             return 0.0
@@ -296,9 +299,9 @@ class _Pricing:
         return seconds
 
     def _gradient_bytes(self, phase: PhaseBytes) -> int:
-        """Bytes of gradients that memory moves in one backward: made, taken away, squared."""
+        """Return bytes that gradients move in memory in a backward: made, accumulated, squared."""
         plan = self.plan
-        touched = 2 if phase.micro_batch else 1  # a sum is read and written
+        touched = 2 if phase.micro_batch else 1  # later ones read the sum and write it
         last = phase.micro_batch + 1 == plan.micro_batches
         item = plan.gradient_itemsize
         return self.trained * (2 * plan.precision.weight + touched * item + (item if last else 0))
@@ -306,11 +309,12 @@ class _Pricing:
 
 @dataclass(frozen=True, slots=True)
 class _Elements:
-    """Elements of matrices that a token is multiplied with, of all that is read; values in and out.
+    """Numbers of elements that determine the cost of compute.
 
-    `sides` are what one token brings to the matrices, and what they make of it; `trained` those of
-    matrices whose gradients are wanted, `quantised` those that do not rest as they compute.
-    `attended` are values of a token that attend to others, `logits` what a token has of these.
+    `matrices` are elements that a token is multiplied by, `trained` those of them with gradients,
+    `quantised` those stored quantized, `all` those that are read once per pass. `sides` are values
+    per token that go in and out of matrices, `attended` values per token that attend to other
+    tokens, `logits` the logits per token.
     """
 
     matrices: float = 0.0
@@ -328,7 +332,7 @@ _NONE = _Elements()
 def _elements(
     units: Sequence[UnitLayout], work: StepWork, more: Iterable[Segment] = ()
 ) -> _Elements:
-    """Of these units, and of `more` parameters. Logits are no sides: they have their rate."""
+    """Count elements of `units` and of `more` parameters; logits are not counted as `sides`."""
     matrices, trained, quantised, all_elements, sides, logits = 0.0, 0.0, 0, 0, 0.0, 0
     for segment in (*(segment for unit in units for segment in unit.segments), *more):
         if segment.origin in work.lookups:
@@ -348,11 +352,11 @@ def _elements(
 
 
 def _again(plan: Plan, work: StepWork) -> tuple[_Elements, _Elements]:
-    """Return the elements that a forward computes twice, and a backward before its products.
+    """Return the elements recomputed in a forward, and in a backward before its products.
 
-    Slices that pass ranges of experts together compute their blocks several times, see
-    `offload/shared_ranges.py`: ranges twice in backward, all else twice in forward and three times
-    in backward.
+    Blocks whose slices share ranges of experts run several times (`offload/shared_ranges.py`): two
+    additional passes of the ranges in backward; of their other units one in forward, three in
+    backward.
     """
     block_units, ranges = sharing(plan.units, plan.shared_stacks)
     several = {unit.index for unit in (*block_units, *ranges)}
@@ -363,28 +367,26 @@ def _again(plan: Plan, work: StepWork) -> tuple[_Elements, _Elements]:
 
 
 def _over(amount: float, rate: float | None) -> float:
-    """Seconds; nothing where no rate is known."""
+    """Return seconds, or 0 if the rate is unknown."""
     return amount / rate if rate else 0.0
 
 
 def active_parameters(units: Sequence[UnitLayout], work: StepWork) -> int:
-    """Parameters that one token uses: of experts the share of all that it is sent to."""
+    """Return the number of parameters used per token; experts count by their share of tokens."""
     shares = work.shares
     return round(sum(s.numel * shares.get(s.origin, 1.0) for u in units for s in u.segments))
 
 
 def flop_per_token(units: Sequence[UnitLayout], work: StepWork) -> float:
-    """Return FLOP of the model for a token: 6 a matrix element, 4 a frozen one.
-
-    See [Note: compute].
-    """
+    """Return FLOP per token: 6 per matrix element, 4 per frozen one. See [Note: compute]."""
     found = _elements(units, work)
     return 4 * found.matrices + 2 * found.trained
 
 
 def update_s(plan: Plan, rates: Rates) -> tuple[float, float, float]:
-    """Return seconds of one step's update: on the host; on the host while others stream; and on the
-    device.
+    """Return seconds of one step's update on three resources.
+
+    The host alone, the host while other chunks of the same units are streamed, and the device.
     """
     host = beside = device = 0.0
     for group in plan.unit_groups:
@@ -409,10 +411,10 @@ def update_s(plan: Plan, rates: Rates) -> tuple[float, float, float]:
 
 
 def matrix_flops(layout: UnitLayout, steps: int) -> int:
-    """Floating-point operations that make the matrices of a unit orthogonal.
+    """Return FLOP to orthogonalize the matrices of a unit; each matrix of a stack separately.
 
-    Each step of Newton-Schulz multiplies m x n by its transpose, the product, m x m, by itself, and
-    that by the matrix, with m <= n: 4 m^2 n + 2 m^3. Of a stack each matrix is by itself.
+    A Newton-Schulz step on m x n, m <= n, multiplies the matrix by its transpose, the m x m product
+    by itself, and the result by the matrix: 4 m^2 n + 2 m^3.
     """
     flops = 0
     for *stacked, rows, columns in (s.shape for s in layout.trained_segments if s.needs_full):
@@ -422,7 +424,7 @@ def matrix_flops(layout: UnitLayout, steps: int) -> int:
 
 
 def _matrix_s(plan: Plan, rates: Rates) -> tuple[float, float]:
-    """Seconds of a step's matrix products of the update rule, in bf16: host, and device."""
+    """Return seconds of the update rule's matrix products in bf16: on the host, and the device."""
     on = dict.fromkeys((True, False), 0)
     for group in plan.unit_groups if plan.rule.matrix_steps else ():
         by_host = update_place(plan, group.units[0]) is UpdatePlace.CPU
@@ -433,7 +435,7 @@ def _matrix_s(plan: Plan, rates: Rates) -> tuple[float, float]:
 
 
 def stream_s(plan: Plan, rates: Rates) -> float:
-    """Return seconds of streamed updates of a step: links in both directions, and host calls."""
+    """Return seconds of a step's streamed updates: copies in both directions, or host calls."""
     inward = outward = 0
     for group in plan.unit_groups:
         if group.placement in plan.streamed:
@@ -443,11 +445,12 @@ def stream_s(plan: Plan, rates: Rates) -> float:
 
 
 def share_beside(plan: Plan, rates: Rates) -> float:
-    """The share of streamed units with which the CPU is busy as long as the links, in percent.
+    """Return the CPU's share of streamed units that keeps CPU and links busy equally long.
 
-    Both hang on it linearly; links have other things to carry behind the same forward, too.
+    Both times depend on the share linearly, those of links also on other transfers in the same
+    forward. Rounded down to whole percents, at most `MOST_BESIDE`.
     """
-    longer = []  # what links take longer than the CPU's updates
+    longer = []  # seconds that links take longer than the CPU's updates
     for one in (plan, plan.changed(cpu_share=0.5)):
         moved = next(phase.moved for phase in forecast_phases(one) if phase.has_update)
         links = max(rates.copies_s(moved["to_device"], moved["from_device"]))
@@ -457,16 +460,16 @@ def share_beside(plan: Plan, rates: Rates) -> float:
 
 
 def sums_s(plan: Plan, rates: Rates, phase: PhaseBytes) -> float:
-    """Seconds in which a thread of the host adds a backward's gradients to sums off the device.
+    """Return seconds that a host thread needs to add a backward's gradients to sums off the device.
 
-    Memory decides: a gradient is read, and a sum read and written. The first of a window only
-    changes its type, and goes straight to its place where it need not.
+    Bound by memory: a gradient is read, and a sum read and written. In the first micro-batch
+    gradients are only converted; without conversion they are copied directly to their tier.
     """
     rate = _host_memory_rate(rates)
     if not phase.backward or not rate:
         return 0.0
     itemsize, item = plan.gradient_itemsize, plan.precision.weight
-    item = 4 if plan.saved.slices > 1 else item  # sums of slices leave in fp32
+    item = 4 if plan.saved.slices > 1 else item  # sums of slices are copied in fp32
     if phase.micro_batch == 0 and item == itemsize:
         return 0.0
     elements = sum(
@@ -478,7 +481,7 @@ def sums_s(plan: Plan, rates: Rates, phase: PhaseBytes) -> float:
 
 
 def calls_s(plan: Plan) -> float:
-    """Seconds that a step's streamed updates take the thread that asks the device for them."""
+    """Return host seconds to issue the copies and kernels of a step's streamed updates."""
     streamed = (group for group in plan.unit_groups if group.placement in plan.streamed)
     return CALL_S * sum(
         len(group.units) * streamed_calls(plan, group.layout, group.placement) for group in streamed
@@ -495,18 +498,18 @@ def _update_rate(rates: Rates, name: str) -> float:
 
 
 def _memory_rate(plan: Plan, rates: Rates) -> float | None:
-    """Bytes per second of the compute device's memory, where that is the host's."""
+    """Return bytes per second of compute memory if the device is the host, else None."""
     return _host_memory_rate(rates) if plan.unified else None
 
 
 def _host_memory_rate(rates: Rates) -> float | None:
-    """Bytes per second of the host's memory, as the update finds it."""
+    """Return bytes per second of host memory, derived from the rate of updates."""
     rate = rates.update.get("fp32")
     return SPLIT_UPDATE_BYTES * rate if rate else None
 
 
 def disk_days(written_per_step: int, step_s: float, rated_bytes: float) -> float:
-    """Days of training without a pause until a drive's rated endurance is written."""
+    """Return days of continuous training until a drive's rated endurance is used up."""
     if not written_per_step or not step_s:
         return float("inf")
     return rated_bytes / written_per_step * step_s / 86400

@@ -1,8 +1,8 @@
-"""Bytes per direction of one steady step, by running the plan's own rules on counted slots.
+"""Forecast of the bytes that a steady step moves per direction, by simulating its slots.
 
-The rules are those of `access_order`; what a run really moves is counted where it moves and
-must come out equal (tests hold that). Which unit moves when depends on little of a plan, its
-`_Course`, and is remembered: a search for placement asks for the same course many times.
+The simulation follows the rules of `access_order`. Runs count the bytes that they move, and tests
+require both to be equal. The sequence of moves depends on few fields of a plan, its `_Course`, and
+is cached, because a search for placement needs the same course many times.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from infinity.plan.saved_plan import saved_moves
 from infinity.plan.usual_cycle import usual_cycle
 from infinity.types import Tier
 
-FEW = 5  # micro-batches after which, most often, each is like the one before it
+FEW = 5  # micro-batches after which further ones usually repeat the previous one
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseBytes:
-    """What moves during the forward or the backward of one micro-batch.
+    """Bytes moved during the forward or backward of one micro-batch, by direction.
 
-    The optimizer pass of the step before runs behind the first forward, and is counted there.
+    The optimizer pass of the previous step runs during the first forward and is counted there.
     """
 
     micro_batch: int
@@ -47,7 +47,7 @@ class PhaseBytes:
 
     @property
     def has_update(self) -> bool:
-        """Whether the optimizer's pass runs behind this phase."""
+        """True if the optimizer pass runs during this phase."""
         return self.micro_batch == 0 and not self.backward
 
 
@@ -57,12 +57,12 @@ def forecast_bytes(
     saved: tuple[int, ...] | None = None,
     summed: Collection[int] | None = None,
 ) -> dict[str, int]:
-    """Bytes per direction and steady step; the writes of durable commits are shared out over steps.
+    """Return bytes per direction of a steady step; durable commits are averaged over steps.
 
-    `cycle` is a learnt access order, else the usual order is assumed; `saved` the learnt sizes of
-    what a micro-batch saves, else those that the plan expects; `summed` the units that were seen to
-    run in slices, whose gradients leave in fp32, else all blocks and ranges of experts if the plan
-    has slices.
+    `cycle` is a learned access order, by default the usual one. `saved` are observed sizes of the
+    tensors that a micro-batch saves, by default the expected ones. `summed` are units observed to
+    run in slices, whose gradients are copied in fp32; by default all blocks and ranges of experts
+    if the plan has slices.
     """
     phases = forecast_phases(plan, cycle, saved, summed)
     return {direction: sum(phase.moved[direction] for phase in phases) for direction in DIRECTIONS}
@@ -74,24 +74,24 @@ def forecast_phases(
     saved: tuple[int, ...] | None = None,
     summed: Collection[int] | None = None,
 ) -> list[PhaseBytes]:
-    """The same by phase: forward and backward of every micro-batch, in order."""
+    """Return the forecast by phase: forward and backward of every micro-batch, in order."""
     course = _course_of(plan, tuple(cycle) if cycle else usual_cycle(plan))
     sizes = plan.saved.sizes if saved is None else saved
     return _Bytes(plan, course.cycle, sizes, summed).of(_run(course))
 
 
 def counted_phases(plan: Plan) -> tuple[list[tuple[PhaseBytes, int]], list[PhaseBytes] | None]:
-    """The phases of the usual cycle that differ, and how many are like each; see `_steady`.
+    """Return the distinct phases of the usual cycle with their counts; see `_steady`.
 
-    With them those of each micro-batch more, None where that is not known. Phases of the last
-    micro-batch are apart: a pass over gradients comes behind them.
+    Also the phases of each additional micro-batch, or None if these are not uniform. Phases of the
+    last micro-batch are counted separately, since a pass over gradients follows them.
     """
     known, how = (
         plan.facts.known,
         (plan.unsharded, plan.prefetch_units, plan.micro_batches, plan.ranks),
     )
     cycle = usual_cycle(plan)
-    key = (plan.at_device, *how, cycle)  # what a course follows from
+    key = (plan.at_device, *how, cycle)  # determines the course
     if key not in known:
         known[key] = _counted(_course_of(plan, cycle))
     counted, more = known[key]
@@ -103,7 +103,7 @@ def counted_phases(plan: Plan) -> tuple[list[tuple[PhaseBytes, int]], list[Phase
 def _counted(
     course: _Course,
 ) -> tuple[list[tuple[_PhaseMoves, int]], list[int] | None]:
-    """The moves of a steady step that differ, with counts; which of them a micro-batch adds."""
+    """Return distinct moves of a steady step with counts, and indices of an added micro-batch's."""
     found: dict[tuple[object, ...], list[Any]] = {}
 
     def key_of(moves: _PhaseMoves) -> tuple[object, ...]:
@@ -132,14 +132,14 @@ def _course_of(plan: Plan, cycle: tuple[int, ...]) -> _Course:
 
 
 def _publishing(plan: Plan) -> set[int]:
-    """Return the units that the optimizer pass publishes, asked once for equal units."""
+    """Return the units that the optimizer pass publishes; equal units are checked once."""
     found = (group.units for group in plan.unit_groups if publishes(plan, group.units[0]))
     return set(chain.from_iterable(found))
 
 
 @dataclass(frozen=True, slots=True)
 class _Course:
-    """All of a plan that decides which unit moves when; how many bytes that is comes later."""
+    """Fields of a plan that determine the sequence of moves, independent of their sizes."""
 
     cycle: tuple[int, ...]
     slot_classes: tuple[SlotClass, ...]
@@ -151,27 +151,27 @@ class _Course:
 
 @dataclass(slots=True)
 class _PhaseMoves:
-    """Units fetched, and updated (and whether published), during one phase."""
+    """Units fetched, and units updated (with a flag: published), during one phase."""
 
     micro_batch: int
     backward: bool
     fetched: list[int] = field(default_factory=list)
     updated: list[tuple[int, bool]] = field(default_factory=list)
-    repeats: bool = False  # the phase two before it, whose lists it shares
+    repeats: bool = False  # the same phase of the previous micro-batch, and shares its lists
 
     @property
     def lists(self) -> tuple[int, int]:
-        """A key of what moves."""
+        """Key of the moves."""
         return id(self.fetched), id(self.updated)
 
 
 def _few(course: _Course) -> _Course:
-    """The same with no more micro-batches than differ."""
+    """Return the course with at most `FEW` micro-batches."""
     return replace(course, micro_batches=min(course.micro_batches, FEW))
 
 
 def _run(course: _Course) -> tuple[_PhaseMoves, ...]:
-    """The moves of a steady step."""
+    """Return the moves of a steady step."""
     few, more = _steady(_few(course))
     if course.micro_batches <= FEW:
         return few
@@ -186,9 +186,9 @@ def _run(course: _Course) -> tuple[_PhaseMoves, ...]:
 def _steady(
     course: _Course,
 ) -> tuple[tuple[_PhaseMoves, ...], tuple[_PhaseMoves, ...] | None]:
-    """The moves of a steady step, and of each micro-batch that is added to it.
+    """Return the moves of a steady step, and those of each additional micro-batch.
 
-    None for the latter where the last but one is not like the one before it.
+    The latter are None if the last but one micro-batch does not repeat the previous one.
     """
     run, count = _CountedRun(course), 2 * course.micro_batches
     run.step()
@@ -199,18 +199,18 @@ def _steady(
 
 
 def disk_of_pass(plan: Plan, layout: UnitLayout, placement: UnitPlacement) -> tuple[int, int]:
-    """Bytes that the optimizer pass reads on disk for a unit, and writes there."""
+    """Return bytes that the optimizer pass reads from disk for a unit, and bytes that it writes."""
     record = plan.state_bytes(layout, placement, (Tier.DISK,))
     gradient = plan.gradient_bytes(layout) if placement.gradient is Tier.DISK else 0
     return record + gradient, record
 
 
 class _Bytes:
-    """From moves to bytes, under the placement of one plan.
+    """Conversion of moves to bytes, for the placement of one plan.
 
-    `cycle` are its accesses, `saved` sizes of tensors that each forward saves, and its backward
-    brings back, `summed` units whose gradients leave in fp32: all blocks if None, and if the plan
-    has slices.
+    `cycle` is the access order. `saved` are sizes of tensors that each forward offloads and its
+    backward fetches. `summed` are units whose gradients are copied in fp32; None: all blocks and
+    ranges of experts if the plan has slices.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class _Bytes:
             summed = plan.facts.sliced if plan.saved.slices > 1 else ()
         self._saved = saved_moves(saved, plan.saved, unified=plan.unified)
         self._group = [0] * len(plan.units)
-        self._on_disk = [0] * len(plan.units)  # of one fetch
+        self._on_disk = [0] * len(plan.units)  # bytes of one fetch
         self._inward = [0] * len(plan.units)
         for number, group in enumerate(plan.unit_groups):
             size, tier = group.layout.shard_bytes, group.placement.weight
@@ -236,7 +236,7 @@ class _Bytes:
         self._gradients = self._of_gradients(cycle, frozenset(summed))
 
     def of(self, phases: Sequence[_PhaseMoves]) -> list[PhaseBytes]:
-        """The bytes of every phase; of repeated ones, which share their lists, counted once."""
+        """Return the bytes of every phase; repeated phases share one dict."""
         found: list[PhaseBytes] = []
         by_key: dict[tuple[int, int, bool], dict[str, int]] = {}
         for moves in phases:
@@ -249,7 +249,7 @@ class _Bytes:
         return found
 
     def of_phase(self, moves: _PhaseMoves) -> PhaseBytes:
-        """The bytes of one phase."""
+        """Return the bytes of one phase."""
         moved = dict.fromkeys(DIRECTIONS, 0)
         if moves.fetched:
             moved["disk_read"] += sum(map(self._on_disk.__getitem__, moves.fetched))
@@ -272,9 +272,9 @@ class _Bytes:
         return PhaseBytes(moves.micro_batch, moves.backward, moved)
 
     def _gathered(self, moves: _PhaseMoves) -> tuple[int, int]:
-        """Others' shards of what came to a slot, and at the end their square sums for the norm.
+        """Return bytes received from other ranks by links, and bytes copied from shared RAM.
 
-        By links, and copied from RAM that ranks share.
+        Shards of units fetched or published, and at the end of a step square sums for the norm.
         """
         others = self.plan.ranks - 1
         brought = [*moves.fetched, *(unit for unit, publish in moves.updated if publish)]
@@ -292,8 +292,9 @@ class _Bytes:
         return nbytes, copied
 
     def _between_hosts(self, moves: _PhaseMoves) -> int:
-        """What other nodes' ranks of the same number keep of weights in shared RAM: once after each
-        update.
+        """Return bytes of weights in shared RAM received from other nodes, once after each update.
+
+        A rank receives the shards of the ranks with the same local rank.
         """
         if not self.plan.shared:
             return 0
@@ -301,7 +302,7 @@ class _Bytes:
         return (self.plan.nodes - 1) * sum(self.plan.local_units[u].trained_bytes for u in units)
 
     def _normed(self, updated: list[tuple[int, bool]]) -> int:
-        """Gradients on a device that a norm on the host reads: without padding, unlike the rest."""
+        """Return bytes of gradients that the host reads from the device for the norm, unpadded."""
         plan = self.plan
         if plan.unified or (plan.device_kernels and plan.ranks == 1):
             return 0
@@ -309,7 +310,7 @@ class _Bytes:
         return plan.gradient_itemsize * sum(plan.local_units[unit].num_trained for unit in there)
 
     def _of_update(self, group: int, publish: bool) -> dict[str, int]:
-        """Return the bytes of an update of one of several equal units."""
+        """Return the bytes of the update of one unit of a group."""
         plan, units = self.plan, self.plan.unit_groups[group]
         layout, placement = units.layout, units.placement
         kind, streamed = plan.facts.kinds[layout.index], placement in plan.streamed
@@ -333,7 +334,7 @@ class _Bytes:
             return moved
         first = plan.streamed_chunks(layout, placement)
         gradient = plan.gradient_bytes(layout) - plan.gradient_bytes(layout, chunks=first)  # CPU's
-        if publish and placement.weight is not Tier.DEVICE:  # streamed ones are in the slot by then
+        if publish and placement.weight is not Tier.DEVICE:  # streamed weights are in the slot
             moved["to_device"] += gradient // plan.gradient_itemsize * plan.precision.weight
         state = plan.state_bytes(layout, placement, (Tier.DEVICE,))
         state -= plan.state_bytes(layout, placement, (Tier.DEVICE,), chunks=first)
@@ -344,7 +345,7 @@ class _Bytes:
     def _of_gradients(
         self, cycle: tuple[int, ...], summed: frozenset[int]
     ) -> tuple[dict[str, int], dict[str, int]]:
-        """Of all units in one backward: the first of a step, and any other."""
+        """Return bytes of all gradients in the first backward of a step, and in each other one."""
         plan, on_disk, from_device = self.plan, 0, 0
         sizes, exchanged = self._gradient_sizes(cycle, summed)
         for (stored, leaves), placement in zip(sizes, plan.placements, strict=True):
@@ -358,9 +359,10 @@ class _Bytes:
     def _gradient_sizes(
         self, cycle: tuple[int, ...], summed: frozenset[int]
     ) -> tuple[list[tuple[int, int]], int]:
-        """Bytes of every unit's gradient, at rest and from the device; those of all between ranks.
+        """Return bytes of each unit's gradient, stored and copied from the device.
 
-        Of units that a cycle uses. They hang on no placement.
+        Also the bytes exchanged between ranks, of all units together. Units that the cycle does not
+        use count 0. Independent of placement.
         """
         plan = self.plan
         key = (cycle, summed, plan.rank, plan.ranks, plan.gradient_itemsize, plan.unified)
@@ -372,7 +374,7 @@ class _Bytes:
             layout, trained = plan.units[unit], plan.local_units[unit].num_trained
             itemsize = 4 if unit in summed else layout.weight_itemsize
             exchanged += (plan.ranks - 1) * layout.shard_numel * itemsize
-            # Of every rank's gradient what is this one's; wide where they are sums of slices.
+            # The local shard of every rank's gradient; fp32 where slices are summed.
             leaves = 0 if plan.unified else plan.ranks * trained * itemsize
             sizes[unit] = plan.gradient_bytes(layout) if trained else 0, leaves
         plan.facts.known[key] = sizes, exchanged
@@ -385,7 +387,7 @@ def _add(moved: dict[str, int], to: dict[str, int], times: int = 1) -> None:
 
 
 class _CountedRun:
-    """A run without data: slots are sets of unit indices, movements are entries in lists."""
+    """Simulated run without data: slots are sets of unit indices, moves are entries in lists."""
 
     def __init__(self, course: _Course) -> None:
         self.course = course
@@ -397,7 +399,7 @@ class _CountedRun:
         self._classes = {u: i for i, c in enumerate(course.slot_classes) for u in c.members}
 
     def begin_phase(self, micro_batch: int, *, backward: bool) -> None:
-        """Count into a new phase from now on."""
+        """Start a new phase, to which further moves are added."""
         self.phases.append(_PhaseMoves(micro_batch, backward))
 
     def step(self) -> None:
@@ -407,24 +409,24 @@ class _CountedRun:
             self.wraps = micro_batch + 1 < self.course.micro_batches
             now = ([set(slots) for slots in self.resident], list(self.pending))
             if micro_batch > 1 and self.wraps and now == before:
-                self._repeat(micro_batch)  # it starts as the one before it did
+                self._repeat(micro_batch)  # it starts in the same state as the previous one
                 continue
             before = now
             self.order.begin()
-            if micro_batch or not self.phases:  # the first began with the optimizer pass, see below
+            if micro_batch or not self.phases:  # the first began with the optimizer pass, below
                 self.begin_phase(micro_batch, backward=False)
             for position, unit in enumerate(self.order.sequence):
                 if position == turn:
                     self.begin_phase(micro_batch, backward=True)
                 self._use(unit)
-            if not self.phases[-1].backward:  # one unit: used once, for both
+            if not self.phases[-1].backward:  # a single unit is used once for both
                 self.begin_phase(micro_batch, backward=True)
             self.order.end()
-        self.begin_phase(0, backward=False)  # of the next step: the optimizer pass runs behind it
+        self.begin_phase(0, backward=False)  # of the next step, with the optimizer pass
         trained = [u for u in self.order.first_uses() if self.course.trained[u]]
         for slots in self.resident:
             slots.difference_update(trained)
-        while self.pending:  # never used in the cycle: updated and written back
+        while self.pending:  # units not used in the cycle: updated and written back
             self._update(self.pending.pop(0), publish=False)
         self.pending = trained
         self._run_pass()
@@ -499,5 +501,5 @@ class _CountedRun:
 
 
 def _turn(order: AccessOrder) -> int:
-    """Where in the access order the backward begins: every unit has been used once before."""
+    """Return the index in the access order where backward begins: after the last first use."""
     return max((order.sequence.index(unit) for unit in order.first_uses()), default=-1) + 1

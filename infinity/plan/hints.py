@@ -1,7 +1,7 @@
-"""Hints: numbers of parameters that a plan keeps to where it can, and never fails for.
+"""Hints: limits on numbers of parameters that a plan follows where possible.
 
-They come from configurations of DeepSpeed's. A budget is a promise; a hint that cannot be met is
-met as far as goes, and a note says how far.
+They come from DeepSpeed configurations. A plan that exceeds a budget fails; a hint that cannot be
+satisfied is followed as far as possible, and a note reports by how much it is exceeded.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
 from infinity.types import Tier
 
-LEAST_AHEAD = 1  # with less nothing is fetched while something computes
+LEAST_AHEAD = 1  # smallest prefetch that overlaps fetches with compute
 
 
 def live_parameters(plan: Plan) -> int:
-    """The most parameters that slots hold at a time: of each class, its largest units."""
+    """Return the most parameters that slots hold at a time: the largest units of each class."""
     return sum(
         sum(sorted((_elements(plan.units[u]) for u in c.members), reverse=True)[: c.count])
         for c in plan.slot_classes
@@ -31,13 +31,13 @@ def _elements(unit: UnitLayout) -> int:
 
 
 def may_look_nearer(plan: Plan, hints: HintsConfig) -> bool:
-    """Whether slots hold more than was hinted, and a shorter prefetch may hold less."""
+    """Return True if slots hold more than hinted and a shorter prefetch may reduce that."""
     most = hints.live_parameters
     return most is not None and plan.prefetch_units > LEAST_AHEAD and live_parameters(plan) > most
 
 
 def with_live_note(plan: Plan, hints: HintsConfig) -> Plan:
-    """`plan` with a note if slots hold more than was hinted although nothing more can be done."""
+    """Return the plan, with a note if slots hold more than hinted."""
     most, found = hints.live_parameters, live_parameters(plan)
     if most is None or found <= most:
         return plan
@@ -51,9 +51,9 @@ def with_live_note(plan: Plan, hints: HintsConfig) -> Plan:
 
 
 def with_weights_in_ram(plan: Plan, hints: HintsConfig, limits: Limits) -> Plan:
-    """Keep weights from disk in RAM: the first units, up to the hinted number, if they fit.
+    """Move weights of the first units from disk to RAM, up to the hinted number, if they fit.
 
-    Where the device is the host, in its memory: see `UnitPlacement`.
+    On a device that is the host, RAM is `Tier.DEVICE`: slots would be a second copy.
     """
     most = hints.max_params_in_cpu
     if most is None:

@@ -1,4 +1,4 @@
-"""Inputs and results of planning: a plan with its times and activations."""
+"""Inputs and results of planning: `PlanInput`, and a plan with its cost and activations."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from infinity.plan.planner import make_plan
 from infinity.plan.saved_plan import away_bytes, plan_saved
 from infinity.types import MomentFormat, Tier
 
-# Of what activations are estimated at, what placement by the plan leaves free: estimates are within
-# a tenth (tests/unit/offload/test_activation_peak.py), and allocators do not fill their memory to
-# the last byte.
+# Memory that automatic placement leaves free, relative to estimated activations: estimates are
+# within 10 % (tests/unit/offload/test_activation_peak.py), and allocators do not use
+# every byte.
 MARGIN = 1.15
 
 
 def leaving_activations(limits: Limits, found: Activations, tier: Tier, memory: int) -> Limits:
-    """With what placement is to leave to activations of the tier that computes.
+    """Return `limits` with the bytes that placement leaves to activations on `tier`.
 
-    `memory` are all its bytes that a run may take, with what is beside the budget. The budget
-    leaves no less than where nothing is known, if that much is needed: that may be another's.
+    `memory` are all bytes of the tier that the run may use, outside the budget as well. Of the
+    budget, at least the share that would be left if activations were unknown stays free if they
+    need it, since memory outside the budget may be in use by others.
     """
     budget = limits.budgets[tier] or memory
     needed, beside = int(MARGIN * found.total), max(memory - budget, 0)
@@ -51,7 +52,7 @@ def activations_on_device(
     recompute: Recompute,
     unified: bool,
 ) -> Activations:
-    """Of one micro-batch of `tokens`; inputs of blocks that wait elsewhere are not counted."""
+    """Return the activations of a micro-batch of `tokens`, without offloaded inputs of blocks."""
     found = model.of(
         tokens, recompute=recompute, slices=settings.slices, logits_at_once=logits_at_once(settings)
     )
@@ -61,19 +62,19 @@ def activations_on_device(
 
 
 def logits_at_once(settings: ActivationsConfig) -> int | None:
-    """Tokens whose logits exist at a time; None: those of all."""
+    """Return the number of tokens whose logits exist at a time; None for all."""
     return CHUNK_TOKENS if settings.logits == "chunked" else None
 
 
 @dataclass(frozen=True)
 class PlanInput:
-    """Everything that a plan, its times and its activations are computed from.
+    """Complete input for a plan, its cost and its activations; called a case.
 
-    Units are laid out for the machine's ranks; plan, times and activations are those of one, and
-    budgets of RAM and disk a node's. `base` is RAM in bytes that the process needs itself, `made`
-    the largest value made at the initial write (see `Limits`), `device_share` the part of the
-    device's memory that a run takes. `model` and `facts` follow from units and work, and are kept
-    for the cases that are made of this one.
+    Units are laid out for the machine's ranks; plan, cost and activations are those of one rank,
+    budgets of RAM and disk those of a node. `base` are the bytes of RAM of the process itself,
+    `made` those of the largest value of the initial write (see `Limits`), `device_share` is the
+    fraction of device memory that a run uses. `model` and `facts` are derived from units and work,
+    and cached for cases derived from this one.
     """
 
     units: tuple[UnitLayout, ...]
@@ -103,7 +104,7 @@ class PlanInput:
 
     @property
     def limits(self) -> Limits:
-        """Budgets as a run would derive them on this machine."""
+        """Budgets of one rank, as a run derives them on this machine."""
         budget, machine = self.config.budget, self.machine
         device = None
         if machine.device_bytes is not None:
@@ -120,7 +121,7 @@ class PlanInput:
 
     @property
     def host_bytes(self) -> int:
-        """RAM of one rank."""
+        """Bytes of RAM of one rank."""
         return (self.config.budget.host or self.machine.host_budget_bytes) // self.machine.gpus
 
     @property
@@ -130,23 +131,23 @@ class PlanInput:
 
     @property
     def compute_bytes(self) -> int:
-        """Return the bytes that a run may use of the tier; budget.host bounds the process."""
+        """Bytes of `compute_tier` that a run may use; budget.host limits the whole process."""
         if self.machine.device_bytes is None:
             return self.host_bytes
         return int(self.device_share * self.machine.device_bytes)
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, on each rank."""
+        """Micro-batches per step on each rank."""
         return self.config.gradient_accumulation_steps
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all ranks together."""
+        """Tokens per step of all ranks together."""
         return self.work.tokens * self.micro_batches * self.machine.ranks
 
     def activations(self) -> Activations:
-        """Of one micro-batch; inputs of blocks that wait elsewhere are not counted."""
+        """Return the activations of one micro-batch, without offloaded inputs of blocks."""
         assert self.model is not None
         settings = self._with_tokens(self.config).activations
         return activations_on_device(
@@ -154,7 +155,7 @@ class PlanInput:
         )
 
     def _with_tokens(self, config: Config) -> Config:
-        """Return `config` with the tokens of a micro-batch, if the work defines them."""
+        """Return `config` with the tokens of a micro-batch, if inputs of blocks are offloaded."""
         activations = config.activations
         if activations.offload == "none" or activations.tokens is not None:
             return config
@@ -162,7 +163,7 @@ class PlanInput:
         return config.model_copy(update={"activations": activations})
 
     def plan(self, config: Config | None = None) -> Plan:
-        """The plan of this case; raises `DoesNotFitError` or `ConfigError`."""
+        """Make the plan of this case; raise `DoesNotFitError` or `ConfigError` if there is none."""
         return make_plan(
             self.units,
             self._with_tokens(config or self.config),
@@ -178,9 +179,9 @@ class PlanInput:
         )
 
     def lowest_plans(self) -> Iterator[Plan]:
-        """Yield plans that fit with free choices as low as possible, kind by kind off the disk.
+        """Yield plans that fit, with automatic kinds on the lowest tier, then fewer on disk.
 
-        A search for placement does that too, where the disk is what is short.
+        A search for placement also moves kinds from disk to RAM if the disk is too small.
         """
         wishes = self.config.placement.model_dump()
         lowest = "disk" if self.config.nvme_path else "host"
@@ -196,19 +197,19 @@ class PlanInput:
                 continue
 
     def with_config(self, **changes: Any) -> PlanInput:
-        """With other values in the configuration."""
+        """Return the case with other configuration values."""
         return replace(self, config=self.config.model_copy(update=changes))
 
     def with_budget(self, tier: str, nbytes: int | None) -> PlanInput:
-        """With another budget in the configuration; None leaves it to the machine."""
+        """Return the case with another configured budget; None derives it from the machine."""
         return self.with_config(budget=self.config.budget.model_copy(update={tier: nbytes}))
 
     def with_machine(self, **changes: Any) -> PlanInput:
-        """With other facts of the machine."""
+        """Return the case with other machine values."""
         return replace(self, machine=replace(self.machine, **changes))
 
     def with_moments(self, name: str) -> PlanInput:
-        """With moments in another format."""
+        """Return the case with moments in another format."""
         form = MomentFormat(name)
         settings = self.config.optimizer.model_copy(update={"moments": name})
         notes = tuple(n for n in self.rule.notes if "lossy" not in n)
@@ -216,13 +217,13 @@ class PlanInput:
         return replace(self.with_config(optimizer=settings), rule=rule)
 
     def with_precision(self, name: str) -> PlanInput:
-        """With all parameters, which must be trained ones, in another precision."""
+        """Return the case in another precision; all parameters must be trained."""
         precision, full = PRECISIONS[name], self.rule.needs_full
         units = lay_out_again(self.units, precision, self.machine.ranks, needs_full=full, cast=True)
         return replace(self.with_config(precision=name), units=units)
 
     def with_gpus(self, gpus: int) -> PlanInput:
-        """Return the case with a number of GPUs per node; a step keeps its tokens."""
+        """Return the case with another number of GPUs per node and the same tokens per step."""
         machine = self.machine.with_ranks(gpus, self.machine.nodes)
         precision, full = PRECISIONS[self.config.precision], self.rule.needs_full
         units = lay_out_again(self.units, precision, machine.ranks, needs_full=full)
@@ -231,19 +232,19 @@ class PlanInput:
         return case.with_step(tokens, self.micro_batches)
 
     def with_step(self, tokens: int, micro_batches: int) -> PlanInput:
-        """With other micro-batches, of `tokens` each."""
+        """Return the case with `micro_batches` of `tokens` each."""
         case = replace(self, work=replace(self.work, tokens=tokens))
         return case.with_config(gradient_accumulation_steps=micro_batches)
 
     def with_schedule(
         self, micro_batches: int, tokens: int, slices: int, recompute: Recompute, offload: Offload
     ) -> PlanInput:
-        """With another way of the tokens through the model; see `plan.batch_schedule`."""
+        """Return the case with another batch schedule; see `plan.batch_schedule`."""
         update: dict[str, Any] = {
             "tokens": tokens, "slices": slices, "checkpoint": checkpoint_of(recompute),
             "offload": offload,
         }  # fmt: skip
-        if offload != self.config.activations.offload:  # sizes are for the place that was named
+        if offload != self.config.activations.offload:  # sizes refer to the configured tier
             update |= {"host": None, "disk": None}
         settings = self.config.activations.model_copy(update=update)
         changes = {"gradient_accumulation_steps": micro_batches, "activations": settings}
@@ -256,7 +257,7 @@ class PlanInput:
 
 @dataclass(frozen=True)
 class PlanEstimate:
-    """A case with its plan, and what follows from it."""
+    """A case with its plan, cost and activations."""
 
     case: PlanInput
     plan: Plan
@@ -265,7 +266,7 @@ class PlanEstimate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of a steady step, all ranks together; 0 where nothing costs time."""
+        """Tokens per second of a steady step on all ranks together; 0 if the cost is 0."""
         tokens = self.case.tokens_per_step
         return tokens / self.cost.seconds if self.cost.seconds else 0.0
 
@@ -276,11 +277,11 @@ class PlanEstimate:
 
     @property
     def missing(self) -> int:
-        """Bytes of activations that find no room; 0 where all do."""
+        """Bytes of activations that do not fit; 0 if all fit."""
         return max(self.activations.total - self.room, 0)
 
     def require_room(self) -> None:
-        """Raise `DoesNotFitError` if activations find no room."""
+        """Raise `DoesNotFitError` if activations do not fit."""
         if not self.missing:
             return
         tier, parts = self.case.compute_tier, self.activations
@@ -296,9 +297,9 @@ class PlanEstimate:
 
 
 def price(case: PlanInput) -> PlanEstimate:
-    """The plan of a case with times and activations; raises where no plan fits.
+    """Plan a case and estimate its cost and activations; raise like `PlanInput.plan`.
 
-    Activations that find no room are not an error here: see `PlanEstimate.missing`.
+    Activations that do not fit are not an error: see `PlanEstimate.missing`.
     """
     plan = case.plan()
     return PlanEstimate(

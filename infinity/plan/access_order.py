@@ -51,13 +51,13 @@ class AccessOrder:
             self._recorded.append(unit)
         if 0 <= self.position < len(self.sequence) and self.sequence[self.position] == unit:
             return
-        found = self._next_index(unit, self.position + 1)
-        if found is None:
+        index = self._next_index(unit, self.position + 1)
+        if index is None:
             self.mispredictions += 1
             return
-        if found != self.position + 1:
+        if index != self.position + 1:
             self.mispredictions += 1
-        self.position = found
+        self.position = index
 
     def upcoming(self, count: int, *, wraps: bool) -> list[int]:
         """Return up to `count` distinct units used after the current one, nearest first.
@@ -65,23 +65,23 @@ class AccessOrder:
         With `wraps` the search continues in the next cycle; without it (an update will make every
         weight stale) it stops at the end of this one.
         """
-        found: list[int] = []
+        units: list[int] = []
         length = len(self.sequence)
         current = self.sequence[self.position] if self.position >= 0 else None
         limit = length - 1 - self.position + (length if wraps else 0)
         for step in range(1, limit + 1):
-            if len(found) == count:
+            if len(units) == count:
                 break
             unit = self.sequence[(self.position + step) % length]
-            if unit not in found and unit != current:
-                found.append(unit)
-        return found
+            if unit not in units and unit != current:
+                units.append(unit)
+        return units
 
     def distance(self, unit: int, *, wraps: bool) -> int:
         """Return the number of uses until the next use of `unit`, or `NEVER` if there is none."""
-        found = self._next_index(unit, self.position + 1)
-        if found is not None:
-            return found - self.position
+        index = self._next_index(unit, self.position + 1)
+        if index is not None:
+            return index - self.position
         uses = self._uses.get(unit)
         if uses is None or not wraps:
             return NEVER
@@ -158,14 +158,14 @@ def prefetch(view: SlotView, order: AccessOrder, count: int, *, wraps: bool) -> 
     Return False if it must be called again: no slot could be freed yet, or a pending unit can be
     fetched only after its update.
     """
-    promised: dict[int, int] = {}
+    reserved: dict[int, int] = {}
     complete = True
     for unit in order.upcoming(count, wraps=wraps):
         slot_class = view.class_of(unit)
         if slot_class is None or view.holds_slot(unit):
             continue
-        taken = promised.get(slot_class, 0)
-        if view.num_free(slot_class) <= taken and not make_slot_free(
+        num_reserved = reserved.get(slot_class, 0)
+        if view.num_free(slot_class) <= num_reserved and not make_slot_free(
             view,
             slot_class,
             lambda u: order.distance(u, wraps=wraps),
@@ -173,7 +173,7 @@ def prefetch(view: SlotView, order: AccessOrder, count: int, *, wraps: bool) -> 
         ):
             return False
         if view.is_pending(unit):
-            promised[slot_class] = taken + 1
+            reserved[slot_class] = num_reserved + 1
             complete = complete and view.publishes(unit)
         else:
             view.fetch(unit)

@@ -56,7 +56,7 @@ _ATTENTION = ("attn", "attention", "qkv", "q_proj", "query")
 CHUNK_TOKENS = 1024  # as `losses.CHUNK_TOKENS`, which needs torch
 LOGIT_BYTES = 3 * 4
 _SUM_BYTES = 4  # of an element in the sum of gradients of chunks
-_PASSED = 4  # rows sent to experts and received from them, and the gradients of both
+_EXPERT_ROWS = 4  # rows sent to experts and received from them, and the gradients of both
 _NORM_BYTES = 4  # RMS norms compute in fp32
 
 
@@ -86,17 +86,17 @@ class Activations:
 
 
 @dataclass(frozen=True, slots=True)
-class _BlockShape:
-    """Memory of one block: bytes per token, but `gradients`, `summed` and `stacks` in bytes."""
+class _BlockMemory:
+    """Memory of one block: bytes per token, but `stacks` and both `gradients` in bytes."""
 
     is_block: bool
     saved: float
     width: int
     carried: float
     gradients: int
-    summed: int  # gradients in fp32, when slices are summed
+    summed_gradients: int  # gradients in fp32, when slices are summed
     stacks: tuple[int, ...]  # frozen stacks that adapters are added to
-    ranges: float  # rows sent to and received from ranges of experts, with gradients
+    expert_rows: float  # rows sent to and received from ranges of experts, with gradients
 
 
 class ActivationModel:
@@ -117,15 +117,15 @@ class ActivationModel:
         self.widths = block_widths(units)
         self._itemsize = max((u.weight_itemsize for u in units), default=0)
         self._heads: list[Segment] = []
-        self._blocks = [self._shape(b, lookups, heads, shares or {}) for b in blocks_of(units)]
+        self._blocks = [self._memory_of(b, lookups, heads, shares or {}) for b in blocks_of(units)]
 
-    def _shape(
+    def _memory_of(
         self,
         block: Sequence[UnitLayout],
         lookups: Collection[int],
         heads: Collection[int],
         shares: Mapping[int, float],
-    ) -> _BlockShape:
+    ) -> _BlockMemory:
         itemsize = self._itemsize
         segments = [s for unit in block for s in unit.segments if s.origin not in lookups]
         matrices = [s for s in segments if len(s.shape) > 1]
@@ -143,24 +143,24 @@ class ActivationModel:
                 continue  # counted with the first rows of the stack
             if len(segment.shape) < 2 or segment.origin not in heads:
                 modules.setdefault(_parent(segment), []).append(segment)
-        ranges = 0.0
+        expert_rows = 0.0
         for module in modules.values():
             if any(s.is_rows for s in module):
-                sent = max(passes(s, shares, s.full_shape) for s in module)
-                ranges += _PASSED * sent * width * itemsize
-            share = max(passes(s, shares, s.full_shape) for s in module)
+                experts_per_token = max(passes(s, shares, s.full_shape) for s in module)
+                expert_rows += _EXPERT_ROWS * experts_per_token * width * itemsize
+            num_passes = max(passes(s, shares, s.full_shape) for s in module)
             gate, widest = _gate_and_widest(module, width)
-            saved += share * gate * itemsize + _of_norms(module, itemsize)
-            carried = max(carried, share * (2 * gate or widest) * itemsize)
-        return _BlockShape(
+            saved += num_passes * gate * itemsize + _norm_bytes(module, itemsize)
+            carried = max(carried, num_passes * (2 * gate or widest) * itemsize)
+        return _BlockMemory(
             is_block=block[0].is_block,
             saved=saved,
             width=width * itemsize,
             carried=carried,
             gradients=max(unit.trained_bytes for unit in block),
-            summed=max(_summed_bytes(unit) for unit in block),
+            summed_gradients=max(_summed_bytes(unit) for unit in block),
             stacks=tuple(numel * itemsize for numel in _adapted_stacks(matrices)),
-            ranges=ranges,
+            expert_rows=expert_rows,
         )
 
     def of(
@@ -176,39 +176,39 @@ class ActivationModel:
         The first `recompute` blocks run again in backward ("all": units outside blocks as well).
         Blocks run in `slices`. Logits of `logits_at_once` tokens exist at a time (None: all).
         """
-        part = -(-tokens // slices)
+        slice_tokens = -(-tokens // slices)
         saved = again = boundaries = gradients = flow = 0
-        num_again = len(self._blocks) if recompute == "all" else recompute
+        remaining = len(self._blocks) if recompute == "all" else recompute
         for block in self._blocks:
-            is_again = recompute == "all" or (block.is_block and num_again > 0)
-            num_again -= block.is_block
-            if is_again:
-                passed = int(block.ranges * tokens) if slices > 1 else 0
-                again = max(again, int(block.saved * part) + sum(block.stacks) + passed)
+            is_recomputed = recompute == "all" or (block.is_block and remaining > 0)
+            remaining -= block.is_block
+            if is_recomputed:
+                row_bytes = int(block.expert_rows * tokens) if slices > 1 else 0
+                again = max(again, int(block.saved * slice_tokens) + sum(block.stacks) + row_bytes)
                 boundaries += tokens * block.width
             else:
                 saved += int(block.saved * tokens) + sum(block.stacks)
             sliced = slices > 1 and block.is_block
-            inner = int((part if sliced else tokens) * block.carried)
+            inner = int((slice_tokens if sliced else tokens) * block.carried)
             inner += max(block.stacks, default=0)
             flow = max(flow, tokens * block.width + inner)
-            gradients = max(gradients, block.summed if sliced else block.gradients)
+            gradients = max(gradients, block.summed_gradients if sliced else block.gradients)
         logits = sum(
-            _of_logits(head, logits_at_once, tokens, self._itemsize) for head in self._heads
+            _logits_bytes(head, logits_at_once, tokens, self._itemsize) for head in self._heads
         )
         return Activations(saved, again, boundaries, logits, flow, gradients)
 
 
-def _of_logits(head: Segment, at_once: int | None, tokens: int, itemsize: int) -> int:
+def _logits_bytes(head: Segment, at_once: int | None, tokens: int, itemsize: int) -> int:
     """Return bytes of logits: of all tokens as in torch, or in chunks as in `losses.py`."""
     size, width = head.shape
     if at_once is None:
         return tokens * size * LOGIT_BYTES
-    made = min(tokens, at_once) * size * LOGIT_BYTES
+    nbytes = min(tokens, at_once) * size * LOGIT_BYTES
     if not head.trained:
-        return made
-    summed = _SUM_BYTES if tokens > at_once else 0
-    return made + size * width * (itemsize + summed)
+        return nbytes
+    sum_itemsize = _SUM_BYTES if tokens > at_once else 0
+    return nbytes + size * width * (itemsize + sum_itemsize)
 
 
 def _summed_bytes(unit: UnitLayout) -> int:
@@ -240,8 +240,8 @@ def _adapted_stacks(matrices: Sequence[Segment]) -> list[int]:
             modules.setdefault(matrix.name.rpartition(".")[0], []).append(matrix.numel)
     return [
         numel
-        for name, stacks in modules.items()
-        for numel in sorted(stacks, reverse=True)[: name.split(".").count("base_layer")]
+        for name, sizes in modules.items()
+        for numel in sorted(sizes, reverse=True)[: name.split(".").count("base_layer")]
     ]
 
 
@@ -268,7 +268,7 @@ def _gate_and_widest(segments: Sequence[Segment], width: int) -> tuple[int, int]
     return max(gates, default=0), max(sides, default=width)
 
 
-def _of_norms(segments: Sequence[Segment], itemsize: int) -> int:
+def _norm_bytes(segments: Sequence[Segment], itemsize: int) -> int:
     """Return bytes per token that RMS norms save beyond those counted for matrices.
 
     A norm whose weight is shorter than the output of the matrix at the same position is applied to
@@ -285,9 +285,9 @@ def _of_norms(segments: Sequence[Segment], itemsize: int) -> int:
     ]
     nbytes = 0
     for index, norm in enumerate(norms):
-        made = matrices[index].shape[0] if index < len(matrices) else 0
-        if made > norm.shape[0] and made % norm.shape[0] == 0:
-            nbytes += made * (_NORM_BYTES + itemsize)
+        num_outputs = matrices[index].shape[0] if index < len(matrices) else 0
+        if num_outputs > norm.shape[0] and num_outputs % norm.shape[0] == 0:
+            nbytes += num_outputs * (_NORM_BYTES + itemsize)
         else:
             nbytes += norm.shape[0] * max(_NORM_BYTES - itemsize, 0)
     return nbytes
@@ -334,13 +334,13 @@ def block_widths(units: Sequence[UnitLayout]) -> list[int]:
 
 def attending_width(units: Sequence[UnitLayout]) -> int:
     """Return the summed width of all blocks with attention, which is recognized by names."""
-    found = 0
+    width = 0
     for block in blocks_of(units):
         segments = [s for unit in block for s in unit.segments if len(s.shape) > 1]
         names = (segment.name.lower() for segment in segments)
         if any(word in name for name in names for word in _ATTENTION):
-            found += _width(segments)
-    return found
+            width += _width(segments)
+    return width
 
 
 def _sides(segment: Segment) -> tuple[int, int]:
@@ -352,12 +352,12 @@ def _sides(segment: Segment) -> tuple[int, int]:
 def blocks_of(units: Sequence[UnitLayout]) -> list[list[UnitLayout]]:
     """Group units by block, the block's own unit first; experts are units inside a block."""
     names = {unit.name for unit in units}
-    found: dict[str, list[UnitLayout]] = {}
+    blocks: dict[str, list[UnitLayout]] = {}
     for unit in sorted(units, key=lambda u: u.name.count(".")):
-        parts = unit.name.split(".")
-        above = (".".join(parts[:depth]) for depth in range(1, len(parts)))
-        found.setdefault(next((n for n in above if n in names), unit.name), []).append(unit)
-    return list(found.values())
+        path = unit.name.split(".")
+        ancestors = (".".join(path[:depth]) for depth in range(1, len(path)))
+        blocks.setdefault(next((n for n in ancestors if n in names), unit.name), []).append(unit)
+    return list(blocks.values())
 
 
 def _width(matrices: Sequence[Segment]) -> int:

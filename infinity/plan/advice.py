@@ -71,18 +71,18 @@ def way_of(case: PlanInput, priced: PlanEstimate) -> Suggestion:
         changes=tuple(_differences(case, after)),
         priced=priced,
         lossy=after.config.optimizer.moments != case.config.optimizer.moments,
-        changes_batch=not _same(after.tokens_per_step / case.tokens_per_step),
+        changes_batch=not _is_same(after.tokens_per_step / case.tokens_per_step),
     )
 
 
-def _same(ratio: float) -> bool:
+def _is_same(ratio: float) -> bool:
     return abs(ratio - 1) < 0.01  # micro-batches are rounded up
 
 
 def _differences(case: PlanInput, after: PlanInput) -> Iterator[Change]:
     old, new = case.config, after.config
     if new.placement != old.placement:
-        names = [n for n, wish in new.placement if wish != getattr(old.placement, n)]
+        names = [n for n, choice in new.placement if choice != getattr(old.placement, n)]
         yield Change("placement chosen by the plan", "placement", names)
     if new.chunk_size != old.chunk_size:
         yield Change("smaller chunks", "chunk_size", new.chunk_size)
@@ -102,9 +102,9 @@ def _differences(case: PlanInput, after: PlanInput) -> Iterator[Change]:
             what = f"a budget of {format_size(budget)} of the {tier}"
         yield Change(what, f"budget.{tier.value}", budget)
     yield from _step_differences(case, after)
-    form = new.optimizer.moments
-    if form != old.optimizer.moments:
-        yield Change(f"moments in {form}, which is lossy", "moments", form)
+    moments = new.optimizer.moments
+    if moments != old.optimizer.moments:
+        yield Change(f"moments in {moments}, which is lossy", "moments", moments)
     if after.machine.gpus != case.machine.gpus:
         what = "one more GPU" if not case.machine.unified else "one more process"
         where = " on each node" if case.machine.nodes > 1 else ""
@@ -117,19 +117,19 @@ def _differences(case: PlanInput, after: PlanInput) -> Iterator[Change]:
         )
         return
     for tier in TIERS:
-        now, then = size_of(case, tier) or 0, size_of(after, tier) or 0
-        if now != then:
+        old_size, new_size = size_of(case, tier) or 0, size_of(after, tier) or 0
+        if old_size != new_size:
             name = {Tier.HOST: "RAM", Tier.DISK: "disk", Tier.DEVICE: "device memory"}[tier]
-            what = f"{format_size(then)} of {name} instead of {format_size(now)}"
-            what += " (or one more path)" if tier is Tier.DISK and now else ""
-            yield Change(what, tier.value, then)
+            what = f"{format_size(new_size)} of {name} instead of {format_size(old_size)}"
+            what += " (or one more path)" if tier is Tier.DISK and old_size else ""
+            yield Change(what, tier.value, new_size)
 
 
 def _step_differences(case: PlanInput, after: PlanInput) -> Iterator[Change]:
     old, new = BatchSchedule.of(case), BatchSchedule.of(after)
     if (old.tokens, old.micro_batches) != (new.tokens, new.micro_batches):
         ratio = after.tokens_per_step / case.tokens_per_step
-        batch = "the same batch" if _same(ratio) else f"{ratio:g} times the batch"
+        batch = "the same batch" if _is_same(ratio) else f"{ratio:g} times the batch"
         what = (
             f"{new.micro_batches} micro-batches" if after.micro_batches > 1 else "one micro-batch"
         )
@@ -138,11 +138,11 @@ def _step_differences(case: PlanInput, after: PlanInput) -> Iterator[Change]:
     if old.slices != new.slices:
         yield Change(f"blocks in {new.slices} slices", "slices", new.slices)
     if old.recompute != new.recompute:
-        some = f"{new.recompute} blocks recomputed" if new.recompute else "no block recomputed"
-        what = "blocks recomputed in backward" if new.recompute == "all" else some
+        counted = f"{new.recompute} blocks recomputed" if new.recompute else "no block recomputed"
+        what = "blocks recomputed in backward" if new.recompute == "all" else counted
         yield Change(what, "recompute", new.recompute)
-    token_limits = [one.config.activations.tokens for one in (case, after)]
-    if old == new and token_limits[0] is None and token_limits[1] is not None:
+    old_limit, new_limit = case.config.activations.tokens, after.config.activations.tokens
+    if old == new and old_limit is None and new_limit is not None:
         what = "the expected size of activations as their room"
         yield Change(what, "activations.tokens", new.tokens)
     if old.offload != new.offload:
@@ -173,16 +173,16 @@ def _node_limit(case: PlanInput, tier: Tier) -> int:
 
 def round_size(nbytes: int) -> int:
     """Round up to a size that is easy to read: a multiple of 1 GiB, 64 MiB or 1 MiB."""
-    step = _step(nbytes)
+    step = _size_step(nbytes)
     return -(-nbytes // step) * step
 
 
 def round_down(nbytes: int) -> int:
     """Round down to a size that is easy to read, like `round_size`."""
-    return nbytes // _step(nbytes) * _step(nbytes)
+    return nbytes // _size_step(nbytes) * _size_step(nbytes)
 
 
-def _step(nbytes: int) -> int:
+def _size_step(nbytes: int) -> int:
     return _GIB if nbytes >= 16 * _GIB else _GIB // 16 if nbytes >= _GIB else 1 << 20
 
 
@@ -214,42 +214,49 @@ def ways_to_fit(
     schedule, if there was one.
     """
     # Planning searches for placement, which is slow: filter by `_fits` first.
-    exact, chosen = filter(_fits, _exact(case, tuple(finer))), _schedules(case, chosen)
-    found = _fastest_first(_tried(case, [*exact, *_other(case, chosen)]))[:count]
+    exact = filter(_fits, _exact_changes(case, tuple(finer)))
+    chosen = _search_schedules(case, chosen)
+    fitting = _suggestions_for(case, [*exact, *_faster_schedule(case, chosen)])
+    suggestions = _fastest_first(fitting)[:count]
     formats = (case.with_moments(name) for name in _smaller_formats(case))
-    found += _fastest_first(_tried(case, filter(_fits, formats)))
-    small, now = chosen.smallest, size_of(case, Tier.HOST)
-    for start in [case] if small == case else [case, small]:
-        if len(found) < count:
-            larger = [way for tier in TIERS for way in _larger(case, _smallest(start, tier), tier)]
-            if not any(size_of(w.priced.case, Tier.HOST) == now for w in larger):
-                larger += _larger(case, _all_larger(start), Tier.HOST)
-            for way in sorted(larger, key=lambda way: _cost(case, way.priced.case)):
-                if len(found) < count and way.changes not in [w.changes for w in found]:
-                    found.append(way)
-        if found:
+    suggestions += _fastest_first(_suggestions_for(case, filter(_fits, formats)))
+    smallest, host_bytes = chosen.smallest, size_of(case, Tier.HOST)
+    for start in [case] if smallest == case else [case, smallest]:
+        if len(suggestions) < count:
+            larger = [
+                suggestion
+                for tier in TIERS
+                for suggestion in _larger_tier(case, _smallest_tier(start, tier), tier)
+            ]
+            if not any(size_of(s.priced.case, Tier.HOST) == host_bytes for s in larger):
+                larger += _larger_tier(case, _all_tiers_larger(start), Tier.HOST)
+            for suggestion in sorted(larger, key=lambda s: _cost(case, s.priced.case)):
+                is_new = suggestion.changes not in [s.changes for s in suggestions]
+                if len(suggestions) < count and is_new:
+                    suggestions.append(suggestion)
+        if suggestions:
             break
-    return found
+    return suggestions
 
 
-def _tried(case: PlanInput, changed: Iterable[PlanInput]) -> list[Suggestion]:
+def _suggestions_for(case: PlanInput, changed: Iterable[PlanInput]) -> list[Suggestion]:
     """Return a suggestion for every changed case that fits."""
-    ways = []
-    for other in changed:
+    suggestions = []
+    for changed_case in changed:
         try:
-            priced = price(other)
+            priced = price(changed_case)
         except DoesNotFitError:
             continue
         if not priced.missing:
-            ways.append(way_of(case, priced))
-    return ways
+            suggestions.append(way_of(case, priced))
+    return suggestions
 
 
-def _fastest_first(ways: Iterable[Suggestion]) -> list[Suggestion]:
-    return sorted(ways, key=lambda way: -way.priced.tokens_per_s)
+def _fastest_first(suggestions: Iterable[Suggestion]) -> list[Suggestion]:
+    return sorted(suggestions, key=lambda s: -s.priced.tokens_per_s)
 
 
-def _exact(case: PlanInput, finer: tuple[UnitLayout, ...]) -> Iterator[PlanInput]:
+def _exact_changes(case: PlanInput, finer: tuple[UnitLayout, ...]) -> Iterator[PlanInput]:
     """Yield changes that cost only time: placement, chunks, units, budgets."""
     if case.config.placement != PlacementConfig():
         yield case.with_config(placement=PlacementConfig())
@@ -260,25 +267,25 @@ def _exact(case: PlanInput, finer: tuple[UnitLayout, ...]) -> Iterator[PlanInput
     yield from _larger_budgets(case)
     if case.config.budget != BudgetConfig():
         yield case.with_config(budget=BudgetConfig())
-    room = case.compute_bytes - case.activations().total
+    free_bytes = case.compute_bytes - case.activations().total
     if case.machine.unified:
-        room *= case.machine.gpus
-    budget = int(room / AUTO_SHARE)  # automatic placement fills this share of the budget
+        free_bytes *= case.machine.gpus
+    budget = int(free_bytes / AUTO_SHARE)  # automatic placement fills this share of the budget
     budget = round_down(min(budget, int(_node_limit(case, case.compute_tier) / LEAST_CHANGE)))
     if budget > 0:
         yield case.with_budget(case.compute_tier, budget)
 
 
-def _schedules(case: PlanInput, chosen: ScheduleResult | None) -> ScheduleResult:
+def _search_schedules(case: PlanInput, chosen: ScheduleResult | None) -> ScheduleResult:
     """Search all schedules of the same tokens per step; return `chosen` if it did that already."""
     if chosen is not None and chosen.wish == BatchSchedule():
         return chosen
-    of_rank = case.work.tokens * case.micro_batches
+    tokens = case.work.tokens * case.micro_batches
     samples = chosen.samples if chosen is not None else None
-    return choose_schedule(case.with_step(of_rank, 1), BatchSchedule(), samples)
+    return choose_schedule(case.with_step(tokens, 1), BatchSchedule(), samples)
 
 
-def _other(case: PlanInput, chosen: ScheduleResult) -> Iterator[PlanInput]:
+def _faster_schedule(case: PlanInput, chosen: ScheduleResult) -> Iterator[PlanInput]:
     """Yield the case with the fastest schedule that fits, if it differs."""
     if chosen.best is not None and chosen.best.case != case:
         yield chosen.best.case
@@ -286,38 +293,39 @@ def _other(case: PlanInput, chosen: ScheduleResult) -> Iterator[PlanInput]:
 
 def _smaller_formats(case: PlanInput) -> Iterator[str]:
     """Yield formats of moments smaller than the current one, if the rule supports them."""
-    size = max((f.itemsize for f in case.rule.moments), default=0)
-    for form in (MomentFormat.INT8, MomentFormat.BF16):
-        if form.itemsize < size and not (case.rule.tile_elements or case.rule.matrix_steps):
-            yield form.value
+    current = max((f.itemsize for f in case.rule.moments), default=0)
+    for moments in (MomentFormat.INT8, MomentFormat.BF16):
+        has_kernels = not (case.rule.tile_elements or case.rule.matrix_steps)
+        if moments.itemsize < current and has_kernels:
+            yield moments.value
 
 
-def _larger(case: PlanInput, changed: PlanInput | None, tier: Tier) -> list[Suggestion]:
+def _larger_tier(case: PlanInput, changed: PlanInput | None, tier: Tier) -> list[Suggestion]:
     """Return the suggestion of a larger tier; empty if `changed` is None or does not fit.
 
     A search for placement may need more than `_fits` estimates, or less, where state can be moved
     to another tier: so slightly larger sizes are tried first, then smaller ones.
     """
-    ways: list[Suggestion] = []
+    suggestions: list[Suggestion] = []
     for _ in range(_ATTEMPTS):
-        if changed is None or ways:
+        if changed is None or suggestions:
             break
-        ways = _tried(case, [changed])
-        if not ways:
+        suggestions = _suggestions_for(case, [changed])
+        if not suggestions:
             changed = sized(changed, tier, round_size(int(1.06 * (size_of(changed, tier) or 0))))
-    now = low = size_of(case, tier) or 0
-    for _ in range(_ATTEMPTS if ways else 0):
-        best = ways[0].priced.case
+    old_size = low = size_of(case, tier) or 0
+    for _ in range(_ATTEMPTS if suggestions else 0):
+        best = suggestions[0].priced.case
         high = size_of(best, tier) or 0
         middle = round_size((low + high) // 2)
-        if middle >= high or high <= 1.02 * low or middle < LEAST_CHANGE * now:
+        if middle >= high or high <= 1.02 * low or middle < LEAST_CHANGE * old_size:
             break
-        less = _tried(case, [sized(best, tier, middle)])
-        ways, low = less or ways, low if less else middle
-    return ways
+        smaller = _suggestions_for(case, [sized(best, tier, middle)])
+        suggestions, low = smaller or suggestions, low if smaller else middle
+    return suggestions
 
 
-def _all_larger(case: PlanInput) -> PlanInput | None:
+def _all_tiers_larger(case: PlanInput) -> PlanInput | None:
     """Enlarge all tiers, then reduce each as far as possible, the most expensive first."""
     tiers = [tier for tier in reversed(TIERS) if size_of(case, tier) is not None]
     large = case
@@ -326,11 +334,11 @@ def _all_larger(case: PlanInput) -> PlanInput | None:
     if not _fits(large):
         return None
     for tier in tiers:
-        large = _smallest(sized(large, tier, size_of(case, tier) or 0), tier) or large
+        large = _smallest_tier(sized(large, tier, size_of(case, tier) or 0), tier) or large
     return large
 
 
-def _smallest(case: PlanInput, tier: Tier) -> PlanInput | None:
+def _smallest_tier(case: PlanInput, tier: Tier) -> PlanInput | None:
     """Return the case with the smallest size of a tier that fits, to 2 %, or None.
 
     Also None if the case would fit without its configured budget: see `_larger_budgets`.
@@ -351,27 +359,27 @@ def _larger_budgets(case: PlanInput) -> Iterator[PlanInput]:
     """
     machine = replace(case, config=case.config.model_copy(update={"budget": BudgetConfig()}))
     for tier in TIERS:
-        budget, most = getattr(case.config.budget, tier), _node_limit(machine, tier)
-        if budget is not None and budget < most:
-            found = _first_fit(partial(case.with_budget, tier), budget, most)
-            if found is not None:
-                enough = round_size(int(LEAST_CHANGE * getattr(found.config.budget, tier)))
-                yield case.with_budget(tier, min(enough, most))
+        budget, largest = getattr(case.config.budget, tier), _node_limit(machine, tier)
+        if budget is not None and budget < largest:
+            fitting = _first_fit(partial(case.with_budget, tier), budget, largest)
+            if fitting is not None:
+                proposed = round_size(int(LEAST_CHANGE * getattr(fitting.config.budget, tier)))
+                yield case.with_budget(tier, min(proposed, largest))
 
 
-def _first_fit(sized: Callable[[int], PlanInput], low: int, largest: int) -> PlanInput | None:
+def _first_fit(with_size: Callable[[int], PlanInput], low: int, largest: int) -> PlanInput | None:
     """Return the case of size `low` if it fits, else of the smallest size that does, to 2 %.
 
     Sizes above `low` are at least `LEAST_CHANGE * low`. None if even `largest` does not fit.
     Fitting is monotonic in the size of a tier, so bisection finds it.
     """
     least = round_size(int(LEAST_CHANGE * low))
-    if _fits(sized(low)):
-        return sized(low)
+    if _fits(with_size(low)):
+        return with_size(low)
     if least > largest:
         return None
     high = min(max(least, 1 << 28), largest)
-    while not _fits(sized(high)):
+    while not _fits(with_size(high)):
         if high >= largest:
             return None
         low, high = high, min(2 * high, largest)
@@ -379,22 +387,22 @@ def _first_fit(sized: Callable[[int], PlanInput], low: int, largest: int) -> Pla
         middle = max(round_size((low + high) // 2), least)
         if middle >= high:
             break
-        if _fits(sized(middle)):
+        if _fits(with_size(middle)):
             high = middle
         else:
             low = middle
-    return sized(high)
+    return with_size(high)
 
 
 def _fits(case: PlanInput) -> bool:
     """Return True if some plan fits with activations, without a search for the best placement."""
-    needed = case.activations().total
-    if needed > case.compute_bytes:
+    free_bytes = case.compute_bytes - case.activations().total
+    if free_bytes < 0:
         return False
-    return any(_taken(case, p) + needed <= case.compute_bytes for p in case.lowest_plans())
+    return any(_placement_bytes(case, plan) <= free_bytes for plan in case.lowest_plans())
 
 
-def _taken(case: PlanInput, plan: Plan) -> int:
+def _placement_bytes(case: PlanInput, plan: Plan) -> int:
     """Return the bytes that placement may take of the memory that activations need as well."""
     used = plan.tier_bytes
     taken = used[Tier.HOST] + used[Tier.DEVICE] if plan.unified else used[Tier.DEVICE]
@@ -420,25 +428,25 @@ def faster(priced: PlanEstimate, chosen: ScheduleResult | None = None) -> list[S
     """
     case = priced.case
     changed = [
-        *_same_batch(case, chosen),
+        *_same_batch_changes(case, chosen),
         *(case.with_moments(name) for name in _smaller_formats(case)),
         *_more_hardware(priced),
         case.with_step(4 * case.work.tokens, case.micro_batches),
     ]
     if 4 * case.micro_batches <= MOST_MICRO_BATCHES:
         changed.append(case.with_step(case.work.tokens, 4 * case.micro_batches))
-    roomy = [c for c in changed if c.activations().total <= c.compute_bytes]
-    return worth_it(_tried(case, roomy), priced.tokens_per_s)
+    fitting = [c for c in changed if c.activations().total <= c.compute_bytes]
+    return worth_it(_suggestions_for(case, fitting), priced.tokens_per_s)
 
 
-def worth_it(ways: Iterable[Suggestion], now: float) -> list[Suggestion]:
+def worth_it(suggestions: Iterable[Suggestion], now: float) -> list[Suggestion]:
     """Return suggestions that gain `LEAST_GAIN` over `now` tokens per second, the fastest first."""
-    return _fastest_first(way for way in ways if way.priced.tokens_per_s >= LEAST_GAIN * now > 0)
+    return _fastest_first(s for s in suggestions if s.priced.tokens_per_s >= LEAST_GAIN * now > 0)
 
 
-def _same_batch(case: PlanInput, chosen: ScheduleResult | None) -> Iterator[PlanInput]:
+def _same_batch_changes(case: PlanInput, chosen: ScheduleResult | None) -> Iterator[PlanInput]:
     """Yield the case with another schedule of the same batch, or in another precision."""
-    yield from _other(case, _schedules(case, chosen))
+    yield from _faster_schedule(case, _search_schedules(case, chosen))
     compute = case.machine.rates.compute
     trained = all(s.trained for unit in case.units for s in unit.segments)
     slow = compute.get("fp32", 0) > compute.get("bf16", 0)  # no bf16 instructions
@@ -457,24 +465,24 @@ def _more_hardware(priced: PlanEstimate) -> Iterator[PlanInput]:
     if not any(priced.plan.memory[Tier.DISK].values()):
         return
     drives = max(len(case.config.nvme_path), 1)
-    room = case.machine.disk_bytes * (drives + 1) // drives
+    disk_bytes = case.machine.disk_bytes * (drives + 1) // drives
     machine = case.machine.with_drives((drives + 1) / drives)
-    yield replace(case, machine=replace(machine, disk_bytes=room))
+    yield replace(case, machine=replace(machine, disk_bytes=disk_bytes))
     disk, used = priced.plan.memory[Tier.DISK], priced.plan.tier_bytes
     local = case.machine.gpus
-    held = local * (used[Tier.HOST] + (used[Tier.DEVICE] if priced.plan.unified else 0))
+    host_bytes = local * (used[Tier.HOST] + (used[Tier.DEVICE] if priced.plan.unified else 0))
     share = HOST_BUDGET_SHARE * (AUTO_SHARE if priced.plan.unified else 1.0)
     sizes = {round_size(int(1.25 * case.machine.host_bytes))}
     for purpose in ("gradients", "weights", "state"):
         copies = priced.plan.nodes if purpose == "weights" and priced.plan.shared else 1
-        held += local * copies * disk[purpose]
-        sizes.add(round_size(int(1.01 * held / share)))  # some buffers grow with it
-    larger = None
+        host_bytes += local * copies * disk[purpose]
+        sizes.add(round_size(int(1.01 * host_bytes / share)))  # some buffers grow with it
+    proposed = None
     for nbytes in sorted(sizes, reverse=True):  # of nearly equal sizes, only the larger
-        if larger is not None and LEAST_CHANGE * nbytes > larger:
+        if proposed is not None and LEAST_CHANGE * nbytes > proposed:
             continue
         if LEAST_CHANGE * case.machine.host_bytes <= nbytes <= _LARGEST[Tier.HOST]:
-            larger = nbytes
+            proposed = nbytes
             yield sized(case, Tier.HOST, nbytes)
 
 

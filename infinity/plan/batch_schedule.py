@@ -84,26 +84,26 @@ class BatchSchedule:
         `micro_batches` and `slices` are those of a resumed run, which must keep them for equal
         results; None for a new run.
         """
-        named = settings.model_fields_set
+        explicit = settings.model_fields_set
         return BatchSchedule(
             micro_batches=micro_batches,
-            slices=slices or (settings.slices if "slices" in named else None),
-            recompute=settings.recompute if "checkpoint" in named else None,
-            offload=settings.offload if "offload" in named else None,
+            slices=slices or (settings.slices if "slices" in explicit else None),
+            recompute=settings.recompute if "checkpoint" in explicit else None,
+            offload=settings.offload if "offload" in explicit else None,
         )
 
     def line(self, blocks: int) -> str:
         """Describe the schedule for a model with a number of blocks."""
-        many = (
+        batches = (
             f"{self.micro_batches} micro-batches" if self.micro_batches != 1 else "one micro-batch"
         )
-        clauses = [f"{many} of {self.tokens:,} tokens"]
+        clauses = [f"{batches} of {self.tokens:,} tokens"]
         if (self.slices or 1) > 1:
             clauses[0] += f" in {self.slices} slices"
         if self.recompute:
-            some = self.recompute != "all" and self.recompute < blocks
-            which = f"{self.recompute} of {blocks} blocks" if some else "blocks"
-            clauses.append(f"{which} recomputed in backward")
+            is_partial = self.recompute != "all" and self.recompute < blocks
+            recomputed = f"{self.recompute} of {blocks} blocks" if is_partial else "blocks"
+            clauses.append(f"{recomputed} recomputed in backward")
         if self.offload == "host":
             clauses.append("their inputs wait in RAM")
         elif self.offload == "disk":
@@ -147,8 +147,8 @@ class ScheduleResult:
 
     def applied_to(self, config: Config) -> Config:
         """Return `config` with the chosen schedule, for `initialize`."""
-        found = self.case.config
-        return config.model_copy(update={name: getattr(found, name) for name in KEYS})
+        chosen = self.case.config
+        return config.model_copy(update={name: getattr(chosen, name) for name in KEYS})
 
 
 def choose_schedule(
@@ -165,249 +165,251 @@ def choose_schedule(
     activations need `MARGIN` times the estimate, unless nothing fits then; a device with its own
     memory has a reserve anyway.
     """
-    chosen = _chosen(case, wish, samples)
-    for other in others:
-        best, near = chosen.best, wish
+    chosen = _search(case, wish, samples)
+    for other_case in others:
+        best, fixed = chosen.best, wish
         if best is not None:  # a full search is slow
-            near = replace(wish, micro_batches=best.case.micro_batches)
-        found = _chosen(other, near, samples)
-        if found.best is None:
+            fixed = replace(wish, micro_batches=best.case.micro_batches)
+        result = _search(other_case, fixed, samples)
+        if result.best is None:
             continue
-        if best is None or _seconds(found.best) < (1 - RANGE_GAIN) * _seconds(best):
-            runner_up = found.runner_up if best is None else best
-            chosen = replace(found, wish=wish, runner_up=runner_up)
+        if best is None or _seconds(result.best) < (1 - RANGE_GAIN) * _seconds(best):
+            runner_up = result.runner_up if best is None else best
+            chosen = replace(result, wish=wish, runner_up=runner_up)
     return chosen
 
 
-def _chosen(case: PlanInput, wish: BatchSchedule, samples: int | None) -> ScheduleResult:
+def _search(case: PlanInput, options: BatchSchedule, samples: int | None) -> ScheduleResult:
     margin = MARGIN if case.machine.unified else 1.0
-    chosen = _ScheduleSearch(case, wish, samples, margin).run()
-    return chosen if chosen.best else _ScheduleSearch(case, wish, samples, 1.0).run()
+    result = _ScheduleSearch(case, options, samples, margin).run()
+    return result if result.best else _ScheduleSearch(case, options, samples, 1.0).run()
 
 
 class _ScheduleSearch:
     def __init__(
-        self, case: PlanInput, wish: BatchSchedule, samples: int | None, margin: float
+        self, case: PlanInput, options: BatchSchedule, samples: int | None, margin: float
     ) -> None:
         self.case = case
         self.margin = margin
         unified = case.machine.unified
-        if (wish.offload == "host" and unified) or (wish.offload and wish.recompute == 0):
-            wish = replace(wish, offload="none")  # nothing to offload
-        self.wish = wish
+        if (options.offload == "host" and unified) or (options.offload and options.recompute == 0):
+            options = replace(options, offload="none")  # nothing to offload
+        self.options = options
         self.tokens = case.work.tokens
-        self.pieces = samples or max(self.tokens // LEAST_TOKENS[unified], 1)
+        self.max_parts = samples or max(self.tokens // LEAST_TOKENS[unified], 1)
         self.samples = samples
         self.blocks = num_blocks(case.units)
         self.has_inputs = bool(block_widths(case.units))  # of blocks, which can be offloaded
-        self._rooms: dict[tuple[bool, str, int], int | None] = {}
-        self._known: dict[BatchSchedule, PlanEstimate | None] = {}
-        self.found: list[PlanEstimate] = []
+        self._available: dict[tuple[bool, str, int], int | None] = {}
+        self._cached: dict[BatchSchedule, PlanEstimate | None] = {}
+        self.estimates: list[PlanEstimate] = []
 
     def run(self) -> ScheduleResult:
         fastest, slower = float("inf"), 0
-        for count in self._counts():
-            tried = [p for p in map(self._priced, self._candidates(count)) if p is not None]
-            if not tried:
+        for count in self._micro_batch_counts():
+            estimates = [e for e in map(self._estimate, self._candidates(count)) if e is not None]
+            if not estimates:
                 continue
-            self.found += tried
-            best = min(tried, key=_seconds)
+            self.estimates += estimates
+            best = min(estimates, key=_seconds)
             seconds = _seconds(best)
-            if seconds > WORSE * fastest and self._may_refine(best):
-                seconds = _seconds(self._halve(best))  # recomputing fewer blocks may be faster
+            if seconds > WORSE * fastest and self._can_refine(best):
+                # Recomputing fewer blocks may be faster.
+                seconds = _seconds(self._bisect_recompute(best))
             slower = slower + 1 if seconds > WORSE * fastest else 0
             fastest = min(seconds, fastest)
             if slower == MOST_SLOWER:
                 break
         self._refine()
-        ranked = sorted(self.found, key=_seconds)
+        ranked = sorted(self.estimates, key=_seconds)
         first = ranked[0] if ranked else None
-        others = (p for p in ranked if first is not None and _way(p) != _way(first))
-        return ScheduleResult(self.wish, first, next(others, None), self._smallest(), self.samples)
+        others = (e for e in ranked if first is not None and _key(e) != _key(first))
+        runner_up = next(others, None)
+        return ScheduleResult(self.options, first, runner_up, self._smallest(), self.samples)
 
-    def _counts(self) -> Iterator[int]:
+    def _micro_batch_counts(self) -> Iterator[int]:
         """Yield the numbers of micro-batches to try, ascending."""
-        if self.wish.micro_batches is not None:
-            yield self.wish.micro_batches
+        if self.options.micro_batches is not None:
+            yield self.options.micro_batches
             return
-        yield from self._parts(self.pieces, MOST_MICRO_BATCHES)
+        yield from self._part_counts(self.max_parts, MOST_MICRO_BATCHES)
 
-    def _parts(self, pieces: int, most: int) -> list[int]:
+    def _part_counts(self, max_parts: int, limit: int) -> list[int]:
         """Return the numbers of equal parts: divisors if samples are known, else powers of 2."""
         if self.samples is not None:
-            return [n for n in range(1, min(pieces, most) + 1) if pieces % n == 0]
-        return [1 << n for n in range(min(pieces, most).bit_length())]
+            return [n for n in range(1, min(max_parts, limit) + 1) if max_parts % n == 0]
+        return [1 << n for n in range(min(max_parts, limit).bit_length())]
 
-    def _slices(self, count: int) -> list[int]:
-        if self.wish.slices is not None:
-            return [self.wish.slices]
+    def _slice_counts(self, count: int) -> list[int]:
+        if self.options.slices is not None:
+            return [self.options.slices]
         if not self.blocks:
             return [1]
-        return self._parts(max(self.pieces // count, 1), MOST_SLICES)
+        return self._part_counts(max(self.max_parts // count, 1), MOST_SLICES)
 
     def _candidates(self, count: int) -> list[PlanInput]:
         """Return the schedules of a number of micro-batches that are worth planning."""
-        found: list[PlanInput] = []
-        for offload in _OFFLOADS if self.wish.offload is None else (self.wish.offload,):
-            if not self._may_wait(offload):
+        candidates: list[PlanInput] = []
+        for offload in _OFFLOADS if self.options.offload is None else (self.options.offload,):
+            if not self._can_offload(offload):
                 continue
-            for again in ("none", "few", "all"):
-                fewest = self._fewest(count, offload, again)
-                found += [case for case in fewest if case not in found]
-            if any(case.work.recompute == "all" for case in found):
+            for amount in ("none", "few", "all"):
+                cases = self._with_slices(count, offload, amount)
+                candidates += [case for case in cases if case not in candidates]
+            if any(case.work.recompute == "all" for case in candidates):
                 break  # slower tiers take longer
-        return found
+        return candidates
 
-    def _may_wait(self, offload: str) -> bool:
+    def _can_offload(self, offload: str) -> bool:
         if offload == "none":
             return True
-        if self.wish.recompute == 0 or not self.has_inputs:
+        if self.options.recompute == 0 or not self.has_inputs:
             return False
         if offload == "host":
             return not self.case.machine.unified
         return bool(self.case.config.nvme_path)
 
-    def _fewest(self, count: int, offload: Offload, again: str) -> Iterator[PlanInput]:
+    def _with_slices(self, count: int, offload: Offload, amount: str) -> Iterator[PlanInput]:
         """Yield cases: the fewest slices that fit, and the most if all blocks are recomputed."""
-        most: PlanInput | None = None
-        options = self._slices(count)
-        for slices in options:
-            case = self._with_recompute(count, slices, offload, again)
+        most_slices: PlanInput | None = None
+        counts = self._slice_counts(count)
+        for slices in counts:
+            case = self._with_recompute(count, slices, offload, amount)
             if case is not None:
                 yield case
-                if again == "all" and slices != options[-1]:
-                    most = self._with_recompute(count, options[-1], offload, again)
+                if amount == "all" and slices != counts[-1]:
+                    most_slices = self._with_recompute(count, counts[-1], offload, amount)
                 break
-        if most is not None:
-            yield most
+        if most_slices is not None:
+            yield most_slices
 
     def _with_recompute(
-        self, count: int, slices: int, offload: Offload, again: str
+        self, count: int, slices: int, offload: Offload, amount: str
     ) -> PlanInput | None:
         """Return the case with no, just enough or all blocks recomputed, or None if too large."""
-        wish = self.wish.recompute
-        if again == "few":  # with offloaded inputs all blocks first: see `_refine`
-            if wish is not None or not self.blocks or offload != "none":
+        requested = self.options.recompute
+        if amount == "few":  # with offloaded inputs all blocks first: see `_refine`
+            if requested is not None or not self.blocks or offload != "none":
                 return None
             low, high = 1, self.blocks - 1  # 0 and all are separate candidates
-            if low > high or not self._has_room(self._of(count, slices, offload, high)):
+            if low > high or not self._activations_fit(self._case(count, slices, offload, high)):
                 return None
             while low < high:
                 middle = (low + high) // 2
-                if self._has_room(self._of(count, slices, offload, middle)):
+                if self._activations_fit(self._case(count, slices, offload, middle)):
                     high = middle
                 else:
                     low = middle + 1
-            return self._of(count, slices, offload, high)
-        blocks: Recompute = 0 if again == "none" else "all"
-        if wish is not None:
-            if (again == "all" and wish == 0) or (again == "none" and wish != 0):
+            return self._case(count, slices, offload, high)
+        blocks: Recompute = 0 if amount == "none" else "all"
+        if requested is not None:
+            if (amount == "all" and requested == 0) or (amount == "none" and requested != 0):
                 return None
-            blocks = wish
+            blocks = requested
         if offload != "none" and not blocks:
             return None
-        case = self._of(count, slices, offload, blocks)
-        return case if self._has_room(case) else None
+        case = self._case(count, slices, offload, blocks)
+        return case if self._activations_fit(case) else None
 
-    def _of(self, count: int, slices: int, offload: Offload, blocks: Recompute) -> PlanInput:
+    def _case(self, count: int, slices: int, offload: Offload, blocks: Recompute) -> PlanInput:
         tokens = -(-self.tokens // count)
         return self.case.with_schedule(count, tokens, slices, blocks, offload)
 
-    def _has_room(self, case: PlanInput) -> bool:
-        room = self._room(case)
+    def _activations_fit(self, case: PlanInput) -> bool:
+        available = self._available_bytes(case)
         needed = self.margin * case.activations().total
-        if room is None:
-            return needed <= case.compute_bytes and self._priced(case) is not None
-        return needed <= room
+        if available is None:
+            return needed <= case.compute_bytes and self._estimate(case) is not None
+        return needed <= available
 
-    def _room(self, case: PlanInput) -> int | None:
+    def _available_bytes(self, case: PlanInput) -> int | None:
         """Return the bytes left to activations if all state is on the lowest allowed tiers.
 
         If no such plan fits, 0 with a disk. Without one None: some state has to share the memory
         with activations, and their size decides how much.
         """
         summed = case.micro_batches > 1 or case.config.activations.slices > 1
-        away = case.micro_batches if case.config.activations.offload != "none" else 0
-        key = (summed, case.config.activations.offload, away)
-        if key not in self._rooms:
+        offloaded = case.micro_batches if case.config.activations.offload != "none" else 0
+        key = (summed, case.config.activations.offload, offloaded)
+        if key not in self._available:
             used = (budgeted_bytes(plan)[case.compute_tier] for plan in case.lowest_plans())
             lowest = next(used, case.compute_bytes if case.config.nvme_path else None)
-            self._rooms[key] = None if lowest is None else case.compute_bytes - lowest
-        return self._rooms[key]
+            self._available[key] = None if lowest is None else case.compute_bytes - lowest
+        return self._available[key]
 
-    def _priced(self, case: PlanInput) -> PlanEstimate | None:
-        way = BatchSchedule.of(case)
-        if way not in self._known:
-            self._known[way] = None
+    def _estimate(self, case: PlanInput) -> PlanEstimate | None:
+        schedule = BatchSchedule.of(case)
+        if schedule not in self._cached:
+            self._cached[schedule] = None
             with suppress(DoesNotFitError):
-                found = price(case)
-                if self.margin * found.activations.total <= found.room:
-                    self._known[way] = found
-        return self._known[way]
+                estimate = price(case)
+                if self.margin * estimate.activations.total <= estimate.room:
+                    self._cached[schedule] = estimate
+        return self._cached[schedule]
 
     def _refine(self) -> None:
         """Try other numbers of recomputed blocks, and inputs in RAM, for the best schedules."""
-        best: dict[tuple[int, int], PlanEstimate] = {}
-        roomy: dict[int, PlanEstimate] = {}
-        for priced in sorted(self.found, key=_seconds):
-            best.setdefault((priced.case.micro_batches, priced.case.work.slices), priced)
-            roomy.setdefault(priced.case.micro_batches, priced)
-        for priced in filter(self._may_refine, list(best.values())[:MOST_REFINED]):
-            self._halve(priced)
-        for priced in filter(self._may_refine, roomy.values()):
-            self._with_inputs_in_ram(priced)
+        by_slices: dict[tuple[int, int], PlanEstimate] = {}
+        by_count: dict[int, PlanEstimate] = {}
+        for estimate in sorted(self.estimates, key=_seconds):
+            by_slices.setdefault((estimate.case.micro_batches, estimate.case.work.slices), estimate)
+            by_count.setdefault(estimate.case.micro_batches, estimate)
+        for estimate in filter(self._can_refine, list(by_slices.values())[:MOST_REFINED]):
+            self._bisect_recompute(estimate)
+        for estimate in filter(self._can_refine, by_count.values()):
+            self._with_inputs_in_ram(estimate)
 
     def _with_inputs_in_ram(self, best: PlanEstimate) -> None:
         """Try inputs of blocks in RAM, which leaves device memory to weights."""
         work, offload = best.case.work, best.case.config.activations.offload
-        if offload == "none" and self.wish.offload is None and self._may_wait("host"):
-            case = self._of(best.case.micro_batches, work.slices, "host", "all")
-            priced = self._priced(case) if self._has_room(case) else None
-            self.found += [priced] if priced is not None else []
+        if offload == "none" and self.options.offload is None and self._can_offload("host"):
+            case = self._case(best.case.micro_batches, work.slices, "host", "all")
+            estimate = self._estimate(case) if self._activations_fit(case) else None
+            self.estimates += [estimate] if estimate is not None else []
 
-    def _may_refine(self, priced: PlanEstimate) -> bool:
-        return self.wish.recompute is None and bool(self.blocks and priced.case.work.recompute)
+    def _can_refine(self, estimate: PlanEstimate) -> bool:
+        return self.options.recompute is None and bool(self.blocks and estimate.case.work.recompute)
 
-    def _halve(self, best: PlanEstimate) -> PlanEstimate:
+    def _bisect_recompute(self, best: PlanEstimate) -> PlanEstimate:
         """Bisect between the best number of recomputed blocks and its tried neighbors."""
-        now = BatchSchedule.of(best.case)
+        schedule = BatchSchedule.of(best.case)
+        slices, offload = schedule.slices or 1, schedule.offload or "none"
         low, high = 0, self.blocks
-        at = self.blocks if now.recompute == "all" else now.recompute or 0
+        blocks = self.blocks if schedule.recompute == "all" else schedule.recompute or 0
         for _ in range(3):
-            for middle in sorted({(low + at) // 2, (at + high) // 2} - {at, 0, self.blocks}):
-                case = self._of(
-                    best.case.micro_batches, now.slices or 1, now.offload or "none", middle
-                )
-                priced = self._priced(case) if self._has_room(case) else None
-                if priced is not None:
-                    self.found.append(priced)
-                if priced is not None and _seconds(priced) < _seconds(best):
-                    low, high = (low, at) if middle < at else (at, high)
-                    best, at = priced, middle
+            middles = {(low + blocks) // 2, (blocks + high) // 2} - {blocks, 0, self.blocks}
+            for middle in sorted(middles):
+                case = self._case(best.case.micro_batches, slices, offload, middle)
+                estimate = self._estimate(case) if self._activations_fit(case) else None
+                if estimate is not None:
+                    self.estimates.append(estimate)
+                if estimate is not None and _seconds(estimate) < _seconds(best):
+                    low, high = (low, blocks) if middle < blocks else (blocks, high)
+                    best, blocks = estimate, middle
                     break
-                low, high = (middle, high) if middle < at else (low, middle)
+                low, high = (middle, high) if middle < blocks else (low, middle)
         return best
 
     def _smallest(self) -> PlanInput:
         """Return the case with the least activations that the options allow."""
-        wish = self.wish
-        counts = [wish.micro_batches] if wish.micro_batches else list(self._counts())
-        blocks = "all" if wish.recompute is None else wish.recompute
-        offload = wish.offload or ("disk" if self._may_wait("disk") and blocks else "none")
-        options = (
-            self._of(count, self._slices(count)[-1], tier, blocks)
+        options = self.options
+        counts = list(self._micro_batch_counts())
+        blocks = "all" if options.recompute is None else options.recompute
+        offload = options.offload or ("disk" if self._can_offload("disk") and blocks else "none")
+        cases = (
+            self._case(count, self._slice_counts(count)[-1], tier, blocks)
             for count in {counts[0], counts[-1]}
             for tier in (offload, "none")
         )
-        return min(options, key=lambda case: case.activations().total)
+        return min(cases, key=lambda case: case.activations().total)
 
 
-def _way(priced: PlanEstimate) -> tuple[Any, ...]:
+def _key(estimate: PlanEstimate) -> tuple[Any, ...]:
     """Return the key by which schedules count as different; slices are not part of it."""
-    found = BatchSchedule.of(priced.case)
-    return found.micro_batches, found.recompute, found.offload, found.experts
+    schedule = BatchSchedule.of(estimate.case)
+    return schedule.micro_batches, schedule.recompute, schedule.offload, schedule.experts
 
 
-def _seconds(priced: PlanEstimate) -> float:
+def _seconds(estimate: PlanEstimate) -> float:
     """Return the seconds of a step, slightly more with more slices to break ties."""
-    return priced.cost.seconds * (1 + PER_DOUBLING * math.log2(priced.case.work.slices))
+    return estimate.cost.seconds * (1 + PER_DOUBLING * math.log2(estimate.case.work.slices))

@@ -56,12 +56,12 @@ class Limits:
 def with_memory(plan: Plan, limits: Limits) -> Plan:
     """Return the plan with its slot classes, and bytes by tier and purpose."""
     key = (*plan.searched, limits.base, limits.made)
-    known: Plan | None = plan.facts.known.get(key)
-    if known is None:
-        known = plan.facts.known[key] = _with_memory(plan, limits)
-    found = plan.changed(slot_classes=known.slot_classes, memory=known.memory)
-    found.__dict__.update(unit_groups=known.unit_groups, tier_bytes=known.tier_bytes)
-    return found
+    cached: Plan | None = plan.facts.known.get(key)
+    if cached is None:
+        cached = plan.facts.known[key] = _with_memory(plan, limits)
+    changed = plan.changed(slot_classes=cached.slot_classes, memory=cached.memory)
+    changed.__dict__.update(unit_groups=cached.unit_groups, tier_bytes=cached.tier_bytes)
+    return changed
 
 
 def _with_memory(plan: Plan, limits: Limits) -> Plan:
@@ -77,13 +77,13 @@ def _with_memory(plan: Plan, limits: Limits) -> Plan:
         device["dequantising"] = FrozenFormat.work_bytes(quantised)
     if plan.ranks > 1:
         device["exchange"] = 2 * num_exchanges(plan) * exchange_bytes(plan)
-    fetching = num_fetch_buffers(plan)
+    num_fetches = num_fetch_buffers(plan)
     host = {
         "process": limits.base,
         **host,
         "staging": plan.num_staging_buffers * staging_bytes(plan),
         "gradient windows": num_windows(plan) * largest_window(plan),
-        "fetch staging": fetching and fetching * fetch_bytes(plan),
+        "fetch staging": num_fetches and num_fetches * fetch_bytes(plan),
         "gradient staging": 0 if plan.unified else NUM_GRADIENT_BUFFERS * largest_trained(plan),
         "saving": NUM_COPY_BUFFERS * copy_buffer_bytes(plan) + _frozen_copy_bytes(plan),
         "optimizer tiles": TILE_BUFFERS * 4 * plan.rule.tile_elements,
@@ -108,12 +108,12 @@ def _initial_write_bytes(
     Two chunks of all kinds, one fp32 master, and the largest value. (An initializer that compares,
     such as a truncated normal, briefly needs up to three times the value more.)
     """
-    chunk, known = min(plan.chunk_elements, plan.facts.largest_shard), plan.facts.known
+    chunk, cache = min(plan.chunk_elements, plan.facts.largest_shard), plan.facts.known
     key = ("record", chunk, plan.basis)
-    if key not in known:
+    if key not in cache:
         kinds = plan.precision.kinds
-        known[key] = sum(plan.precision.nbytes(kind, chunk) for kind in kinds)
-    record: int = known[key]
+        cache[key] = sum(plan.precision.nbytes(kind, chunk) for kind in kinds)
+    record: int = cache[key]
     if not plan.unified:  # reserved memory is pinned, and pinned memory is resident at once
         return 2 * record + 4 * chunk + limits.made
     untouched = device["slots"] + device["gradients"] + host["gradients"]
@@ -135,10 +135,10 @@ def excess(plan: Plan, limits: Limits, *, auto: bool = False) -> dict[Tier, int]
     With `auto` compute memory is limited to what automatic placement may fill.
     """
     over: dict[Tier, int] = {}
-    computes = Tier.HOST if plan.unified else Tier.DEVICE
+    compute_tier = Tier.HOST if plan.unified else Tier.DEVICE
     used = budgeted_bytes(plan)
     for tier, limit in limits.budgets.items():
-        if limit is not None and auto and tier is computes:
+        if limit is not None and auto and tier is compute_tier:
             limit = limits.for_placement(limit)
         if limit is not None and used[tier] > limit:
             over[tier] = used[tier] - limit
@@ -148,8 +148,8 @@ def excess(plan: Plan, limits: Limits, *, auto: bool = False) -> dict[Tier, int]
 def fits_as(changed: Plan, before: Plan, limits: Limits, *, auto: bool) -> bool:
     """Return True if no budget is exceeded, or none by more than in `before`."""
     over = excess(changed, limits, auto=auto)
-    had = excess(before, limits, auto=auto) if over else {}
-    return all(nbytes <= had.get(tier, 0) for tier, nbytes in over.items())
+    over_before = excess(before, limits, auto=auto) if over else {}
+    return all(nbytes <= over_before.get(tier, 0) for tier, nbytes in over.items())
 
 
 def _slot_classes(plan: Plan) -> tuple[SlotClass, ...]:
@@ -159,21 +159,21 @@ def _slot_classes(plan: Plan) -> tuple[SlotClass, ...]:
     Units that compute with weights where they are stored need no slot. `unsharded` units have one
     slot each, of their size.
     """
-    there = plan.at_device - plan.facts.dequantised if plan.ranks == 1 else frozenset()
-    key = (there | plan.unsharded, plan.unsharded, plan.prefetch_units)
+    in_place = plan.at_device - plan.facts.dequantised if plan.ranks == 1 else frozenset()
+    key = (in_place | plan.unsharded, plan.unsharded, plan.prefetch_units)
     if key not in plan.facts.known:
-        plan.facts.known[key] = _classes_without(plan, there | plan.unsharded)
-    found: tuple[SlotClass, ...] = plan.facts.known[key]
-    return found
+        plan.facts.known[key] = _make_slot_classes(plan, in_place | plan.unsharded)
+    classes: tuple[SlotClass, ...] = plan.facts.known[key]
+    return classes
 
 
-def _classes_without(plan: Plan, on_device: frozenset[int]) -> tuple[SlotClass, ...]:
+def _make_slot_classes(plan: Plan, on_device: frozenset[int]) -> tuple[SlotClass, ...]:
     """Return slot classes for all units but those in `on_device`, and for `unsharded` ones."""
     moving = [unit for unit in plan.units if unit.index not in on_device]
     groups: list[list[UnitLayout]] = []
     for unit in sorted(moving, key=lambda u: (u.is_range, -u.slot_bytes, u.index)):
-        like = bool(groups) and unit.is_range == groups[-1][0].is_range
-        if like and unit.slot_bytes * 2 > groups[-1][0].slot_bytes:
+        same_kind = bool(groups) and unit.is_range == groups[-1][0].is_range
+        if same_kind and unit.slot_bytes * 2 > groups[-1][0].slot_bytes:
             groups[-1].append(unit)
         else:
             groups.append([unit])
@@ -194,14 +194,14 @@ def checksum_bytes(nbytes: int) -> int:
 
 
 def _stored_bytes(plan: Plan) -> dict[Tier, dict[str, int]]:
-    found = {tier: {"weights": 0, "state": 0, "gradients": 0} for tier in TIERS}
+    stored = {tier: {"weights": 0, "state": 0, "gradients": 0} for tier in TIERS}
     for group in plan.unit_groups:
         placement, count, sizes = group.placement, len(group.units), _unit_bytes(plan, group)
         copies = plan.nodes if plan.is_shared(group.units[0]) else 1
-        found[placement.weight]["weights"] += copies * count * sizes.weight
-        found[placement.state]["state"] += count * sizes.state
-        found[placement.gradient]["gradients"] += count * sizes.gradient
-    return found
+        stored[placement.weight]["weights"] += copies * count * sizes.weight
+        stored[placement.state]["state"] += count * sizes.state
+        stored[placement.gradient]["gradients"] += count * sizes.gradient
+    return stored
 
 
 class _UnitBytes(NamedTuple):
@@ -219,10 +219,11 @@ def _unit_bytes(plan: Plan, group: UnitGroup) -> _UnitBytes:
     layout, placement = group.layout, group.placement
     kind, is_streamed = plan.facts.kinds[layout.index], placement in plan.streamed
     key = (kind, placement, is_streamed, plan.chunks_at_once, plan.cpu_share, plan.basis)
-    known: _UnitBytes | None = plan.facts.known.get(key)
-    if known is None:
+    cached: _UnitBytes | None = plan.facts.known.get(key)
+    if cached is None:
         chunks = plan.chunks_per_batch(placement)
-        known = plan.facts.known[key] = _UnitBytes(
+        saved_tiers = _unreachable_tiers(plan) if plan.ranks == 1 else TIERS
+        cached = plan.facts.known[key] = _UnitBytes(
             weight=layout.shard_bytes,
             state=plan.weight_and_state(layout)[1],
             gradient=plan.gradient_bytes(layout),
@@ -230,9 +231,9 @@ def _unit_bytes(plan: Plan, group: UnitGroup) -> _UnitBytes:
             streamed=_bytes_at_once(plan, group, OFF_DEVICE, chunks, gradient=True)
             if is_streamed
             else 0,
-            copied=_bytes_at_once(plan, group, _out_of_reach(plan) if plan.ranks == 1 else TIERS),
+            copied=_bytes_at_once(plan, group, saved_tiers),
         )
-    return known
+    return cached
 
 
 def staging_bytes(plan: Plan) -> int:
@@ -247,11 +248,11 @@ def _staged_bytes(plan: Plan, group: UnitGroup) -> int:
     if update_place(plan, group.units[0]) is UpdatePlace.DEVICE:
         return 0
     # Streamed chunks that are stored on the device are updated there.
-    streamed = plan.streamed_chunks(group.layout, group.placement)
-    all_streamed = streamed == group.layout.num_chunks(plan.chunk_elements)
-    outside = (Tier.DISK,) if all_streamed else _out_of_reach(plan)
+    num_streamed = plan.streamed_chunks(group.layout, group.placement)
+    all_streamed = num_streamed == group.layout.num_chunks(plan.chunk_elements)
+    tiers = (Tier.DISK,) if all_streamed else _unreachable_tiers(plan)
     chunks = plan.chunks_per_batch(group.placement, by_device=False)
-    return _bytes_at_once(plan, group, outside, chunks, gradient=True)
+    return _bytes_at_once(plan, group, tiers, chunks, gradient=True)
 
 
 def stream_bytes(plan: Plan) -> int:
@@ -270,8 +271,8 @@ def matrix_bytes(plan: Plan, *, by_host: bool) -> int:
     if not plan.rule.matrix_steps:
         return 0
     updated = (
-        a.layout for a in plan.unit_groups
-        if (update_place(plan, a.units[0]) is UpdatePlace.CPU) is by_host
+        group.layout for group in plan.unit_groups
+        if (update_place(plan, group.units[0]) is UpdatePlace.CPU) is by_host
     )  # fmt: skip
     shapes = (s.shape for layout in updated for s in layout.trained_segments if s.needs_full)
     return MATRIX_BYTES * max((math.prod(shape[-2:]) for shape in shapes), default=0)
@@ -287,14 +288,15 @@ def copy_buffer_bytes(plan: Plan) -> int:
 
 def _frozen_copy_bytes(plan: Plan) -> int:
     """Return bytes of the largest shard that a save copies to RAM at once to write frozen bytes."""
-    outside = _out_of_reach(plan)
+    unreachable = _unreachable_tiers(plan)
     frozen = (
-        a for a in plan.unit_groups if a.layout.frozen_bytes and a.placement.weight in outside
+        g for g in plan.unit_groups if g.layout.frozen_bytes and g.placement.weight in unreachable
     )
     return max((group.layout.shard_bytes for group in frozen), default=0)
 
 
-def _out_of_reach(plan: Plan) -> tuple[Tier, ...]:
+def _unreachable_tiers(plan: Plan) -> tuple[Tier, ...]:
+    """Return the tiers that the CPU cannot access."""
     return (Tier.DISK,) if plan.unified else (Tier.DEVICE, Tier.DISK)
 
 
@@ -318,15 +320,15 @@ def commit_buffer_bytes(plan: Plan) -> int:
     if (
         plan.unified
         or not plan.durable
-        or all(Tier.DEVICE not in (h.weight, h.state) for h in plan.placements)
+        or all(Tier.DEVICE not in (p.weight, p.state) for p in plan.placements)
     ):
         return 0
     nbytes = FROZEN_PIECE
     for group in plan.unit_groups:
         count = min(plan.chunk_elements, group.layout.shard_numel)
-        away = [k for k in plan.precision.kinds if group.placement.of(k) is Tier.DEVICE]
+        device_kinds = [k for k in plan.precision.kinds if group.placement.of(k) is Tier.DEVICE]
         precision = plan.precision_of(group.layout)
-        nbytes = max([nbytes, *(precision.nbytes(k, count) for k in away)])
+        nbytes = max([nbytes, *(precision.nbytes(k, count) for k in device_kinds)])
     return nbytes
 
 
@@ -346,16 +348,16 @@ def num_windows(plan: Plan) -> int:
 
 def largest_window(plan: Plan) -> int:
     """Return bytes of one gradient window."""
-    return max((plan.gradient_bytes(a.layout) for a in _gradients_on_disk(plan)), default=0)
+    return max((plan.gradient_bytes(g.layout) for g in _gradients_on_disk(plan)), default=0)
 
 
 def _gradients_on_disk(plan: Plan) -> list[UnitGroup]:
-    return [a for a in plan.unit_groups if a.placement.gradient is Tier.DISK and a.layout.numel]
+    return [g for g in plan.unit_groups if g.placement.gradient is Tier.DISK and g.layout.numel]
 
 
 def num_fetch_buffers(plan: Plan) -> int:
     """Return the number of host buffers for disk reads to a device with its own memory."""
-    on_disk = not plan.unified and any(a.placement.weight is Tier.DISK for a in plan.unit_groups)
+    on_disk = not plan.unified and any(g.placement.weight is Tier.DISK for g in plan.unit_groups)
     return plan.prefetch_units + 2 if on_disk else 0
 
 

@@ -167,8 +167,8 @@ def movement_cost(
     together. The second pair is None if additional micro-batches are not uniform.
     """
     pricing = _Pricing(plan, rates, None, None)
-    phases, more = counted_phases(plan)
-    added = None if more is None else pricing.movement((phase, 1) for phase in more)
+    phases, added_phases = counted_phases(plan)
+    added = None if added_phases is None else pricing.movement((phase, 1) for phase in added_phases)
     return pricing.movement(phases), added
 
 
@@ -183,69 +183,70 @@ class _Pricing:
         self.work = work
         self.trained = plan.num_trained
         self._elements = _NONE
-        self._again = _NONE, _NONE  # recomputed in a forward, and in a backward
+        self._repeated = _NONE, _NONE  # recomputed in a forward, and in a backward
         if work is not None:
-            self._elements = _elements(plan.units, work)
-            self._again = _again(plan, work)
+            self._elements = _count_elements(plan.units, work)
+            self._repeated = _repeated_elements(plan, work)
         self._cycle = cycle
-        self._known: dict[tuple[int, bool, bool, bool], tuple[dict[str, float], float]] = {}
+        self._cached: dict[tuple[int, bool, bool, bool], tuple[dict[str, float], float]] = {}
 
     @cached_property
-    def _updated(self) -> list[int]:
+    def _updated_units(self) -> list[int]:
         """Units that are updated, in the order of the optimizer pass."""
         units = self.plan.units
         return [u for u in dict.fromkeys(self._cycle or range(len(units))) if units[u].numel]
 
     def of(self, phase: PhaseBytes) -> PhaseCost:
         name = f"{'backward' if phase.backward else 'forward'} {phase.micro_batch + 1}"
-        resources, seconds = self._priced(phase)
+        resources, seconds = self._cached_cost(phase)
         return PhaseCost(name, resources, seconds, self._lead(phase, resources))
 
-    def _priced(self, phase: PhaseBytes) -> tuple[dict[str, float], float]:
-        last = phase.micro_batch + 1 == self.plan.micro_batches
-        key = (id(phase.moved), phase.backward, bool(phase.micro_batch), last)
-        if key not in self._known:
+    def _cached_cost(self, phase: PhaseBytes) -> tuple[dict[str, float], float]:
+        is_last = phase.micro_batch + 1 == self.plan.micro_batches
+        key = (id(phase.moved), phase.backward, bool(phase.micro_batch), is_last)
+        if key not in self._cached:
             resources = self._resources(phase)
-            self._known[key] = resources, self._seconds(phase, resources)
-        return self._known[key]
+            self._cached[key] = resources, self._seconds(phase, resources)
+        return self._cached[key]
 
     def movement(self, phases: Iterable[tuple[PhaseBytes, int]]) -> tuple[float, float]:
         """Return the seconds of counted phases, and the busy seconds of all their resources."""
         seconds = busy = 0.0
         for phase, count in phases:
-            resources, one = self._priced(phase)
-            seconds += count * one
+            resources, phase_seconds = self._cached_cost(phase)
+            seconds += count * phase_seconds
             busy += count * sum(resources.values())
         return seconds, busy
 
     def _seconds(self, phase: PhaseBytes, resources: dict[str, float]) -> float:
         """Return the duration of a phase, with the two parts that cannot overlap the pass."""
         slowest = max(resources.values())
-        if not phase.has_update or self.work is None or not self._updated:
+        if not phase.has_update or self.work is None or not self._updated_units:
             return slowest
-        plan, last = self.plan, self.plan.units[self._updated[-1]]
-        named = computing(resources)
+        plan, last = self.plan, self.plan.units[self._updated_units[-1]]
+        compute = computing(resources)
         # Heads in other units (tied or frozen) are computed last as well.
         heads = [s for unit in plan.units if unit is not last for s in unit.segments
                  if s.origin in self.work.heads]  # fmt: skip
-        tail = self._compute_s(phase, _elements([last], self.work, heads), _NONE)
-        others = max(s for name, s in resources.items() if name != named)
-        return max(slowest, resources[named] + self._lead(phase, resources), others + tail)
+        tail_s = self._compute_s(phase, _count_elements([last], self.work, heads), _NONE)
+        others_s = max(s for name, s in resources.items() if name != compute)
+        return max(slowest, resources[compute] + self._lead(phase, resources), others_s + tail_s)
 
     def _lead(self, phase: PhaseBytes, resources: dict[str, float]) -> float:
         """Return the seconds of the first unit's update, for which compute waits."""
-        if not phase.has_update or not self._updated:
+        if not phase.has_update or not self._updated_units:
             return 0.0
-        plan, first = self.plan, self.plan.units[self._updated[0]]
-        on_disk = [sum(disk_of_pass(plan, a.layout, a.placement)) for a in plan.unit_groups]
-        total = sum(n * len(a.units) for n, a in zip(on_disk, plan.unit_groups, strict=True))
-        disk = sum(disk_of_pass(plan, first, plan.placements[first.index])) / (total or 1)
+        plan, first = self.plan, self.plan.units[self._updated_units[0]]
+        disk_bytes = [sum(disk_of_pass(plan, g.layout, g.placement)) for g in plan.unit_groups]
+        total = sum(n * len(g.units) for n, g in zip(disk_bytes, plan.unit_groups, strict=True))
+        first_bytes = sum(disk_of_pass(plan, first, plan.placements[first.index]))
+        disk_share = first_bytes / (total or 1)
         share = first.num_trained / max(self.trained, 1)
-        named = computing(resources)
+        compute = computing(resources)
         return max(
-            seconds * (disk if name == "disk" else share)
+            seconds * (disk_share if name == "disk" else share)
             for name, seconds in resources.items()
-            if name != named
+            if name != compute
         )
 
     def _resources(self, phase: PhaseBytes) -> dict[str, float]:
@@ -257,54 +258,53 @@ class _Pricing:
         if plan.ranks > 1:
             links = ((moved[name], getattr(rates, name)) for name in (*LINKS, BETWEEN_HOSTS))
             resources["link"] = sum(nbytes / rate for nbytes, rate in links if rate)
-        again = self._again[phase.backward]
-        compute = self._compute_s(phase, self._elements, again)
-        update = beside = on_device = 0.0
+        repeated = self._repeated[phase.backward]
+        compute = self._compute_s(phase, self._elements, repeated)
+        update = concurrent = on_device = 0.0
         if phase.has_update:
-            update, beside, on_device = update_s(plan, rates)
+            update, concurrent, on_device = update_s(plan, rates)
         if plan.unified:  # the same cores
-            moving = _over(moved["disk_read"] + moved["disk_write"], rates.disk_per_cpu_s)
-            resources["compute and update" if update else "compute"] = compute + update + moving
+            disk_cpu_s = _seconds_at(moved["disk_read"] + moved["disk_write"], rates.disk_per_cpu_s)
+            resources["compute and update" if update else "compute"] = compute + update + disk_cpu_s
         else:
             resources["compute"] = compute + on_device
             resources["sums"] = sums_s(plan, rates, phase)
             resources["calls"] = calls_s(plan) if phase.has_update else 0.0
-            resources["update, CPU share"] = beside
+            resources["update, CPU share"] = concurrent
             # The thread that issues copies waits for units that only the CPU updates.
-            resources["update"] = update and update + max(stream_s(plan, rates), beside)
+            resources["update"] = update and update + max(stream_s(plan, rates), concurrent)
         return resources
 
-    def _compute_s(self, phase: PhaseBytes, once: _Elements, again: _Elements) -> float:
+    def _compute_s(self, phase: PhaseBytes, elements: _Elements, repeated: _Elements) -> float:
         """Return seconds of one forward or backward: products, and operations between them."""
         plan, work, rates = self.plan, self.work, self.rates
         if work is None:
             return 0.0
         name = _MULTIPLIED_AS.get(plan.precision.name, plan.precision.name)
         memory = _memory_rate(plan, rates)
-        products = 2 * (once.matrices + again.matrices)
-        products += 2 * once.trained if phase.backward else 0
-        seconds = _over(products * work.tokens, rates.compute.get(name))
-        read = work.slices * (once.all + again.all)
-        seconds = max(seconds, _over(plan.precision.weight * read, memory))
-        values = once.sides * (PASSES_BACKWARD if phase.backward else PASSES_FORWARD)
-        values = work.tokens * (values + again.sides * PASSES_FORWARD)
-        seconds += _over(values * plan.precision.weight, rates.between.get(name) or memory)
-        attended = (5 if phase.backward else 2) * once.attended + 2 * again.attended
+        products = 2 * (elements.matrices + repeated.matrices)
+        products += 2 * elements.trained if phase.backward else 0
+        seconds = _seconds_at(products * work.tokens, rates.compute.get(name))
+        read = work.slices * (elements.total + repeated.total)
+        seconds = max(seconds, _seconds_at(plan.precision.weight * read, memory))
+        values = elements.io_values * (PASSES_BACKWARD if phase.backward else PASSES_FORWARD)
+        values = work.tokens * (values + repeated.io_values * PASSES_FORWARD)
+        seconds += _seconds_at(values * plan.precision.weight, rates.between.get(name) or memory)
+        attended = (5 if phase.backward else 2) * elements.attended + 2 * repeated.attended
         attended *= work.tokens * work.context
-        seconds += _over(attended, rates.attention.get(name))
-        seconds += _over(work.tokens * once.logits / 2, rates.logits)
-        seconds += _over(DEQUANTISE_BYTES * once.quantised, memory)
+        seconds += _seconds_at(attended, rates.attention.get(name))
+        seconds += _seconds_at(work.tokens * elements.logits / 2, rates.logits)
+        seconds += _seconds_at(DEQUANTISE_BYTES * elements.quantised, memory)
         if phase.backward:
-            seconds += _over(self._gradient_bytes(phase), memory)
+            seconds += _seconds_at(self._gradient_bytes(phase), memory)
         return seconds
 
     def _gradient_bytes(self, phase: PhaseBytes) -> int:
         """Return bytes that gradients move in memory in a backward: made, accumulated, squared."""
         plan = self.plan
-        touched = 2 if phase.micro_batch else 1  # later ones read the sum and write it
-        last = phase.micro_batch + 1 == plan.micro_batches
-        item = plan.gradient_itemsize
-        return self.trained * (2 * plan.precision.weight + touched * item + (item if last else 0))
+        accesses = 2 if phase.micro_batch else 1  # later ones read the sum and write it
+        accesses += phase.micro_batch + 1 == plan.micro_batches  # for the square sums
+        return self.trained * (2 * plan.precision.weight + accesses * plan.gradient_itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,16 +312,16 @@ class _Elements:
     """Numbers of elements that determine the cost of compute.
 
     `matrices` are elements that a token is multiplied by, `trained` those of them with gradients,
-    `quantised` those stored quantized, `all` those that are read once per pass. `sides` are values
-    per token that go in and out of matrices, `attended` values per token that attend to other
-    tokens, `logits` the logits per token.
+    `quantised` those stored quantized, `total` those that are read once per pass. `io_values` are
+    values per token that go in and out of matrices, `attended` are values per token that attend to
+    other tokens, `logits` the logits per token.
     """
 
     matrices: float = 0.0
     trained: float = 0.0
     quantised: int = 0
-    all: int = 0
-    sides: float = 0.0
+    total: int = 0
+    io_values: float = 0.0
     attended: int = 0
     logits: int = 0
 
@@ -329,29 +329,29 @@ class _Elements:
 _NONE = _Elements()
 
 
-def _elements(
-    units: Sequence[UnitLayout], work: StepWork, more: Iterable[Segment] = ()
+def _count_elements(
+    units: Sequence[UnitLayout], work: StepWork, extra: Iterable[Segment] = ()
 ) -> _Elements:
-    """Count elements of `units` and of `more` parameters; logits are not counted as `sides`."""
-    matrices, trained, quantised, all_elements, sides, logits = 0.0, 0.0, 0, 0, 0.0, 0
-    for segment in (*(segment for unit in units for segment in unit.segments), *more):
+    """Count elements of `units` and of `extra` parameters; `io_values` do not include logits."""
+    matrices, trained, quantised, total, io_values, logits = 0.0, 0.0, 0, 0, 0.0, 0
+    for segment in (*(segment for unit in units for segment in unit.segments), *extra):
         if segment.origin in work.lookups:
             continue
-        all_elements += segment.numel
+        total += segment.numel
         quantised += segment.numel if segment.form else 0
         if len(segment.shape) > 1:
             share = work.shares.get(segment.origin, 1.0)
             matrices += segment.numel * share
             trained += segment.numel * share if segment.trained else 0.0
-            sides += sum(sorted(segment.shape)[-2:]) * passes(segment, work.shares)
+            io_values += sum(sorted(segment.shape)[-2:]) * passes(segment, work.shares)
         if segment.origin in work.heads:
             logits += segment.shape[0]
-            sides -= segment.shape[0]
+            io_values -= segment.shape[0]
     attended = attending_width(units)
-    return _Elements(matrices, trained, quantised, all_elements, sides, attended, logits)
+    return _Elements(matrices, trained, quantised, total, io_values, attended, logits)
 
 
-def _again(plan: Plan, work: StepWork) -> tuple[_Elements, _Elements]:
+def _repeated_elements(plan: Plan, work: StepWork) -> tuple[_Elements, _Elements]:
     """Return the elements recomputed in a forward, and in a backward before its products.
 
     Blocks whose slices share ranges of experts run several times (`offload/shared_ranges.py`): two
@@ -359,14 +359,15 @@ def _again(plan: Plan, work: StepWork) -> tuple[_Elements, _Elements]:
     backward.
     """
     block_units, ranges = sharing(plan.units, plan.shared_stacks)
-    several = {unit.index for unit in (*block_units, *ranges)}
-    others = [u for u in recomputed(plan.units, work.recompute) if u.index not in several]
-    once = _elements(block_units, work)
-    parts = [_elements(others, work), once, once, once, *[_elements(ranges, work)] * 2]
-    return once, _Elements(*map(sum, zip(*map(astuple, parts), strict=True)))
+    shared_units = {unit.index for unit in (*block_units, *ranges)}
+    others = [u for u in recomputed(plan.units, work.recompute) if u.index not in shared_units]
+    blocks = _count_elements(block_units, work)
+    in_ranges = _count_elements(ranges, work)
+    summands = [_count_elements(others, work), blocks, blocks, blocks, in_ranges, in_ranges]
+    return blocks, _Elements(*map(sum, zip(*map(astuple, summands), strict=True)))
 
 
-def _over(amount: float, rate: float | None) -> float:
+def _seconds_at(amount: float, rate: float | None) -> float:
     """Return seconds, or 0 if the rate is unknown."""
     return amount / rate if rate else 0.0
 
@@ -379,8 +380,8 @@ def active_parameters(units: Sequence[UnitLayout], work: StepWork) -> int:
 
 def flop_per_token(units: Sequence[UnitLayout], work: StepWork) -> float:
     """Return FLOP per token: 6 per matrix element, 4 per frozen one. See [Note: compute]."""
-    found = _elements(units, work)
-    return 4 * found.matrices + 2 * found.trained
+    elements = _count_elements(units, work)
+    return 4 * elements.matrices + 2 * elements.trained
 
 
 def update_s(plan: Plan, rates: Rates) -> tuple[float, float, float]:
@@ -388,7 +389,7 @@ def update_s(plan: Plan, rates: Rates) -> tuple[float, float, float]:
 
     The host alone, the host while other chunks of the same units are streamed, and the device.
     """
-    host = beside = device = 0.0
+    host = concurrent = device = 0.0
     for group in plan.unit_groups:
         trained = sum(map(plan.facts.num_trained.__getitem__, group.units)) // plan.ranks
         location, layout = update_place(plan, group.units[0]), group.layout
@@ -400,14 +401,14 @@ def update_s(plan: Plan, rates: Rates) -> tuple[float, float, float]:
             chunks = max(layout.num_chunks(plan.chunk_elements), 1)
             by_device = plan.streamed_chunks(layout, group.placement) / chunks
         device += by_device * trained
-        beside += (1 - by_device) * trained
+        concurrent += (1 - by_device) * trained
     host_products, device_products = _matrix_s(plan, rates)
     slowest = [_update_rate(rates, name) for name in _formats(plan)]
     host_rate = min(slowest, default=0.0)
     device_s = device / rates.device_update if rates.device_update else 0.0
     host_s = host / host_rate if host_rate else 0.0
-    beside_s = beside / host_rate if host_rate else 0.0
-    return host_s + host_products, beside_s, device_s + device_products
+    concurrent_s = concurrent / host_rate if host_rate else 0.0
+    return host_s + host_products, concurrent_s, device_s + device_products
 
 
 def matrix_flops(layout: UnitLayout, steps: int) -> int:
@@ -425,13 +426,14 @@ def matrix_flops(layout: UnitLayout, steps: int) -> int:
 
 def _matrix_s(plan: Plan, rates: Rates) -> tuple[float, float]:
     """Return seconds of the update rule's matrix products in bf16: on the host, and the device."""
-    on = dict.fromkeys((True, False), 0)
+    flops = dict.fromkeys((True, False), 0)  # by whether the host updates
     for group in plan.unit_groups if plan.rule.matrix_steps else ():
         by_host = update_place(plan, group.units[0]) is UpdatePlace.CPU
-        flops = matrix_flops(group.layout, plan.rule.matrix_steps)
-        on[by_host] += flops * len(group.units) // plan.ranks
-    device = rates.compute.get("bf16") or math.inf
-    return on[True] / (device if plan.unified else HOST_FLOPS), on[False] / device
+        unit_flops = matrix_flops(group.layout, plan.rule.matrix_steps)
+        flops[by_host] += unit_flops * len(group.units) // plan.ranks
+    device_rate = rates.compute.get("bf16") or math.inf
+    host_rate = device_rate if plan.unified else HOST_FLOPS
+    return flops[True] / host_rate, flops[False] / device_rate
 
 
 def stream_s(plan: Plan, rates: Rates) -> float:
@@ -439,8 +441,9 @@ def stream_s(plan: Plan, rates: Rates) -> float:
     inward = outward = 0
     for group in plan.unit_groups:
         if group.placement in plan.streamed:
-            coming, going = streamed_bytes(plan, group.layout, group.placement)
-            inward, outward = inward + len(group.units) * coming, outward + len(group.units) * going
+            to_device, from_device = streamed_bytes(plan, group.layout, group.placement)
+            inward += len(group.units) * to_device
+            outward += len(group.units) * from_device
     return max(*rates.copies_s(inward, outward), calls_s(plan))
 
 
@@ -450,13 +453,13 @@ def share_beside(plan: Plan, rates: Rates) -> float:
     Both times depend on the share linearly, those of links also on other transfers in the same
     forward. Rounded down to whole percents, at most `MOST_BESIDE`.
     """
-    longer = []  # seconds that links take longer than the CPU's updates
-    for one in (plan, plan.changed(cpu_share=0.5)):
-        moved = next(phase.moved for phase in forecast_phases(one) if phase.has_update)
+    differences = []  # seconds that links take longer than the CPU's updates
+    for variant in (plan, plan.changed(cpu_share=0.5)):
+        moved = next(phase.moved for phase in forecast_phases(variant) if phase.has_update)
         links = max(rates.copies_s(moved["to_device"], moved["from_device"]))
-        longer.append(links - update_s(one, rates)[1])
-    alone, half = longer
-    return max(0, int(100 * min(0.5 * alone / max(alone - half, _TINY), MOST_BESIDE))) / 100
+        differences.append(links - update_s(variant, rates)[1])
+    at_zero, at_half = differences
+    return max(0, int(100 * min(0.5 * at_zero / max(at_zero - at_half, _TINY), MOST_BESIDE))) / 100
 
 
 def sums_s(plan: Plan, rates: Rates, phase: PhaseBytes) -> float:
@@ -468,16 +471,17 @@ def sums_s(plan: Plan, rates: Rates, phase: PhaseBytes) -> float:
     rate = _host_memory_rate(rates)
     if not phase.backward or not rate:
         return 0.0
-    itemsize, item = plan.gradient_itemsize, plan.precision.weight
-    item = 4 if plan.saved.slices > 1 else item  # sums of slices are copied in fp32
-    if phase.micro_batch == 0 and item == itemsize:
+    itemsize = plan.gradient_itemsize
+    # Sums of slices are copied in fp32.
+    copied_itemsize = 4 if plan.saved.slices > 1 else plan.precision.weight
+    if phase.micro_batch == 0 and copied_itemsize == itemsize:
         return 0.0
     elements = sum(
         group.layout.shard_numel * len(group.units)
         for group in plan.unit_groups
         if group.placement.gradient is not Tier.DEVICE
     )
-    return elements * (item + itemsize * (2 if phase.micro_batch else 1)) / rate
+    return elements * (copied_itemsize + itemsize * (2 if phase.micro_batch else 1)) / rate
 
 
 def calls_s(plan: Plan) -> float:
@@ -493,8 +497,8 @@ def _formats(plan: Plan) -> list[str]:
 
 
 def _update_rate(rates: Rates, name: str) -> float:
-    known = "bf16" if name.startswith("bf16") else name
-    return rates.update.get(known) or rates.update.get("fp32") or 0.0
+    format_name = "bf16" if name.startswith("bf16") else name
+    return rates.update.get(format_name) or rates.update.get("fp32") or 0.0
 
 
 def _memory_rate(plan: Plan, rates: Rates) -> float | None:

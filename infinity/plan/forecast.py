@@ -77,47 +77,45 @@ def forecast_phases(
     """Return the forecast by phase: forward and backward of every micro-batch, in order."""
     course = _course_of(plan, tuple(cycle) if cycle else usual_cycle(plan))
     sizes = plan.saved.sizes if saved is None else saved
-    return _Bytes(plan, course.cycle, sizes, summed).of(_run(course))
+    return _ByteCounter(plan, course.cycle, sizes, summed).of(_step_moves(course))
 
 
 def counted_phases(plan: Plan) -> tuple[list[tuple[PhaseBytes, int]], list[PhaseBytes] | None]:
-    """Return the distinct phases of the usual cycle with their counts; see `_steady`.
+    """Return the distinct phases of the usual cycle with their counts; see `_simulate`.
 
     Also the phases of each additional micro-batch, or None if these are not uniform. Phases of the
     last micro-batch are counted separately, since a pass over gradients follows them.
     """
-    known, how = (
-        plan.facts.known,
-        (plan.unsharded, plan.prefetch_units, plan.micro_batches, plan.ranks),
-    )
-    cycle = usual_cycle(plan)
-    key = (plan.at_device, *how, cycle)  # determines the course
-    if key not in known:
-        known[key] = _counted(_course_of(plan, cycle))
-    counted, more = known[key]
-    moving = _Bytes(plan, cycle, plan.saved.sizes)
-    phases = [(moving.of_phase(moves), count) for moves, count in counted]
-    return phases, None if more is None else [phases[index][0] for index in more]
+    cache, cycle = plan.facts.known, usual_cycle(plan)
+    key = (  # determines the course
+        plan.at_device, plan.unsharded, plan.prefetch_units, plan.micro_batches, plan.ranks, cycle,
+    )  # fmt: skip
+    if key not in cache:
+        cache[key] = _count_moves(_course_of(plan, cycle))
+    counted, added = cache[key]
+    converter = _ByteCounter(plan, cycle, plan.saved.sizes)
+    phases = [(converter.of_phase(moves), count) for moves, count in counted]
+    return phases, None if added is None else [phases[index][0] for index in added]
 
 
-def _counted(
+def _count_moves(
     course: _Course,
 ) -> tuple[list[tuple[_PhaseMoves, int]], list[int] | None]:
     """Return distinct moves of a steady step with counts, and indices of an added micro-batch's."""
-    found: dict[tuple[object, ...], list[Any]] = {}
+    counts: dict[tuple[object, ...], list[Any]] = {}
 
     def key_of(moves: _PhaseMoves) -> tuple[object, ...]:
         last = moves.micro_batch + 1 == course.micro_batches
         return *moves.lists, moves.backward, moves.micro_batch > 0, last
 
-    _, more = _steady(_few(course))
-    if more is None and course.micro_batches > FEW:
-        _, more = _steady(course)
-    for moves in _run(course):
-        found.setdefault(key_of(moves), [moves, 0])[1] += 1
-    order = list(found)
-    added = None if more is None else [order.index(key_of(moves)) for moves in more]
-    return [(moves, count) for moves, count in found.values()], added
+    _, added_moves = _simulate(_shortened(course))
+    if added_moves is None and course.micro_batches > FEW:
+        _, added_moves = _simulate(course)
+    for moves in _step_moves(course):
+        counts.setdefault(key_of(moves), [moves, 0])[1] += 1
+    keys = list(counts)
+    indices = None if added_moves is None else [keys.index(key_of(moves)) for moves in added_moves]
+    return [(moves, count) for moves, count in counts.values()], indices
 
 
 def _course_of(plan: Plan, cycle: tuple[int, ...]) -> _Course:
@@ -125,16 +123,16 @@ def _course_of(plan: Plan, cycle: tuple[int, ...]) -> _Course:
         cycle=cycle,
         slot_classes=plan.slot_classes,
         trained=plan.facts.trained,
-        publishes=tuple(map(_publishing(plan).__contains__, range(len(plan.units)))),
+        publishes=tuple(map(_published_units(plan).__contains__, range(len(plan.units)))),
         prefetch_units=plan.prefetch_units,
         micro_batches=plan.micro_batches,
     )
 
 
-def _publishing(plan: Plan) -> set[int]:
+def _published_units(plan: Plan) -> set[int]:
     """Return the units that the optimizer pass publishes; equal units are checked once."""
-    found = (group.units for group in plan.unit_groups if publishes(plan, group.units[0]))
-    return set(chain.from_iterable(found))
+    groups = (group.units for group in plan.unit_groups if publishes(plan, group.units[0]))
+    return set(chain.from_iterable(groups))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,47 +163,47 @@ class _PhaseMoves:
         return id(self.fetched), id(self.updated)
 
 
-def _few(course: _Course) -> _Course:
+def _shortened(course: _Course) -> _Course:
     """Return the course with at most `FEW` micro-batches."""
     return replace(course, micro_batches=min(course.micro_batches, FEW))
 
 
-def _run(course: _Course) -> tuple[_PhaseMoves, ...]:
+def _step_moves(course: _Course) -> tuple[_PhaseMoves, ...]:
     """Return the moves of a steady step."""
-    few, more = _steady(_few(course))
+    few, added = _simulate(_shortened(course))
     if course.micro_batches <= FEW:
         return few
-    if more is None:
-        return _steady(course)[0]
+    if added is None:
+        return _simulate(course)[0]
     last = course.micro_batches - 1
-    again = (replace(m, micro_batch=count) for count in range(FEW - 1, last) for m in more)
-    return (*few[:-2], *again, *(replace(moves, micro_batch=last) for moves in few[-2:]))
+    repeated = (replace(m, micro_batch=count) for count in range(FEW - 1, last) for m in added)
+    return (*few[:-2], *repeated, *(replace(moves, micro_batch=last) for moves in few[-2:]))
 
 
 @lru_cache(maxsize=256)
-def _steady(
+def _simulate(
     course: _Course,
 ) -> tuple[tuple[_PhaseMoves, ...], tuple[_PhaseMoves, ...] | None]:
     """Return the moves of a steady step, and those of each additional micro-batch.
 
     The latter are None if the last but one micro-batch does not repeat the previous one.
     """
-    run, count = _CountedRun(course), 2 * course.micro_batches
+    run, count = _SimulatedRun(course), 2 * course.micro_batches
     run.step()
     run.step()
-    cold, steady = run.phases[:count], run.phases[count : 2 * count]
-    settled = count > 4 and cold[-4].repeats and steady[-4].repeats
-    return tuple(steady), tuple(steady[-4:-2]) if settled else None
+    first_step, second_step = run.phases[:count], run.phases[count : 2 * count]
+    is_uniform = count > 4 and first_step[-4].repeats and second_step[-4].repeats
+    return tuple(second_step), tuple(second_step[-4:-2]) if is_uniform else None
 
 
 def disk_of_pass(plan: Plan, layout: UnitLayout, placement: UnitPlacement) -> tuple[int, int]:
     """Return bytes that the optimizer pass reads from disk for a unit, and bytes that it writes."""
-    record = plan.state_bytes(layout, placement, (Tier.DISK,))
+    state = plan.state_bytes(layout, placement, (Tier.DISK,))
     gradient = plan.gradient_bytes(layout) if placement.gradient is Tier.DISK else 0
-    return record + gradient, record
+    return state + gradient, state
 
 
-class _Bytes:
+class _ByteCounter:
     """Conversion of moves to bytes, for the placement of one plan.
 
     `cycle` is the access order. `saved` are sizes of tensors that each forward offloads and its
@@ -224,71 +222,72 @@ class _Bytes:
         if summed is None:
             summed = plan.facts.sliced if plan.saved.slices > 1 else ()
         self._saved = saved_moves(saved, plan.saved, unified=plan.unified)
-        self._group = [0] * len(plan.units)
-        self._on_disk = [0] * len(plan.units)  # bytes of one fetch
-        self._inward = [0] * len(plan.units)
+        self._group_of_unit = [0] * len(plan.units)
+        self._fetched_from_disk = [0] * len(plan.units)  # bytes of one fetch
+        self._fetched_to_device = [0] * len(plan.units)
         for number, group in enumerate(plan.unit_groups):
             size, tier = group.layout.shard_bytes, group.placement.weight
             for unit in group.units:
-                self._group[unit] = number
-                self._on_disk[unit] = size if tier is Tier.DISK else 0
-                self._inward[unit] = 0 if plan.unified or tier is Tier.DEVICE else size
-        self._gradients = self._of_gradients(cycle, frozenset(summed))
+                self._group_of_unit[unit] = number
+                self._fetched_from_disk[unit] = size if tier is Tier.DISK else 0
+                self._fetched_to_device[unit] = 0 if plan.unified or tier is Tier.DEVICE else size
+        self._gradients = self._gradient_bytes(cycle, frozenset(summed))
 
     def of(self, phases: Sequence[_PhaseMoves]) -> list[PhaseBytes]:
         """Return the bytes of every phase; repeated phases share one dict."""
-        found: list[PhaseBytes] = []
+        phase_bytes: list[PhaseBytes] = []
         by_key: dict[tuple[int, int, bool], dict[str, int]] = {}
         for moves in phases:
             # The first backward has no sums to add to.
-            first = moves.backward and not moves.micro_batch
-            key = (*moves.lists, first)
+            is_first = moves.backward and not moves.micro_batch
+            key = (*moves.lists, is_first)
             if key not in by_key:
                 by_key[key] = self.of_phase(moves).moved
-            found.append(PhaseBytes(moves.micro_batch, moves.backward, by_key[key]))
-        return found
+            phase_bytes.append(PhaseBytes(moves.micro_batch, moves.backward, by_key[key]))
+        return phase_bytes
 
     def of_phase(self, moves: _PhaseMoves) -> PhaseBytes:
         """Return the bytes of one phase."""
         moved = dict.fromkeys(DIRECTIONS, 0)
         if moves.fetched:
-            moved["disk_read"] += sum(map(self._on_disk.__getitem__, moves.fetched))
-            moved["to_device"] += sum(map(self._inward.__getitem__, moves.fetched))
+            moved["disk_read"] += sum(map(self._fetched_from_disk.__getitem__, moves.fetched))
+            moved["to_device"] += sum(map(self._fetched_to_device.__getitem__, moves.fetched))
         _add(self._saved[moves.backward], moved)
         if not moves.backward and not moves.micro_batch:
             moved["disk_write"] += self.plan.commit_bytes // self.plan.durable_every
         if moves.updated:
-            group = self._group
-            for one, count in Counter((group[u], publish) for u, publish in moves.updated).items():
-                _add(self._of_update(*one), moved, count)
-            moved["from_device"] += self._normed(moves.updated)
+            group = self._group_of_unit
+            updates = Counter((group[unit], publish) for unit, publish in moves.updated)
+            for update, count in updates.items():
+                _add(self._cached_update_bytes(*update), moved, count)
+            moved["from_device"] += self._norm_bytes(moves.updated)
         if moves.backward:
             _add(self._gradients[moves.micro_batch > 0], moved)
         if self.plan.ranks > 1:
-            moved["all_gather"], copied = self._gathered(moves)
+            moved["all_gather"], copied = self._gathered_bytes(moves)
             moved["between_hosts"] = self._between_hosts(moves)
             if not self.plan.unified:
                 moved["to_device"] += copied
         return PhaseBytes(moves.micro_batch, moves.backward, moved)
 
-    def _gathered(self, moves: _PhaseMoves) -> tuple[int, int]:
+    def _gathered_bytes(self, moves: _PhaseMoves) -> tuple[int, int]:
         """Return bytes received from other ranks by links, and bytes copied from shared RAM.
 
         Shards of units fetched or published, and at the end of a step square sums for the norm.
         """
-        others = self.plan.ranks - 1
-        brought = [*moves.fetched, *(unit for unit, publish in moves.updated if publish)]
-        counts = Counter(map(self._group.__getitem__, brought))
+        num_others = self.plan.ranks - 1
+        gathered = [*moves.fetched, *(unit for unit, publish in moves.updated if publish)]
+        counts = Counter(map(self._group_of_unit.__getitem__, gathered))
         nbytes = copied = 0
-        for group, count in counts.items():
-            units = self.plan.unit_groups[group]
-            size = others * count * units.layout.shard_bytes
-            if self.plan.is_shared(units.units[0]):
-                copied += size
+        for index, count in counts.items():
+            group = self.plan.unit_groups[index]
+            received = num_others * count * group.layout.shard_bytes
+            if self.plan.is_shared(group.units[0]):
+                copied += received
             else:
-                nbytes += size
+                nbytes += received
         if moves.backward and moves.micro_batch + 1 == self.plan.micro_batches:
-            nbytes += 8 * others * self.plan.facts.num_reported_squares
+            nbytes += 8 * num_others * self.plan.facts.num_reported_squares
         return nbytes, copied
 
     def _between_hosts(self, moves: _PhaseMoves) -> int:
@@ -301,26 +300,26 @@ class _Bytes:
         units = [unit for unit, _ in moves.updated if self.plan.is_shared(unit)]
         return (self.plan.nodes - 1) * sum(self.plan.local_units[u].trained_bytes for u in units)
 
-    def _normed(self, updated: list[tuple[int, bool]]) -> int:
+    def _norm_bytes(self, updated: list[tuple[int, bool]]) -> int:
         """Return bytes of gradients that the host reads from the device for the norm, unpadded."""
         plan = self.plan
         if plan.unified or (plan.device_kernels and plan.ranks == 1):
             return 0
-        there = (u for u, _ in updated if plan.placements[u].gradient is Tier.DEVICE)
-        return plan.gradient_itemsize * sum(plan.local_units[unit].num_trained for unit in there)
+        on_device = (u for u, _ in updated if plan.placements[u].gradient is Tier.DEVICE)
+        return plan.gradient_itemsize * sum(plan.local_units[u].num_trained for u in on_device)
 
-    def _of_update(self, group: int, publish: bool) -> dict[str, int]:
+    def _cached_update_bytes(self, group: int, publish: bool) -> dict[str, int]:
         """Return the bytes of the update of one unit of a group."""
-        plan, units = self.plan, self.plan.unit_groups[group]
-        layout, placement = units.layout, units.placement
+        plan, unit_group = self.plan, self.plan.unit_groups[group]
+        layout, placement = unit_group.layout, unit_group.placement
         kind, streamed = plan.facts.kinds[layout.index], placement in plan.streamed
         key = (kind, placement, publish, streamed, plan.chunks_at_once, plan.cpu_share, plan.basis)
-        known: dict[str, int] | None = plan.facts.known.get(key)
-        if known is None:
-            known = plan.facts.known[key] = self._update(layout, placement, publish)
-        return known
+        cached: dict[str, int] | None = plan.facts.known.get(key)
+        if cached is None:
+            cached = plan.facts.known[key] = self._update_bytes(layout, placement, publish)
+        return cached
 
-    def _update(
+    def _update_bytes(
         self, layout: UnitLayout, placement: UnitPlacement, publish: bool
     ) -> dict[str, int]:
         plan = self.plan
@@ -328,31 +327,33 @@ class _Bytes:
         moved = {"disk_read": read, "disk_write": written, "to_device": 0, "from_device": 0}
         if update_place(plan, layout.index) is UpdatePlace.DEVICE:
             return moved
-        moved["to_device"], back = streamed_bytes(plan, layout, placement)
-        moved["from_device"] += back
+        moved["to_device"], returned = streamed_bytes(plan, layout, placement)
+        moved["from_device"] += returned
         if plan.unified:
             return moved
-        first = plan.streamed_chunks(layout, placement)
-        gradient = plan.gradient_bytes(layout) - plan.gradient_bytes(layout, chunks=first)  # CPU's
+        num_streamed = plan.streamed_chunks(layout, placement)
+        # Gradients of the chunks that the CPU updates.
+        gradient = plan.gradient_bytes(layout)
+        gradient -= plan.gradient_bytes(layout, chunks=num_streamed)
         if publish and placement.weight is not Tier.DEVICE:  # streamed weights are in the slot
             moved["to_device"] += gradient // plan.gradient_itemsize * plan.precision.weight
         state = plan.state_bytes(layout, placement, (Tier.DEVICE,))
-        state -= plan.state_bytes(layout, placement, (Tier.DEVICE,), chunks=first)
+        state -= plan.state_bytes(layout, placement, (Tier.DEVICE,), chunks=num_streamed)
         moved["to_device"] += state
         moved["from_device"] += state + (gradient if placement.gradient is Tier.DEVICE else 0)
         return moved
 
-    def _of_gradients(
+    def _gradient_bytes(
         self, cycle: tuple[int, ...], summed: frozenset[int]
     ) -> tuple[dict[str, int], dict[str, int]]:
         """Return bytes of all gradients in the first backward of a step, and in each other one."""
         plan, on_disk, from_device = self.plan, 0, 0
         sizes, exchanged = self._gradient_sizes(cycle, summed)
-        for (stored, leaves), placement in zip(sizes, plan.placements, strict=True):
+        for (stored, copied), placement in zip(sizes, plan.placements, strict=True):
             if placement.gradient is Tier.DISK:
                 on_disk += stored
             if placement.gradient is not Tier.DEVICE:
-                from_device += leaves
+                from_device += copied
         first = {"disk_write": on_disk, "from_device": from_device, "all_to_all": exchanged}
         return first, {"disk_read": on_disk, **first}
 
@@ -366,27 +367,27 @@ class _Bytes:
         """
         plan = self.plan
         key = (cycle, summed, plan.rank, plan.ranks, plan.gradient_itemsize, plan.unified)
-        found: tuple[list[tuple[int, int]], int] | None = plan.facts.known.get(key)
-        if found is not None:
-            return found
+        cached: tuple[list[tuple[int, int]], int] | None = plan.facts.known.get(key)
+        if cached is not None:
+            return cached
         sizes, exchanged = [(0, 0)] * len(plan.units), 0
         for unit in set(cycle):
             layout, trained = plan.units[unit], plan.local_units[unit].num_trained
             itemsize = 4 if unit in summed else layout.weight_itemsize
             exchanged += (plan.ranks - 1) * layout.shard_numel * itemsize
             # The local shard of every rank's gradient; fp32 where slices are summed.
-            leaves = 0 if plan.unified else plan.ranks * trained * itemsize
-            sizes[unit] = plan.gradient_bytes(layout) if trained else 0, leaves
+            copied = 0 if plan.unified else plan.ranks * trained * itemsize
+            sizes[unit] = plan.gradient_bytes(layout) if trained else 0, copied
         plan.facts.known[key] = sizes, exchanged
         return sizes, exchanged
 
 
-def _add(moved: dict[str, int], to: dict[str, int], times: int = 1) -> None:
+def _add(moved: dict[str, int], total: dict[str, int], times: int = 1) -> None:
     for direction, nbytes in moved.items():
-        to[direction] += times * nbytes
+        total[direction] += times * nbytes
 
 
-class _CountedRun:
+class _SimulatedRun:
     """Simulated run without data: slots are sets of unit indices, moves are entries in lists."""
 
     def __init__(self, course: _Course) -> None:
@@ -403,20 +404,20 @@ class _CountedRun:
         self.phases.append(_PhaseMoves(micro_batch, backward))
 
     def step(self) -> None:
-        turn = _turn(self.order)
-        before: object = None
+        backward_start = _backward_start(self.order)
+        previous: object = None
         for micro_batch in range(self.course.micro_batches):
             self.wraps = micro_batch + 1 < self.course.micro_batches
-            now = ([set(slots) for slots in self.resident], list(self.pending))
-            if micro_batch > 1 and self.wraps and now == before:
+            state = ([set(slots) for slots in self.resident], list(self.pending))
+            if micro_batch > 1 and self.wraps and state == previous:
                 self._repeat(micro_batch)  # it starts in the same state as the previous one
                 continue
-            before = now
+            previous = state
             self.order.begin()
             if micro_batch or not self.phases:  # the first began with the optimizer pass, below
                 self.begin_phase(micro_batch, backward=False)
             for position, unit in enumerate(self.order.sequence):
-                if position == turn:
+                if position == backward_start:
                     self.begin_phase(micro_batch, backward=True)
                 self._use(unit)
             if not self.phases[-1].backward:  # a single unit is used once for both
@@ -427,7 +428,7 @@ class _CountedRun:
         for slots in self.resident:
             slots.difference_update(trained)
         while self.pending:  # units not used in the cycle: updated and written back
-            self._update(self.pending.pop(0), publish=False)
+            self._record_update(self.pending.pop(0), publish=False)
         self.pending = trained
         self._run_pass()
 
@@ -460,11 +461,11 @@ class _CountedRun:
             slot_class = self.class_of(unit) if self.publishes(unit) else None
             if slot_class is not None and not self.num_free(slot_class):
                 return
-            self._update(self.pending.pop(0), publish=self.publishes(unit))
+            self._record_update(self.pending.pop(0), publish=self.publishes(unit))
             if slot_class is not None:
                 self.resident[slot_class].add(unit)
 
-    def _update(self, unit: int, *, publish: bool) -> None:
+    def _record_update(self, unit: int, *, publish: bool) -> None:
         self.phases[-1].updated.append((unit, publish))
 
     # SlotView
@@ -500,6 +501,6 @@ class _CountedRun:
         self.phases[-1].fetched.append(unit)
 
 
-def _turn(order: AccessOrder) -> int:
+def _backward_start(order: AccessOrder) -> int:
     """Return the index in the access order where backward begins: after the last first use."""
     return max((order.sequence.index(unit) for unit in order.first_uses()), default=-1) + 1

@@ -32,21 +32,23 @@ def _elements(unit: UnitLayout) -> int:
 
 def may_look_nearer(plan: Plan, hints: HintsConfig) -> bool:
     """Return True if slots hold more than hinted and a shorter prefetch may reduce that."""
-    most = hints.live_parameters
-    return most is not None and plan.prefetch_units > LEAST_AHEAD and live_parameters(plan) > most
+    limit = hints.live_parameters
+    return limit is not None and plan.prefetch_units > LEAST_AHEAD and live_parameters(plan) > limit
 
 
 def with_live_note(plan: Plan, hints: HintsConfig) -> Plan:
     """Return the plan, with a note if slots hold more than hinted."""
-    most, found = hints.live_parameters, live_parameters(plan)
-    if most is None or found <= most:
+    limit, count = hints.live_parameters, live_parameters(plan)
+    if limit is None or count <= limit:
         return plan
     why = (
         "the least with which something is fetched while something computes"
         if plan.prefetch_units >= LEAST_AHEAD
         else "one unit computes and one takes its place"
     )
-    note = f"hints.live_parameters is {format_count(most)}, slots hold {format_count(found)}: {why}"
+    note = (
+        f"hints.live_parameters is {format_count(limit)}, slots hold {format_count(count)}: {why}"
+    )
     return replace(plan, notes=(*plan.notes, note))
 
 
@@ -55,23 +57,24 @@ def with_weights_in_ram(plan: Plan, hints: HintsConfig, limits: Limits) -> Plan:
 
     On a device that is the host, RAM is `Tier.DEVICE`: slots would be a second copy.
     """
-    most = hints.max_params_in_cpu
-    if most is None:
+    limit = hints.max_params_in_cpu
+    if limit is None:
         return plan
     tier = Tier.DEVICE if plan.unified else Tier.HOST
-    kept, placements = 0, list(plan.placements)
+    num_in_ram, placements = 0, list(plan.placements)
     for unit in plan.units:
         size = _elements(unit)
-        if placements[unit.index].weight is not Tier.DISK or kept + size > most:
+        if placements[unit.index].weight is not Tier.DISK or num_in_ram + size > limit:
             continue
-        tried = list(placements)
-        tried[unit.index] = placements[unit.index]._replace(weight=tier)
-        if excess(with_memory(plan.changed(placements=tuple(tried)), limits), limits, auto=True):
+        candidate = list(placements)
+        candidate[unit.index] = placements[unit.index]._replace(weight=tier)
+        changed = with_memory(plan.changed(placements=tuple(candidate)), limits)
+        if excess(changed, limits, auto=True):
             break
-        kept, placements = kept + size, tried
+        num_in_ram, placements = num_in_ram + size, candidate
     note = (
-        f"hints.max_params_in_cpu is {format_count(most)}: weights of {format_count(kept)} "
-        "parameters are kept in RAM" + ("" if kept else ", where none more find room")
+        f"hints.max_params_in_cpu is {format_count(limit)}: weights of {format_count(num_in_ram)} "
+        "parameters are kept in RAM" + ("" if num_in_ram else ", where none more find room")
     )
     plan = replace(plan, placements=tuple(placements), notes=(*plan.notes, note))
     return with_memory(plan, limits)

@@ -32,7 +32,9 @@ from infinity.types import MomentFormat, Tier
 MARGIN = 1.15
 
 
-def leaving_activations(limits: Limits, found: Activations, tier: Tier, memory: int) -> Limits:
+def leaving_activations(
+    limits: Limits, activations: Activations, tier: Tier, memory: int
+) -> Limits:
     """Return `limits` with the bytes that placement leaves to activations on `tier`.
 
     `memory` are all bytes of the tier that the run may use, outside the budget as well. Of the
@@ -40,9 +42,9 @@ def leaving_activations(limits: Limits, found: Activations, tier: Tier, memory: 
     need it, since memory outside the budget may be in use by others.
     """
     budget = limits.budgets[tier] or memory
-    needed, beside = int(MARGIN * found.total), max(memory - budget, 0)
+    needed, outside_budget = int(MARGIN * activations.total), max(memory - budget, 0)
     least = min(needed, int((1 - AUTO_SHARE) * budget))
-    return replace(limits, activations=max(needed - beside, least))
+    return replace(limits, activations=max(needed - outside_budget, least))
 
 
 def activations_on_device(
@@ -53,12 +55,13 @@ def activations_on_device(
     unified: bool,
 ) -> Activations:
     """Return the activations of a micro-batch of `tokens`, without offloaded inputs of blocks."""
-    found = model.of(
+    activations = model.of(
         tokens, recompute=recompute, slices=settings.slices, logits_at_once=logits_at_once(settings)
     )
     saved, _ = plan_saved(settings, model.units, unified=unified, widths=model.widths)
-    away = away_bytes(saved)
-    return replace(found, boundaries=max(found.boundaries - away, 0)) if away else found
+    if not (offloaded := away_bytes(saved)):
+        return activations
+    return replace(activations, boundaries=max(activations.boundaries - offloaded, 0))
 
 
 def logits_at_once(settings: ActivationsConfig) -> int | None:
@@ -116,8 +119,8 @@ class PlanInput:
         )
         if self.config.activations.tokens is None:
             return limits
-        found = self.activations()
-        return leaving_activations(limits, found, self.compute_tier, self.compute_bytes)
+        activations = self.activations()
+        return leaving_activations(limits, activations, self.compute_tier, self.compute_bytes)
 
     @property
     def host_bytes(self) -> int:
@@ -183,14 +186,14 @@ class PlanInput:
 
         A search for placement also moves kinds from disk to RAM if the disk is too small.
         """
-        wishes = self.config.placement.model_dump()
+        choices = self.config.placement.model_dump()
         lowest = "disk" if self.config.nvme_path else "host"
-        for raised in ((), ("gradients",), ("gradients", "weights"), tuple(wishes)):
-            settled = {
-                name: ("host" if name in raised else lowest) if wish == "auto" else wish
-                for name, wish in wishes.items()
+        for on_host in ((), ("gradients",), ("gradients", "weights"), tuple(choices)):
+            tiers = {
+                name: ("host" if name in on_host else lowest) if choice == "auto" else choice
+                for name, choice in choices.items()
             }
-            placement = PlacementConfig.model_validate(settled)
+            placement = PlacementConfig.model_validate(tiers)
             try:
                 yield self.plan(self.config.model_copy(update={"placement": placement}))
             except DoesNotFitError:
@@ -210,10 +213,10 @@ class PlanInput:
 
     def with_moments(self, name: str) -> PlanInput:
         """Return the case with moments in another format."""
-        form = MomentFormat(name)
+        moment_format = MomentFormat(name)
         settings = self.config.optimizer.model_copy(update={"moments": name})
         notes = tuple(n for n in self.rule.notes if "lossy" not in n)
-        rule = replace(self.rule, moments=(form,) * len(self.rule.moments), notes=notes)
+        rule = replace(self.rule, moments=(moment_format,) * len(self.rule.moments), notes=notes)
         return replace(self.with_config(optimizer=settings), rule=rule)
 
     def with_precision(self, name: str) -> PlanInput:

@@ -1,12 +1,12 @@
-"""Cut any module into units, without help.
+"""Partitioning of a module into units, by its structure alone.
 
-Repeated blocks are found by structure: children of one module with equal parameter names, shapes
-and dtypes; in a list also those of one class with most of these in common (the first block of a T5
-holds the bias of positions besides, dense layers stand between those with experts), and one alone.
-Experts (a repeated ModuleList inside a block) are units of their own. Modules that are large by
-themselves (embeddings, heads) stand alone; what is left is packed together, into units no larger
-than a block: buffers have the size of the largest unit, so one that is larger costs memory
-everywhere. A parameter belongs to the first unit that reaches it, so tied weights are stored once.
+Blocks are repeated children of one module: equal parameter names, shapes and dtypes. In a list,
+children of one class that share most of these are blocks too (the first block of a T5 has an extra
+position bias; dense layers alternate with mixture-of-experts layers), and so is a single child.
+Experts (a repeated ModuleList inside a block) are separate units. Large modules outside blocks
+(embeddings, heads) are units; smaller ones are packed into units no larger than a block, because
+slots have the size of the largest unit. A parameter belongs to the first unit that reaches it, so
+tied weights are stored once.
 """
 
 from __future__ import annotations
@@ -23,34 +23,38 @@ from infinity.model.stacks import stacks_of
 if TYPE_CHECKING:
     from torch import nn
 
-ALONE_SHARE = 16  # a module with 1/16 of all parameters is a unit by itself, or with half a block
-OUTSIDE = "outside blocks"  # the name of a unit of leftovers
-REST_SHARE = 8  # leftovers are packed into units of at most 1/8 of all parameters, or of a block
+# A module outside blocks is a unit if it has 1/16 of all elements, or half of the largest block.
+ALONE_SHARE = 16
+OUTSIDE = "outside blocks"  # name of the units of packed modules
+REST_SHARE = 8  # packed units have at most 1/8 of all elements, and at most the largest block
 
 
 @dataclass
 class UnitModules:
-    """A unit before it has a layout: its name, the modules to hook, its parameter indices."""
+    """Unit without a layout: its name, the modules to hook, and its parameter indices."""
 
     name: str
     modules: list[nn.Module]
     parameters: list[int] = field(default_factory=list)
-    is_block: bool = False  # its modules compute by themselves, with all that is below them
+    is_block: bool = False  # the forward of its modules can be recomputed, or run on slices
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """The stacks of one module of experts: its name, and of each stack name and index."""
+    """Stacks of one module of experts.
+
+    `path` is the module's name; `members` are the stacks' names in it and parameter indices.
+    """
 
     path: str
     module: nn.Module
     members: tuple[tuple[str, int], ...]
-    count: int  # of experts
+    count: int  # number of experts
 
 
 @dataclass
 class Rows:
-    """Experts `first` to before `end` of a module: a unit, and its parameters by their names."""
+    """Experts `first` to `end` (exclusive) of a module, their unit, and its parameter indices."""
 
     stacks: Stacks
     first: int
@@ -63,9 +67,9 @@ UnitSpec: TypeAlias = "str | nn.Module | Sequence[str | nn.Module]"
 
 
 class Partitioner:
-    """One pass over a module; `parameters` and `names` are deduplicated, in module order.
+    """A single pass over a module; `parameters` and `names` are deduplicated, in module order.
 
-    Of an outline, which answers in the same words, the units hold outlines.
+    For an `Outline`, which has the same interface as a module, the units hold outlines.
     """
 
     def __init__(self, root: nn.Module | Outline) -> None:
@@ -74,12 +78,12 @@ class Partitioner:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
-        self.num_model_params = len(self.parameters)  # what comes behind are rows of stacks
+        self.num_model_params = len(self.parameters)  # rows of stacks follow them
         self._taken: set[int] = set()
         self._total = sum(p.numel() for p in self.parameters)
 
     def stacks(self) -> list[Stacks]:
-        """Return the modules that name stacks of experts, except those that share them."""
+        """Return the modules that declare stacks of experts, except those that share a stack."""
         owners = Counter(
             self._index[id(p)] for m in self.root.modules() for p in m.parameters(recurse=False)
         )
@@ -95,9 +99,10 @@ class Partitioner:
     def cut_stacks(
         self, cuts: list[UnitModules], sizes: Sequence[tuple[Stacks, int]]
     ) -> tuple[list[UnitModules], list[Rows]]:
-        """Move stacks out of their units, into units of a few experts.
+        """Move stacks out of their units, into units of a few experts each.
 
-        Rows become parameters of their own, behind those of the model.
+        The rows of each unit become parameters, appended to those of the model. `sizes` has the
+        number of experts in a unit.
         """
         found: list[Rows] = []
         for stacks, size in sizes:
@@ -125,7 +130,7 @@ class Partitioner:
         return cuts, found
 
     def cut(self, units: Sequence[UnitSpec] | None = None) -> list[UnitModules]:
-        """Return the units in module order; an explicit list overrides the rule for its modules."""
+        """Return the units in module order; `units` replaces the detection of blocks."""
         cuts = [self._explicit(spec) for spec in units] if units is not None else []
         if units is None:
             cuts.extend(self._blocks(self.root, ""))
@@ -156,14 +161,14 @@ class Partitioner:
         return cut
 
     def _take(self, module: nn.Module, *, recurse: bool = True) -> list[int]:
-        """Indices of the module's parameters that no unit has yet."""
+        """Return the indices of the module's parameters that are in no unit yet, and mark them."""
         found = [self._index[id(p)] for p in module.parameters(recurse=recurse)]
         fresh = sorted(set(found) - self._taken)
         self._taken.update(fresh)
         return fresh
 
     def _blocks(self, module: nn.Module, prefix: str) -> Iterator[UnitModules]:
-        """Outermost repeated children, each a unit; experts inside them first."""
+        """Yield the outermost repeated children as units, each after the experts inside it."""
         stacked = _stacked(module)
         for name, child in module.named_children():
             path = f"{prefix}{name}"
@@ -183,9 +188,9 @@ class Partitioner:
                         yield UnitModules(path, [expert], self._take(expert))
 
     def _leftovers(self, block: int) -> Iterator[UnitModules]:
-        """Modules outside every block: large ones alone, the others packed in order.
+        """Yield the modules outside all blocks: large ones as units, the others packed in order.
 
-        `block` is the number of elements of the largest unit so far, 0 where there is none.
+        `block` is the number of elements of the largest unit so far, 0 if there is none.
         """
         alone, most = self._total / ALONE_SHARE, self._total / REST_SHARE
         if block:
@@ -215,7 +220,7 @@ def _rows_like(stack: nn.Parameter, count: int) -> nn.Parameter:
     shape, outline = (count, *stack.shape[1:]), cast("object", stack)
     if isinstance(outline, Shape):
         return cast("nn.Parameter", Shape(shape, outline.requires_grad))
-    import torch  # imported already where there are parameters
+    import torch  # a model with parameters has imported it already
 
     made = torch.zeros((), dtype=stack.dtype, device="cpu").expand(shape)
     return torch.nn.Parameter(made, stack.requires_grad)
@@ -225,14 +230,14 @@ _Signature: TypeAlias = frozenset[tuple[str, tuple[int, ...], object]]
 
 
 def _signature(module: nn.Module) -> _Signature:
-    """What makes two modules copies of one another; empty for those without a matrix."""
+    """Return what repeated modules have in common; empty for a module without a matrix."""
     parameters = [(n, tuple(p.shape), p.dtype) for n, p in module.named_parameters()]
     has_matrix = any(len(shape) >= 2 for _, shape, _ in parameters)
     return frozenset(parameters) if has_matrix else frozenset()
 
 
 def _by_signature(module: nn.Module) -> dict[tuple[type, _Signature], list[int]]:
-    """ids of the children that have a matrix, by their class and signature."""
+    """Return the ids of the children that have a matrix, by class and signature."""
     found: dict[tuple[type, _Signature], list[int]] = {}
     for child in module.children():
         if signature := _signature(child):
@@ -241,12 +246,12 @@ def _by_signature(module: nn.Module) -> dict[tuple[type, _Signature], list[int]]
 
 
 def _repeated(module: nn.Module) -> set[int]:
-    """ids of the children that have at least one structural twin among their siblings."""
+    """Return the ids of the children whose class and signature a sibling has too."""
     return {i for ids in _by_signature(module).values() if len(ids) > 1 for i in ids}
 
 
 def _stacked(module: nn.Module) -> set[int]:
-    """The same, and in a list also those that are nearly twins, or alone."""
+    """Return the ids of repeated children; in a list also of similar ones and of a single one."""
     found = _repeated(module)
     if not is_list(module) or not all(name.isdigit() for name, _ in module.named_children()):
         return found
@@ -259,7 +264,7 @@ def _stacked(module: nn.Module) -> set[int]:
 
 
 def _is_like(one: _Signature, other: _Signature) -> bool:
-    """Whether at least half of what either has is in both, two matrices among it."""
+    """Return True if two matrices and half of the smaller signature are in both."""
     common = one & other
     matrices = sum(len(shape) >= 2 for _, shape, _ in common)
     return matrices >= 2 and 2 * len(common) >= min(len(one), len(other))

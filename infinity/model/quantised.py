@@ -1,9 +1,9 @@
-"""Frozen matrices in the formats of `FrozenFormat`: from values to bytes at rest, and back.
+"""Quantization of frozen matrices to the formats of `FrozenFormat`, and dequantization.
 
-Plain torch, element by element in fp32 and rounded once: the same bits on every device, and those
-of bitsandbytes (nf4, int8) and transformers (mxfp4, fp8). Both ways work through a matrix in
-pieces, so that temporaries are small (`FrozenFormat.work_bytes`). `_CODECS` has the two functions
-of each format, on one matrix; of a stack each matrix is encoded alone.
+Elementwise fp32 torch operations, rounded once: results have equal bits on every device, and equal
+those of bitsandbytes (nf4, int8) and transformers (mxfp4, fp8). A matrix is processed in chunks, so
+that temporaries are small (`FrozenFormat.work_bytes`). `_CODECS` has the two functions of each
+format, which take one matrix; a stack is processed matrix by matrix.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from infinity.types import (
     FrozenFormat,
 )
 
-_TINY = 1e-38  # for the scale of what is all zeros
-_127TH = 7.874015718698502e-3  # as bitsandbytes has it
+_TINY = 1e-38  # lower limit of scales, for blocks of zeros
+_127TH = 7.874015718698502e-3  # the constant of bitsandbytes
 
 # Quantiles of a normal distribution, each half scaled to 1 (QLoRA, appendix E).
 NF4_LEVELS = (
@@ -36,15 +36,15 @@ NF4_LEVELS = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes; the fourth bit is the sign
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes; the highest bit is the sign
 _E4M3_MAX = 448.0
 
 
 def dynamic_levels() -> Tensor:
-    """256 levels of signed 8-bit codes, fp32: for every power of ten the means of equal parts.
+    """Return the 256 levels of signed 8-bit codes, sorted, fp32.
 
-    Of Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", 2016: the more of the
-    first bits are zeros, the smaller is the power, and the fewer are left to part it.
+    Dynamic tree quantization (Dettmers, "8-Bit Approximations for Parallelism in Deep Learning",
+    2016): 2**k levels per sign for the k-th power of ten, the means of equal intervals.
     """
     levels = [0.0, 1.0]
     for power in range(7):
@@ -57,7 +57,7 @@ def dynamic_levels() -> Tensor:
 def quantise(
     value: Tensor, form: FrozenFormat, packed: Tensor, dtype: torch.dtype | None = None
 ) -> None:
-    """Fill `packed` with the bytes at rest of a matrix, or of a stack of matrices.
+    """Quantize a matrix, or a stack of matrices, into `packed`.
 
     Args:
         value: Floats, on the CPU.
@@ -71,15 +71,20 @@ def quantise(
 
 
 def quantise_exactly(value: Tensor, form: FrozenFormat, dtype: torch.dtype, packed: Tensor) -> None:
-    """`quantise` values in their compute dtype; fp32 values that the format represents exactly, as
-    those of a quantised file, stay exact.
+    """Quantize values rounded to the compute dtype `dtype`.
+
+    Matrices of fp32 values that the format represents exactly, such as those of a quantized file,
+    are not rounded first.
     """
     for matrix, record in _matrices(value, packed):
         quantise(matrix, form, record, None if _holds(matrix, form) else dtype)
 
 
 def _holds(value: Tensor, form: FrozenFormat) -> bool:
-    """Whether nothing is lost of fp32 values; looked at in runs of rows, which are whole blocks."""
+    """Return True if the format represents these fp32 values exactly.
+
+    Tested in ranges of `NF4_BLOCK` rows, which consist of full blocks.
+    """
     if value.dtype is not torch.float32 or form not in (FrozenFormat.NF4, FrozenFormat.INT8):
         return False
     for rows in torch.split(value, NF4_BLOCK):
@@ -93,15 +98,15 @@ def _holds(value: Tensor, form: FrozenFormat) -> bool:
 
 
 def from_parts(form: FrozenFormat, shape: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
-    """Return the bytes at rest of a matrix or a stack, of parts that were stored apart.
+    """Return the packed bytes of a matrix or a stack whose parts are separate tensors.
 
     Args:
         form: Format of the parts.
-        shape: Sizes of the matrix or stack.
-        parts: `FrozenFormat.parts`, each of all matrices in order.
+        shape: Shape of the matrix or stack.
+        parts: The parts of `FrozenFormat.parts`, each for all matrices in order.
 
     Raises:
-        ValueError: A part has not the length that it must have.
+        ValueError: A part has a wrong size.
     """
     packed = torch.zeros(form.nbytes(shape), dtype=torch.uint8, device="cpu")
     records = packed.view(prod(shape[:-2]), -1)
@@ -115,15 +120,15 @@ def from_parts(form: FrozenFormat, shape: Sequence[int], parts: Sequence[Tensor]
 
 
 def join_rows(form: FrozenFormat, columns: int, pieces: Sequence[tuple[int, Tensor]]) -> Tensor:
-    """Return the bytes at rest of a matrix, of matrices that lie one below the other in it.
+    """Concatenate packed matrices along their rows.
 
     Args:
-        form: Format of all of them.
-        columns: Columns of all of them.
-        pieces: Rows and bytes at rest of each.
+        form: Format of all matrices.
+        columns: Number of columns of all matrices.
+        pieces: Number of rows and packed bytes of each matrix.
 
     Raises:
-        ValueError: Blocks with one scale would have rows of two of them.
+        ValueError: A block with one scale would have rows of two matrices.
     """
     if len(pieces) == 1:
         return pieces[0][1]
@@ -135,10 +140,10 @@ def join_rows(form: FrozenFormat, columns: int, pieces: Sequence[tuple[int, Tens
 
 
 def dequantise(packed: Tensor, form: FrozenFormat, value: Tensor) -> None:
-    """Fill a matrix or a stack of floats with the values of its bytes at rest.
+    """Dequantize `packed` into a matrix or a stack of floats.
 
     Args:
-        packed: uint8, as `quantise` fills it.
+        packed: uint8, as filled by `quantise`.
         form: Format of `packed`.
         value: Contiguous, on the same device.
     """
@@ -148,7 +153,7 @@ def dequantise(packed: Tensor, form: FrozenFormat, value: Tensor) -> None:
 
 
 def _matrices(value: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each matrix with its bytes at rest."""
+    """Yield each matrix with its packed bytes."""
     if value.dim() == 2:
         yield value, packed
     else:
@@ -156,7 +161,7 @@ def _matrices(value: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _parts(packed: Tensor, form: FrozenFormat, shape: Sequence[int]) -> list[Tensor]:
-    """The codes of one matrix, and what scales them."""
+    """Return views of the codes of one matrix, and of its scales."""
     return [packed[byte_range] for byte_range in form.byte_ranges(shape)]
 
 
@@ -217,10 +222,10 @@ def _decode_int8(parts: list[Tensor], value: Tensor) -> None:
 
 
 def _encode_mxfp4(value: Tensor, parts: list[Tensor], dtype: torch.dtype) -> None:
-    """The scale is the least power of two of which six are not below the block's largest."""
-    columns, num_rows = value.shape  # it is stored transposed
+    """Scale each block by the least power of two with 6 * scale >= its largest magnitude."""
+    columns, num_rows = value.shape  # the format stores it transposed
     codes, scales = parts[0].view(num_rows, -1), parts[1].view(num_rows, -1)
-    # A number between two levels goes to the one whose last bit is 0.
+    # Ties between two levels go to the one whose last bit is 0.
     bounds = _bounds(_fp32(_E2M1))
     bounds[1::2] = torch.nextafter(bounds[1::2], _fp32([0.0]))
     for rows in _runs(num_rows, columns):
@@ -274,7 +279,7 @@ def _fp8_parts(parts: list[Tensor], shape: Sequence[int]) -> tuple[Tensor, Tenso
 
 
 class _Codec(NamedTuple):
-    """From a matrix, and the dtype to round it to, to its parts; and back."""
+    """Functions of a format; `encode` first rounds the matrix to a dtype."""
 
     encode: Callable[[Tensor, list[Tensor], torch.dtype], None]
     decode: Callable[[list[Tensor], Tensor], None]
@@ -294,29 +299,29 @@ _CODECS = {
 
 
 def _runs(rows: int, columns: int) -> Iterator[slice]:
-    """Runs of rows that are worked on at a time."""
+    """Return the ranges of rows that are processed at a time."""
     step = max(QUANTISED_PIECE // max(columns, 1), 1)
     return (slice(first, first + step) for first in range(0, rows, step))
 
 
 def _pieces(flat: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Elements, and the bytes of their codes, two in each."""
+    """Return chunks of elements with the bytes of their 4-bit codes, two in a byte."""
     return zip(
         torch.split(flat, QUANTISED_PIECE), torch.split(codes, QUANTISED_PIECE // 2), strict=True
     )
 
 
 def _largest(flat: Tensor, block: int) -> Tensor:
-    """The largest magnitude of every block, fp32; the last may be shorter."""
+    """Return the largest magnitude of every block, fp32; the last block may be shorter."""
     end = flat.numel() // block * block
     found = [flat[:end].view(-1, block).abs().amax(1).float()]
-    if end < flat.numel():  # here bitsandbytes keeps what it divides by
+    if end < flat.numel():  # bitsandbytes stores the clamped divisor of this block
         found.append(flat[end:].abs().amax().float().clamp(min=_TINY).view(1))
     return torch.cat(found)
 
 
 def _nearest(flat: Tensor, largest: Tensor, block: int, bounds: Tensor) -> Tensor:
-    """uint8 numbers of the levels that are nearest to fp32 elements, of their block's largest."""
+    """Scale each block to [-1, 1]; return the uint8 indices of the nearest levels."""
     end = flat.numel() // block * block
     by = largest.clamp(min=_TINY)
     scaled = torch.empty_like(flat)
@@ -327,7 +332,7 @@ def _nearest(flat: Tensor, largest: Tensor, block: int, bounds: Tensor) -> Tenso
 
 
 def _fp32(levels: Sequence[float]) -> Tensor:
-    """On the CPU, whatever torch's default dtype and device are."""
+    """Return a tensor on the CPU, independent of the default dtype and device."""
     return torch.tensor(levels, dtype=torch.float32, device="cpu")
 
 
@@ -344,12 +349,12 @@ def _scale(flat: Tensor, by: Tensor, block: int) -> None:
 
 
 class _Constants(NamedTuple):
-    """Look-up tables on a device, fp32."""
+    """Lookup tables on a device, fp32."""
 
-    nf4: Tensor  # the two levels of every byte of codes; in this format the higher bits first
-    e2m1: Tensor  # the same, the lower bits first
-    dynamic: Tensor  # by 8-bit code
-    powers: Tensor  # by e8m0 scale
+    nf4: Tensor  # the two levels of every byte of codes, the higher bits first
+    e2m1: Tensor  # the two levels of every byte of codes, the lower bits first
+    dynamic: Tensor  # level of every 8-bit code
+    powers: Tensor  # value of every e8m0 scale
 
 
 @lru_cache(maxsize=16)

@@ -1,9 +1,9 @@
-"""A safetensors file: its header is checked against the format, its tensors are read on demand.
+"""Reader of a safetensors file: validates the header, and reads tensors on demand.
 
 The format (https://huggingface.co/docs/safetensors) is a length, a JSON header, and the bytes of
-the tensors, without gaps. The whole header is checked before anything is allocated for a tensor;
-a test holds us to be at least as strict as the safetensors library. Files are read and not
-mapped: truncating a mapped file kills whoever reads it, and its pages count as our memory.
+the tensors, without gaps. The complete header is validated before memory for a tensor is allocated,
+at least as strictly as by the safetensors library (tested). Files are read, not mapped: truncating
+a mapped file kills the process that reads it, and mapped pages count as memory of the process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from infinity.common.sizes import format_size
 from infinity.errors import ConfigError, DoesNotFitError, MachineError
 
-# The names of dtypes in a header, for those torch has.
+# torch dtype -> its name in a header.
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -49,14 +49,14 @@ DTYPE_NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
-_READ_BYTES = 64 << 20  # between two reads a Ctrl-C is heard
+_MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
+_READ_BYTES = 64 << 20  # SIGINT is handled between two reads
 _LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """One tensor of a file, known from the header alone; `offset` is where its bytes begin."""
+    """Header entry of one tensor; `offset` is the position of its first byte in the file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -70,9 +70,9 @@ class TensorFacts:
 
 
 def encode_header(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> bytes:
-    """What stands in a file before the elements of `tensors` (name, shape, dtype), in order.
+    """Return the bytes of a file before the elements of `tensors` (name, shape, dtype), in order.
 
-    A multiple of 8 bytes. The dtypes must be in `DTYPE_NAMES`.
+    The length is a multiple of 8. The dtypes must be in `DTYPE_NAMES`.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -90,10 +90,13 @@ def encode_header(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -
 
 
 class SafetensorsFile:
-    """An open file and the facts of its tensors. Closed by `close`, or when collected."""
+    """An open file and its header entries. Closed by `close`, or when garbage-collected."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `ConfigError` that names the file, and the tensor where one is at fault."""
+        """Open `path` and validate its header.
+
+        Raises `ConfigError` that names the file, and the tensor if one is invalid.
+        """
         self.path = path
         try:
             # Without O_NONBLOCK a named pipe would wait for a writer.
@@ -139,7 +142,7 @@ class SafetensorsFile:
         return bytes(buffer)
 
     def _fill(self, target: memoryview, offset: int) -> int:
-        """Read into `target`; returns how many bytes there were."""
+        """Read into `target`; return the number of bytes read, fewer only at the file's end."""
         done = 0
         while done < len(target):
             part = target[done : done + _READ_BYTES]
@@ -150,10 +153,10 @@ class SafetensorsFile:
         return done
 
     def read(self, name: str, first: int = 0, count: int | None = None) -> Tensor:
-        """The tensor's values in memory of their own; or `count` elements from `first`, flat.
+        """Read a tensor into new memory, or `count` of its elements from `first`, flat.
 
-        Raises `ConfigError` if the file became shorter, `MachineError` if it cannot be read,
-        `DoesNotFitError` without memory for the tensor; all name the tensor and the file.
+        Raises `ConfigError` if the file was truncated, `MachineError` if it cannot be read, and
+        `DoesNotFitError` if memory cannot be allocated; all name the tensor and the file.
         """
         facts = self.facts[name]
         numel = facts.numel if count is None else count
@@ -186,7 +189,7 @@ class SafetensorsFile:
 
 
 class _UnsoundError(Exception):
-    """A header is invalid."""
+    """Defect of a header."""
 
 
 def _unreadable(path: Path, error: OSError | ValueError) -> ConfigError:
@@ -216,7 +219,7 @@ def _json(header: bytes) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        for name, _ in reversed(pairs):  # each takes one entry; the second time there is none
+        for name, _ in reversed(pairs):  # the second pop of a duplicate name finds nothing
             if found.pop(name, found) is found:
                 raise _UnsoundError(f"{_short(name)} is in its header twice")
     return found
@@ -227,7 +230,7 @@ def _no_json(text: str) -> NoReturn:
 
 
 def _facts(header: dict[str, Any], path: Path, start: int, size: int) -> dict[str, TensorFacts]:
-    """Facts of all tensors; their bytes must fill the file from `start` to `size`."""
+    """Validate all header entries; tensors must fill the file from `start` to `size`."""
     metadata = header.pop("__metadata__", None)
     texts = metadata.values() if isinstance(metadata, dict) else [metadata or ""]
     if not all(isinstance(text, str) for text in texts):
@@ -252,7 +255,7 @@ def _facts(header: dict[str, Any], path: Path, start: int, size: int) -> dict[st
 
 
 def _entry(name: str, entry: Any) -> tuple[tuple[int, ...], torch.dtype, tuple[int, int]]:
-    """Shape, dtype and byte range of one tensor, if they agree with one another."""
+    """Return shape, dtype and byte range of one tensor, checked for consistency."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -280,7 +283,7 @@ def _entry(name: str, entry: Any) -> tuple[tuple[int, ...], torch.dtype, tuple[i
 
 
 def _counts(value: Any) -> bool:
-    """Whether this is a list of whole numbers from 0 to 2**63 - 1."""
+    """Return True for a list of integers from 0 to 2**63 - 1."""
     return isinstance(value, list) and all(type(n) is int and 0 <= n <= _LARGEST for n in value)
 
 

@@ -1,20 +1,20 @@
-"""Modules whose parameters are stacks of experts, and how they compute a range of them.
+"""Modules whose parameters are stacks of experts, computed range by range.
 
 [Note: stacks]
-A layer's experts are often a few parameters with one row an expert: `down_proj (E, H, I)`. A module
-names them in its attribute `infinity_stacks`, and its forward hands the computation of some experts
-to `compute_ranges`. Then an engine may cut them into units of a few experts each, which is
-placement: range after range is computed, in order, whatever the ranges are. To read such a
-parameter whole, by its attribute, during a call is an error. The rows of an expert are updated and
-summed for the norm by themselves, so neither shows how many travel together.
+The experts of a layer are often a few parameters with one row per expert: `down_proj (E, H, I)`. A
+module declares them in its attribute `infinity_stacks`, and its forward passes the computation of
+experts to `compute_ranges`. An engine may then split them into units of a few experts each; the
+ranges are computed one after the other, in order. Reading the full parameter by its attribute
+during a call is an error. Updates and the gradient norm are computed expert by expert, so neither
+depends on the number of experts in a unit.
 
 >>> class Experts(nn.Module):
 ...     infinity_stacks = ("up", "down")
-...     def forward(self, x, expert):  # expert: of each row of x, sorted
+...     def forward(self, x, expert):  # expert: index for each row of x, sorted
 ...         counts = torch.bincount(expert, minlength=len(self.up)).tolist()
 ...         return compute_ranges(self, my_grouped_matmul, counts, x)
 ...
-... def my_grouped_matmul(experts, x):  # the rows of x of these experts
+... def my_grouped_matmul(experts, x):  # x: the rows of these experts
 ...     up, down, counts = experts["up"], experts["down"], experts.counts
 """
 
@@ -35,9 +35,9 @@ _COMPUTER = "_infinity_ranges"
 
 
 class StackRange:
-    """Experts from `first` to before `end`; index it by a parameter's name for their rows.
+    """Experts `first` to `end` (exclusive), indexed by parameter name for their rows of a stack.
 
-    `counts` are the numbers of rows of each of them.
+    `counts` has the number of token rows of each of these experts.
     """
 
     __slots__ = ("_read", "counts", "end", "first")
@@ -51,23 +51,23 @@ class StackRange:
         self._read = read
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return the rows of the parameter `name`, fetched now. Do not keep them."""
+        """Fetch and return the rows of the parameter `name`. Do not store them."""
         return self._read(name)
 
 
 class Bounds(Protocol):
-    """Experts from `first` to before `end`."""
+    """A range of experts, `first` to `end` (exclusive)."""
 
     @property
     def first(self) -> int:
-        """The first expert."""
+        """Index of the first expert."""
 
     @property
     def end(self) -> int:
-        """The one behind the last."""
+        """Index after the last expert."""
 
 
-Compute = Callable[..., "Tensor"]  # of a range, and the rows of its experts
+Compute = Callable[..., "Tensor"]  # takes a `StackRange` and the token rows of its experts
 Computer = Callable[["RangeCall"], "Tensor"]
 
 
@@ -84,9 +84,10 @@ class RangeCall:
         return sum(self.counts[experts.first : experts.end])
 
     def split(self, ranges: Sequence[Bounds]) -> list[tuple[Any, ...]]:
-        """Return for each range of experts its rows of each tensor.
+        """Return, for each range, its rows of each tensor.
 
-        Ranges that are left out have no rows. Gradients of what is split are put together once.
+        Ranges that are omitted have no rows. Each tensor is split once, so its gradient is
+        concatenated once.
         """
         sizes = [self.rows_of(one) for one in ranges]
         rows: tuple[Any, ...] = self.rows
@@ -102,13 +103,14 @@ def compute_ranges(
     Args:
         module: The module, with `infinity_stacks`.
         compute: Called with a `StackRange` and the rows of its experts in each of `rows`; returns a
-            tensor with as many rows. It may be called again in backward, and uses no other tensors
-            that need a gradient.
-        counts: Rows of each expert. Ranges without any, on all ranks, are left out.
-        rows: Tensors with a row for each token and expert, sorted by expert; None is passed on.
+            tensor with the same number of rows. It may be called again in backward, and must not
+            use other tensors that require grad.
+        counts: Number of rows of each expert. Ranges that have none on all ranks are skipped.
+        rows: Tensors with a row for each pair of token and expert, sorted by expert; None is passed
+            through.
 
     Returns:
-        The results, one after the other.
+        The concatenated results.
     """
     call = RangeCall(compute, counts, rows)
     computer: Computer | None = vars(module).get(_COMPUTER)
@@ -133,14 +135,14 @@ def no_full_gradient(name: str, what: str) -> ResidencyError:
 
 
 def gradient_hooks(parameter: Any) -> list[Any]:
-    """Return the hooks that wait for the gradient of a parameter."""
+    """Return the hooks on the gradient of a parameter."""
     names = "_backward_hooks", "_post_accumulate_grad_hooks"
     found = (getattr(parameter, name, None) or {} for name in names)
     return [hook for hooks in found for hook in hooks.values()]
 
 
 def set_computer(module: nn.Module, computer: Computer | None) -> None:
-    """Set what computes a module's `compute_ranges`, or with None reset it."""
+    """Set the function that `compute_ranges` calls for a module; None resets it."""
     if computer is None:
         vars(module).pop(_COMPUTER, None)
     else:
@@ -148,7 +150,7 @@ def set_computer(module: nn.Module, computer: Computer | None) -> None:
 
 
 def has_computer(module: nn.Module) -> bool:
-    """Return True if an engine computes a module's `compute_ranges`."""
+    """Return True if an engine has set a function with `set_computer`."""
     return _COMPUTER in vars(module)
 
 
@@ -156,9 +158,9 @@ def stacks_of(module: nn.Module | Outline) -> tuple[str, ...]:
     """Return the names of a module's parameters that are stacks of experts.
 
     Raises:
-        ConfigError: A name is none of the module's parameters, or stacks have other lengths.
+        ConfigError: A name is not a parameter of the module, or the stacks differ in length.
     """
-    # Of the module itself: peft's wrappers have the attributes of the module inside.
+    # Not `getattr` of the instance: peft's wrappers forward that to the wrapped module.
     names: Any = vars(module).get(ATTRIBUTE, getattr(type(module), ATTRIBUTE, ()))
     if not names:
         return ()

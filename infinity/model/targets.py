@@ -1,9 +1,8 @@
-"""Models to plan for: by a name, a config.json, or an id on the Hub; shapes without values.
+"""Models to plan for, by name, config.json or Hub id: shapes without values.
 
-Sizes that people name are outlines, made by hand, so that no package is needed, torch included; all
-other models are modules on the meta device, as transformers makes them
-(`integrations/huggingface/meta.py`). Both are cut and laid out as the real model is: names and
-shapes are those of transformers.
+Models known by name are outlines, built without any package, torch included; all other models are
+modules on the meta device, built by transformers (`integrations/huggingface/meta.py`). Both have
+the names and shapes of transformers, and are partitioned and laid out as the real model is.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-PIECE_ELEMENTS = 4 << 20  # of values that can be read in pieces, so many at a time
-MAX_CONFIG_BYTES = 16 << 20  # a config.json has some KiB, with many labels 1 MiB
-# A file with one of these is a model's, even if it does not say of which family.
+PIECE_ELEMENTS = 4 << 20  # elements read at a time, of values that support partial reads
+MAX_CONFIG_BYTES = 16 << 20  # a config.json has a few KiB, or 1 MiB with many labels
+# A file with one of these keys describes a model, even without a model_type.
 _MODEL_KEYS = ("model_type", "architectures", "hidden_size", "n_embd", "num_hidden_layers")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?<!\.json)(?<!\.yaml)(?<!\.yml)")
 _GIVE = f"give one of {', '.join(NAMED)}, a config.json, a directory with one, or owner/name on \
@@ -35,9 +34,10 @@ the Hugging Face Hub"
 
 
 def names_a_model(text: str) -> bool:
-    """Whether `text` means a model, rather than a configuration of a run; looks into files.
+    """Return True if `text` refers to a model, False for the configuration of a run.
 
-    Raises `ConfigError` if it is neither a name, a file, nor what may be an id on the Hub.
+    Reads the file, if it is one. Raises `ConfigError` if `text` is neither a known name, a file,
+    nor a possible Hub id.
     """
     path = Path(text).expanduser()
     if text.lower() in NAMED or path.is_dir():
@@ -81,19 +81,21 @@ def _json_of(file: Path) -> Any:
         raise ConfigError(f"{file} is not JSON: it is nested too deeply") from error
 
 
-# A size people know, without transformers and without torch.
+# Models known by name, without transformers and torch.
 
 
 def named_target(name: str, lora: int | None = None) -> Target:
-    """The outline of one of `SIZES`; with adapters of rank `lora`, as `add_adapters` adds them."""
+    """Return a model of `SIZES` as an outline, with LoRA adapters of rank `lora` if given."""
     config = SIZES[name.lower()]
     make = _gpt2 if config["model_type"] == "gpt2" else _llama
     return target_of(name, make(config), config, lora)
 
 
 def add_adapters(target: Target, rank: int) -> nn.Module | Outline:
-    """Return the target's module changed as by LoRA: two matrices of this rank at every linear
-    layer but a head, all else frozen. Peft's "all-linear" has other names, and the same sizes.
+    """Add LoRA adapters to the target's module in place, freeze the rest, and return the module.
+
+    Every linear layer except heads gets two matrices of this rank. Sizes equal those of peft's
+    "all-linear"; names differ.
     """
     module, parameters = target.module, list[Any](target.module.parameters())
     heads = {id(parameters[index]) for index in target.heads}
@@ -119,7 +121,7 @@ def add_adapters(target: Target, rank: int) -> nn.Module | Outline:
 
 
 def _with(root: Outline, at: str, sizes: Mapping[str, tuple[int, ...]]) -> None:
-    """Add parameters by their names below `at`."""
+    """Add parameters to the outline, under the path `at`."""
     for name, shape in sizes.items():
         module, _, key = f"{at}.{name}".rpartition(".")
         root.at(module).direct[key] = Shape(shape)
@@ -153,7 +155,7 @@ def _llama(config: Mapping[str, Any]) -> Outline:
 
 def _gpt2(config: Mapping[str, Any]) -> Outline:
     hidden = config["n_embd"]
-    sizes = {  # GPT-2 stores its matrices the other way round
+    sizes = {  # GPT-2's matrices are transposed
         "ln_1": (hidden,), "attn.c_attn": (hidden, 3 * hidden), "attn.c_proj": (hidden, hidden),
         "ln_2": (hidden,), "mlp.c_fc": (hidden, 4 * hidden), "mlp.c_proj": (4 * hidden, hidden),
     }  # fmt: skip
@@ -173,26 +175,31 @@ _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def is_expert(name: str) -> bool:
-    """Return True for the parameters of experts, stacked or not."""
+    """Return True for a parameter of experts, stacked or not."""
     return ".experts." in f".{name}"
 
 
 def is_stack_of_experts(name: str, dim: int) -> bool:
-    """Return True for a parameter of more than one dimension that holds a value of every expert.
+    """Return True for a parameter with more than one dimension and a row for each expert.
 
-    That of a module named experts itself, not of a module in it.
+    Such a parameter belongs directly to a module named "experts", not to a child of it.
     """
     return dim > 1 and f".{name}".split(".")[-2] == "experts"
 
 
 @dataclass(frozen=True)
 class Target:
-    """A model to plan for. Parameters are known by their indices in module order.
+    """A model to plan for. Parameters are identified by their indices in module order.
 
-    `lookups` are only indexed into (embeddings that are not tied to a head), `heads` make the
-    logits, `shares` hold the part of all tokens that an expert's parameters see, where not all.
-    `config` is that of the model, as transformers writes it. Weights `from_files` are read in
-    pieces.
+    Attributes:
+        name: Name of the model.
+        family: `model_type` of the config.
+        module: The model, on the meta device, or its outline.
+        lookups: Embeddings that are not tied to a head.
+        heads: Weights that compute the logits.
+        shares: Fraction of all tokens that the parameters of an expert process, if not all.
+        config: Content of the model's config.json.
+        from_files: The weights are read from files, in chunks.
     """
 
     name: str
@@ -205,14 +212,14 @@ class Target:
     from_files: bool = False
 
     def with_adapters(self, rank: int) -> Target:
-        """The same model with adapters of LoRA, on a copy of its module (see `add_adapters`)."""
+        """Return a copy of the target with LoRA adapters of this rank (see `add_adapters`)."""
         found = target_of(self.name, deepcopy(self.module), self.config, rank)
         return replace(found, from_files=self.from_files)
 
     def made_bytes(self, *, quantises: bool) -> int:
-        """Return the bytes of the largest value in RAM at once while the state is written first.
+        """Return the bytes of the largest value in RAM while the initial state is written.
 
-        As `InitialValues.most_bytes`; frozen matrices are quantised as a whole if `quantises`.
+        Equals `InitialValues.most_bytes`. With `quantises`, a frozen matrix is read completely.
         """
 
         def nbytes(parameter: Any) -> int:
@@ -224,9 +231,10 @@ class Target:
 
 
 def piece_bytes(parameter: Any, *, is_matrix: bool) -> int:
-    """Return the bytes of the largest piece in which a parameter is read.
+    """Return the bytes of the largest chunk in which a parameter is read.
 
-    That is a matrix if it is quantised as one, and of a stack twice, since it may be joined.
+    With `is_matrix` that is one matrix, counted twice for a stack, where it may be concatenated
+    from several tensors.
     """
     if not is_matrix:
         return 4 * min(int(parameter.numel()), PIECE_ELEMENTS)
@@ -237,8 +245,9 @@ def piece_bytes(parameter: Any, *, is_matrix: bool) -> int:
 def target_of(
     name: str, module: nn.Module | Outline, config: Mapping[str, Any], lora: int | None = None
 ) -> Target:
-    """Return the facts of a module and its config for the plan; with `lora` of the module as
-    changed by `add_adapters`.
+    """Return the target of a module and its config.
+
+    With `lora`, adapters of that rank are added to the module first (see `add_adapters`).
     """
     if lora is not None:
         module = add_adapters(target_of(name, module, config), lora)
@@ -251,7 +260,7 @@ def target_of(
     embedded = {i for i, o in owners.items() if any(map(is_lookup, o))}
     lookups = {i for i in embedded if all(map(is_lookup, owners[i]))}
     heads = embedded - lookups
-    if not heads and lookups:  # the last matrix with a row for each token
+    if not heads and lookups:  # the head is the last matrix with a row for each token
         parameters: list[Any] = list(module.parameters())
         rows = max(parameters[i].shape[0] for i in lookups)
         same = [
@@ -272,7 +281,10 @@ def target_of(
 
 
 def _shares(names: list[str], config: Mapping[str, Any]) -> dict[int, float]:
-    """Experts see the tokens that are sent to them; those that all see are called otherwise."""
+    """Return the fraction of tokens for each parameter of routed experts.
+
+    Shared experts, which process all tokens, have other names.
+    """
     config = {**config, **(config.get("text_config") or {})}
     total = next((config[key] for key in _EXPERT_KEYS if _is_count(config.get(key))), 0)
     chosen = config.get("num_experts_per_tok") or 2  # Mixtral's default

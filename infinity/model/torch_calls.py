@@ -1,4 +1,4 @@
-"""Questions about one operation of torch, as a `DispatchMode` sees it."""
+"""Properties of a torch operation as a `DispatchMode` receives it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from infinity.model.torch_private import tree_leaves, tree_map
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested dicts, tuples and lists."""
+    """Return the tensors in nested dicts, tuples and lists."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def nbytes_of(tensor: Tensor) -> int:
-    """Bytes of the elements; on meta, of those it would have."""
+    """Return the bytes of the elements; for a meta tensor, of a real one."""
     return tensor.numel() * tensor.element_size()
 
 
 def mutated_arguments(call: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments an operation writes to, in the order of its schema."""
+    """Return the tensors that an operation writes to, in the order of its schema."""
     found: list[Tensor] = []
     for index, argument in enumerate(call._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -31,7 +31,7 @@ def mutated_arguments(call: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def only_makes_views(call: Any) -> bool:
-    """Whether the results are windows on arguments, and nothing is written."""
+    """Return True if all results are views of arguments and no element is written."""
     returns = call._schema.returns
     aliases = bool(returns) and all(
         r.alias_info is not None and not r.alias_info.is_write for r in returns
@@ -40,7 +40,7 @@ def only_makes_views(call: Any) -> bool:
 
 
 def results_on_meta(call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The results on meta, for their shapes; `NotImplemented` if these depend on values."""
+    """Return the results as meta tensors; `NotImplemented` if their shapes depend on values."""
     try:
         args, kwargs = tree_map(_on_meta, (args, kwargs))
         device = {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
@@ -56,7 +56,7 @@ def _on_meta(leaf: Any) -> Any:
 
 
 def generator_state(call: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """The state of the generator an operation draws from, None for one that draws nothing."""
+    """Return the state of the generator of a random operation, None for other operations."""
     if torch.Tag.nondeterministic_seeded not in call.tags:
         return None
     generators = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]

@@ -1,4 +1,4 @@
-"""The private torch calls the residency mechanism needs, and nothing else; each has a test."""
+"""All private torch calls of the package, each with a test."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def storage_use_count(tensor: Tensor) -> int:
-    """How many tensors share the tensor's storage, itself included: views, saves, aliases."""
-    storage = tensor.untyped_storage()  # a Python wrapper, which counts as one reference itself
+    """Return the number of tensors that share the storage, itself included."""
+    storage = tensor.untyped_storage()  # this Python wrapper counts as one reference
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Where the tensor's storage begins; 0 where it has no memory (some subclasses)."""
+    """Return the address of the storage; 0 if there is no memory (some subclasses)."""
     try:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:
@@ -36,37 +36,37 @@ def storage_address(tensor: Tensor) -> int:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody asked to be called before or after its steps."""
+    """Return True if pre- or post-hooks of its steps are registered."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def no_dispatch_modes() -> AbstractContextManager[object]:
-    """Context without dispatch modes of others, such as those of selective checkpointing."""
+    """Return a context without active dispatch modes, such as that of selective checkpointing."""
     if not torch._C._len_torch_dispatch_stack():
         return nullcontext()
     return _disable_current_modes()
 
 
 def without_torch_function() -> AbstractContextManager[object]:
-    """Run operations on tensors of a subclass as on plain ones."""
+    """Return a context in which tensor subclasses behave as plain tensors."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def negated_view(tensor: Tensor) -> Tensor:
-    """The same memory, taken as the negative."""
+    """Return a view with the negative bit flipped."""
     return torch._neg_view(tensor)
 
 
 # [Note: weights of RNNs]
 # An RNN computes with the list `_flat_weights`. Each forward compares the weight attributes with
-# weak references to that list, and makes the list anew if one is another tensor: a parametrized
-# weight always is, as is a parameter read by a slice. torch swaps no tensor that is referred to
-# weakly, so the references are away while parameters leave the meta device. The memory behind the
-# list stays as it is (`flatten_parameters` would move it).
+# weak references to the tensors of that list, and rebuilds the list if one differs: always for a
+# parametrized weight, and for a parameter that a slice reads. torch does not swap tensors that have
+# weak references, so these are dropped while parameters leave the meta device. The weights are not
+# made contiguous: `flatten_parameters` would move them.
 
 
 def forget_flat_weights(model: nn.Module) -> Callable[[], None]:
-    """Drop the weak references of RNNs to their weights; returns a function that renews them."""
+    """Drop the weak references of RNNs to their weights; return a function that restores them."""
     modules = _rnns(model)
     for module in modules:
         module._flat_weight_refs = [None] * len(module._flat_weights)
@@ -81,7 +81,7 @@ def forget_flat_weights(model: nn.Module) -> Callable[[], None]:
 
 @contextmanager
 def same_flat_weights(module: nn.Module) -> Iterator[None]:
-    """Restore the weight lists of RNNs afterwards: a slice fills them with views of slots."""
+    """Restore the weight lists of RNNs on exit: a slice fills them with views of slots."""
     before = [(rnn, rnn._flat_weights, rnn._flat_weight_refs) for rnn in _rnns(module)]
     try:
         yield
@@ -95,8 +95,9 @@ def _rnns(model: nn.Module) -> list[nn.RNNBase]:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether the tensor's memory may be read, or is known not to be there: on meta, also where
-    `Init` has it say that it is on the CPU, an address is 0.
+    """Return True if the address of the tensor's storage can be read.
+
+    It is 0 for meta tensors, including those of `Init` that report the CPU as their device.
     """
     try:
         tensor.untyped_storage().data_ptr()
@@ -106,45 +107,45 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def top_saved_tensors_hooks() -> SavedTensorHooks | None:
-    """The innermost active (pack, unpack) pair of this thread, or None."""
+    """Return the innermost active (pack, unpack) pair of this thread, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def inside_function_transform() -> bool:
-    """Whether a `torch.func` transform (grad, vmap, ...) is running."""
+    """Return True while a `torch.func` transform (grad, vmap, ...) runs."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def backward_task() -> int:
-    """Which backward this thread runs: another number for each, -1 if none."""
+    """Return a number that identifies the backward on this thread, -1 outside a backward."""
     return int(torch._C._current_graph_task_id())
 
 
 def inside_backward() -> bool:
-    """Whether this thread runs a backward: what computes now is computed again."""
+    """Return True if this thread runs a backward, in which a forward is a recomputation."""
     return backward_task() != -1
 
 
 def after_backward(then: Callable[[], None]) -> None:
-    """Call `then` at the end of the backward that this thread runs; not if it raises."""
+    """Call `then` at the end of the backward on this thread, unless it raises."""
     torch.autograd.Variable._execution_engine.queue_callback(then)
 
 
 def runs_backward(code: CodeType) -> bool:
-    """Return True for the code object of torch in which a backward starts and ends."""
+    """Return True for the code of the torch function that runs the autograd engine."""
     return code is torch.autograd.graph._engine_run_backward.__code__
 
 
 def checkpoint_packs(hooks: SavedTensorHooks | None) -> bool:
-    """Whether a (pack, unpack) pair is that of a `torch.utils.checkpoint` without reentry."""
+    """Return True if the (pack, unpack) pair belongs to a non-reentrant checkpoint."""
     return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
 
 
 def end_checkpoints(error: BaseException) -> None:
-    """End the checkpoints without reentry that an exception left: each takes its hooks back.
+    """Close the non-reentrant checkpoints in the traceback; each pops its saved-tensor hooks.
 
-    Before torch 2.13 they are ended when their frames are collected, which may be at any time, and
-    take what is on top of the stack then. One that has ended is left alone.
+    Before torch 2.13 they are closed when their frames are collected, at any time, and pop the
+    hooks that are on top of the stack then. Closing one twice has no effect.
     """
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
@@ -154,14 +155,13 @@ def end_checkpoints(error: BaseException) -> None:
 
 
 def saved_by_checkpoint() -> bool:
-    """Whether the pack hook that this is called by was called for an input of a checkpoint, or of
-    slices that share ranges, which are recomputed too.
+    """Return True in a pack hook that saves an input of a checkpoint.
 
-    The caller of the hook is the checkpoint then, or `Function.apply` on its behalf; in between
-    stand only frames of ours.
+    Slices that share ranges count as checkpoints. The caller of the hook is then the checkpoint, or
+    the `Function.apply` that it calls, below frames of infinity.
     """
     frame = sys._getframe(2)
-    ours = ("infinity.", "torch._dynamo.")  # the latter where the hook is hidden from the compiler
+    ours = ("infinity.", "torch._dynamo.")  # torch._dynamo: the hook is hidden from the compiler
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(ours):
         frame = frame.f_back
     if frame.f_code.co_filename == torch.autograd.function.__file__ and frame.f_back is not None:
@@ -172,16 +172,16 @@ def saved_by_checkpoint() -> bool:
 
 
 class TensorIdentity:
-    """Which values a tensor shows, without keeping them alive.
+    """Hashable identity of a tensor's values that does not keep them alive.
 
-    Equal for tensors over the same part of the same storage at the same version.
+    Equal for tensors with the same storage, offset, size, stride, dtype and version.
     """
 
     __slots__ = ("_key", "_storage")
 
     def __init__(self, tensor: Tensor) -> None:
         weak: Any = StorageWeakRef
-        self._storage = weak(tensor.untyped_storage())  # so its address stays taken
+        self._storage = weak(tensor.untyped_storage())  # keeps its address from being reused
         self._key = (
             self._storage.cdata,
             int(tensor.storage_offset()),
@@ -199,11 +199,11 @@ class TensorIdentity:
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that sees every operation, after autograd, as `call(*args, **kwargs)`."""
+    """Context that receives every operation below autograd, as `call(*args, **kwargs)`."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: it would import the compiler, 80 MiB and seconds, to turn it off."""
+        """Return False: True would import the compiler (80 MiB, seconds) to disable it."""
         return False
 
 
@@ -214,31 +214,31 @@ def tensor_without_memory(
     device: torch.device | str = "cpu",
     strides: tuple[int, ...] | None = None,
 ) -> Any:
-    """A tensor of the subclass `cls` without values, contiguous unless `strides` are given."""
+    """Return a tensor of the subclass `cls` without values, contiguous by default."""
     make: Any = Tensor._make_wrapper_subclass
     return make(cls, shape, strides=strides, dtype=dtype, device=torch.device(device))
 
 
 def below_torch_function(call: Any, args: Any, kwargs: Any) -> Any:
-    """`call(*args, **kwargs)`, as if no subclass had a `__torch_function__`; results stay as is."""
+    """Return `call(*args, **kwargs)` with `__torch_function__` of subclasses disabled."""
     with torch._C.DisableTorchFunctionSubclass():
         return call(*args, **kwargs)
 
 
 def may_alias(call: Any) -> bool:
-    """Whether an operation changes an argument, or returns a view of one."""
+    """Return True if an operation changes an argument or returns a view of one."""
     return any(argument.alias_info is not None for argument in call._schema.arguments)
 
 
 def is_cast(call: Any) -> bool:
-    """Whether an operation, as a `DispatchMode` sees it, is `.to(...)` and nothing else."""
+    """Return True if an operation in a `DispatchMode` is the copy of `.to(...)`."""
     return call.overloadpacket is torch.ops.aten._to_copy
 
 
 def is_number_on_meta(call: Any, kwargs: Any) -> bool:
-    """Whether an operation, as a `DispatchMode` sees it, puts one number into a tensor on meta.
+    """Return True if an operation in a `DispatchMode` makes a meta tensor of a Python number.
 
-    As an assignment to a part of a tensor on meta does it.
+    Assigning a number to a slice of a meta tensor does so.
     """
     device = kwargs.get("device")
     is_scalar = call.overloadpacket is torch.ops.aten.scalar_tensor
@@ -246,14 +246,14 @@ def is_number_on_meta(call: Any, kwargs: Any) -> bool:
 
 
 def is_weight_norm(call: Any) -> bool:
-    """Whether a function, as a `TorchFunctionMode` sees it, is that of both weight norms."""
+    """Return True if a function in a `TorchFunctionMode` is that of both weight norm utilities."""
     return bool(call == torch._weight_norm)
 
 
 def weight_norm_anywhere(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """`v` scaled to the norms `g`, as `torch._weight_norm` does it, operation by operation.
+    """Return `torch._weight_norm(v, g, dim)`, computed by operations that dispatch modes receive.
 
-    That compares the devices of both before any dispatch mode is asked.
+    `torch._weight_norm` compares the devices of `v` and `g` before any dispatch mode is called.
     """
     v, g = v.contiguous(), g.contiguous()
     if dim in (0, v.dim() - 1):

@@ -1,13 +1,13 @@
-"""A directory of weights, and how a save into it is seen: as a whole, or not at all.
+"""Atomic saves into a directory of weights.
 
 [Note: atomic save]
-A save writes into a folder of its own in the directory, and then renames its files into theirs.
-Shards have names of this save alone, so that none is replaced under a reader of the older index.
-Readers, transformers as well as `WeightFiles`, take model.safetensors before an index. So new
-weights are seen from the moment on when model.safetensors is renamed; or, of shards, the index,
-or, where an older model.safetensors is still there, when that is removed. What is older goes after
-that; each step is on stable storage before the next. What a killed save left is removed by the
-next one, and never by another that still runs: there is one at a time, by a lock in the directory.
+A save writes into a private folder in the directory, and then renames its files into the directory.
+Shard names are unique to a save, so that no shard is replaced while a reader uses the older index.
+Readers (transformers and `WeightFiles`) prefer model.safetensors to an index. The rename of
+model.safetensors therefore publishes the new weights; for shards, the rename of the index does, or
+the removal of an older model.safetensors. Older files are removed after that. Each step is on
+stable storage before the next. Leftovers of a killed save are removed by the next one, never those
+of a running save: a lock in the directory admits one save at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _OLDER = re.compile(
     r"model(-([0-9a-f]{8}-)?[0-9]{5}-of-[0-9]{5})?\.safetensors|model\.safetensors\.index\.json"
-)  # as transformers and we call what a new save takes the place of
+)  # files of transformers and infinity that a new save replaces
 _OUR_SHARD = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _FOLDER = re.compile(r"\.infinity-saving-[0-9a-f]{16}")
 _LOCK_NAME = ".infinity-saving.lock"
@@ -37,21 +37,21 @@ _NO_LOCKS = (ENOLCK, ENOSYS, EOPNOTSUPP)
 
 
 def shard_names(count: int) -> list[str]:
-    """Return the file names of a save, without the index; shards of saves never share names."""
+    """Return the file names of a save, without the index; names of shards are unique."""
     save = secrets.token_hex(4)
     several = [f"model-{save}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
     return several if count > 1 else [SINGLE_NAME]
 
 
 def holds_weights(directory: Path) -> bool:
-    """Whether a save into the directory has come to its end, ever."""
+    """Return True if a save into the directory has ever been completed."""
     return any((directory / name).exists() for name in (SINGLE_NAME, INDEX_NAME))
 
 
 def without_index(directory: Path) -> tuple[list[Path], list[Path]]:
-    """The safetensors files of a directory that has no index: whole ones, and parts of a save.
+    """Return the complete safetensors files of a directory without an index, and the shards.
 
-    Shards that no index names may be some of many.
+    Without an index the set of shards may be incomplete.
     """
     found = sorted(directory.glob("*.safetensors"))
     parts = [path for path in found if _OUR_SHARD.fullmatch(path.name)]
@@ -60,17 +60,19 @@ def without_index(directory: Path) -> tuple[list[Path], list[Path]]:
 
 @contextmanager
 def saving(directory: Path, nbytes: int = 0) -> Iterator[Path]:
-    """Context with a private folder, whose files are moved to `directory` at the end.
+    """Yield a private folder whose files are moved to `directory` at the end.
 
-    See [Note: atomic save]; files beside the weights get theirs just before. If the block raises,
-    `directory` is as it was. It is made if it is missing. Raises `DoesNotFitError` if the disk is
-    full or lacks `nbytes`, `MachineError` if the system refuses, or somebody saves there already.
+    See [Note: atomic save]; files other than weights are moved first. If the block raises,
+    `directory` is unchanged. It is created if missing. Raises `DoesNotFitError` if the disk is
+    full or has less than `nbytes` free, and `MachineError` for other system errors and while
+    another save into the directory runs.
     """
     try:
         make_directories(directory)
         with _locked(directory):
             _remove_left(directory)
-            if shutil.disk_usage(directory).free < nbytes:  # before hours of reading, not after
+            # Before the weights are read, which may take hours.
+            if shutil.disk_usage(directory).free < nbytes:
                 raise OSError(ENOSPC, os.strerror(ENOSPC))
             folder = directory / f".infinity-saving-{secrets.token_hex(8)}"
             try:
@@ -99,7 +101,7 @@ def _locked(directory: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        path.unlink(missing_ok=True)  # a file system without locks: who saves there must know
+        path.unlink(missing_ok=True)  # a file system without locks: the caller serializes saves
     try:
         yield
     finally:
@@ -108,7 +110,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _remove_left(directory: Path) -> None:
-    """Remove what savers that died left. Of shards that the index names weights may be seen."""
+    """Remove files that killed saves left; shards that the index lists may be in use."""
     index = ""
     with suppress(FileNotFoundError):
         index = (directory / INDEX_NAME).read_text(encoding="utf-8", errors="replace")
@@ -121,7 +123,7 @@ def _remove_left(directory: Path) -> None:
 
 
 def _publish(folder: Path, directory: Path) -> None:
-    """Give all files of the folder their places; those that are replaced by them go."""
+    """Move all files of the folder to the directory, and remove the weights they replace."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in files:
         _settle(path)
@@ -140,13 +142,13 @@ def _publish(folder: Path, directory: Path) -> None:
         if last == INDEX_NAME:
             (directory / SINGLE_NAME).unlink(missing_ok=True)
     except BaseException:
-        if last is not None and (folder / last).exists():  # nobody sees the new shards yet
+        if last is not None and (folder / last).exists():  # no index lists the new shards yet
             _remove([path for path in moved if _OUR_SHARD.fullmatch(path.name)])
         raise
     kept = {last, *(path.name for path in moved)}
     there = [path for path in directory.iterdir() if path.name not in kept]
     older = [path for path in there if _OLDER.fullmatch(path.name)]
-    # The index first: one that names files which are gone would be an error to whoever asks it.
+    # The index first: one that lists missing files would be an error to its readers.
     left = _remove(sorted(older, key=lambda path: path.name != INDEX_NAME))
     if left:
         raise MachineError(
@@ -169,10 +171,10 @@ def _remove(paths: list[Path]) -> list[OSError]:
 
 
 def _settle(path: Path) -> None:
-    """Sync a file to stable storage, writable by its owner only, whichever library wrote it."""
+    """Sync a file to stable storage, and make it writable by its owner only."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        with suppress(OSError):  # a file system without modes
+        with suppress(OSError):  # file systems without modes
             os.fchmod(descriptor, os.fstat(descriptor).st_mode & FOLDER_MODE)
         os.fsync(descriptor)
     finally:

@@ -1,8 +1,8 @@
-"""Weights in safetensors files: read tensor by tensor, written in shards that Hugging Face loads.
+"""Reader and writer of weights in safetensors files, one tensor in memory at a time.
 
-The libraries at hand want all tensors of a file in memory to write it. The format is a length, a
-JSON header, and the bytes of the tensors, and shapes are known before values: so here they are
-asked for one at a time. Pickles are refused.
+The safetensors library needs all tensors of a file in memory to write it. The header contains only
+names, shapes and dtypes, so this module writes it first, and then reads and writes one tensor after
+the other. Shards and index are those that Hugging Face loads. Pickles are rejected.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ _WRITE_BYTES = 4 << 20
 _COMPARE_ELEMENTS = 4 << 20
 
 
-_STATE = ".quant_state.bitsandbytes__nf4"  # of a matrix that bitsandbytes quantised
-_BLOCKS, _SCALES = "_blocks", "_scales"  # MXFP4, as gpt-oss has it
-_SCALE_INV = "_scale_inv"  # FP8 in squares, as DeepSeek-V3 has it
+# Suffixes of tensors that store a quantized matrix.
+_STATE = ".quant_state.bitsandbytes__nf4"  # NF4 of bitsandbytes
+_BLOCKS, _SCALES = "_blocks", "_scales"  # MXFP4 of gpt-oss
+_SCALE_INV = "_scale_inv"  # FP8 of DeepSeek-V3, a scale per square
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """A matrix, or stack, in several tensors: their names and places, in the order of the parts."""
+    """Quantized matrix or stack stored in several tensors, in the order of `FrozenFormat.parts`."""
 
     form: FrozenFormat
     shape: tuple[int, ...]
@@ -57,19 +58,20 @@ class _Packed:
 class WeightFiles:
     """The tensors of one or several safetensors files, by name.
 
-    Close it, or use `with`; the files are closed too when the object is let go of.
+    A context manager; the files are closed on exit, by `close`, or when garbage-collected.
     """
 
     def __init__(self, source: str | os.PathLike[str]) -> None:
-        """`source`: a .safetensors file, an index, or a directory that holds either.
+        """Open `source`: a .safetensors file, an index, or a directory with either.
 
-        Raises `ConfigError` that names the file, and the tensor where one is at fault.
+        Raises `ConfigError` that names the file, and the tensor if one is invalid.
         """
         self.facts: dict[str, TensorFacts] = {}
         self._files: dict[Path, SafetensorsFile] = {}
-        # By name, of quantised tensors: their format, and what holds their parts.
+        # Quantized tensors by name.
         self._packed: dict[str, _Packed] = {}
-        self._last = ("", 0, torch.empty(0))  # see `matrix`
+        # Name, index and values of the last result of `matrix`.
+        self._last = ("", 0, torch.empty(0))
         files, expected = _files_of(Path(source).expanduser())
         try:
             for path in files:
@@ -85,7 +87,7 @@ class WeightFiles:
         file = self._files[path] = SafetensorsFile(path)
         for name, facts in file.facts.items():
             if expected is not None and name not in expected:
-                continue  # such as buffers that are no part of the state dict
+                continue  # such as buffers that are not in the state dict
             if name in self.facts:
                 raise ConfigError(
                     f"tensor {name!r} is in {self.facts[name].file} and in {path}",
@@ -110,11 +112,11 @@ class WeightFiles:
 
     @property
     def quantised(self) -> bool:
-        """Whether some matrices are quantised; `read` gives their values, in fp32."""
+        """True if any matrix is quantized; `read` dequantizes it to fp32."""
         return bool(self._packed)
 
     def _join_all(self) -> None:
-        """Make the tensors that hold one quantised matrix one; raises `ConfigError`."""
+        """Replace the tensors of each quantized matrix by one entry. Raises `ConfigError`."""
         for name, facts in list(self.facts.items()):
             stem = name.removesuffix(_BLOCKS)
             if name.endswith(_STATE):
@@ -152,7 +154,7 @@ class WeightFiles:
         names = [name + suffix for suffix in suffixes]
         try:
             codes, scales = (self.facts[n] for n in names)
-            if form is FrozenFormat.MXFP4:  # rows of blocks, of transposed matrices
+            if form is FrozenFormat.MXFP4:  # rows of blocks of the transposed matrix
                 *count, rows, blocks, _ = codes.shape
                 shape = (*count, blocks * MXFP4_BLOCK, rows)
                 grid: tuple[int, ...] = (*count, rows, blocks)
@@ -178,7 +180,7 @@ class WeightFiles:
         replaced: Iterable[str],
         mean: Tensor | None,
     ) -> None:
-        """List one tensor in place of those that hold it."""
+        """Add the entry of a quantized tensor, and delete those of the tensors that store it."""
         stored = tuple(self.facts[n] for n in names)
         self._packed[name] = _Packed(form, shape, tuple(names), stored, mean)
         for key in replaced:
@@ -187,7 +189,7 @@ class WeightFiles:
         self.facts[name] = TensorFacts(shape, torch.float32, first.file, first.offset)
 
     def packed(self, name: str, form: FrozenFormat, index: int) -> Tensor | None:
-        """Return the bytes at rest of one matrix of a tensor; None if it is not in this format."""
+        """Return the packed bytes of one matrix of a tensor; None if it is not in this format."""
         packed = self._packed.get(name)
         if packed is None or packed.form is not form:
             return None
@@ -201,7 +203,7 @@ class WeightFiles:
         return from_parts(form, packed.shape[-2:], parts)
 
     def matrix(self, name: str, index: int) -> Tensor:
-        """Return the fp32 values of one matrix of a quantised tensor; the last one is kept."""
+        """Return the fp32 values of one matrix of a quantized tensor; the last result is cached."""
         if self._last[:2] != (name, index):
             self._last = ("", 0, torch.empty(0))
             one = self._packed[name]
@@ -213,7 +215,7 @@ class WeightFiles:
         return self._last[2]
 
     def read(self, name: str) -> Tensor:
-        """The tensor's values, in memory of their own.
+        """Read a tensor into new memory, dequantized to fp32 if it is quantized.
 
         Raises `ConfigError`, `MachineError` or `DoesNotFitError` that name tensor and file.
         """
@@ -226,7 +228,10 @@ class WeightFiles:
         return value
 
     def pieces(self, name: str, first: int, count: int) -> list[Callable[[], Tensor]]:
-        """See `StoredTensor.pieces`; its reads raise as `read` does."""
+        """Return functions that read `count` elements from `first` in order, flat.
+
+        They raise the errors of `read`.
+        """
         if name not in self._packed:
             return [partial(self._read, name, first, count)]
         size, end = prod(self._packed[name].shape[-2:]), first + count
@@ -241,7 +246,7 @@ class WeightFiles:
         return self._files[self.facts[name].file].read(name, first, count)
 
     def equal(self, first: str, second: str) -> bool:
-        """Whether two tensors have the same shape and values; read in pieces."""
+        """Return True if two tensors have equal shapes and values; read in chunks."""
         one, other = self.facts[first], self.facts[second]
         if one.shape != other.shape:
             return False
@@ -270,28 +275,27 @@ class WeightFiles:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of `files` that is to be read later: called, as a whole; and in pieces."""
+    """Deferred read of a tensor of `files`, complete or in chunks; a `lazy_tensor.ChunkedRead`."""
 
     files: WeightFiles
     name: str
 
     def __call__(self) -> Tensor:
-        """`WeightFiles.read`."""
         return self.files.read(self.name)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As the file has it."""
+        """Shape in the file."""
         return self.files.facts[self.name].shape
 
     def pieces(self, first: int, count: int) -> list[Callable[[], Tensor]] | None:
-        """See `lazy_tensor.ChunkedRead`."""
+        """Return functions that read `count` elements from `first` in order, flat."""
         return self.files.pieces(self.name, first, count)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """Elements of one quantised matrix of `files`, read later; see `lazy_tensor.PackedRead`."""
+    """Deferred read of elements of a quantized matrix of `files`; a `lazy_tensor.PackedRead`."""
 
     files: WeightFiles
     name: str
@@ -300,7 +304,7 @@ class PackedMatrix:
     count: int
 
     def __call__(self) -> Tensor:
-        """The fp32 values, flat."""
+        """Read the fp32 values, flat."""
         return self.files.matrix(self.name, self.index).view(-1)[self.first :][: self.count]
 
     @property
@@ -309,7 +313,7 @@ class PackedMatrix:
         return self.files.facts[self.name].shape[-2:]
 
     def packed(self, form: FrozenFormat) -> Tensor | None:
-        """Return the bytes of the complete matrix if it is in this format."""
+        """Return the packed bytes; None for an incomplete matrix or another format."""
         complete = self.first == 0 and self.count == prod(self.shape)
         return self.files.packed(self.name, form, self.index) if complete else None
 
@@ -324,7 +328,7 @@ def _unknown_format(name: str, found: str) -> ConfigError:
 
 
 def _files_of(source: Path) -> tuple[list[Path], dict[str, Path] | None]:
-    """Return the files to open, and the index of tensors."""
+    """Return the files to open, and the file of each tensor if there is an index."""
     if source.is_dir():
         if (source / SINGLE_NAME).exists():  # before an index, as transformers does
             return [source / SINGLE_NAME], None
@@ -379,7 +383,7 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A tensor to be written: its name, shape and dtype, and where its values come from."""
+    """Tensor to write: name, shape, dtype, and a function that reads its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -398,14 +402,17 @@ def write_shards(
     max_shard_bytes: int,
     beside: Callable[[Path], object] | None = None,
 ) -> list[Path]:
-    """Write `tensors`, one at a time in memory; returns the files, the index last if there is one.
+    """Write `tensors` as shards; return the files, the index last if there is one.
 
-    A shard holds at most `max_shard_bytes`, or one tensor that is larger. `beside` writes more
-    files, such as a config.json, into the folder it gets. All appear under their names only when
-    they are complete and on stable storage; weights saved there before are replaced then, as a
-    whole. Raises `DoesNotFitError` on a full disk, `MachineError` for other refusals and while
-    somebody else saves there, and `ConfigError` for a dtype without a name in the format and for
-    a value that its dtype cannot hold; what was there before is untouched then.
+    One tensor at a time is in memory. A shard has at most `max_shard_bytes`, or a single larger
+    tensor. `beside` writes other files, such as a config.json, into the folder that it receives.
+    Older weights in the directory are replaced atomically, when the new ones are complete and on
+    stable storage; if writing fails, they are unchanged.
+
+    Raises:
+        ConfigError: The format has no such dtype, or a value overflows its dtype.
+        DoesNotFitError: The disk is full.
+        MachineError: Another system error, or another process saves there.
     """
     for tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
@@ -445,7 +452,7 @@ def _write_file(path: Path, tensors: Sequence[Outgoing]) -> None:
 
 
 def _write_tensor(file: BinaryIO, tensor: Outgoing) -> None:
-    """In pieces: a conversion of the whole would be a second copy."""
+    """Convert and write in chunks: converting the full tensor would need a second copy."""
     value = tensor.read().detach()
     assert tuple(value.shape) == tensor.shape, (tensor.name, value.shape, tensor.shape)
     flat = value.reshape(-1)

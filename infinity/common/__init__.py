@@ -1,1 +1,1 @@
-"""Helpers without knowledge of the engine: files, sizes, checksums, the C heap."""
+"""Helpers independent of the engine: files, sizes, checksums, the C heap."""

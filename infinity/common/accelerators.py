@@ -1,6 +1,6 @@
-"""Accelerators, by torch's device modules: the one file of the core that names their types.
+"""Access to torch's device modules; the only file of the core that names accelerator types.
 
-Another type takes an entry in `TYPES`, a `Device` in `storage/` with its row in
+To support another type, add an entry to `TYPES`, a `Device` in `storage/` with its row in
 `storage/devices.py`, and kernels in `optim/`.
 """
 
@@ -27,7 +27,7 @@ def module_of(kind: str) -> Any:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return True for a device with memory of its own, False for the CPU."""
+    """Return True for an accelerator, False for the CPU."""
     return device.type in TYPES
 
 
@@ -38,12 +38,12 @@ def num_accelerators() -> int:
 
 
 def name_of(device: torch.device) -> str:
-    """Return the name that an accelerator's driver gives it."""
+    """Return the name of an accelerator as its driver reports it."""
     return str(module_of(device.type).get_device_name(device))
 
 
 def backend() -> str:
-    """Return the backend for collectives on the devices of this process."""
+    """Return the `torch.distributed` backend for the devices of this process."""
     kind = accelerator_type()
     return "gloo" if kind is None else torch.distributed.get_default_backend_for_device(kind)
 
@@ -56,13 +56,13 @@ def fork_rng(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
 
 
 def rng_states() -> dict[str, list[Tensor]]:
-    """Return the states of all generators of accelerators, by type; none if none was used."""
+    """Return the generator states of all accelerators by type; empty if none was used."""
     initialized = [kind for kind in TYPES if module_of(kind).is_initialized()]
     return {kind: module_of(kind).get_rng_state_all() for kind in initialized}
 
 
 def set_rng_states(states: Mapping[str, Sequence[Tensor]]) -> None:
-    """Restore what `rng_states` returned; states of devices that are missing are left out."""
+    """Restore the result of `rng_states`; states of missing devices are ignored."""
     for kind in TYPES:
         module = module_of(kind)
         if module.is_available():

@@ -1,7 +1,7 @@
-"""Sealed JSON: objects that end with their own checksum.
+"""Sealed JSON: objects whose last member is a checksum of the text.
 
-The text has a member per line, and of a list of objects one of those per line. Its last member is
-"checksum", the CRC32C of all bytes before the comma that precedes it.
+The text has one member per line; a list of objects has one object per line. The last member,
+"checksum", is the CRC32C of all bytes before the comma that precedes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SEAL_BYTES = len(b',\n"checksum": "00000000"\n}\n')
 
 
 def seal(members: Mapping[str, Any]) -> bytes:
-    """Return an object as text with a checksum. Raises `ConfigError` for values outside JSON."""
+    """Return an object as sealed text. Raises `ConfigError` for values that are not JSON."""
     lines = []
     for key, value in members.items():
         if isinstance(value, list | tuple) and value and all(type(v) is dict for v in value):
@@ -47,14 +47,14 @@ def _dump(value: Any, what: str) -> str:
 
 
 def first_sealed(data: bytes) -> bytes:
-    """The sealed text that `data` begins with; whatever lies behind it is left out."""
-    # A line break cannot stand in a text of JSON: the first seal is that of the object.
+    """Return the sealed text at the start of `data`; all of `data` if there is none."""
+    # JSON strings contain no raw line breaks, so the first match is the object's seal.
     found = _SEAL.search(data)
     return data[: found.end()] if found else data
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """Return the members of a sealed object. Raises `ValueError` with a description."""
+    """Return the members of a sealed object. Raises `ValueError` that names the defect."""
     mark = _SEAL.fullmatch(data[-_SEAL_BYTES:])
     if mark is None:
         raise ValueError("it does not end with its checksum")
@@ -77,13 +77,13 @@ def unseal(data: bytes) -> dict[str, Any]:
 def write_sealed(
     path: Path, format: str, version: int, members: Mapping[str, Any], mode: int = FILE_MODE
 ) -> None:
-    """Write a small file, whole and for good or not at all. Raises `OSError`."""
+    """Write a sealed file atomically and durably. Raises `OSError`."""
     with atomic_write(path, mode) as file:
         file.write(seal({"format": format, "version": version, **members}))
 
 
 def read_sealed(path: Path, format: str, version: int) -> dict[str, Any]:
-    """Read a file of `write_sealed`. Raises `OSError`; `ValueError` with a description."""
+    """Read a file of `write_sealed`. Raises `OSError`, or `ValueError` that names the defect."""
     members = unseal(read_small(path))
     there = members.pop("format", None), members.pop("version", None)
     if there != (format, version):

@@ -1,4 +1,4 @@
-"""CRC32C of bytes, and of tensors; that of memory is `_aio.crc32c`."""
+"""CRC32C checksums of bytes and tensors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def crc32c(data: bytes) -> int:
-    """CRC32C (Castagnoli) of `data`, 0 for none."""
+    """Return the CRC32C (Castagnoli) of `data`; 0 for no bytes."""
     array = np.frombuffer(data, dtype=np.uint8)
     return _aio.crc32c(array.ctypes.data, array.size)
 
 
 def crc32c_of(tensor: Tensor) -> int:
-    """CRC32C of a tensor's elements, wherever they are, in their order."""
+    """Return the CRC32C of a tensor's elements in logical order, on any device."""
     here = tensor.detach().cpu().contiguous()
     return _aio.crc32c(here.data_ptr(), here.nbytes)

@@ -1,7 +1,8 @@
-"""Files that must outlast a loss of power, and that others may reach for while they are written.
+"""Durable and atomic file operations, lock files, and translation of system errors.
 
-Also locks, and what the system refuses in our words. Nothing here follows a link in a file's
-place, and nobody but the owner may write what is made here, whatever the umask says.
+Files survive a power failure, and other processes may read them while they are replaced. Symbolic
+links in place of a file are not followed, except by `json_lines`. Only the owner may write new
+files, regardless of the umask.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from typing import Any, BinaryIO, Self, TextIO
 from infinity.common.sizes import format_size
 from infinity.errors import DoesNotFitError, MachineError, RemovedError, TransferError
 
-FILE_MODE = 0o644  # less what the umask takes; so with the next
+# Modes before the umask is applied.
+FILE_MODE = 0o644
 FOLDER_MODE = 0o755
-SHARED_FOLDER_MODE = 0o775  # that a user named: where groups share directories, they go on to
+SHARED_FOLDER_MODE = 0o775  # of directories that the user named, which a group may share
 _LONGEST_LINE = 16 << 20  # characters
 TEMPORARY_NAME = re.compile(r"\.infinity-[0-9a-f]{16}\.tmp")
 
 
-# Number of an error -> why the system refused, and what to try.
+# Error number -> cause and remedy.
 _ADVICE: dict[int, tuple[str, str]] = {
     errno.EIO: (
         "the drive or the file system reports a failure",
@@ -66,7 +68,7 @@ _ADVICE: dict[int, tuple[str, str]] = {
 
 
 def advice(error: OSError) -> tuple[str | None, str | None]:
-    """Describe why the system refused, and a remedy, as far as the error number is known."""
+    """Return the cause and a remedy of a system error; None for unknown error numbers."""
     why, remedy = _ADVICE.get(error.errno or 0, (None, None))
     if error.errno in (errno.EACCES, errno.EPERM):
         why = f"{why} to user id {os.geteuid()}"
@@ -78,9 +80,9 @@ def refused(
 ) -> DoesNotFitError | MachineError:
     """Translate a system error to an `InfinityError`; `what` names the failed operation.
 
-    `path` tells how much is free there, where that is the trouble; `remedy` is a better one than
-    what goes with the number. `DoesNotFitError` for a full disk, `TransferError` for a read or
-    write of the native module's.
+    For a full disk the message has the free bytes at `path`. `remedy` replaces the usual one of the
+    error number. Returns a `DoesNotFitError` for a full disk, and a `TransferError` for a read or
+    write of the native module.
     """
     because, usual = advice(error)
     what, remedy = f"{what}: {error.strerror or error} (errno {error.errno})", remedy or usual
@@ -96,9 +98,9 @@ def refused(
 def transfer_refused(
     what: str, error: Any, path: Path | None = None, *, remedy: str | None = None
 ) -> TransferError:
-    """The same for a failed request of the native module; the message is `what` alone.
+    """Translate a failed request of the native module; the message is `what` alone.
 
-    `remedy` is a better one than what goes with the number.
+    `remedy` replaces the usual one of the error number.
     """
     because, usual = advice(error)
     return TransferError(
@@ -113,13 +115,13 @@ def transfer_refused(
 
 
 def free_bytes(path: Path) -> int:
-    """Return the bytes that an ordinary user may still write there. Raises `OSError`."""
+    """Return the free bytes at `path` for an unprivileged user. Raises `OSError`."""
     facts = os.statvfs(path)
     return facts.f_bavail * facts.f_frsize
 
 
 def free_text(path: Path) -> str:
-    """How much is free at a path, or above it where it does not exist."""
+    """Return the free bytes and inodes at a path, or at its nearest existing parent, as text."""
     for candidate in (path, *path.parents):
         with suppress(OSError):
             inodes = os.statvfs(candidate).f_favail
@@ -133,13 +135,13 @@ def temporary_name() -> str:
 
 
 def open_new(path: Path, mode: int = FILE_MODE) -> BinaryIO:
-    """Open a file that must not exist yet, nor a link in its place. Raises `OSError`."""
+    """Create and open a file; neither a file nor a link may exist there. Raises `OSError`."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, mode), "wb")
 
 
 def write_new(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Write a file that must not exist yet, and put it on stable storage. Raises `OSError`."""
+    """Create a file that must not exist, on stable storage. Raises `OSError`."""
     with open_new(path, mode) as file:
         file.write(data)
         file.flush()
@@ -147,7 +149,7 @@ def write_new(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of `data` there, in several calls if needed. Raises `OSError`."""
+    """Write all of `data` at `offset`, in several calls if needed. Raises `OSError`."""
     view = memoryview(data)
     while view:
         count = os.pwrite(descriptor, view, offset)
@@ -166,7 +168,7 @@ def check_linked(descriptor: int, path: str | Path) -> None:
 
 
 def make_directories(path: Path, mode: int = SHARED_FOLDER_MODE) -> None:
-    """Make a directory, and those above it that are missing, for good. Raises `OSError`."""
+    """Create a directory and its missing parents durably. Raises `OSError`."""
     missing = []
     while not path.is_dir():
         missing.append(path)
@@ -177,10 +179,10 @@ def make_directories(path: Path, mode: int = SHARED_FOLDER_MODE) -> None:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of a file that hold an object, and the objects; none where there is no file.
+    """Yield the lines of a file that are JSON objects, with the objects; none if it is missing.
 
-    A kill may have torn the last line; longer ones than any of ours are left out. Raises `OSError`,
-    also where `path` is a pipe or a device, which may have no end.
+    Other lines are skipped: a kill may have truncated the last one. Raises `OSError`, also if
+    `path` is a pipe or a device, which may be endless.
     """
     with suppress(FileNotFoundError), _open_regular(path) as file:
         while line := file.readline(_LONGEST_LINE):
@@ -199,7 +201,10 @@ def _open_regular(path: Path) -> TextIO:
 
 
 def read_small(path: Path, offset: int = 0, nbytes: int = 1 << 30) -> bytes:
-    """At most `nbytes` of a file; no link is followed, no pipe waited for. Raises `OSError`."""
+    """Read at most `nbytes` of a file, without following links or blocking on pipes.
+
+    Raises `OSError`.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         left = os.fstat(descriptor).st_size - offset
@@ -210,10 +215,11 @@ def read_small(path: Path, offset: int = 0, nbytes: int = 1 << 30) -> bytes:
 
 @contextmanager
 def atomic_write(path: Path, mode: int = FILE_MODE) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when the block ends, whole and on stable storage.
+    """Yield a file that replaces `path` atomically and durably when the block ends.
 
-    If the block raises, nothing has changed. Raises `OSError`, also where `path` is a link, a
-    device or a directory: `/dev/null` would be gone, and whoever reads through a link see the old.
+    If the block raises, nothing is changed. Raises `OSError`, also if `path` is a link, a device or
+    a directory: replacing `/dev/null` would break other programs, and the target of a link would
+    keep its old content.
     """
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(os.lstat(path).st_mode):
@@ -233,7 +239,7 @@ def atomic_write(path: Path, mode: int = FILE_MODE) -> Iterator[BinaryIO]:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory as lasting as the files' contents. Raises `OSError`."""
+    """Sync the entries of a directory to stable storage. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -242,16 +248,18 @@ def sync_directory(path: Path) -> None:
 
 
 class LockFile:
-    """A lock on a file without contents, until `release`, `close` or the end of the process.
+    """A lock on an empty file, held until `release`, `close` or the end of the process.
 
-    The file that a dead process leaves is taken over, and tells what that left beside it.
+    A lock file that a dead process left can be locked; it marks other files left by that process.
     """
 
     def __init__(
         self, path: Path, *, create: bool = True, shared: bool = False, dir_fd: int | None = None
     ) -> None:
-        """Raises `BlockingIOError` if somebody has it, else `OSError`: `FileNotFoundError` without
-        `create`, EEXIST if there is a file that no lock would be.
+        """Lock `path`.
+
+        Raises `BlockingIOError` if another process holds the lock, `FileNotFoundError` if the file
+        is missing and `create` is False, and `OSError` with EEXIST if it is not an empty file.
         """
         self.path = path
         self._owner = os.getpid()
@@ -262,7 +270,7 @@ class LockFile:
 
     @property
     def held(self) -> bool:
-        """Whether this process has the lock; a forked child has not."""
+        """True if this process holds the lock; False in a forked child."""
         return self._descriptor >= 0 and self._owner == os.getpid()
 
     def release(self) -> None:
@@ -279,7 +287,7 @@ class LockFile:
         self.close()
 
     def close(self) -> None:
-        """Close the lock file, which stays and lists the files to remove."""
+        """Release the lock without removing its file, which marks files to remove. Idempotent."""
         _held.discard(self)
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
@@ -292,7 +300,7 @@ def _locked(path: Path, dir_fd: int | None, *, create: bool, shared: bool) -> in
     descriptor = os.open(path, flags | (os.O_CREAT if create else 0), 0o600, dir_fd=dir_fd)
     try:
         facts = os.fstat(descriptor)
-        # Of any owner: some file systems give all files to one user.
+        # The owner is not checked: some file systems report one owner for all files.
         if not stat.S_ISREG(facts.st_mode) or facts.st_size:
             raise OSError(errno.EEXIST, "a file of another making has that name", str(path))
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -305,8 +313,9 @@ def _locked(path: Path, dir_fd: int | None, *, create: bool, shared: bool) -> in
     return -1
 
 
-# A forked child holds a copy of every lock; it must let go, or a DataLoader worker that outlives
-# a killed run would keep what that run left looking alive. (Closing a copy does not unlock.)
+# A forked child inherits every descriptor and must close it: a DataLoader worker that outlives a
+# killed run would otherwise keep its locks. Closing an inherited descriptor does not unlock the
+# parent's.
 _held: weakref.WeakSet[LockFile] = weakref.WeakSet()
 
 

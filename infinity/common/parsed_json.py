@@ -1,4 +1,4 @@
-"""Dataclasses made of parsed JSON: strict types of their members, and the check of all of them."""
+"""Validation of parsed JSON into dataclasses with strictly typed members."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Annotated, Any, TypeVar
 from pydantic import FailFast, Field, TypeAdapter, ValidationError
 
 _T = TypeVar("_T")
-LARGEST = 2**63 - 1  # number
-# No number is made of a text or a flag. `min_length` refuses texts that have no UTF-8.
+LARGEST = 2**63 - 1  # limit of `Count`
+# Texts and flags are not converted to numbers. `min_length` rejects strings without a UTF-8 form.
 Text = Annotated[str, Field(strict=True, min_length=0)]
 Flag = Annotated[bool, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
-# Of a million checksums the first wrong one is enough.
+# Reports only the first invalid item: a tuple may have a million checksums.
 Texts = Annotated[tuple[Text, ...], FailFast()]
 Counts = Annotated[tuple[Count, ...], FailFast()]
 
@@ -22,10 +22,10 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def made(kind: type[_T], value: Any) -> _T:
-    """Return parsed JSON as a `kind`: a dataclass of the types above, or a model.
+    """Convert parsed JSON to a `kind`: a dataclass of the types above, or a pydantic model.
 
-    Members that the kind does not have are left out; those with a default may be missing, for they
-    came later. Raises `ValueError` that names the place of the first value at fault.
+    Unknown members are ignored; members with a default may be missing, as in files of older
+    versions. Raises `ValueError` with the path of the first invalid value.
     """
     try:
         found: _T = _adapter(kind).validate_python(value)

@@ -1,4 +1,4 @@
-"""Numbers with units, parsed and formatted."""
+"""Parsing and formatting of numbers with units."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _EXAMPLE = 'write a size like "24GiB", "500 MB" or 1048576 (a bare number is byt
 
 
 def parse_size(value: str | int | float) -> int:
-    """Return the number of bytes that `value` means.
+    """Parse a size to a number of bytes.
 
     KiB, MiB, GiB and TiB are powers of 1024, as are the bare letters k, m, g and t; kB, MB, GB
-    and TB are powers of 1000. Case does not matter. A bare number is bytes. A part of a byte is
-    dropped, so "1.1KiB" is 1126.
+    and TB are powers of 1000. Case does not matter. A bare number is bytes. Fractions of a byte are
+    dropped: "1.1KiB" is 1126.
 
     Raises `ConfigError` for anything else: another unit, a negative number, a bool, a bare float
     with a fraction, more than 2**63 - 1 bytes.
@@ -69,22 +69,22 @@ def _parse_text(text: str) -> int:
 
 
 def format_size(num_bytes: int | float) -> str:
-    """Return `num_bytes` in powers of 1024, for example "1.23 GiB"; whole bytes below 1 KiB."""
+    """Return a size in powers of 1024, for example "1.23 GiB"; without decimals below 1 KiB."""
     return _format(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Return a rate in powers of 1000, as drives are sold, for example "1.70 GB/s"."""
+    """Return a rate in powers of 1000, as in data sheets of drives, for example "1.70 GB/s"."""
     return _format(bytes_per_s, 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
 
 
 def format_count(count: int | float) -> str:
-    """Return a count of things in powers of 1000, for example "124.4M" parameters."""
+    """Return a count in powers of 1000, for example "124.4M"."""
     return _format(count, 1000, ("", "K", "M", "B", "T"), num_digits=1, space="")
 
 
 def format_parameters(total: int, active: int | None = None) -> str:
-    """Return for example "30.5B parameters, 3.4B active a token"; the latter where they differ."""
+    """Return for example "30.5B parameters, 3.4B active a token"; `active` only if it differs."""
     if active is None or active == total:
         return f"{format_count(total)} parameters"
     return f"{format_count(total)} parameters, {format_count(active)} active a token"
@@ -94,7 +94,7 @@ def _format(
     amount: float, base: int, units: tuple[str, ...], num_digits: int = 2, space: str = " "
 ) -> str:
     scaled, index = float(amount), 0
-    # A number that would be shown as a whole `base` belongs to the next unit.
+    # A number that would be rounded to `base` is shown in the next unit.
     while index + 1 < len(units) and round(abs(scaled), num_digits if index else 0) >= base:
         scaled /= base
         index += 1
@@ -103,10 +103,7 @@ def _format(
 
 
 def format_duration(duration_s: float) -> str:
-    """Return a time, for example "350 ms", "12.3 s", "4 min 05 s", "2 h 03 min" or "3 d 04 h".
-
-    None at all is "0 s".
-    """
+    """Return a duration: "0 s", "350 ms", "12.3 s", "4 min 05 s", "2 h 03 min" or "3 d 04 h"."""
     if duration_s < 0:
         return f"-{format_duration(-duration_s)}"
     if duration_s < 0.5e-6:

@@ -1,4 +1,4 @@
-"""An offload-first training engine for one machine.
+"""Offload-first training engine for one machine.
 
 >>> engine, optimizer, loader, scheduler = infinity.initialize(model=model, config="run.yaml")
 >>> for x, y in data:
@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from importlib import import_module as _import_module
 
-from infinity import integrations as integrations  # importing it makes the aliases
+from infinity import integrations as integrations  # installs the import aliases
 from infinity._version import __version__
 
-# Where the public names live; `__init__.pyi` says so to type checkers. They are imported when first
-# used: the command line must not wait for torch, and a broken part must not keep `infinity doctor`
-# from saying so.
+# Public name -> module; `__init__.pyi` declares them to type checkers. They are imported on first
+# use: the command line must not wait for torch, and `infinity doctor` must be able to report a
+# module that cannot be imported.
 _WHERE = {
     "Config": "infinity.config.schema",
     "load_config": "infinity.config.schema",
@@ -45,7 +45,7 @@ _WHERE = {
     "InfinityTrainer": "infinity.integrations.huggingface.trainer",
     "TrainingArguments": "infinity.integrations.huggingface.settings",
     "as_deepspeed": "infinity.integrations.deepspeed.door",
-    # Only scripts for DeepSpeed need these; they live in infinity.deepspeed.
+    # For scripts written for DeepSpeed; also in infinity.deepspeed.
     "DeepSpeedEngine": "infinity.integrations.deepspeed",
     "OnDevice": "infinity.integrations.deepspeed",
     "add_config_arguments": "infinity.integrations.deepspeed",
@@ -72,7 +72,7 @@ def __dir__() -> list[str]:
     return sorted({*__all__, "InfinityTrainer", "TrainingArguments", "deepspeed"})
 
 
-# Without InfinityTrainer and TrainingArguments, whose modules need the package transformers.
+# InfinityTrainer and TrainingArguments are not listed: their modules import transformers.
 __all__ = [
     "CPUAdam",
     "CheckpointError",

@@ -1,4 +1,4 @@
-"""`python -m infinity` is the same as `infinity`."""
+"""Entry point of `python -m infinity`, equal to the command `infinity`."""
 
 from infinity.cli.main import main
 

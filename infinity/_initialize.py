@@ -1,4 +1,4 @@
-"""`initialize`: makes an engine from a model and a config, or raises an error with the reason."""
+"""Construction of an engine from a model and a configuration: `initialize`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from infinity.training.stored_weights import take_over
 
 @dataclass(frozen=True, slots=True)
 class InitArguments:
-    """Arguments of `initialize`, with the configuration read."""
+    """Arguments of `initialize`, with the configuration loaded."""
 
     model: nn.Module
     settings: Settings
@@ -87,42 +87,43 @@ def initialize(
 
     Args:
         model: Any module. It may be larger than RAM if it is built under `infinity.Init` or under
-            ``torch.device("meta")``: its values are then made one tensor at a time. If no parameter
+            ``torch.device("meta")``: values are then made one tensor at a time. If no parameter
             requires grad, the engine is for inference, and `backward` and `step` raise.
         config: A `Config`, a mapping, or the path of a YAML or JSON file.
         optimizer: Replaces the configuration's: a class of `torch.optim`, an instance over the
             model's parameters without state, or a function of parameter groups that returns an
-            optimizer. AdamW, Adam, SGD and Adagrad of torch, as class or instance, and instances of
-            its Muon become the built-in rules, with their groups and settings. torch runs other
-            optimizers on fp32 masters, which is slower.
+            optimizer. torch's AdamW, Adam, SGD and Adagrad (class or instance) and Muon (instance)
+            are replaced by built-in update rules with the same groups and settings. Other
+            optimizers run in torch on fp32 masters, which is slower.
         model_parameters: Parameters or groups, as for `torch.optim` optimizers. Default: all that
             require grad.
         training_data: A Dataset, for which a DataLoader is returned that saves its position and
-            deals batches to ranks in turn; or any iterable, which is returned unchanged.
+            distributes batches to ranks round-robin; or any iterable, which is returned unchanged.
         lr_scheduler: A scheduler class, a function of the optimizer, or a scheduler over the
             optimizer that is passed. It replaces the configuration's.
         collate_fn: Passed to the DataLoader.
-        batch_size: Samples of a micro-batch of the DataLoader.
-        units: How the model is cut into units, instead of its blocks.
-        device: Device of computation. Default: the first GPU, else the CPU. A `Device` object
-            belongs to the engine, which closes it.
+        batch_size: Samples per micro-batch of the DataLoader.
+        units: Modules, names of modules, or lists of them, each a unit. Default: the model's
+            repeated blocks.
+        device: Device of computation. Default: the first GPU, else the CPU. A `Device` object is
+            owned by the engine, which closes it.
         progress: Called with ``(done_bytes, total_bytes, text)`` while the initial state is
             written.
         engine_class: A subclass of `Engine` to make.
         ranks: Processes that train together. Default: torch's default process group, or the
             processes that `torchrun` started. All pass equal arguments, except for their data. N
-            ranks with M micro-batches compute the bits of one with N * M, in the order
-            (micro-batch, rank). Budgets of RAM, disk and threads are those of the machine.
+            ranks with M micro-batches compute bitwise the same as one rank with N * M, in the order
+            (micro-batch, rank). Budgets of RAM, disk and threads are per machine.
 
     Returns:
         ``(engine, optimizer, dataloader, scheduler)``. The optimizer is a `torch.optim.Optimizer`
-        whose `step` is the engine's. Loader and scheduler are None if nothing asks for them.
+        whose `step` is the engine's. Loader and scheduler are None if not requested.
 
     Raises:
         ConfigError: Arguments are invalid or contradict each other.
         DoesNotFitError: A budget or a drive is too small; the message has the missing bytes.
-        MachineError: A path, a drive or a device cannot be used. After any error nothing stays
-            open, and the model is unchanged unless writing the initial state had begun.
+        MachineError: A path, a drive or a device cannot be used. After any error all resources are
+            released, and the model is unchanged unless writing the initial state had begun.
 
     Example:
         >>> config = {"nvme_path": "/mnt/nvme", "precision": "bf16", "gradient_clipping": 1.0}
@@ -146,7 +147,7 @@ def initialize(
 
 @contextmanager
 def starting(ranks: DistContext | None) -> Iterator[tuple[DistContext, ExitStack]]:
-    """Yield the ranks of a start, and a stack of undo callbacks, run if any rank fails."""
+    """Yield the ranks, and a stack of callbacks to run if `initialize` fails on any rank."""
     try:
         with ExitStack() as undo:
             group = ranks or find_ranks()
@@ -155,7 +156,7 @@ def starting(ranks: DistContext | None) -> Iterator[tuple[DistContext, ExitStack
                 yield group, undo
             undo.pop_all()
     except InfinityError as error:
-        if isinstance(error.__cause__, OSError):  # its text is in the message
+        if isinstance(error.__cause__, OSError):  # its text is part of the message
             raise error from None
         raise
 
@@ -163,7 +164,7 @@ def starting(ranks: DistContext | None) -> Iterator[tuple[DistContext, ExitStack
 def _make(
     given: InitArguments, ranks: DistContext, undo: ExitStack
 ) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
-    """An engine, one of `ranks`; what must be undone if another fails goes to `undo`."""
+    """Make the engine of this rank; push to `undo` the cleanup for a failure on any rank."""
     settings, model, client = given.settings.config, given.model, given.optimizer
     _check_settings(given.settings, ranks)
     target = find_device(device_for(given.device, ranks))
@@ -226,7 +227,7 @@ def _make(
         loader=loader,
         step_log=step_log,
     )
-    undo.callback(engine.close)  # no values: they may not fit RAM
+    undo.callback(engine.close)  # without restoring values, which may not fit in RAM
     if isinstance(client, torch.optim.Optimizer):
         components.add_cleanup(_lead(client, offloaded))
     if ranks.rank == 0:
@@ -238,14 +239,14 @@ def _make(
 
 
 def _declare_experts(model: nn.Module) -> Callable[[], None]:
-    """Let modules of transformers compute their experts in ranges; returns what undoes that."""
+    """Make modules of transformers compute experts in ranges; return a function to undo it."""
     if "transformers.integrations.moe" not in sys.modules:
         return lambda: None
     undo: Callable[[], None] = import_module(_EXPERTS).compute_in_ranges(model)
     return undo
 
 
-_EXPERTS = "infinity.integrations.huggingface.experts"  # imported where transformers is
+_EXPERTS = "infinity.integrations.huggingface.experts"  # imported only if transformers is
 
 
 def _check_settings(settings: Settings, ranks: DistContext) -> None:
@@ -258,7 +259,7 @@ def _check_settings(settings: Settings, ranks: DistContext) -> None:
 
 
 def device_for(given: Any, ranks: DistContext) -> Any:
-    """Return the device to compute on: one per rank, unless `given` names one by its number."""
+    """Return the device to compute on: one per rank, unless `given` has an index."""
     if ranks.count == 1 or isinstance(given, Device):
         return given
     kind: Any = accelerator_type() if given is None else given
@@ -268,33 +269,34 @@ def device_for(given: Any, ranks: DistContext) -> Any:
     unnumbered = is_accelerator(wanted) and wanted.index is None
     if not unnumbered:
         return wanted
-    # A launcher may show each rank one device.
+    # A launcher may make only one device visible to each rank.
     number = 0 if module_of(wanted.type).device_count() == 1 else ranks.local_rank
     return torch.device(wanted.type, number)
 
 
 def make_current(device: torch.device, ranks: DistContext) -> None:
-    """Make a rank's device the current one, for "cuda" without a number and kernels of a model."""
+    """Make a rank's device current, for "cuda" without an index and for a model's kernels."""
     if ranks.count > 1 and is_accelerator(device):
         module_of(device.type).set_device(device)
 
 
 def _seed_of_meta(config: Config, ranks: DistContext) -> int | None:
-    """Return the seed for values of a model on meta; None to take torch's generator."""
+    """Return the seed for values of a meta model; None to draw it from torch's generator."""
     if config.seed is not None or ranks.count == 1:
         return config.seed
     ranks.synchronize("draws a seed")
     return int(ranks.all_gather_object(int(torch.randint(2**62, ())))[0])
 
 
-_COMPARED = 1024  # elements, from either end of a parameter whose values are in a file
+_COMPARED = 1024  # elements, at both ends of a parameter whose values are in a file
 
 
 def _facts_of(partition: Partition, initial_values: InitialValues) -> dict[str, Any]:
-    """Return facts that all ranks must share: parameters, units, and settings.
+    """Return the units, parameters and checksums of values that must be equal on all ranks.
 
-    Of values in files the first and last; of those that will be made, which takes time, those of
-    the smallest matrix, or where there is none tensor: vectors are often constants.
+    Of values in files, the first and last elements are compared. Of values that are not made yet,
+    which takes time, only the smallest matrix is, or without a matrix the smallest tensor: vectors
+    are often constants.
     """
     facts: dict[str, Any] = {"units": [unit.name for unit in partition.layouts]}
     for unit in partition.layouts:
@@ -324,14 +326,14 @@ def _facts_of(partition: Partition, initial_values: InitialValues) -> dict[str, 
 
 
 def _facts_of_optimizer(optimizer: OffloadedOptimizer) -> dict[str, Any]:
-    """Return facts that all ranks must share: the rule, its state, and values of groups."""
+    """Return the rule, its state, and the groups' values, which must be equal on all ranks."""
     rule, values = optimizer.rule, optimizer.group_values()
     kept = {"moments": rule.moments, "whole parameters": rule.needs_full}
     return {"name": rule.name, **kept, **{f"group {n}": v for n, v in enumerate(values)}}
 
 
 def _facts_of_plan(plan: Plan) -> dict[str, Any]:
-    """Return facts that all ranks must share to run the same collectives and commits."""
+    """Return the parts of the plan that determine collectives and commits."""
     names = ("slot_classes", "chunk_elements", "num_staging_buffers", "prefetch_units",
              "micro_batches", "gradient_itemsize", "unified", "durable_every", "saved")  # fmt: skip
     facts: dict[str, Any] = {name: str(getattr(plan, name)) for name in names}
@@ -342,12 +344,12 @@ def _facts_of_plan(plan: Plan) -> dict[str, Any]:
 
 
 def _of_rank(config: Config, ranks: DistContext) -> Config:
-    """The configuration with directories of this rank's own; a trace is that of the first rank."""
+    """Return the configuration with this rank's directories; only rank 0 writes a trace."""
     paths = tuple(of_rank(checked_root(path), ranks.rank) for path in config.nvme_path)
     for path in paths:
         try:
             path.mkdir(mode=0o700, exist_ok=True)
-            sync_directory(path.parent)  # or a power cut may take its commits along
+            sync_directory(path.parent)  # else a power failure could lose its commits
         except OSError as error:
             raise refusal(path, error) from error
     changes = {"nvme_path": paths, "trace": None if ranks.rank else config.trace}
@@ -355,9 +357,9 @@ def _of_rank(config: Config, ranks: DistContext) -> Config:
 
 
 def _leave(config: Config, local: Config, ranks: DistContext) -> None:
-    """Release the connections and directories of a rank that gives no engine."""
+    """Close a rank's connections, and remove its empty directories."""
     for path in local.nvme_path if local is not config else ():
-        with suppress(OSError):  # something is left in it
+        with suppress(OSError):  # not empty
             path.rmdir()
     ranks.close()
 
@@ -368,9 +370,9 @@ def _make_loader(
     collate_fn: Callable[..., Any] | None,
     ranks: DistContext,
 ) -> Any:
-    """Return a loader of a Dataset; anything else unchanged.
+    """Return a loader for a Dataset; other data unchanged.
 
-    With `shuffles` anything with a length and items gets a loader, which shuffles them.
+    With `shuffles`, anything with `__len__` and `__getitem__` gets a loader.
     """
     has_items = all(hasattr(training_data, name) for name in ("__getitem__", "__len__"))
     if not (isinstance(training_data, Dataset) or (settings.shuffles and has_items)):
@@ -388,7 +390,7 @@ def _make_loader(
 
 
 def _left_open(config: Config, groups: Any, client: Any) -> str:
-    """List settings that were left at defaults a plain loop does not have; "" for none."""
+    """List settings at defaults that a plain PyTorch loop does not have; "" if there are none."""
     values: dict[str, str] = {}
     if "precision" not in config.model_fields_set:
         values["precision"] = config.precision
@@ -404,7 +406,7 @@ def _announce(
     engine: Engine, config: Config, origin: Mapping[str, Any], left_open: str,
     step_log: StepLog | None,
 ) -> None:  # fmt: skip
-    """Report the start: as warnings, and in the step log, with the `origin` of the config."""
+    """Issue the start's warnings, and write the start record, with `origin`, to the step log."""
     notes = list(engine.warnings)
     if left_open:
         notes.append(
@@ -419,7 +421,7 @@ def _announce(
 
 
 def _make_scheduler(config: Config, optimizer: OffloadedOptimizer, given: Any, client: Any) -> Any:
-    """The scheduler the engine steps, or None; `client` is the optimizer that was passed."""
+    """Return the scheduler that the engine steps, or None; `client` is the passed optimizer."""
     if callable(given) and not isinstance(given, torch.optim.lr_scheduler.LRScheduler):
         return given(optimizer)
     if given is not None:
@@ -432,9 +434,9 @@ _LED = ("step", "zero_grad", "load_state_dict", "add_param_group")
 
 
 def _lead(client: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> Callable[[], None]:
-    """From now on these calls of an optimizer that was passed are the engine's; returns the end.
+    """Redirect the methods `_LED` of the passed optimizer to the engine's; return an undo function.
 
-    Its parameters have no gradients: else they would do nothing, and not say so.
+    Without this they would silently do nothing, because the parameters have no gradients.
     """
     attributes = vars(client)
     before = {name: attributes.get(name) for name in _LED}
@@ -446,7 +448,7 @@ def _lead(client: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> Calla
                 mark_stepped(client)
             return found
 
-        vars(call)["_wrapped_by_lr_sched"] = True  # schedules look for their own wrapper
+        vars(call)["_wrapped_by_lr_sched"] = True  # schedulers check for this mark of their wrapper
         return call
 
     def end() -> None:
@@ -456,12 +458,12 @@ def _lead(client: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> Calla
                 attributes[name] = method
 
     attributes.update({name: leading(name) for name in before})
-    mark_stepped(client)  # by the engine, of which a scheduler over it knows nothing
+    mark_stepped(client)  # the engine steps it, without its wrapper
     return end
 
 
 def _checked(scheduler: Any, client: Any) -> Any:
-    """A scheduler that is made: of torch, or any object with its methods."""
+    """Return a scheduler object after checking its methods and optimizer."""
     for name in ("step", "state_dict", "load_state_dict"):
         if not callable(getattr(scheduler, name, None)):
             raise ConfigError(
@@ -476,7 +478,7 @@ def _checked(scheduler: Any, client: Any) -> Any:
             "or a function: lr_scheduler=lambda optimizer: ...",
         )
     if isinstance(client, torch.optim.Optimizer):
-        # It changes the groups, which are the engine's too; torch would warn that the optimizer
-        # it knows has not stepped.
+        # The scheduler changes the groups, which the engine shares; without the mark torch would
+        # warn that its optimizer has not stepped.
         mark_stepped(client)
     return scheduler

@@ -1,4 +1,4 @@
-"""The version of the installed distribution."""
+"""Version of the installed distribution."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib import metadata
 
 
 def _installed() -> str:
-    """The version of our distribution; another package also installs the name `infinity`."""
+    """Return the version of torch-infinity; another distribution may provide `infinity` instead."""
     try:
         return metadata.version("torch-infinity")
     except metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
 """Training engine: forward, backward, step, parameter access and checkpoints.
 
-`Engine` is a facade: the work is done in `training/` and `offload/`.
+`Engine` is a facade over `training/` and `offload/`.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from infinity.training.run_state import RunState, Stateful
 from infinity.training.state_dict import ModuleStateHooks, StateDict, state_dict_of
 from infinity.training.step import StepInputs, StepRunner, TrainingCounters
 
-_IN_PLACE = "has been modified by an inplace operation: [torch."  # torch's own words
+_IN_PLACE = "has been modified by an inplace operation: [torch."  # part of torch's message
 
 
 class Engine:
-    """Trains a module whose weights, gradients and optimizer state are offloaded.
+    """Training engine of a module with offloaded weights, gradients and optimizer state.
 
-    Made by `infinity.initialize`. A context manager: leaving it closes the engine. Attributes that
-    the engine lacks are those of the module: `engine.generate(...)` is
+    Made by `infinity.initialize`. A context manager that closes the engine on exit. Attributes
+    that the engine lacks are forwarded to the module: `engine.generate(...)` calls
     `engine.module.generate(...)`.
 
     Attributes:
@@ -138,7 +138,6 @@ class Engine:
         return self._step_runner.counters
 
     def _attach(self, module: nn.Module) -> None:
-        """Attach the engine to the module and its parameters, until it is closed or collected."""
         components, parameters = self._components, self._partition.parameters
         hooks = ModuleStateHooks(module, self._values, self._index_of)
         self._installation.on_new = hooks.add
@@ -154,7 +153,7 @@ class Engine:
         if self._step_log is not None:
             components.add_cleanup(self._step_log.close, last=True)
 
-    if not TYPE_CHECKING:  # for a type checker an engine has only what it has itself
+    if not TYPE_CHECKING:  # type checkers see only attributes of the engine
 
         def __getattr__(self, name: str) -> Any:
             """Return attributes of the module that the engine lacks."""
@@ -181,7 +180,7 @@ class Engine:
 
         Raises:
             EngineClosedError: The engine was closed.
-            TrainingError: The forward failed for a reason that the engine can explain.
+            TrainingError: The forward failed with a cause known to the engine.
         """
         return self.forward(*args, **kwargs)
 
@@ -209,7 +208,7 @@ class Engine:
         hooks = self._hooks
         mark = hooks.mark()
         try:
-            torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that move
+            torch.set_autocast_cache_enabled(False)  # casts of moved weights
             hooks.saved.push()
             with self._casts():
                 result = self.module(*args, **kwargs)
@@ -226,7 +225,7 @@ class Engine:
 
     def _casts(self) -> AbstractContextManager[Any]:
         if not self._autocast:
-            return nullcontext()  # autocast of the caller's stays
+            return nullcontext()  # the caller's autocast stays active
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
     @engine_call
@@ -279,18 +278,18 @@ class Engine:
                 ) from error
             raise
         finally:
-            self._hooks.restore(mark)  # a recomputation pushes pairs of its own
+            self._hooks.restore(mark)  # a recomputation pushes its own pairs
 
     @engine_call
     def scale(self, loss: Tensor) -> Tensor:
-        """Multiply a loss by the loss scale, for a backward without the engine.
+        """Multiply a loss by the loss scale, for `loss.backward()` in fp16.
 
         Args:
             loss: Scalar loss, shape ``()`` or one element.
 
         Returns:
-            `loss` itself, except in fp16: there the loss in fp32 (fp16 ends at 65504), times the
-            loss scale, divided by `gradient_accumulation_steps`.
+            `loss` itself, except in fp16: there the loss in fp32 (the fp16 maximum is 65504), times
+            the loss scale, divided by `gradient_accumulation_steps`.
 
         Raises:
             TrainingError: `loss` is not a scalar that depends on trained parameters.
@@ -316,7 +315,7 @@ class Engine:
 
         Raises:
             TrainingError: There was no backward since the last step, or this is inside `no_sync`.
-            TransferError: Gradients were lost. Either the step has happened or the window is
+            TransferError: Gradients were lost. Either the step was committed or the window is
                 discarded; `global_steps` and `micro_step` show which.
         """
         self._saver.warn()
@@ -348,22 +347,23 @@ class Engine:
 
         Args:
             data: The batch of a step: a tensor, or a nested mapping, tuple or list of tensors. Each
-                tensor of shape ``(samples, ...)`` is cut into `gradient_accumulation_steps` views;
-                scalars and other values go to every micro-batch. Or an iterator such as
-                ``iter(loader)``, of which `gradient_accumulation_steps` micro-batches are taken.
-                Mappings are passed as ``engine(**batch)``, tuples and lists as ``engine(*batch)``.
+                tensor of shape ``(samples, ...)`` is split into `gradient_accumulation_steps`
+                views; scalars and other values are passed to every micro-batch. Or an iterator such
+                as ``iter(loader)``, which is advanced by `gradient_accumulation_steps`
+                micro-batches. Mappings are passed as ``engine(**batch)``, tuples and lists as
+                ``engine(*batch)``.
             loss_fn: Called as ``loss_fn(output, target)``, where `target` is the last item of a
-                tuple or list, which the model does not get, or else the micro-batch. Default: the
-                loss is the output itself, its ``.loss``, its ``["loss"]``, or its first item.
+                tuple or list, which is not passed to the model, or else the micro-batch. Default:
+                the loss is the output, its ``.loss``, its ``["loss"]``, or its first item.
 
         Returns:
-            Mean of the micro-batches' losses, shape ``()``, fp32, detached. Each micro-batch has
-            equal weight, also if labels are ignored in some, as in DeepSpeed. For the mean over all
-            labels return ``summed_loss * micro_batches / labels_of_the_step`` from `loss_fn`.
+            Mean of the micro-batches' losses, shape ``()``, fp32, detached. As in DeepSpeed, each
+            micro-batch has equal weight, regardless of ignored labels. For the mean over all labels
+            return ``summed_loss * micro_batches / labels_of_the_step`` from `loss_fn`.
 
         Raises:
-            TrainingError: `data` cannot be cut, or an accumulation window is open. After any
-                exception the step has happened or the window is discarded; see `global_steps`.
+            TrainingError: `data` cannot be split, or an accumulation window is open. After any
+                exception the step was committed or the window is discarded; see `global_steps`.
         """
         self._check_usable()
         self._check_trains("train_batch()")
@@ -392,7 +392,7 @@ class Engine:
 
     @engine_call
     def train(self, mode: bool = True) -> Self:
-        """Set the module to training mode, as `torch.nn.Module.train`.
+        """Set the module to training mode, like `torch.nn.Module.train`.
 
         Args:
             mode: False for evaluation mode.
@@ -423,17 +423,17 @@ class Engine:
         return self._window.is_last
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Set by hand whether the current micro-batch is the last of its window.
+        """Set explicitly whether the current micro-batch is the last of its window.
 
         Windows may then be longer or shorter than `gradient_accumulation_steps`. Losses are still
         divided by it, unless `backward(scale_wrt_gas=False)`.
 
         Args:
-            is_boundary: True or False until it is set again; None to count micro-batches.
+            is_boundary: True or False, until set again; None to count micro-batches.
 
         Raises:
-            TrainingError: Later, by a second micro-batch if `gradient_accumulation_steps` is 1:
-                gradients are stored in 16 bits, and their sum would lose bits.
+            TrainingError: Raised later, by a second micro-batch if `gradient_accumulation_steps` is
+                1: gradients are stored in 16 bits, and their sum would lose precision.
         """
         self._check_usable()
         self._window.boundary = None if is_boundary is None else bool(is_boundary)
@@ -459,7 +459,7 @@ class Engine:
         return loss if state is None else loss.float() * state.scale
 
     def _end_users_backward(self) -> None:
-        """Gradients may have come by `loss.backward()`: then do what `backward` does at its end."""
+        """Finish a `loss.backward()` of the caller as `backward` does at its end."""
         if not self._window.has_news:
             return
         self._refuse_unscaled()
@@ -470,7 +470,7 @@ class Engine:
             self._step_runner.count_backward()
 
     def _refuse_unscaled(self) -> None:
-        """In fp16, gradients that came of a loss that `scale` did not make are dropped."""
+        """Discard the window and raise if an fp16 gradient comes from a loss without loss scale."""
         window, scale = self._window, self._counters.loss_scale
         if window.has_news and scale is not None and not window.scaled:
             self._step_runner.roll_back()
@@ -484,7 +484,7 @@ class Engine:
 
     @engine_call
     def _drop_arrivals(self) -> None:
-        """`zero_grad()` of optimizer or module: drop the window between a backward and `step()`."""
+        """Discard the window, if it has a backward; `zero_grad()` of the optimizer and module."""
         if self._window.has_news or self._window.backwards:
             self._step_runner.roll_back()
 
@@ -530,15 +530,16 @@ class Engine:
         """Write weights as safetensors that Hugging Face and `load_weights` read.
 
         One tensor at a time is in RAM. Persistent buffers are included; tied weights are written
-        once, under their first name. All files appear at once when they are complete: a reader
-        finds either the old or the new weights, also after a crash.
+        once, under their first name. The weights are replaced atomically: a reader finds either the
+        old or the new ones, also after a crash.
 
         Args:
-            directory: Where to write; created if missing.
+            directory: Directory to write to; created if missing.
             dtype: None for the compute dtype, or ``torch.float32`` / ``"fp32"`` for the exact
-                masters, ``"bf16"`` or ``"fp16"``. Buffers and frozen parameters that are no floats
-                keep theirs.
-            max_shard: Largest file, except for larger tensors: bytes or a text such as ``"5GiB"``.
+                masters, ``"bf16"`` or ``"fp16"``. Buffers and frozen parameters that are not
+                floating-point keep their dtype.
+            max_shard: Maximum file size in bytes, or a string such as ``"5GiB"``. A larger tensor
+                is a file alone.
 
         Returns:
             Paths of the files; the index last, if there are several.
@@ -558,8 +559,7 @@ class Engine:
         *,
         master: bool = False,
     ) -> AbstractContextManager[None]:
-        """Return a context manager in which parameters hold full values that may be read and
-        edited.
+        """Return a context manager in which parameters hold full values, to read and edit.
 
         Args:
             target: A module, a parameter, or several of them.
@@ -575,7 +575,7 @@ class Engine:
         return self._values.materialized(targets(target, self._index_of), master=master)
 
     def is_materialized(self, parameter: nn.Parameter) -> bool:
-        """Return True if a block of `materialized` holds this parameter now.
+        """Return True while this parameter is in a block of `materialized`.
 
         Args:
             parameter: A parameter of the module.
@@ -590,7 +590,7 @@ class Engine:
             parameter: A trained parameter of the module.
 
         Returns:
-            A tensor of the parameter's shape on `device`; in fp16 mode fp32 without the loss scale.
+            A tensor of the parameter's shape on `device`; in fp16 it is fp32, without loss scale.
 
         Raises:
             ConfigError: The parameter is frozen.
@@ -675,7 +675,7 @@ class Engine:
 
     @engine_call
     def settle(self) -> None:
-        """Wait until no update is pending and all state is in its tier."""
+        """Block until no update is pending and all state is in its tier."""
         self._check_usable()
         self._values.settle()
         store = self._components.store
@@ -696,20 +696,20 @@ class Engine:
         keep_last: int | None = None,
         wait: bool = False,
     ) -> Path:
-        """Save everything that determines the next step to ``directory/tag``.
+        """Save the complete training state to ``directory/tag``.
 
-        Returns when the snapshot is taken. Bytes are copied while training continues, and the
-        checkpoint appears when all of them are on stable storage.
+        Returns when the snapshot is taken. Bytes are copied while training continues; the
+        checkpoint is published when all of them are on stable storage.
 
         Args:
             directory: Parent of the checkpoints; its own parent must exist.
             tag: Name of the checkpoint. Default: ``global_stepN``.
-            client_state: Plain data (numbers, texts, lists, mappings), returned by
+            client_state: Plain data (numbers, strings, lists, mappings), returned by
                 `load_checkpoint`.
-            save_latest: Let the file ``latest`` name this checkpoint.
-            exclude_frozen_parameters: Accepted for DeepSpeed's callers. Files of frozen weights are
-                shared with the previous checkpoint in any case; loading needs them.
-            keep_last: Remove all but this number of newest checkpoints; None keeps all.
+            save_latest: Write the checkpoint's name to the file ``latest``.
+            exclude_frozen_parameters: Ignored; accepted for compatibility with DeepSpeed. Files of
+                frozen weights are shared with the previous checkpoint; loading needs them.
+            keep_last: Number of newest checkpoints to keep; None keeps all.
             wait: Return only when the checkpoint is on stable storage.
 
         Returns:
@@ -720,8 +720,8 @@ class Engine:
             ConfigError: `tag` or `client_state` cannot be saved.
             DoesNotFitError: The disk is full.
             MachineError: The directory cannot be written. Training may continue after any error.
-                What fails in the background is a warning of the next `step()`, and is raised by the
-                next `save_checkpoint`, `finish_saving` or `close`.
+                Background failures are a warning of the next `step()`, and are raised by the next
+                `save_checkpoint`, `finish_saving` or `close`.
         """
         self._check_usable(every=True)
         self._end_users_backward()
@@ -737,7 +737,7 @@ class Engine:
 
     @engine_call
     def finish_saving(self) -> None:
-        """Wait until the last checkpoint is on stable storage.
+        """Block until the last checkpoint is on stable storage.
 
         Raises:
             DoesNotFitError: The disk is full.
@@ -759,24 +759,25 @@ class Engine:
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """Load a checkpoint or a durable run, saved with any placement and number of ranks.
 
-        Training continues with the bits that it would have had without the interruption.
+        Training continues bitwise as it would have without the interruption.
 
         Args:
             directory: The directory of `save_checkpoint`, or one of a durable run.
             tag: Name of the checkpoint. Default: the one that ``latest`` names.
             load_module_strict: Raise if parameters are missing or unexpected.
-            load_optimizer_states: If False, weights become fp32 masters and moments stay unchanged.
+            load_optimizer_states: If False, weights are loaded as fp32 masters, and moments stay
+                unchanged.
             load_lr_scheduler_states: If False, the learning rate schedule stays unchanged.
-            load_module_only: Load weights only: counters, schedule and generators stay unchanged,
-                too.
+            load_module_only: Load only weights; counters, schedule and random generators stay
+                unchanged.
             custom_load_fn: Not supported; must be None.
 
         Returns:
             ``(path, client_state)``; ``(None, None)`` with a warning if there is no checkpoint.
 
         Raises:
-            CheckpointError: The checkpoint does not fit (all reasons are listed, nothing was
-                changed), or a tensor is damaged: then load another checkpoint before training.
+            CheckpointError: The checkpoint does not match the model (all reasons are listed, and
+                nothing was changed), or a tensor is damaged: then load another one before training.
         """
         self._guard.check()
         self._check_open()
@@ -791,19 +792,19 @@ class Engine:
             load_optimizer_states, load_lr_scheduler_states, load_module_only, load_module_strict
         )
         found = self._checkpoints.load(Path(directory).expanduser(), tag, wanted)
-        self._window.account()  # for what arrived before
+        self._window.account()  # gradients that arrived before the load
         return found
 
     def register_state(self, name: str, item: Stateful) -> None:
         """Include an object's state in every checkpoint.
 
-        For other state that determines the run: the position of a DataLoader, a curriculum. The
-        loader that `initialize` returns is registered already.
+        For example the position of a DataLoader, or a curriculum. The loader that `initialize`
+        returns is registered already.
 
         Args:
-            name: Unique name.
-            item: Has `state_dict()`, which returns plain data, and `load_state_dict(state)`. If a
-                checkpoint was loaded before, `load_state_dict` is called at once.
+            name: Unique name of the state.
+            item: Object with `state_dict()`, which returns plain data, and `load_state_dict`. If a
+                checkpoint was loaded before, `load_state_dict` is called immediately.
         """
         self._run_state.register(name, item)
 
@@ -814,10 +815,10 @@ class Engine:
 
     @engine_call
     def restore_random_state(self) -> bool:
-        """Restore the random generators of a resumed run or a loaded checkpoint once more.
+        """Restore the random generators of a resumed run or a loaded checkpoint again.
 
         `initialize` and `load_checkpoint` restore them. Call this directly before the training loop
-        if anything, such as a DataLoader, has drawn random numbers since.
+        if other code, such as a DataLoader, has drawn random numbers since.
 
         Returns:
             False if nothing was resumed or loaded; then nothing is changed.
@@ -825,11 +826,11 @@ class Engine:
         self._check_usable()
         return self._run_state.restore_rng()
 
-    # --- what it says of itself ------------------------------------------------------------------
+    # --- properties and reports ------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
-        """Device of computation, where inputs must be."""
+        """Device of computation and of inputs."""
         return self._device.torch_device
 
     @property
@@ -839,7 +840,7 @@ class Engine:
 
     @property
     def last_report(self) -> StepReport | None:
-        """Report of the last step: norm, bytes and waits; None before the first."""
+        """Report of the last step: norm, bytes and stalls; None before the first step."""
         return self._step_runner.last_report
 
     @property
@@ -849,7 +850,7 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the next loss in backward; 1.0 except in fp16."""
+        """Factor that the next loss is multiplied by in backward; 1.0 except in fp16."""
         return self._step_runner.loss_scale
 
     @property
@@ -872,38 +873,36 @@ class Engine:
         return (*self._device.warnings, *(disk.warnings if disk is not None else ()))
 
     def forecast(self) -> dict[str, int]:
-        """Return the predicted bytes of a step by direction, for the access order seen so far."""
+        """Return the predicted bytes of a step by direction, for the recorded access order."""
         sizes = getattr(self._components.activations, "learnt", None)
         summed = self._hooks.summed_units if self._window.arrived else None
         return forecast_bytes(self.plan, self._cycles.training.sequence, sizes, summed)
 
     def counters(self) -> dict[str, int]:
-        """Return the bytes moved since the engine was made by direction, initial state included."""
+        """Return the bytes moved so far by direction, including the initial state."""
         return self._components.transfers.moved()
 
     def drives(self) -> dict[str, dict[str, Any]]:
-        """Return facts about each path in use: device, file system, share of the state, rate,
-        bytes, times.
-        """
+        """Return for each path in use: device, file system, share of state, rate, bytes, times."""
         disk = self._components.disk
         return {} if disk is None else disk.drives()
 
-    # --- the end ---------------------------------------------------------------------------------
+    # --- close -----------------------------------------------------------------------------------
 
     def close(self, *, restore: bool = False) -> None:
         """Release threads, pinned memory, files and disk space. Idempotent.
 
-        A checkpoint in progress is completed first. In a forked child nothing happens. If an engine
-        is garbage-collected without `close`, its weights stay with the module, and are read into
-        RAM when the module is used again.
+        A checkpoint in progress is completed first. No effect in a forked child. If an engine is
+        garbage-collected without `close`, its weights stay available to the module, and are read
+        into RAM when the module is used again.
 
         Args:
-            restore: Give the module's parameters their full values, in RAM and in the compute
+            restore: Set the module's parameters to their full values, in RAM and in the compute
                 dtype. Otherwise using the module raises `EngineClosedError`.
 
         Raises:
-            DoesNotFitError, MachineError: The last checkpoint could not be written. Everything is
-                released nevertheless.
+            DoesNotFitError, MachineError: The last checkpoint could not be written. All resources
+                are released nevertheless.
         """
         if self._guard.is_here() and not (self._closed and self._components.closed):
             self._close(restore)
@@ -971,7 +970,7 @@ class Engine:
 
 
 def _fail(reference: weakref.ref[Engine]) -> None:
-    """A call ended in the middle. A signal handler's: it takes no lock."""
+    """Mark the engine failed after an interrupted call; takes no lock, as a signal handler."""
     engine = reference()
     if engine is not None:
         step = engine._counters.steps + 1
@@ -980,7 +979,7 @@ def _fail(reference: weakref.ref[Engine]) -> None:
 
 
 def _after_fork(engine: Engine) -> None:
-    """In a forked child: parameters are offloaded, because the slots were not inherited."""
+    """Register a fork handler that offloads parameters in the child, which lacks the slots."""
     reference = weakref.ref(engine)
 
     def offload() -> None:

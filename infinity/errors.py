@@ -1,4 +1,4 @@
-"""Every error a user can meet, in one shape: what happened, because of what, what to try next.
+"""Exceptions of the package, each with a problem, a likely cause and a remedy.
 
 The command line prints `str(error)` and exits with `error.exit_code`; the library only raises.
 """
@@ -11,25 +11,25 @@ from contextlib import contextmanager
 
 
 def listed(items: Sequence[str], limit: int = 8, separator: str = ", ") -> str:
-    """Join the first `limit` items, and the number of others."""
+    """Join the first `limit` items, followed by the number of further ones."""
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return separator.join(items[:limit]) + more
 
 
 def mistakes(where: str, problems: Sequence[str]) -> str:
-    """All that is wrong in one place, each in a line of its own."""
+    """List all mistakes in one file or section, one per line."""
     heading = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
     return f"{heading} in {where}:" + "".join(f"\n  - {problem}" for problem in problems)
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "", cutoff: float = 0.6) -> str:
-    """Return a question with the nearest known name, preceded by a blank; or ""."""
+    """Return "did you mean ...? " with the nearest known name, or ""."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"did you mean {prefix + near[0]!r}? " if near else ""
 
 
 def first_lines(error: BaseException, limit: int = 1) -> str:
-    """Return the first lines of another library's error joined, or its type if it is empty."""
+    """Return the first lines of an error's message, joined; its type if the message is empty."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(line.strip() for line in lines[:limit])
 
@@ -40,7 +40,7 @@ class InfinityError(Exception):
     Attributes:
         what: The problem, with numbers.
         because: The likely cause, or None.
-        remedy: The next thing to type, or None.
+        remedy: An action that resolves it, or None.
         exit_code: Exit code of a command that ends with this error.
     """
 
@@ -59,7 +59,7 @@ class InfinityError(Exception):
 
 
 class InfinityWarning(UserWarning):
-    """Warning of something that works, but costs more than needed or is less safe."""
+    """Configuration or use that works, but is slower or less safe than possible."""
 
 
 class ConfigError(InfinityError):
@@ -69,30 +69,30 @@ class ConfigError(InfinityError):
 
 
 class DoesNotFitError(InfinityError):
-    """A budget or a drive is too small; exit code 3."""
+    """Insufficient budget, memory or disk space; exit code 3."""
 
     exit_code = 3
 
 
 class MachineError(InfinityError):
-    """A path, a permission, a limit or a device cannot be used; exit code 4."""
+    """Unusable path, permission, limit or device; exit code 4."""
 
     exit_code = 4
 
 
 class RemovedError(MachineError):
-    """A file was removed while it was in use, and its contents are lost."""
+    """Removal of a file in use, whose contents are lost."""
 
 
 class TransferError(MachineError):
-    """A read or a write failed permanently.
+    """Permanent failure of a read or write.
 
     Args:
         what: Description of the failure.
-        path: The file.
+        path: Path of the file.
         offset: First byte of the request.
-        length: Bytes of the request.
-        errno: Error number of the system.
+        length: Length of the request in bytes.
+        errno: Error number of the operating system.
         because: Likely cause.
         remedy: Advice to the user.
     """
@@ -115,7 +115,7 @@ class TransferError(MachineError):
         self.errno = errno
 
     def untraced(self) -> TransferError:
-        """Return a copy without a traceback, whose frames would keep graphs alive."""
+        """Return a copy without traceback, whose frames would keep autograd graphs alive."""
         return TransferError(
             self.what,
             path=self.path,
@@ -128,36 +128,36 @@ class TransferError(MachineError):
 
 
 class CheckpointError(InfinityError):
-    """A checkpoint is damaged, incomplete, or of another model; exit code 5."""
+    """Damaged, incomplete or mismatching checkpoint; exit code 5."""
 
     exit_code = 5
 
 
 class ResidencyError(InfinityError):
-    """A parameter was used in a way that an offloaded parameter does not support."""
+    """Unsupported use of an offloaded parameter."""
 
 
 class TrainingError(InfinityError):
-    """The training loop made an invalid call, or the numbers are not finite."""
+    """Invalid call by the training loop, or non-finite numbers."""
 
 
 class EngineClosedError(InfinityError):
-    """The engine was closed; only `close()` may be called."""
+    """Use of a closed engine; only `close()` may be called."""
 
 
 class EngineFailedError(InfinityError):
-    """An earlier failure left the state incomplete; `__cause__` is the first error."""
+    """Use of an engine whose state is incomplete; `__cause__` is the first error."""
 
 
-_MOST_TEXT = 400  # of somebody else's error: it may name all there is
+_MOST_TEXT = 400  # characters of another library's message, which may be long
 
 
 @contextmanager
 def explained(what: str, remedy: str | None = None) -> Iterator[None]:
-    """Errors of a library about a user's config or files as ours, with their first lines.
+    """Convert exceptions of a library that processes user input to `ConfigError`.
 
-    It divides by numbers and calls methods of values that it never looked at, so that any kind of
-    error may come. A lack of memory, and errors of ours, pass through.
+    The library does not validate its input, so any type of exception may occur. `MemoryError` and
+    `InfinityError` are not converted.
     """
     try:
         yield

@@ -1,19 +1,19 @@
-"""Losses that never hold all logits of a large vocabulary.
+"""Losses that never store all logits of a large vocabulary.
 
-`chunked_cross_entropy(hidden, weight, labels)` is
-`F.cross_entropy(F.linear(hidden, weight).float(), labels)` over chunks of tokens. Each chunk's
-logits are made, reduced to a loss and turned into gradients at once, in the forward; so there is
-no recomputation, and of all logits one chunk exists at a time.
+`chunked_cross_entropy(hidden, weight, labels)` computes
+`F.cross_entropy(F.linear(hidden, weight).float(), labels)` in chunks of tokens. The forward
+computes the logits of a chunk, their loss and their gradients before the next chunk; so there is no
+recomputation, and one chunk of logits is in memory at a time.
 
-Memory beside the inputs: one chunk of logits (chunk_size * vocabulary, in the compute dtype and
-twice in fp32), and what is kept for backward: the gradient of `hidden`, in its dtype, and that of
-`weight`, in fp32 where there are several chunks (each one's product is rounded to the compute
-dtype, their sum is not). FLOPs are those of the plain loss: 2 products forward and 4 backward per
-token, hidden and vocabulary; all of them in the forward.
+Memory in addition to the inputs: one chunk of logits (chunk_size * vocabulary, in the compute dtype
+and twice in fp32), and the tensors saved for backward: the gradient of `hidden` in its dtype, and
+that of `weight`, in fp32 if there are several chunks (the product of each chunk is rounded to the
+compute dtype, their sum is not). FLOPs equal those of the plain loss: 2 forward and 4 backward per
+token, hidden element and vocabulary entry; all of them in the forward.
 
-In a model whose weights are moved by an engine, call it inside a module's forward, with the
-weight reached for there: `chunked_cross_entropy(x, self.head.weight, labels)`. The gradients are
-made while the weight is there; backward only scales them, and needs no weight.
+With an engine, call it inside a module's forward, and access the weight there:
+`chunked_cross_entropy(x, self.head.weight, labels)`. The gradients are computed while the weight is
+resident; backward only scales them, and does not need the weight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from infinity.errors import TrainingError
 
 CHUNK_TOKENS = 1024
-_ROWS = 4096  # of a gradient that are scaled at once
+_ROWS = 4096  # rows of a gradient that are scaled at a time
 
 Reduction = Literal["mean", "sum"]
 Transform = Callable[[Tensor], Tensor]
@@ -58,27 +58,27 @@ def chunked_cross_entropy(
     z_loss: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Compute the cross entropy of a language model's head without all logits in memory.
+    """Compute the cross entropy of a language model's head without storing all logits.
 
-    The logits are ``softcap * tanh((hidden @ weight.T + bias) / softcap)``. They are made for
-    `chunk_size` tokens at a time, and gradients are computed in the forward. Products are in the
-    dtype of `hidden`, all else in fp32.
+    The logits are ``softcap * tanh((hidden @ weight.T + bias) / softcap)``. They are computed
+    for `chunk_size` tokens at a time, and gradients are computed in the forward. Matrix products
+    are in the dtype of `hidden`, all other operations in fp32.
 
     Args:
         hidden: Hidden states, shape ``(..., width)``.
         weight: Weight of the head, shape ``(vocabulary, width)``.
-        labels: Target tokens, shape ``(...)``, integers.
+        labels: Target token indices, shape ``(...)``.
         bias: Bias of the head, shape ``(vocabulary,)``.
         chunk_size: Tokens whose logits are in memory at once.
-        ignore_index: Label without a loss.
+        ignore_index: Label that does not contribute to the loss.
         label_smoothing: As in `torch.nn.functional.cross_entropy`.
         softcap: Limit of the logits' magnitude; None for no limit.
         transform: Differentiable elementwise function of logits in the dtype of `hidden`, applied
             before the softcap.
         z_loss: Weight of the squared log partition function of each label that is not ignored.
         reduction: ``"mean"`` over labels that are not ignored (NaN if there are none, as in torch),
-            or ``"sum"``: for accumulation over micro-batches of different lengths, to be divided by
-            their labels together.
+            or ``"sum"``, for accumulation over micro-batches of different lengths: divide by the
+            number of labels of all of them.
 
     Returns:
         The loss, shape ``()``, fp32.
@@ -136,14 +136,14 @@ def _capped(logits: Tensor, cap: float, inner: Transform | None) -> Tensor:
 
 
 class _KeptAsItIs(torch.autograd.graph.saved_tensors_hooks):
-    """Context in which saved tensors of a chunk bypass other hooks, such as a checkpoint's."""
+    """Context in which tensors saved by autograd bypass outer hooks, such as a checkpoint's."""
 
     def __init__(self) -> None:
         super().__init__(lambda tensor: tensor, lambda tensor: tensor)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Makes gradients in its forward; its backward scales them."""
+    """Function that computes gradients in the forward; the backward only scales them."""
 
     @staticmethod
     def forward(
@@ -162,7 +162,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_bias = new_zeros(weight.shape[0]) if wants[2] else None
         total = new_zeros(())
         valid = labels != options.ignore_index
-        # The count stays a tensor: the host must not wait for the device.
+        # The count stays a tensor, to avoid a synchronization with the device.
         mean = options.reduction == "mean"
         share = 1.0 / valid.sum().float() if mean else torch.ones_like(total)
         for start in range(0, len(hidden), size):
@@ -178,7 +178,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             total += (loss * here).sum()
             if not any(wants):
                 continue
-            gradient.mul_(here.unsqueeze(1))  # divided by the count last: fp16 ends at 6e-8
+            gradient.mul_(here.unsqueeze(1))  # the count divides last: fp16 underflows at 6e-8
             if transform is not None:
                 (gradient,) = torch.autograd.grad(made, logits, gradient.to(made.dtype))
             if grad_bias is not None:
@@ -187,7 +187,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(factor, weight, out=grad_hidden[rows])
             if wants[1]:
-                product = factor.t() @ part  # one that is alone need not be in fp32
+                product = factor.t() @ part  # a single product needs no fp32 sum
                 grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
         if wants[1] and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
@@ -211,7 +211,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """In fp32, but never all of it at once."""
+    """Multiply in fp32, in chunks of rows, to limit temporary memory."""
     made = torch.empty_like(gradient, dtype=dtype)
     for part, source in zip(torch.split(made, _ROWS), torch.split(gradient, _ROWS), strict=True):
         part.copy_(source.float() * scale)
@@ -219,7 +219,7 @@ def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _loss_and_gradient(logits: Tensor, target: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
-    """Losses of rows, and their gradients in the memory of the logits, which are used up.
+    """Return the losses of rows, and their gradients, which overwrite the logits.
 
     With smoothing s the loss is (1 - s) * nll + s * mean over the vocabulary, as in torch.
     """

@@ -1,10 +1,10 @@
-"""Types shared by all layers: tiers, kinds of state, number formats, pages.
+"""Types shared by all layers: tiers, kinds of state, number formats.
 
-Frozen weights may be stored quantized, in bitsandbytes' formats, and are dequantized to compute.
+Frozen weights may be stored quantized (`FrozenFormat`), and are dequantized to compute.
 
-A moment format says how one fp32 moment per parameter rests in memory and on disk. Lossy formats
-are opt-in. Block formats keep one fp32 scale per `MOMENT_BLOCK` elements of a parameter, counted
-from its first element, so that neither the unit cut nor the chunk size shows in the numbers.
+A `MomentFormat` is the storage format of optimizer moments, in memory and on disk. Lossy formats
+are opt-in. Block formats store one fp32 scale per `MOMENT_BLOCK` elements of a parameter, counted
+from its first element, so that results depend neither on the units nor on the chunk size.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ PAGE = 4096
 
 
 class Tier(StrEnum):
-    """Where bytes rest; the fastest first."""
+    """Storage tier, the fastest first."""
 
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
 
-    __hash__ = str.__hash__  # plans are hashed by the thousand, and Enum's own is in Python
+    __hash__ = str.__hash__  # faster than Enum.__hash__, which is in Python
 
     def is_below(self, other: Tier) -> bool:
-        """Whether it is slower than `other`."""
+        """Return True if this tier is slower than `other`."""
         return TIERS.index(self) > TIERS.index(other)
 
 
-TIERS = tuple(Tier)  # an enum is walked in Python
+TIERS = tuple(Tier)  # iteration over an enum is slow
 OFF_DEVICE = (Tier.HOST, Tier.DISK)
 
 
 class Kind(Enum):
-    """The purpose of bytes of a unit."""
+    """Purpose of bytes of a unit."""
 
     WEIGHT = "weight"
-    RESIDUAL = "residual"  # what a bf16 weight lacks to its fp32 master
-    MASTER = "master"  # the fp32 master itself, beside an fp16 weight
+    RESIDUAL = "residual"  # int16 difference between the fp32 master and its bf16 weight
+    MASTER = "master"  # fp32 master of an fp16 weight
     MOMENT1 = "moment1"
     MOMENT2 = "moment2"
     MOMENT3 = "moment3"
@@ -52,67 +52,68 @@ class Kind(Enum):
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `value`."""
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
-# Elements that share a scale. Parameters start at multiples of it inside a unit.
+# Elements that share a scale. Parameters in a unit start at multiples of it.
 MOMENT_BLOCK = 128
 _SCALE_BYTES = 4
 
 
 class MomentFormat(Enum):
-    """How moments are stored; arithmetic is fp32 in all of them."""
+    """Storage format of moments; arithmetic is always fp32."""
 
     FP32 = "fp32"
-    BF16 = "bf16"  # rounded to nearest even: lossy, and deaf to changes smaller than a step
-    BF16_STOCHASTIC = "bf16_stochastic"  # rounded up or down at random, reproducibly: lossy
-    INT8 = "8bit"  # one byte per element and one scale per block, second moments at random: lossy
+    BF16 = "bf16"  # rounded to nearest even: lossy, small updates vanish
+    BF16_STOCHASTIC = "bf16_stochastic"  # stochastic rounding, reproducible: lossy
+    # One byte per element, one scale per block, stochastic rounding of second moments: lossy.
+    INT8 = "8bit"
 
-    __hash__ = object.__hash__  # as of `Tier`: plans ask by the thousand
+    __hash__ = object.__hash__  # faster than Enum.__hash__, which is in Python
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element, scales not counted."""
+        """Bytes per element, without scales."""
         return {MomentFormat.FP32: 4, MomentFormat.INT8: 1}.get(self, 2)
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing is rounded away."""
+        """True if values are stored without rounding."""
         return self is MomentFormat.FP32
 
     def num_scales(self, num_elements: int) -> int:
-        """fp32 scales that go with `num_elements` values."""
+        """Return the number of fp32 scales of `num_elements` values."""
         return -(-num_elements // MOMENT_BLOCK) if self is MomentFormat.INT8 else 0
 
     def nbytes(self, num_elements: int) -> int:
-        """Bytes of `num_elements` values followed by their scales, without padding."""
+        """Return the bytes of `num_elements` values and their scales, without padding."""
         values = num_elements * self.itemsize
         return values + self.num_scales(num_elements) * _SCALE_BYTES
 
 
 NF4_BLOCK = 64  # elements that share a scale
-DOUBLE_BLOCK = 256  # scales that share a scale, where these are quantised too
+DOUBLE_BLOCK = 256  # scales that share a scale, if scales are quantized too
 MXFP4_BLOCK = 32
-FP8_BLOCK = 128  # rows and columns of the squares that share a scale
-QUANTISED_PIECE = 1 << 22  # elements that are quantised, or dequantised, at a time; whole blocks
+FP8_BLOCK = 128  # rows and columns of a square that shares a scale
+QUANTISED_PIECE = 1 << 22  # elements that are processed at a time; full blocks
 
 
 class FrozenFormat(StrEnum):
-    """Number format of frozen matrices at rest; all of them are lossy.
+    """Storage format of frozen matrices; all formats are lossy.
 
-    A stack of matrices (experts) is stored matrix by matrix: no block is shared, and the bytes of
-    `stack[a:b]` are a range of those of the stack.
+    A stack of matrices (experts) is stored matrix by matrix: matrices share no blocks, and the
+    bytes of `stack[a:b]` are a range of those of the stack.
 
-    nf4 is of Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023, sections 2, 3;
-    mxfp4 of the OCP Microscaling Formats Specification, 1.0.
+    Sources: nf4 is of Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023,
+    sections 2 and 3; mxfp4 of the OCP Microscaling Formats Specification, 1.0.
     """
 
-    NF4 = "nf4"  # 4 bits an element: the nearest of 16 levels, of its block's largest magnitude
-    NF4_DOUBLE = "nf4_double"  # and the scales of blocks are 8-bit themselves
-    INT8 = "int8"  # 127ths of the row's largest magnitude
-    MXFP4 = "mxfp4"  # e2m1 elements, e8m0 scales; of stacks whose matrices are stored transposed
-    FP8 = "fp8"  # e4m3 elements, an fp32 scale for each square of 128 rows and columns
+    NF4 = "nf4"  # 4-bit elements: nearest of 16 levels; fp32 scale per block
+    NF4_DOUBLE = "nf4_double"  # nf4 with 8-bit scales of blocks
+    INT8 = "int8"  # 8-bit elements, fp32 scale per row
+    MXFP4 = "mxfp4"  # e2m1 elements, e8m0 scales; only of stacks, whose matrices are transposed
+    FP8 = "fp8"  # e4m3 elements, fp32 scale per square of 128 rows and columns
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Return True for a shape that can be stored in this format."""
@@ -121,10 +122,10 @@ class FrozenFormat(StrEnum):
         return len(shape) in (2, 3)
 
     def parts(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the bytes of the codes of one matrix, and of all that scales them, in order.
+        """Return the sizes in bytes of the codes of one matrix, and of its scales, in order.
 
-        Scales of blocks, rows or squares; of nf4_double their codes, the fp32 scales of those, and
-        the fp32 mean that is added.
+        Scales belong to blocks, rows or squares. nf4_double has three parts of scales: their 8-bit
+        codes, the fp32 scales of those, and the fp32 mean that is added.
         """
         rows, columns = shape
         numel = rows * columns
@@ -140,7 +141,7 @@ class FrozenFormat(StrEnum):
         return -(-numel // 2), blocks, 4 * -(-blocks // DOUBLE_BLOCK), 4
 
     def byte_ranges(self, shape: Sequence[int]) -> list[slice]:
-        """Where the parts of one matrix rest among its bytes: each from a multiple of 4 on."""
+        """Return the byte range of each part of one matrix; ranges start at multiples of 4."""
         found, end = [], 0
         for part in self.parts(shape):
             start = -(-end // 4) * 4
@@ -149,17 +150,17 @@ class FrozenFormat(StrEnum):
         return found
 
     def nbytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes at rest of a matrix or a stack; of each matrix a multiple of 4."""
+        """Return the stored bytes of a matrix or stack, each matrix padded to a multiple of 4."""
         end: int = self.byte_ranges(shape[-2:])[-1].stop
         return prod(shape[:-2]) * (-(-end // 4) * 4)
 
     @staticmethod
     def work_bytes(numel: int) -> int:
-        """Bytes that the device needs for a moment to dequantise a matrix: indices, fp32 values."""
+        """Return the bytes of temporaries on the device to dequantize a matrix."""
         return 7 * min(numel, QUANTISED_PIECE)
 
 
-# Formats that models are published in: their bytes in a file are kept.
+# Formats of published models: the bytes of a file are stored unchanged.
 NATIVE = (FrozenFormat.MXFP4, FrozenFormat.FP8)
 
 

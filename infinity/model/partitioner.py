@@ -80,21 +80,21 @@ class Partitioner:
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
         self.num_model_params = len(self.parameters)  # rows of stacks follow them
         self._taken: set[int] = set()
-        self._total = sum(p.numel() for p in self.parameters)
+        self._total_numel = sum(p.numel() for p in self.parameters)
 
     def stacks(self) -> list[Stacks]:
         """Return the modules that declare stacks of experts, except those that share a stack."""
         owners = Counter(
             self._index[id(p)] for m in self.root.modules() for p in m.parameters(recurse=False)
         )
-        found = []
+        unshared = []
         for path, module in self.root.named_modules():
             direct = dict(module.named_parameters(recurse=False))
             members = tuple((name, self._index[id(direct[name])]) for name in stacks_of(module))
             if members and all(owners[index] == 1 for _, index in members):
                 count = self.parameters[members[0][1]].shape[0]
-                found.append(Stacks(path, module, members, count))
-        return found
+                unshared.append(Stacks(path, module, members, count))
+        return unshared
 
     def cut_stacks(
         self, cuts: list[UnitModules], sizes: Sequence[tuple[Stacks, int]]
@@ -104,7 +104,7 @@ class Partitioner:
         The rows of each unit become parameters, appended to those of the model. `sizes` has the
         number of experts in a unit.
         """
-        found: list[Rows] = []
+        ranges: list[Rows] = []
         for stacks, size in sizes:
             origins = {index for _, index in stacks.members}
             for cut in cuts:
@@ -117,31 +117,31 @@ class Partitioner:
                     self.names.append(self.names[origin])
                     self.parameters.append(_rows_like(self.parameters[origin], end - first))
                 rows.unit.parameters.extend(rows.parameters.values())
-                found.append(rows)
+                ranges.append(rows)
         origin_of = {
             index: (origin, rows.first)
-            for rows in found
+            for rows in ranges
             for (_, origin), index in zip(
                 rows.stacks.members, rows.parameters.values(), strict=True
             )
         }
-        cuts = [c for c in (*cuts, *(rows.unit for rows in found)) if c.parameters]
+        cuts = [c for c in (*cuts, *(rows.unit for rows in ranges)) if c.parameters]
         cuts.sort(key=lambda c: origin_of.get(c.parameters[0], (c.parameters[0], 0)))
-        return cuts, found
+        return cuts, ranges
 
     def cut(self, units: Sequence[UnitSpec] | None = None) -> list[UnitModules]:
         """Return the units in module order; `units` replaces the detection of blocks."""
         cuts = [self._explicit(spec) for spec in units] if units is not None else []
         if units is None:
             cuts.extend(self._blocks(self.root, ""))
-        blocks = [sum(self.parameters[i].numel() for i in cut.parameters) for cut in cuts]
-        cuts.extend(self._leftovers(max(blocks, default=0)))
+        unit_numels = [sum(self.parameters[i].numel() for i in cut.parameters) for cut in cuts]
+        cuts.extend(self._leftovers(max(unit_numels, default=0)))
         cuts = [c for c in cuts if c.parameters]
         return sorted(cuts, key=lambda c: c.parameters[0])
 
     def _explicit(self, spec: UnitSpec) -> UnitModules:
-        alone = isinstance(spec, str) or hasattr(spec, "named_parameters")
-        members = cast("Sequence[str | nn.Module]", [spec] if alone else spec)
+        is_single = isinstance(spec, str) or hasattr(spec, "named_parameters")
+        members = cast("Sequence[str | nn.Module]", [spec] if is_single else spec)
         by_name = dict(self.root.named_modules())
         names = {id(m): n for n, m in by_name.items()}
         modules: list[nn.Module] = []
@@ -157,73 +157,76 @@ class Partitioner:
             "+".join(names[id(m)] or "model" for m in modules), modules, is_block=True
         )
         for module in modules:
-            cut.parameters.extend(self._take(module))
+            cut.parameters.extend(self._take_indices(module))
         return cut
 
-    def _take(self, module: nn.Module, *, recurse: bool = True) -> list[int]:
+    def _take_indices(self, module: nn.Module, *, recurse: bool = True) -> list[int]:
         """Return the indices of the module's parameters that are in no unit yet, and mark them."""
-        found = [self._index[id(p)] for p in module.parameters(recurse=recurse)]
-        fresh = sorted(set(found) - self._taken)
-        self._taken.update(fresh)
-        return fresh
+        indices = [self._index[id(p)] for p in module.parameters(recurse=recurse)]
+        untaken = sorted(set(indices) - self._taken)
+        self._taken.update(untaken)
+        return untaken
 
     def _blocks(self, module: nn.Module, prefix: str) -> Iterator[UnitModules]:
         """Yield the outermost repeated children as units, each after the experts inside it."""
-        stacked = _stacked(module)
+        stacked = _block_ids(module)
         for name, child in module.named_children():
             path = f"{prefix}{name}"
             if id(child) in stacked:
                 yield from self._experts(child, f"{path}.")
-                yield UnitModules(path, [child], self._take(child), is_block=True)
+                yield UnitModules(path, [child], self._take_indices(child), is_block=True)
             else:
                 yield from self._blocks(child, f"{path}.")
 
     def _experts(self, block: nn.Module, prefix: str) -> Iterator[UnitModules]:
         for name, child in block.named_modules():
             if is_list(child):
-                repeated = _repeated(child)
+                repeated = _repeated_ids(child)
                 for key, expert in child.named_children():
                     if id(expert) in repeated:
                         path = f"{prefix}{name}.{key}"
-                        yield UnitModules(path, [expert], self._take(expert))
+                        yield UnitModules(path, [expert], self._take_indices(expert))
 
-    def _leftovers(self, block: int) -> Iterator[UnitModules]:
+    def _leftovers(self, block_numel: int) -> Iterator[UnitModules]:
         """Yield the modules outside all blocks: large ones as units, the others packed in order.
 
-        `block` is the number of elements of the largest unit so far, 0 if there is none.
+        `block_numel` is that of the largest unit so far, 0 if there is none.
         """
-        alone, most = self._total / ALONE_SHARE, self._total / REST_SHARE
-        if block:
-            alone, most = min(alone, block / 2), min(most, block)
+        min_alone = self._total_numel / ALONE_SHARE
+        max_packed = self._total_numel / REST_SHARE
+        if block_numel:
+            min_alone = min(min_alone, block_numel / 2)
+            max_packed = min(max_packed, block_numel)
         packed = UnitModules(OUTSIDE, [])
-        size = count = 0
+        packed_numel = num_packed = 0
         for name, module in self.root.named_modules():
-            indices = self._take(module, recurse=False)
+            indices = self._take_indices(module, recurse=False)
             if not indices:
                 continue
             numel = sum(self.parameters[i].numel() for i in indices)
-            if numel >= alone:
+            if numel >= min_alone:
                 yield UnitModules(name or "model", [module], indices)
                 continue
-            if packed.parameters and size + numel > most:
+            if packed.parameters and packed_numel + numel > max_packed:
                 yield packed
-                count += 1
-                packed, size = UnitModules(f"{OUTSIDE}.{count}", []), 0
+                num_packed += 1
+                packed, packed_numel = UnitModules(f"{OUTSIDE}.{num_packed}", []), 0
             packed.modules.append(module)
             packed.parameters.extend(indices)
-            size += numel
+            packed_numel += numel
         yield packed
 
 
 def _rows_like(stack: nn.Parameter, count: int) -> nn.Parameter:
     """Return a parameter without memory that stands for `count` rows of a stack."""
-    shape, outline = (count, *stack.shape[1:]), cast("object", stack)
+    shape = (count, *stack.shape[1:])
+    outline = cast("object", stack)
     if isinstance(outline, Shape):
         return cast("nn.Parameter", Shape(shape, outline.requires_grad))
     import torch  # a model with parameters has imported it already
 
-    made = torch.zeros((), dtype=stack.dtype, device="cpu").expand(shape)
-    return torch.nn.Parameter(made, stack.requires_grad)
+    values = torch.zeros((), dtype=stack.dtype, device="cpu").expand(shape)
+    return torch.nn.Parameter(values, stack.requires_grad)
 
 
 _Signature: TypeAlias = frozenset[tuple[str, tuple[int, ...], object]]
@@ -236,35 +239,37 @@ def _signature(module: nn.Module) -> _Signature:
     return frozenset(parameters) if has_matrix else frozenset()
 
 
-def _by_signature(module: nn.Module) -> dict[tuple[type, _Signature], list[int]]:
+def _ids_by_signature(module: nn.Module) -> dict[tuple[type, _Signature], list[int]]:
     """Return the ids of the children that have a matrix, by class and signature."""
-    found: dict[tuple[type, _Signature], list[int]] = {}
+    ids: dict[tuple[type, _Signature], list[int]] = {}
     for child in module.children():
         if signature := _signature(child):
-            found.setdefault((type(child), signature), []).append(id(child))
-    return found
+            ids.setdefault((type(child), signature), []).append(id(child))
+    return ids
 
 
-def _repeated(module: nn.Module) -> set[int]:
+def _repeated_ids(module: nn.Module) -> set[int]:
     """Return the ids of the children whose class and signature a sibling has too."""
-    return {i for ids in _by_signature(module).values() if len(ids) > 1 for i in ids}
+    return {i for ids in _ids_by_signature(module).values() if len(ids) > 1 for i in ids}
 
 
-def _stacked(module: nn.Module) -> set[int]:
+def _block_ids(module: nn.Module) -> set[int]:
     """Return the ids of repeated children; in a list also of similar ones and of a single one."""
-    found = _repeated(module)
+    stacked = _repeated_ids(module)
     if not is_list(module) or not all(name.isdigit() for name, _ in module.named_children()):
-        return found
-    kinds = _by_signature(module)
-    for kind, ids in kinds.items():
-        others = [o for o in kinds if o != kind] if sum(map(len, kinds.values())) > 1 else [kind]
-        if any(kind[0] is other[0] and _is_like(kind[1], other[1]) for other in others):
-            found.update(ids)
-    return found
+        return stacked
+    ids_by_key = _ids_by_signature(module)
+    num_children = sum(map(len, ids_by_key.values()))
+    for key, ids in ids_by_key.items():
+        # A single child is compared with itself.
+        others = [other for other in ids_by_key if other != key] if num_children > 1 else [key]
+        if any(key[0] is other[0] and _are_similar(key[1], other[1]) for other in others):
+            stacked.update(ids)
+    return stacked
 
 
-def _is_like(one: _Signature, other: _Signature) -> bool:
+def _are_similar(first: _Signature, second: _Signature) -> bool:
     """Return True if two matrices and half of the smaller signature are in both."""
-    common = one & other
+    common = first & second
     matrices = sum(len(shape) >= 2 for _, shape, _ in common)
-    return matrices >= 2 and 2 * len(common) >= min(len(one), len(other))
+    return matrices >= 2 and 2 * len(common) >= min(len(first), len(second))

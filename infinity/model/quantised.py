@@ -48,8 +48,8 @@ def dynamic_levels() -> Tensor:
     """
     levels = [0.0, 1.0]
     for power in range(7):
-        ends = torch.linspace(0.1, 1, 2**power + 1, dtype=torch.float32, device="cpu")
-        means = (10 ** (power - 6) * ((ends[:-1] + ends[1:]) / 2)).tolist()
+        edges = torch.linspace(0.1, 1, 2**power + 1, dtype=torch.float32, device="cpu")
+        means = (10 ** (power - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
         levels += means + [-mean for mean in means]
     return _fp32(sorted(levels))
 
@@ -66,8 +66,8 @@ def quantise(
         dtype: Round the values to this dtype first; by default they are used unchanged.
     """
     encode = _CODECS[form].encode
-    for matrix, record in _matrices(value, packed):
-        encode(matrix, _parts(record, form, matrix.shape), dtype or value.dtype)
+    for matrix, packed_matrix in _matrices(value, packed):
+        encode(matrix, _parts(packed_matrix, form, matrix.shape), dtype or value.dtype)
 
 
 def quantise_exactly(value: Tensor, form: FrozenFormat, dtype: torch.dtype, packed: Tensor) -> None:
@@ -76,11 +76,11 @@ def quantise_exactly(value: Tensor, form: FrozenFormat, dtype: torch.dtype, pack
     Matrices of fp32 values that the format represents exactly, such as those of a quantized file,
     are not rounded first.
     """
-    for matrix, record in _matrices(value, packed):
-        quantise(matrix, form, record, None if _holds(matrix, form) else dtype)
+    for matrix, packed_matrix in _matrices(value, packed):
+        quantise(matrix, form, packed_matrix, None if _is_exact(matrix, form) else dtype)
 
 
-def _holds(value: Tensor, form: FrozenFormat) -> bool:
+def _is_exact(value: Tensor, form: FrozenFormat) -> bool:
     """Return True if the format represents these fp32 values exactly.
 
     Tested in ranges of `NF4_BLOCK` rows, which consist of full blocks.
@@ -90,9 +90,9 @@ def _holds(value: Tensor, form: FrozenFormat) -> bool:
     for rows in torch.split(value, NF4_BLOCK):
         packed = torch.zeros(form.nbytes(rows.shape), dtype=torch.uint8, device="cpu")
         quantise(rows, form, packed)
-        found = torch.empty_like(rows)
-        dequantise(packed, form, found)
-        if not torch.equal(found, rows):
+        decoded = torch.empty_like(rows)
+        dequantise(packed, form, decoded)
+        if not torch.equal(decoded, rows):
             return False
     return True
 
@@ -109,34 +109,34 @@ def from_parts(form: FrozenFormat, shape: Sequence[int], parts: Sequence[Tensor]
         ValueError: A part has a wrong size.
     """
     packed = torch.zeros(form.nbytes(shape), dtype=torch.uint8, device="cpu")
-    records = packed.view(prod(shape[:-2]), -1)
+    packed_matrices = packed.view(prod(shape[:-2]), -1)
     for byte_range, part in zip(form.byte_ranges(shape[-2:]), parts, strict=True):
         data = part.contiguous().view(-1).view(torch.uint8)
-        if data.numel() != records[:, byte_range].numel():
-            sizes = [len(records) * size for size in form.parts(shape[-2:])]
+        if data.numel() != packed_matrices[:, byte_range].numel():
+            sizes = [len(packed_matrices) * size for size in form.parts(shape[-2:])]
             raise ValueError(f"parts of {[p.nbytes for p in parts]} bytes, not {sizes}")
-        records[:, byte_range] = data.view(len(records), -1)
+        packed_matrices[:, byte_range] = data.view(len(packed_matrices), -1)
     return packed
 
 
-def join_rows(form: FrozenFormat, columns: int, pieces: Sequence[tuple[int, Tensor]]) -> Tensor:
+def join_rows(form: FrozenFormat, columns: int, matrices: Sequence[tuple[int, Tensor]]) -> Tensor:
     """Concatenate packed matrices along their rows.
 
     Args:
         form: Format of all matrices.
         columns: Number of columns of all matrices.
-        pieces: Number of rows and packed bytes of each matrix.
+        matrices: Number of rows and packed bytes of each matrix.
 
     Raises:
         ValueError: A block with one scale would have rows of two matrices.
     """
-    if len(pieces) == 1:
-        return pieces[0][1]
-    if form is not FrozenFormat.FP8 or any(rows % FP8_BLOCK for rows, _ in pieces[:-1]):
-        raise ValueError(f"matrices of {[rows for rows, _ in pieces]} rows share blocks")
-    each = [_parts(packed, form, (rows, columns)) for rows, packed in pieces]
-    shape = (sum(rows for rows, _ in pieces), columns)
-    return from_parts(form, shape, [torch.cat(parts) for parts in zip(*each, strict=True)])
+    if len(matrices) == 1:
+        return matrices[0][1]
+    if form is not FrozenFormat.FP8 or any(rows % FP8_BLOCK for rows, _ in matrices[:-1]):
+        raise ValueError(f"matrices of {[rows for rows, _ in matrices]} rows share blocks")
+    unpacked = [_parts(packed, form, (rows, columns)) for rows, packed in matrices]
+    shape = (sum(rows for rows, _ in matrices), columns)
+    return from_parts(form, shape, [torch.cat(parts) for parts in zip(*unpacked, strict=True)])
 
 
 def dequantise(packed: Tensor, form: FrozenFormat, value: Tensor) -> None:
@@ -148,8 +148,8 @@ def dequantise(packed: Tensor, form: FrozenFormat, value: Tensor) -> None:
         value: Contiguous, on the same device.
     """
     decode = _CODECS[form].decode
-    for matrix, record in _matrices(value, packed):
-        decode(_parts(record, form, matrix.shape), matrix)
+    for matrix, packed_matrix in _matrices(value, packed):
+        decode(_parts(packed_matrix, form, matrix.shape), matrix)
 
 
 def _matrices(value: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -168,57 +168,66 @@ def _parts(packed: Tensor, form: FrozenFormat, shape: Sequence[int]) -> list[Ten
 def _encode_nf4(value: Tensor, parts: list[Tensor], dtype: torch.dtype, *, double: bool) -> None:
     codes, *scales = parts
     flat = value.reshape(-1)
-    largest = torch.cat([_largest(part.to(dtype), NF4_BLOCK) for part, _ in _pieces(flat, codes)])
-    bounds = _bounds(_fp32(NF4_LEVELS))
-    for number, (part, out) in enumerate(_pieces(flat, codes)):
+    maxima = torch.cat(
+        [_block_maxima(chunk.to(dtype), NF4_BLOCK) for chunk, _ in _chunks(flat, codes)]
+    )
+    boundaries = _boundaries(_fp32(NF4_LEVELS))
+    for number, (chunk, chunk_codes) in enumerate(_chunks(flat, codes)):
         first = number * (QUANTISED_PIECE // NF4_BLOCK)
-        level = _nearest(part.to(dtype).float(), largest[first:], NF4_BLOCK, bounds)
-        if level.numel() % 2:
-            level = torch.cat([level, level.new_full((1,), len(bounds) // 2)])
-        out.copy_((level[::2] << 4) | level[1::2])
+        code = _nearest_codes(chunk.to(dtype).float(), maxima[first:], NF4_BLOCK, boundaries)
+        if code.numel() % 2:
+            code = torch.cat([code, code.new_full((1,), len(boundaries) // 2)])
+        chunk_codes.copy_((code[::2] << 4) | code[1::2])
     if not double:
-        scales[0].view(torch.float32).copy_(largest)
+        scales[0].view(torch.float32).copy_(maxima)
         return
-    mean = largest.mean()
-    largest -= mean
-    of_blocks = _largest(largest, DOUBLE_BLOCK)
-    scales[0].copy_(_nearest(largest, of_blocks, DOUBLE_BLOCK, _bounds(dynamic_levels())))
-    scales[1].view(torch.float32).copy_(of_blocks)
+    mean = maxima.mean()
+    maxima -= mean
+    scales_of_scales = _block_maxima(maxima, DOUBLE_BLOCK)
+    scales[0].copy_(
+        _nearest_codes(maxima, scales_of_scales, DOUBLE_BLOCK, _boundaries(dynamic_levels()))
+    )
+    scales[1].view(torch.float32).copy_(scales_of_scales)
     scales[2].view(torch.float32).copy_(mean)
 
 
 def _decode_nf4(parts: list[Tensor], value: Tensor, *, double: bool) -> None:
     codes, *scales = parts
-    there = _on(value.device)
-    blocks, first = QUANTISED_PIECE // NF4_BLOCK, 0
-    for out, part in _pieces(value.view(-1), codes):
+    tables = _constants_on(value.device)
+    per_chunk = QUANTISED_PIECE // NF4_BLOCK
+    first_block = 0
+    for out, chunk_codes in _chunks(value.view(-1), codes):
         if double:
-            largest = there.dynamic.index_select(0, scales[0][first : first + blocks].int())
-            _scale(largest, scales[1].view(torch.float32)[first // DOUBLE_BLOCK :], DOUBLE_BLOCK)
-            largest += scales[2].view(torch.float32)
+            maxima = tables.dynamic.index_select(
+                0, scales[0][first_block : first_block + per_chunk].int()
+            )
+            _scale(
+                maxima, scales[1].view(torch.float32)[first_block // DOUBLE_BLOCK :], DOUBLE_BLOCK
+            )
+            maxima += scales[2].view(torch.float32)
         else:
-            largest = scales[0].view(torch.float32)[first : first + blocks]
-        found = there.nf4.index_select(0, part.int()).view(-1)[: out.numel()]
-        _scale(found, largest, NF4_BLOCK)
-        out.copy_(found)
-        first += blocks
+            maxima = scales[0].view(torch.float32)[first_block : first_block + per_chunk]
+        values = tables.nf4.index_select(0, chunk_codes.int()).view(-1)[: out.numel()]
+        _scale(values, maxima, NF4_BLOCK)
+        out.copy_(values)
+        first_block += per_chunk
 
 
 def _encode_int8(value: Tensor, parts: list[Tensor], dtype: torch.dtype) -> None:
     codes, scales = parts[0].view(torch.int8).view(value.shape), parts[1].view(torch.float32)
-    for rows in _runs(*value.shape):
-        part = value[rows].to(dtype).float()
-        largest = part.abs().amax(1)
+    for rows in _row_ranges(*value.shape):
+        chunk = value[rows].to(dtype).float()
+        largest = chunk.abs().amax(1)
         scales[rows].copy_(largest)
-        codes[rows].copy_(torch.round(part * (127.0 / largest.clamp(min=_TINY))[:, None]))
+        codes[rows].copy_(torch.round(chunk * (127.0 / largest.clamp(min=_TINY))[:, None]))
 
 
 def _decode_int8(parts: list[Tensor], value: Tensor) -> None:
     codes, scales = parts[0].view(torch.int8).view(value.shape), parts[1].view(torch.float32)
-    for rows in _runs(*value.shape):
-        part = codes[rows].float()
-        part.mul_(scales[rows, None]).mul_(_127TH)
-        value[rows].copy_(part)
+    for rows in _row_ranges(*value.shape):
+        chunk = codes[rows].float()
+        chunk.mul_(scales[rows, None]).mul_(_127TH)
+        value[rows].copy_(chunk)
 
 
 def _encode_mxfp4(value: Tensor, parts: list[Tensor], dtype: torch.dtype) -> None:
@@ -226,14 +235,14 @@ def _encode_mxfp4(value: Tensor, parts: list[Tensor], dtype: torch.dtype) -> Non
     columns, num_rows = value.shape  # the format stores it transposed
     codes, scales = parts[0].view(num_rows, -1), parts[1].view(num_rows, -1)
     # Ties between two levels go to the one whose last bit is 0.
-    bounds = _bounds(_fp32(_E2M1))
-    bounds[1::2] = torch.nextafter(bounds[1::2], _fp32([0.0]))
-    for rows in _runs(num_rows, columns):
+    boundaries = _boundaries(_fp32(_E2M1))
+    boundaries[1::2] = torch.nextafter(boundaries[1::2], _fp32([0.0]))
+    for rows in _row_ranges(num_rows, columns):
         blocks = value[:, rows].to(dtype).float().T.contiguous().view(-1, MXFP4_BLOCK)
         mantissa, exponent = torch.frexp(blocks.abs().amax(1) / _E2M1[-1])
         exponent = (exponent - (mantissa == 0.5).int()).clamp_(-127, 127)
-        scaled = blocks * _on(value.device).powers[127 - exponent, None]
-        code = torch.bucketize(scaled.abs(), bounds, out_int32=True).to(torch.uint8)
+        scaled = blocks * _constants_on(value.device).powers[127 - exponent, None]
+        code = torch.bucketize(scaled.abs(), boundaries, out_int32=True).to(torch.uint8)
         code |= torch.signbit(scaled).to(torch.uint8) << 3
         codes[rows] = (code[:, ::2] | (code[:, 1::2] << 4)).view(-1, columns // 2)
         scales[rows] = (exponent + 127).to(torch.uint8).view(-1, columns // MXFP4_BLOCK)
@@ -242,35 +251,37 @@ def _encode_mxfp4(value: Tensor, parts: list[Tensor], dtype: torch.dtype) -> Non
 def _decode_mxfp4(parts: list[Tensor], value: Tensor) -> None:
     columns, num_rows = value.shape
     codes, scales = parts[0].view(num_rows, -1), parts[1].view(num_rows, -1)
-    there = _on(value.device)
-    for rows in _runs(num_rows, columns):
-        found = there.e2m1.index_select(0, codes[rows].reshape(-1).int()).view(-1, MXFP4_BLOCK)
-        found.mul_(there.powers.index_select(0, scales[rows].reshape(-1).int())[:, None])
-        value[:, rows].copy_(found.view(-1, columns).T)
+    tables = _constants_on(value.device)
+    for rows in _row_ranges(num_rows, columns):
+        values = tables.e2m1.index_select(0, codes[rows].reshape(-1).int()).view(-1, MXFP4_BLOCK)
+        values.mul_(tables.powers.index_select(0, scales[rows].reshape(-1).int())[:, None])
+        value[:, rows].copy_(values.view(-1, columns).T)
 
 
 def _encode_fp8(value: Tensor, parts: list[Tensor], dtype: torch.dtype) -> None:
     codes, scales = _fp8_parts(parts, value.shape)
     for band, first in enumerate(range(0, len(value), FP8_BLOCK)):
         rows = slice(first, first + FP8_BLOCK)
-        part = value[rows].to(dtype).float()
-        blocks = pad(part, (0, -part.shape[1] % FP8_BLOCK)).view(len(part), -1, FP8_BLOCK)
+        chunk = value[rows].to(dtype).float()
+        blocks = pad(chunk, (0, -chunk.shape[1] % FP8_BLOCK)).view(len(chunk), -1, FP8_BLOCK)
         scale = blocks.abs().amax((0, 2)) / _E4M3_MAX
         scales[band] = torch.where(scale > 0, scale, 1.0)
-        part = (blocks / scales[band, :, None]).flatten(1)[:, : part.shape[1]]
-        codes[rows] = part.clamp_(-_E4M3_MAX, _E4M3_MAX).to(codes.dtype)
+        chunk = (blocks / scales[band, :, None]).flatten(1)[:, : chunk.shape[1]]
+        codes[rows] = chunk.clamp_(-_E4M3_MAX, _E4M3_MAX).to(codes.dtype)
 
 
 def _decode_fp8(parts: list[Tensor], value: Tensor) -> None:
     codes, scales = _fp8_parts(parts, value.shape)
     num_full = value.shape[1] // FP8_BLOCK
-    for rows in _runs(*value.shape):
-        part = codes[rows].float()
-        first = torch.arange(rows.start, rows.start + len(part), device=value.device)
-        by = scales.index_select(0, first // FP8_BLOCK)
-        part[:, : num_full * FP8_BLOCK].view(len(part), -1, FP8_BLOCK).mul_(by[:, :num_full, None])
-        part[:, num_full * FP8_BLOCK :].mul_(by[:, num_full:])
-        value[rows].copy_(part)
+    for rows in _row_ranges(*value.shape):
+        chunk = codes[rows].float()
+        row_indices = torch.arange(rows.start, rows.start + len(chunk), device=value.device)
+        row_scales = scales.index_select(0, row_indices // FP8_BLOCK)
+        chunk[:, : num_full * FP8_BLOCK].view(len(chunk), -1, FP8_BLOCK).mul_(
+            row_scales[:, :num_full, None]
+        )
+        chunk[:, num_full * FP8_BLOCK :].mul_(row_scales[:, num_full:])
+        value[rows].copy_(chunk)
 
 
 def _fp8_parts(parts: list[Tensor], shape: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -298,37 +309,37 @@ _CODECS = {
 }
 
 
-def _runs(rows: int, columns: int) -> Iterator[slice]:
+def _row_ranges(rows: int, columns: int) -> Iterator[slice]:
     """Return the ranges of rows that are processed at a time."""
     step = max(QUANTISED_PIECE // max(columns, 1), 1)
     return (slice(first, first + step) for first in range(0, rows, step))
 
 
-def _pieces(flat: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _chunks(flat: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Return chunks of elements with the bytes of their 4-bit codes, two in a byte."""
     return zip(
         torch.split(flat, QUANTISED_PIECE), torch.split(codes, QUANTISED_PIECE // 2), strict=True
     )
 
 
-def _largest(flat: Tensor, block: int) -> Tensor:
+def _block_maxima(flat: Tensor, block: int) -> Tensor:
     """Return the largest magnitude of every block, fp32; the last block may be shorter."""
     end = flat.numel() // block * block
-    found = [flat[:end].view(-1, block).abs().amax(1).float()]
+    maxima = [flat[:end].view(-1, block).abs().amax(1).float()]
     if end < flat.numel():  # bitsandbytes stores the clamped divisor of this block
-        found.append(flat[end:].abs().amax().float().clamp(min=_TINY).view(1))
-    return torch.cat(found)
+        maxima.append(flat[end:].abs().amax().float().clamp(min=_TINY).view(1))
+    return torch.cat(maxima)
 
 
-def _nearest(flat: Tensor, largest: Tensor, block: int, bounds: Tensor) -> Tensor:
+def _nearest_codes(flat: Tensor, maxima: Tensor, block: int, boundaries: Tensor) -> Tensor:
     """Scale each block to [-1, 1]; return the uint8 indices of the nearest levels."""
     end = flat.numel() // block * block
-    by = largest.clamp(min=_TINY)
+    divisors = maxima.clamp(min=_TINY)
     scaled = torch.empty_like(flat)
-    scaled[:end] = (flat[:end].view(-1, block) * (1.0 / by[: end // block, None])).view(-1)
+    scaled[:end] = (flat[:end].view(-1, block) * (1.0 / divisors[: end // block, None])).view(-1)
     if end < flat.numel():
-        scaled[end:] = flat[end:] / by[end // block]
-    return torch.bucketize(scaled.clamp_(-1, 1), bounds, out_int32=True).to(torch.uint8)
+        scaled[end:] = flat[end:] / divisors[end // block]
+    return torch.bucketize(scaled.clamp_(-1, 1), boundaries, out_int32=True).to(torch.uint8)
 
 
 def _fp32(levels: Sequence[float]) -> Tensor:
@@ -336,16 +347,16 @@ def _fp32(levels: Sequence[float]) -> Tensor:
     return torch.tensor(levels, dtype=torch.float32, device="cpu")
 
 
-def _bounds(levels: Tensor) -> Tensor:
+def _boundaries(levels: Tensor) -> Tensor:
     return (levels[:-1] + levels[1:]) / 2
 
 
-def _scale(flat: Tensor, by: Tensor, block: int) -> None:
+def _scale(flat: Tensor, scales: Tensor, block: int) -> None:
     """Multiply the elements of every block by its scale, in place."""
     blocks, remainder = divmod(flat.numel(), block)
-    flat[: blocks * block].view(-1, block).mul_(by[:blocks, None])
+    flat[: blocks * block].view(-1, block).mul_(scales[:blocks, None])
     if remainder:
-        flat[blocks * block :].mul_(by[blocks])
+        flat[blocks * block :].mul_(scales[blocks])
 
 
 class _Constants(NamedTuple):
@@ -358,7 +369,7 @@ class _Constants(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def _on(device: torch.device) -> _Constants:
+def _constants_on(device: torch.device) -> _Constants:
     nf4, e2m1 = _fp32(NF4_LEVELS), _fp32([*_E2M1, *(-level for level in _E2M1)])
     powers = _fp32([2.0 ** (scale - 127) for scale in range(256)])
     tables = (

@@ -51,7 +51,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 _READ_BYTES = 64 << 20  # SIGINT is handled between two reads
-_LARGEST = 2**63 - 1
+_MAX_INT64 = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,10 @@ class SafetensorsFile:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (OSError, ValueError) as error:
             raise _unreadable(path, error) from error
-        self._closer = weakref.finalize(self, os.close, self._descriptor)
+        self._finalizer = weakref.finalize(self, os.close, self._descriptor)
         try:
             self.facts = self._read_header()
-        except _UnsoundError as error:
+        except _FormatError as error:
             self.close()
             raise ConfigError(
                 f"{path} is not a sound safetensors file: {error}",
@@ -121,36 +121,36 @@ class SafetensorsFile:
             raise
 
     def _read_header(self) -> dict[str, TensorFacts]:
-        state = os.fstat(self._descriptor)
-        if not stat.S_ISREG(state.st_mode):
-            raise _UnsoundError("it is no regular file")
-        if state.st_size < _LENGTH_BYTES:
-            raise _UnsoundError(f"it has {state.st_size} bytes")
-        length = int.from_bytes(self._bytes(0, _LENGTH_BYTES), "little")
-        start = _LENGTH_BYTES + length
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise _FormatError("it is no regular file")
+        if status.st_size < _LENGTH_BYTES:
+            raise _FormatError(f"it has {status.st_size} bytes")
+        length = int.from_bytes(self._read_bytes(0, _LENGTH_BYTES), "little")
+        data_start = _LENGTH_BYTES + length
         if length > _MAX_HEADER_BYTES:
-            raise _UnsoundError(f"its header would have {length} bytes")
-        if start > state.st_size:
-            raise _UnsoundError(f"its header would end at byte {start} of {state.st_size}")
-        header = _json(self._bytes(_LENGTH_BYTES, length))
-        return _facts(header, self.path, start, state.st_size)
+            raise _FormatError(f"its header would have {length} bytes")
+        if data_start > status.st_size:
+            raise _FormatError(f"its header would end at byte {data_start} of {status.st_size}")
+        header = _parse_json(self._read_bytes(_LENGTH_BYTES, length))
+        return _parse_entries(header, self.path, data_start, status.st_size)
 
-    def _bytes(self, offset: int, length: int) -> bytes:
+    def _read_bytes(self, offset: int, length: int) -> bytes:
         buffer = bytearray(length)
-        if self._fill(memoryview(buffer), offset) < length:
-            raise _UnsoundError("it became shorter while it was read")
+        if self._read_into(memoryview(buffer), offset) < length:
+            raise _FormatError("it became shorter while it was read")
         return bytes(buffer)
 
-    def _fill(self, target: memoryview, offset: int) -> int:
+    def _read_into(self, target: memoryview, offset: int) -> int:
         """Read into `target`; return the number of bytes read, fewer only at the file's end."""
-        done = 0
-        while done < len(target):
-            part = target[done : done + _READ_BYTES]
-            count = os.preadv(self._descriptor, [part], offset + done)
+        num_read = 0
+        while num_read < len(target):
+            chunk = target[num_read : num_read + _READ_BYTES]
+            count = os.preadv(self._descriptor, [chunk], offset + num_read)
             if count == 0:
                 break
-            done += count
-        return done
+            num_read += count
+        return num_read
 
     def read(self, name: str, first: int = 0, count: int | None = None) -> Tensor:
         """Read a tensor into new memory, or `count` of its elements from `first`, flat.
@@ -170,26 +170,26 @@ class SafetensorsFile:
         target = flat.view(torch.uint8).numpy().data
         offset = facts.offset + first * facts.dtype.itemsize
         try:
-            done = self._fill(target, offset)
+            num_read = self._read_into(target, offset)
         except OSError as error:
             raise MachineError(
                 f"tensor {name!r} of {self.path} cannot be read",
                 because=f"{error.strerror} (errno {error.errno})",
             ) from error
-        if done < len(target):
+        if num_read < len(target):
             raise ConfigError(
-                f"tensor {name!r} of {self.path} ends after {done} of {len(target)} bytes",
+                f"tensor {name!r} of {self.path} ends after {num_read} of {len(target)} bytes",
                 because="the file became shorter after it was opened",
             )
         return flat.view(facts.shape) if count is None else flat
 
     def close(self) -> None:
         """Close the file; idempotent."""
-        self._closer()
+        self._finalizer()
 
 
-class _UnsoundError(Exception):
-    """Defect of a header."""
+class _FormatError(Exception):
+    """Defect of a file."""
 
 
 def _unreadable(path: Path, error: OSError | ValueError) -> ConfigError:
@@ -199,94 +199,103 @@ def _unreadable(path: Path, error: OSError | ValueError) -> ConfigError:
     return ConfigError(f"{path} cannot be read: {reason or error}", remedy=remedy)
 
 
-def _json(header: bytes) -> dict[str, Any]:
+def _parse_json(header: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(
+        content = json.loads(
             header.decode("utf-8"),
-            object_pairs_hook=_unique,
-            parse_constant=_no_json,
-            parse_int=lambda text: int(text) if text != "-0" else _no_json(text),
+            object_pairs_hook=_members,
+            parse_constant=_reject_constant,
+            parse_int=lambda text: int(text) if text != "-0" else _reject_constant(text),
         )
     except UnicodeDecodeError as error:
-        raise _UnsoundError(f"its header is not UTF-8: {error.reason} at {error.start}") from None
+        raise _FormatError(f"its header is not UTF-8: {error.reason} at {error.start}") from None
     except (ValueError, RecursionError) as error:
-        raise _UnsoundError(f"its header is not JSON: {error}") from None
-    if not header.startswith(b"{") or not isinstance(found, dict):
-        raise _UnsoundError("its header is no JSON object")
-    return found
+        raise _FormatError(f"its header is not JSON: {error}") from None
+    if not header.startswith(b"{") or not isinstance(content, dict):
+        raise _FormatError("its header is no JSON object")
+    return content
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        for name, _ in reversed(pairs):  # the second pop of a duplicate name finds nothing
-            if found.pop(name, found) is found:
-                raise _UnsoundError(f"{_short(name)} is in its header twice")
-    return found
+def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        seen = set[str]()
+        for name, _ in reversed(pairs):
+            if name in seen:
+                raise _FormatError(f"{_shorten(name)} is in its header twice")
+            seen.add(name)
+    return members
 
 
-def _no_json(text: str) -> NoReturn:
+def _reject_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no JSON")
 
 
-def _facts(header: dict[str, Any], path: Path, start: int, size: int) -> dict[str, TensorFacts]:
-    """Validate all header entries; tensors must fill the file from `start` to `size`."""
+def _parse_entries(
+    header: dict[str, Any], path: Path, data_start: int, file_bytes: int
+) -> dict[str, TensorFacts]:
+    """Validate all header entries; tensors must fill the file from `data_start` on."""
     metadata = header.pop("__metadata__", None)
-    texts = metadata.values() if isinstance(metadata, dict) else [metadata or ""]
-    if not all(isinstance(text, str) for text in texts):
-        raise _UnsoundError("its __metadata__ holds more than texts")
+    values = metadata.values() if isinstance(metadata, dict) else [metadata or ""]
+    if not all(isinstance(value, str) for value in values):
+        raise _FormatError("its __metadata__ holds more than texts")
     facts: dict[str, TensorFacts] = {}
     ranges: list[tuple[int, int, str]] = []
     for name, entry in header.items():
-        shape, dtype, (begin, end) = _entry(name, entry)
-        facts[name] = TensorFacts(shape, dtype, path, start + begin)
+        shape, dtype, (begin, end) = _parse_entry(name, entry)
+        facts[name] = TensorFacts(shape, dtype, path, data_start + begin)
         ranges.append((begin, end, name))
     position = 0
     for begin, end, name in sorted(ranges):
         if begin != position:
-            what = "overlaps the one before" if begin < position else "leaves a gap before it"
-            raise _UnsoundError(f"tensor {name!r} begins at byte {begin}, and {what} ({position})")
-        if start + end > size:
-            raise _UnsoundError(f"tensor {name!r} would end at byte {start + end} of {size}")
+            relation = "overlaps the one before" if begin < position else "leaves a gap before it"
+            raise _FormatError(
+                f"tensor {name!r} begins at byte {begin}, and {relation} ({position})"
+            )
+        if data_start + end > file_bytes:
+            raise _FormatError(
+                f"tensor {name!r} would end at byte {data_start + end} of {file_bytes}"
+            )
         position = end
-    if start + position != size:
-        raise _UnsoundError(f"its tensors end at byte {start + position} of {size}")
+    if data_start + position != file_bytes:
+        raise _FormatError(f"its tensors end at byte {data_start + position} of {file_bytes}")
     return facts
 
 
-def _entry(name: str, entry: Any) -> tuple[tuple[int, ...], torch.dtype, tuple[int, int]]:
+def _parse_entry(name: str, entry: Any) -> tuple[tuple[int, ...], torch.dtype, tuple[int, int]]:
     """Return shape, dtype and byte range of one tensor, checked for consistency."""
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise _UnsoundError(f"the name {name!r} is no text") from None
+        raise _FormatError(f"the name {name!r} is no text") from None
     try:
         shape, dtype_name, offsets = entry["shape"], entry["dtype"], entry["data_offsets"]
     except (KeyError, TypeError):
-        raise _UnsoundError(f"tensor {name!r} lacks shape, dtype or data_offsets") from None
-    if not _counts(shape) or prod(n for n in shape if n) > _LARGEST:
-        raise _UnsoundError(f"tensor {name!r} has the shape {_short(shape)}")
-    if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _UnsoundError(f"tensor {name!r} has the data_offsets {_short(offsets)}")
+        raise _FormatError(f"tensor {name!r} lacks shape, dtype or data_offsets") from None
+    if not _are_counts(shape) or prod(n for n in shape if n) > _MAX_INT64:
+        raise _FormatError(f"tensor {name!r} has the shape {_shorten(shape)}")
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _FormatError(f"tensor {name!r} has the data_offsets {_shorten(offsets)}")
     dtype = _DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
-        raise _UnsoundError(
-            f"tensor {name!r} has the dtype {_short(dtype_name)}, which torch lacks"
+        raise _FormatError(
+            f"tensor {name!r} has the dtype {_shorten(dtype_name)}, which torch lacks"
         )
-    nbytes, given = prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
-    if nbytes != given:
-        raise _UnsoundError(
-            f"tensor {name!r} of shape {tuple(shape)} and dtype {dtype_name} has {given} bytes, "
-            f"not {nbytes}"
+    nbytes = prod(shape) * dtype.itemsize
+    num_bytes = offsets[1] - offsets[0]
+    if nbytes != num_bytes:
+        raise _FormatError(
+            f"tensor {name!r} of shape {tuple(shape)} and dtype {dtype_name} has {num_bytes} "
+            f"bytes, not {nbytes}"
         )
     return tuple(shape), dtype, (offsets[0], offsets[1])
 
 
-def _counts(value: Any) -> bool:
+def _are_counts(value: Any) -> bool:
     """Return True for a list of integers from 0 to 2**63 - 1."""
-    return isinstance(value, list) and all(type(n) is int and 0 <= n <= _LARGEST for n in value)
+    return isinstance(value, list) and all(type(n) is int and 0 <= n <= _MAX_INT64 for n in value)
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

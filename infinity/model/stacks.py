@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 ATTRIBUTE = "infinity_stacks"
-_COMPUTER = "_infinity_ranges"
+_COMPUTER_ATTRIBUTE = "_infinity_ranges"
 
 
 class StackRange:
@@ -89,10 +89,10 @@ class RangeCall:
         Ranges that are omitted have no rows. Each tensor is split once, so its gradient is
         concatenated once.
         """
-        sizes = [self.rows_of(one) for one in ranges]
+        sizes = [self.rows_of(experts) for experts in ranges]
         rows: tuple[Any, ...] = self.rows
-        each = [[None] * len(sizes) if t is None else t.split(sizes) for t in rows]
-        return [*zip(*each, strict=True)]
+        columns = [[None] * len(sizes) if t is None else t.split(sizes) for t in rows]
+        return [*zip(*columns, strict=True)]
 
 
 def compute_ranges(
@@ -113,7 +113,7 @@ def compute_ranges(
         The concatenated results.
     """
     call = RangeCall(compute, counts, rows)
-    computer: Computer | None = vars(module).get(_COMPUTER)
+    computer: Computer | None = vars(module).get(_COMPUTER_ATTRIBUTE)
     return compute_full(module, call) if computer is None else computer(call)
 
 
@@ -136,22 +136,22 @@ def no_full_gradient(name: str, what: str) -> ResidencyError:
 
 def gradient_hooks(parameter: Any) -> list[Any]:
     """Return the hooks on the gradient of a parameter."""
-    names = "_backward_hooks", "_post_accumulate_grad_hooks"
-    found = (getattr(parameter, name, None) or {} for name in names)
-    return [hook for hooks in found for hook in hooks.values()]
+    attributes = "_backward_hooks", "_post_accumulate_grad_hooks"
+    hook_dicts = (getattr(parameter, attribute, None) or {} for attribute in attributes)
+    return [hook for hooks in hook_dicts for hook in hooks.values()]
 
 
 def set_computer(module: nn.Module, computer: Computer | None) -> None:
     """Set the function that `compute_ranges` calls for a module; None resets it."""
     if computer is None:
-        vars(module).pop(_COMPUTER, None)
+        vars(module).pop(_COMPUTER_ATTRIBUTE, None)
     else:
-        vars(module)[_COMPUTER] = computer
+        vars(module)[_COMPUTER_ATTRIBUTE] = computer
 
 
 def has_computer(module: nn.Module) -> bool:
     """Return True if an engine has set a function with `set_computer`."""
-    return _COMPUTER in vars(module)
+    return _COMPUTER_ATTRIBUTE in vars(module)
 
 
 def stacks_of(module: nn.Module | Outline) -> tuple[str, ...]:
@@ -165,18 +165,18 @@ def stacks_of(module: nn.Module | Outline) -> tuple[str, ...]:
     if not names:
         return ()
     direct: Mapping[str, Any] = dict(module.named_parameters(recurse=False))
-    kind = type(module).__name__
+    class_name = type(module).__name__
     missing = [name for name in names if name not in direct]
     if isinstance(names, str) or missing:
         raise ConfigError(
-            f"{ATTRIBUTE} of a {kind} is {names!r}: {', '.join(map(repr, missing))} is none of its "
-            f"parameters, which are {', '.join(direct)}",
+            f"{ATTRIBUTE} of a {class_name} is {names!r}: {', '.join(map(repr, missing))} is none "
+            f"of its parameters, which are {', '.join(direct)}",
             remedy="a tuple of names of parameters, with one row an expert",
         )
     lengths = {name: direct[name].shape[0] if direct[name].dim() else 0 for name in names}
     if len(set(lengths.values())) > 1 or not all(lengths.values()):
         raise ConfigError(
-            f"{ATTRIBUTE} of a {kind}: stacks have one row an expert, and these "
+            f"{ATTRIBUTE} of a {class_name}: stacks have one row an expert, and these "
             f"have {', '.join(f'{n} in {name}' for name, n in lengths.items())}",
             remedy="name only parameters with one row an expert",
         )

@@ -29,8 +29,10 @@ MAX_CONFIG_BYTES = 16 << 20  # a config.json has a few KiB, or 1 MiB with many l
 # A file with one of these keys describes a model, even without a model_type.
 _MODEL_KEYS = ("model_type", "architectures", "hidden_size", "n_embd", "num_hidden_layers")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?<!\.json)(?<!\.yaml)(?<!\.yml)")
-_GIVE = f"give one of {', '.join(NAMED)}, a config.json, a directory with one, or owner/name on \
-the Hugging Face Hub"
+_REMEDY = (
+    f"give one of {', '.join(NAMED)}, a config.json, a directory with one, or owner/name on the "
+    "Hugging Face Hub"
+)
 
 
 def names_a_model(text: str) -> bool:
@@ -43,24 +45,24 @@ def names_a_model(text: str) -> bool:
     if text.lower() in NAMED or path.is_dir():
         return True
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is neither a file nor a directory", remedy=_GIVE)
+        raise ConfigError(f"{path} is neither a file nor a directory", remedy=_REMEDY)
     if not path.exists():
         if _HUB_ID.fullmatch(text):
             return True
         if "/" in text or path.suffix.lower() in (".json", ".yaml", ".yml"):
-            raise ConfigError(f"{path} does not exist", remedy=_GIVE)
+            raise ConfigError(f"{path} does not exist", remedy=_REMEDY)
         hint = did_you_mean(text.lower(), NAMED, cutoff=0.4)
         message = f"{text!r} is no model known by name, and no file; {hint}".rstrip("; ")
-        raise ConfigError(message, remedy=_GIVE)
+        raise ConfigError(message, remedy=_REMEDY)
     if path.suffix.lower() in (".yaml", ".yml"):
         return False
-    raw = _json_of(path)
+    raw = _load_json(path)
     return not isinstance(raw, dict) or any(key in raw for key in _MODEL_KEYS)
 
 
 def read_model_config(file: Path) -> dict[str, Any]:
     """Read a Hugging Face config.json; raises `ConfigError` for other files."""
-    config = _json_of(file)
+    config = _load_json(file)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ConfigError(
             f"{file} has no model_type", because="a Hugging Face config.json names its family"
@@ -68,13 +70,13 @@ def read_model_config(file: Path) -> dict[str, Any]:
     return config
 
 
-def _json_of(file: Path) -> Any:
+def _load_json(file: Path) -> Any:
     try:
         if file.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{file} has {file.stat().st_size} bytes: not a model's config.json")
         return json.loads(file.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}", remedy=_GIVE) from error
+        raise ConfigError(f"{file} cannot be read: {error.strerror}", remedy=_REMEDY) from error
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON: {error}") from error
     except RecursionError as error:
@@ -97,59 +99,63 @@ def add_adapters(target: Target, rank: int) -> nn.Module | Outline:
     Every linear layer except heads gets two matrices of this rank. Sizes equal those of peft's
     "all-linear"; names differ.
     """
-    module, parameters = target.module, list[Any](target.module.parameters())
+    module = target.module
+    parameters = list[Any](module.parameters())
     heads = {id(parameters[index]) for index in target.heads}
     frozen = {id(p): replace(p, requires_grad=False) for p in parameters if isinstance(p, Shape)}
-    parts: list[nn.Module | Outline] = list(module.modules())
-    for part in parts:
-        direct: dict[str, Any] = dict(part.named_parameters(recurse=False))
-        if isinstance(part, Outline):
-            part.direct = {name: frozen[id(shape)] for name, shape in part.direct.items()}
+    submodules: list[nn.Module | Outline] = list(module.modules())
+    for submodule in submodules:
+        direct: dict[str, Any] = dict(submodule.named_parameters(recurse=False))
+        if isinstance(submodule, Outline):
+            submodule.direct = {name: frozen[id(shape)] for name, shape in submodule.direct.items()}
         else:
-            part.requires_grad_(requires_grad=False)
-        if not is_linear(part) or id(direct["weight"]) in heads:
+            submodule.requires_grad_(requires_grad=False)
+        if not is_linear(submodule) or id(direct["weight"]) in heads:
             continue
         rows, columns = direct["weight"].shape
         for name, shape in {"lora_A": (rank, columns), "lora_B": (rows, rank)}.items():
-            if isinstance(part, Outline):
-                part.at(name).direct["weight"] = Shape(shape)
+            if isinstance(submodule, Outline):
+                submodule.at(name).direct["weight"] = Shape(shape)
             else:
                 from torch import nn
 
-                part.add_module(name, nn.Linear(*shape[::-1], bias=False, device="meta"))
+                submodule.add_module(name, nn.Linear(*shape[::-1], bias=False, device="meta"))
     return module
 
 
-def _with(root: Outline, at: str, sizes: Mapping[str, tuple[int, ...]]) -> None:
+def _add_parameters(root: Outline, path: str, sizes: Mapping[str, tuple[int, ...]]) -> None:
     """Add parameters to the outline, under the path `at`."""
     for name, shape in sizes.items():
-        module, _, key = f"{at}.{name}".rpartition(".")
+        module, _, key = f"{path}.{name}".rpartition(".")
         root.at(module).direct[key] = Shape(shape)
 
 
-def _tables(root: Outline, sizes: Mapping[str, tuple[int, ...]]) -> None:
-    for name, shape in sizes.items():
+def _add_embeddings(root: Outline, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    for name, shape in shapes.items():
         table = root.at(name)
-        table.direct["weight"], table.is_table = Shape(shape), True
+        table.direct["weight"] = Shape(shape)
+        table.is_table = True
 
 
 def _llama(config: Mapping[str, Any]) -> Outline:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    heads, table = config["num_attention_heads"], (config["vocab_size"], hidden)
-    keys = hidden // heads * config.get("num_key_value_heads", heads)
+    hidden = config["hidden_size"]
+    inner = config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    vocab_shape = (config["vocab_size"], hidden)
+    kv_hidden = hidden // heads * config.get("num_key_value_heads", heads)
     layer = {
-        "self_attn.q_proj.weight": (hidden, hidden), "self_attn.k_proj.weight": (keys, hidden),
-        "self_attn.v_proj.weight": (keys, hidden), "self_attn.o_proj.weight": (hidden, hidden),
+        "self_attn.q_proj.weight": (hidden, hidden), "self_attn.k_proj.weight": (kv_hidden, hidden),
+        "self_attn.v_proj.weight": (kv_hidden, hidden), "self_attn.o_proj.weight": (hidden, hidden),
         "mlp.gate_proj.weight": (inner, hidden), "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner), "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
     }  # fmt: skip
     root = Outline()
-    _tables(root, {"model.embed_tokens": table})
+    _add_embeddings(root, {"model.embed_tokens": vocab_shape})
     for index in range(config["num_hidden_layers"]):
-        _with(root, f"model.layers.{index}", layer)
-    _with(root, "model", {"norm.weight": (hidden,)})
-    _with(root, "lm_head", {"weight": table})
+        _add_parameters(root, f"model.layers.{index}", layer)
+    _add_parameters(root, "model", {"norm.weight": (hidden,)})
+    _add_parameters(root, "lm_head", {"weight": vocab_shape})
     return root
 
 
@@ -162,11 +168,11 @@ def _gpt2(config: Mapping[str, Any]) -> Outline:
     layer = {f"{name}.weight": shape for name, shape in sizes.items()}
     layer |= {f"{name}.bias": shape[-1:] for name, shape in sizes.items()}
     root = Outline()
-    _tables(root, {"transformer.wte": (config["vocab_size"], hidden),
+    _add_embeddings(root, {"transformer.wte": (config["vocab_size"], hidden),
                    "transformer.wpe": (config["n_positions"], hidden)})  # fmt: skip
     for index in range(config["n_layer"]):
-        _with(root, f"transformer.h.{index}", layer)
-    _with(root, "transformer.ln_f", {"weight": (hidden,), "bias": (hidden,)})
+        _add_parameters(root, f"transformer.h.{index}", layer)
+    _add_parameters(root, "transformer.ln_f", {"weight": (hidden,), "bias": (hidden,)})
     root.at("lm_head").direct["weight"] = root.at("transformer.wte").direct["weight"]
     return root
 
@@ -213,8 +219,8 @@ class Target:
 
     def with_adapters(self, rank: int) -> Target:
         """Return a copy of the target with LoRA adapters of this rank (see `add_adapters`)."""
-        found = target_of(self.name, deepcopy(self.module), self.config, rank)
-        return replace(found, from_files=self.from_files)
+        target = target_of(self.name, deepcopy(self.module), self.config, rank)
+        return replace(target, from_files=self.from_files)
 
     def made_bytes(self, *, quantises: bool) -> int:
         """Return the bytes of the largest value in RAM while the initial state is written.
@@ -238,8 +244,8 @@ def piece_bytes(parameter: Any, *, is_matrix: bool) -> int:
     """
     if not is_matrix:
         return 4 * min(int(parameter.numel()), PIECE_ELEMENTS)
-    matrix = math.prod(parameter.shape[-2:]) * parameter.element_size()
-    return int((1 + (parameter.dim() > 2)) * matrix)
+    matrix_bytes = math.prod(parameter.shape[-2:]) * parameter.element_size()
+    return int((1 + (parameter.dim() > 2)) * matrix_bytes)
 
 
 def target_of(
@@ -257,42 +263,44 @@ def target_of(
     for owner in module.modules():
         for parameter in owner.parameters(recurse=False):
             owners[index[id(parameter)]].append(owner)
-    embedded = {i for i, o in owners.items() if any(map(is_lookup, o))}
+    embedded = {i for i, modules in owners.items() if any(map(is_lookup, modules))}
     lookups = {i for i in embedded if all(map(is_lookup, owners[i]))}
     heads = embedded - lookups
     if not heads and lookups:  # the head is the last matrix with a row for each token
         parameters: list[Any] = list(module.parameters())
         rows = max(parameters[i].shape[0] for i in lookups)
-        same = [
+        candidates = [
             i
             for i, p in enumerate(parameters)
             if i not in lookups and p.dim() == 2 and p.shape[0] == rows
         ]
-        heads = set(same[-1:])
+        heads = set(candidates[-1:])
     return Target(
         name=name,
         family=str(config.get("model_type")),
         module=module,
         lookups=frozenset(lookups),
         heads=frozenset(heads),
-        shares=_shares(names, config),
+        shares=_token_shares(names, config),
         config=config,
     )
 
 
-def _shares(names: list[str], config: Mapping[str, Any]) -> dict[int, float]:
+def _token_shares(names: list[str], config: Mapping[str, Any]) -> dict[int, float]:
     """Return the fraction of tokens for each parameter of routed experts.
 
     Shared experts, which process all tokens, have other names.
     """
     config = {**config, **(config.get("text_config") or {})}
-    total = next((config[key] for key in _EXPERT_KEYS if _is_count(config.get(key))), 0)
-    chosen = config.get("num_experts_per_tok") or 2  # Mixtral's default
-    if not total or not _is_count(chosen):
+    num_experts = next(
+        (config[key] for key in _EXPERT_KEYS if _is_positive_int(config.get(key))), 0
+    )
+    per_token = config.get("num_experts_per_tok") or 2  # Mixtral's default
+    if not num_experts or not _is_positive_int(per_token):
         return {}
-    share = min(chosen / total, 1.0)
+    share = min(per_token / num_experts, 1.0)
     return {i: share for i, name in enumerate(names) if is_expert(name)}
 
 
-def _is_count(value: object) -> bool:
+def _is_positive_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0

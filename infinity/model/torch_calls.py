@@ -22,12 +22,12 @@ def nbytes_of(tensor: Tensor) -> int:
 
 def mutated_arguments(call: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors that an operation writes to, in the order of its schema."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for index, argument in enumerate(call._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            found.extend(tensors_in(value))
-    return found
+            tensors.extend(tensors_in(value))
+    return tensors
 
 
 def only_makes_views(call: Any) -> bool:

@@ -71,22 +71,22 @@ def forget_flat_weights(model: nn.Module) -> Callable[[], None]:
     for module in modules:
         module._flat_weight_refs = [None] * len(module._flat_weights)
 
-    def renew() -> None:
+    def restore() -> None:
         for module in modules:
             weights = module._flat_weights
             module._flat_weight_refs = [w if w is None else weakref.ref(w) for w in weights]
 
-    return renew
+    return restore
 
 
 @contextmanager
 def same_flat_weights(module: nn.Module) -> Iterator[None]:
     """Restore the weight lists of RNNs on exit: a slice fills them with views of slots."""
-    before = [(rnn, rnn._flat_weights, rnn._flat_weight_refs) for rnn in _rnns(module)]
+    saved = [(rnn, rnn._flat_weights, rnn._flat_weight_refs) for rnn in _rnns(module)]
     try:
         yield
     finally:
-        for rnn, weights, references in before:
+        for rnn, weights, references in saved:
             rnn._flat_weights, rnn._flat_weight_refs = weights, references
 
 
@@ -161,8 +161,8 @@ def saved_by_checkpoint() -> bool:
     the `Function.apply` that it calls, below frames of infinity.
     """
     frame = sys._getframe(2)
-    ours = ("infinity.", "torch._dynamo.")  # torch._dynamo: the hook is hidden from the compiler
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(ours):
+    skipped = ("infinity.", "torch._dynamo.")  # torch._dynamo: the hook is hidden from the compiler
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(skipped):
         frame = frame.f_back
     if frame.f_code.co_filename == torch.autograd.function.__file__ and frame.f_back is not None:
         frame = frame.f_back
@@ -180,8 +180,8 @@ class TensorIdentity:
     __slots__ = ("_key", "_storage")
 
     def __init__(self, tensor: Tensor) -> None:
-        weak: Any = StorageWeakRef
-        self._storage = weak(tensor.untyped_storage())  # keeps its address from being reused
+        make_ref: Any = StorageWeakRef
+        self._storage = make_ref(tensor.untyped_storage())  # keeps its address from being reused
         self._key = (
             self._storage.cdata,
             int(tensor.storage_offset()),

@@ -27,20 +27,20 @@ from infinity.errors import MachineError
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-_OLDER = re.compile(
+_REPLACED_NAME = re.compile(
     r"model(-([0-9a-f]{8}-)?[0-9]{5}-of-[0-9]{5})?\.safetensors|model\.safetensors\.index\.json"
 )  # files of transformers and infinity that a new save replaces
-_OUR_SHARD = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
-_FOLDER = re.compile(r"\.infinity-saving-[0-9a-f]{16}")
+_INFINITY_SHARD = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
+_FOLDER_NAME = re.compile(r"\.infinity-saving-[0-9a-f]{16}")
 _LOCK_NAME = ".infinity-saving.lock"
-_NO_LOCKS = (ENOLCK, ENOSYS, EOPNOTSUPP)
+_LOCKS_UNSUPPORTED = (ENOLCK, ENOSYS, EOPNOTSUPP)
 
 
 def shard_names(count: int) -> list[str]:
     """Return the file names of a save, without the index; names of shards are unique."""
-    save = secrets.token_hex(4)
-    several = [f"model-{save}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    return several if count > 1 else [SINGLE_NAME]
+    save_id = secrets.token_hex(4)
+    names = [f"model-{save_id}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    return names if count > 1 else [SINGLE_NAME]
 
 
 def holds_weights(directory: Path) -> bool:
@@ -53,9 +53,9 @@ def without_index(directory: Path) -> tuple[list[Path], list[Path]]:
 
     Without an index the set of shards may be incomplete.
     """
-    found = sorted(directory.glob("*.safetensors"))
-    parts = [path for path in found if _OUR_SHARD.fullmatch(path.name)]
-    return [path for path in found if path not in parts], parts
+    files = sorted(directory.glob("*.safetensors"))
+    shards = [path for path in files if _INFINITY_SHARD.fullmatch(path.name)]
+    return [path for path in files if path not in shards], shards
 
 
 @contextmanager
@@ -69,8 +69,8 @@ def saving(directory: Path, nbytes: int = 0) -> Iterator[Path]:
     """
     try:
         make_directories(directory)
-        with _locked(directory):
-            _remove_left(directory)
+        with _exclusive_save(directory):
+            _remove_leftovers(directory)
             # Before the weights are read, which may take hours.
             if shutil.disk_usage(directory).free < nbytes:
                 raise OSError(ENOSPC, os.strerror(ENOSPC))
@@ -82,12 +82,12 @@ def saving(directory: Path, nbytes: int = 0) -> Iterator[Path]:
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
-        what = f"{directory}: the weights need {format_size(nbytes)}, and cannot be saved"
-        raise refused(what, error, directory) from error
+        message = f"{directory}: the weights need {format_size(nbytes)}, and cannot be saved"
+        raise refused(message, error, directory) from error
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def _exclusive_save(directory: Path) -> Iterator[None]:
     path = directory / _LOCK_NAME
     lock = None
     try:
@@ -99,7 +99,7 @@ def _locked(directory: Path) -> Iterator[None]:
             remedy="wait until that is done, or save into another directory",
         ) from None
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in _LOCKS_UNSUPPORTED:
             raise
         path.unlink(missing_ok=True)  # a file system without locks: the caller serializes saves
     try:
@@ -109,15 +109,15 @@ def _locked(directory: Path) -> Iterator[None]:
             lock.release()
 
 
-def _remove_left(directory: Path) -> None:
+def _remove_leftovers(directory: Path) -> None:
     """Remove files that killed saves left; shards that the index lists may be in use."""
-    index = ""
+    index_text = ""
     with suppress(FileNotFoundError):
-        index = (directory / INDEX_NAME).read_text(encoding="utf-8", errors="replace")
+        index_text = (directory / INDEX_NAME).read_text(encoding="utf-8", errors="replace")
     for path in directory.iterdir():
-        if _FOLDER.fullmatch(path.name):
+        if _FOLDER_NAME.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
-        elif _OUR_SHARD.fullmatch(path.name) and path.name not in index:
+        elif _INFINITY_SHARD.fullmatch(path.name) and path.name not in index_text:
             with suppress(OSError):
                 path.unlink()
 
@@ -126,51 +126,52 @@ def _publish(folder: Path, directory: Path) -> None:
     """Move all files of the folder to the directory, and remove the weights they replace."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in files:
-        _settle(path)
-    last = next((name for name in (SINGLE_NAME, INDEX_NAME) if (folder / name) in files), None)
-    moved = [directory / path.relative_to(folder) for path in files if path.name != last]
+        _sync_file(path)
+    # Renamed last, which publishes the weights; None for adapters.
+    final = next((name for name in (SINGLE_NAME, INDEX_NAME) if (folder / name) in files), None)
+    moved = [directory / path.relative_to(folder) for path in files if path.name != final]
     try:
         for path in moved:
             path.parent.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
             os.rename(folder / path.relative_to(directory), path)
         for parent in {directory, *(path.parent for path in moved)}:
             sync_directory(parent)
-        if last is None:  # adapters
+        if final is None:
             return
-        os.rename(folder / last, directory / last)
+        os.rename(folder / final, directory / final)
         sync_directory(directory)
-        if last == INDEX_NAME:
+        if final == INDEX_NAME:
             (directory / SINGLE_NAME).unlink(missing_ok=True)
     except BaseException:
-        if last is not None and (folder / last).exists():  # no index lists the new shards yet
-            _remove([path for path in moved if _OUR_SHARD.fullmatch(path.name)])
+        if final is not None and (folder / final).exists():  # no index lists the new shards yet
+            _unlink_all([path for path in moved if _INFINITY_SHARD.fullmatch(path.name)])
         raise
-    kept = {last, *(path.name for path in moved)}
-    there = [path for path in directory.iterdir() if path.name not in kept]
-    older = [path for path in there if _OLDER.fullmatch(path.name)]
+    new_names = {final, *(path.name for path in moved)}
+    other_files = [path for path in directory.iterdir() if path.name not in new_names]
+    older = [path for path in other_files if _REPLACED_NAME.fullmatch(path.name)]
     # The index first: one that lists missing files would be an error to its readers.
-    left = _remove(sorted(older, key=lambda path: path.name != INDEX_NAME))
-    if left:
+    errors = _unlink_all(sorted(older, key=lambda path: path.name != INDEX_NAME))
+    if errors:
         raise MachineError(
-            f"{directory}: the weights are saved; of older ones {left[0].filename} is left",
-            because=left[0].strerror,
+            f"{directory}: the weights are saved; of older ones {errors[0].filename} is left",
+            because=errors[0].strerror,
             remedy="remove it: some programs read whatever is there",
         )
     sync_directory(directory)
 
 
-def _remove(paths: list[Path]) -> list[OSError]:
+def _unlink_all(paths: list[Path]) -> list[OSError]:
     """Remove files; return the system errors of those that remain."""
-    refused = []
+    errors = []
     for path in paths:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            refused.append(error)
-    return refused
+            errors.append(error)
+    return errors
 
 
-def _settle(path: Path) -> None:
+def _sync_file(path: Path) -> None:
     """Sync a file to stable storage, and make it writable by its owner only."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -38,7 +38,7 @@ _COMPARE_ELEMENTS = 4 << 20
 
 
 # Suffixes of tensors that store a quantized matrix.
-_STATE = ".quant_state.bitsandbytes__nf4"  # NF4 of bitsandbytes
+_NF4_STATE = ".quant_state.bitsandbytes__nf4"  # NF4 of bitsandbytes
 _BLOCKS, _SCALES = "_blocks", "_scales"  # MXFP4 of gpt-oss
 _SCALE_INV = "_scale_inv"  # FP8 of DeepSeek-V3, a scale per square
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
@@ -71,14 +71,14 @@ class WeightFiles:
         # Quantized tensors by name.
         self._packed: dict[str, _Packed] = {}
         # Name, index and values of the last result of `matrix`.
-        self._last = ("", 0, torch.empty(0))
+        self._cached_matrix = ("", 0, torch.empty(0))
         files, expected = _files_of(Path(source).expanduser())
         try:
             for path in files:
                 self._open(path, expected)
             if expected is not None:
                 self._check_index(expected)
-            self._join_all()
+            self._join_quantised()
         except BaseException:
             self.close()
             raise
@@ -98,11 +98,11 @@ class WeightFiles:
     def _check_index(self, expected: Mapping[str, Path]) -> None:
         problems = []
         for name, file in expected.items():
-            found = self.facts.get(name)
-            if found is None:
+            facts = self.facts.get(name)
+            if facts is None:
                 problems.append(f"{name!r} should be in {file.name}")
-            elif found.file != file:
-                problems.append(f"{name!r} is in {found.file.name}, not in {file.name}")
+            elif facts.file != file:
+                problems.append(f"{name!r} is in {facts.file.name}, not in {file.name}")
         if problems:
             raise ConfigError(
                 f"the index and its files disagree about {len(problems)} tensor(s): "
@@ -115,12 +115,12 @@ class WeightFiles:
         """True if any matrix is quantized; `read` dequantizes it to fp32."""
         return bool(self._packed)
 
-    def _join_all(self) -> None:
+    def _join_quantised(self) -> None:
         """Replace the tensors of each quantized matrix by one entry. Raises `ConfigError`."""
         for name, facts in list(self.facts.items()):
             stem = name.removesuffix(_BLOCKS)
-            if name.endswith(_STATE):
-                self._join_nf4(name.removesuffix(_STATE))
+            if name.endswith(_NF4_STATE):
+                self._join_nf4(name.removesuffix(_NF4_STATE))
             elif name.endswith(_SCALE_INV):
                 self._join_native(FrozenFormat.FP8, name.removesuffix(_SCALE_INV), ("", _SCALE_INV))
             elif stem != name and stem + _SCALES in self.facts and facts.dtype is torch.uint8:
@@ -129,49 +129,50 @@ class WeightFiles:
                 raise _unknown_format(name, f"it is scaled by {name}_scale")
 
     def _join_nf4(self, name: str) -> None:
-        held = {f".{key.removeprefix(name + '.')}": key for key in self.facts if key != name
-                and key.startswith(name + ".")}  # fmt: skip
+        by_suffix = {
+            key.removeprefix(name): key for key in self.facts if key.startswith(name + ".")
+        }
         try:
-            state = json.loads(bytes(self._read(held[_STATE]).tolist()))
+            state = json.loads(bytes(self._read(by_suffix[_NF4_STATE]).tolist()))
             shape = tuple(map(int, state["shape"]))
-            nested = ".nested_absmax" in held
-            known = {"quant_type": "nf4", "blocksize": NF4_BLOCK}
-            known |= {"nested_blocksize": DOUBLE_BLOCK} if nested else {}
-            if len(shape) != 2 or any(state[key] != value for key, value in known.items()):
-                raise ValueError(f"{state} is not {known}")
-            offset = [float(state["nested_offset"])] if nested else []
-            mean = torch.tensor(offset, dtype=torch.float32, device="cpu") if nested else None
+            nested = ".nested_absmax" in by_suffix
+            expected = {"quant_type": "nf4", "blocksize": NF4_BLOCK}
+            expected |= {"nested_blocksize": DOUBLE_BLOCK} if nested else {}
+            if len(shape) != 2 or any(state[key] != value for key, value in expected.items()):
+                raise ValueError(f"{state} is not {expected}")
+            offsets = [float(state["nested_offset"])] if nested else []
+            mean = torch.tensor(offsets, dtype=torch.float32, device="cpu") if nested else None
             form = FrozenFormat.NF4_DOUBLE if nested else FrozenFormat.NF4
-            names = [name, held[".absmax"], *([held[".nested_absmax"]] if nested else [])]
+            names = [name, by_suffix[".absmax"], *([by_suffix[".nested_absmax"]] if nested else [])]
             sizes = [self.facts[n].numel * self.facts[n].dtype.itemsize for n in names]
             if sizes != list(form.parts(shape))[: len(sizes)]:
                 raise ValueError(f"parts of {sizes} bytes do not make a matrix {shape}")
         except (KeyError, TypeError, ValueError) as error:
             raise _unknown_format(name, f"{error!r:.200}") from error
-        self._put(name, form, shape, names, held.values(), mean)
+        self._replace_entries(name, form, shape, names, by_suffix.values(), mean)
 
     def _join_native(self, form: FrozenFormat, name: str, suffixes: tuple[str, str]) -> None:
         names = [name + suffix for suffix in suffixes]
         try:
             codes, scales = (self.facts[n] for n in names)
             if form is FrozenFormat.MXFP4:  # rows of blocks of the transposed matrix
-                *count, rows, blocks, _ = codes.shape
-                shape = (*count, blocks * MXFP4_BLOCK, rows)
-                grid: tuple[int, ...] = (*count, rows, blocks)
-                known = codes.shape == (*grid, MXFP4_BLOCK // 2) and scales.dtype is torch.uint8
+                *stack_shape, rows, blocks, _ = codes.shape
+                shape = (*stack_shape, blocks * MXFP4_BLOCK, rows)
+                grid: tuple[int, ...] = (*stack_shape, rows, blocks)
+                valid = codes.shape == (*grid, MXFP4_BLOCK // 2) and scales.dtype is torch.uint8
             else:
                 shape = codes.shape
                 grid = (*shape[:-2], *(-(-size // FP8_BLOCK) for size in shape[-2:]))
-                known = codes.dtype is torch.float8_e4m3fn and scales.dtype in _SCALE_DTYPES
-            if not known or not form.fits(shape) or scales.shape != grid:
+                valid = codes.dtype is torch.float8_e4m3fn and scales.dtype in _SCALE_DTYPES
+            if not valid or not form.fits(shape) or scales.shape != grid:
                 raise ValueError(
                     f"{codes.dtype} of shape {codes.shape}, and {scales.dtype} of {scales.shape}"
                 )
         except (KeyError, ValueError) as error:
             raise _unknown_format(name, f"{error!r:.200}") from error
-        self._put(name, form, shape, names, names, None)
+        self._replace_entries(name, form, shape, names, names, None)
 
-    def _put(
+    def _replace_entries(
         self,
         name: str,
         form: FrozenFormat,
@@ -181,11 +182,11 @@ class WeightFiles:
         mean: Tensor | None,
     ) -> None:
         """Add the entry of a quantized tensor, and delete those of the tensors that store it."""
-        stored = tuple(self.facts[n] for n in names)
-        self._packed[name] = _Packed(form, shape, tuple(names), stored, mean)
+        facts = tuple(self.facts[n] for n in names)
+        self._packed[name] = _Packed(form, shape, tuple(names), facts, mean)
         for key in replaced:
             del self.facts[key]
-        first = stored[0]
+        first = facts[0]
         self.facts[name] = TensorFacts(shape, torch.float32, first.file, first.offset)
 
     def packed(self, name: str, form: FrozenFormat, index: int) -> Tensor | None:
@@ -193,26 +194,27 @@ class WeightFiles:
         packed = self._packed.get(name)
         if packed is None or packed.form is not form:
             return None
-        parts, count = [], prod(packed.shape[:-2])
-        for one, stored in zip(packed.names, packed.facts, strict=True):
-            each = stored.numel // count
-            part = self._files[stored.file].read(one, index * each, each)
-            scales_fp8 = form is FrozenFormat.FP8 and one != packed.names[0]
+        parts = []
+        count = prod(packed.shape[:-2])
+        for part_name, facts in zip(packed.names, packed.facts, strict=True):
+            part_numel = facts.numel // count
+            part = self._files[facts.file].read(part_name, index * part_numel, part_numel)
+            scales_fp8 = form is FrozenFormat.FP8 and part_name != packed.names[0]
             parts.append(part.float() if scales_fp8 else part)
         parts += [] if packed.mean is None else [packed.mean]
         return from_parts(form, packed.shape[-2:], parts)
 
     def matrix(self, name: str, index: int) -> Tensor:
         """Return the fp32 values of one matrix of a quantized tensor; the last result is cached."""
-        if self._last[:2] != (name, index):
-            self._last = ("", 0, torch.empty(0))
-            one = self._packed[name]
-            value = torch.empty(one.shape[-2:], dtype=torch.float32, device="cpu")
-            packed = self.packed(name, one.form, index)
+        if self._cached_matrix[:2] != (name, index):
+            self._cached_matrix = ("", 0, torch.empty(0))
+            entry = self._packed[name]
+            value = torch.empty(entry.shape[-2:], dtype=torch.float32, device="cpu")
+            packed = self.packed(name, entry.form, index)
             assert packed is not None
-            dequantise(packed, one.form, value)
-            self._last = (name, index, value)
-        return self._last[2]
+            dequantise(packed, entry.form, value)
+            self._cached_matrix = (name, index, value)
+        return self._cached_matrix[2]
 
     def read(self, name: str) -> Tensor:
         """Read a tensor into new memory, dequantized to fp32 if it is quantized.
@@ -234,28 +236,29 @@ class WeightFiles:
         """
         if name not in self._packed:
             return [partial(self._read, name, first, count)]
-        size, end = prod(self._packed[name].shape[-2:]), first + count
-        found: list[Callable[[], Tensor]] = []
+        numel = prod(self._packed[name].shape[-2:])
+        end = first + count
+        reads: list[Callable[[], Tensor]] = []
         while first < end:
-            index, skip = divmod(first, size)
-            found.append(PackedMatrix(self, name, index, skip, min(size - skip, end - first)))
-            first += size - skip
-        return found
+            index, skip = divmod(first, numel)
+            reads.append(PackedMatrix(self, name, index, skip, min(numel - skip, end - first)))
+            first += numel - skip
+        return reads
 
     def _read(self, name: str, first: int = 0, count: int | None = None) -> Tensor:
         return self._files[self.facts[name].file].read(name, first, count)
 
     def equal(self, first: str, second: str) -> bool:
         """Return True if two tensors have equal shapes and values; read in chunks."""
-        one, other = self.facts[first], self.facts[second]
-        if one.shape != other.shape:
+        first_facts, second_facts = self.facts[first], self.facts[second]
+        if first_facts.shape != second_facts.shape:
             return False
         if self._packed.keys() & {first, second}:
             return torch.equal(self.read(first), self.read(second))
-        for start in range(0, one.numel, _COMPARE_ELEMENTS):
-            count = min(_COMPARE_ELEMENTS, one.numel - start)
+        for start in range(0, first_facts.numel, _COMPARE_ELEMENTS):
+            count = min(_COMPARE_ELEMENTS, first_facts.numel - start)
             a, b = self._read(first, start, count), self._read(second, start, count)
-            if one.dtype is other.dtype:  # bits, so that NaN equals NaN
+            if first_facts.dtype is second_facts.dtype:  # bits, so that NaN equals NaN
                 a, b = a.view(torch.uint8), b.view(torch.uint8)
             if not torch.equal(a, b.to(a.dtype)):
                 return False
@@ -318,9 +321,9 @@ class PackedMatrix:
         return self.files.packed(self.name, form, self.index) if complete else None
 
 
-def _unknown_format(name: str, found: str) -> ConfigError:
+def _unknown_format(name: str, detail: str) -> ConfigError:
     return ConfigError(
-        f"tensor {name!r} is quantised in a way that is not known: {found}",
+        f"tensor {name!r} is quantised in a way that is not known: {detail}",
         because="of files that are quantised these are read: bitsandbytes' NF4 in blocks of 64, "
         "MXFP4 of gpt-oss, and FP8 (e4m3) with a scale for each square of 128",
         remedy="give the original weights, and frozen.format in the configuration",
@@ -333,23 +336,23 @@ def _files_of(source: Path) -> tuple[list[Path], dict[str, Path] | None]:
         if (source / SINGLE_NAME).exists():  # before an index, as transformers does
             return [source / SINGLE_NAME], None
         if (source / INDEX_NAME).exists():
-            return _indexed(source / INDEX_NAME)
-        found, parts = without_index(source)
-        if not found and parts:
+            return _read_index(source / INDEX_NAME)
+        files, shards = without_index(source)
+        if not files and shards:
             raise ConfigError(
-                f"{source} holds {len(parts)} shard(s), {listed([p.name for p in parts])}, and no "
-                f"{INDEX_NAME}",
+                f"{source} holds {len(shards)} shard(s), {listed([p.name for p in shards])}, and "
+                f"no {INDEX_NAME}",
                 because="the save did not come to its end, or not all files were copied",
                 remedy="save again, or copy the index too",
             )
-        if not found:
+        if not files:
             pickles = sorted(p.name for p in source.iterdir() if p.suffix in _PICKLES)
             because = f"there are only pickles: {', '.join(pickles[:3])}" if pickles else None
             remedy = "convert them to safetensors: loading a pickle runs code" if pickles else None
             raise ConfigError(f"{source} holds no .safetensors", because=because, remedy=remedy)
-        return found, None
+        return files, None
     if source.suffix == ".json":
-        return _indexed(source)
+        return _read_index(source)
     if source.suffix in _PICKLES:
         raise ConfigError(
             f"{source} looks like a pickle",
@@ -359,7 +362,7 @@ def _files_of(source: Path) -> tuple[list[Path], dict[str, Path] | None]:
     return [source], None
 
 
-def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
+def _read_index(index: Path) -> tuple[list[Path], dict[str, Path]]:
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
         weight_map = dict(content["weight_map"])
@@ -458,25 +461,28 @@ def _write_tensor(file: BinaryIO, tensor: Outgoing) -> None:
     flat = value.reshape(-1)
     step = _WRITE_BYTES // value.itemsize
     for start in range(0, flat.numel(), step):
-        piece = flat[start : start + step].cpu()
-        converted = piece.to(tensor.dtype)
-        if converted is not piece:
-            _check_range(tensor, piece, converted)
+        chunk = flat[start : start + step].cpu()
+        converted = chunk.to(tensor.dtype)
+        if converted is not chunk:
+            _check_overflow(tensor, chunk, converted)
         file.write(converted.contiguous().view(torch.uint8).numpy().data)
 
 
-def _check_range(tensor: Outgoing, piece: Tensor, converted: Tensor) -> None:
+def _check_overflow(tensor: Outgoing, chunk: Tensor, converted: Tensor) -> None:
     infinite = converted.isinf()
-    if infinite.any() and (lost := piece[infinite & ~piece.isinf()]).numel():
+    if not infinite.any():
+        return
+    overflowed = chunk[infinite & ~chunk.isinf()]
+    if overflowed.numel():
         raise ConfigError(
-            f"tensor {tensor.name!r} holds {lost[0]:g}, which is beyond "
+            f"tensor {tensor.name!r} holds {overflowed[0]:g}, which is beyond "
             f"{str(tensor.dtype).removeprefix('torch.')}",
             remedy="save in bf16 or fp32",
         )
 
 
 def _write_index(path: Path, names: Sequence[str], shards: Sequence[Sequence[Outgoing]]) -> None:
-    total = sum(t.nbytes for shard in shards for t in shard)
-    placed = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
-    index = {"metadata": {"total_size": total}, "weight_map": placed}
+    total_size = sum(t.nbytes for shard in shards for t in shard)
+    weight_map = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     write_new(path, json.dumps(index, indent=2).encode(), FILE_MODE)

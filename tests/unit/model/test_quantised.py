@@ -21,7 +21,7 @@ from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import CheckpointError, ConfigError
 from infinity.model.quantised import (
     NF4_LEVELS,
-    _on,
+    _constants_on,
     dequantise,
     dynamic_levels,
     from_parts,
@@ -115,14 +115,14 @@ def test_values_of_native_formats_are_those_of_transformers() -> None:
 @contextmanager
 def other_defaults() -> Iterator[None]:
     """Those of who builds a model in bf16, without memory."""
-    _on.cache_clear()
+    _constants_on.cache_clear()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
             yield
     finally:
         torch.set_default_dtype(torch.float32)
-        _on.cache_clear()
+        _constants_on.cache_clear()
 
 
 def test_torchs_defaults_do_not_show() -> None:

@@ -50,9 +50,9 @@ def backend() -> str:
 
 def fork_rng(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
     """Return a context that restores the generators of the CPU and of these accelerators."""
-    found = {device for device in devices if is_accelerator(device)}
-    kind = next((device.type for device in found), TYPES[0])
-    return torch.random.fork_rng(found, device_type=kind)
+    accelerators = {device for device in devices if is_accelerator(device)}
+    kind = next((device.type for device in accelerators), TYPES[0])
+    return torch.random.fork_rng(accelerators, device_type=kind)
 
 
 def rng_states() -> dict[str, list[Tensor]]:

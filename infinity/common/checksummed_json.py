@@ -36,12 +36,12 @@ def seal(members: Mapping[str, Any]) -> bytes:
     return body + f',\n"checksum": "{crc32c(body):08x}"\n}}\n'.encode()
 
 
-def _dump(value: Any, what: str) -> str:
+def _dump(value: Any, name: str) -> str:
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{what} cannot be saved as JSON: {error}",
+            f"{name} cannot be saved as JSON: {error}",
             remedy="encode it with infinity.checkpoint.plain.encode",
         ) from None
 
@@ -49,26 +49,26 @@ def _dump(value: Any, what: str) -> str:
 def first_sealed(data: bytes) -> bytes:
     """Return the sealed text at the start of `data`; all of `data` if there is none."""
     # JSON strings contain no raw line breaks, so the first match is the object's seal.
-    found = _SEAL.search(data)
-    return data[: found.end()] if found else data
+    match = _SEAL.search(data)
+    return data[: match.end()] if match else data
 
 
 def unseal(data: bytes) -> dict[str, Any]:
     """Return the members of a sealed object. Raises `ValueError` that names the defect."""
-    mark = _SEAL.fullmatch(data[-_SEAL_BYTES:])
-    if mark is None:
+    match = _SEAL.fullmatch(data[-_SEAL_BYTES:])
+    if match is None:
         raise ValueError("it does not end with its checksum")
     crc = crc32c(data[:-_SEAL_BYTES])
-    if crc != int(mark[1], 16):
-        raise ValueError(f"its CRC32C is {crc:08x}, and its checksum {mark[1].decode()}")
+    if crc != int(match[1], 16):
+        raise ValueError(f"its CRC32C is {crc:08x}, and its checksum {match[1].decode()}")
     try:
-        found = json.loads(data.decode())
+        content = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON: {str(error)[:200]}") from None
-    if type(found) is not dict:
+    if type(content) is not dict:
         raise ValueError("it is no JSON object")
-    del found["checksum"]
-    return found
+    del content["checksum"]
+    return content
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -85,10 +85,11 @@ def write_sealed(
 def read_sealed(path: Path, format: str, version: int) -> dict[str, Any]:
     """Read a file of `write_sealed`. Raises `OSError`, or `ValueError` that names the defect."""
     members = unseal(read_small(path))
-    there = members.pop("format", None), members.pop("version", None)
-    if there != (format, version):
+    stored_format = members.pop("format", None)
+    stored_version = members.pop("version", None)
+    if (stored_format, stored_version) != (format, version):
         raise ValueError(
-            f"its format is {there[0]!r:.60} of version {there[1]!r:.20}, not {format!r} of "
-            f"version {version}"
+            f"its format is {stored_format!r:.60} of version {stored_version!r:.20}, not "
+            f"{format!r} of version {version}"
         )
     return members

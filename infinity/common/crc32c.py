@@ -20,5 +20,5 @@ def crc32c(data: bytes) -> int:
 
 def crc32c_of(tensor: Tensor) -> int:
     """Return the CRC32C of a tensor's elements in logical order, on any device."""
-    here = tensor.detach().cpu().contiguous()
-    return _aio.crc32c(here.data_ptr(), here.nbytes)
+    on_cpu = tensor.detach().cpu().contiguous()
+    return _aio.crc32c(on_cpu.data_ptr(), on_cpu.nbytes)

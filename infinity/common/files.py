@@ -27,7 +27,7 @@ from infinity.errors import DoesNotFitError, MachineError, RemovedError, Transfe
 FILE_MODE = 0o644
 FOLDER_MODE = 0o755
 SHARED_FOLDER_MODE = 0o775  # of directories that the user named, which a group may share
-_LONGEST_LINE = 16 << 20  # characters
+_MAX_LINE_CHARS = 16 << 20  # characters
 TEMPORARY_NAME = re.compile(r"\.infinity-[0-9a-f]{16}\.tmp")
 
 
@@ -69,10 +69,10 @@ _ADVICE: dict[int, tuple[str, str]] = {
 
 def advice(error: OSError) -> tuple[str | None, str | None]:
     """Return the cause and a remedy of a system error; None for unknown error numbers."""
-    why, remedy = _ADVICE.get(error.errno or 0, (None, None))
+    because, remedy = _ADVICE.get(error.errno or 0, (None, None))
     if error.errno in (errno.EACCES, errno.EPERM):
-        why = f"{why} to user id {os.geteuid()}"
-    return why, remedy
+        because = f"{because} to user id {os.geteuid()}"
+    return because, remedy
 
 
 def refused(
@@ -84,8 +84,9 @@ def refused(
     error number. Returns a `DoesNotFitError` for a full disk, and a `TransferError` for a read or
     write of the native module.
     """
-    because, usual = advice(error)
-    what, remedy = f"{what}: {error.strerror or error} (errno {error.errno})", remedy or usual
+    because, usual_remedy = advice(error)
+    what = f"{what}: {error.strerror or error} (errno {error.errno})"
+    remedy = remedy or usual_remedy
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         if path is not None:
             because = f"{because}; {free_text(path)}"
@@ -102,7 +103,7 @@ def transfer_refused(
 
     `remedy` replaces the usual one of the error number.
     """
-    because, usual = advice(error)
+    because, usual_remedy = advice(error)
     return TransferError(
         what,
         path=str(path or error.filename),
@@ -110,14 +111,14 @@ def transfer_refused(
         length=error.length,
         errno=error.errno or 0,
         because=because,
-        remedy=remedy or usual,
+        remedy=remedy or usual_remedy,
     )
 
 
 def free_bytes(path: Path) -> int:
     """Return the free bytes at `path` for an unprivileged user. Raises `OSError`."""
-    facts = os.statvfs(path)
-    return facts.f_bavail * facts.f_frsize
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
 
 
 def free_text(path: Path) -> str:
@@ -153,7 +154,8 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     view = memoryview(data)
     while view:
         count = os.pwrite(descriptor, view, offset)
-        view, offset = view[count:], offset + count
+        view = view[count:]
+        offset += count
 
 
 def check_linked(descriptor: int, path: str | Path) -> None:
@@ -173,9 +175,9 @@ def make_directories(path: Path, mode: int = SHARED_FOLDER_MODE) -> None:
     while not path.is_dir():
         missing.append(path)
         path = path.parent
-    for new in reversed(missing):
-        new.mkdir(mode, exist_ok=True)
-        sync_directory(new.parent)
+    for directory in reversed(missing):
+        directory.mkdir(mode, exist_ok=True)
+        sync_directory(directory.parent)
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -185,11 +187,11 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     `path` is a pipe or a device, which may be endless.
     """
     with suppress(FileNotFoundError), _open_regular(path) as file:
-        while line := file.readline(_LONGEST_LINE):
+        while line := file.readline(_MAX_LINE_CHARS):
             with suppress(ValueError, RecursionError):
-                found = json.loads(line)
-                if isinstance(found, dict):
-                    yield line, found
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    yield line, record
 
 
 def _open_regular(path: Path) -> TextIO:
@@ -207,8 +209,8 @@ def read_small(path: Path, offset: int = 0, nbytes: int = 1 << 30) -> bytes:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        left = os.fstat(descriptor).st_size - offset
-        return os.pread(descriptor, max(min(left, nbytes), 0), offset)
+        remaining = os.fstat(descriptor).st_size - offset
+        return os.pread(descriptor, max(min(remaining, nbytes), 0), offset)
     finally:
         os.close(descriptor)
 
@@ -224,16 +226,16 @@ def atomic_write(path: Path, mode: int = FILE_MODE) -> Iterator[BinaryIO]:
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise OSError(errno.EINVAL, "it is a link or a device, not a regular file", str(path))
-    new = path.with_name(temporary_name())
+    temporary = path.with_name(temporary_name())
     try:
-        with open_new(new, mode) as file:
+        with open_new(temporary, mode) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.rename(new, path)
+        os.rename(temporary, path)
     except BaseException:
         with suppress(OSError):
-            new.unlink()
+            temporary.unlink()
         raise
     sync_directory(path.parent)
 
@@ -265,8 +267,8 @@ class LockFile:
         self._owner = os.getpid()
         self._descriptor = -1
         while self._descriptor < 0:
-            self._descriptor = _locked(path, dir_fd, create=create, shared=shared)
-        _held.add(self)
+            self._descriptor = _open_locked(path, dir_fd, create=create, shared=shared)
+        _held_locks.add(self)
 
     @property
     def held(self) -> bool:
@@ -288,20 +290,20 @@ class LockFile:
 
     def close(self) -> None:
         """Release the lock without removing its file, which marks files to remove. Idempotent."""
-        _held.discard(self)
+        _held_locks.discard(self)
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
 
-def _locked(path: Path, dir_fd: int | None, *, create: bool, shared: bool) -> int:
+def _open_locked(path: Path, dir_fd: int | None, *, create: bool, shared: bool) -> int:
     """Return the descriptor of a locked lock file; -1 if it was removed before it was locked."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_RDONLY if shared else os.O_RDWR)
     descriptor = os.open(path, flags | (os.O_CREAT if create else 0), 0o600, dir_fd=dir_fd)
     try:
-        facts = os.fstat(descriptor)
+        status = os.fstat(descriptor)
         # The owner is not checked: some file systems report one owner for all files.
-        if not stat.S_ISREG(facts.st_mode) or facts.st_size:
+        if not stat.S_ISREG(status.st_mode) or status.st_size:
             raise OSError(errno.EEXIST, "a file of another making has that name", str(path))
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         if os.fstat(descriptor).st_nlink:
@@ -316,12 +318,12 @@ def _locked(path: Path, dir_fd: int | None, *, create: bool, shared: bool) -> in
 # A forked child inherits every descriptor and must close it: a DataLoader worker that outlives a
 # killed run would otherwise keep its locks. Closing an inherited descriptor does not unlock the
 # parent's.
-_held: weakref.WeakSet[LockFile] = weakref.WeakSet()
+_held_locks: weakref.WeakSet[LockFile] = weakref.WeakSet()
 
 
-def _let_go_in_child() -> None:
-    for lock in list(_held):
+def _close_locks_in_child() -> None:
+    for lock in list(_held_locks):
         lock.close()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_close_locks_in_child)

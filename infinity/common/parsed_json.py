@@ -28,8 +28,8 @@ def made(kind: type[_T], value: Any) -> _T:
     versions. Raises `ValueError` with the path of the first invalid value.
     """
     try:
-        found: _T = _adapter(kind).validate_python(value)
-        return found
+        validated: _T = _adapter(kind).validate_python(value)
+        return validated
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
     steps = (f"[{step}]" if type(step) is int else f".{step}" for step in first["loc"])

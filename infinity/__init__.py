@@ -60,8 +60,8 @@ _MODULES = ("checkpointing", "comm", "ops", "runtime", "utils", "zero")
 
 def __getattr__(name: str) -> object:
     if name in ("deepspeed", *_MODULES):
-        wing = _import_module("infinity.integrations.deepspeed")
-        return wing if name == "deepspeed" else getattr(wing, name)
+        package = _import_module("infinity.integrations.deepspeed")
+        return package if name == "deepspeed" else getattr(package, name)
     if name not in _WHERE:
         raise AttributeError(f"module 'infinity' has no attribute {name!r}")
     value = globals()[name] = getattr(_import_module(_WHERE[name]), name)

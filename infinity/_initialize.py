@@ -142,7 +142,7 @@ def initialize(
             model, settings, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
             units, device, progress, engine_class,
         )  # fmt: skip
-        return _make(arguments, group, undo)
+        return _make_engine(arguments, group, undo)
 
 
 @contextmanager
@@ -161,80 +161,82 @@ def starting(ranks: DistContext | None) -> Iterator[tuple[DistContext, ExitStack
         raise
 
 
-def _make(
-    given: InitArguments, ranks: DistContext, undo: ExitStack
+def _make_engine(
+    arguments: InitArguments, ranks: DistContext, undo: ExitStack
 ) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
     """Make the engine of this rank; push to `undo` the cleanup for a failure on any rank."""
-    settings, model, client = given.settings.config, given.model, given.optimizer
-    _check_settings(given.settings, ranks)
-    target = find_device(device_for(given.device, ranks))
-    undo.callback(target.close)
-    make_current(target.torch_device, ranks)
-    ranks.check(target.torch_device)
-    if settings.seed is not None:
-        torch.manual_seed(settings.seed)
+    config = arguments.settings.config
+    model = arguments.model
+    client = arguments.optimizer
+    _check_settings(arguments.settings, ranks)
+    device = find_device(device_for(arguments.device, ranks))
+    undo.callback(device.close)
+    make_current(device.torch_device, ranks)
+    ranks.check(device.torch_device)
+    if config.seed is not None:
+        torch.manual_seed(config.seed)
     reads = take_over(model, ranks, undo)
-    if settings.durable:
+    if config.durable:
         check_committed(model)
-    initial_values = InitialValues(model, _seed_of_meta(settings, ranks), reads)
-    groups = given.model_parameters
+    initial_values = InitialValues(model, _meta_seed(config, ranks), reads)
+    groups = arguments.model_parameters
     if groups is not None:
         groups = list(groups)
     if isinstance(client, torch.optim.Optimizer):
         check_same(client, groups)
-    choice = choose_given(settings, client, groups)
-    start = replace(given.settings, config=choice.config)
-    settings = start.config
+    choice = choose_given(config, client, groups)
+    settings = replace(arguments.settings, config=choice.config)
+    config = settings.config
     offloaded = make_optimizer(
-        model, settings, choice.groups, choice.optimizer, trains=start.trains
+        model, config, choice.groups, choice.optimizer, trains=settings.trains
     )
-    rule, trained = offloaded.rule, offloaded.param_groups
-    computes_as_before = undo.callback(_declare_experts(model))
+    rule, trained_groups = offloaded.rule, offloaded.param_groups
+    restore_experts = undo.callback(_declare_experts(model))
     partition = partition_model(
-        model, settings, trained, given.units, ranks.count, needs_full=rule.needs_full
+        model, config, trained_groups, arguments.units, ranks.count, needs_full=rule.needs_full
     )
     offloaded.split_stacks(partition.pieces)
     if ranks.count > 1:
-        check_equal(ranks, "the model", _facts_of(partition, initial_values))
-        check_equal(ranks, "the optimizer", _facts_of_optimizer(offloaded))
-    plan = plan_for(model, partition, settings, target, rule, ranks, initial_values)
+        check_equal(ranks, "the model", _model_facts(partition, initial_values))
+        check_equal(ranks, "the optimizer", _optimizer_facts(offloaded))
+    plan = plan_for(model, partition, config, device, rule, ranks, initial_values)
     if ranks.count > 1:
-        check_equal(ranks, "the plan", _facts_of_plan(plan))
+        check_equal(ranks, "the plan", _plan_facts(plan))
     scheduler = None
     if any(partition.trained):
-        scheduler = _make_scheduler(settings, offloaded, given.lr_scheduler, client)
-    loader = _make_loader(given.training_data, start, given.collate_fn, ranks)
-    step_log = StepLog(settings.step_log) if settings.step_log and not ranks.rank else None
+        scheduler = _make_scheduler(config, offloaded, arguments.lr_scheduler, client)
+    loader = _make_loader(arguments.training_data, settings, arguments.collate_fn, ranks)
+    step_log = StepLog(config.step_log) if config.step_log and not ranks.rank else None
     if step_log is not None:
         undo.callback(step_log.close)
     initial_values.check()
-    for path in settings.nvme_path if not ranks.local_rank else ():
+    for path in config.nvme_path if not ranks.local_rank else ():
         remove_dead_ranks(path, ranks.local_ranks, ranks.count)
-    local = settings if ranks.count == 1 else _of_rank(settings, ranks)
-    undo.callback(_leave, settings, local, ranks)
+    local = config if ranks.count == 1 else _config_of_rank(config, ranks)
+    undo.callback(_close_rank, config, local, ranks)
     components = EngineComponents(
-        model, partition, plan, local, target, offloaded, initial_values, given.progress, ranks
+        model, partition, plan, local, device, offloaded, initial_values, arguments.progress, ranks
     )
     undo.callback(components.close)
-    components.add_cleanup(partial(_leave, settings, local, ranks), last=True)
-    components.add_cleanup(computes_as_before)
-    engine = given.engine_class(
+    components.add_cleanup(partial(_close_rank, config, local, ranks), last=True)
+    components.add_cleanup(restore_experts)
+    engine = arguments.engine_class(
         model,
         components,
         offloaded,
-        start,
+        settings,
         lr_scheduler=scheduler,
         loader=loader,
         step_log=step_log,
     )
     undo.callback(engine.close)  # without restoring values, which may not fit in RAM
     if isinstance(client, torch.optim.Optimizer):
-        components.add_cleanup(_lead(client, offloaded))
+        components.add_cleanup(_redirect_to_engine(client, offloaded))
     if ranks.rank == 0:
-        origin = start.start_record()
-        asks = any(partition.trained) and not origin
-        left_open = _left_open(start.config, groups, client) if asks else ""
-        _announce(engine, start.config, origin, left_open, step_log)
+        origin = settings.start_record()
+        reports = any(partition.trained) and not origin
+        unset_defaults = _unset_defaults(config, groups, client) if reports else ""
+        _report_start(engine, config, origin, unset_defaults, step_log)
     return engine, offloaded, loader, scheduler
 
 
@@ -242,36 +244,37 @@ def _declare_experts(model: nn.Module) -> Callable[[], None]:
     """Make modules of transformers compute experts in ranges; return a function to undo it."""
     if "transformers.integrations.moe" not in sys.modules:
         return lambda: None
-    undo: Callable[[], None] = import_module(_EXPERTS).compute_in_ranges(model)
+    undo: Callable[[], None] = import_module(_EXPERTS_MODULE).compute_in_ranges(model)
     return undo
 
 
-_EXPERTS = "infinity.integrations.huggingface.experts"  # imported only if transformers is
+_EXPERTS_MODULE = "infinity.integrations.huggingface.experts"  # imported only if transformers is
 
 
 def _check_settings(settings: Settings, ranks: DistContext) -> None:
     """Raise `ConfigError` if arguments or settings differ between ranks."""
-    apart = ("nvme_path", "step_log", "trace", "io.weights")
-    facts = {n: e["value"] for n, e in settings.config.resolved().items() if n not in apart}
+    rank_specific = ("nvme_path", "step_log", "trace", "io.weights")
+    resolved = settings.config.resolved()
+    values = {name: entry["value"] for name, entry in resolved.items() if name not in rank_specific}
     batches = {"samples of a micro-batch": settings.batch_size, "drop_last": settings.drop_last}
     versions = {"infinity": version("torch-infinity"), "torch": torch.__version__}
-    check_equal(ranks, "the configuration", versions | batches | facts)
+    check_equal(ranks, "the configuration", versions | batches | values)
 
 
 def device_for(given: Any, ranks: DistContext) -> Any:
     """Return the device to compute on: one per rank, unless `given` has an index."""
     if ranks.count == 1 or isinstance(given, Device):
         return given
-    kind: Any = accelerator_type() if given is None else given
-    if kind is None:
+    requested: Any = accelerator_type() if given is None else given
+    if requested is None:
         return None
-    wanted = torch.device(kind)
-    unnumbered = is_accelerator(wanted) and wanted.index is None
-    if not unnumbered:
-        return wanted
+    device = torch.device(requested)
+    lacks_index = is_accelerator(device) and device.index is None
+    if not lacks_index:
+        return device
     # A launcher may make only one device visible to each rank.
-    number = 0 if module_of(wanted.type).device_count() == 1 else ranks.local_rank
-    return torch.device(wanted.type, number)
+    index = 0 if module_of(device.type).device_count() == 1 else ranks.local_rank
+    return torch.device(device.type, index)
 
 
 def make_current(device: torch.device, ranks: DistContext) -> None:
@@ -280,7 +283,7 @@ def make_current(device: torch.device, ranks: DistContext) -> None:
         module_of(device.type).set_device(device)
 
 
-def _seed_of_meta(config: Config, ranks: DistContext) -> int | None:
+def _meta_seed(config: Config, ranks: DistContext) -> int | None:
     """Return the seed for values of a meta model; None to draw it from torch's generator."""
     if config.seed is not None or ranks.count == 1:
         return config.seed
@@ -291,7 +294,7 @@ def _seed_of_meta(config: Config, ranks: DistContext) -> int | None:
 _COMPARED = 1024  # elements, at both ends of a parameter whose values are in a file
 
 
-def _facts_of(partition: Partition, initial_values: InitialValues) -> dict[str, Any]:
+def _model_facts(partition: Partition, initial_values: InitialValues) -> dict[str, Any]:
     """Return the units, parameters and checksums of values that must be equal on all ranks.
 
     Of values in files, the first and last elements are compared. Of values that are not made yet,
@@ -300,39 +303,40 @@ def _facts_of(partition: Partition, initial_values: InitialValues) -> dict[str, 
     """
     facts: dict[str, Any] = {"units": [unit.name for unit in partition.layouts]}
     for unit in partition.layouts:
-        for s in unit.segments:
-            facts[s.name] = f"{s.shape}, {s.dtype}, " + (
-                f"trained in group {s.group}" if s.trained else "frozen"
+        for segment in unit.segments:
+            facts[segment.name] = f"{segment.shape}, {segment.dtype}, " + (
+                f"trained in group {segment.group}" if segment.trained else "frozen"
             )
-    made: dict[int, tuple[bool, int]] = {}
+    unmade: dict[int, tuple[bool, int]] = {}
     for index, parameter in enumerate(partition.parameters[: partition.num_model_params]):
         size, name = parameter.numel(), partition.names[index]
         count = min(size, _COMPARED)
         first = initial_values.pieces(parameter, 0, count)
         last = initial_values.pieces(parameter, size - count, count)
         if first and last:
-            for end, pieces in (("first", first), ("last", last)):
+            for position, pieces in (("first", first), ("last", last)):
                 value = torch.cat([read().flatten() for read in pieces])
-                facts[f"{end} values of {name}"] = crc32c_of(value)
+                facts[f"{position} values of {name}"] = crc32c_of(value)
         elif parameter.is_meta:
-            made[index] = (parameter.dim() < 2, size)
+            unmade[index] = (parameter.dim() < 2, size)
         else:
             facts[f"values of {name}"] = crc32c_of(parameter)
-    if made:
-        index = min(made, key=made.__getitem__)
+    if unmade:
+        index = min(unmade, key=unmade.__getitem__)
         value = initial_values.value(partition.parameters[index])
         facts[f"values of {partition.names[index]}"] = crc32c_of(value)
     return facts
 
 
-def _facts_of_optimizer(optimizer: OffloadedOptimizer) -> dict[str, Any]:
+def _optimizer_facts(optimizer: OffloadedOptimizer) -> dict[str, Any]:
     """Return the rule, its state, and the groups' values, which must be equal on all ranks."""
     rule, values = optimizer.rule, optimizer.group_values()
-    kept = {"moments": rule.moments, "whole parameters": rule.needs_full}
-    return {"name": rule.name, **kept, **{f"group {n}": v for n, v in enumerate(values)}}
+    state = {"moments": rule.moments, "whole parameters": rule.needs_full}
+    groups = {f"group {n}": v for n, v in enumerate(values)}
+    return {"name": rule.name, **state, **groups}
 
 
-def _facts_of_plan(plan: Plan) -> dict[str, Any]:
+def _plan_facts(plan: Plan) -> dict[str, Any]:
     """Return the parts of the plan that determine collectives and commits."""
     names = ("slot_classes", "chunk_elements", "num_staging_buffers", "prefetch_units",
              "micro_batches", "gradient_itemsize", "unified", "durable_every", "saved")  # fmt: skip
@@ -343,7 +347,7 @@ def _facts_of_plan(plan: Plan) -> dict[str, Any]:
     return facts
 
 
-def _of_rank(config: Config, ranks: DistContext) -> Config:
+def _config_of_rank(config: Config, ranks: DistContext) -> Config:
     """Return the configuration with this rank's directories; only rank 0 writes a trace."""
     paths = tuple(of_rank(checked_root(path), ranks.rank) for path in config.nvme_path)
     for path in paths:
@@ -356,7 +360,7 @@ def _of_rank(config: Config, ranks: DistContext) -> Config:
     return config.model_copy(update=changes)
 
 
-def _leave(config: Config, local: Config, ranks: DistContext) -> None:
+def _close_rank(config: Config, local: Config, ranks: DistContext) -> None:
     """Close a rank's connections, and remove its empty directories."""
     for path in local.nvme_path if local is not config else ():
         with suppress(OSError):  # not empty
@@ -389,35 +393,35 @@ def _make_loader(
     )
 
 
-def _left_open(config: Config, groups: Any, client: Any) -> str:
+def _unset_defaults(config: Config, groups: Any, client: Any) -> str:
     """List settings at defaults that a plain PyTorch loop does not have; "" if there are none."""
     values: dict[str, str] = {}
     if "precision" not in config.model_fields_set:
         values["precision"] = config.precision
     if "gradient_clipping" not in config.model_fields_set:
         values["gradient_clipping"] = f"{config.gradient_clipping:g}"
-    of_groups = groups and all(isinstance(group, dict) and "lr" in group for group in groups)
-    if client is None and not of_groups and "lr" not in config.optimizer.model_fields_set:
+    groups_have_lr = groups and all(isinstance(group, dict) and "lr" in group for group in groups)
+    if client is None and not groups_have_lr and "lr" not in config.optimizer.model_fields_set:
         values["optimizer.lr"] = f"{config.optimizer.parameters()['lr']:g}"
     return ", ".join(f"{name} is {value}" for name, value in values.items())
 
 
-def _announce(
-    engine: Engine, config: Config, origin: Mapping[str, Any], left_open: str,
+def _report_start(
+    engine: Engine, config: Config, origin: Mapping[str, Any], unset_defaults: str,
     step_log: StepLog | None,
 ) -> None:  # fmt: skip
     """Issue the start's warnings, and write the start record, with `origin`, to the step log."""
-    notes = list(engine.warnings)
-    if left_open:
-        notes.append(
-            f"defaults that may differ from a plain loop: {left_open}; name them in the "
+    messages = list(engine.warnings)
+    if unset_defaults:
+        messages.append(
+            f"defaults that may differ from a plain loop: {unset_defaults}; name them in the "
             "configuration"
         )
-    for warning in notes:
+    for warning in messages:
         warnings.warn(warning, InfinityWarning, stacklevel=5)
     if step_log is not None:
-        start = {"config": config.resolved(), "plan": engine.plan.describe(), **origin}
-        step_log.write({"event": "start", **start, "warnings": notes})
+        record = {"config": config.resolved(), "plan": engine.plan.describe(), **origin}
+        step_log.write({"event": "start", **record, "warnings": messages})
 
 
 def _make_scheduler(config: Config, optimizer: OffloadedOptimizer, given: Any, client: Any) -> Any:
@@ -425,44 +429,46 @@ def _make_scheduler(config: Config, optimizer: OffloadedOptimizer, given: Any, c
     if callable(given) and not isinstance(given, torch.optim.lr_scheduler.LRScheduler):
         return given(optimizer)
     if given is not None:
-        return _checked(given, client)
+        return _checked_scheduler(given, client)
     section = config.scheduler
     return None if section is None else make_schedule(section.type, section.params, optimizer)
 
 
-_LED = ("step", "zero_grad", "load_state_dict", "add_param_group")
+_REDIRECTED = ("step", "zero_grad", "load_state_dict", "add_param_group")
 
 
-def _lead(client: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> Callable[[], None]:
-    """Redirect the methods `_LED` of the passed optimizer to the engine's; return an undo function.
+def _redirect_to_engine(
+    client: torch.optim.Optimizer, offloaded: OffloadedOptimizer
+) -> Callable[[], None]:
+    """Redirect the methods `_REDIRECTED` of the passed optimizer; return an undo function.
 
     Without this they would silently do nothing, because the parameters have no gradients.
     """
     attributes = vars(client)
-    before = {name: attributes.get(name) for name in _LED}
+    saved = {name: attributes.get(name) for name in _REDIRECTED}
 
-    def leading(name: str) -> Callable[..., Any]:
+    def redirected(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            found = getattr(offloaded, name)(*args, **kwargs)
+            result = getattr(offloaded, name)(*args, **kwargs)
             if name == "step":
                 mark_stepped(client)
-            return found
+            return result
 
         vars(call)["_wrapped_by_lr_sched"] = True  # schedulers check for this mark of their wrapper
         return call
 
-    def end() -> None:
-        for name, method in before.items():
+    def restore() -> None:
+        for name, method in saved.items():
             attributes.pop(name, None)
             if method is not None:
                 attributes[name] = method
 
-    attributes.update({name: leading(name) for name in before})
+    attributes.update({name: redirected(name) for name in saved})
     mark_stepped(client)  # the engine steps it, without its wrapper
-    return end
+    return restore
 
 
-def _checked(scheduler: Any, client: Any) -> Any:
+def _checked_scheduler(scheduler: Any, client: Any) -> Any:
     """Return a scheduler object after checking its methods and optimizer."""
     for name in ("step", "state_dict", "load_state_dict"):
         if not callable(getattr(scheduler, name, None)):

@@ -126,7 +126,7 @@ class Engine:
             self._checkpoints.restore_document(components.resumed)
         self._closed = False
         self._attach(module)
-        self._guard.fail = partial(_fail, weakref.ref(self))
+        self._guard.fail = partial(_mark_interrupted, weakref.ref(self))
         self._finalizer = weakref.finalize(self, components.drop, weakref.ref(self))
         optimizer.connect(self.step, self._drop_arrivals)
         _after_fork(self)
@@ -157,14 +157,15 @@ class Engine:
 
         def __getattr__(self, name: str) -> Any:
             """Return attributes of the module that the engine lacks."""
-            module, absent = self.__dict__.get("module"), object()
-            found = absent if name.startswith("__") else getattr(module, name, absent)
-            if found is absent:
+            module = self.__dict__.get("module")
+            absent = object()
+            value = absent if name.startswith("__") else getattr(module, name, absent)
+            if value is absent:
                 raise AttributeError(
                     f"neither {type(self).__name__} nor its module, a {type(module).__name__}, "
                     f"has {name!r}"
                 )
-            return found
+            return value
 
     # --- training --------------------------------------------------------------------------------
 
@@ -210,7 +211,7 @@ class Engine:
         try:
             torch.set_autocast_cache_enabled(False)  # casts of moved weights
             hooks.saved.push()
-            with self._casts():
+            with self._autocast_context():
                 result = self.module(*args, **kwargs)
             if not torch.is_grad_enabled():
                 self._cycles.end_call()
@@ -223,7 +224,7 @@ class Engine:
         finally:
             hooks.restore(mark)
 
-    def _casts(self) -> AbstractContextManager[Any]:
+    def _autocast_context(self) -> AbstractContextManager[Any]:
         if not self._autocast:
             return nullcontext()  # the caller's autocast stays active
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
@@ -252,7 +253,7 @@ class Engine:
                 since. The accumulation window is discarded: `micro_step` is 0 again.
         """
         self._check_trains("backward()")
-        self._refuse_unscaled()
+        self._require_scaled()
         micro_batches = self._window.length if scale_wrt_gas else 1
         scaled, share = self._scaled(loss), micro_batches * self._window.ranks
         scaled = scaled / share if share > 1 else scaled
@@ -297,7 +298,7 @@ class Engine:
         scaled = self._scaled(loss)
         if scaled is loss:
             return loss
-        self._refuse_unscaled()
+        self._require_scaled()
         self._window.scaled, self._window.divisor = True, 1
         return scaled / self._window.share
 
@@ -455,24 +456,24 @@ class Engine:
                 "number made by .item()",
             )
         self._window.check()
-        state = self._counters.loss_scale
-        return loss if state is None else loss.float() * state.scale
+        scale_state = self._counters.loss_scale
+        return loss if scale_state is None else loss.float() * scale_state.scale
 
     def _end_users_backward(self) -> None:
         """Finish a `loss.backward()` of the caller as `backward` does at its end."""
         if not self._window.has_news:
             return
-        self._refuse_unscaled()
+        self._require_scaled()
         self._window.check()
         with self._step_runner.together("a backward"):
             self._gradients.finish()
             self._cycles.end()
             self._step_runner.count_backward()
 
-    def _refuse_unscaled(self) -> None:
+    def _require_scaled(self) -> None:
         """Discard the window and raise if an fp16 gradient comes from a loss without loss scale."""
-        window, scale = self._window, self._counters.loss_scale
-        if window.has_news and scale is not None and not window.scaled:
+        scaling = self._counters.loss_scale is not None
+        if self._window.has_news and scaling and not self._window.scaled:
             self._step_runner.roll_back()
             raise TrainingError(
                 "gradients came from loss.backward(), and the loss was not scaled",
@@ -596,11 +597,11 @@ class Engine:
             ConfigError: The parameter is frozen.
             TrainingError: It has no gradient in this accumulation window.
         """
-        index, _ = self._trained(parameter)
+        index, _ = self._find_trained(parameter)
         with self.ranks.propagate_errors("reads a gradient"):
             value = self._gradients.read(index).view(parameter.shape)
-        state = self._counters.loss_scale
-        return value if state is None else value.float() / state.scale
+        scale_state = self._counters.loss_scale
+        return value if scale_state is None else value.float() / scale_state.scale
 
     @engine_call
     def set_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
@@ -656,7 +657,7 @@ class Engine:
                 value[rows],
             )
 
-    def _trained(self, parameter: nn.Parameter) -> tuple[int, Segment]:
+    def _find_trained(self, parameter: nn.Parameter) -> tuple[int, Segment]:
         self._check_usable()
         (index,) = targets(parameter, self._index_of)
         _, segment = self._values.location_of(index)
@@ -667,7 +668,7 @@ class Engine:
         return index, segment
 
     def _index_for(self, parameter: nn.Parameter, value: Tensor) -> int:
-        index, segment = self._trained(parameter)
+        index, segment = self._find_trained(parameter)
         if tuple(value.shape) != segment.full_shape:
             got = tuple(value.shape)
             raise ConfigError(f"{segment.name!r} has shape {segment.full_shape}, got {got}")
@@ -791,9 +792,9 @@ class Engine:
         wanted = Wanted(
             load_optimizer_states, load_lr_scheduler_states, load_module_only, load_module_strict
         )
-        found = self._checkpoints.load(Path(directory).expanduser(), tag, wanted)
+        result = self._checkpoints.load(Path(directory).expanduser(), tag, wanted)
         self._window.account()  # gradients that arrived before the load
-        return found
+        return result
 
     def register_state(self, name: str, item: Stateful) -> None:
         """Include an object's state in every checkpoint.
@@ -943,7 +944,7 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def __exit__(self, exc_type: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self.ranks.abort(error)
         self.close()
@@ -969,7 +970,7 @@ class Engine:
             )
 
 
-def _fail(reference: weakref.ref[Engine]) -> None:
+def _mark_interrupted(reference: weakref.ref[Engine]) -> None:
     """Mark the engine failed after an interrupted call; takes no lock, as a signal handler."""
     engine = reference()
     if engine is not None:

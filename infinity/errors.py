@@ -24,8 +24,8 @@ def mistakes(where: str, problems: Sequence[str]) -> str:
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "", cutoff: float = 0.6) -> str:
     """Return "did you mean ...? " with the nearest known name, or ""."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return f"did you mean {prefix + near[0]!r}? " if near else ""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {prefix + matches[0]!r}? " if matches else ""
 
 
 def first_lines(error: BaseException, limit: int = 1) -> str:
@@ -149,7 +149,7 @@ class EngineFailedError(InfinityError):
     """Use of an engine whose state is incomplete; `__cause__` is the first error."""
 
 
-_MOST_TEXT = 400  # characters of another library's message, which may be long
+_MAX_BECAUSE_CHARS = 400  # characters of another library's message, which may be long
 
 
 @contextmanager
@@ -164,7 +164,7 @@ def explained(what: str, remedy: str | None = None) -> Iterator[None]:
     except (InfinityError, MemoryError):
         raise
     except Exception as error:
-        because = first_lines(error, 12)[:_MOST_TEXT]
+        because = first_lines(error, 12)[:_MAX_BECAUSE_CHARS]
         if isinstance(error, ArithmeticError | LookupError):  # "division by zero", "'rope_type'"
             because = f"{type(error).__name__}: {because}"
         raise ConfigError(what, because=because, remedy=remedy) from error

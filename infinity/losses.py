@@ -95,7 +95,7 @@ def chunked_cross_entropy(
             f"hidden is {hidden.dtype}, weight {weight.dtype}", remedy="cast one of them"
         )
     if softcap is not None:
-        transform = partial(_capped, cap=softcap, inner=transform)
+        transform = partial(_softcapped, cap=softcap, inner=transform)
     options = _Options(chunk_size, ignore_index, label_smoothing, z_loss, transform, reduction)
     flat = hidden.reshape(-1, hidden.shape[-1])
     apply: Any = _ChunkedCrossEntropy.apply
@@ -111,31 +111,31 @@ def _check(
     chunk_size: int,
     reduction: str,
 ) -> None:
-    wrong = None
+    problem = None
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
-        wrong = f"hidden {tuple(hidden.shape)} does not fit weight {tuple(weight.shape)}"
+        problem = f"hidden {tuple(hidden.shape)} does not fit weight {tuple(weight.shape)}"
     elif hidden.shape[:-1] != labels.shape:
-        wrong = f"hidden {tuple(hidden.shape)} does not fit labels {tuple(labels.shape)}"
+        problem = f"hidden {tuple(hidden.shape)} does not fit labels {tuple(labels.shape)}"
     elif bias is not None and bias.shape != weight.shape[:1]:
-        wrong = f"bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}"
+        problem = f"bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}"
     elif labels.is_floating_point() or labels.dtype is torch.bool:
-        wrong = f"labels are {labels.dtype}, not indices"
+        problem = f"labels are {labels.dtype}, not indices"
     elif chunk_size < 1:
-        wrong = f"chunk_size is {chunk_size}"
+        problem = f"chunk_size is {chunk_size}"
     elif reduction not in ("mean", "sum"):
-        wrong = f"reduction is {reduction!r}"
-    if wrong is not None:
+        problem = f"reduction is {reduction!r}"
+    if problem is not None:
         raise TrainingError(
-            f"chunked_cross_entropy: {wrong}",
+            f"chunked_cross_entropy: {problem}",
             remedy="give hidden (..., width), weight (vocabulary, width), labels (...)",
         )
 
 
-def _capped(logits: Tensor, cap: float, inner: Transform | None) -> Tensor:
+def _softcapped(logits: Tensor, cap: float, inner: Transform | None) -> Tensor:
     return cap * torch.tanh((logits if inner is None else inner(logits)).float() / cap)
 
 
-class _KeptAsItIs(torch.autograd.graph.saved_tensors_hooks):
+class _NoSavedTensorHooks(torch.autograd.graph.saved_tensors_hooks):
     """Context in which tensors saved by autograd bypass outer hooks, such as a checkpoint's."""
 
     def __init__(self) -> None:
@@ -154,57 +154,59 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         options: _Options,
     ) -> Tensor:
-        size, transform = options.chunk_size, options.transform
-        wants = [t is not None and t.requires_grad for t in (hidden, weight, bias)]
-        grad_hidden = torch.empty_like(hidden) if wants[0] else None
+        size = options.chunk_size
+        transform = options.transform
+        needs_grad = [t is not None and t.requires_grad for t in (hidden, weight, bias)]
+        grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
         grad_weight: Tensor | None = None
         new_zeros = partial(torch.zeros, dtype=torch.float32, device=hidden.device)
-        grad_bias = new_zeros(weight.shape[0]) if wants[2] else None
+        grad_bias = new_zeros(weight.shape[0]) if needs_grad[2] else None
         total = new_zeros(())
         valid = labels != options.ignore_index
         # The count stays a tensor, to avoid a synchronization with the device.
         mean = options.reduction == "mean"
-        share = 1.0 / valid.sum().float() if mean else torch.ones_like(total)
+        scale = 1.0 / valid.sum().float() if mean else torch.ones_like(total)
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
-            part, here = hidden[rows], valid[rows]
-            target = labels[rows].clamp_min(0).where(here, torch.zeros_like(labels[rows]))
-            logits = made = torch.nn.functional.linear(part, weight, bias)
+            chunk = hidden[rows]
+            mask = valid[rows]
+            target = labels[rows].clamp_min(0).where(mask, torch.zeros_like(labels[rows]))
+            logits = output = torch.nn.functional.linear(chunk, weight, bias)
             if transform is not None:
-                with torch.enable_grad(), _KeptAsItIs():
-                    made = transform(logits.requires_grad_())
-            used_up = made.detach().to(torch.float32, copy=transform is not None)
-            loss, gradient = _loss_and_gradient(used_up, target, options)
-            total += (loss * here).sum()
-            if not any(wants):
+                with torch.enable_grad(), _NoSavedTensorHooks():
+                    output = transform(logits.requires_grad_())
+            scratch = output.detach().to(torch.float32, copy=transform is not None)
+            loss, gradient = _loss_and_gradient(scratch, target, options)
+            total += (loss * mask).sum()
+            if not any(needs_grad):
                 continue
-            gradient.mul_(here.unsqueeze(1))  # the count divides last: fp16 underflows at 6e-8
+            gradient.mul_(mask.unsqueeze(1))  # the count divides last: fp16 underflows at 6e-8
             if transform is not None:
-                (gradient,) = torch.autograd.grad(made, logits, gradient.to(made.dtype))
+                (gradient,) = torch.autograd.grad(output, logits, gradient.to(output.dtype))
             if grad_bias is not None:
                 grad_bias += gradient.sum(0, dtype=torch.float32)
-            factor = gradient.to(weight.dtype)
+            grad_logits = gradient.to(weight.dtype)
             if grad_hidden is not None:
-                torch.mm(factor, weight, out=grad_hidden[rows])
-            if wants[1]:
-                product = factor.t() @ part  # a single product needs no fp32 sum
+                torch.mm(grad_logits, weight, out=grad_hidden[rows])
+            if needs_grad[1]:
+                product = grad_logits.t() @ chunk  # a single product needs no fp32 sum
                 grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
-        if wants[1] and grad_weight is None:
+        if needs_grad[1] and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
         ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, share)
-        return total * share
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, scale)
+        return total * scale
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad_hidden, grad_weight, grad_bias, share = ctx.saved_tensors
-        for_weight, for_bias = ctx.dtypes
-        scale = grads[0] * share
+        grad_hidden, grad_weight, grad_bias, scale = ctx.saved_tensors
+        weight_dtype, bias_dtype = ctx.dtypes
+        factor = grads[0] * scale
         return (
-            None if grad_hidden is None else _scaled(grad_hidden, scale, grad_hidden.dtype),
-            None if grad_weight is None else _scaled(grad_weight, scale, for_weight),
-            None if grad_bias is None else _scaled(grad_bias, scale, for_bias),
+            None if grad_hidden is None else _scaled(grad_hidden, factor, grad_hidden.dtype),
+            None if grad_weight is None else _scaled(grad_weight, factor, weight_dtype),
+            None if grad_bias is None else _scaled(grad_bias, factor, bias_dtype),
             None,
             None,
         )
@@ -212,10 +214,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply in fp32, in chunks of rows, to limit temporary memory."""
-    made = torch.empty_like(gradient, dtype=dtype)
-    for part, source in zip(torch.split(made, _ROWS), torch.split(gradient, _ROWS), strict=True):
-        part.copy_(source.float() * scale)
-    return made
+    scaled = torch.empty_like(gradient, dtype=dtype)
+    for target, source in zip(
+        torch.split(scaled, _ROWS), torch.split(gradient, _ROWS), strict=True
+    ):
+        target.copy_(source.float() * scale)
+    return scaled
 
 
 def _loss_and_gradient(logits: Tensor, target: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
@@ -224,16 +228,16 @@ def _loss_and_gradient(logits: Tensor, target: Tensor, options: _Options) -> tup
     With smoothing s the loss is (1 - s) * nll + s * mean over the vocabulary, as in torch.
     """
     smoothing, z_loss = options.label_smoothing, options.z_loss
-    peak = logits.logsumexp(1)
-    picked = logits.gather(1, target.unsqueeze(1)).squeeze(1)
-    loss = peak - picked
+    log_sum = logits.logsumexp(1)
+    target_logits = logits.gather(1, target.unsqueeze(1)).squeeze(1)
+    loss = log_sum - target_logits
     if smoothing:
-        loss = (1 - smoothing) * loss + smoothing * (peak - logits.mean(1))
-    gradient = logits.sub_(peak.unsqueeze(1)).exp_()
+        loss = (1 - smoothing) * loss + smoothing * (log_sum - logits.mean(1))
+    gradient = logits.sub_(log_sum.unsqueeze(1)).exp_()
     if z_loss:
-        loss = loss + z_loss * peak * peak
-        gradient.mul_((1 + 2 * z_loss * peak).unsqueeze(1))
+        loss = loss + z_loss * log_sum * log_sum
+        gradient.mul_((1 + 2 * z_loss * log_sum).unsqueeze(1))
     if smoothing:
         gradient.sub_(smoothing / logits.shape[1])
-    ones = torch.full_like(picked, smoothing - 1).unsqueeze(1)
-    return loss, gradient.scatter_add_(1, target.unsqueeze(1), ones)
+    target_terms = torch.full_like(target_logits, smoothing - 1).unsqueeze(1)
+    return loss, gradient.scatter_add_(1, target.unsqueeze(1), target_terms)

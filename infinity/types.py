@@ -142,12 +142,13 @@ class FrozenFormat(StrEnum):
 
     def byte_ranges(self, shape: Sequence[int]) -> list[slice]:
         """Return the byte range of each part of one matrix; ranges start at multiples of 4."""
-        found, end = [], 0
+        ranges = []
+        end = 0
         for part in self.parts(shape):
             start = -(-end // 4) * 4
             end = start + part
-            found.append(slice(start, end))
-        return found
+            ranges.append(slice(start, end))
+        return ranges
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Return the stored bytes of a matrix or stack, each matrix padded to a multiple of 4."""

@@ -1,25 +1,25 @@
-"""The flat layout of a unit: which element of which parameter lies where.
+"""The flat layout of a unit: offsets of its parameters, chunks and shards.
 
-A unit has two ranges. The *trained* range holds every parameter that has optimizer state, in the
-compute dtype, and is what gradients, masters and moments are laid out along, element by
-element. The *frozen* range behind it is opaque bytes of any dtype, without state. Matrices in it
-may be quantised (`FrozenFormat`): that is how they rest and travel. In a slot there is a third
-range, in which they stand dequantised while their unit is resident.
+A unit has two ranges. The *trained* range holds every parameter with optimizer state, in the
+compute dtype; gradients, masters and moments have the same layout, element by element. The *frozen*
+range after it is opaque bytes of any dtype, without state. Matrices in it may be quantized
+(`FrozenFormat`); they are stored and copied in that format. A slot has a third range for their
+dequantized values while the unit is resident.
 
 The trained range is cut into chunks of a fixed number of elements. On disk a chunk is one
-contiguous record of those kinds that rest on disk, in the order of `RECORD_ORDER`; in RAM each
-kind is one flat range per unit, in the same chunk-wise form: the parts of its chunks one after
-the other. A part of a moment is its values, then the scales of its blocks where the format has
-them, then padding. Every part starts and ends on a 4096-byte boundary: lengths are padded to
-`ELEMENT_ALIGN` elements, and parts of narrower formats to whole pages.
+contiguous record of the kinds on the disk tier, in the order of `RECORD_ORDER`. In RAM each kind is
+one flat range per unit, cut into the same chunks: the concatenation of their sections. A section of
+a moment holds the values, then the scales of their blocks if the format has scales, then padding.
+Every section starts and ends on a 4096-byte boundary: lengths are padded to `ELEMENT_ALIGN`
+elements, and sections of narrower formats to full pages.
 
-Several ranks share a unit: each range is as many equal shards, one behind the other, and a rank
-keeps its shard of both. What a rank keeps is a layout of its own (`UnitLayout.of_shard`), which is
-what is cut into chunks. Parameters and shards then start where blocks of the norm's tree do. For an
-update rule that needs whole parameters these are dealt to shards whole, which are padded to the
-longest. Where a rule needs only some parameters whole, and keeps one moment of these (Muon), they
-come behind the others of their unit or shard, which is one chunk: the second moment is of its
-beginning.
+Several ranks shard a unit: each range consists of one equal shard per rank, in order of ranks, and
+a rank stores its shard of both ranges. The shard has its own layout (`UnitLayout.of_shard`), which
+is the one that is cut into chunks. Parameters and shards then start at block boundaries of the
+norm's tree. If an update rule needs unsharded parameters, each parameter is assigned to one shard,
+and shards are padded to the longest. If a rule needs only some parameters unsharded, and has one
+moment of these (Muon), they are placed after the others of their unit or shard, which is a single
+chunk; the second moment covers only the beginning of that chunk.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from infinity.common.sizes import format_count
 from infinity.types import MOMENT_BLOCK, PAGE, FrozenFormat, Kind, MomentFormat, round_up
 
 ELEMENT_ALIGN = 2048  # elements: 4096 bytes of the narrowest kind (2 bytes)
-SQUARE_BLOCK = 4096  # elements of a parameter that share a leaf of the norm's tree; as in csrc/adam
-MUCH_PADDING = 1.1  # times what a unit holds: a plan says so
-SEGMENT_ALIGN_BYTES = 512  # start of every tensor in a slot; enough for any device
+SQUARE_BLOCK = 4096  # elements of a parameter per leaf of the norm's tree; equal in csrc/adam
+MUCH_PADDING = 1.1  # padded size / size of the contents from which a plan has a note
+SEGMENT_ALIGN_BYTES = 512  # alignment of every tensor in a slot; enough for any device
 
 
-# Adam has two, `torch.optim.AdamW(amsgrad=True)` three; the rest is for optimizers of others.
+# Adam has two, `torch.optim.AdamW(amsgrad=True)` three; the others are for third-party optimizers.
 MOMENTS = (Kind.MOMENT1, Kind.MOMENT2, Kind.MOMENT3, Kind.MOMENT4, Kind.MOMENT5, Kind.MOMENT6)
 RECORD_ORDER = (Kind.WEIGHT, Kind.RESIDUAL, Kind.MASTER, *MOMENTS)
-# What may stand beside the weight, by torch's names of its dtype.
+# Kinds that complete a weight to its fp32 master -> torch's name of the dtype.
 REST_DTYPES = {Kind.RESIDUAL: "int16", Kind.MASTER: "float32"}
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How one compute precision rests: item sizes (bytes), and the format of each moment.
+    """Storage of one compute precision: item sizes in bytes, and the format of each moment.
 
-    `dtype` is torch's name of what weights are. `master_state` is what stands beside a weight for
-    its fp32 master: 0 where weights are fp32, else the size of a `master_kind`. `moments` has none
-    to six formats.
+    `dtype` is torch's name of the dtype of weights. `master_state` is the item size of
+    `master_kind`, from which a weight's fp32 master is restored; 0 if weights are fp32. `moments`
+    has zero to six formats.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Precision:
     master_state: int
     master_kind: Kind | None = None
     moments: tuple[MomentFormat, ...] = (MomentFormat.FP32, MomentFormat.FP32)
-    paired: int | None = None  # so many elements, the first, have all moments, the rest but one
+    paired: int | None = None  # number of leading elements with all moments; later ones have one
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -70,22 +70,23 @@ class Precision:
 
     @property
     def moment_kinds(self) -> tuple[Kind, ...]:
-        """The kinds of the moments."""
+        """State kinds of the moments."""
         return MOMENTS[: len(self.moments)]
 
     @property
     def is_flat(self) -> bool:
-        """Whether chunks hold values alone: several in a row are as one long chunk."""
+        """Whether chunks hold values only, so that consecutive chunks form one long chunk."""
         return self.paired is None and not any(form.num_scales(1) for form in self.moments)
 
     def format_of(self, kind: Kind) -> MomentFormat:
-        """The format of a moment."""
+        """Return the format of a moment."""
         return self.moments[MOMENTS.index(kind)]
 
     def nbytes(self, kind: Kind, num_elements: int) -> int:
-        """Bytes of one kind's part of a chunk of `num_elements`, padded to pages.
+        """Return the bytes of one kind in a chunk of `num_elements`, padded to pages.
 
-        `num_elements` is a multiple of `ELEMENT_ALIGN`. Not for gradients: see `Plan`.
+        `num_elements` is a multiple of `ELEMENT_ALIGN`. Not for gradients: see
+        `Plan.gradient_bytes`.
         """
         if kind is Kind.WEIGHT:
             return num_elements * self.weight
@@ -94,14 +95,14 @@ class Precision:
         return round_up(self.format_of(kind).nbytes(self.num_kept(kind, num_elements)), PAGE)
 
     def num_kept(self, kind: Kind, num_elements: int) -> int:
-        """Of how many of a chunk's elements, the first ones, a moment is kept."""
+        """Return the number of leading elements of a chunk that have this moment."""
         if self.paired is None or kind is Kind.MOMENT1:
             return num_elements
         return min(self.paired, num_elements)
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Bytes at rest of one trained parameter, padding not counted."""
+        """Stored bytes of one trained element, without padding."""
         moments = sum(f.nbytes(MOMENT_BLOCK) for f in self.moments) / MOMENT_BLOCK
         return self.weight + self.master_state + moments
 
@@ -116,7 +117,8 @@ PRECISIONS = {precision.name: precision for precision in (BF16, FP16, FP32)}
 class StackRows:
     """Rows of a parameter that is a stack of experts along its first dimension.
 
-    `origin` is the parameter's index, `first` the first row and `total` the number of rows of all.
+    `origin` is the index of the parameter, `first` the first of these rows, `total` the number of
+    rows of the full stack.
     """
 
     origin: int
@@ -126,14 +128,14 @@ class StackRows:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One parameter's place in its unit.
+    """One parameter, or rows of a stack of experts, in its unit.
 
-    `offset` counts elements of the trained range when `trained`, else bytes of the frozen range.
-    `dtype` is the torch dtype's name, for instance "bfloat16"; `group` the optimizer group. `form`
-    is the `FrozenFormat` in which it rests, of which `nbytes` are then, or "" for `dtype`.
-    `needs_full` says that the update rule needs it unsharded and uncut, and keeps one moment of it.
-    `stack` is there for a stack of experts: all of it, or rows, which have an index of their own
-    and the stack's name.
+    `offset` counts elements of the trained range if `trained`, else bytes of the frozen range.
+    `dtype` is torch's name, for instance "bfloat16"; `group` is the optimizer group. `form` is the
+    `FrozenFormat` in which a frozen matrix is stored, "" for `dtype`; `nbytes` is its size in that
+    format. `needs_full` is True if the update rule needs the parameter unsharded and in one chunk,
+    and has one moment of it. `stack` is set for a stack of experts: all its rows, or a range of
+    rows, which has its own index and the stack's name.
     """
 
     name: str
@@ -151,55 +153,55 @@ class Segment:
 
     @property
     def origin(self) -> int:
-        """The index of the model's parameter that this is, or is rows of."""
+        """Index of the model's parameter; for rows of a stack that of the stack."""
         return self.parameter if self.stack is None else self.stack.origin
 
     @property
     def is_rows(self) -> bool:
-        """Whether the parameter is cut: this is one of several ranges, or may be."""
+        """Whether this is a range of rows of a stack that was cut."""
         return self.stack is not None and self.stack.origin != self.parameter
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The shape of the model's parameter."""
+        """Shape of the model's parameter."""
         return self.shape if self.stack is None else (self.stack.total, *self.shape[1:])
 
     @property
     def first_element(self) -> int:
-        """Elements of the model's parameter that come before."""
+        """Index of the first element in the model's parameter; 0 except for rows of a stack."""
         return 0 if self.stack is None else self.stack.first * (self.numel // self.shape[0])
 
     @property
     def begins(self) -> bool:
-        """Whether it is a parameter of the model, or the first rows of one."""
+        """Whether this is a complete parameter of the model, or the first rows of one."""
         return self.first_element == 0
 
     @property
     def ends_stack(self) -> bool:
-        """Whether the last rows of a stack are among these."""
+        """Whether this includes the last rows of a stack."""
         return self.stack is not None and self.stack.first + self.shape[0] == self.stack.total
 
     @property
     def num_sums(self) -> int:
-        """Square sums that are taken of it for the norm: of a stack one an expert."""
+        """Number of square sums for the norm: one per expert of a stack, else 1."""
         return 1 if self.stack is None else self.shape[0]
 
     def keeps(self, kind: Kind) -> bool:
-        """Whether there is state of this kind of it."""
+        """Return True if the parameter has state of this kind."""
         return self.trained and not (self.needs_full and kind in MOMENTS[1:])
 
     def within(self, start: int, count: int) -> tuple[int, int]:
-        """(first, end) of the elements that lie in a chunk, counted from the chunk's start.
+        """Return (first, end) of a trained segment's elements in a chunk of `count` from `start`.
 
-        Of a trained segment; `first >= end` where none do. In a shard's layout a segment that
-        begins in a shard before it has a negative offset.
+        Both are relative to the chunk; `first >= end` if the segment is not in it. In a shard's
+        layout a segment that begins in an earlier shard has a negative offset.
         """
         return max(self.offset - start, 0), min(self.offset + self.numel - start, count)
 
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """Parameters that travel together, and the size of their ranges."""
+    """Parameters that are moved together, and the sizes of their ranges."""
 
     index: int
     name: str
@@ -207,14 +209,12 @@ class UnitLayout:
     numel: int  # trained elements, padded to ELEMENT_ALIGN
     frozen_bytes: int  # padded to PAGE
     weight_itemsize: int
-    is_block: bool = False  # its modules compute by themselves: what can be recomputed, or sliced
-    shards: int = 1  # ranks that share it; a shard's own layout has 1
-    paired: int | None = (
-        None  # of a shard, see `Precision`; None where no parameter is `needs_full`
-    )
-    # Outside blocks, for the order of uses: see `plan/usual_cycle.py`.
-    at_end: bool = False  # what it holds comes behind the blocks too: a norm, or a head
-    looked_up: bool = False  # what it holds before them is embeddings, which no backward uses
+    is_block: bool = False  # a block that can be recomputed, or run in slices
+    shards: int = 1  # number of ranks that shard it; 1 in the layout of a shard
+    paired: int | None = None  # `Precision.paired` of a shard; None if no parameter is `needs_full`
+    # Units outside blocks only, for the access order: see `plan/usual_cycle.py`.
+    at_end: bool = False  # also used after the blocks: holds a norm, or a head
+    looked_up: bool = False  # before the blocks only embeddings, which backward does not use
 
     @property
     def trained_bytes(self) -> int:
@@ -223,17 +223,17 @@ class UnitLayout:
 
     @cached_property
     def stored_bytes(self) -> int:
-        """Bytes of this unit's weights at rest, frozen ones included."""
+        """Stored bytes of this unit's weights, frozen ones included."""
         return self.trained_bytes + self.frozen_bytes
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Bytes a slot needs to hold this unit's weights: as they rest, and dequantised."""
+        """Bytes of this unit in a slot: the stored weights, and the dequantized values."""
         return self.stored_bytes + self.dequantised_bytes
 
     @cached_property
     def dequantised(self) -> dict[int, int]:
-        """Parameters that rest quantised -> where their values stand in a slot, in bytes."""
+        """Quantized parameter -> byte offset of its dequantized values in a slot."""
         found, offset = dict[int, int](), self.stored_bytes
         for segment in (s for s in self.segments if s.form):
             found[segment.parameter] = offset
@@ -242,12 +242,12 @@ class UnitLayout:
 
     @cached_property
     def largest_quantised(self) -> int:
-        """Elements of the largest of them."""
+        """Number of elements of the largest quantized parameter."""
         return max((s.numel for s in self.segments if s.form), default=0)
 
     @cached_property
     def dequantised_bytes(self) -> int:
-        """Bytes of those in a slot."""
+        """Bytes of the dequantized values in a slot."""
         sizes = (s.numel * self.weight_itemsize for s in self.segments if s.form)
         return round_up(sum(round_up(size, SEGMENT_ALIGN_BYTES) for size in sizes), PAGE)
 
@@ -258,21 +258,21 @@ class UnitLayout:
 
     @property
     def stacks_path(self) -> str:
-        """Path of the module whose experts this is a range of: the name without "[3:6]"."""
+        """Path of the module of experts of which this is a range: the name without "[3:6]"."""
         return self.name.rpartition("[")[0]
 
     @property
     def shard_numel(self) -> int:
-        """Trained elements that one rank keeps, with padding."""
+        """Trained elements of one rank's shard, with padding."""
         return self.numel // self.shards
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of weights that one rank keeps, frozen ones included."""
+        """Bytes of weights in one rank's shard, frozen ones included."""
         return self.stored_bytes // self.shards
 
     def of_shard(self, rank: int) -> UnitLayout:
-        """Return the layout of one rank's shard of the trained segments."""
+        """Return the layout of one rank's shard, with trained segments only; self if unsharded."""
         return self if self.shards == 1 else self._by_rank[rank]
 
     @cached_property
@@ -281,10 +281,10 @@ class UnitLayout:
 
     @cached_property
     def reported_squares(self) -> dict[int, tuple[int, ...]]:
-        """Parameter -> number of square sums that each rank reports for the norm.
+        """Parameter -> number of square sums reported for the norm, by rank.
 
-        Those of all its blocks there; of a parameter that lies in one shard only their sum, of a
-        stack their sum for each expert.
+        One per block of `SQUARE_BLOCK` elements in the rank's shard. A parameter within a single
+        shard needs only one sum, a stack one per expert.
         """
         blocks = {s.parameter: [0] * self.shards for s in self.trained_segments}
         sums = {s.parameter: s.num_sums for s in self.trained_segments}
@@ -300,7 +300,7 @@ class UnitLayout:
 
     @cached_property
     def num_reported_squares(self) -> tuple[int, ...]:
-        """The same of all parameters together, by rank."""
+        """Number of reported square sums of all parameters, by rank."""
         return tuple(map(sum, zip(*self.reported_squares.values(), strict=True)))
 
     def _shard(self, rank: int) -> UnitLayout:
@@ -315,38 +315,41 @@ class UnitLayout:
 
     @cached_property
     def num_trained(self) -> int:
-        """Trained elements, padding not counted."""
+        """Trained elements, without padding."""
         ends = (segment.within(0, self.numel) for segment in self.trained_segments)
         return sum(end - first for first, end in ends)
 
     @cached_property
     def trained_segments(self) -> tuple[Segment, ...]:
-        """The segments that have optimizer state, in the order of their offsets."""
+        """Segments with optimizer state, in order of offsets."""
         return tuple(s for s in self.segments if s.trained)
 
     def num_chunks(self, chunk_elements: int) -> int:
-        """How many chunks a shard of the trained range is cut into."""
+        """Return the number of chunks of a shard's trained range."""
         return -(-self.shard_numel // chunk_elements)
 
     def chunk(self, index: int, chunk_elements: int) -> tuple[int, int]:
-        """(first element of a shard, number of elements) of one chunk; the last may be shorter."""
+        """Return (first element in the shard, number of elements) of a chunk.
+
+        The last chunk may be shorter than `chunk_elements`.
+        """
         start = index * chunk_elements
         return start, min(chunk_elements, self.shard_numel - start)
 
     def chunks(self, chunk_elements: int) -> Iterator[tuple[int, int]]:
-        """(first element, number of elements) of every chunk, in order."""
+        """Yield (first element, number of elements) of every chunk, in order."""
         for index in range(self.num_chunks(chunk_elements)):
             yield self.chunk(index, chunk_elements)
 
 
 def largest_trained_of(layouts: Iterable[UnitLayout]) -> int:
-    """Elements of the largest trained parameter."""
+    """Return the number of elements of the largest trained parameter."""
     return max((s.numel for layout in layouts for s in layout.trained_segments), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:
-    """Facts of one parameter for the layout."""
+    """Facts about one parameter from which a layout is made."""
 
     name: str
     parameter: int
@@ -356,12 +359,12 @@ class ParameterFacts:
     itemsize: int
     trained: bool
     group: int
-    form: str = ""  # of a frozen one that rests quantised: a `FrozenFormat`
+    form: str = ""  # `FrozenFormat` of a frozen parameter that is stored quantized
     needs_full: bool = False  # as in `Segment`
     stack: StackRows | None = None  # as in `Segment`
 
     def rows(self, parameter: int, first: int, count: int) -> ParameterFacts:
-        """Rows of a stack, as a parameter of another index."""
+        """Return the facts of `count` rows of a stack, as a parameter with another index."""
         assert self.stack is not None
         return replace(
             self,
@@ -382,14 +385,16 @@ def lay_out(
     ranks: int = 1,
     needs_full: bool = False,
 ) -> UnitLayout:
-    """Place parameters one after the other, each aligned; trained ones first.
+    """Return the layout of a unit: aligned parameters in order, trained ones first.
 
-    Of several `ranks`, with `needs_full` no trained parameter lies in two shards, nor where one is.
+    With several `ranks`, no trained parameter spans two shards if `needs_full` is True, as argument
+    or for any parameter.
     """
     segments: list[Segment] = []
     element = 0
-    align = max(SEGMENT_ALIGN_BYTES // precision.weight, MOMENT_BLOCK)  # no scale is shared
-    align = align if ranks == 1 else SQUARE_BLOCK  # nor is a block of the norm
+    # Parameters share no block of moments and its scale, and with several ranks no norm block.
+    align = max(SEGMENT_ALIGN_BYTES // precision.weight, MOMENT_BLOCK)
+    align = align if ranks == 1 else SQUARE_BLOCK
     runs = [sorted((p for p in parameters if p.trained), key=lambda p: p.needs_full)]
     any_full = any(p.needs_full for p in runs[0])
     needs_full = needs_full or any_full
@@ -438,7 +443,10 @@ def lay_out_again(
     needs_full: bool,
     cast: bool = False,
 ) -> tuple[UnitLayout, ...]:
-    """Lay out units for a number of ranks; parameters are `cast` to the precision or unchanged."""
+    """Return the units' layouts for another number of ranks.
+
+    With `cast` parameters get the dtype of `precision`, else they are unchanged.
+    """
     found = []
     for unit in units:
         facts = [
@@ -460,9 +468,10 @@ def lay_out_again(
 
 
 def _dealt(facts: list[ParameterFacts], ranks: int, turn: int) -> list[list[ParameterFacts]]:
-    """Assign parameters to ranks: the largest first, each to the emptiest rank, in order.
+    """Assign full parameters to ranks: largest first, each to the rank with the fewest elements.
 
-    Who begins changes from unit to unit (`turn`), so that it is not one rank that always has most.
+    The result is rotated by `turn`, which differs from unit to unit, so that the same rank does not
+    get the most elements of every unit.
     """
     found: list[list[int]] = [[] for _ in range(ranks)]
     sizes = [0] * ranks
@@ -474,7 +483,7 @@ def _dealt(facts: list[ParameterFacts], ranks: int, turn: int) -> list[list[Para
 
 
 def dealt_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
-    """Return notes of a plan about padding of units with whole parameters."""
+    """Return a plan's notes on the padding of shards under a rule that needs full parameters."""
     sizes = [(u.numel / u.num_trained, u) for u in units if u.shards > 1 and u.num_trained]
     total = sum(u.numel for _, u in sizes) / max(sum(u.num_trained for _, u in sizes), 1)
     if total < MUCH_PADDING:
@@ -488,7 +497,7 @@ def dealt_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
 
 
 def split_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
-    """Return notes of a plan about a rule for some parameters, and AdamW for the others."""
+    """Return a plan's notes on a rule for matrices with AdamW for the other parameters."""
     trained = [segment for unit in units for segment in unit.trained_segments]
     matrices = [s for s in trained if s.needs_full]
     if not matrices:
@@ -506,16 +515,16 @@ def split_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The contiguous on-disk form of one chunk: which kinds, at which byte offsets inside it."""
+    """The contiguous on-disk form of one chunk: its kinds and their byte offsets."""
 
     kinds: tuple[Kind, ...]
     precision: Precision
 
     def nbytes(self, num_elements: int) -> int:
-        """Bytes of the record of a chunk of `num_elements`."""
+        """Return the bytes of the record of a chunk of `num_elements`."""
         return sum(self.precision.nbytes(k, num_elements) for k in self.kinds)
 
     def offset(self, kind: Kind, num_elements: int) -> int:
-        """Where `kind` starts inside the record of a chunk of `num_elements`, in bytes."""
+        """Return the byte offset of `kind` in the record of a chunk of `num_elements`."""
         before = self.kinds[: self.kinds.index(kind)]
         return sum(self.precision.nbytes(k, num_elements) for k in before)

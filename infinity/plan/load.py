@@ -1,4 +1,4 @@
-"""How much other programs use this machine's processors while something is measured."""
+"""CPU load of other programs during a measurement."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from dataclasses import dataclass
 
 import psutil
 
-# Others take less of all processors than this where nobody works beside a measurement: a desktop,
-# a monitor. With more idle time than the second number nobody waits for a processor.
-QUIET_SHARE = 0.15
-IDLE_SHARE = 0.5
-LEAST_S = 1.0  # of all processors together: less is a few ticks of the clock that counts them
+QUIET_SHARE = 0.15  # of all processors: background load of a desktop or a monitor
+IDLE_SHARE = 0.5  # of all processors: with more idle time no thread waits for a processor
+LEAST_S = 1.0  # seconds of all processors together: less is a few ticks of the kernel's counters
 
 
 @dataclass(frozen=True)
 class ProcessorTimes:
-    """Seconds that all processors spent since the start of the machine.
+    """Seconds of processor time since boot, summed over all processors.
 
     Attributes:
-        user: In programs, ours included. What kernels do for others' disks is no part of it: they
-            do it for ours, too, on threads of their own.
-        idle: With nothing to run, or waiting for a disk.
-        own: In this process, as a part of `user`.
+        user: Spent in programs, this process included. Kernel time is not counted: kernel threads
+            also do the disk I/O of this process.
+        idle: Idle, or waiting for a disk.
+        process: Spent in this process; included in `user`.
         count: Number of processors.
     """
 
@@ -33,7 +31,7 @@ class ProcessorTimes:
 
     @staticmethod
     def now() -> ProcessorTimes | None:
-        """Return the counts of the kernel; None where they cannot be read."""
+        """Return the kernel's current counters; None if they cannot be read."""
         try:
             times = psutil.cpu_times()
         except (OSError, ValueError, IndexError, psutil.Error):
@@ -44,9 +42,9 @@ class ProcessorTimes:
 
 
 def load_between(before: ProcessorTimes | None, after: ProcessorTimes | None) -> str:
-    """Describe the use of processors by other programs between two moments; "" if it is small.
+    """Describe the processor use of other programs between two moments; "" if it is small.
 
-    A measurement beside such a load is not what the machine can do.
+    Rates that were measured under such a load may be too low.
     """
     if before is None or after is None:
         return ""

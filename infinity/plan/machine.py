@@ -1,11 +1,11 @@
-"""What this computer offers: memory, processors, disks and limits, read and never guessed.
+"""Memory, processors, disks and limits of this machine, as the kernel reports them.
 
-Everything is read below a `root`, so that a test can hand in a made-up computer. A file that is
-missing or unreadable means "no such limit"; only a path that the user named is an error.
+All files are read below a `root`, so that tests can describe another machine. A missing or
+unreadable file means that there is no such limit; only a path passed by the user raises.
 
-Note: the container's truth. /proc/meminfo shows the whole host inside a container. The kernel kills
-by the memory cgroup, and any ancestor may be the one that is full, so every number here is the
-minimum over the host and all levels of the cgroup, version 1 and version 2.
+Note: the container's truth. Inside a container /proc/meminfo shows the memory of the host. The OOM
+killer acts on the memory cgroup, and any ancestor may be the full one, so every number here is the
+minimum over the host and all levels of the cgroup, versions 1 and 2.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pathlib import Path
 from infinity.common.sizes import parse_size
 from infinity.errors import ConfigError, MachineError
 
-# cgroup v1 says "no limit" with the largest page-aligned 63-bit number.
+# cgroup v1 reports "no limit" as the largest page-aligned 63-bit number.
 _NO_LIMIT_BYTES = 2**62
-# The share of memory that is ours to plan with; the rest is for activations on a CPU device, page
-# cache, the data loader and whoever else lives on the machine.
+# Share of the available RAM in the default host budget. The remainder is for the page cache, the
+# data loader and other processes, and on a CPU device for activations.
 HOST_BUDGET_SHARE = 0.8
-# Environment variable: how much RAM a machine will have whose RAM grows as it is used.
+# Environment variable: the RAM that a virtual machine with growing memory can reach.
 HOST_RAM = "INFINITY_HOST_RAM"
 
 
@@ -39,40 +39,40 @@ class Mount:
     device: str
     """"major:minor" of stat's st_dev."""
     source: str
-    """What is mounted, such as "/dev/nvme0n1p2" or "server:/export"; "" where it is not told."""
+    """Mounted source, such as "/dev/nvme0n1p2" or "server:/export"; "" if unknown."""
     file_system: str
-    """"ext4"; "" where it is not told."""
+    """Type of the file system, such as "ext4"; "" if unknown."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts about one computer, as seen by this process. Sizes are in bytes."""
+    """Facts about one machine, as seen by this process. Sizes are in bytes."""
 
     host_ram_bytes: int
-    """RAM this process may ever use: the minimum of the host's and every cgroup's limit."""
+    """RAM limit of this process: the minimum of the host's RAM and every cgroup's limit."""
     host_available_bytes: int
-    """RAM that can be taken now without swapping or being killed."""
+    """RAM that can be allocated now without swapping or being killed."""
     process_rss_bytes: int
-    """RAM this process holds already."""
+    """Resident RAM of this process."""
     num_cpus: int
-    """Processors this process may use: the affinity mask, cut to the cgroup's quota, at least 1."""
+    """Processors this process may use: the affinity mask, limited by the cgroup's quota; >= 1."""
     disk_free_bytes: tuple[tuple[Path, int], ...]
-    """Space an ordinary user may still fill, for each path that was asked about."""
+    """Free bytes for an unprivileged user, by path."""
     memlock_bytes: int | None
-    """How much may be locked in memory; `None` is unlimited."""
+    """Limit of locked memory; `None` is unlimited."""
     thp_mode: str
     """Transparent huge pages: "always", "madvise", "never" or "unknown"."""
     cache_bytes: int = 0
-    """Of all last-level caches together; 0 where it is not told."""
+    """Total of all last-level caches; 0 if unknown."""
     cpu_quota: int | None = None
-    """Processors' time that the cgroup has, for all its processes together; `None` is unlimited."""
+    """Processors' worth of time for all processes of the cgroup; `None` is unlimited."""
 
 
 def read_machine(paths: Iterable[str | os.PathLike[str]] = (), root: Path = Path("/")) -> Machine:
-    """Return the facts, with the free space of the disk below each of `paths`.
+    """Return the facts about this machine, with the free disk space at each of `paths`.
 
-    `root` replaces "/" as the place of /proc and /sys, not of `paths`. Raises `MachineError` if a
-    path cannot be looked at or if the total memory cannot be read.
+    `root` replaces "/" for /proc and /sys, but not for `paths`. Raises `MachineError` if a path
+    cannot be accessed, or the total memory cannot be read.
     """
     meminfo = read_meminfo(root)
     if "MemTotal" not in meminfo:
@@ -100,9 +100,9 @@ def read_machine(paths: Iterable[str | os.PathLike[str]] = (), root: Path = Path
 
 
 def memory_room(root: Path = Path("/")) -> tuple[int, int]:
-    """Return (limit of this process, bytes left of it) at this moment.
+    """Return (memory limit, free bytes below it) of this process now.
 
-    Of the machine and all levels of its cgroup, the one with least left. Takes well below 1 ms.
+    The tightest of the machine and all levels of its cgroup. Takes well below 1 ms.
     """
     meminfo = read_meminfo(root)
     total_bytes = meminfo.get("MemTotal", 0)
@@ -116,34 +116,34 @@ def high_water_bytes(root: Path = Path("/")) -> int:
 
 
 def shared_rss_bytes(root: Path = Path("/")) -> int:
-    """Return resident RAM that other processes may map, too; 0 if not reported."""
+    """Return the resident shared memory of this process; 0 if the kernel does not report it."""
     return _kib(root / "proc/self/status", r"^RssShmem:\s*([0-9]+) kB$")
 
 
 def default_host_budget_bytes(machine: Machine) -> int:
-    """Return the host budget where none is given: 80 % of what this process may come to hold."""
+    """Return the host budget if none is configured: 80 % of the RAM this process can reach."""
     reachable_bytes = machine.host_available_bytes + machine.process_rss_bytes
     return int(HOST_BUDGET_SHARE * min(machine.host_ram_bytes, reachable_bytes))
 
 
 def disk_free_bytes(path: Path) -> int:
-    """Return the space an ordinary user may still fill on the disk of `path`, in bytes.
+    """Return the free bytes for an unprivileged user on the disk of `path`.
 
-    Raises `MachineError` if `path` is no directory, or cannot be looked at.
+    Raises `MachineError` if `path` is not a directory, or cannot be accessed.
     """
     try:
         facts = os.statvfs(path)
     except OSError as error:
         raise _unseen(path, "free space is unknown", error) from error
-    if not path.is_dir():  # the disk of a file is known, but nothing can be kept there
+    if not path.is_dir():  # statvfs accepts a file, but nothing can be stored below one
         raise MachineError(f"{path} is not a directory", remedy="give a directory on that drive")
     return facts.f_bavail * facts.f_frsize
 
 
 def may_have_gpu(root: Path = Path("/")) -> bool:
-    """Return whether torch could find a GPU: CUDA's driver or ROCm's device is there.
+    """Return True if CUDA's driver or ROCm's device exists, so that torch may find a GPU.
 
-    For who would rather not import torch, which takes seconds, to hear that there is none.
+    Avoids an import of torch, which takes seconds, on machines without a GPU.
     """
     if (root / "dev/kfd").exists():
         return True
@@ -155,15 +155,15 @@ def may_have_gpu(root: Path = Path("/")) -> bool:
 
 
 def cpu_model(root: Path = Path("/")) -> str:
-    """Return the processor's name, or its architecture where that is not known."""
+    """Return the processor's name, or its architecture if the name is unknown."""
     name = _found(root / "proc/cpuinfo", r"^model name\s*:\s*(.+)$")
     return name.strip() if name else platform.machine()
 
 
 def mount_of(path: Path, root: Path = Path("/")) -> Mount:
-    """Return what `path` lies on; `root` replaces "/" as the place of /proc, not of `path`.
+    """Return the mount of `path`; `root` replaces "/" for /proc, but not for `path`.
 
-    Raises `MachineError` if `path` does not exist or cannot be looked at.
+    Raises `MachineError` if `path` does not exist or cannot be accessed.
     """
     try:
         number = os.stat(path).st_dev
@@ -173,7 +173,7 @@ def mount_of(path: Path, root: Path = Path("/")) -> Mount:
     best, source, kind = "", "", ""
     for _, mount_point, what in mounts(root):
         inside = (resolved + "/").startswith(mount_point.rstrip("/") + "/")
-        # What is mounted later on the same path hides what was there.
+        # A later mount on the same path hides an earlier one.
         if inside and len(mount_point) >= len(best):
             best, source, kind = mount_point, what[1], what[0]
     return Mount(f"{os.major(number)}:{os.minor(number)}", source, kind)
@@ -193,18 +193,18 @@ def _read(path: Path) -> str | None:
 
 
 def _found(path: Path, pattern: str) -> str | None:
-    """Return the group of a pattern in a file; `None` where there is no such line, or no file."""
+    """Return the first group of a pattern in a file; None without a match, or without a file."""
     match = re.search(pattern, _read(path) or "", re.MULTILINE)
     return match[1] if match else None
 
 
 def _kib(path: Path, pattern: str) -> int:
-    """Return a number of KiB in a file as bytes, 0 if missing."""
+    """Return a number of KiB in a file as bytes; 0 if missing."""
     return int(_found(path, pattern) or 0) * 1024
 
 
 def _number(path: Path) -> int | None:
-    """Return the number a file holds; `None` for "max", for v1's "no limit" and for no file."""
+    """Return the number in a file; None for "max", for v1's "no limit", and without a file."""
     with suppress(ValueError):
         number = int((_read(path) or "").strip())
         return number if 0 <= number < _NO_LIMIT_BYTES else None
@@ -214,8 +214,8 @@ def _number(path: Path) -> int | None:
 def read_meminfo(root: Path) -> dict[str, int]:
     """Return the fields of /proc/meminfo: bytes, and numbers of huge pages.
 
-    Some virtual machines get more RAM as they use it: the environment variable `HOST_RAM` sets
-    what they will have.
+    The memory of some virtual machines grows with use: the environment variable `HOST_RAM` sets the
+    total that they can reach.
 
     Raises:
         ConfigError: The variable is not a size.
@@ -237,7 +237,7 @@ def read_meminfo(root: Path) -> dict[str, int]:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield (limit, room left) in bytes for every level of the cgroups that has a limit."""
+    """Yield (limit, free bytes) for every level of the cgroups that has a limit."""
     for controller, limit, usage, reclaimable in (
         ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ("", "memory.max", "memory.current", "inactive_file"),
@@ -246,7 +246,7 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
             limit_bytes = _number(level / limit)
             if limit_bytes is None:
                 continue
-            # Clean page cache counts as used, but is dropped before anyone is killed.
+            # Clean page cache counts as used, but is dropped before a process is killed.
             stat = dict(re.findall(r"^(\w+) ([0-9]+)$", _read(level / "memory.stat") or "", re.M))
             used_bytes = (_number(level / usage) or 0) - int(stat.get(reclaimable, 0))
             yield limit_bytes, limit_bytes - max(0, used_bytes)
@@ -259,7 +259,7 @@ def _levels(root: Path, controller: str) -> Iterator[Path]:
     if mount is None or path is None:
         return
     mount_root, mount_point = mount
-    # In a container the mount may show only a part of the tree the path is written against.
+    # In a container the mount may be a subtree, while the path starts at the root of the hierarchy.
     if mount_root != "/" and (path + "/").startswith(mount_root + "/"):
         path = path[len(mount_root) :]
     parts = [part for part in path.split("/") if part]
@@ -273,7 +273,10 @@ def _levels(root: Path, controller: str) -> Iterator[Path]:
 
 
 def cgroup_path(root: Path, controller: str) -> str | None:
-    """Return the path of this process's cgroup; the limit is its own or that of one above it."""
+    """Return the path of this process's cgroup; None if it is in no cgroup of `controller`.
+
+    The effective limit may be that of an ancestor. Controller "" is version 2.
+    """
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, _, fields = line.partition(":")
         controllers, _, path = fields.partition(":")
@@ -283,7 +286,7 @@ def cgroup_path(root: Path, controller: str) -> str | None:
 
 
 def _cgroup_mount(root: Path, controller: str) -> tuple[str, str] | None:
-    """Return (the part of the hierarchy that is mounted, where) or `None`."""
+    """Return (mounted root in the hierarchy, mount point), or None."""
     for mount_root, mount_point, what in mounts(root):
         is_v1 = what[0] == "cgroup" and bool(controller) and controller in what[2].split(",")
         if is_v1 or (what[0] == "cgroup2" and not controller):
@@ -292,7 +295,7 @@ def _cgroup_mount(root: Path, controller: str) -> tuple[str, str] | None:
 
 
 def mounts(root: Path) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield (part that is mounted, where, [type, source, options]) of every mount."""
+    """Yield (mounted root, mount point, [type, source, options]) of every mount."""
     for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
         before, _, after = line.partition(" - ")
         where, what = before.split(), after.split()
@@ -301,25 +304,25 @@ def mounts(root: Path) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def _unescaped(name: str) -> str:
-    """Decode escaped blanks and backslashes of mountinfo."""
+    """Decode the octal escapes of blanks and backslashes in mountinfo."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), name)
 
 
 def threads_for(wanted: int, num_cpus: int, ranks: int = 1, *, unified: bool) -> int:
-    """Return threads of one rank's optimizer kernels, where `ranks` share the processors.
+    """Return the number of threads for one rank's optimizer kernels; at least 1.
 
-    `wanted` are those of all ranks, 0 what suits the machine: every CPU; but beside a device with
-    memory of its own three of each rank's are left to the threads that launch its work (training,
-    backward and the optimizer pass).
+    `wanted` is the total of all `ranks` on the machine. If it is 0, every CPU is used, except for
+    `_LAUNCHING` CPUs per rank if the device has separate memory: these are left to the threads that
+    launch its work (training, backward and the optimizer pass).
     """
     return max((wanted or num_cpus) // ranks - (0 if wanted or unified else _LAUNCHING), 1)
 
 
-_LAUNCHING = 3
+_LAUNCHING = 3  # CPUs per rank
 
 
 def _cpu_quota(root: Path) -> int | None:
-    """The least of all levels', at least 1."""
+    """Return the smallest quota of all levels in processors, at least 1; None if unlimited."""
     found = []
     for level in _levels(root, ""):
         quota, _, period = (_read(level / "cpu.max") or "").strip().partition(" ")
@@ -338,7 +341,7 @@ def _ceil(numerator: int, denominator: int) -> int:
 
 
 def _num_allowed_cpus(root: Path) -> int:
-    """Count the affinity mask, as `os.sched_getaffinity` would, from a file under `root`."""
+    """Return the size of the affinity mask, from a file under `root` if it is there."""
     allowed = _found(root / "proc/self/status", r"^Cpus_allowed_list:\s*([0-9,-]+)$")
     if allowed is None:
         return len(os.sched_getaffinity(0))
@@ -351,9 +354,9 @@ def _num_allowed_cpus(root: Path) -> int:
 
 @cache
 def _cache_bytes(root: Path) -> int:
-    """Add up the caches of the highest level, each once however many processors share it.
+    """Return the total size of the caches of the highest level; a shared cache counts once.
 
-    Read once: these are hundreds of files where there are many processors.
+    Cached because these are hundreds of files on machines with many processors.
     """
     caches: dict[int, dict[str, int]] = {}
     for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/cache/index[0-9]*"):

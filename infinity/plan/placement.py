@@ -1,15 +1,16 @@
-"""Which placement makes the shortest step inside the budgets, where it is left to the plan.
+"""Search for the placement with the shortest step within the budgets.
 
 [Note: a fixed set]
-Access is cyclic, so what is kept on a fast tier is a fixed set of (unit, kind): a cache that
-replaces by recency would never hit. The first units are preferred among equal ones, because the
-last ones are still in slots when backward turns around.
+Access is cyclic, so a fast tier stores a fixed set of (unit, kind): a least-recently-used cache
+would never hit. Among equal units the first ones are preferred, because the last ones are still in
+slots when backward begins.
 
 [Note: search]
-Greedy by time saved per share of a budget, many equal units at once, then exchanges: what found
-no room takes that of other things, which go back until it fits. Both ask the same cost model as
-everybody (`cost.step_cost`), so a better model gives better placement. On small models the result
-is compared with all possible placements (`tests/unit/plan/test_placement.py`).
+Greedy first: the move that saves the most time per share of a budget is applied to many equal units
+at once. Then exchanges: a move that does not fit is made anyway, and other kinds are lowered until
+it does. Both use the cost model of the plan (`plan/cost.py`), so a better model gives better
+placement. On small models a test compares the result with all possible placements
+(`tests/unit/plan/test_placement.py`).
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from infinity.plan.rates import Rates
 from infinity.types import Tier
 
 FIELDS = ("weight", "gradient", "state")
-# Resources that do not bind count this much: where compute hides everything, fewer bytes still win.
+# Weight of busy resources that do not bind: if compute hides all movement, fewer bytes still win.
 HIDDEN_SHARE = 1e-3
-MANY_UNITS = 7  # one unit more or less matters little then: no exchanges
+MANY_UNITS = 7  # from this number of units on, one unit matters little: no exchanges
 _TINY = 1e-12
 
 
 class _Move(NamedTuple):
-    """Raise some kinds of units of one size, one unit after the other."""
+    """A move of some kinds of equal units to a faster tier, one unit after the other."""
 
     fields: tuple[str, ...]
     units: tuple[int, ...]
@@ -40,10 +41,10 @@ class _Move(NamedTuple):
 
 
 def best_placement(plan: Plan, fields: Sequence[str], limits: Limits, rates: Rates) -> Plan:
-    """`plan` with the tiers of `fields` raised from where they are; never above a budget.
+    """Return `plan` with the tiers of `fields`, which are of `FIELDS`, raised within the budgets.
 
-    `fields` are of `FIELDS`. What `plan` itself is over its budgets is not made worse; whoever
-    calls refuses it then.
+    If `plan` exceeds a budget itself, the result exceeds it by no more; rejecting it is left to the
+    caller.
     """
     search = _PlacementSearch(plan.placements, fields, limits, rates)
     fastest = search.all_fastest(plan)
@@ -54,7 +55,7 @@ def best_placement(plan: Plan, fields: Sequence[str], limits: Limits, rates: Rat
 
 
 def score(plan: Plan, rates: Rates) -> float:
-    """Seconds of a step, and a little for resources that are busy without binding."""
+    """Return the seconds of a step, plus `HIDDEN_SHARE` of the busy seconds of all resources."""
     few = min(plan.micro_batches, FEW)
     of_few, of_more = _known_cost(plan, few, rates)
     if few < plan.micro_batches and of_more is None:
@@ -70,7 +71,7 @@ def score(plan: Plan, rates: Rates) -> float:
 def _known_cost(
     plan: Plan, micro_batches: int, rates: Rates
 ) -> tuple[tuple[float, float], tuple[float, float] | None]:
-    """Return `movement_cost`, computed once for all plans with the same facts."""
+    """Return `movement_cost`, cached for all plans with the same facts."""
     costs, key = plan.facts.costs(rates), (micro_batches, *plan.searched)
     found: tuple[tuple[float, float], tuple[float, float] | None] | None = costs.get(key)
     if found is None:
@@ -81,16 +82,17 @@ def _known_cost(
 def placed(
     plan: Plan, fields: Sequence[str], unsharded: bool | None, limits: Limits, rates: Rates
 ) -> Plan:
-    """`plan` with the best tiers of `fields`, and slots for good, see `with_unsharded_units`.
+    """Return `plan` with the best tiers of `fields` and permanent slots for unsharded units.
 
-    Either may come first, and takes memory from the other. Weights are shared where that is faster.
+    Both compete for memory, so each order is tried; see `with_unsharded_units`. Weights are stored
+    in shared RAM if that is possible and faster.
     """
     first = with_unsharded_units(plan, unsharded, limits)
     found = [first] if unsharded or first is plan or not fields else [plan, first]
     if plan.may_share and not plan.shared:
         for start in list(found):
             shared = with_memory(start.changed(shared=True), limits)
-            if fits_as(shared, start, limits, auto=True):  # on several nodes it takes more RAM
+            if fits_as(shared, start, limits, auto=True):  # on several nodes it needs more RAM
                 found.append(shared)
     if fields:
         found = [
@@ -101,10 +103,11 @@ def placed(
 
 
 def with_unsharded_units(plan: Plan, wish: bool | None, limits: Limits) -> Plan:
-    """Of several ranks: give permanent slots to the units that fit, so that their weights are
-    gathered once after an update and not at every fetch. First those that are never updated.
+    """Return `plan` with permanent slots for the units that fit, if there are several ranks.
 
-    With the `wish` True all have one, whether that fits or not; with False none.
+    Weights of these units are gathered once after an update, and not at every fetch. Units that are
+    never updated come first. With `wish` True all units get a slot, even if they do not fit; with
+    False none does.
     """
     units = [u for u in plan.units if u.slot_bytes and plan.ranks > 1 and wish is not False]
     units.sort(key=lambda u: (u.numel > 0, u.index))
@@ -130,7 +133,10 @@ class _PlacementSearch:
         self.rates = rates
 
     def all_fastest(self, plan: Plan) -> Plan | None:
-        """Everything on the device, if that fits and the device updates it there."""
+        """Return the plan with all `fields` on the device; None if it does not fit.
+
+        None also if the device is separate and cannot run the update.
+        """
         if not (plan.unified or plan.device_kernels):
             return None
         wish: dict[str, Tier] = dict.fromkeys(self.fields, Tier.DEVICE)
@@ -138,7 +144,7 @@ class _PlacementSearch:
         return None if excess(changed, self.limits, auto=True) else changed
 
     def fill(self, plan: Plan) -> Plan:
-        """Raise what pays most for its room until nothing fits that would pay."""
+        """Return the plan after greedy moves, by time saved per share of the budgets."""
         while True:
             best: tuple[float, _Move] | None = None
             now = self.score(plan)
@@ -157,7 +163,10 @@ class _PlacementSearch:
             plan = self._as_many_as_fit(plan, best[1])
 
     def exchanged(self, plan: Plan) -> Plan:
-        """Raise what found no room in the place of other things, while that makes steps shorter."""
+        """Return the plan after exchanges, as long as one makes the step shorter.
+
+        An exchange makes a move that does not fit, and lowers other kinds until it does.
+        """
         improved = True
         while improved:
             improved = False
@@ -173,10 +182,10 @@ class _PlacementSearch:
         return plan
 
     def _in_place_of_others(self, plan: Plan, move: _Move) -> Plan | None:
-        """`plan` after a move, other things lowered until it fits; None where it never does.
+        """Return `plan` after a move, other kinds lowered until it fits; None if it never does.
 
-        First goes what loses least for the bytes that it frees. One thing alone may free none: what
-        is the first on disk needs buffers to come and go. Then the one that takes least goes.
+        The kind with the least time lost per freed byte is lowered first. If no single kind frees
+        any bytes, the one that adds the fewest is lowered: the first kind on disk needs buffers.
         """
         changed = self._moved(plan, move, 1)
         while not self._fits(changed, plan):
@@ -198,7 +207,10 @@ class _PlacementSearch:
     # --- moves -------------------------------------------------------------------------------
 
     def _moves(self, plan: Plan) -> Iterator[_Move]:
-        """Every kind of step upwards, first units first; whole units onto a device together."""
+        """Yield the moves to faster tiers, first units first.
+
+        If the device is separate, also those of all fields of a unit to the device together.
+        """
         for group in plan.unit_groups:
             for field in self.fields:
                 for tier in _tiers(plan, field):
@@ -211,15 +223,15 @@ class _PlacementSearch:
         return sum(placement.of_field(f).is_below(Tier.DEVICE) for f in self.fields) > 1
 
     def _lowered(self, plan: Plan, kept: _Move) -> Iterator[Plan]:
-        """Return the plan with one kind less on a full tier, except those in `kept`.
+        """Yield the plan with one kind of one unit moved off a full tier, except those in `kept`.
 
-        Each kind of thing once.
+        Equal units with the same placement are tried once.
         """
         full = set(excess(plan, self.limits, auto=True))
         if plan.unified and Tier.HOST in full:
             full.add(Tier.DEVICE)
         seen: set[tuple[object, ...]] = set()
-        for unit in reversed(plan.units):  # the last of equals was raised last
+        for unit in reversed(plan.units):  # the last of equal units was raised last
             placement = plan.placements[unit.index]
             for field in self.fields:
                 kind = (unit.numel, unit.frozen_bytes, field, placement)
@@ -238,7 +250,7 @@ class _PlacementSearch:
     def _moved(self, plan: Plan, move: _Move, count: int) -> Plan:
         placements = list(plan.placements)
         wish: dict[str, Tier] = dict.fromkeys(move.fields, move.tier)
-        raised = placements[move.units[0]]._replace(**wish)  # all of them are placed alike
+        raised = placements[move.units[0]]._replace(**wish)  # all units have the same placement
         for index in move.units[:count]:
             placements[index] = raised
         return self._at(plan, placements)
@@ -247,7 +259,10 @@ class _PlacementSearch:
         return with_memory(plan.changed(placements=tuple(placements)), self.limits)
 
     def _as_many_as_fit(self, plan: Plan, move: _Move) -> Plan:
-        """One unit fits; how many do? Memory grows with each, but for a few buffers."""
+        """Return the plan with the move made for the largest number of units that fits and pays.
+
+        One unit is known to fit. Binary search: memory grows with the number, except for buffers.
+        """
         low, high = 1, len(move.units)
         best = self._moved(plan, move, 1)
         while low < high:
@@ -271,7 +286,7 @@ class _PlacementSearch:
         return sum(excess(plan, self.limits, auto=True).values())
 
     def _price(self, plan: Plan, changed: Plan) -> float:
-        """The share of the budgets that a change takes."""
+        """Return the additional share of the budgets that a change needs."""
         price = 0.0
         used, uses = budgeted_bytes(plan), budgeted_bytes(changed)
         for tier, limit in ((Tier.DEVICE, self.limits.device), (Tier.HOST, self.limits.host)):
@@ -281,5 +296,5 @@ class _PlacementSearch:
 
 
 def _tiers(plan: Plan, field: str) -> tuple[Tier, ...]:
-    """Return the tiers for a kind; a unified device needs no second copy of weights."""
+    """Return the tiers to try for a field; a unified device needs no second copy of weights."""
     return (Tier.DEVICE,) if plan.unified and field == "weight" else (Tier.DEVICE, Tier.HOST)

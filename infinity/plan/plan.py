@@ -1,4 +1,4 @@
-"""The plan: pure data, computed from units, budgets and machine facts before anything exists."""
+"""The plan: pure data, computed from units, budgets and machine facts before any allocation."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from infinity.plan.layout import Precision, Record, UnitLayout
 from infinity.plan.saved_plan import NOTHING_SAVED, SavedPlan, saved_moves
 from infinity.types import OFF_DEVICE, PAGE, Kind, MomentFormat, Tier, round_up
 
-LINKS = ("all_gather", "all_to_all")  # between ranks: bytes that one of them receives
-BETWEEN_HOSTS = "between_hosts"  # likewise, from RAM to RAM of another node
+LINKS = ("all_gather", "all_to_all")  # between ranks: bytes received by one rank
+BETWEEN_HOSTS = "between_hosts"  # bytes received by one rank, from RAM of other nodes to its RAM
 DIRECTIONS = ("disk_read", "disk_write", "to_device", "from_device", *LINKS, BETWEEN_HOSTS)
-RAM = "RAM"  # the memory of a machine whose device computes in the host's
+RAM = "RAM"  # name of the one memory of a unified machine: the device's and the host's
 _MASTERS = {"bf16": "bf16 + 16-bit residual", "fp16": "fp16 weight + fp32", "fp32": "fp32"}
 
 
 @dataclass(frozen=True, slots=True)
 class RuleFacts:
-    """Facts of the update rule for the plan.
+    """Facts about the update rule that a plan depends on.
 
-    `moments` holds a format for each moment it keeps of a parameter; `needs_full` says that it
-    needs full parameters, so that a chunk is a full unit; `tile_elements` is the size of the tiles
-    that an optimizer of torch's is run on, 0 for our own kernels.
+    `moments` holds the format of each moment of a parameter. `needs_full` is True if the rule needs
+    unsharded parameters: a chunk is then a full unit. `tile_elements` is the size of the tiles that
+    a torch optimizer is run on, 0 for infinity's kernels.
     """
 
     name: str = "AdamW"
@@ -40,9 +40,9 @@ class RuleFacts:
 
 
 class UnitPlacement(NamedTuple):
-    """Where one unit's bytes rest. `state` means moments, and residual or master.
+    """Tiers of one unit's bytes. `state` means moments, and residual or master.
 
-    A tuple, because a search for placement hashes very many.
+    A tuple because the placement search hashes many of them.
     """
 
     weight: Tier
@@ -50,26 +50,26 @@ class UnitPlacement(NamedTuple):
     gradient: Tier
 
     def of(self, kind: Kind) -> Tier:
-        """The tier of a kind."""
+        """Return the tier of a kind."""
         if kind is Kind.WEIGHT:
             return self.weight
         return self.gradient if kind is Kind.GRADIENT else self.state
 
     def of_field(self, field: str) -> Tier:
-        """The tier by field name: "weight", "state" or "gradient"."""
+        """Return the tier of a field: "weight", "state" or "gradient"."""
         tier: Tier = getattr(self, field)
         return tier
 
 
 class UpdatePlace(Enum):
-    """Where a unit's optimizer runs."""
+    """Processor that runs a unit's update."""
 
     DEVICE = "on the device"
-    """Where all of the unit rests: nothing moves."""
+    """The unit is stored on the device: nothing is copied."""
     STREAMED = "streamed through the device"
-    """Chunk by chunk: state in, the device's kernel, state out."""
+    """Chunk by chunk: copy state in, run the device's kernel, copy state out."""
     CPU = "by the CPU"
-    """Where it rests in RAM, or in a RAM buffer."""
+    """In place if the unit is stored in RAM, else in a RAM buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class SlotClass:
 
 @dataclass(frozen=True, slots=True)
 class UnitGroup:
-    """Units of one size of the same placement; `layout` is the first one's."""
+    """Units of equal size and placement; `layout` is that of the first one."""
 
     layout: UnitLayout
     placement: UnitPlacement
@@ -91,10 +91,10 @@ class UnitGroup:
 
 
 class UnitFacts:
-    """Values that follow from units alone, and results for their plans, by key.
+    """Values derived from the units alone, and cached results for their plans, by key.
 
-    Plans that `Plan.changed` makes share them, and cases with the same units: of the thousands of
-    placements that searches try, most come back with other budgets.
+    Shared by plans made with `Plan.changed` and by cases with the same units: a search tries
+    thousands of placements, most of them again under other budgets.
     """
 
     def __init__(self, units: tuple[UnitLayout, ...]) -> None:
@@ -104,11 +104,11 @@ class UnitFacts:
             (u.numel, u.frozen_bytes, u.dequantised_bytes, u.paired, u.is_range) for u in units
         )
         self.kinds = [ids.setdefault(key, len(ids)) for key in sizes]
-        self.has_experts = any(len(block) > 1 for block in blocks_of(units))  # units in blocks
+        self.has_experts = any(len(block) > 1 for block in blocks_of(units))
         self.trained = tuple(bool(unit.numel) for unit in units)
         self.largest_quantised = max((u.largest_quantised for u in units), default=0)
         self.dequantised = frozenset(u.index for u in units if u.dequantised_bytes)
-        # Whose gradients are sums where a batch passes blocks in slices.
+        # Units whose gradients are summed over slices, if blocks run a batch in slices.
         self.sliced = tuple(unit.index for unit in units if unit.is_block or unit.is_range)
         self.largest_shard = max((unit.shard_numel for unit in units), default=0)
         self.largest_trained = max((unit.trained_bytes for unit in units), default=0)
@@ -118,7 +118,7 @@ class UnitFacts:
         self._costs: list[tuple[Any, dict[Any, Any]]] = []
 
     def costs(self, rates: Any) -> dict[Any, Any]:
-        """Known costs of plans at these rates, by number of micro-batches and `Plan.searched`."""
+        """Return the cost cache for these rates: (micro-batches, *`Plan.searched`) -> cost."""
         for known, costs in self._costs:
             if known is rates or known == rates:
                 return costs
@@ -127,22 +127,22 @@ class UnitFacts:
 
     @cached_property
     def widths(self) -> list[int]:
-        """Values that a token brings to each block."""
+        """Width of each block's input, in values per token."""
         return block_widths(self.units)
 
     @cached_property
     def num_reported_squares(self) -> int:
-        """The most square sums that a rank sends to another, for the norm."""
+        """Largest number of square sums that one rank reports to another for the norm."""
         counts = (unit.num_reported_squares for unit in self.units if unit.numel)
         return max(map(sum, zip(*counts, strict=True)), default=0)
 
 
-# Fields of a plan that a search for placement leaves as they are, and its costs follow from.
+# Fields that determine a plan's costs and are constant in a placement search.
 _BASIS = (
     "precision", "chunk_elements", "num_staging_buffers", "gradient_itemsize", "unified", "verify",
     "rule", "device_kernels", "durable", "durable_every", "rank", "ranks", "nodes", "may_share",
 )  # fmt: skip
-# Cached properties of a plan, and the fields that they follow from.
+# Cached properties of a plan -> the fields from which they are computed.
 _FOLLOWS = {
     "facts": frozenset(["units"]),
     "basis": frozenset(["units", "saved", "model_recomputes", *_BASIS]),
@@ -161,10 +161,10 @@ def _following(changes: tuple[str, ...]) -> list[str]:
 
 @dataclass(frozen=True)
 class Plan:
-    """Placement, slots, chunk size, and the memory and bytes they cost.
+    """Placement, slots and chunk size, with the memory they need and the bytes they move.
 
-    Sizes are bytes; `chunk_elements` elements; `gradient_itemsize` bytes per gradient element
-    (2 where one micro-batch makes a step in bf16 or fp16, 4 where gradients are summed).
+    Sizes are in bytes, `chunk_elements` in elements, `gradient_itemsize` in bytes per gradient
+    element (2 if a step is one micro-batch in bf16 or fp16, 4 if gradients are summed).
     """
 
     precision: Precision
@@ -177,33 +177,34 @@ class Plan:
     micro_batches: int
     gradient_itemsize: int
     unified: bool
-    verify: bool  # checksums of what rests on disk are kept on the host
+    verify: bool  # checksums of the bytes on disk are stored on the host
     memory: dict[Tier, dict[str, int]]  # purpose -> bytes
     budget: dict[Tier, int | None]
     predicted_bytes: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     rule: RuleFacts = RuleFacts()
-    device_kernels: bool = False  # a device with memory of its own runs our optimizer kernels
-    streamed: frozenset[UnitPlacement] = frozenset()  # units placed so: `UpdatePlace.STREAMED`
-    chunks_at_once: int = 1  # of a unit that is updated from where it rests in memory
-    cpu_share: float = 0.0  # share of such a unit that the CPU updates while the rest is streamed
-    rates_origin: str = ""  # of the rates by which placement left to the plan was chosen
+    device_kernels: bool = False  # a device with separate memory runs infinity's optimizer kernels
+    streamed: frozenset[UnitPlacement] = frozenset()  # placements of units updated by streaming
+    chunks_at_once: int = 1  # chunks per batch of a unit that is updated where it is stored
+    cpu_share: float = 0.0  # share of a streamed unit's chunks that the CPU updates concurrently
+    rates_origin: str = ""  # origin of the rates used to choose automatic placement
     durable: bool = False  # every unit has two extents; steps are committed
     durable_every: int = 1  # steps from one commit to the next
     resumed: str = ""  # the durable directory that this run continues
-    saved: SavedPlan = NOTHING_SAVED  # what autograd keeps for backward, and where
-    model_recomputes: bool = False  # all blocks, as a model's own gradient checkpointing does
-    rank: int = 0  # whose plan this is, of `ranks`
-    ranks: int = 1  # that share every unit: bytes and memory are of one of them
-    unsharded: frozenset[int] = frozenset()  # of several ranks: units with a slot each, for good
-    nodes: int = 1  # that the ranks fill
+    saved: SavedPlan = NOTHING_SAVED  # tensors that autograd saves for backward, and their tiers
+    model_recomputes: bool = False  # the model's gradient checkpointing recomputes all blocks
+    rank: int = 0  # rank that this plan is for
+    ranks: int = 1  # number of ranks that shard every unit; bytes and memory are those of one rank
+    unsharded: frozenset[int] = frozenset()  # several ranks: units with a permanent slot
+    nodes: int = 1  # number of nodes that the ranks run on
     may_share: bool = False  # all ranks of a node can map the same RAM
-    shared: bool = False  # weights that rest in RAM do so there: see `is_shared`
+    shared: bool = False  # weights in RAM are stored in RAM that ranks share: see `is_shared`
 
     def changed(self, **changes: Any) -> Plan:
-        """Return `dataclasses.replace` of the plan, with cached properties that stay as they were.
+        """Return a copy with `changes`, like `dataclasses.replace`, and cached properties retained.
 
-        For searches, which make thousands of plans.
+        Cached properties that depend on a changed field are dropped. Cheap enough for searches,
+        which make thousands of plans.
         """
         found = object.__new__(Plan)
         values = found.__dict__
@@ -215,16 +216,19 @@ class Plan:
 
     @cached_property
     def facts(self) -> UnitFacts:
-        """What follows from the units alone."""
+        """Values derived from the units alone."""
         return UnitFacts(self.units)
 
     @cached_property
     def basis(self) -> int:
-        """A number that is equal for plans of the same `facts` that differ in `searched` alone."""
+        """Id of the settings that a search does not change.
+
+        Equal for plans of the same `facts` that differ only in the other items of `searched`.
+        """
         saved, known = self.saved, self.facts.known
         moves = saved_moves(saved.sizes, saved, unified=self.unified)
         waiting = saved.offload, saved.host_bytes, saved.disk_bytes, saved.slices > 1
-        # Slices that pass ranges of experts together, and a recomputation, use units again.
+        # Slices that share ranges of experts, and recomputation, use units more than once.
         again: tuple[Any, ...] = ()
         if self.facts.has_experts:
             again = saved.slices > 1, saved.recompute, self.model_recomputes
@@ -235,7 +239,7 @@ class Plan:
 
     @property
     def searched(self) -> tuple[Any, ...]:
-        """A key of what memory follows from; with the number of micro-batches also movement."""
+        """Cache key of the plan's memory; with the number of micro-batches, of its movement."""
         return (
             self.basis, self.placements, self.streamed, self.cpu_share, self.chunks_at_once,
             self.unsharded, self.shared, self.prefetch_units,
@@ -243,31 +247,36 @@ class Plan:
 
     @cached_property
     def at_device(self) -> frozenset[int]:
-        """Units whose weights rest on the device."""
+        """Units whose weights are stored on the device."""
         device = Tier.DEVICE
         return frozenset([i for i, h in enumerate(self.placements) if h.weight is device])
 
     @cached_property
     def local_units(self) -> tuple[UnitLayout, ...]:
-        """What this rank keeps of every unit; the units themselves where it is alone."""
+        """Layouts of this rank's shards; those of the full units for a single rank."""
         return tuple(unit.of_shard(self.rank) for unit in self.units)
 
     def is_shared(self, unit: int) -> bool:
-        """Whether ranks copy the unit's whole weights from RAM that those of a node share."""
+        """Return True if ranks copy the unit's full weights from RAM shared within a node."""
         tier = self.placements[unit].weight
         return self.shared and (tier is Tier.HOST or (self.unified and tier is Tier.DEVICE))
 
     @cached_property
     def shared_bytes(self) -> int:
-        """Bytes of this rank in RAM that all ranks of its node map: its shards, and those of one
-        rank of every other node. Each other rank of the node has the same.
+        """Bytes of shared RAM for which this rank accounts.
+
+        Its shards, and those of its peer on every other node. Every rank of the node accounts for
+        the same number of bytes, and maps all of them.
         """
         units = (u for u in self.units if self.is_shared(u.index))
         return self.nodes * sum(round_up(unit.shard_bytes, PAGE) for unit in units)
 
     @property
     def shared_stacks(self) -> frozenset[str]:
-        """Modules whose ranges of experts slices pass together: slots hold not all of a layer's."""
+        """Paths of modules whose ranges of experts are shared by slices.
+
+        Those with more ranges than slots, if blocks run in slices.
+        """
         key = ("shared", self.saved.slices > 1, self.slot_classes)
         if key not in self.facts.known:
             found: set[str] = set()
@@ -280,19 +289,19 @@ class Plan:
         return stacks
 
     def computes_where_stored(self, unit: int) -> bool:
-        """Whether modules compute with the unit's weights where they are stored.
+        """Return True if modules compute with the unit's weights where they are stored.
 
-        On the device; not of several ranks, of which each has a shard there, nor with quantised
-        ones: those come to a slot from there.
+        That is on the device. False for several ranks, which store shards, and for quantized
+        weights: both are copied to a slot.
         """
         on_device = self.placements[unit].weight is Tier.DEVICE and self.ranks == 1
         return on_device and unit not in self.facts.dequantised
 
     @property
     def zero_stage(self) -> int:
-        """DeepSpeed's number for the sharded state; 0 for one rank.
+        """ZeRO stage in DeepSpeed's numbering; 0 for one rank.
 
-        2 where weights stay whole in slots from one update to the next, 3 where some move through.
+        2 if all weights stay unsharded in slots from one update to the next, 3 if some are evicted.
         """
         if self.ranks == 1:
             return 0
@@ -300,22 +309,22 @@ class Plan:
 
     @property
     def num_moving(self) -> int:
-        """Units that share slots: of several ranks they are gathered anew when they come back."""
+        """Number of units that share slots; several ranks gather them again after an eviction."""
         return sum(len(c.members) for c in self.slot_classes if c.count < len(c.members))
 
     @cached_property
     def tier_bytes(self) -> dict[Tier, int]:
-        """Bytes per tier, all purposes together."""
+        """Tier -> bytes, summed over purposes."""
         return {tier: sum(parts.values()) for tier, parts in self.memory.items()}
 
     @property
     def num_trained(self) -> int:
-        """Parameters with optimizer state, padding not counted."""
+        """Number of elements with optimizer state, without padding."""
         return sum(self.facts.num_trained)
 
     @cached_property
     def unit_groups(self) -> tuple[UnitGroup, ...]:
-        """Return groups of equal units, in the order of their first."""
+        """Groups of equal units, ordered by their first unit."""
         found: dict[tuple[int, UnitPlacement], list[int]] = {}
         for unit, key in enumerate(zip(self.facts.kinds, self.placements, strict=True)):
             found.setdefault(key, []).append(unit)
@@ -325,24 +334,24 @@ class Plan:
         )
 
     def record(self, unit: UnitLayout) -> Record:
-        """Which kinds of the unit share its on-disk records."""
+        """Return the form of the unit's on-disk records: its kinds on the disk tier."""
         placement = self.placements[unit.index]
         kinds = tuple(k for k in self.precision.kinds if placement.of(k) is Tier.DISK)
         return Record(kinds, self.precision_of(unit))
 
     def full_record(self, unit: UnitLayout) -> Record:
-        """Return all state kinds in one record, as a durable run has every chunk on disk."""
+        """Return a record of all state kinds, the form of every chunk on disk in a durable run."""
         return Record(self.precision.kinds, self.precision_of(unit))
 
     def precision_of(self, unit: UnitLayout) -> Precision:
-        """How the chunks of a unit, or of a shard of it, rest."""
+        """Return the precision in which the chunks of a unit, or of its shard, are stored."""
         return self.precision if unit.paired is None else _paired(self.precision, unit.paired)
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Bytes at rest of one trained parameter, padding not counted; the mean where they differ.
+        """Mean stored bytes of one trained element, without padding.
 
-        Where the rule keeps one moment of some, these have so much less.
+        Parameters of which the rule keeps one moment need fewer.
         """
         num_full = sum(s.numel for u in self.units for s in u.trained_segments if s.needs_full)
         all_moments = self.precision.bytes_per_parameter
@@ -351,7 +360,7 @@ class Plan:
 
     @property
     def commit_bytes(self) -> int:
-        """Return bytes of a commit in addition to the update: state that is not stored on disk."""
+        """Bytes that a commit writes in addition to the update: state that is not on disk."""
         if not self.durable:
             return 0
         off_disk = (Tier.DEVICE, Tier.HOST)
@@ -361,7 +370,7 @@ class Plan:
         )
 
     def range_bytes(self, layout: UnitLayout, kind: Kind) -> int:
-        """Bytes of one state kind of a shard's trained range: the sum of its chunks' parts."""
+        """Return the bytes of one state kind of a shard's trained range, summed over its chunks."""
         num_full, tail = divmod(layout.shard_numel, self.chunk_elements)
         nbytes = self.precision_of(layout).nbytes
         return num_full * nbytes(kind, self.chunk_elements) + nbytes(kind, tail)
@@ -374,14 +383,20 @@ class Plan:
         *,
         chunks: int | None = None,
     ) -> int:
-        """Bytes of a shard's state kinds that rest on one of these tiers; of its first `chunks`."""
+        """Return the bytes of a shard's state kinds that are stored on one of `tiers`.
+
+        With `chunks` those of its first chunks only.
+        """
         weight, state = self.weight_and_state(layout, chunks=chunks)
         return (weight if placement.weight in tiers else 0) + (
             state if placement.state in tiers else 0
         )
 
     def weight_and_state(self, layout: UnitLayout, *, chunks: int | None = None) -> tuple[int, int]:
-        """Bytes of a shard's trained weights, and of its other state kinds."""
+        """Return the bytes of a shard's trained weights, and of its other state kinds.
+
+        With `chunks` those of its first chunks only.
+        """
         numel = self._elements_of(layout, chunks)
         key = (numel, layout.paired, self.basis)
         found: tuple[int, int] | None = self.facts.known.get(key)
@@ -395,7 +410,7 @@ class Plan:
         return found
 
     def gradient_bytes(self, layout: UnitLayout, *, chunks: int | None = None) -> int:
-        """Bytes of a shard's gradient at rest; of its first `chunks`."""
+        """Return the bytes of a shard's stored gradient, or of its first `chunks`."""
         return self._elements_of(layout, chunks) * self.gradient_itemsize
 
     def _elements_of(self, layout: UnitLayout, chunks: int | None) -> int:
@@ -403,7 +418,7 @@ class Plan:
         return numel if chunks is None else min(numel, chunks * self.chunk_elements)
 
     def part(self, layout: UnitLayout, kind: Kind, chunk: int, chunks: int = 1) -> slice:
-        """Where a kind of `chunks`, from `chunk` on, lies in the shard's range, in bytes."""
+        """Return the byte slice of a shard's range for one kind of `chunks` chunks from `chunk`."""
         last = chunk + chunks - 1
         _, count = layout.chunk(last, self.chunk_elements)
         if kind is Kind.GRADIENT:
@@ -414,18 +429,19 @@ class Plan:
         return slice(chunk * each, last * each + tail)
 
     def chunks_per_batch(self, placement: UnitPlacement, *, by_device: bool = True) -> int:
-        """Chunks of a unit placed so that are streamed, or updated by the CPU, at once.
+        """Return the number of chunks that are streamed, or updated by the CPU, in one batch.
 
-        More than one only where all is reached: on disk each is a record. What the CPU updates
-        beside streamed chunks comes through buffers in RAM where it rests on the device.
+        More than one only if all tiers are `reached`: on disk each chunk is a record. Chunks that
+        the CPU updates concurrently with streamed ones pass through RAM buffers if they are
+        stored on the device.
         """
         by_device = by_device or placement in self.streamed
         return self.chunks_at_once if self.reached(placement, by_device=by_device) else 1
 
     def reached(self, placement: UnitPlacement, *, by_device: bool) -> bool:
-        """Whether all of a unit placed so is updated from where it rests, not through RAM buffers.
+        """Return True if a unit with this placement is updated without RAM staging buffers.
 
-        A device that updates copies what it streams from RAM by itself.
+        With `by_device` the device updates, and copies from RAM itself.
         """
         tiers = {placement.weight, placement.state, placement.gradient}
         if by_device or self.unified:
@@ -433,9 +449,9 @@ class Plan:
         return tiers == {Tier.HOST}
 
     def streamed_chunks(self, layout: UnitLayout, placement: UnitPlacement) -> int:
-        """Return the number of chunks of such a unit, the first ones, that are streamed.
+        """Return the number of streamed chunks; they are the first ones of the unit.
 
-        None where the CPU updates all; at least one, as it takes the unit's slot.
+        0 if the CPU updates all chunks, else at least 1: a streamed unit uses its slot.
         """
         if placement not in self.streamed:
             return 0
@@ -446,10 +462,9 @@ class Plan:
     def chunk_batches(
         self, layout: UnitLayout, placement: UnitPlacement
     ) -> Iterator[tuple[range, bool]]:
-        """Chunks that an optimizer pass takes at once, and whether they are streamed.
+        """Yield the batches of an optimizer pass: (chunks, True if they are streamed).
 
-        Those that the CPU updates beside streamed ones come between these, evenly; by itself it
-        takes several at once where it reaches all of them.
+        Batches of the CPU are interleaved evenly with streamed ones.
         """
         count, streamed = layout.num_chunks(self.chunk_elements), 0
         first = by_cpu = self.streamed_chunks(layout, placement)
@@ -467,14 +482,14 @@ class Plan:
                 by_cpu = last
 
     def class_of(self, unit: int) -> int | None:
-        """The unit's slot class, None where its weights rest on the device."""
+        """Return the index of the unit's slot class; None if it uses no slot."""
         for index, slot_class in enumerate(self.slot_classes):
             if unit in slot_class.members:
                 return index
         return None
 
     def describe(self) -> str:
-        """Several plain lines: what lives where, memory against budgets, bytes per step."""
+        """Return a multi-line report: placement, memory against budgets, bytes per step."""
         name, extra = _MASTERS[self.precision.name], self.precision.master_kind or Kind.RESIDUAL
         lines = [
             f"{format_count(self.num_trained)} trained parameters in {len(self.units)} units, "
@@ -524,7 +539,7 @@ class Plan:
         return "\n".join(lines)
 
     def _ranks_lines(self) -> list[str]:
-        """Which share of everything the other lines are of."""
+        """Describe the sharding: the other lines are about one rank."""
         if self.ranks == 1:
             return []
         lines = [
@@ -545,7 +560,7 @@ class Plan:
 
     @property
     def frozen_line(self) -> str:
-        """How many parameters are not trained, and how they rest; "" where there are none."""
+        """Describe the number of frozen parameters and their formats; "" if there are none."""
         found = Counter[str]()
         for segment in (s for unit in self.units for s in unit.segments if not s.trained):
             how = f"rest and travel as {segment.form} (lossy)" if segment.form else "unquantized"
@@ -554,7 +569,7 @@ class Plan:
 
     @property
     def updates_line(self) -> str:
-        """Describe where updates run, with counts of units where they differ."""
+        """Describe where updates run, with counts of units if they differ."""
         counts = Counter[str]()
         for group in self.unit_groups:
             if group.layout.numel:
@@ -566,7 +581,6 @@ class Plan:
         return (_counted(counts) or "nothing is trained") + (f": {why}" if why else meanwhile)
 
     def _moments_line(self) -> str:
-        """Describe the moments and their formats; lossy ones are marked."""
         formats = dict.fromkeys(self.precision.moments)
         if not formats:
             return "no moments"
@@ -577,7 +591,6 @@ class Plan:
         return f"{moments}, of matrices 1" if paired else moments
 
     def _durable_line(self) -> str:
-        """How often a step is committed, and what that costs."""
         every, more = self.durable_every, self.commit_bytes
         often = "every step is committed"
         if every > 1:
@@ -586,7 +599,7 @@ class Plan:
         return f"{often}; {cost}; all state is on disk twice"
 
     def memory_by_name(self) -> dict[str, dict[str, int]]:
-        """Tier -> purpose -> bytes, with device and host as one where they are one memory."""
+        """Return tier name -> purpose -> bytes; a unified device's memory is merged with RAM."""
         if not self.unified:
             return {tier.value: parts for tier, parts in self.memory.items()}
         device, host = self.memory[Tier.DEVICE], self.memory[Tier.HOST]
@@ -614,7 +627,7 @@ class Plan:
 
 
 def _counted(units: Counter[str]) -> str:
-    """Join texts, with the number of units where they differ."""
+    """Join texts, each with its number of units if there are several."""
     counts = [f"{word} ({n} unit{'s' if n > 1 else ''})" for word, n in units.items()]
     return ", ".join(counts) if len(units) > 1 else "".join(units)
 
@@ -625,8 +638,8 @@ def _paired(precision: Precision, paired: int) -> Precision:
 
 
 def update_place(plan: Plan, unit: int) -> UpdatePlace:
-    """Where a unit's optimizer runs."""
-    # Asked for by the thousand: no `==` of dataclasses.
+    """Return where a unit's optimizer runs."""
+    # A hot path of the searches: identity, not `==`, of enum members.
     placement, tier = plan.placements[unit], Tier.DEVICE
     on_device = placement.weight is tier and placement.state is tier and placement.gradient is tier
     if on_device and not why_only_cpu(plan):
@@ -636,7 +649,7 @@ def update_place(plan: Plan, unit: int) -> UpdatePlace:
 
 
 def why_only_cpu(plan: Plan) -> str:
-    """Why no unit can be updated by the device; "" where units can."""
+    """Return the reason why no unit can be updated by the device; "" if units can."""
     if plan.unified:
         return "the device is the CPU"
     if plan.rule.tile_elements:
@@ -645,17 +658,17 @@ def why_only_cpu(plan: Plan) -> str:
 
 
 def streamed_calls(plan: Plan, layout: UnitLayout, placement: UnitPlacement) -> int:
-    """Return the number of copies and kernels in a streamed update of a unit."""
+    """Return the number of copies and kernels of a unit's streamed update."""
     batches = -(-plan.streamed_chunks(layout, placement) // plan.chunks_per_batch(placement))
     kinds = [k for k in plan.precision.kinds if placement.of(k) is not Tier.DEVICE]
     return batches * (2 * len(kinds) + (placement.gradient is not Tier.DEVICE) + 1)
 
 
 def streamed_bytes(plan: Plan, layout: UnitLayout, placement: UnitPlacement) -> tuple[int, int]:
-    """Bytes that a streamed update of a unit placed so brings to the device, and takes back.
+    """Return the bytes that a unit's streamed update copies to the device, and back.
 
-    What rests on the device stays there. New weights go back like the rest; where the forward wants
-    them they are in its slot already, in which they were updated.
+    Kinds stored on the device are not copied. New weights are copied back like all state; the
+    forward finds them in the unit's slot, in which they were updated.
     """
     chunks = plan.streamed_chunks(layout, placement)
     state = plan.state_bytes(layout, placement, OFF_DEVICE, chunks=chunks)
@@ -664,11 +677,11 @@ def streamed_bytes(plan: Plan, layout: UnitLayout, placement: UnitPlacement) -> 
 
 
 def publishes(plan: Plan, unit: int) -> bool:
-    """Whether an optimizer pass brings the unit's new weights to the device.
+    """Return True if an optimizer pass publishes the unit's new weights on the device.
 
-    Units with frozen bytes that rest elsewhere do not: the optimizer pass has only the trained
-    part, so they are written back and fetched whole. Nor do those that rest on the device and come
-    to a slot from there.
+    False for units with frozen bytes off the device: the optimizer pass has the trained range only,
+    so they are written back and fetched in full. Also False for units that are stored on the device
+    and copied to a slot.
     """
     if plan.placements[unit].weight is Tier.DEVICE:
         return plan.computes_where_stored(unit)

@@ -1,4 +1,4 @@
-"""A machine to plan for: this one, or another that is described in a file.
+"""A machine to plan for: this one, or one described in a file.
 
 The file is a JSON object: `format` 1, `name`, `measured` (a date), `host_ram`, `device_memory`,
 `disk_free`, `num_cpus`, `unified`, `gpus`, `nodes`, `rates`. Sizes are bytes or text such as
@@ -41,29 +41,29 @@ _WHERE_NOT_UNIFIED = (*COPIES, DEVICE_UPDATE)
 
 @dataclass(frozen=True)
 class PlanMachine:
-    """Facts of a machine for the plan. Sizes are in bytes.
+    """Facts about a machine for the plan. Sizes are in bytes.
 
-    `nominal` names the rates (as `Rates.numbers` does) that nobody measured: they are those of a
-    common machine, see `plan.rates.NOMINAL`, and whoever shows times must say so
-    (`rates_origin`). `measured` is the day of the others.
+    `nominal` names the rates (as `Rates.numbers` does) that were not measured: those of a common
+    machine, see `plan.rates.NOMINAL`. Reports of times must mention them (`rates_origin`).
+    `measured` is the day of the other rates.
     """
 
     name: str
     host_bytes: int
-    """RAM that a run could come to hold, were it to take everything."""
+    """RAM that a run can reach at most."""
     device_bytes: int | None
-    """Memory of the compute device that a run could take; None where that is the host's."""
+    """Memory of the compute device that a run can reach; None if it shares the host's."""
     disk_bytes: int
-    """Space on all paths together; 0 without a path."""
+    """Free space of all paths together; 0 without a path."""
     num_cpus: int
     rates: Rates
     nominal: tuple[str, ...] = ()
     measured: str | None = None
     gpus: int = 1
-    """Ranks of a node, one for each GPU; where there is none, processes. Sizes but the device's,
-    and rates of disk and CPU, are of all of them together."""
+    """Ranks per node: one per GPU, or processes without a GPU. Sizes except the device's, and rates
+    of disk and CPU, are totals of a node."""
     nodes: int = 1
-    """How many such machines train together."""
+    """Number of such machines that train together."""
 
     @classmethod
     def here(
@@ -76,10 +76,11 @@ class PlanMachine:
         measured: str | None = None,
         root: Path = Path("/"),
     ) -> PlanMachine:
-        """This machine as it is now, with `rates` that were measured on `measured`, or nominal.
+        """Return this machine as it is now.
 
-        `device_bytes` as `Device.memory_bytes` says it. Paths on one file system count once. Raises
-        `MachineError` for a path that is not there.
+        `rates` were measured on the day `measured`; without them all are nominal. `device_bytes` is
+        as in `Device.memory_bytes`. Paths on one file system count once. Raises `MachineError` for
+        a path that does not exist.
         """
         unified = device_bytes is None
         drives = {mount_of(path, root).device: path for path in paths}
@@ -103,26 +104,29 @@ class PlanMachine:
 
     @property
     def unified(self) -> bool:
-        """Whether the host computes."""
+        """Whether the compute device shares the host's memory."""
         return self.device_bytes is None
 
     @property
     def host_budget_bytes(self) -> int:
-        """The host budget of a run that names none, as `plan.machine` derives it."""
+        """Host budget in bytes of a run that configures none, as `plan.machine` derives it."""
         return int(HOST_BUDGET_SHARE * self.host_bytes)
 
     @property
     def ranks(self) -> int:
-        """Of all nodes."""
+        """Number of ranks on all nodes."""
         return self.gpus * self.nodes
 
     @property
     def rank_rates(self) -> Rates:
-        """What one rank gets."""
+        """Rates of one rank."""
         return self.rates.of_rank(self.gpus, self.nodes, unified=self.unified)
 
     def with_ranks(self, gpus: int, nodes: int = 1) -> PlanMachine:
-        """Return the machine with ranks; known links keep their rates, others are nominal."""
+        """Return the machine with `gpus` ranks on each of `nodes`.
+
+        Links with known rates keep them, other links get nominal ones.
+        """
         across = nodes == self.nodes and self.rates.all_gather is not None
         rates, guessed = with_links(self.rates, gpus, nodes, unified=self.unified, across=across)
         nominal = (*self.nominal, *guessed)
@@ -135,11 +139,11 @@ class PlanMachine:
 
     @property
     def rates_origin(self) -> str:
-        """Describe the origin of rates: "measured 2026-11-21", and which are nominal."""
+        """Description of the origin of rates: "measured 2026-11-21", and those that are nominal."""
         return rates_origin(self.rates, self.nominal, self.measured)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the content of the machine's file, as JSON; nominal rates are omitted."""
+        """Return the JSON object of a machine file; nominal rates are omitted."""
         numbers = self.rates.numbers().items()
         rates = nested({name: _rounded(n) for name, n in numbers if name not in self.nominal})
         if not self.unified and self.rates.device_update is None:
@@ -160,15 +164,15 @@ class PlanMachine:
         return {name: fact for name, fact in facts.items() if fact is not None}
 
     def as_text(self) -> str:
-        """The file itself."""
+        """Return the text of a machine file."""
         return json.dumps(self.as_dict(), indent=2) + "\n"
 
 
 def read_machine_file(path: str | os.PathLike[str]) -> PlanMachine:
     """Return the machine that a JSON (or YAML) file describes.
 
-    Rates that are left out are nominal; `"device_update": null` is a device without our kernels.
-    Raises one `ConfigError` that lists everything that is wrong, each with its dotted name.
+    Missing rates are nominal; `"device_update": null` is a device without infinity's kernels.
+    Raises one `ConfigError` that lists all invalid entries by dotted name.
     """
     file = Path(path).expanduser()
     raw = read_config_file(file)
@@ -194,7 +198,10 @@ def read_machine_file(path: str | os.PathLike[str]) -> PlanMachine:
 
 
 def _rounded(rate: float) -> int:
-    """Four digits are more than a measurement is worth, and can be read."""
+    """Round to four significant digits, which are readable and exceed the measurement's accuracy.
+
+    At least 1: a rate must be positive.
+    """
     return int(float(f"{rate:.4g}")) or 1
 
 
@@ -233,7 +240,7 @@ class _Rates(Section):
 
 
 class _File(Section):
-    # In this order: a check may look at what stands above it.
+    # The order matters: a validator may use fields declared before its field.
     format: Literal[1]
     name: str = Field(min_length=1)
     measured: str | None = None

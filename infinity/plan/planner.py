@@ -1,4 +1,4 @@
-"""Makes a `Plan` of units, config and budgets, or raises an error naming what does not fit."""
+"""Construction of a `Plan` from units, config and budgets."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from infinity.plan.saved_plan import plan_saved
 from infinity.plan.streamed_updates import leaving_room, with_updates
 from infinity.types import Tier, round_up
 
-CHUNK_ELEMENTS = 1 << 20  # 12 MiB records: inside the 8-64 MiB that disks like
-# Elements that are streamed, or updated by the CPU, at once: some 5 ms of a PCIe 5 link and 4 ms of
-# 16 cores, where the calls for them take the optimizer pass's thread 1.7 ms and 0.7 ms (an H100).
+CHUNK_ELEMENTS = 1 << 20  # 12 MiB records: disks are fastest with 8 to 64 MiB
+# Elements that are streamed, or updated by the CPU, in one batch. On an H100 that is about 5 ms
+# of a PCIe 5 link, or 4 ms of 16 cores; the calls take the optimizer pass's thread 1.7 or 0.7 ms.
 STREAMED_ELEMENTS = 16 << 20
-DURABLE_COST = 0.05  # of a step's time: what commits may cost where the plan chooses how often
-_RARELY = 1 << 40
+DURABLE_COST = 0.05  # largest share of a step's time for commits if the plan sets their interval
+_RARELY = 1 << 40  # steps between commits with which these cost nothing
 NUM_STAGING_BUFFERS = 4  # one read, one updated, one written, one to spare
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Facts that a run takes over unchanged from the durable run it continues."""
+    """Settings that a run takes unchanged from the durable run that it resumes."""
 
     directory: str
     step: int
@@ -41,7 +41,10 @@ class Stored:
 
 
 def gradient_itemsize(config: Config, ranks: int = 1) -> int:
-    """Bytes of a gradient at rest: fp32 where micro-batches, slices, or ranks are summed."""
+    """Return the bytes of a stored gradient element.
+
+    4 if gradients of micro-batches, slices or ranks are summed, else the weight's item size.
+    """
     summed = ranks * config.gradient_accumulation_steps > 1 or config.activations.slices > 1
     return 4 if summed or PRECISIONS[config.precision].weight == 4 else 2
 
@@ -62,15 +65,26 @@ def make_plan(
     facts: UnitFacts | None = None,
     model_recomputes: bool = False,
 ) -> Plan:
-    """Choose placement, slots and staging buffers; raises `DoesNotFitError` or `ConfigError`.
+    """Return a plan: placement, slots and staging buffers.
 
-    `rule` is what the update rule keeps; two fp32 moments if it is left out. `device_kernels`
-    says that the device can run our optimizer kernels itself. `rates` weigh resources against
-    one another where placement is left to the plan; those of a common machine if left out. `stored`
-    gives placement and chunks of a durable run that is continued. Units that are laid out for
-    several ranks make the plan of one of them: `rank`, of so many `nodes`; `may_share` says that
-    those of a node can map the same RAM. `facts` are those of the units, if there are any yet.
-    `model_recomputes` says that the model runs its blocks again in backward by itself.
+    Args:
+        units: Layouts of the model's units. If they are sharded, the plan is that of one rank.
+        config: Configuration of the engine.
+        limits: Budgets of the rank.
+        unified: Whether the device computes in the host's memory.
+        rule: Facts about the update rule; AdamW with two fp32 moments by default.
+        device_kernels: Whether the device can run infinity's optimizer kernels.
+        rates: Rates from which automatic placement is chosen; nominal ones by default.
+        stored: Placement and chunks of a durable run that is resumed.
+        rank: Rank that the plan is for.
+        nodes: Number of nodes that the ranks run on.
+        may_share: Whether the ranks of a node can map the same RAM.
+        facts: Facts about `units`, if they exist already.
+        model_recomputes: Whether the model recomputes its blocks itself in backward.
+
+    Raises:
+        DoesNotFitError: No plan fits the budgets.
+        ConfigError: Settings contradict each other or the machine.
     """
     if units and units[0].shards > 1 and config.placement.shared and not may_share:
         raise ConfigError(
@@ -130,16 +144,17 @@ def make_plan(
     plan = with_live_note(plan, config.hints)
     if plan.durable and config.commit_every == "auto":
         plan = replace(plan, durable_every=_often(plan, rates))
-    plan = replace(plan, rank=rank)  # placement was chosen by rank 0's bytes: by all alike
+    plan = replace(plan, rank=rank)  # all ranks choose placement with rank 0's bytes: equal plans
     return replace(plan, predicted_bytes=forecast_bytes(plan))
 
 
 def _with_prefetch(
     draft: Plan, stored: Stored | None, config: Config, limits: Limits, rates: Rates
 ) -> Plan:
-    """The longest prefetch up to the configured one that fits, and that hints allow.
+    """Return the plan with the largest prefetch, up to the configured one, that fits.
 
-    Raises `DoesNotFitError`, of the longest one, if none fits.
+    It is smaller if hints ask for fewer live parameters. If none fits, raises the
+    `DoesNotFitError` of the largest.
     """
     failure: DoesNotFitError | None = None
     found: tuple[Plan, str] | None = None
@@ -167,10 +182,10 @@ def _with_prefetch(
 
 
 def _with_placement(draft: Plan, config: Config, limits: Limits, rates: Rates) -> Plan:
-    """Fill in placement, then memory; every explicit tier is honoured or refused.
+    """Return the plan with placement and memory set; an explicit tier is used, or the plan fails.
 
-    A rule that multiplies matrices is tried with all of them on the device, too, with placement
-    that leaves room for that: products cost a host more than all else, wherever state rests.
+    For a rule that multiplies matrices, `update: device` is tried in addition to "auto", with
+    placement that leaves memory for it: products on the host cost more than any movement of state.
     """
     wishes, found, failure = [config.update], [], None
     if config.update == "auto" and draft.rule.matrix_steps and not why_only_cpu(draft):
@@ -187,7 +202,6 @@ def _with_placement(draft: Plan, config: Config, limits: Limits, rates: Rates) -
 
 
 def _placed_for(wish: str, draft: Plan, config: Config, limits: Limits, rates: Rates) -> Plan:
-    """The same for one `Config.update`."""
     wishes = (
         config.placement.weights,
         config.placement.gradients,
@@ -201,9 +215,9 @@ def _placed_for(wish: str, draft: Plan, config: Config, limits: Limits, rates: R
         )
     explicit = [None if wish == "auto" else Tier(wish) for wish in wishes]
     if draft.unified and explicit[0] is Tier.HOST:
-        explicit[0] = Tier.DEVICE  # one memory: a second copy of the weights would serve nobody
+        explicit[0] = Tier.DEVICE  # one memory: a second copy of the weights is useless
     fallback = Tier.DISK if has_disk else Tier.HOST
-    # The same without a disk: beside weights in RAM, slots would be copies that serve nobody.
+    # Also without a disk: with weights in RAM, slots would be useless second copies.
     weights_tier = Tier.DEVICE if draft.unified and not has_disk else fallback
     placements = [
         UnitPlacement(weight=explicit[0] or weights_tier, gradient=explicit[1] or fallback,
@@ -221,7 +235,10 @@ def _placed_for(wish: str, draft: Plan, config: Config, limits: Limits, rates: R
 
 
 def _keeps_unsharded(config: Config) -> bool | None:
-    """Return True if weights stay complete in slots; hints of slots decide."""
+    """Return whether weights stay unsharded in slots; None leaves it to the plan.
+
+    A hint of live parameters implies False, unless `reshard_after_forward` is set.
+    """
     hinted = config.hints.live_parameters is not None
     reshards = config.placement.reshard_after_forward
     if reshards is None:
@@ -230,7 +247,7 @@ def _keeps_unsharded(config: Config) -> bool | None:
 
 
 def _with_stored(draft: Plan, stored: Stored, config: Config, limits: Limits, rates: Rates) -> Plan:
-    """Return the placement of a durable run unchanged, or raise if it no longer fits."""
+    """Return the plan with the placement of a durable run; raises if it no longer fits."""
     placements: Sequence[UnitPlacement] = stored.placements
     if draft.unified:  # one memory: see `_with_placement`
         placements = [
@@ -257,7 +274,7 @@ def _with_stored(draft: Plan, stored: Stored, config: Config, limits: Limits, ra
 
 
 def _often(plan: Plan, rates: Rates) -> int:
-    """Steps from one commit to the next, so that what they write costs little of a step's time."""
+    """Return the steps between commits with which they cost `DURABLE_COST` of a step's time."""
     seldom = step_cost(replace(plan, durable_every=_RARELY), rates).seconds
     always = step_cost(replace(plan, durable_every=1), rates).seconds
     if always - seldom <= DURABLE_COST * seldom:
@@ -308,7 +325,7 @@ def _remedy(tier: Tier, config: Config, plan: Plan) -> str:
     ]
     if on_disk:
         return f"raise budget.{tier}, or put more on disk: placement.{on_disk[-1]}=disk"
-    if plan.rule.needs_full:  # no chunk size helps: a chunk is a unit
+    if plan.rule.needs_full:  # a chunk is a full unit, so `chunk_size` has no effect
         return (
             f"raise budget.{tier}, cut the model into smaller units (initialize(units=[...])), or "
             f"use an optimizer that does not need whole parameters as {plan.rule.name} does"

@@ -1,6 +1,6 @@
-"""How fast the resources of a machine are: the numbers a plan's times are computed from.
+"""Rates of a machine's resources, from which a plan's times are computed.
 
-Pure data. `calibration` measures them, once for each machine and path; `plan.cost` uses them.
+Pure data. `profiling.calibration` measures them once per machine and path; `plan.cost` uses them.
 """
 
 from __future__ import annotations
@@ -26,21 +26,32 @@ BETWEEN_NODES = "between_nodes"
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes per second, unless noted, of all paths of a run together.
+    """Rates in bytes per second, unless noted; disk rates are the total of all paths.
 
-    `disk_mixed` counts both directions, moved 1:1. `disk_per_cpu_s` are the bytes of disk traffic
-    that cost one second of compute on all processors (None: no cost is known). `to_device` and
-    `from_device` are of copies between host and device, None where they are one memory, and
-    `copies_mixed` is of both at once (None: neither slows the other). `update` is parameters per
-    second of the host's optimizer kernels with all threads, by format of the moments ("fp32",
-    "bf16", "8bit"), while copies go both ways; `compute` FLOP per second of large matrix products
-    on the device, as training mixes them (forward, and both of backward), by precision ("bf16",
-    "fp32"); so are `between`, bytes per second of what stands between them, and `attention`, FLOP
-    per second of its own. `logits` is how many cross entropy takes in a second, there and back: see
-    [Note: compute] in `plan/cost.py`. `all_gather` and `all_to_all` are what one rank receives from
-    others while all do; None where there is one rank.
-    `between_nodes` is what a node receives from others, for all of its ranks, and `between_hosts`
-    what each of these gets in RAM from its peers, ranks of the same number on other nodes.
+    Attributes:
+        disk_read: Reads alone.
+        disk_write: Writes alone.
+        disk_mixed: Reads and writes together, in the ratio 1:1.
+        update: Parameters per second of the host's optimizer kernels with all threads, while copies
+            run in both directions; by format of the moments ("fp32", "bf16", "8bit").
+        compute: FLOP per second of large matrix products on the device, in the mix of training (one
+            product in forward, two in backward); by precision ("bf16", "fp32").
+        between: Memory traffic of the operations between matrix products; by precision.
+        attention: FLOP per second of attention; by precision.
+        logits: Logits per second of cross entropy, forward and backward.
+        to_device: Copies from host to device; None if they share one memory.
+        from_device: Copies from device to host; None if they share one memory.
+        copies_mixed: Both directions at once, in total; None if neither slows the other.
+        device_update: Parameters per second of the device's optimizer kernels; None without such.
+        all_gather: Bytes that one rank receives while all ranks do; None for one rank.
+        all_to_all: As `all_gather`.
+        between_nodes: Bytes that one node receives from others, for all its ranks.
+        between_hosts: Bytes that one rank receives in RAM from its peers, the ranks of the same
+            local number on other nodes.
+        disk_per_cpu_s: Bytes of disk traffic that cost one second of compute on all processors;
+            None if unknown.
+
+    See [Note: compute] in `plan/cost.py` for `between`, `attention` and `logits`.
     """
 
     disk_read: float
@@ -54,7 +65,7 @@ class Rates:
     to_device: float | None = None
     from_device: float | None = None
     copies_mixed: float | None = None
-    device_update: float | None = None  # parameters per second, where the device has kernels
+    device_update: float | None = None
     all_gather: float | None = None
     all_to_all: float | None = None
     between_nodes: float | None = None
@@ -62,9 +73,9 @@ class Rates:
     disk_per_cpu_s: float | None = None
 
     def disk_s(self, read_bytes: int, written_bytes: int) -> float:
-        """Return the seconds for bytes in both directions at once.
+        """Return the seconds of concurrent reads and writes.
 
-        What both directions have in common moves at the mixed rate, the rest alone.
+        Equal amounts move at the mixed rate, the remainder at the rate of its direction.
         """
         both = min(read_bytes, written_bytes)
         return (
@@ -74,7 +85,7 @@ class Rates:
         )
 
     def copies_s(self, inward_bytes: int, outward_bytes: int) -> tuple[float, float]:
-        """Seconds for copies to the device and from it that go on at once, likewise."""
+        """Return the seconds of concurrent copies (to the device, from it), as in `disk_s`."""
         pairs = (inward_bytes, self.to_device), (outward_bytes, self.from_device)
         if self.copies_mixed is None:
             inward_s, outward_s = (nbytes / rate if rate else 0.0 for nbytes, rate in pairs)
@@ -87,7 +98,7 @@ class Rates:
         return inward_s, outward_s
 
     def of_rank(self, local: int, nodes: int, *, unified: bool) -> Rates:
-        """Return the rates of one rank, of `local` on each of `nodes`."""
+        """Return the rates of one rank, with `local` ranks on each of `nodes`."""
         disk = {name: getattr(self, name) / local for name in DISK}
         if self.disk_per_cpu_s is not None:
             disk[DISK_PER_CPU_S] = self.disk_per_cpu_s / local
@@ -110,17 +121,17 @@ class Rates:
         )
 
     def numbers(self) -> dict[str, float]:
-        """Every rate that there is by dotted name, such as "disk_read" or "update.fp32"."""
+        """Return all known rates by dotted name, such as "disk_read" or "update.fp32"."""
         return flat(vars(self))
 
     @staticmethod
     def of(numbers: Mapping[str, float]) -> Rates:
-        """The inverse of `numbers`; the disk's three must be there."""
+        """Return the `Rates` of such `numbers`, which must include the three of the disk."""
         return Rates(**nested(numbers))
 
 
 def flat(rates: Mapping[str, Any]) -> dict[str, float]:
-    """Return nested rates by dotted name, without those that are None."""
+    """Return nested rates by dotted name; those that are None are omitted."""
     found: dict[str, float] = {}
     for name, rate in rates.items():
         if isinstance(rate, Mapping):
@@ -131,7 +142,7 @@ def flat(rates: Mapping[str, Any]) -> dict[str, float]:
 
 
 def nested(numbers: Mapping[str, float]) -> dict[str, Any]:
-    """The inverse of `flat`."""
+    """Return rates by dotted name as nested mappings; the inverse of `flat`."""
     found: dict[str, Any] = {}
     for name, rate in numbers.items():
         section, _, key = name.rpartition(".")
@@ -139,11 +150,11 @@ def nested(numbers: Mapping[str, float]) -> dict[str, Any]:
     return found
 
 
-# Where nothing was measured: a desktop of the years 2020 to 2024, told low rather than high.
-# Disk: one NVMe drive. Data sheets promise 3.5 (PCIe 3) to 7 GB/s (PCIe 4) while a cache lasts;
+# Rates assumed without a measurement: a desktop of the years 2020 to 2024, estimated low.
+# Disk: one NVMe drive. Data sheets give 3.5 (PCIe 3) to 7 GB/s (PCIe 4) until the cache is full;
 #   a step moves more than any cache holds. Both directions together gain little over one.
-# Copies: PCIe 4 x16 carries 31.5 GB/s less framing, pinned copies see 24 to 26 when nothing else
-#   moves, and a step moves both ways at once while the host updates.
+# Copies: PCIe 4 x16 carries 31.5 GB/s less framing, pinned copies reach 24 to 26 on an idle
+#   machine, and a step copies in both directions at once while the host updates.
 # Update: bound by memory. Dual-channel DDR4-3200 peaks at 51 GB/s; half of it, since copies and
 #   disk use it too, over the bytes a parameter moves: 26 with fp32 moments, 18 with bf16, 14 with
 #   8 bits (2 Zen 3 cores alone at 40 GB/s were measured at 1.5, 1.9 and 1.3e9:
@@ -166,9 +177,8 @@ NOMINAL = Rates(
     device_update=25e9,
 )
 # The same desktop without a GPU: 8 cores with AVX2 peak at about 1 TFLOP/s in fp32; bf16 is
-# emulated there, and no faster. What stands between products: three times what two cores of a Xeon
-# with AVX-512 were measured at (docs/benchmarks/step_2-core-xeon_2026-11-25.md), and no more than
-# memory.
+# emulated, and no faster. Operations between products: three times the rate measured on two cores
+# of a Xeon with AVX-512 (docs/benchmarks/step_2-core-xeon_2026-11-25.md), bounded by memory.
 NOMINAL_CPU = Rates(
     disk_read=NOMINAL.disk_read,
     disk_write=NOMINAL.disk_write,
@@ -182,16 +192,17 @@ NOMINAL_CPU = Rates(
 
 
 def nominal(unified: bool) -> Rates:
-    """The rates to plan with where nothing was measured; `unified` is a machine without a GPU."""
+    """Return the rates assumed without a measurement; `unified` is a machine without a GPU."""
     return NOMINAL_CPU if unified else NOMINAL
 
 
 def completed(
     numbers: Mapping[str, float], *, unified: bool, without: Iterable[str] = ()
 ) -> tuple[Rates, tuple[str, ...]]:
-    """Rates from `numbers` (see `Rates.numbers`), and the names of those that had to be nominal.
+    """Return `numbers` completed with nominal rates, and the names of these.
 
-    `without` names rates that are missing because the machine has no such thing.
+    `numbers` are as in `Rates.numbers`. Rates named in `without` are not completed: the machine has
+    no such resource.
     """
     wanted = nominal(unified).numbers()
     for name in without:
@@ -201,7 +212,7 @@ def completed(
 
 
 def rates_origin(rates: Rates, nominal: Collection[str], measured: str | None) -> str:
-    """Describe where rates come from: "measured 2026-11-21", and which are nominal."""
+    """Describe the origin of rates, such as "measured 2026-11-21", and list the nominal ones."""
     if len(nominal) == len(rates.numbers()):
         return "nominal rates of a common machine: nothing was measured"
     origin = f"measured {measured}" if measured else "given"
@@ -210,11 +221,11 @@ def rates_origin(rates: Rates, nominal: Collection[str], measured: str | None) -
     return origin
 
 
-# Where no link was measured. Between GPUs without NVLink bytes go through RAM: down one PCIe 4 link
-# and up another, while each also carries what comes from RAM; half of what a copy alone sees.
-# Between processes: gloo through the loopback interface, where ranks take turns on the cores that
-# compute (2 ranks on 2 busy cores of an EPYC: 0.1 to 0.3e9 gathered, 0.3 to 0.9e9 exchanged).
-# Between nodes: one port of 100 Gbit/s, less framing. From RAM to RAM there: gloo by TCP, a guess.
+# Rates of links that were not measured, by `unified`. Between GPUs without NVLink bytes go through
+# RAM: down one PCIe 4 link and up another, which also carry copies from RAM; half the rate of a
+# copy alone. Between processes: gloo over the loopback interface, where ranks compete for the cores
+# that compute (2 ranks on 2 busy cores of an EPYC: 0.1 to 0.3e9 gathered, 0.3 to 0.9e9 exchanged).
+# Between nodes: one port of 100 Gbit/s, less framing. Between their hosts: gloo over TCP, a guess.
 _NOMINAL_LINKS = {False: 11e9, True: 0.3e9}
 _NOMINAL_BETWEEN = 11e9
 _NOMINAL_HOSTS = {False: 1e9, True: 0.3e9}
@@ -223,9 +234,10 @@ _NOMINAL_HOSTS = {False: 1e9, True: 0.3e9}
 def with_links(
     rates: Rates, local: int, nodes: int = 1, *, unified: bool, across: bool = False
 ) -> tuple[Rates, tuple[str, ...]]:
-    """With rates between ranks, `local` of them on each node; and the names of nominal ones.
+    """Return the rates completed with those of links between ranks, and the names of nominal ones.
 
-    `across`: links between these nodes are known, so none between nodes has to be guessed.
+    There are `local` ranks on each node. With `across` the links between these nodes were measured,
+    so that `between_nodes` is not completed.
     """
     wanted: dict[str, float] = {}
     if local * nodes > 1:
@@ -239,4 +251,5 @@ def with_links(
     return Rates.of(wanted | there), missing
 
 
+# Passes over memory of the operations between products: see [Note: compute] in `plan/cost.py`.
 PASSES_FORWARD, PASSES_BACKWARD = 27 / 16, 2 * 27 / 16 + 9 / 16

@@ -1,11 +1,11 @@
-"""Tiers of the inputs of recomputed blocks until backward: sizes, the rule, and the bytes it moves.
+"""Tiers of the saved inputs of recomputed blocks, and the bytes that they move.
 
 [Note: tier of a saved tensor]
-In forward order: the first ones on disk, the next in the pinned pool, and what finds no room,
-last, stays on the device. Backward needs them the other way round, so what comes from disk is
-needed last. Every tensor passes through the pool, so that where the disk is used some of the
-pool is kept free for those on their way. The rule is asked with the sizes of the micro-batch
-before (of the first one: those that the plan expects), by the run and by the forecast.
+In forward order the first tensors are stored on disk, the next ones in the pinned pool, and the
+last ones, which do not fit, stay on the device. Backward needs them in reverse order, so tensors on
+disk are needed last. Every tensor passes through the pool; if the disk is used, a part of the pool
+stays free for tensors in transit. The run and the forecast apply the same rule, with the sizes of
+the previous micro-batch (before the first one, with the sizes that the plan expects).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from infinity.plan.activations import block_widths
 from infinity.plan.layout import UnitLayout
 from infinity.types import PAGE, Tier, round_up
 
-TRANSIT = 3  # of the largest: one that leaves, two that come back
+TRANSIT = 3  # times the largest tensor is in transit: one written to disk, two read back
 
 
 @dataclass(frozen=True, slots=True)
 class SavedPlan:
     """Settings of a plan for saved tensors; sizes are bytes.
 
-    `recompute` is the number of blocks, the first ones, that run again in backward. `offload` is
-    the lowest tier that is used, None where nothing moves. `sizes` are those of the block inputs
-    that a micro-batch is expected to save, in order; empty where that is unknown.
+    The first `recompute` blocks run again in backward. `offload` is the lowest tier in use, None if
+    nothing is moved. `sizes` are those of the block inputs that a micro-batch is expected to save,
+    in order; empty if unknown.
     """
 
     recompute: Recompute = 0
@@ -76,9 +76,10 @@ def plan_saved(
     unified: bool,
     widths: list[int] | None = None,
 ) -> tuple[SavedPlan, tuple[str, ...]]:
-    """Return settings of saved tensors, and notes; raises `ConfigError` if tokens are unknown.
+    """Return the settings of saved tensors, and notes of the plan.
 
-    On a device that is the host RAM is no other place to wait in: there only the disk is.
+    A unified device moves nothing to RAM, which is its memory; it can use the disk. Raises
+    `ConfigError` if the pools' sizes are neither configured nor derivable from a number of tokens.
     """
     notes: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
@@ -124,9 +125,9 @@ def plan_saved(
 def _expected_sizes(
     settings: ActivationsConfig, units: Sequence[UnitLayout], widths: list[int]
 ) -> tuple[int, ...]:
-    """Bytes of the inputs of the blocks that are recomputed, slice by slice.
+    """Return the bytes of the inputs of recomputed blocks, slice by slice.
 
-    Of all of them where none is: then a model is expected to do it itself.
+    If none is configured, of all blocks: the model is then expected to recompute them itself.
     """
     assert settings.tokens is not None
     itemsize = max((u.weight_itemsize for u in units), default=0)
@@ -139,7 +140,10 @@ def _expected_sizes(
 
 @lru_cache(maxsize=64)
 def tiers_of(sizes: tuple[int, ...], saved: SavedPlan) -> tuple[Tier, ...]:
-    """Where each of a micro-batch's saved tensors waits. See [Note: tier of a saved tensor]."""
+    """Return the tier of each of a micro-batch's saved tensors.
+
+    See [Note: tier of a saved tensor].
+    """
     tiers = [Tier.DEVICE] * len(sizes)
     if saved.offload is None:
         return tuple(tiers)
@@ -168,7 +172,7 @@ def tiers_of(sizes: tuple[int, ...], saved: SavedPlan) -> tuple[Tier, ...]:
 def saved_moves(
     sizes: tuple[int, ...], saved: SavedPlan, *, unified: bool
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes per direction that saved tensors move in a forward, and in a backward."""
+    """Return the bytes per direction that saved tensors move in a forward, and in a backward."""
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
     for size, tier in zip(sizes, tiers_of(sizes, saved), strict=True):
@@ -184,21 +188,21 @@ def saved_moves(
 
 
 def away_bytes(saved: SavedPlan) -> int:
-    """Bytes of the expected sizes that are not on the device while others compute."""
+    """Return the expected bytes that are off the device while blocks compute."""
     tiers = tiers_of(saved.sizes, saved)
     moved = [n for n, tier in zip(saved.sizes, tiers, strict=True) if tier is not Tier.DEVICE]
     return max(sum(moved) - TRANSIT * max(moved, default=0), 0)
 
 
 class Ranges:
-    """Which ranges of a pool are free: the first that fits is taken, in whole pages."""
+    """First-fit allocator of ranges in a pool of `nbytes`; sizes are rounded up to pages."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._free: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []
 
     def take(self, nbytes: int) -> int | None:
-        """The start of a range that is free no more; None where none is large enough."""
+        """Allocate a range and return its start; None if no free range is large enough."""
         nbytes = round_up(nbytes, PAGE)
         for index, (start, size) in enumerate(self._free):
             if size >= nbytes:
@@ -208,7 +212,7 @@ class Ranges:
         return None
 
     def give(self, start: int, nbytes: int) -> None:
-        """A range that was taken is free again."""
+        """Free a range that `take` returned."""
         insort(self._free, (start, round_up(nbytes, PAGE)))
         joined: list[tuple[int, int]] = []
         for begin, size in self._free:

@@ -1,8 +1,8 @@
-"""Search for the updates that are streamed through the device, where the plan may choose.
+"""Search for the units whose updates are streamed through the device.
 
-Units of one placement are treated alike. Placement is chosen first, as if the CPU updated
-whatever does not rest on the device; then every one is streamed that makes the step shorter, and
-of these the CPU updates a share meanwhile.
+Units of equal placement are treated equally. Placement is chosen first, as if the CPU updated all
+units that are not stored on the device. Then every placement is streamed that makes the step
+shorter, and the CPU updates a share of these units' chunks concurrently.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from infinity.plan.plan import Plan, UnitPlacement, UpdatePlace, update_place, w
 from infinity.plan.rates import Rates
 from infinity.types import Tier
 
-# The share of a step that streaming must save. Each direction's rate was measured alone, and what
-# streams takes the links from weights and gradients: a close call is not one.
+# Share of a step's time that streaming must save. Each direction's rate was measured alone, and
+# streams compete with weights and gradients for the links, so a smaller predicted gain is noise.
 WORTH = 0.05
 
 
-# Of the device's budget; where the buffers would take more, fewer chunks pass at once, and in the
-# end placement is chosen without them.
+# Largest share of the device's budget for stream buffers. If they need more, fewer chunks are
+# streamed at once; if they still do, placement is chosen without reserving them.
 MOST_ROOM = 0.1
 
 
 def leaving_room(plan: Plan, wish: str, limits: Limits) -> Limits:
-    """`limits` less the buffers that streaming would take, for a search of the best placement.
+    """Return `limits` less the stream buffers that streaming would need, for a placement search.
 
-    `wish` is `Config.update`. The search fills a share of the device; what comes on top would take
-    the place of activations.
+    `wish` is `Config.update`. The search fills a share of the device; buffers added after it would
+    use memory that was left for activations.
     """
     if wish == "cpu" or why_only_cpu(plan) or limits.device is None:
         return limits
-    # As if all were to rest in RAM: of what is on disk fewer chunks pass at once.
+    # The worst case is all state in RAM: units on disk are streamed one chunk at a time.
     in_ram = UnitPlacement(weight=Tier.HOST, state=Tier.HOST, gradient=Tier.HOST)
     draft = plan.changed(placements=(in_ram,) * len(plan.units), streamed=frozenset([in_ram]))
     room = _stream_room(_narrowed(draft, limits))
@@ -55,11 +55,11 @@ def leaving_room(plan: Plan, wish: str, limits: Limits) -> Limits:
 
 
 def with_updates(plan: Plan, wish: str, limits: Limits, rates: Rates, *, leave_share: bool) -> Plan:
-    """`plan`, whose placement is chosen, with `streamed` filled in; `wish` is `Config.update`.
+    """Return `plan`, whose placement is chosen, with `streamed` set; `wish` is `Config.update`.
 
-    With "device" everything is streamed that can be, whether it fits or not. "auto" takes nothing
-    that does not fit; with `leave_share` nothing of the share of the device that a search of
-    placement leaves to activations either.
+    With "device" every unit is streamed that can be, even if buffers do not fit. With "auto" they
+    must fit; with `leave_share` also without the share of the device that a placement search
+    leaves to activations.
     """
     movable = frozenset(
         placement
@@ -87,7 +87,7 @@ def _streaming(plan: Plan, streamed: frozenset[UnitPlacement], limits: Limits) -
 
 
 def _narrowed(plan: Plan, limits: Limits) -> Plan:
-    """`plan` with so few chunks at once that buffers take no more than `MOST_ROOM`, if one does."""
+    """Return `plan` with `chunks_at_once` halved until buffers fit `MOST_ROOM`, or it is 1."""
     device, host = (
         math.inf if budget is None else MOST_ROOM * budget
         for budget in (limits.device, limits.host)
@@ -111,7 +111,10 @@ def _shortest(
     rates: Rates,
     leave_share: bool,
 ) -> Plan:
-    """From `start`, one placement more or fewer while that makes the step shorter and fits."""
+    """Return the plan of a local search from `start`; `plan` itself if `start` does not fit.
+
+    Each move adds one placement to the streamed ones, or removes one.
+    """
     best = _streaming(plan, start, limits)
     if not fits_as(best, plan, limits, auto=leave_share):
         return plan
@@ -119,7 +122,7 @@ def _shortest(
     improved = True
     while improved:
         improved = False
-        # In an order that does not hang on hashes.
+        # Sorted, so that the result does not depend on hashes.
         for one in sorted(
             movable, key=lambda h: [list(Tier).index(h.of_field(f)) for f in h._fields]
         ):
@@ -131,9 +134,9 @@ def _shortest(
 
 
 def _with_cpu_beside(plan: Plan, limits: Limits, rates: Rates, leave_share: bool) -> Plan:
-    """Return `plan` with the CPU's share of streamed chunks for which CPU and links end together.
+    """Return `plan` with the `cpu_share` for which CPU and links finish together, if it pays.
 
-    A rule that multiplies matrices needs whole units, and the device multiplies faster.
+    0 for a rule that multiplies matrices: it needs full units, and the device multiplies faster.
     """
     share = 0.0 if plan.rule.matrix_steps else share_beside(plan, rates)
     changed = with_memory(plan.changed(cpu_share=share), limits)

@@ -1,13 +1,13 @@
-"""The access order that a plan assumes before a run has shown its own.
+"""Access order assumed by a plan before a run has recorded one.
 
-Units are used in module order, and in backward the other way round, with these exceptions:
+Units are used in module order in forward, and in reverse order in backward, with these exceptions:
 
-- A unit outside the blocks that holds a norm or a head behind them (`UnitLayout.at_end`) is used
-  again when they have run. A backward does not use embeddings (`UnitLayout.looked_up`).
-- A block that is recomputed, by the engine or by the model, passes its units once more at the
+- A unit outside the blocks that holds a norm or a head after them (`UnitLayout.at_end`) is used
+  again after the blocks. Backward does not use embeddings (`UnitLayout.looked_up`).
+- A block that is recomputed, by the engine or by the model, uses its units in forward order at the
   beginning of its backward.
-- A block whose slices pass ranges of experts together runs up to its experts, and then again: in
-  forward, in the recomputation, and between the two passes of its ranges in backward. See
+- A block whose slices share ranges of experts runs up to its experts, and then again: in forward,
+  in the recomputation, and between the two passes over its ranges in backward. See
   `offload/shared_ranges.py`.
 """
 
@@ -23,7 +23,10 @@ from infinity.plan.plan import Plan
 
 
 def usual_cycle(plan: Plan, *, backward: bool = True) -> tuple[int, ...]:
-    """Return the units in the order in which a micro-batch is expected to use them."""
+    """Return the unit indices in the order in which a micro-batch is expected to use them.
+
+    With `backward` False only those of the forward.
+    """
     recompute: Recompute = "all" if plan.model_recomputes else plan.saved.recompute
     known, key = plan.facts.known, ("cycle", recompute, plan.shared_stacks, backward)
     if key not in known:
@@ -36,12 +39,12 @@ def usual_cycle(plan: Plan, *, backward: bool = True) -> tuple[int, ...]:
 def _cycle(
     units: Sequence[UnitLayout], recompute: Recompute, shared: Collection[str]
 ) -> tuple[list[int], list[int]]:
-    """Return the order of a forward, and of the backward behind it."""
+    """Return the access orders of a forward, and of its backward."""
     forward: list[int] = []
-    backward: list[list[int]] = []  # of each block, in forward order
+    backward: list[list[int]] = []  # accesses of each block, blocks in forward order
     num_again = len(units) if recompute == "all" else recompute
     for block in sorted(blocks_of(units), key=lambda block: min(unit.index for unit in block)):
-        path = [unit.index for unit in block]  # its own unit first
+        path = [unit.index for unit in block]  # the block's unit, then units inside it
         is_shared = any(unit.is_range and unit.stacks_path in shared for unit in block)
         once = [*path, path[0]] if is_shared else path
         is_again = block[0].is_block and num_again > 0

@@ -234,11 +234,11 @@ class UnitLayout:
     @cached_property
     def dequantised(self) -> dict[int, int]:
         """Quantized parameter -> byte offset of its dequantized values in a slot."""
-        found, offset = dict[int, int](), self.stored_bytes
+        offsets, offset = dict[int, int](), self.stored_bytes
         for segment in (s for s in self.segments if s.form):
-            found[segment.parameter] = offset
+            offsets[segment.parameter] = offset
             offset += round_up(segment.numel * self.weight_itemsize, SEGMENT_ALIGN_BYTES)
-        return found
+        return offsets
 
     @cached_property
     def largest_quantised(self) -> int:
@@ -273,10 +273,10 @@ class UnitLayout:
 
     def of_shard(self, rank: int) -> UnitLayout:
         """Return the layout of one rank's shard, with trained segments only; self if unsharded."""
-        return self if self.shards == 1 else self._by_rank[rank]
+        return self if self.shards == 1 else self._shard_layouts[rank]
 
     @cached_property
-    def _by_rank(self) -> tuple[UnitLayout, ...]:
+    def _shard_layouts(self) -> tuple[UnitLayout, ...]:
         return tuple(map(self._shard, range(self.shards)))
 
     @cached_property
@@ -399,7 +399,7 @@ def lay_out(
     any_full = any(p.needs_full for p in runs[0])
     needs_full = needs_full or any_full
     if needs_full and ranks > 1:
-        runs = _dealt(runs[0], ranks, index)
+        runs = _distributed(runs[0], ranks, index)
     longest = max(sum(round_up(p.numel, align) for p in run) for run in runs)
     paired = max(sum(round_up(p.numel, align) for p in run if not p.needs_full) for run in runs)
     for number, run in enumerate(runs):
@@ -447,7 +447,7 @@ def lay_out_again(
 
     With `cast` parameters get the dtype of `precision`, else they are unchanged.
     """
-    found = []
+    layouts = []
     for unit in units:
         facts = [
             ParameterFacts(s.name, s.parameter, s.shape, s.dtype, s.numel,
@@ -459,40 +459,40 @@ def lay_out_again(
             facts = [
                 replace(fact, dtype=precision.dtype, itemsize=precision.weight) for fact in facts
             ]
-        again = lay_out(
+        layout = lay_out(
             unit.index, unit.name, facts, precision,
             is_block=unit.is_block, ranks=ranks, needs_full=needs_full,
         )  # fmt: skip
-        found.append(replace(again, at_end=unit.at_end, looked_up=unit.looked_up))
-    return tuple(found)
+        layouts.append(replace(layout, at_end=unit.at_end, looked_up=unit.looked_up))
+    return tuple(layouts)
 
 
-def _dealt(facts: list[ParameterFacts], ranks: int, turn: int) -> list[list[ParameterFacts]]:
+def _distributed(facts: list[ParameterFacts], ranks: int, shift: int) -> list[list[ParameterFacts]]:
     """Assign full parameters to ranks: largest first, each to the rank with the fewest elements.
 
-    The result is rotated by `turn`, which differs from unit to unit, so that the same rank does not
-    get the most elements of every unit.
+    The result is rotated by `shift`, which differs from unit to unit, so that one rank does not
+    always get the most elements.
     """
-    found: list[list[int]] = [[] for _ in range(ranks)]
+    by_rank: list[list[int]] = [[] for _ in range(ranks)]
     sizes = [0] * ranks
     for index in sorted(range(len(facts)), key=lambda i: -facts[i].numel):
-        least = sizes.index(min(sizes))
-        found[least].append(index)
-        sizes[least] += round_up(facts[index].numel, SQUARE_BLOCK)
-    return [[facts[i] for i in sorted(found[(r - turn) % ranks])] for r in range(ranks)]
+        emptiest = sizes.index(min(sizes))
+        by_rank[emptiest].append(index)
+        sizes[emptiest] += round_up(facts[index].numel, SQUARE_BLOCK)
+    return [[facts[i] for i in sorted(by_rank[(r - shift) % ranks])] for r in range(ranks)]
 
 
 def dealt_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
     """Return a plan's notes on the padding of shards under a rule that needs full parameters."""
-    sizes = [(u.numel / u.num_trained, u) for u in units if u.shards > 1 and u.num_trained]
-    total = sum(u.numel for _, u in sizes) / max(sum(u.num_trained for _, u in sizes), 1)
+    sharded = [u for u in units if u.shards > 1 and u.num_trained]
+    total = sum(u.numel for u in sharded) / max(sum(u.num_trained for u in sharded), 1)
     if total < MUCH_PADDING:
         return ()
-    most, unit = max(sizes, key=lambda each: each[1].numel - each[1].num_trained)
+    unit = max(sharded, key=lambda u: u.numel - u.num_trained)
     return (
         f"{rule} needs whole parameters, which are dealt to {unit.shards} ranks: shards are as "
         f"long as the longest, {total:.2f} times what they hold; most in unit {unit.name!r}, "
-        f"{most:.2f} times; larger units are padded less",
+        f"{unit.numel / unit.num_trained:.2f} times; larger units are padded less",
     )
 
 
@@ -504,12 +504,12 @@ def split_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
         return ()
     others = [s for s in trained if not s.needs_full]
     large = [s.name for s in others if len(s.shape) > 1]
-    named = f", of them {', '.join(large[:4])}{', ...' if large[4:] else ''}" if large else ""
+    clause = f", of them {', '.join(large[:4])}{', ...' if large[4:] else ''}" if large else ""
     count = sum(math.prod(s.shape[:-2]) for s in matrices)  # more than one in a stack
     return (
         f"{rule} steps {count} matrices of {format_count(sum(s.numel for s in matrices))} "
         f"elements, AdamW the {len(others)} other parameters "
-        f"({format_count(sum(s.numel for s in others))}){named}",
+        f"({format_count(sum(s.numel for s in others))}){clause}",
     )
 
 

@@ -80,20 +80,21 @@ def read_machine(paths: Iterable[str | os.PathLike[str]] = (), root: Path = Path
         raise MachineError("the size of the RAM is unknown", because=because)
     total_bytes = meminfo["MemTotal"]
     available_bytes = meminfo.get("MemAvailable", meminfo.get("MemFree", total_bytes))
-    for limit_bytes, room_bytes in _memory_limits(root):
+    for limit_bytes, free_bytes in _memory_limits(root):
         total_bytes = min(total_bytes, limit_bytes)
-        available_bytes = min(available_bytes, room_bytes)
-    locked = _found(root / "proc/self/limits", r"^Max locked memory\s+([0-9]+)\s")
-    allowed, quota = _num_allowed_cpus(root), _cpu_quota(root)
+        available_bytes = min(available_bytes, free_bytes)
+    memlock = _search(root / "proc/self/limits", r"^Max locked memory\s+([0-9]+)\s")
+    num_allowed = _num_allowed_cpus(root)
+    quota = _cpu_quota(root)
     huge_pages = root / "sys/kernel/mm/transparent_hugepage/enabled"
     return Machine(
         host_ram_bytes=total_bytes,
         host_available_bytes=max(0, available_bytes),
-        process_rss_bytes=_kib(root / "proc/self/status", r"^VmRSS:\s*([0-9]+) kB$"),
-        num_cpus=allowed if quota is None else min(allowed, quota),
+        process_rss_bytes=_kib_as_bytes(root / "proc/self/status", r"^VmRSS:\s*([0-9]+) kB$"),
+        num_cpus=num_allowed if quota is None else min(num_allowed, quota),
         disk_free_bytes=tuple((Path(path), disk_free_bytes(Path(path))) for path in paths),
-        memlock_bytes=int(locked) if locked else None,
-        thp_mode=_found(huge_pages, r"\[(\w+)\]") or "unknown",
+        memlock_bytes=int(memlock) if memlock else None,
+        thp_mode=_search(huge_pages, r"\[(\w+)\]") or "unknown",
         cache_bytes=_cache_bytes(root),
         cpu_quota=quota,
     )
@@ -106,18 +107,18 @@ def memory_room(root: Path = Path("/")) -> tuple[int, int]:
     """
     meminfo = read_meminfo(root)
     total_bytes = meminfo.get("MemTotal", 0)
-    rooms = [(total_bytes, meminfo.get("MemAvailable", total_bytes)), *_memory_limits(root)]
-    return min(rooms, key=lambda limit_and_room: limit_and_room[1])
+    limits = [(total_bytes, meminfo.get("MemAvailable", total_bytes)), *_memory_limits(root)]
+    return min(limits, key=lambda limit_and_free: limit_and_free[1])
 
 
 def high_water_bytes(root: Path = Path("/")) -> int:
     """Return the peak RAM of this process; 0 if the kernel does not report it."""
-    return _kib(root / "proc/self/status", r"^VmHWM:\s*([0-9]+) kB$")
+    return _kib_as_bytes(root / "proc/self/status", r"^VmHWM:\s*([0-9]+) kB$")
 
 
 def shared_rss_bytes(root: Path = Path("/")) -> int:
     """Return the resident shared memory of this process; 0 if the kernel does not report it."""
-    return _kib(root / "proc/self/status", r"^RssShmem:\s*([0-9]+) kB$")
+    return _kib_as_bytes(root / "proc/self/status", r"^RssShmem:\s*([0-9]+) kB$")
 
 
 def default_host_budget_bytes(machine: Machine) -> int:
@@ -132,12 +133,12 @@ def disk_free_bytes(path: Path) -> int:
     Raises `MachineError` if `path` is not a directory, or cannot be accessed.
     """
     try:
-        facts = os.statvfs(path)
+        stats = os.statvfs(path)
     except OSError as error:
-        raise _unseen(path, "free space is unknown", error) from error
+        raise _access_error(path, "free space is unknown", error) from error
     if not path.is_dir():  # statvfs accepts a file, but nothing can be stored below one
         raise MachineError(f"{path} is not a directory", remedy="give a directory on that drive")
-    return facts.f_bavail * facts.f_frsize
+    return stats.f_bavail * stats.f_frsize
 
 
 def may_have_gpu(root: Path = Path("/")) -> bool:
@@ -156,7 +157,7 @@ def may_have_gpu(root: Path = Path("/")) -> bool:
 
 def cpu_model(root: Path = Path("/")) -> str:
     """Return the processor's name, or its architecture if the name is unknown."""
-    name = _found(root / "proc/cpuinfo", r"^model name\s*:\s*(.+)$")
+    name = _search(root / "proc/cpuinfo", r"^model name\s*:\s*(.+)$")
     return name.strip() if name else platform.machine()
 
 
@@ -166,23 +167,23 @@ def mount_of(path: Path, root: Path = Path("/")) -> Mount:
     Raises `MachineError` if `path` does not exist or cannot be accessed.
     """
     try:
-        number = os.stat(path).st_dev
+        device_number = os.stat(path).st_dev
         resolved = os.path.realpath(path)
     except OSError as error:
-        raise _unseen(path, "cannot be looked at", error) from error
-    best, source, kind = "", "", ""
-    for _, mount_point, what in mounts(root):
+        raise _access_error(path, "cannot be looked at", error) from error
+    longest, source, file_system = "", "", ""
+    for _, mount_point, fields in mounts(root):
         inside = (resolved + "/").startswith(mount_point.rstrip("/") + "/")
         # A later mount on the same path hides an earlier one.
-        if inside and len(mount_point) >= len(best):
-            best, source, kind = mount_point, what[1], what[0]
-    return Mount(f"{os.major(number)}:{os.minor(number)}", source, kind)
+        if inside and len(mount_point) >= len(longest):
+            longest, source, file_system = mount_point, fields[1], fields[0]
+    return Mount(f"{os.major(device_number)}:{os.minor(device_number)}", source, file_system)
 
 
-def _unseen(path: Path, what: str, error: OSError) -> MachineError:
+def _access_error(path: Path, message: str, error: OSError) -> MachineError:
     if isinstance(error, FileNotFoundError):
         return MachineError(f"{path} does not exist", remedy=f"mkdir -p {path}")
-    return MachineError(f"{path}: {what}", because=error.strerror)
+    return MachineError(f"{path}: {message}", because=error.strerror)
 
 
 def _read(path: Path) -> str | None:
@@ -192,18 +193,18 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _found(path: Path, pattern: str) -> str | None:
+def _search(path: Path, pattern: str) -> str | None:
     """Return the first group of a pattern in a file; None without a match, or without a file."""
     match = re.search(pattern, _read(path) or "", re.MULTILINE)
     return match[1] if match else None
 
 
-def _kib(path: Path, pattern: str) -> int:
+def _kib_as_bytes(path: Path, pattern: str) -> int:
     """Return a number of KiB in a file as bytes; 0 if missing."""
-    return int(_found(path, pattern) or 0) * 1024
+    return int(_search(path, pattern) or 0) * 1024
 
 
-def _number(path: Path) -> int | None:
+def _read_number(path: Path) -> int | None:
     """Return the number in a file; None for "max", for v1's "no limit", and without a file."""
     with suppress(ValueError):
         number = int((_read(path) or "").strip())
@@ -222,18 +223,18 @@ def read_meminfo(root: Path) -> dict[str, int]:
     """
     text = _read(root / "proc/meminfo") or ""
     numbers = re.findall(r"^(\w+):\s+([0-9]+)( kB)?", text, re.MULTILINE)
-    found = {name: int(number) * (1024 if unit else 1) for name, number, unit in numbers}
-    if (size := os.environ.get(HOST_RAM)) and "MemTotal" in found:
+    fields = {name: int(number) * (1024 if unit else 1) for name, number, unit in numbers}
+    if (size := os.environ.get(HOST_RAM)) and "MemTotal" in fields:
         try:
-            more = max(parse_size(size) - found["MemTotal"], 0)
+            extra_bytes = max(parse_size(size) - fields["MemTotal"], 0)
         except ConfigError as error:
-            what = f"the environment variable {HOST_RAM} is {size!r}"
+            message = f"the environment variable {HOST_RAM} is {size!r}"
             remedy = f'set {HOST_RAM}="128GiB", or unset it'
-            raise ConfigError(what, because=error.what, remedy=remedy) from None
+            raise ConfigError(message, because=error.what, remedy=remedy) from None
         for name in ("MemTotal", "MemAvailable"):
-            if name in found:
-                found[name] += more
-    return found
+            if name in fields:
+                fields[name] += extra_bytes
+    return fields
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
@@ -242,17 +243,17 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
         ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ("", "memory.max", "memory.current", "inactive_file"),
     ):
-        for level in _levels(root, controller):
-            limit_bytes = _number(level / limit)
+        for level in _cgroup_levels(root, controller):
+            limit_bytes = _read_number(level / limit)
             if limit_bytes is None:
                 continue
             # Clean page cache counts as used, but is dropped before a process is killed.
             stat = dict(re.findall(r"^(\w+) ([0-9]+)$", _read(level / "memory.stat") or "", re.M))
-            used_bytes = (_number(level / usage) or 0) - int(stat.get(reclaimable, 0))
+            used_bytes = (_read_number(level / usage) or 0) - int(stat.get(reclaimable, 0))
             yield limit_bytes, limit_bytes - max(0, used_bytes)
 
 
-def _levels(root: Path, controller: str) -> Iterator[Path]:
+def _cgroup_levels(root: Path, controller: str) -> Iterator[Path]:
     """Yield this process's cgroup directory and its ancestors; controller "" is version 2."""
     mount = _cgroup_mount(root, controller)
     path = cgroup_path(root, controller)
@@ -262,12 +263,12 @@ def _levels(root: Path, controller: str) -> Iterator[Path]:
     # In a container the mount may be a subtree, while the path starts at the root of the hierarchy.
     if mount_root != "/" and (path + "/").startswith(mount_root + "/"):
         path = path[len(mount_root) :]
-    parts = [part for part in path.split("/") if part]
-    if ".." in parts:
-        parts = []
+    names = [name for name in path.split("/") if name]
+    if ".." in names:
+        names = []
     top = root / mount_point.lstrip("/")
-    for depth in range(len(parts), -1, -1):
-        level = top.joinpath(*parts[:depth])
+    for depth in range(len(names), -1, -1):
+        level = top.joinpath(*names[:depth])
         if level.is_dir():
             yield level
 
@@ -287,9 +288,9 @@ def cgroup_path(root: Path, controller: str) -> str | None:
 
 def _cgroup_mount(root: Path, controller: str) -> tuple[str, str] | None:
     """Return (mounted root in the hierarchy, mount point), or None."""
-    for mount_root, mount_point, what in mounts(root):
-        is_v1 = what[0] == "cgroup" and bool(controller) and controller in what[2].split(",")
-        if is_v1 or (what[0] == "cgroup2" and not controller):
+    for mount_root, mount_point, fields in mounts(root):
+        is_v1 = fields[0] == "cgroup" and bool(controller) and controller in fields[2].split(",")
+        if is_v1 or (fields[0] == "cgroup2" and not controller):
             return mount_root, mount_point
     return None
 
@@ -298,9 +299,9 @@ def mounts(root: Path) -> Iterator[tuple[str, str, list[str]]]:
     """Yield (mounted root, mount point, [type, source, options]) of every mount."""
     for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
         before, _, after = line.partition(" - ")
-        where, what = before.split(), after.split()
-        if len(where) >= 5 and len(what) >= 3:
-            yield where[3], _unescaped(where[4]), [what[0], _unescaped(what[1]), what[2]]
+        mount, source = before.split(), after.split()
+        if len(mount) >= 5 and len(source) >= 3:
+            yield mount[3], _unescaped(mount[4]), [source[0], _unescaped(source[1]), source[2]]
 
 
 def _unescaped(name: str) -> str:
@@ -312,42 +313,43 @@ def threads_for(wanted: int, num_cpus: int, ranks: int = 1, *, unified: bool) ->
     """Return the number of threads for one rank's optimizer kernels; at least 1.
 
     `wanted` is the total of all `ranks` on the machine. If it is 0, every CPU is used, except for
-    `_LAUNCHING` CPUs per rank if the device has separate memory: these are left to the threads that
-    launch its work (training, backward and the optimizer pass).
+    `_LAUNCH_THREADS` CPUs per rank if the device has separate memory: these are left to the threads
+    that launch its work (training, backward and the optimizer pass).
     """
-    return max((wanted or num_cpus) // ranks - (0 if wanted or unified else _LAUNCHING), 1)
+    reserved = 0 if wanted or unified else _LAUNCH_THREADS
+    return max((wanted or num_cpus) // ranks - reserved, 1)
 
 
-_LAUNCHING = 3  # CPUs per rank
+_LAUNCH_THREADS = 3  # CPUs per rank
 
 
 def _cpu_quota(root: Path) -> int | None:
     """Return the smallest quota of all levels in processors, at least 1; None if unlimited."""
-    found = []
-    for level in _levels(root, ""):
+    quotas = []
+    for level in _cgroup_levels(root, ""):
         quota, _, period = (_read(level / "cpu.max") or "").strip().partition(" ")
         if quota.isdigit() and period.isdigit():
-            found.append(_ceil(int(quota), int(period)))
-    for level in _levels(root, "cpu"):
-        quota_us = _number(level / "cpu.cfs_quota_us")
-        period_us = _number(level / "cpu.cfs_period_us")
+            quotas.append(_ceil_div(int(quota), int(period)))
+    for level in _cgroup_levels(root, "cpu"):
+        quota_us = _read_number(level / "cpu.cfs_quota_us")
+        period_us = _read_number(level / "cpu.cfs_period_us")
         if quota_us and period_us:
-            found.append(_ceil(quota_us, period_us))
-    return max(1, min(found)) if found else None
+            quotas.append(_ceil_div(quota_us, period_us))
+    return max(1, min(quotas)) if quotas else None
 
 
-def _ceil(numerator: int, denominator: int) -> int:
+def _ceil_div(numerator: int, denominator: int) -> int:
     return -(-numerator // max(1, denominator))
 
 
 def _num_allowed_cpus(root: Path) -> int:
     """Return the size of the affinity mask, from a file under `root` if it is there."""
-    allowed = _found(root / "proc/self/status", r"^Cpus_allowed_list:\s*([0-9,-]+)$")
+    allowed = _search(root / "proc/self/status", r"^Cpus_allowed_list:\s*([0-9,-]+)$")
     if allowed is None:
         return len(os.sched_getaffinity(0))
     count = 0
-    for part in allowed.split(","):
-        first, _, last = part.partition("-")
+    for cpu_range in allowed.split(","):
+        first, _, last = cpu_range.partition("-")
         count += int(last or first) - int(first) + 1
     return count
 
@@ -360,7 +362,7 @@ def _cache_bytes(root: Path) -> int:
     """
     caches: dict[int, dict[str, int]] = {}
     for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/cache/index[0-9]*"):
-        level = _number(folder / "level")
+        level = _read_number(folder / "level")
         size = re.fullmatch(r"([0-9]+)K", (_read(folder / "size") or "").strip())
         shared_by = (_read(folder / "shared_cpu_list") or folder.parent.parent.name).strip()
         if level is not None and size is not None:

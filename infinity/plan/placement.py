@@ -57,14 +57,14 @@ def best_placement(plan: Plan, fields: Sequence[str], limits: Limits, rates: Rat
 def score(plan: Plan, rates: Rates) -> float:
     """Return the seconds of a step, plus `HIDDEN_SHARE` of the busy seconds of all resources."""
     few = min(plan.micro_batches, FEW)
-    of_few, of_more = _known_cost(plan, few, rates)
-    if few < plan.micro_batches and of_more is None:
+    few_cost, added_cost = _known_cost(plan, few, rates)
+    if few < plan.micro_batches and added_cost is None:
         few = plan.micro_batches
-        of_few, _ = _known_cost(plan, few, rates)
-    seconds, busy = of_few
-    if of_more is not None:
-        seconds += (plan.micro_batches - few) * of_more[0]
-        busy += (plan.micro_batches - few) * of_more[1]
+        few_cost, _ = _known_cost(plan, few, rates)
+    seconds, busy = few_cost
+    if added_cost is not None:
+        seconds += (plan.micro_batches - few) * added_cost[0]
+        busy += (plan.micro_batches - few) * added_cost[1]
     return seconds + HIDDEN_SHARE * busy
 
 
@@ -73,10 +73,10 @@ def _known_cost(
 ) -> tuple[tuple[float, float], tuple[float, float] | None]:
     """Return `movement_cost`, cached for all plans with the same facts."""
     costs, key = plan.facts.costs(rates), (micro_batches, *plan.searched)
-    found: tuple[tuple[float, float], tuple[float, float] | None] | None = costs.get(key)
-    if found is None:
-        found = costs[key] = movement_cost(plan.changed(micro_batches=micro_batches), rates)
-    return found
+    cost: tuple[tuple[float, float], tuple[float, float] | None] | None = costs.get(key)
+    if cost is None:
+        cost = costs[key] = movement_cost(plan.changed(micro_batches=micro_batches), rates)
+    return cost
 
 
 def placed(
@@ -87,36 +87,38 @@ def placed(
     Both compete for memory, so each order is tried; see `with_unsharded_units`. Weights are stored
     in shared RAM if that is possible and faster.
     """
-    first = with_unsharded_units(plan, unsharded, limits)
-    found = [first] if unsharded or first is plan or not fields else [plan, first]
+    starts = [with_unsharded_units(plan, unsharded, limits)]
+    if fields and not unsharded and starts[0] is not plan:
+        starts.insert(0, plan)
     if plan.may_share and not plan.shared:
-        for start in list(found):
+        for start in list(starts):
             shared = with_memory(start.changed(shared=True), limits)
             if fits_as(shared, start, limits, auto=True):  # on several nodes it needs more RAM
-                found.append(shared)
+                starts.append(shared)
+    candidates = starts
     if fields:
-        found = [
+        candidates = [
             with_unsharded_units(best_placement(start, fields, limits, rates), unsharded, limits)
-            for start in found
+            for start in starts
         ]
-    return min(found, key=lambda plan: (score(plan, rates), plan.num_moving))
+    return min(candidates, key=lambda plan: (score(plan, rates), plan.num_moving))
 
 
-def with_unsharded_units(plan: Plan, wish: bool | None, limits: Limits) -> Plan:
+def with_unsharded_units(plan: Plan, unsharded: bool | None, limits: Limits) -> Plan:
     """Return `plan` with permanent slots for the units that fit, if there are several ranks.
 
     Weights of these units are gathered once after an update, and not at every fetch. Units that are
-    never updated come first. With `wish` True all units get a slot, even if they do not fit; with
-    False none does.
+    never updated come first. With `unsharded` True all units get a slot, even if they do not fit;
+    with False none does.
     """
-    units = [u for u in plan.units if u.slot_bytes and plan.ranks > 1 and wish is not False]
+    units = [u for u in plan.units if u.slot_bytes and plan.ranks > 1 and unsharded is not False]
     units.sort(key=lambda u: (u.numel > 0, u.index))
     low, high, best = 0, len(units), plan
     while low < high:
-        middle = high if wish else (low + high + 1) // 2
+        middle = high if unsharded else (low + high + 1) // 2
         full_units = frozenset(unit.index for unit in units[:middle])
         changed = with_memory(plan.changed(unsharded=full_units), limits)
-        if wish or fits_as(changed, plan, limits, auto=True):
+        if unsharded or fits_as(changed, plan, limits, auto=True):
             low, best = middle, changed
         else:
             high = middle - 1
@@ -139,28 +141,28 @@ class _PlacementSearch:
         """
         if not (plan.unified or plan.device_kernels):
             return None
-        wish: dict[str, Tier] = dict.fromkeys(self.fields, Tier.DEVICE)
-        changed = self._at(plan, [h._replace(**wish) for h in plan.placements])
+        tiers: dict[str, Tier] = dict.fromkeys(self.fields, Tier.DEVICE)
+        changed = self._with_placements(plan, [p._replace(**tiers) for p in plan.placements])
         return None if excess(changed, self.limits, auto=True) else changed
 
     def fill(self, plan: Plan) -> Plan:
         """Return the plan after greedy moves, by time saved per share of the budgets."""
         while True:
             best: tuple[float, _Move] | None = None
-            now = self.score(plan)
+            current = self.score(plan)
             for move in self._moves(plan):
-                changed = self._moved(plan, move, 1)
+                changed = self._with_move(plan, move, 1)
                 if not self._fits(changed, plan):
                     continue
-                gain = now - self.score(changed)
+                gain = current - self.score(changed)
                 if gain <= _TINY:
                     continue
-                worth = gain / (self._price(plan, changed) + _TINY)
+                worth = gain / (self._budget_share(plan, changed) + _TINY)
                 if best is None or worth > best[0] * (1 + 1e-9):
                     best = (worth, move)
             if best is None:
                 return plan
-            plan = self._as_many_as_fit(plan, best[1])
+            plan = self._with_most_units(plan, best[1])
 
     def exchanged(self, plan: Plan) -> Plan:
         """Return the plan after exchanges, as long as one makes the step shorter.
@@ -171,28 +173,28 @@ class _PlacementSearch:
         while improved:
             improved = False
             for move in self._moves(plan):
-                one = move._replace(units=move.units[:1])
-                roomy = self._in_place_of_others(plan, one)
-                if roomy is None:
+                first_unit_move = move._replace(units=move.units[:1])
+                fitting = self._lowering_others(plan, first_unit_move)
+                if fitting is None:
                     continue
-                candidate = self.fill(roomy)
+                candidate = self.fill(fitting)
                 if self.score(candidate) < self.score(plan) - _TINY:
                     plan, improved = candidate, True
                     break
         return plan
 
-    def _in_place_of_others(self, plan: Plan, move: _Move) -> Plan | None:
+    def _lowering_others(self, plan: Plan, move: _Move) -> Plan | None:
         """Return `plan` after a move, other kinds lowered until it fits; None if it never does.
 
         The kind with the least time lost per freed byte is lowered first. If no single kind frees
         any bytes, the one that adds the fewest is lowered: the first kind on disk needs buffers.
         """
-        changed = self._moved(plan, move, 1)
+        changed = self._with_move(plan, move, 1)
         while not self._fits(changed, plan):
-            over = self._over(changed)
+            over = self._excess_bytes(changed)
             best: tuple[tuple[bool, float], Plan] | None = None
             for lowered in self._lowered(changed, move):
-                freed = over - self._over(lowered)
+                freed = over - self._excess_bytes(lowered)
                 worth = True, float(-freed)
                 if freed > 0:
                     loss = max(self.score(lowered) - self.score(changed), 0.0)
@@ -222,8 +224,8 @@ class _PlacementSearch:
     def _raisable(self, placement: UnitPlacement) -> bool:
         return sum(placement.of_field(f).is_below(Tier.DEVICE) for f in self.fields) > 1
 
-    def _lowered(self, plan: Plan, kept: _Move) -> Iterator[Plan]:
-        """Yield the plan with one kind of one unit moved off a full tier, except those in `kept`.
+    def _lowered(self, plan: Plan, raised: _Move) -> Iterator[Plan]:
+        """Yield the plan with one kind of one unit moved off a full tier, except those of `raised`.
 
         Equal units with the same placement are tried once.
         """
@@ -234,40 +236,40 @@ class _PlacementSearch:
         for unit in reversed(plan.units):  # the last of equal units was raised last
             placement = plan.placements[unit.index]
             for field in self.fields:
-                kind = (unit.numel, unit.frozen_bytes, field, placement)
-                is_kept = unit.index in kept.units and field in kept.fields
-                if kind in seen or is_kept or placement.of_field(field) not in full:
+                key = (unit.numel, unit.frozen_bytes, field, placement)
+                is_raised = unit.index in raised.units and field in raised.fields
+                if key in seen or is_raised or placement.of_field(field) not in full:
                     continue
-                seen.add(kind)
+                seen.add(key)
                 lowest = self.start[unit.index].of_field(field)
                 for tier in dict.fromkeys((lowest, lowest if plan.unified else Tier.HOST)):
                     if tier.is_below(placement.of_field(field)) and not tier.is_below(lowest):
-                        lower: dict[str, Tier] = {field: tier}
+                        tiers: dict[str, Tier] = {field: tier}
                         changed = list(plan.placements)
-                        changed[unit.index] = placement._replace(**lower)
-                        yield self._at(plan, changed)
+                        changed[unit.index] = placement._replace(**tiers)
+                        yield self._with_placements(plan, changed)
 
-    def _moved(self, plan: Plan, move: _Move, count: int) -> Plan:
+    def _with_move(self, plan: Plan, move: _Move, count: int) -> Plan:
         placements = list(plan.placements)
-        wish: dict[str, Tier] = dict.fromkeys(move.fields, move.tier)
-        raised = placements[move.units[0]]._replace(**wish)  # all units have the same placement
+        tiers: dict[str, Tier] = dict.fromkeys(move.fields, move.tier)
+        raised = placements[move.units[0]]._replace(**tiers)  # all units have the same placement
         for index in move.units[:count]:
             placements[index] = raised
-        return self._at(plan, placements)
+        return self._with_placements(plan, placements)
 
-    def _at(self, plan: Plan, placements: Sequence[UnitPlacement]) -> Plan:
+    def _with_placements(self, plan: Plan, placements: Sequence[UnitPlacement]) -> Plan:
         return with_memory(plan.changed(placements=tuple(placements)), self.limits)
 
-    def _as_many_as_fit(self, plan: Plan, move: _Move) -> Plan:
+    def _with_most_units(self, plan: Plan, move: _Move) -> Plan:
         """Return the plan with the move made for the largest number of units that fits and pays.
 
         One unit is known to fit. Binary search: memory grows with the number, except for buffers.
         """
         low, high = 1, len(move.units)
-        best = self._moved(plan, move, 1)
+        best = self._with_move(plan, move, 1)
         while low < high:
             middle = (low + high + 1) // 2
-            candidate = self._moved(plan, move, middle)
+            candidate = self._with_move(plan, move, middle)
             if self._fits(candidate, plan) and self.score(candidate) < self.score(best):
                 low, best = middle, candidate
             else:
@@ -282,16 +284,16 @@ class _PlacementSearch:
     def _fits(self, changed: Plan, before: Plan) -> bool:
         return fits_as(changed, before, self.limits, auto=True)
 
-    def _over(self, plan: Plan) -> int:
+    def _excess_bytes(self, plan: Plan) -> int:
         return sum(excess(plan, self.limits, auto=True).values())
 
-    def _price(self, plan: Plan, changed: Plan) -> float:
+    def _budget_share(self, plan: Plan, changed: Plan) -> float:
         """Return the additional share of the budgets that a change needs."""
         price = 0.0
-        used, uses = budgeted_bytes(plan), budgeted_bytes(changed)
+        used_before, used_after = budgeted_bytes(plan), budgeted_bytes(changed)
         for tier, limit in ((Tier.DEVICE, self.limits.device), (Tier.HOST, self.limits.host)):
             if limit:
-                price += max(uses[tier] - used[tier], 0) / limit
+                price += max(used_after[tier] - used_before[tier], 0) / limit
         return price
 
 

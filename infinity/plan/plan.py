@@ -119,8 +119,8 @@ class UnitFacts:
 
     def costs(self, rates: Any) -> dict[Any, Any]:
         """Return the cost cache for these rates: (micro-batches, *`Plan.searched`) -> cost."""
-        for known, costs in self._costs:
-            if known is rates or known == rates:
+        for cached_rates, costs in self._costs:
+            if cached_rates is rates or cached_rates == rates:
                 return costs
         self._costs.append((rates, {}))
         return self._costs[-1][1]
@@ -143,7 +143,7 @@ _BASIS = (
     "rule", "device_kernels", "durable", "durable_every", "rank", "ranks", "nodes", "may_share",
 )  # fmt: skip
 # Cached properties of a plan -> the fields from which they are computed.
-_FOLLOWS = {
+_DEPENDS_ON = {
     "facts": frozenset(["units"]),
     "basis": frozenset(["units", "saved", "model_recomputes", *_BASIS]),
     "local_units": frozenset(["units", "rank"]),
@@ -155,8 +155,8 @@ _FOLLOWS = {
 
 
 @lru_cache(maxsize=64)
-def _following(changes: tuple[str, ...]) -> list[str]:
-    return [name for name, fields in _FOLLOWS.items() if not fields.isdisjoint(changes)]
+def _dependents(changes: tuple[str, ...]) -> list[str]:
+    return [name for name, fields in _DEPENDS_ON.items() if not fields.isdisjoint(changes)]
 
 
 @dataclass(frozen=True)
@@ -206,13 +206,13 @@ class Plan:
         Cached properties that depend on a changed field are dropped. Cheap enough for searches,
         which make thousands of plans.
         """
-        found = object.__new__(Plan)
-        values = found.__dict__
-        values.update(self.__dict__)
-        for name in _following(tuple(changes)):
-            values.pop(name, None)
-        values.update(changes)
-        return found
+        copy = object.__new__(Plan)
+        attributes = copy.__dict__
+        attributes.update(self.__dict__)
+        for name in _dependents(tuple(changes)):
+            attributes.pop(name, None)
+        attributes.update(changes)
+        return copy
 
     @cached_property
     def facts(self) -> UnitFacts:
@@ -225,17 +225,17 @@ class Plan:
 
         Equal for plans of the same `facts` that differ only in the other items of `searched`.
         """
-        saved, known = self.saved, self.facts.known
+        saved = self.saved
         moves = saved_moves(saved.sizes, saved, unified=self.unified)
-        waiting = saved.offload, saved.host_bytes, saved.disk_bytes, saved.slices > 1
+        offload = saved.offload, saved.host_bytes, saved.disk_bytes, saved.slices > 1
         # Slices that share ranges of experts, and recomputation, use units more than once.
-        again: tuple[Any, ...] = ()
+        reuse: tuple[Any, ...] = ()
         if self.facts.has_experts:
-            again = saved.slices > 1, saved.recompute, self.model_recomputes
-        moved = (tuple(sorted(one.items())) for one in moves)
-        key = (*(getattr(self, name) for name in _BASIS), *waiting, *again, *moved)
-        found: int = known.setdefault(key, len(known))
-        return found
+            reuse = saved.slices > 1, saved.recompute, self.model_recomputes
+        moved = (tuple(sorted(by_direction.items())) for by_direction in moves)
+        key = (*(getattr(self, name) for name in _BASIS), *offload, *reuse, *moved)
+        basis: int = self.facts.known.setdefault(key, len(self.facts.known))
+        return basis
 
     @property
     def searched(self) -> tuple[Any, ...]:
@@ -249,7 +249,7 @@ class Plan:
     def at_device(self) -> frozenset[int]:
         """Units whose weights are stored on the device."""
         device = Tier.DEVICE
-        return frozenset([i for i, h in enumerate(self.placements) if h.weight is device])
+        return frozenset([i for i, p in enumerate(self.placements) if p.weight is device])
 
     @cached_property
     def local_units(self) -> tuple[UnitLayout, ...]:
@@ -279,12 +279,13 @@ class Plan:
         """
         key = ("shared", self.saved.slices > 1, self.slot_classes)
         if key not in self.facts.known:
-            found: set[str] = set()
-            for one in self.slot_classes if self.saved.slices > 1 else ():
-                ranges = (self.units[u] for u in one.members if self.units[u].is_range)
+            paths: set[str] = set()
+            for slot_class in self.slot_classes if self.saved.slices > 1 else ():
+                ranges = (self.units[u] for u in slot_class.members if self.units[u].is_range)
                 counts = Counter(unit.stacks_path for unit in ranges)
-                found |= {path for path, count in counts.items() if count > one.count}
-            self.facts.known[key] = frozenset(found)
+                num_slots = slot_class.count
+                paths |= {path for path, count in counts.items() if count > num_slots}
+            self.facts.known[key] = frozenset(paths)
         stacks: frozenset[str] = self.facts.known[key]
         return stacks
 
@@ -315,7 +316,7 @@ class Plan:
     @cached_property
     def tier_bytes(self) -> dict[Tier, int]:
         """Tier -> bytes, summed over purposes."""
-        return {tier: sum(parts.values()) for tier, parts in self.memory.items()}
+        return {tier: sum(by_purpose.values()) for tier, by_purpose in self.memory.items()}
 
     @property
     def num_trained(self) -> int:
@@ -325,12 +326,12 @@ class Plan:
     @cached_property
     def unit_groups(self) -> tuple[UnitGroup, ...]:
         """Groups of equal units, ordered by their first unit."""
-        found: dict[tuple[int, UnitPlacement], list[int]] = {}
+        unit_indices: dict[tuple[int, UnitPlacement], list[int]] = {}
         for unit, key in enumerate(zip(self.facts.kinds, self.placements, strict=True)):
-            found.setdefault(key, []).append(unit)
+            unit_indices.setdefault(key, []).append(unit)
         return tuple(
             UnitGroup(self.units[units[0]], placement, tuple(units))
-            for (_, placement), units in found.items()
+            for (_, placement), units in unit_indices.items()
         )
 
     def record(self, unit: UnitLayout) -> Record:
@@ -365,8 +366,8 @@ class Plan:
             return 0
         off_disk = (Tier.DEVICE, Tier.HOST)
         return sum(
-            self.state_bytes(a.layout, a.placement, off_disk) * len(a.units)
-            for a in self.unit_groups
+            self.state_bytes(group.layout, group.placement, off_disk) * len(group.units)
+            for group in self.unit_groups
         )
 
     def range_bytes(self, layout: UnitLayout, kind: Kind) -> int:
@@ -399,15 +400,15 @@ class Plan:
         """
         numel = self._elements_of(layout, chunks)
         key = (numel, layout.paired, self.basis)
-        found: tuple[int, int] | None = self.facts.known.get(key)
-        if found is None:
+        sizes: tuple[int, int] | None = self.facts.known.get(key)
+        if sizes is None:
             num_full, tail = divmod(numel, self.chunk_elements)
             precision = self.precision_of(layout)
             nbytes = Record(precision.kinds[1:], precision).nbytes
-            state = num_full * nbytes(self.chunk_elements) + nbytes(tail)
-            found = numel * precision.weight, state
-            self.facts.known[key] = found
-        return found
+            state_bytes = num_full * nbytes(self.chunk_elements) + nbytes(tail)
+            sizes = numel * precision.weight, state_bytes
+            self.facts.known[key] = sizes
+        return sizes
 
     def gradient_bytes(self, layout: UnitLayout, *, chunks: int | None = None) -> int:
         """Return the bytes of a shard's stored gradient, or of its first `chunks`."""
@@ -420,13 +421,15 @@ class Plan:
     def part(self, layout: UnitLayout, kind: Kind, chunk: int, chunks: int = 1) -> slice:
         """Return the byte slice of a shard's range for one kind of `chunks` chunks from `chunk`."""
         last = chunk + chunks - 1
-        _, count = layout.chunk(last, self.chunk_elements)
+        _, last_elements = layout.chunk(last, self.chunk_elements)
         if kind is Kind.GRADIENT:
-            each, tail = (n * self.gradient_itemsize for n in (self.chunk_elements, count))
+            chunk_bytes = self.chunk_elements * self.gradient_itemsize
+            last_bytes = last_elements * self.gradient_itemsize
         else:
             nbytes = self.precision_of(layout).nbytes
-            each, tail = (nbytes(kind, n) for n in (self.chunk_elements, count))
-        return slice(chunk * each, last * each + tail)
+            chunk_bytes = nbytes(kind, self.chunk_elements)
+            last_bytes = nbytes(kind, last_elements)
+        return slice(chunk * chunk_bytes, last * chunk_bytes + last_bytes)
 
     def chunks_per_batch(self, placement: UnitPlacement, *, by_device: bool = True) -> int:
         """Return the number of chunks that are streamed, or updated by the CPU, in one batch.
@@ -466,20 +469,23 @@ class Plan:
 
         Batches of the CPU are interleaved evenly with streamed ones.
         """
-        count, streamed = layout.num_chunks(self.chunk_elements), 0
-        first = by_cpu = self.streamed_chunks(layout, placement)
-        step, cpu_step = (self.chunks_per_batch(placement, by_device=yes) for yes in (True, False))
-        while streamed < first or by_cpu < count:
-            if streamed < first:
-                last = min(streamed + step, first)
-                yield range(streamed, last), True
-                streamed = last
+        count = layout.num_chunks(self.chunk_elements)
+        num_streamed = self.streamed_chunks(layout, placement)
+        step = self.chunks_per_batch(placement, by_device=True)
+        cpu_step = self.chunks_per_batch(placement, by_device=False)
+        streamed, by_cpu = 0, num_streamed  # next chunk to stream, and next one for the CPU
+        while streamed < num_streamed or by_cpu < count:
+            if streamed < num_streamed:
+                end = min(streamed + step, num_streamed)
+                yield range(streamed, end), True
+                streamed = end
             while by_cpu < count and (
-                streamed == first or (by_cpu - first) * first < (count - first) * streamed
+                streamed == num_streamed
+                or (by_cpu - num_streamed) * num_streamed < (count - num_streamed) * streamed
             ):
-                last = min(by_cpu + cpu_step, count)
-                yield range(by_cpu, last), False
-                by_cpu = last
+                end = min(by_cpu + cpu_step, count)
+                yield range(by_cpu, end), False
+                by_cpu = end
 
     def class_of(self, unit: int) -> int | None:
         """Return the index of the unit's slot class; None if it uses no slot."""
@@ -490,17 +496,18 @@ class Plan:
 
     def describe(self) -> str:
         """Return a multi-line report: placement, memory against budgets, bytes per step."""
-        name, extra = _MASTERS[self.precision.name], self.precision.master_kind or Kind.RESIDUAL
+        master = _MASTERS[self.precision.name]
+        master_kind = self.precision.master_kind or Kind.RESIDUAL
         lines = [
             f"{format_count(self.num_trained)} trained parameters in {len(self.units)} units, "
-            f"master {name}, {self.micro_batches} micro-batch(es) per step",
+            f"master {master}, {self.micro_batches} micro-batch(es) per step",
             *self._ranks_lines(),
             f"  {self.rule.name}: {self._moments_line()}; "
             f"{self.bytes_per_parameter:.5g} bytes a parameter at rest",
         ]
         for label, kind in (
             ("weights", Kind.WEIGHT),
-            (f"moments and {extra.value}", Kind.MOMENT1),
+            (f"moments and {master_kind.value}", Kind.MOMENT1),
             ("gradients", Kind.GRADIENT),
         ):
             lines.append(f"  {label:<21} {self._placement_line(kind)}")
@@ -508,17 +515,17 @@ class Plan:
             lines.append(f"  {'frozen weights':<21} {self.frozen_line}")
         if not self.unified:
             lines.append(f"  {'updates':<21} {self.updates_line}")
-        for tier, parts in self.memory_by_name().items():
+        for tier, by_purpose in self.memory_by_name().items():
             budget = self.budget.get(Tier.HOST if tier == RAM else Tier(tier))
-            total = sum(parts.values())
-            of = f" of {format_size(budget)}" if budget is not None else ""
-            inside = ", ".join(f"{k} {format_size(v)}" for k, v in parts.items() if v)
+            total = sum(by_purpose.values())
+            of_budget = f" of {format_size(budget)}" if budget is not None else ""
+            purposes = ", ".join(f"{k} {format_size(v)}" for k, v in by_purpose.items() if v)
             if total:
-                lines.append(f"  {tier:<7} {format_size(total):>10}{of}: {inside}")
+                lines.append(f"  {tier:<7} {format_size(total):>10}{of_budget}: {purposes}")
         slots = ", ".join(f"{c.count} x {format_size(c.slot_bytes)}" for c in self.slot_classes)
-        where = f"in {RAM}" if self.unified else "on the device"
+        location = f"in {RAM}" if self.unified else "on the device"
         lines.append(
-            f"  slots   {slots or f'none (weights rest {where})'}; prefetch "
+            f"  slots   {slots or f'none (weights rest {location})'}; prefetch "
             f"{self.prefetch_units}; chunks of {format_count(self.chunk_elements)} elements"
         )
         directions = ", ".join(
@@ -548,24 +555,27 @@ class Plan:
         ]
         moving = self.num_moving
         if moving < len(self.units):
-            of = f" of {len(self.units) - moving} units" if moving else ""
-            lines.append(f"  weights{of} stay whole in slots: gathered once after each update")
-        if shared := sum(map(self.is_shared, range(len(self.units)))):
-            of = f" of {shared} units" if shared < len(self.units) else ""
-            whose = f" of each of {self.nodes} nodes" if self.nodes > 1 else ""
+            of_units = f" of {len(self.units) - moving} units" if moving else ""
             lines.append(
-                f"  weights{of} rest in shared RAM{whose}, and are copied from there, whole"
+                f"  weights{of_units} stay whole in slots: gathered once after each update"
+            )
+        if num_shared := sum(map(self.is_shared, range(len(self.units)))):
+            of_units = f" of {num_shared} units" if num_shared < len(self.units) else ""
+            of_nodes = f" of each of {self.nodes} nodes" if self.nodes > 1 else ""
+            lines.append(
+                f"  weights{of_units} rest in shared RAM{of_nodes}, and are copied from there, "
+                "whole"
             )
         return lines
 
     @property
     def frozen_line(self) -> str:
         """Describe the number of frozen parameters and their formats; "" if there are none."""
-        found = Counter[str]()
+        counts = Counter[str]()
         for segment in (s for unit in self.units for s in unit.segments if not s.trained):
-            how = f"rest and travel as {segment.form} (lossy)" if segment.form else "unquantized"
-            found[how] += segment.numel
-        return ", ".join(f"{format_count(count)} {how}" for how, count in found.items())
+            form = f"rest and travel as {segment.form} (lossy)" if segment.form else "unquantized"
+            counts[form] += segment.numel
+        return ", ".join(f"{format_count(count)} {form}" for form, count in counts.items())
 
     @property
     def updates_line(self) -> str:
@@ -574,11 +584,13 @@ class Plan:
         for group in self.unit_groups:
             if group.layout.numel:
                 counts[update_place(self, group.units[0]).value] += len(group.units)
-        why = why_only_cpu(self) if len(counts) == 1 else ""
-        meanwhile = (
-            f", {self.cpu_share:.0%} of these by the CPU at the same time" if self.cpu_share else ""
-        )
-        return (_counted(counts) or "nothing is trained") + (f": {why}" if why else meanwhile)
+        reason = why_only_cpu(self) if len(counts) == 1 else ""
+        clause = ""
+        if reason:
+            clause = f": {reason}"
+        elif self.cpu_share:
+            clause = f", {self.cpu_share:.0%} of these by the CPU at the same time"
+        return (_counted(counts) or "nothing is trained") + clause
 
     def _moments_line(self) -> str:
         formats = dict.fromkeys(self.precision.moments)
@@ -591,17 +603,19 @@ class Plan:
         return f"{moments}, of matrices 1" if paired else moments
 
     def _durable_line(self) -> str:
-        every, more = self.durable_every, self.commit_bytes
-        often = "every step is committed"
-        if every > 1:
-            often = f"1 step in {every} is committed, at most {every} are lost"
-        cost = f"a commit writes {format_size(more)} more" if more else "without more bytes"
-        return f"{often}; {cost}; all state is on disk twice"
+        interval, extra_bytes = self.durable_every, self.commit_bytes
+        frequency = "every step is committed"
+        if interval > 1:
+            frequency = f"1 step in {interval} is committed, at most {interval} are lost"
+        cost = "without more bytes"
+        if extra_bytes:
+            cost = f"a commit writes {format_size(extra_bytes)} more"
+        return f"{frequency}; {cost}; all state is on disk twice"
 
     def memory_by_name(self) -> dict[str, dict[str, int]]:
         """Return tier name -> purpose -> bytes; a unified device's memory is merged with RAM."""
         if not self.unified:
-            return {tier.value: parts for tier, parts in self.memory.items()}
+            return {tier.value: by_purpose for tier, by_purpose in self.memory.items()}
         device, host = self.memory[Tier.DEVICE], self.memory[Tier.HOST]
         purposes = dict.fromkeys([*host, *device])
         ram = {p: host.get(p, 0) + device.get(p, 0) for p in purposes}
@@ -611,25 +625,25 @@ class Plan:
         """Return the `repr` of an engine: model, device, precision, rule and placement."""
         kinds = {"weights": Kind.WEIGHT, "moments": Kind.MOMENT1, "gradients": Kind.GRADIENT}
         stored = ", ".join(f"{n} in {self._placement_line(kind)}" for n, kind in kinds.items())
-        how = f"{self.precision.name} by {self.rule.name}"
         count = format_count(self.num_trained)
         if not self.num_trained:
             weights = f"weights in {self._placement_line(Kind.WEIGHT)}"
             return (
                 f"{engine}({model} on {device}: nothing trained, {self.precision.name}; {weights})"
             )
-        return f"{engine}({model} on {device}: {count} trained parameters in {how}; {stored})"
+        trained = f"{count} trained parameters in {self.precision.name} by {self.rule.name}"
+        return f"{engine}({model} on {device}: {trained}; {stored})"
 
     def _placement_line(self, kind: Kind) -> str:
         tiers = (placement.of(kind) for placement in self.placements)
-        names = (RAM if self.unified and t is not Tier.DISK else t.value for t in tiers)
+        names = (RAM if self.unified and tier is not Tier.DISK else tier.value for tier in tiers)
         return _counted(Counter(names))
 
 
-def _counted(units: Counter[str]) -> str:
+def _counted(counts: Counter[str]) -> str:
     """Join texts, each with its number of units if there are several."""
-    counts = [f"{word} ({n} unit{'s' if n > 1 else ''})" for word, n in units.items()]
-    return ", ".join(counts) if len(units) > 1 else "".join(units)
+    clauses = [f"{text} ({n} unit{'s' if n > 1 else ''})" for text, n in counts.items()]
+    return ", ".join(clauses) if len(counts) > 1 else "".join(counts)
 
 
 @lru_cache(maxsize=256)
@@ -640,8 +654,10 @@ def _paired(precision: Precision, paired: int) -> Precision:
 def update_place(plan: Plan, unit: int) -> UpdatePlace:
     """Return where a unit's optimizer runs."""
     # A hot path of the searches: identity, not `==`, of enum members.
-    placement, tier = plan.placements[unit], Tier.DEVICE
-    on_device = placement.weight is tier and placement.state is tier and placement.gradient is tier
+    placement, device = plan.placements[unit], Tier.DEVICE
+    on_device = (
+        placement.weight is device and placement.state is device and placement.gradient is device
+    )
     if on_device and not why_only_cpu(plan):
         return UpdatePlace.DEVICE
     streamed = plan.streamed and placement in plan.streamed

@@ -36,7 +36,7 @@ from infinity.plan.rates import (
 )
 
 FORMAT = 1
-_WHERE_NOT_UNIFIED = (*COPIES, DEVICE_UPDATE)
+_SEPARATE_DEVICE_RATES = (*COPIES, DEVICE_UPDATE)
 
 
 @dataclass(frozen=True)
@@ -128,14 +128,16 @@ class PlanMachine:
         Links with known rates keep them, other links get nominal ones.
         """
         across = nodes == self.nodes and self.rates.all_gather is not None
-        rates, guessed = with_links(self.rates, gpus, nodes, unified=self.unified, across=across)
-        nominal = (*self.nominal, *guessed)
+        rates, nominal_links = with_links(
+            self.rates, gpus, nodes, unified=self.unified, across=across
+        )
+        nominal = (*self.nominal, *nominal_links)
         return replace(self, gpus=gpus, nodes=nodes, rates=rates, nominal=nominal)
 
     def with_drives(self, factor: float) -> PlanMachine:
         """Return the machine with disk rates multiplied by `factor`, and the same disk space."""
-        faster = {name: getattr(self.rates, name) * factor for name in DISK}
-        return replace(self, rates=replace(self.rates, **faster))
+        disk_rates = {name: getattr(self.rates, name) * factor for name in DISK}
+        return replace(self, rates=replace(self.rates, **disk_rates))
 
     @property
     def rates_origin(self) -> str:
@@ -145,7 +147,7 @@ class PlanMachine:
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON object of a machine file; nominal rates are omitted."""
         numbers = self.rates.numbers().items()
-        rates = nested({name: _rounded(n) for name, n in numbers if name not in self.nominal})
+        rates = nested({name: _rounded_rate(n) for name, n in numbers if name not in self.nominal})
         if not self.unified and self.rates.device_update is None:
             rates[DEVICE_UPDATE] = None
         facts = {
@@ -161,7 +163,7 @@ class PlanMachine:
             "nodes": self.nodes if self.nodes > 1 else None,
             "rates": rates,
         }
-        return {name: fact for name, fact in facts.items() if fact is not None}
+        return {name: value for name, value in facts.items() if value is not None}
 
     def as_text(self) -> str:
         """Return the text of a machine file."""
@@ -174,30 +176,30 @@ def read_machine_file(path: str | os.PathLike[str]) -> PlanMachine:
     Missing rates are nominal; `"device_update": null` is a device without infinity's kernels.
     Raises one `ConfigError` that lists all invalid entries by dotted name.
     """
-    file = Path(path).expanduser()
-    raw = read_config_file(file)
+    file_path = Path(path).expanduser()
+    raw = read_config_file(file_path)
     try:
-        found = _File.model_validate(raw)
+        parsed = _File.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(explain(_File, str(file), error)) from None
-    numbers = flat(found.rates.model_dump())
-    named = found.rates.model_fields_set
-    without = {DEVICE_UPDATE} if DEVICE_UPDATE in named and DEVICE_UPDATE not in numbers else set()
-    rates, nominal = completed(numbers, unified=found.unified, without=without)
+        raise ConfigError(explain(_File, str(file_path), error)) from None
+    numbers = flat(parsed.rates.model_dump())
+    given = parsed.rates.model_fields_set
+    without = {DEVICE_UPDATE} if DEVICE_UPDATE in given and DEVICE_UPDATE not in numbers else set()
+    rates, nominal = completed(numbers, unified=parsed.unified, without=without)
     return PlanMachine(
-        name=found.name,
-        host_bytes=found.host_ram,
-        device_bytes=found.device_memory,
-        disk_bytes=found.disk_free,
-        num_cpus=found.num_cpus,
+        name=parsed.name,
+        host_bytes=parsed.host_ram,
+        device_bytes=parsed.device_memory,
+        disk_bytes=parsed.disk_free,
+        num_cpus=parsed.num_cpus,
         rates=rates,
         nominal=nominal,
-        measured=found.measured,
-        nodes=found.nodes,
-    ).with_ranks(found.gpus, found.nodes)
+        measured=parsed.measured,
+        nodes=parsed.nodes,
+    ).with_ranks(parsed.gpus, parsed.nodes)
 
 
-def _rounded(rate: float) -> int:
+def _rounded_rate(rate: float) -> int:
     """Round to four significant digits, which are readable and exceed the measurement's accuracy.
 
     At least 1: a rate must be positive.
@@ -205,18 +207,18 @@ def _rounded(rate: float) -> int:
     return int(float(f"{rate:.4g}")) or 1
 
 
-def _rate(value: Any) -> Any:
+def _parse_rate(value: Any) -> Any:
     if not isinstance(value, str):
         return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
     try:
         return float(parse_size(value.strip().removesuffix("/s")))
     except ConfigError as error:
-        why = f" ({error.because})" if error.because else ""
-        message = f'should be a rate like 3e9 or "3.0 GB/s", got {value!r}{why}'
+        reason = f" ({error.because})" if error.because else ""
+        message = f'should be a rate like 3e9 or "3.0 GB/s", got {value!r}{reason}'
         raise ValueError(message) from None
 
 
-_Rate: TypeAlias = Annotated[float, BeforeValidator(_rate), Field(gt=0, allow_inf_nan=False)]
+_Rate: TypeAlias = Annotated[float, BeforeValidator(_parse_rate), Field(gt=0, allow_inf_nan=False)]
 
 
 class _Rates(Section):
@@ -255,7 +257,7 @@ class _File(Section):
 
     @field_validator("measured")
     @classmethod
-    def _is_a_day(cls, value: str | None) -> str | None:
+    def _check_measured(cls, value: str | None) -> str | None:
         try:
             return None if value is None else date.fromisoformat(value).isoformat()
         except ValueError:
@@ -263,7 +265,7 @@ class _File(Section):
 
     @field_validator("device_memory")
     @classmethod
-    def _a_device_has_memory(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _check_device_memory(cls, value: int | None, info: ValidationInfo) -> int | None:
         unified = info.data.get("unified")
         if unified is True and value is not None:
             raise ValueError("where unified is true it is the host's; leave it out")
@@ -273,8 +275,8 @@ class _File(Section):
 
     @field_validator("rates")
     @classmethod
-    def _no_copies_where_unified(cls, rates: _Rates, info: ValidationInfo) -> _Rates:
-        given = [name for name in _WHERE_NOT_UNIFIED if getattr(rates, name) is not None]
+    def _check_rates(cls, rates: _Rates, info: ValidationInfo) -> _Rates:
+        given = [name for name in _SEPARATE_DEVICE_RATES if getattr(rates, name) is not None]
         if info.data.get("unified") is True and given:
             raise ValueError(f"{', '.join(given)}: not where unified is true; leave them out")
         return rates

@@ -26,7 +26,7 @@ CHUNK_ELEMENTS = 1 << 20  # 12 MiB records: disks are fastest with 8 to 64 MiB
 # of a PCIe 5 link, or 4 ms of 16 cores; the calls take the optimizer pass's thread 1.7 or 0.7 ms.
 STREAMED_ELEMENTS = 16 << 20
 DURABLE_COST = 0.05  # largest share of a step's time for commits if the plan sets their interval
-_RARELY = 1 << 40  # steps between commits with which these cost nothing
+_RARE_INTERVAL = 1 << 40  # steps between commits with which these cost nothing
 NUM_STAGING_BUFFERS = 4  # one read, one updated, one written, one to spare
 
 
@@ -94,26 +94,26 @@ def make_plan(
         )
     rates, rule = rates or nominal(unified), rule or RuleFacts()
     precision = replace(PRECISIONS[config.precision], moments=rule.moments)
-    largest = max((u.shard_numel for u in units), default=0)
+    largest_shard = max((u.shard_numel for u in units), default=0)
     ranks = units[0].shards if units else 1
     chunk = config.chunk_size if isinstance(config.chunk_size, int) else CHUNK_ELEMENTS
     facts = facts or UnitFacts(units)
-    saved, more = plan_saved(config.activations, units, unified=unified, widths=facts.widths)
-    notes = (*rule.notes, *more, *split_notes(units, rule.name))
+    saved, saved_notes = plan_saved(config.activations, units, unified=unified, widths=facts.widths)
+    notes = (*rule.notes, *saved_notes, *split_notes(units, rule.name))
     if unified and precision.name == "fp16":
         notes += ("fp16 is for GPUs: most CPUs multiply it many times slower than fp32",)
-    if uncut := [u for u in units if rule.needs_full or u.paired is not None]:
-        notes += dealt_notes(uncut, rule.name)
-        needed = max(*(u.shard_numel for u in uncut), 1)
-        if isinstance(config.chunk_size, int) and (rule.needs_full or chunk < needed):
+    if full_units := [u for u in units if rule.needs_full or u.paired is not None]:
+        notes += dealt_notes(full_units, rule.name)
+        full_chunk = max(*(u.shard_numel for u in full_units), 1)
+        if isinstance(config.chunk_size, int) and (rule.needs_full or chunk < full_chunk):
             notes += (f"chunk_size {chunk} is not used: {rule.name} needs whole parameters",)
-        chunk = needed if rule.needs_full else max(chunk, needed)
+        chunk = full_chunk if rule.needs_full else max(chunk, full_chunk)
     draft = Plan(
         precision=precision,
         units=units,
         placements=(),
         slot_classes=(),
-        chunk_elements=min(chunk, round_up(max(largest, 1), ELEMENT_ALIGN)),
+        chunk_elements=min(chunk, round_up(max(largest_shard, 1), ELEMENT_ALIGN)),
         num_staging_buffers=NUM_STAGING_BUFFERS,
         prefetch_units=config.prefetch_units,
         micro_batches=config.gradient_accumulation_steps,
@@ -129,7 +129,7 @@ def make_plan(
         model_recomputes=model_recomputes,
         ranks=ranks,
         durable=config.durable,
-        durable_every=config.commit_every if config.commit_every != "auto" else _RARELY,
+        durable_every=config.commit_every if config.commit_every != "auto" else _RARE_INTERVAL,
         nodes=nodes,
         may_share=may_share and config.placement.shared is not False,
         shared=may_share and config.placement.shared is True,
@@ -138,12 +138,12 @@ def make_plan(
     if stored is not None:
         draft = draft.changed(resumed=stored.directory, chunk_elements=stored.chunk_elements)
     if config.chunk_size == "auto":
-        at_once = max(STREAMED_ELEMENTS // draft.chunk_elements, 1)
-        draft = draft.changed(chunks_at_once=at_once)
+        chunks = max(STREAMED_ELEMENTS // draft.chunk_elements, 1)
+        draft = draft.changed(chunks_at_once=chunks)
     plan = _with_prefetch(draft, stored, config, limits, rates)
     plan = with_live_note(plan, config.hints)
     if plan.durable and config.commit_every == "auto":
-        plan = replace(plan, durable_every=_often(plan, rates))
+        plan = replace(plan, durable_every=_commit_interval(plan, rates))
     plan = replace(plan, rank=rank)  # all ranks choose placement with rank 0's bytes: equal plans
     return replace(plan, predicted_bytes=forecast_bytes(plan))
 
@@ -157,27 +157,27 @@ def _with_prefetch(
     `DoesNotFitError` of the largest.
     """
     failure: DoesNotFitError | None = None
-    found: tuple[Plan, str] | None = None
+    best: tuple[Plan, str] | None = None
     for distance in range(config.prefetch_units, -1, -1):
         try:
-            nearer = draft.changed(prefetch_units=distance)
+            shorter = draft.changed(prefetch_units=distance)
             if stored is not None:
-                plan = _with_stored(nearer, stored, config, limits, rates)
+                plan = _with_stored(shorter, stored, config, limits, rates)
             else:
-                plan = _with_placement(nearer, config, limits, rates)
+                plan = _with_placement(shorter, config, limits, rates)
         except DoesNotFitError as error:
             failure = failure or error
             continue
-        found = plan, "to fit the budgets" if failure else "because of hints.live_parameters"
+        best = plan, "to fit the budgets" if failure else "because of hints.live_parameters"
         if not may_look_nearer(plan, config.hints):
             break
-    if found is None:
+    if best is None:
         assert failure is not None
         raise failure
-    plan, why = found
+    plan, reason = best
     if plan.prefetch_units == config.prefetch_units:
         return plan
-    note = f"prefetch_units lowered from {config.prefetch_units} to {plan.prefetch_units} {why}"
+    note = f"prefetch_units lowered from {config.prefetch_units} to {plan.prefetch_units} {reason}"
     return replace(plan, notes=(*plan.notes, note))
 
 
@@ -187,33 +187,35 @@ def _with_placement(draft: Plan, config: Config, limits: Limits, rates: Rates) -
     For a rule that multiplies matrices, `update: device` is tried in addition to "auto", with
     placement that leaves memory for it: products on the host cost more than any movement of state.
     """
-    wishes, found, failure = [config.update], [], None
+    updates: list[str] = [config.update]
     if config.update == "auto" and draft.rule.matrix_steps and not why_only_cpu(draft):
-        wishes = ["device", "auto"]
-    for wish in wishes:
+        updates = ["device", "auto"]
+    plans: list[Plan] = []
+    failure: DoesNotFitError | None = None
+    for update in updates:
         try:
-            found.append(_placed_for(wish, draft, config, limits, rates))
+            plans.append(_with_update(update, draft, config, limits, rates))
         except DoesNotFitError as error:
             failure = error
-    if not found:
+    if not plans:
         assert failure is not None
         raise failure
-    return min(found, key=lambda plan: score(plan, rates)) if len(found) > 1 else found[0]
+    return min(plans, key=lambda plan: score(plan, rates)) if len(plans) > 1 else plans[0]
 
 
-def _placed_for(wish: str, draft: Plan, config: Config, limits: Limits, rates: Rates) -> Plan:
-    wishes = (
+def _with_update(update: str, draft: Plan, config: Config, limits: Limits, rates: Rates) -> Plan:
+    options = (
         config.placement.weights,
         config.placement.gradients,
         config.placement.optimizer_state,
     )
     has_disk = bool(config.nvme_path)
-    if "disk" in wishes and not has_disk:
+    if "disk" in options and not has_disk:
         raise ConfigError(
             "placement asks for the disk, but no nvme_path is given",
             remedy="set nvme_path: /a/directory/on/a/fast/drive, or use placement 'auto' or 'host'",
         )
-    explicit = [None if wish == "auto" else Tier(wish) for wish in wishes]
+    explicit = [None if option == "auto" else Tier(option) for option in options]
     if draft.unified and explicit[0] is Tier.HOST:
         explicit[0] = Tier.DEVICE  # one memory: a second copy of the weights is useless
     fallback = Tier.DISK if has_disk else Tier.HOST
@@ -225,11 +227,11 @@ def _placed_for(wish: str, draft: Plan, config: Config, limits: Limits, rates: R
         for _ in draft.units
     ]  # fmt: skip
     plan = with_memory(draft.changed(placements=tuple(placements)), limits)
-    auto = [field for field, wish in zip(FIELDS, explicit, strict=True) if wish is None]
-    room = leaving_room(plan, wish, limits)
-    plan = placed(plan, auto, _keeps_unsharded(config), room, rates)
+    auto = [field for field, tier in zip(FIELDS, explicit, strict=True) if tier is None]
+    search_limits = leaving_room(plan, update, limits)
+    plan = placed(plan, auto, _keeps_unsharded(config), search_limits, rates)
     plan = with_weights_in_ram(plan, config.hints, limits)
-    plan = with_updates(plan, wish, limits, rates, leave_share=bool(auto))
+    plan = with_updates(plan, update, limits, rates, leave_share=bool(auto))
     _require_fit(plan, limits, config)
     return plan
 
@@ -249,9 +251,9 @@ def _keeps_unsharded(config: Config) -> bool | None:
 def _with_stored(draft: Plan, stored: Stored, config: Config, limits: Limits, rates: Rates) -> Plan:
     """Return the plan with the placement of a durable run; raises if it no longer fits."""
     placements: Sequence[UnitPlacement] = stored.placements
-    if draft.unified:  # one memory: see `_with_placement`
+    if draft.unified:  # one memory: see `_with_update`
         placements = [
-            h._replace(weight=Tier.DEVICE) if h.weight is Tier.HOST else h for h in placements
+            p._replace(weight=Tier.DEVICE) if p.weight is Tier.HOST else p for p in placements
         ]
     plan = with_memory(draft.changed(placements=tuple(placements)), limits)
     plan = placed(plan, (), _keeps_unsharded(config), limits, rates)
@@ -273,13 +275,13 @@ def _with_stored(draft: Plan, stored: Stored, config: Config, limits: Limits, ra
     return replace(plan, notes=(*plan.notes, note))
 
 
-def _often(plan: Plan, rates: Rates) -> int:
+def _commit_interval(plan: Plan, rates: Rates) -> int:
     """Return the steps between commits with which they cost `DURABLE_COST` of a step's time."""
-    seldom = step_cost(replace(plan, durable_every=_RARELY), rates).seconds
-    always = step_cost(replace(plan, durable_every=1), rates).seconds
-    if always - seldom <= DURABLE_COST * seldom:
+    rare_s = step_cost(replace(plan, durable_every=_RARE_INTERVAL), rates).seconds
+    every_s = step_cost(replace(plan, durable_every=1), rates).seconds
+    if every_s - rare_s <= DURABLE_COST * rare_s:
         return 1
-    return min(math.ceil((always - seldom) / (DURABLE_COST * seldom)), 1000) if seldom else 1
+    return min(math.ceil((every_s - rare_s) / (DURABLE_COST * rare_s)), 1000) if rare_s else 1
 
 
 def _require_fit(plan: Plan, limits: Limits, config: Config) -> None:
@@ -297,14 +299,14 @@ def _require_fit(plan: Plan, limits: Limits, config: Config) -> None:
     over = excess(plan, limits)
     if not over:
         return
-    tier, too_much = next(iter(over.items()))
+    tier, excess_bytes = next(iter(over.items()))
     name = RAM if plan.unified and tier is Tier.HOST else tier.value
-    parts = plan.memory_by_name()[RAM] if name == RAM else plan.memory[tier]
-    needs = ", ".join(f"{k} {format_size(v)}" for k, v in parts.items() if v)
-    where = name if name == RAM else f"the {name} tier"
+    by_purpose = plan.memory_by_name()[RAM] if name == RAM else plan.memory[tier]
+    needs = ", ".join(f"{k} {format_size(v)}" for k, v in by_purpose.items() if v)
+    location = name if name == RAM else f"the {name} tier"
     raise DoesNotFitError(
-        f"{where} needs {format_size(sum(parts.values()))} of a budget of "
-        f"{format_size(limits.budgets[tier] or 0)}: {format_size(too_much)} too much",
+        f"{location} needs {format_size(sum(by_purpose.values()))} of a budget of "
+        f"{format_size(limits.budgets[tier] or 0)}: {format_size(excess_bytes)} too much",
         because=needs,
         remedy=_remedy(tier, config, plan),
     )
@@ -320,11 +322,11 @@ def _remedy(tier: Tier, config: Config, plan: Plan) -> str:
     if not config.nvme_path:
         return "set nvme_path so that state can rest on disk"
     placement = config.placement
-    on_disk = [
+    not_on_disk = [
         k for k in ("weights", "optimizer_state", "gradients") if getattr(placement, k) != "disk"
     ]
-    if on_disk:
-        return f"raise budget.{tier}, or put more on disk: placement.{on_disk[-1]}=disk"
+    if not_on_disk:
+        return f"raise budget.{tier}, or put more on disk: placement.{not_on_disk[-1]}=disk"
     if plan.rule.needs_full:  # a chunk is a full unit, so `chunk_size` has no effect
         return (
             f"raise budget.{tier}, cut the model into smaller units (initialize(units=[...])), or "

@@ -103,18 +103,18 @@ class Rates:
         if self.disk_per_cpu_s is not None:
             disk[DISK_PER_CPU_S] = self.disk_per_cpu_s / local
         update = {name: rate / local for name, rate in self.update.items()}
-        found = replace(self, update=update, **disk)
+        rates = replace(self, update=update, **disk)
         if unified:
-            computing = {
+            compute = {
                 name: rate / local for name, rate in self.numbers().items() if name in COMPUTE
             }
-            found = replace(found, **nested(computing))
+            rates = replace(rates, **nested(compute))
         if nodes == 1 or self.between_nodes is None or self.all_gather is None:
-            return found
-        others = local * nodes - 1
-        shared = self.between_nodes * others / (local * local * (nodes - 1))
+            return rates
+        num_others = local * nodes - 1
+        shared = self.between_nodes * num_others / (local * local * (nodes - 1))
         return replace(
-            found,
+            rates,
             all_gather=min(self.all_gather, self.between_nodes),
             all_to_all=min(self.all_to_all or math.inf, shared),
             between_hosts=min(self.between_hosts or math.inf, self.between_nodes / local),
@@ -132,22 +132,22 @@ class Rates:
 
 def flat(rates: Mapping[str, Any]) -> dict[str, float]:
     """Return nested rates by dotted name; those that are None are omitted."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, rate in rates.items():
         if isinstance(rate, Mapping):
-            found |= {f"{name}.{key}": value for key, value in rate.items()}
+            numbers |= {f"{name}.{key}": value for key, value in rate.items()}
         elif rate is not None:
-            found[name] = rate
-    return found
+            numbers[name] = rate
+    return numbers
 
 
 def nested(numbers: Mapping[str, float]) -> dict[str, Any]:
     """Return rates by dotted name as nested mappings; the inverse of `flat`."""
-    found: dict[str, Any] = {}
+    rates: dict[str, Any] = {}
     for name, rate in numbers.items():
         section, _, key = name.rpartition(".")
-        (found.setdefault(section, {}) if section else found)[key] = rate
-    return found
+        (rates.setdefault(section, {}) if section else rates)[key] = rate
+    return rates
 
 
 # Rates assumed without a measurement: a desktop of the years 2020 to 2024, estimated low.
@@ -204,11 +204,11 @@ def completed(
     `numbers` are as in `Rates.numbers`. Rates named in `without` are not completed: the machine has
     no such resource.
     """
-    wanted = nominal(unified).numbers()
+    defaults = nominal(unified).numbers()
     for name in without:
-        wanted.pop(name, None)
-    missing = tuple(name for name in wanted if name not in numbers)
-    return Rates.of(wanted | dict(numbers)), missing
+        defaults.pop(name, None)
+    missing = tuple(name for name in defaults if name not in numbers)
+    return Rates.of(defaults | dict(numbers)), missing
 
 
 def rates_origin(rates: Rates, nominal: Collection[str], measured: str | None) -> str:
@@ -227,8 +227,8 @@ def rates_origin(rates: Rates, nominal: Collection[str], measured: str | None) -
 # that compute (2 ranks on 2 busy cores of an EPYC: 0.1 to 0.3e9 gathered, 0.3 to 0.9e9 exchanged).
 # Between nodes: one port of 100 Gbit/s, less framing. Between their hosts: gloo over TCP, a guess.
 _NOMINAL_LINKS = {False: 11e9, True: 0.3e9}
-_NOMINAL_BETWEEN = 11e9
-_NOMINAL_HOSTS = {False: 1e9, True: 0.3e9}
+_NOMINAL_BETWEEN_NODES = 11e9
+_NOMINAL_BETWEEN_HOSTS = {False: 1e9, True: 0.3e9}
 
 
 def with_links(
@@ -239,16 +239,16 @@ def with_links(
     There are `local` ranks on each node. With `across` the links between these nodes were measured,
     so that `between_nodes` is not completed.
     """
-    wanted: dict[str, float] = {}
+    defaults: dict[str, float] = {}
     if local * nodes > 1:
-        wanted |= dict.fromkeys(LINKS, _NOMINAL_LINKS[unified])
+        defaults |= dict.fromkeys(LINKS, _NOMINAL_LINKS[unified])
     if nodes > 1 and not across:
-        wanted[BETWEEN_NODES] = _NOMINAL_BETWEEN
+        defaults[BETWEEN_NODES] = _NOMINAL_BETWEEN_NODES
     if nodes > 1:
-        wanted[BETWEEN_HOSTS] = _NOMINAL_HOSTS[unified]
-    there = rates.numbers()
-    missing = tuple(name for name in wanted if name not in there)
-    return Rates.of(wanted | there), missing
+        defaults[BETWEEN_HOSTS] = _NOMINAL_BETWEEN_HOSTS[unified]
+    known = rates.numbers()
+    missing = tuple(name for name in defaults if name not in known)
+    return Rates.of(defaults | known), missing
 
 
 # Passes over memory of the operations between products: see [Note: compute] in `plan/cost.py`.

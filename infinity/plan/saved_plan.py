@@ -48,12 +48,12 @@ class SavedPlan:
         """Describe the settings; empty for the defaults."""
         clauses = []
         if self.recompute:
-            which = (
+            subject = (
                 "blocks are"
                 if self.recompute == "all"
                 else f"the first {self.recompute} blocks are"
             )
-            clauses.append(f"{which} recomputed in backward")
+            clauses.append(f"{subject} recomputed in backward")
         if self.slices > 1:
             clauses.append(f"blocks run a batch in {self.slices} slices")
         if self.offload is not None:
@@ -84,8 +84,8 @@ def plan_saved(
     notes: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
     if settings.tokens is not None:
-        known = block_widths(units) if widths is None else widths
-        sizes = _expected_sizes(settings, units, known)
+        input_widths = block_widths(units) if widths is None else widths
+        sizes = _expected_sizes(settings, units, input_widths)
     offload = None if settings.offload == "none" else Tier(settings.offload)
     if offload is Tier.HOST and unified:
         offload = None
@@ -101,15 +101,15 @@ def plan_saved(
             if not settings.tokens
             else "give activations.host, and for the disk activations.disk, in bytes",
         )
-    rounded = [round_up(size, PAGE) for size in sizes]
-    transit = TRANSIT * max(rounded, default=0)
+    padded = [round_up(size, PAGE) for size in sizes]
+    transit = TRANSIT * max(padded, default=0)
     host, disk = settings.host, settings.disk
     if host is None:
-        host = sum(rounded) if offload is Tier.HOST else min(transit, sum(rounded))
+        host = sum(padded) if offload is Tier.HOST else min(transit, sum(padded))
     if offload is Tier.HOST:
         disk = 0
     elif disk is None:
-        disk = sum(rounded)
+        disk = sum(padded)
     saved = SavedPlan(
         settings.recompute,
         settings.slices,
@@ -131,10 +131,10 @@ def _expected_sizes(
     """
     assert settings.tokens is not None
     itemsize = max((u.weight_itemsize for u in units), default=0)
-    part = -(-settings.tokens // settings.slices)
+    slice_tokens = -(-settings.tokens // settings.slices)
     if settings.recompute != "all" and settings.recompute:
         widths = widths[: settings.recompute]
-    sizes = [part * width * itemsize for width in widths]
+    sizes = [slice_tokens * width * itemsize for width in widths]
     return tuple(size for size in sizes for _ in range(settings.slices))
 
 
@@ -152,18 +152,18 @@ def tiers_of(sizes: tuple[int, ...], saved: SavedPlan) -> tuple[Tier, ...]:
         for i, size in enumerate(sizes)
         if saved.min_bytes <= size and round_up(size, PAGE) <= saved.host_bytes
     ]
-    rounded = [round_up(sizes[i], PAGE) for i in movable]
-    room, disk = saved.host_bytes, saved.disk_bytes
-    if sum(rounded) > room and saved.offload is Tier.DISK:
-        room = max(room - TRANSIT * max(rounded), 0)
-    before = [0]
-    for size in rounded:
-        before.append(before[-1] + size)
+    padded = [round_up(sizes[i], PAGE) for i in movable]
+    pool_bytes, disk_bytes = saved.host_bytes, saved.disk_bytes
+    if sum(padded) > pool_bytes and saved.offload is Tier.DISK:
+        pool_bytes = max(pool_bytes - TRANSIT * max(padded), 0)
+    sums = [0]
+    for size in padded:
+        sums.append(sums[-1] + size)
     for end in range(len(movable), 0, -1):
-        first = next(i for i in range(end + 1) if before[end] - before[i] <= room)
-        if before[first] <= disk:
+        on_disk = next(i for i in range(end + 1) if sums[end] - sums[i] <= pool_bytes)
+        if sums[on_disk] <= disk_bytes:
             for position in range(end):
-                tiers[movable[position]] = Tier.DISK if position < first else Tier.HOST
+                tiers[movable[position]] = Tier.DISK if position < on_disk else Tier.HOST
             break
     return tuple(tiers)
 
@@ -214,13 +214,13 @@ class Ranges:
     def give(self, start: int, nbytes: int) -> None:
         """Free a range that `take` returned."""
         insort(self._free, (start, round_up(nbytes, PAGE)))
-        joined: list[tuple[int, int]] = []
+        merged: list[tuple[int, int]] = []
         for begin, size in self._free:
-            if joined and sum(joined[-1]) == begin:
-                joined[-1] = (joined[-1][0], joined[-1][1] + size)
+            if merged and sum(merged[-1]) == begin:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
             else:
-                joined.append((begin, size))
-        self._free = joined
+                merged.append((begin, size))
+        self._free = merged
 
     @property
     def free_bytes(self) -> int:

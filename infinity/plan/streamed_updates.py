@@ -35,78 +35,81 @@ WORTH = 0.05
 MOST_ROOM = 0.1
 
 
-def leaving_room(plan: Plan, wish: str, limits: Limits) -> Limits:
+def leaving_room(plan: Plan, update: str, limits: Limits) -> Limits:
     """Return `limits` less the stream buffers that streaming would need, for a placement search.
 
-    `wish` is `Config.update`. The search fills a share of the device; buffers added after it would
-    use memory that was left for activations.
+    `update` is `Config.update`. The search fills a share of the device; buffers added after it
+    would use memory that was left for activations.
     """
-    if wish == "cpu" or why_only_cpu(plan) or limits.device is None:
+    if update == "cpu" or why_only_cpu(plan) or limits.device is None:
         return limits
     # The worst case is all state in RAM: units on disk are streamed one chunk at a time.
     in_ram = UnitPlacement(weight=Tier.HOST, state=Tier.HOST, gradient=Tier.HOST)
     draft = plan.changed(placements=(in_ram,) * len(plan.units), streamed=frozenset([in_ram]))
-    room = _stream_room(_narrowed(draft, limits))
-    if wish == "auto" and room > MOST_ROOM * limits.device:
+    buffer_bytes = _stream_buffer_bytes(_with_fewer_chunks(draft, limits))
+    if update == "auto" and buffer_bytes > MOST_ROOM * limits.device:
         return limits
     if limits.activations is None:
-        room = int(room / AUTO_SHARE)
-    return replace(limits, device=max(0, limits.device - room))
+        buffer_bytes = int(buffer_bytes / AUTO_SHARE)
+    return replace(limits, device=max(0, limits.device - buffer_bytes))
 
 
-def with_updates(plan: Plan, wish: str, limits: Limits, rates: Rates, *, leave_share: bool) -> Plan:
-    """Return `plan`, whose placement is chosen, with `streamed` set; `wish` is `Config.update`.
+def with_updates(
+    plan: Plan, update: str, limits: Limits, rates: Rates, *, leave_share: bool
+) -> Plan:
+    """Return `plan`, whose placement is chosen, with `streamed` set; `update` is `Config.update`.
 
     With "device" every unit is streamed that can be, even if buffers do not fit. With "auto" they
     must fit; with `leave_share` also without the share of the device that a placement search
     leaves to activations.
     """
-    movable = frozenset(
+    streamable = frozenset(
         placement
         for unit, placement in zip(plan.units, plan.placements, strict=True)
         if unit.numel and update_place(plan, unit.index) is UpdatePlace.CPU
     )
-    why_not = why_only_cpu(plan)
-    if wish == "device" and why_not:
-        return replace(plan, notes=(*plan.notes, f"update: device is not used: {why_not}"))
-    if wish == "cpu" or not movable or why_not:
+    reason = why_only_cpu(plan)
+    if update == "device" and reason:
+        return replace(plan, notes=(*plan.notes, f"update: device is not used: {reason}"))
+    if update == "cpu" or not streamable or reason:
         return plan
-    if wish == "device":
-        return _streaming(plan, movable, limits)
-    starts: tuple[frozenset[UnitPlacement], ...] = (frozenset(), movable)
-    found = min(
-        (_shortest(plan, start, movable, limits, rates, leave_share) for start in starts),
+    if update == "device":
+        return _with_streamed(plan, streamable, limits)
+    starts: tuple[frozenset[UnitPlacement], ...] = (frozenset(), streamable)
+    best = min(
+        (_shortest(plan, start, streamable, limits, rates, leave_share) for start in starts),
         key=lambda plan: score(plan, rates),
     )
-    before, after = (step_cost(p, rates).seconds for p in (plan, found))
-    return found if after <= (1 - WORTH) * before else plan
+    seconds_before = step_cost(plan, rates).seconds
+    seconds_after = step_cost(best, rates).seconds
+    return best if seconds_after <= (1 - WORTH) * seconds_before else plan
 
 
-def _streaming(plan: Plan, streamed: frozenset[UnitPlacement], limits: Limits) -> Plan:
-    return with_memory(_narrowed(plan.changed(streamed=streamed), limits), limits)
+def _with_streamed(plan: Plan, streamed: frozenset[UnitPlacement], limits: Limits) -> Plan:
+    return with_memory(_with_fewer_chunks(plan.changed(streamed=streamed), limits), limits)
 
 
-def _narrowed(plan: Plan, limits: Limits) -> Plan:
+def _with_fewer_chunks(plan: Plan, limits: Limits) -> Plan:
     """Return `plan` with `chunks_at_once` halved until buffers fit `MOST_ROOM`, or it is 1."""
     device, host = (
         math.inf if budget is None else MOST_ROOM * budget
         for budget in (limits.device, limits.host)
     )
     while plan.chunks_at_once > 1 and (
-        _stream_room(plan) > device or plan.num_staging_buffers * staging_bytes(plan) > host
+        _stream_buffer_bytes(plan) > device or plan.num_staging_buffers * staging_bytes(plan) > host
     ):
         plan = plan.changed(chunks_at_once=plan.chunks_at_once // 2)
     return plan
 
 
-def _stream_room(plan: Plan) -> int:
+def _stream_buffer_bytes(plan: Plan) -> int:
     return NUM_STREAM_BUFFERS * stream_bytes(plan)
 
 
 def _shortest(
     plan: Plan,
     start: frozenset[UnitPlacement],
-    movable: frozenset[UnitPlacement],
+    streamable: frozenset[UnitPlacement],
     limits: Limits,
     rates: Rates,
     leave_share: bool,
@@ -115,25 +118,25 @@ def _shortest(
 
     Each move adds one placement to the streamed ones, or removes one.
     """
-    best = _streaming(plan, start, limits)
+    best = _with_streamed(plan, start, limits)
     if not fits_as(best, plan, limits, auto=leave_share):
         return plan
-    best = _with_cpu_beside(best, limits, rates, leave_share)
+    best = _with_cpu_share(best, limits, rates, leave_share)
     improved = True
     while improved:
         improved = False
         # Sorted, so that the result does not depend on hashes.
-        for one in sorted(
-            movable, key=lambda h: [list(Tier).index(h.of_field(f)) for f in h._fields]
+        for placement in sorted(
+            streamable, key=lambda p: [list(Tier).index(p.of_field(f)) for f in p._fields]
         ):
-            other = _streaming(best, best.streamed ^ {one}, limits)
-            shorter = score(other, rates) < score(best, rates) * (1 - 1e-9)
-            if shorter and fits_as(other, plan, limits, auto=leave_share):
-                best, improved = other, True
+            candidate = _with_streamed(best, best.streamed ^ {placement}, limits)
+            shorter = score(candidate, rates) < score(best, rates) * (1 - 1e-9)
+            if shorter and fits_as(candidate, plan, limits, auto=leave_share):
+                best, improved = candidate, True
     return best
 
 
-def _with_cpu_beside(plan: Plan, limits: Limits, rates: Rates, leave_share: bool) -> Plan:
+def _with_cpu_share(plan: Plan, limits: Limits, rates: Rates, leave_share: bool) -> Plan:
     """Return `plan` with the `cpu_share` for which CPU and links finish together, if it pays.
 
     0 for a rule that multiplies matrices: it needs full units, and the device multiplies faster.

@@ -28,12 +28,15 @@ def usual_cycle(plan: Plan, *, backward: bool = True) -> tuple[int, ...]:
     With `backward` False only those of the forward.
     """
     recompute: Recompute = "all" if plan.model_recomputes else plan.saved.recompute
-    known, key = plan.facts.known, ("cycle", recompute, plan.shared_stacks, backward)
-    if key not in known:
-        forward, back = _cycle(plan.units, recompute, plan.shared_stacks)
-        known[key] = tuple(AccessOrder([*forward, *back] if backward else forward).sequence)
-    found: tuple[int, ...] = known[key]
-    return found
+    cache = plan.facts.known
+    key = ("cycle", recompute, plan.shared_stacks, backward)
+    if key not in cache:
+        accesses, backward_accesses = _cycle(plan.units, recompute, plan.shared_stacks)
+        if backward:
+            accesses += backward_accesses
+        cache[key] = tuple(AccessOrder(accesses).sequence)
+    cycle: tuple[int, ...] = cache[key]
+    return cycle
 
 
 def _cycle(
@@ -42,16 +45,17 @@ def _cycle(
     """Return the access orders of a forward, and of its backward."""
     forward: list[int] = []
     backward: list[list[int]] = []  # accesses of each block, blocks in forward order
-    num_again = len(units) if recompute == "all" else recompute
+    num_recomputed = len(units) if recompute == "all" else recompute
     for block in sorted(blocks_of(units), key=lambda block: min(unit.index for unit in block)):
         path = [unit.index for unit in block]  # the block's unit, then units inside it
         is_shared = any(unit.is_range and unit.stacks_path in shared for unit in block)
-        once = [*path, path[0]] if is_shared else path
-        is_again = block[0].is_block and num_again > 0
-        num_again -= block[0].is_block
-        forward += once
-        back = [] if block[0].looked_up else path[::-1]
-        backward.append([*once, *back] if is_shared or is_again else back)
-    turn = [unit.index for unit in reversed(units) if unit.at_end]
-    order = [*turn[::-1], *(unit for block in reversed(backward) for unit in block)]
-    return [*forward, *turn], order
+        forward_path = [*path, path[0]] if is_shared else path
+        is_recomputed = block[0].is_block and num_recomputed > 0
+        num_recomputed -= block[0].is_block
+        forward += forward_path
+        reversed_path = [] if block[0].looked_up else path[::-1]
+        runs_again = is_shared or is_recomputed
+        backward.append([*forward_path, *reversed_path] if runs_again else reversed_path)
+    at_end = [unit.index for unit in reversed(units) if unit.at_end]
+    order = [*at_end[::-1], *(unit for block in reversed(backward) for unit in block)]
+    return [*forward, *at_end], order

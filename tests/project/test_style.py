@@ -32,7 +32,7 @@ GENERATED = ("deepspeed-keys", "notes")  # by `make docs`, from the sources
 NAMES = re.compile(
     r"(^|_)(own|whole|rest|rests|resting|place|places|told|tell|telling|alike|words)(_|$)"
 )
-EXCEPTIONS = {"in_place", "modified_in_place", "_overwrites_in_place", "_in_place_of_others",
+EXCEPTIONS = {"in_place", "modified_in_place", "_overwrites_in_place",
               "update_place", "whole"}  # fmt: skip
 
 

@@ -207,12 +207,12 @@ def at_once(chunks: int) -> Iterator[None]:
 @contextmanager
 def cpu_beside(share: float) -> Iterator[None]:
     """The CPU updates such a share of what is streamed, meanwhile, whatever the plan finds fast."""
-    streaming = streamed_updates._streaming
+    streaming = streamed_updates._with_streamed
 
     def both(plan: Plan, streamed: frozenset[UnitPlacement], limits: Limits) -> Plan:
         return with_memory(replace(streaming(plan, streamed, limits), cpu_share=share), limits)
 
-    with mock.patch.object(streamed_updates, "_streaming", both):
+    with mock.patch.object(streamed_updates, "_with_streamed", both):
         yield
 
 

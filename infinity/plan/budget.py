@@ -222,7 +222,6 @@ def _unit_bytes(plan: Plan, group: UnitGroup) -> _UnitBytes:
     cached: _UnitBytes | None = plan.facts.known.get(key)
     if cached is None:
         chunks = plan.chunks_per_batch(placement)
-        saved_tiers = _unreachable_tiers(plan) if plan.ranks == 1 else TIERS
         cached = plan.facts.known[key] = _UnitBytes(
             weight=layout.shard_bytes,
             state=plan.weight_and_state(layout)[1],
@@ -231,7 +230,7 @@ def _unit_bytes(plan: Plan, group: UnitGroup) -> _UnitBytes:
             streamed=_bytes_at_once(plan, group, OFF_DEVICE, chunks, gradient=True)
             if is_streamed
             else 0,
-            copied=_bytes_at_once(plan, group, saved_tiers),
+            copied=_bytes_at_once(plan, group, _unreachable_tiers(plan)),
         )
     return cached
 
@@ -281,7 +280,7 @@ def matrix_bytes(plan: Plan, *, by_host: bool) -> int:
 def copy_buffer_bytes(plan: Plan) -> int:
     """Return bytes of one buffer of a save: a chunk of all kinds outside RAM.
 
-    The maximum over all units. With several ranks, of all kinds.
+    The maximum over all units.
     """
     return max((_unit_bytes(plan, group).copied for group in plan.unit_groups), default=0)
 

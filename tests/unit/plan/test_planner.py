@@ -423,3 +423,18 @@ def test_every_field_of_a_plan_is_in_the_key_of_its_costs_or_has_none() -> None:
     for name in (field.name for field in fields(Plan) if field.name not in OWN_KEY):
         differs = plan.changed(**{name: object()}).searched != key
         assert differs == (name not in NO_COST), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_saves_reserve_buffers_only_for_kinds_outside_ram(ranks: int) -> None:
+    facts = ParameterFacts("p", 0, (9216,), "bfloat16", 9216, 2, True, 0)
+    layouts = (lay_out(0, "unit", [facts], PRECISIONS["bf16"], ranks=ranks),)
+
+    def saving(tier: str) -> int:
+        placement = dict.fromkeys(("weights", "optimizer_state", "gradients"), tier)
+        config = load_config({"nvme_path": "/nvme", "placement": placement})
+        plan = make_plan(layouts, config, UNLIMITED, unified=False)
+        return plan.memory[Tier.HOST]["saving"]
+
+    assert saving("host") == 0
+    assert saving("disk") > 0

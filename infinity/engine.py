@@ -548,8 +548,9 @@ class Engine:
         Raises:
             ConfigError: `dtype` is unknown.
             DoesNotFitError: The disk is full.
-            MachineError: The directory cannot be written, or another process saves there. Training
-                may continue after any error, and older files are unchanged.
+            MachineError: The directory cannot be written, another process saves there, or a file
+                of older weights could not be removed after the new ones were written. After any
+                other error older files are unchanged. Training may continue after all errors.
         """
         self._check_usable()
         return Engine.state_dict(self).save(Path(directory), dtype, max_shard)

@@ -166,8 +166,13 @@ def stacks_of(module: nn.Module | Outline) -> tuple[str, ...]:
         return ()
     direct: Mapping[str, Any] = dict(module.named_parameters(recurse=False))
     class_name = type(module).__name__
+    if isinstance(names, str):
+        raise ConfigError(
+            f"{ATTRIBUTE} of a {class_name} is the string {names!r}",
+            remedy=f"a tuple of names of parameters: ({names!r},)",
+        )
     missing = [name for name in names if name not in direct]
-    if isinstance(names, str) or missing:
+    if missing:
         raise ConfigError(
             f"{ATTRIBUTE} of a {class_name} is {names!r}: {', '.join(map(repr, missing))} is none "
             f"of its parameters, which are {', '.join(direct)}",

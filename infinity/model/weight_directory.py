@@ -132,7 +132,7 @@ def _publish(folder: Path, directory: Path) -> None:
     moved = [directory / path.relative_to(folder) for path in files if path.name != final]
     try:
         for path in moved:
-            path.parent.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+            make_directories(path.parent, FOLDER_MODE)
             os.rename(folder / path.relative_to(directory), path)
         for parent in {directory, *(path.parent for path in moved)}:
             sync_directory(parent)

@@ -3,9 +3,10 @@
 All files are read below a `root`, so that tests can describe another machine. A missing or
 unreadable file means that there is no such limit; only a path passed by the user raises.
 
-Note: the container's truth. Inside a container /proc/meminfo shows the memory of the host. The OOM
-killer acts on the memory cgroup, and any ancestor may be the full one, so every number here is the
-minimum over the host and all levels of the cgroup, versions 1 and 2.
+[Note: container limits]
+Inside a container /proc/meminfo shows the memory of the host. The OOM killer acts on the memory
+cgroup, and any ancestor may be the full one, so every number here is the minimum over the host and
+all levels of the cgroup, versions 1 and 2.
 """
 
 from __future__ import annotations

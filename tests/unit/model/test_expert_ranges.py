@@ -92,6 +92,9 @@ def test_stacks_that_are_none_are_refused_by_name() -> None:
     model.infinity_stacks = ("up", "sideways")
     with pytest.raises(ConfigError, match="'sideways' is none of its parameters"):
         cut(model, 1)
+    model.infinity_stacks = "up"
+    with pytest.raises(ConfigError, match="the string 'up'"):
+        cut(model, 1)
     model = Stacks()
     model.up = nn.Parameter(torch.zeros(3, 256, 16))
     with pytest.raises(ConfigError, match="3 in up, 7 in down"):

@@ -301,3 +301,22 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
         save_file({"a": torch.ones(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(ConfigError, match=r"'a' is in .*one\.safetensors and in .*two"):
         WeightFiles(tmp_path)
+
+
+def test_nested_extra_file_makes_every_new_directory_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = set[Path]()
+
+    def sync(directory: Path) -> None:
+        synced.add(directory)
+
+    monkeypatch.setattr("infinity.model.weight_directory.sync_directory", sync)
+    monkeypatch.setattr("infinity.common.files.sync_directory", sync)
+
+    def write_nested(folder: Path) -> None:
+        (folder / "a" / "b").mkdir(parents=True)
+        (folder / "a" / "b" / "extra.json").write_text("{}")
+
+    write_shards(tmp_path, outgoing({"w": torch.ones(2)}), 1 << 20, write_nested)
+    assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= synced

@@ -1,1 +1,1 @@
-"""optim"""
+"""Optimizers: update rules, kernels, adapted torch optimizers and learning-rate schedules."""

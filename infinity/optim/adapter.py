@@ -1,38 +1,38 @@
 """Adapted optimizers: elementwise optimizers run on tiles of fp32 masters.
 
-An adapted optimizer is asked to step one tile at a time: it gets a parameter of the tile's values,
-the gradient and the state it left there last time, and never knows that the rest of the model is
-elsewhere. State tensors rest as fp32 moments; everything else it keeps (step counts, what it
-changes in a group) is kept here, per parameter. An elementwise one gets flat tiles; any other gets
-whole parameters in their own shape. `adapter_probe.py` finds out which.
+An adapted optimizer steps one tile at a time: it sees a single parameter with the tile's values,
+their gradient and the state that its last step on the tile left. State tensors are stored as fp32
+moments; all other state (step counts, changed group entries) is stored here, per parameter. An
+elementwise optimizer gets flat tiles; any other gets full parameters in their original shape.
+`adapter_probe.py` determines which of the two applies.
 
 [Note: same bits as plain torch]
-torch's vector loops end in scalar ones, whose rounding may differ. Tiles are cut at multiples of
-128 elements of a parameter and are small enough for torch to use one thread, so every element is
-computed by the loop that would compute it if the parameter were stepped whole by one thread.
+torch's vectorized loops end in a scalar loop, whose rounding may differ. Tiles are cut at multiples
+of 128 elements of a parameter and are small enough for torch to use one thread, so each element is
+computed by the same loop as in a step of the full parameter by one thread.
 
 [Note: group entries]
-An adapted optimizer may write to its group (a count, a learning rate of its own). What it writes is
-kept here, never in the user's group: updates run behind the user's back. It holds until the user,
-or a scheduler, changes the entry: until the group's value differs from the one the adapted
-optimizer saw when it wrote. To write the value that is there already is no edit.
+An adapted optimizer may write to its group (a count, an estimated learning rate). Written values
+are stored here, never in the user's group: updates run in the background. A written value is used
+until the user or a scheduler edits the entry, that is, until the value in the user's group differs
+from the value that it had at the write. Assigning the value that the group already has is no edit.
 
-All tiles of a step begin with the entries that the group had before it. Parameters without a
-gradient, or that another rank updates, have no tile, and a group may have none: so a small
-parameter takes each step first, without a gradient where the whole group has none, as in plain
-torch. What it leaves in the group is the group's from then on.
+All tiles of a step begin with the entries that the group had before the step. A parameter that has
+no gradient or is updated by another rank has no tile, so a group may have no tiles at all.
+Therefore a small parameter takes each step first, as in plain torch: without a gradient if no
+parameter of the group has one. The entries that it leaves are the group's entries from then on.
 
 [Note: one parameter does not see another]
-An update is handed one parameter. What it could carry to the next one has to be kept between two
-calls of `step()`: in the group, in an attribute of the optimizer or of its class, or in `state`
-under another key than the parameter. All of these are compared after every tile. A group must be
-left as the small parameter left it, attributes as they were, and `state` with one key; else the
-update ends with an error that names the entry, before anything uses its result. That holds for the
-values of the model, in every step.
+An update gets one parameter. Information can pass from it to the next one only through state that
+persists between two calls of `step()`: the group, an attribute of the optimizer or of its class, or
+an entry of `state` under another key than the parameter. All of these are compared after every
+tile. The group must equal what the small parameter left, attributes must be unchanged, and `state`
+must have one key; otherwise the update fails with an error that names the entry, before its result
+is used. This covers the values of the model, in every step.
 
-It does not show two things: a value that several parameters of one call make together, such as the
-norm of all gradients, and memory outside of the optimizer (a global variable). `adapter_rule.py`
-looks for the first, and for random numbers, before every step, with small parameters.
+It does not detect a value that is computed from several parameters of one call, such as the norm of
+all gradients, nor memory outside the optimizer (a global variable). `adapter_rule.py` checks for
+the former, and for random numbers, before every step, with small parameters.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import Moment
 from infinity.optim.update import Tile
 
-HOST_FP32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
-# Below torch's grain of 32768, from which on it cuts loops between threads.
+HOST_FP32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # independent of the defaults
+# Below torch's grain size of 32768, from which it splits loops over threads.
 TILE_ELEMENTS = 1 << 14
 
-# Of small parameters that things are tried out on, by their number of dimensions.
+# Shapes of the small parameters of trials and checks, by number of dimensions.
 SMALL_SHAPES = {0: (), 1: (512,), 2: (16, 32), 3: (4, 8, 16), 4: (4, 4, 4, 8)}
 SMALL_ELEMENTS = 512
 COUPLED = (
@@ -74,9 +74,9 @@ MakeState = Callable[[Mapping[str, Any], nn.Parameter], dict[str, Any]]
 class AdapterFacts:
     """An adapted optimizer and its probed facts.
 
-    `worker` is an instance without parameters. `tensor_names` are the entries of its state that
-    have one value per element or so, `num_moments` how many of them a parameter has at most.
-    `make_state` is there where its constructor makes state: (group, parameter) -> state.
+    `worker` is an instance without parameters. `tensor_names` are the state entries that are stored
+    as moments, `num_moments` the maximum number of them per parameter. `make_state` returns the
+    initial state for (group, parameter); None unless the constructor makes state.
     """
 
     name: str
@@ -90,7 +90,7 @@ class AdapterFacts:
 
 
 class _Written(NamedTuple):
-    """A value that the optimizer wrote to a group, and the value before; None if nothing."""
+    """A value that the optimizer wrote to a group, and the user's value at that time, or None."""
 
     value: Any
     seen: Any
@@ -106,26 +106,26 @@ class Captured:
 
 @dataclass(frozen=True)
 class _Kept:
-    """State of one parameter besides its moments; replaced after its last tile of a step."""
+    """State of one parameter other than its moments; replaced, not modified, by an update."""
 
     scalars: Mapping[str, Any] = field(default_factory=dict)
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # in order of the moments
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of the moments, in order
 
 
 @dataclass
 class Group:
-    """Entries of a group that steps have written, and the last of these steps."""
+    """Entries of a parameter group: captured from the user's group, and written by steps."""
 
     written: Mapping[str, _Written]
     rule_params: Mapping[str, Any] = field(default_factory=dict)  # as captured
-    before: Mapping[str, _Written] = field(default_factory=dict)  # what was written before
-    given: Mapping[str, Any] = field(default_factory=dict)  # `rule_params` with that
+    before: Mapping[str, _Written] = field(default_factory=dict)  # written by earlier steps
+    given: Mapping[str, Any] = field(default_factory=dict)  # `rule_params` updated with `before`
     has_stepped: bool = False
 
     def write(self, after: Mapping[str, Any]) -> None:
-        """Copy entries that differ `after` the step from the `given` ones.
+        """Record the entries that a step changed from `given`.
 
-        Raises `_CouplingError` if that is not what the step of another parameter left.
+        Raises `_CouplingError` if the step of another parameter left different entries.
         """
         changed = {
             key: _Written(value, self.rule_params.get(key))
@@ -144,7 +144,7 @@ class Group:
 
 
 class _CouplingError(Exception):
-    """A step left something that is neither its parameter's nor the same for all."""
+    """A step left a value outside `state[p]` that depends on its parameter."""
 
 
 class AdaptedOptimizer:
@@ -157,14 +157,14 @@ class AdaptedOptimizer:
         kernels: CpuKernels | None = None,
         names: Sequence[str] = (),
     ) -> None:
-        """`kernels` joins and splits masters; without them weights must be fp32."""
+        """`kernels` join and split masters; without them weights must be fp32."""
         self.facts = facts
         self.kernels = kernels
         self._names = names
         self._kept: dict[int, _Kept] = {}  # by parameter
         self._groups: dict[int, Group] = {}  # by parameter
-        self._stepping: dict[int, Group] = {}  # by the id of what was captured
-        # Of a parameter's last tile: where it ended, and what was kept before that step.
+        self._stepping: dict[int, Group] = {}  # by id of the `Captured`
+        # By parameter: end of its last tile, and its state before the step of that tile.
         self._last: dict[int, tuple[int, _Kept | None]] = {}
         self._worker = facts.worker
         self._attributes = copy.deepcopy(
@@ -174,7 +174,7 @@ class AdaptedOptimizer:
         self._gradient = torch.empty(tile_elements, **HOST_FP32)
 
     def grouped(self, params_by_index: Mapping[int, Captured]) -> list[tuple[list[int], Group]]:
-        """Return the parameters of each group, and its entries before a step."""
+        """Return (parameter indices, entries before the step) of each group."""
         members: dict[int, list[int]] = {}
         for index, rule_params in params_by_index.items():
             members.setdefault(id(rule_params), []).append(index)
@@ -188,12 +188,12 @@ class AdaptedOptimizer:
         return found
 
     def begin(self, params_by_index: Mapping[int, Any], steps: Mapping[int, int]) -> None:
-        """Take the step with a small parameter for each group; see [Note: group entries]."""
+        """Step a small parameter of each group; see [Note: group entries]."""
         self._stepping = {}
         for indices, group in self.grouped(params_by_index):
             self._stepping[id(params_by_index[indices[0]])] = group
             self._groups.update((index, group) for index in indices)
-            with suppress(Exception), on_cpu():  # where it takes no such parameter
+            with suppress(Exception), on_cpu():  # the optimizer may not accept this shape
                 shape = SMALL_SHAPES[1 + self.facts.needs_full]
                 stand_in = nn.Parameter(torch.ones(shape, dtype=torch.float32))
                 if not steps.keys().isdisjoint(indices):
@@ -202,7 +202,7 @@ class AdaptedOptimizer:
                 group.write(self._step(group.given, stand_in, fresh)[0])
 
     def kept(self) -> dict[int, dict[str, Any]]:
-        """Return serializable state of each parameter that is no moment."""
+        """Return the serializable state of each parameter, without moments."""
         found: dict[int, dict[str, Any]] = {
             index: {"group": {key: entry._asdict() for key, entry in group.written.items()}}
             for index, group in self._groups.items()
@@ -213,7 +213,7 @@ class AdaptedOptimizer:
         return found
 
     def keep(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
-        """Go on with what `kept` gave."""
+        """Restore state returned by `kept`."""
         self._last.clear()
         self._kept = {
             index: _Kept(
@@ -229,7 +229,7 @@ class AdaptedOptimizer:
         }
 
     def update(self, tiles: Sequence[Tile], grad_scale: float) -> None:
-        """Step the optimizer on each tile; `rule_params` is its group, `step` is not used."""
+        """Step the optimizer on each tile; the `step` of tiles is not used."""
         for tile in tiles:
             self._update(tile, grad_scale)
 
@@ -238,7 +238,7 @@ class AdaptedOptimizer:
         if self.facts.needs_full and (tile.first or count != size):
             raise TrainingError(f"{self.facts.name} needs whole parameters, got a part of one")
         end, before = self._last.get(tile.parameter, (-1, None))
-        if tile.first != end:  # the first tile of a step, wherever what a rank has of it begins
+        if tile.first != end:  # the first tile of a step, at any offset: ranks have shards
             before = self._kept.get(tile.parameter)
         after = before
         try:
@@ -261,7 +261,7 @@ class AdaptedOptimizer:
         shape: tuple[int, ...],
         step: int,
     ) -> dict[str, Any]:
-        """The optimizer's `state[p]`, as fresh tensors; empty before the first step."""
+        """Return the optimizer's `state[p]`, as new tensors; empty before the first step."""
         kept = self._kept.get(parameter, _Kept())
         state = copied(kept.scalars)
         for moment, (name, state_shape) in zip(moments, kept.shapes.items(), strict=False):
@@ -286,7 +286,7 @@ class AdaptedOptimizer:
         state = self._load(before, tile, parameter, group.given)
         after, left = self._step(group.given, parameter, state)
         group.write(after)
-        if parameter.data_ptr() != master.data_ptr():  # it bound another tensor to .data
+        if parameter.data_ptr() != master.data_ptr():  # the optimizer replaced .data
             master.copy_(parameter.detach().reshape(-1))
         kept = self._collect(tile, left, before or _Kept())
         if tile.master_state is not None:
@@ -319,7 +319,7 @@ class AdaptedOptimizer:
     def _step(
         self, given: Mapping[str, Any], parameter: nn.Parameter, state: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """One step of a parameter alone; returns what its group and its state hold then."""
+        """Step one parameter; return the entries of its group and of its state after the step."""
         group = copied(given)
         group["params"] = [parameter]
         self._worker.param_groups = [group]
@@ -340,10 +340,10 @@ class AdaptedOptimizer:
     def _load(
         self, before: _Kept | None, tile: Tile, parameter: nn.Parameter, group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The state the optimizer left for this tile; state tensors are views of the moments."""
+        """Return the optimizer's state of this tile; state tensors are views of the moments."""
         if before is None:
             return self._fresh(group, parameter)
-        state = copied(before.scalars)  # steps change them in place
+        state = copied(before.scalars)  # steps modify them in place
         for moment, (name, state_shape) in zip(tile.moments, before.shapes.items(), strict=False):
             shape = state_shape if self.facts.needs_full else tuple(parameter.shape)
             state[name] = moment.values[: math.prod(shape)].view(shape)
@@ -353,7 +353,7 @@ class AdaptedOptimizer:
         return self.facts.make_state(group, parameter) if self.facts.make_state else {}
 
     def _collect(self, tile: Tile, state: Mapping[str, Any], before: _Kept) -> _Kept:
-        """Take the optimizer's state over: tensors to the moments, the rest as it is."""
+        """Copy state tensors into the moments; return all other state."""
         scalars: dict[str, Any] = {}
         shapes = dict(before.shapes)
         for name, value in state.items():
@@ -383,22 +383,22 @@ class AdaptedOptimizer:
 
 
 def on_cpu() -> AbstractContextManager[Any]:
-    """Make the CPU the default device in this context only; a torch mode would slow all calls."""
+    """Return a context with the CPU as default device; a no-op if it is (a mode slows calls)."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def is_per_element(name: str, value: Any, tensor_names: frozenset[str]) -> bool:
-    """Whether an entry of the optimizer's state rests as a moment."""
+    """Return True if an entry of the optimizer's state is stored as a moment."""
     return isinstance(value, Tensor) and (value.numel() > 1 or name in tensor_names)
 
 
 def small_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a small shape that stands for a tensor of this shape in checks."""
+    """Return the shape of the small parameter that represents this shape in checks."""
     return SMALL_SHAPES[min(len(shape), 4)]
 
 
 def _cut(tile: Tile) -> Iterator[Tile]:
-    """Parts of a tile that are small enough for torch to use one thread."""
+    """Yield slices of a tile that are small enough for torch to use one thread."""
     count = tile.weight.numel()
     for start in range(0, count, TILE_ELEMENTS):
         part = slice(start, min(start + TILE_ELEMENTS, count))
@@ -416,7 +416,7 @@ def _cut(tile: Tile) -> Iterator[Tile]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
-    """Return the entries that were switched on or off, or replaced, and a text for each."""
+    """Return a message for each entry that changed, except from one nonzero number to another."""
     return {
         key: f"group[{key!r}] {new.get(key)!r}, which was {old.get(key)!r}"
         for key in {**old, **new}
@@ -429,7 +429,7 @@ def _are_rates(*values: Any) -> bool:
 
 
 def _attributes(worker: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return attributes of an optimizer and its class, without groups and state."""
+    """Return the attributes of an optimizer and its classes, without groups and state."""
     kinds = [k for k in type(worker).__mro__ if not k.__module__.startswith(("torch.", "builtins"))]
     found = {
         key: value
@@ -441,7 +441,7 @@ def _attributes(worker: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies that may be changed in place."""
+    """Return a deep copy of the values, with tensors detached."""
     return {
         key: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
         for key, value in values.items()
@@ -449,7 +449,7 @@ def copied(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal: tensors bit for bit, NaN as NaN, objects by attributes."""
+    """Return True if values are equal: tensors bitwise, NaN to NaN, objects by attributes."""
     if one is other:
         return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):

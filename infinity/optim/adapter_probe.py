@@ -1,12 +1,12 @@
-"""Trial of an adapted optimizer on small parameters: which state it keeps, and whether it may be
-cut into tiles.
+"""Trial of an adapted optimizer on small parameters: its state tensors, and its use with tiles.
 
-The trial compares plain use of the optimizer with the engine's use of it, bit for bit: flat tiles
-first, then whole parameters. Two parameters of each kind, one of them of zeros, get gradients of
-magnitudes far apart, so that a value that passes from one to another shows. All that a step may
-leave for the next is compared: parameters, `state` and the entries of groups. An optimizer whose
-results differ in both is refused. What it does later is checked in every step: see
-[Note: one parameter does not see another] and [Note: small parameters step first].
+The trial compares plain use of the optimizer with the engine's use of it, bit for bit: with flat
+tiles first, then with full parameters. There are two parameters of each shape, one of them zeros,
+with gradients of very different magnitudes, so that a value that leaks from one parameter to
+another changes a result. Everything that persists from a step to the next is compared: parameters,
+`state` and group entries. An optimizer whose results differ in both uses is rejected. Later steps
+are checked too: see [Note: one parameter does not see another] and
+[Note: small parameters step first].
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ from infinity.types import MomentFormat
 OptimizerMaker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 _NOTHING = object()
-MAX_MOMENTS = 6  # of `plan.layout.MOMENTS`
-_CUTS = (0, 128, 384, 512)  # tiles of a probe of 512 elements
-# Magnitudes of gradients, for every second parameter its inverse: clipping and trust ratios act in
-# some of them. Steps, and groups at most, of a trial with each: warm-ups end in the long one.
+MAX_MOMENTS = 6  # length of `plan.layout.MOMENTS`
+_CUTS = (0, 128, 384, 512)  # tile boundaries of a small parameter of 512 elements
+# Magnitudes of gradients (the inverse for every second parameter): clipping and trust ratios take
+# effect in some of them.
 SCALES = (1.0, 1e-9, 1e3)
+# (magnitude, steps, maximum number of groups) of each trial; the first outlasts short warm-ups.
 _TRIALS = tuple(zip(SCALES, (24, 3, 3), (4, None, None), strict=True))
 _REFUSED = {
     "LBFGS": "it computes the loss again several times a step, by a closure",
@@ -60,10 +61,11 @@ _REFUSED = {
 def open_adapter(
     given: torch.optim.Optimizer | OptimizerMaker, groups: list[dict[str, Any]]
 ) -> AdapterFacts:
-    """What to know of an optimizer class, a function that makes one of groups, or an instance.
+    """Probe an optimizer, given as a class, as a function of groups, or as an instance.
 
-    `groups` are those of `model_parameters`; a function gets them with stand-ins of fp32 on the
-    meta device, so that nothing is allocated. Raises `ConfigError` for what cannot be run.
+    `groups` are those of `model_parameters`. A class or function is called with fp32 stand-ins on
+    the meta device, so that nothing is allocated. Raises `ConfigError` for an optimizer that cannot
+    be adapted.
     """
     _refuse_by_name(given if isinstance(given, type) else type(given))
     real = {id(p): p for group in groups for p in group["params"]}
@@ -80,7 +82,7 @@ def open_adapter(
             stand_ins.append({**group, "params": mine})
         instance, make = _make(given, stand_ins), given
     name = _name_of(type(instance))
-    made = instance.param_groups  # of a given instance the same objects: schedulers keep working
+    made = instance.param_groups  # the instance's objects, which schedulers hold
     if not isinstance(given, torch.optim.Optimizer):
         made = [{**g, "params": [_real_of(p, real) for p in g["params"]]} for g in made]
     has_state = any(instance.state.values())
@@ -116,7 +118,7 @@ def _name_of(kind: type) -> str:
 def _make(maker: OptimizerMaker, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     try:
         made = maker(groups)
-    except ResidencyError as error:  # what our standalone optimizers say of stand-ins
+    except ResidencyError as error:  # raised by CPUAdam and FusedAdam for stand-ins
         raise ConfigError(
             "infinity.CPUAdam or FusedAdam is not an optimizer for the engine",
             because="it is the standalone one, over parameters and state in the memory of a model; "
@@ -152,7 +154,7 @@ def _real_of(parameter: Tensor, real: Mapping[int, nn.Parameter]) -> nn.Paramete
 def _without_parameters(
     instance: torch.optim.Optimizer, parameters: Iterable[Tensor]
 ) -> torch.optim.Optimizer:
-    """A copy with attributes of its own, but neither groups nor state."""
+    """Return a copy with deep-copied attributes, without groups and state."""
     worker = type(instance).__new__(type(instance))
     memo: dict[int, Any] = {id(p): p for p in parameters}
     memo |= {id(p): p for group in instance.param_groups for p in group["params"]}
@@ -166,8 +168,6 @@ def _without_parameters(
 
 
 def _state_maker(make: OptimizerMaker, instance: torch.optim.Optimizer) -> MakeState:
-    """What makes the state of one tile as the constructor does."""
-
     def make_state(group: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
         fresh = make([{**group, "params": [parameter]}])
         return dict(fresh.state.get(parameter, {}))
@@ -180,7 +180,7 @@ def _state_maker(make: OptimizerMaker, instance: torch.optim.Optimizer) -> MakeS
 
 @dataclass(frozen=True)
 class Small:
-    """State of a small parameter: besides its moments, as `kept` has it, and these."""
+    """State of a small parameter: an entry of `AdaptedOptimizer.kept()`, and moments."""
 
     kept: Mapping[str, Any]
     moments: Sequence[Moment]
@@ -188,7 +188,7 @@ class Small:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that a trial left, by small parameter; `smalls` if it was stepped by tiles."""
+    """Results of a trial, by small parameter; `smalls` only if it was stepped by tiles."""
 
     parameters: list[Tensor]
     states: list[dict[str, Any]]
@@ -196,7 +196,7 @@ class Outcome:
     smalls: Sequence[Small] = ()
 
     def difference(self, plain: Outcome) -> str:
-        """Return the first entry that differs in a bit from plain use, or an empty string."""
+        """Describe the first bitwise difference from plain use; empty if there is none."""
         for one, two in zip(self.parameters, plain.parameters, strict=True):
             if not same(one, two):
                 return f"a parameter of shape {tuple(one.shape)} differs"
@@ -214,9 +214,9 @@ class Outcome:
 class Trial:
     """Small parameters in groups, stepped as in plain torch, and tile by tile.
 
-    There are two of each shape, the second one of zeros, whose first gradient is zeros too if
-    there are several steps. `groups` are entries and shapes; a parameter in `starts`, by its
-    index, has stepped before.
+    There are two of each shape. The second one is zeros, and so is its first gradient if there are
+    several steps. `groups` are (entries, shapes); `starts` has the state of parameters that have
+    stepped before, by index.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Trial:
         self.starts = starts
         chance = torch.Generator().manual_seed(1)
         profile = torch.ones(SMALL_ELEMENTS, dtype=torch.float32)
-        profile[: _CUTS[1]] = 0.05  # so that tiles differ in their means
+        profile[: _CUTS[1]] = 0.05  # so that the means of tiles differ
 
         def draw(shape: Sequence[int]) -> Tensor:
             flat = torch.randn(SMALL_ELEMENTS, generator=chance, dtype=torch.float32) * profile
@@ -242,7 +242,7 @@ class Trial:
         for number, (entries, shapes) in enumerate(groups):
             options = copied(entries)
             if isinstance(options.get("lr"), float) and options["lr"] == 0:
-                options["lr"] = 1e-3  # a schedule may begin with 0, where nothing shows
+                options["lr"] = 1e-3  # a schedule may begin at 0, which hides all differences
             self.options.append(options)
             for shape in sorted({small_shape(shape) for shape in shapes}, key=len):
                 self.values += [(number, draw(shape)), (number, torch.zeros(shape, **HOST_FP32))]
@@ -255,7 +255,7 @@ class Trial:
             gradient.zero_()
 
     def compare(self, facts: AdapterFacts, plain: Outcome) -> tuple[str, Sequence[Small]]:
-        """Return the first difference between tiles and plain use, if any, and what tiles left."""
+        """Return the first difference between tiles and `plain` use, and the state after tiles."""
         try:
             tiled = self.tiled(facts)
         except InfinityError as error:
@@ -276,7 +276,7 @@ class Trial:
         ]
 
     def plain(self) -> Outcome:
-        """Plain use: all groups together in one optimizer."""
+        """Step all groups together in one optimizer."""
         adapted, moments = self._adapted(self.facts)
         worker = adapted.facts.worker
         mine = [nn.Parameter(value.clone()) for _, value in self.values]
@@ -295,7 +295,7 @@ class Trial:
             with torch.no_grad():
                 worker.step()
         flags = {name: value for name, value in vars(worker).items() if isinstance(value, bool)}
-        vars(self.facts.worker).update(flags)  # as steps leave them: of the first one, say
+        vars(self.facts.worker).update(flags)  # such as a flag that the first step clears
         groups = [worker.param_groups[number] for number, _ in self.values]
         return Outcome(
             [p.detach() for p in mine],
@@ -304,7 +304,7 @@ class Trial:
         )
 
     def tiled(self, facts: AdapterFacts) -> Outcome:
-        """Our use: tile by tile, or parameter by parameter."""
+        """Step as the engine does: tile by tile, or parameter by parameter."""
         adapted, moments = self._adapted(facts)
         flats = [value.clone().reshape(-1) for _, value in self.values]
         shapes = [tuple(value.shape) for _, value in self.values]
@@ -333,7 +333,7 @@ class Trial:
 
 
 def _try_out(facts: AdapterFacts) -> AdapterFacts:
-    """The facts completed; raises `ConfigError` if plain use cannot be had in parts."""
+    """Return the completed facts; raises `ConfigError` if no use equals plain use."""
     groups = [
         (
             {k: v for k, v in group.items() if k not in ("params", "param_names")},
@@ -355,7 +355,7 @@ def _try_out(facts: AdapterFacts) -> AdapterFacts:
         ) from error
     facts = _with_names(facts, plain)
     _require_change(facts, trials[0], plain[0])
-    torch.manual_seed(2)  # so that nobody equals by drawing the same random numbers
+    torch.manual_seed(2)  # so that plain use and tiles draw different random numbers
     problem = ""
     for untiled in (False, True):
         candidate = replace(facts, needs_full=untiled)

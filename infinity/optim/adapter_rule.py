@@ -2,20 +2,22 @@
 
 [Note: small parameters step first]
 Before a step is committed, small parameters take it: all together as in plain torch, and tile by
-tile as the engine does. They must agree in every bit of parameters, state and group entries; else
-the step is refused, and nothing has changed. They have the entries that the groups have in this
-step, edits included, and the scalars that the optimizer keeps of the model's parameters (their
-step counts), so what an optimizer does from some step on shows in that step, also in a run that
-was resumed. Of each shape one has stepped along since the engine was made, and one begins: an entry
-that is switched on may need state that was not planned, or that older parameters lack.
+tile as in the engine. Both must agree in every bit of parameters, state and group entries;
+otherwise the step is rejected, and nothing has changed. The small parameters have the entries that
+the groups have in this step, edits included, and the scalars that the optimizer stored for the
+model's parameters (their step counts). So behavior that begins at some step is detected in that
+step, also in a resumed run. For each shape, one parameter has taken all checks since the engine was
+made, and one begins: an entry that is switched on may need state that was not planned, or that
+older parameters lack.
 
-So a value that several parameters of one call make together is found by whatever the optimizer goes
-by that these share with the model: counts, entries, the shape. Not by the model's own values: a
-norm of all gradients that is used above a threshold only is found if small parameters pass it.
-Their gradients are of three magnitudes, in turn. Nothing of this is a proof for a global variable.
+Thus a value that is computed from several parameters of one call is detected if the optimizer uses
+it under a condition on counts, entries or shapes, which small parameters share with the model. A
+condition on the model's values is not covered: a norm of all gradients that is only used above a
+threshold is detected only if the small parameters exceed it. Their gradients cycle through three
+magnitudes. No check excludes a global variable.
 
-Groups of one kind differ in rates alone, floats other than 0: those of a learning rate for each
-layer, say. Of those a few step, in turn, since a hundred would take half a second.
+Groups of one kind differ only in rates (nonzero floats), such as a learning rate per layer. A few
+groups of each kind step in a check, in rotation: a hundred would take half a second.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ from infinity.optim.adapter_probe import SCALES, Small, Trial
 from infinity.optim.cpu import CpuKernels
 from infinity.types import MomentFormat
 
-NUM_OF_A_KIND = 4  # groups that step in one check; more than SCALES, so that each meets them all
+NUM_OF_A_KIND = 4  # groups per check; more than SCALES, so that each group steps with each scale
 
 
 class AdapterRule:
-    """The rule that an adapted optimizer is; see `infinity.optim.update.Rule`."""
+    """The update rule of an adapted optimizer; see `infinity.optim.update.Rule`."""
 
     def __init__(self, facts: AdapterFacts) -> None:
         self.facts = facts
@@ -67,35 +69,35 @@ class AdapterRule:
         return Captured(copied(entries), frozenset(shapes))
 
     def reserve(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Copy the groups: the trial has planned the moments from these."""
+        """Copy the groups; the trial has determined `moments` from them."""
         self._planned = [self.capture(group).entries for group in groups if group["params"]]
 
     def tile_elements(self, largest: int) -> int:
-        """Whole parameters, or tiles that torch steps in one thread."""
+        """Return the size of full parameters, or of tiles that torch steps in one thread."""
         return largest if self.needs_full else min(largest, TILE_ELEMENTS)
 
     def initial(self, captured: Any) -> tuple[float, ...]:
-        """Return nothing: an adapted optimizer fills its state itself."""
+        """Return an empty tuple: an adapted optimizer initializes its state itself."""
         return ()
 
     def updater(
         self, kernels: CpuKernels, names: Sequence[str], largest: int, seed: int
     ) -> CheckedOptimizer:
-        """Return the adapted optimizer with its check."""
+        """Return the adapted optimizer, with its check before every step."""
         size = self.tile_elements(largest)
         return CheckedOptimizer(self.facts, size, kernels, names, self._planned)
 
 
 @dataclass(frozen=True)
 class _Checked:
-    """A group before a step, the shapes of its parameters, and the scalars of one of them."""
+    """A group before a step, the shapes of its parameters, and the scalars of one parameter."""
 
     group: Group
     shapes: frozenset[tuple[int, ...]]
     scalars: Mapping[str, Any]
 
     def is_like(self, other: _Checked) -> bool:
-        """Return True if the two are of one kind; see [Note: small parameters step first]."""
+        """Return True if both groups are of one kind; see [Note: small parameters step first]."""
         mine, others = self.group.given, other.group.given
         return (
             self.shapes == other.shapes
@@ -121,8 +123,8 @@ class CheckedOptimizer(AdaptedOptimizer):
         planned: Sequence[Mapping[str, Any]],
     ) -> None:
         super().__init__(facts, tile_elements, kernels, names)
-        self._passed = planned  # entries of groups that passed the last check
-        # Parameters that step along, as the last step of their group left them; by group.
+        self._passed = planned  # group entries that passed the last check
+        # By group: its small parameters, after the last check with this group.
         self._smalls: dict[int, list[Small]] = {}
         self._num_checks = 0
 
@@ -163,7 +165,7 @@ class CheckedOptimizer(AdaptedOptimizer):
         self._passed = entries
 
     def _choose(self, groups: Sequence[_Checked]) -> list[int]:
-        """Return the numbers of the groups that step in this check: some of each kind, in turn."""
+        """Return the indices of the groups in this check: a few of each kind, in rotation."""
         kinds: list[list[int]] = []
         for number, one in enumerate(groups):
             kind = next((kind for kind in kinds if one.is_like(groups[kind[0]])), None)

@@ -1,8 +1,8 @@
-"""The optimizer kernels on torch CPU tensors: checks dtypes and sizes, then passes addresses.
+"""Optimizer kernels on torch CPU tensors: checks dtypes and sizes, then passes addresses.
 
-Every tensor is 1-D, contiguous and on the CPU. The maths to read is numpy
-(`tests/support/reference.py`), the loops are in csrc/adam. Results do not
-depend on `num_threads` or `isa`. Must not know units, tiers or files.
+Every tensor is 1-D, contiguous and on the CPU. The loops are in csrc/adam; the reference
+implementation is numpy (`tests/support/reference.py`). Results do not depend on `num_threads` or
+`isa`. Must not know units, tiers or files.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from infinity.optim.rules import Muon, RuleParams
 from infinity.plan.layout import SQUARE_BLOCK
 from infinity.types import MOMENT_BLOCK, MomentFormat
 
-FLOATS = tuple(BESIDE)  # of weights and gradients
+FLOATS = tuple(BESIDE)  # dtypes of weights and gradients
 _HOST = torch.device("cpu")
 _MAX_64_BITS = 2**64 - 1
-# What the native side calls things.
+# Codes of the native module.
 _RULES = {name: code for code, name in enumerate(_adam.rules())}
 _CODES = {torch.bfloat16: _adam.BF16, torch.float32: _adam.FP32, torch.float16: _adam.FP16}
 _LAYOUTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # by the weight's dtype
 _FORMAT_ORDER = tuple(MomentFormat)
-# DLPack's C functions, which tell what a tensor is ten times as fast as its methods do.
+# DLPack's C functions: they read a tensor's metadata ten times faster than its methods.
 _EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 Setting = tuple[int, int, list[float]]  # rule, number of moments, scalars of the step
 
-# Refusals of arguments that the kernels cannot take, before any byte is touched. They get raw
-# addresses, so everything about a tensor is checked here: device, dtype, size, contiguity; and
-# natively, that nothing that is written overlaps anything else.
+# Argument checks, before any byte is modified. Kernels get raw addresses, so device, dtype, size
+# and contiguity of a tensor are checked here; the native module checks that memory which is written
+# overlaps no other argument.
 
 
 def check_tensor(
@@ -55,7 +55,7 @@ def check_tensor(
 
 
 def check_piece(piece: Piece, device: torch.device) -> None:
-    """Raise unless dtypes, sizes and formats of a piece fit one another."""
+    """Raise unless dtypes, sizes and formats of a piece are consistent."""
     weight, master_state, moments, gradient, rule_params, _, _, key, first = piece
     n = weight.numel()
     check_tensor("weight", weight, n, FLOATS, device)
@@ -102,7 +102,7 @@ def check_moment(name: str, moment: Moment, n: int, device: torch.device) -> Non
 
 
 def check_pair(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> int:
-    """Raise unless one can be added to the other; returns the number of elements."""
+    """Return the number of elements; raises unless the tensors match and do not overlap."""
     n = target.numel()
     check_tensor("target", target, n, FLOATS, device)
     check_tensor("source", source, n, FLOATS, device)
@@ -136,14 +136,13 @@ def _refusal(
 
 
 class Piece(NamedTuple):
-    """One contiguous range of one parameter and everything an update of it depends on.
+    """One contiguous range of one parameter, with all inputs of its update.
 
     `weight` and `master_state` are fp32 and None, bf16 and the int16 residual, or fp16 and the fp32
     master. `gradient` is fp32, bf16 or fp16 and is multiplied by `grad_scale` first. `step` counts
-    from 1.
-    `first` is the index of the first element in its parameter (8 bits: a multiple of MOMENT_BLOCK)
-    and `key` 64 bits that name parameter and step: together they seed stochastic rounding, so that
-    the result does not depend on how a parameter is cut.
+    from 1. `first` is the index of the first element in its parameter (a multiple of MOMENT_BLOCK
+    for 8-bit moments), `key` a 64-bit hash of parameter and step. Both seed stochastic rounding, so
+    that the result does not depend on how a parameter is cut.
     """
 
     weight: torch.Tensor
@@ -158,13 +157,13 @@ class Piece(NamedTuple):
 
 
 class CpuKernels:
-    """One thread pool and its kernels; may be used from several threads at once."""
+    """A thread pool and its kernels; thread-safe."""
 
     def __init__(self, num_threads: int = 0, isa: str = "auto", root: Path = Path("/")) -> None:
-        """`num_threads` counts the caller; 0 is every CPU in the affinity mask.
+        """Start the threads.
 
-        `root` is where /sys is looked for (memory nodes); a test hands in a made-up machine. `pool`
-        is the native side of it.
+        `num_threads` includes the calling thread; 0 means all CPUs of the affinity mask. `root` is
+        the directory of `sys/`, where memory nodes are looked up; tests pass a fake one.
         """
         try:
             self.pool = _adam.Pool(num_threads=num_threads, isa=isa, root=str(root))
@@ -174,7 +173,7 @@ class CpuKernels:
 
     @property
     def num_threads(self) -> int:
-        """Threads that compute one large call, the caller's included."""
+        """Threads that compute one large call, including the calling thread."""
         return self.pool.num_threads
 
     @property
@@ -183,24 +182,24 @@ class CpuKernels:
         return self.pool.isa
 
     def update_all(self, pieces: Iterable[Piece]) -> None:
-        """One step of every piece, in place, as one job: each in one pass over memory.
+        """Update all pieces in place, as one job, each in one pass over memory.
 
-        All pieces are checked before any byte is touched. No two may share memory. Matrices, for
-        which there is no kernel, are stepped by torch, with its threads.
+        All pieces are checked before any byte is modified. No two may share memory. Matrices, for
+        which there is no kernel, are updated by torch, with its threads.
         """
         elementwise, matrices = by_kind(pieces)
         self.pool.update(self.prepare(elementwise))
         step_matrices(matrices)
 
     def prepare(self, pieces: list[Piece]) -> list[_adam.Piece]:
-        """What `pool` takes of pieces; raises before any byte is touched if anything is wrong.
+        """Return native pieces for `pool.update`; raises if any piece is invalid.
 
-        Only addresses are kept: the caller keeps the tensors alive and does not move them.
+        They hold addresses only: the caller keeps the tensors alive and does not move them.
         """
         self._require_open()
         settings = _settings(pieces)
         made = _read(pieces, settings)
-        if made is None:  # something is wrong, or out of the ordinary
+        if made is None:  # a piece is invalid, or not a plain tensor
             made = _looked_at(pieces, settings, _HOST)
         _check_all_apart(made)
         return made
@@ -214,15 +213,15 @@ class CpuKernels:
         self._code(self.pool.decode, values, moment, signed)
 
     def accumulate(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """`target += source`, added in fp32; a 16-bit target is rounded to nearest even."""
+        """Compute `target += source` in fp32; a 16-bit target is rounded to nearest even."""
         self._pair(self.pool.accumulate, target, source)
 
     def convert(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """`target = source` with torch's rounding (to nearest even) where it narrows."""
+        """Copy `source` to `target`, converted as by torch: rounded to nearest even."""
         self._pair(self.pool.convert, target, source)
 
     def square_sum(self, tensor: torch.Tensor) -> float:
-        """Sum of squares in fp64 over a fixed tree; inf or nan if any element is."""
+        """Return the sum of squares in fp64 over a fixed tree; inf or nan if any element is."""
         self._require_open()
         n = tensor.numel()
         check_tensor("tensor", tensor, n, FLOATS, _HOST)
@@ -231,9 +230,9 @@ class CpuKernels:
         )
 
     def square_blocks(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums of squares (fp64) of each `SQUARE_BLOCK` elements; `fold_squares` makes one of all.
+        """Return the sum of squares (fp64) of each block of `SQUARE_BLOCK` elements.
 
-        So a parameter's sum can be taken of parts of it, cut where blocks end.
+        `fold_squares` combines them, so a parameter can be summed in slices that end at blocks.
         """
         self._require_open()
         n = tensor.numel()
@@ -244,15 +243,16 @@ class CpuKernels:
         return sums
 
     def fold_squares(self, blocks: torch.Tensor) -> float:
-        """The `square_sum` of what has these blocks' sums (fp64), in their order."""
+        """Return the `square_sum` of a tensor from the sums of its blocks (fp64), in order."""
         self._require_open()
         check_tensor("blocks", blocks, blocks.numel(), (torch.float64,), _HOST)
         return self.pool.fold_squares(n=blocks.numel(), sums=blocks.data_ptr())
 
     def split(self, master: torch.Tensor, weight: torch.Tensor, master_state: torch.Tensor) -> None:
-        """Write the fp32 `master` as `weight` and `master_state`, losslessly.
+        """Split the fp32 `master` into `weight` and `master_state`, losslessly.
 
-        They are bf16 and the int16 residual, or fp16 (to nearest even) and the master itself.
+        These are bf16 and the int16 residual, or fp16 (rounded to nearest even) and a copy of the
+        master.
         """
         n = self._check_halves(master, weight, master_state)
         if weight.dtype is torch.float16:
@@ -267,7 +267,7 @@ class CpuKernels:
         )
 
     def join(self, weight: torch.Tensor, master_state: torch.Tensor, master: torch.Tensor) -> None:
-        """Write the fp32 `master` that `weight` and `master_state` stand for; see `split`."""
+        """Compute the fp32 `master` from `weight` and `master_state`; the inverse of `split`."""
         n = self._check_halves(master, weight, master_state)
         if weight.dtype is torch.float16:
             self.copy(master, master_state)
@@ -280,7 +280,7 @@ class CpuKernels:
         )
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy bytes between tensors of any dtypes; sizes in bytes must agree."""
+        """Copy bytes between tensors of any dtypes and equal sizes in bytes."""
         self._require_open()
         for name, tensor in (("target", target), ("source", source)):
             check_tensor(name, tensor, tensor.numel(), (tensor.dtype,), _HOST)
@@ -351,14 +351,14 @@ class CpuKernels:
 
 
 def by_kind(pieces: Iterable[Piece]) -> tuple[list[Piece], list[Piece]]:
-    """Split into tiles for the kernels, and whole matrices for torch's operations."""
+    """Split into (pieces with a kernel, full matrices that torch operations update)."""
     found = list(pieces)
     kernels = [piece for piece in found if piece.rule_params.kernel]
     return kernels, [piece for piece in found if not piece.rule_params.kernel]
 
 
 def step_matrices(pieces: Iterable[Piece]) -> None:
-    """One step of matrices and stacks of them, on their device, in torch's current stream."""
+    """Update matrices, or stacks of them, on their device and torch's current stream."""
     for weight, master_state, moments, gradient, rule_params, _, grad_scale, _, _ in pieces:
         assert isinstance(rule_params, Muon)
         with torch.no_grad():
@@ -366,21 +366,21 @@ def step_matrices(pieces: Iterable[Piece]) -> None:
 
 
 def check_pieces(pieces: list[Piece], device: torch.device) -> None:
-    """Raise unless all can be updated in one go: each is right, and no two share memory."""
+    """Raise unless each piece is valid and no two share memory."""
     _check_all_apart(_looked_at(pieces, _settings(pieces), device))
 
 
 def _looked_at(
     pieces: list[Piece], settings: list[Setting], device: torch.device
 ) -> list[_adam.Piece]:
-    """Convert to native pieces with all checks; raises the error of the first bad one."""
+    """Convert to native pieces with all checks; raises for the first invalid piece."""
     for piece in pieces:
         check_piece(piece, device)
     return [_native(*pair) for pair in zip(pieces, settings, strict=True)]
 
 
 def _check_all_apart(pieces: list[_adam.Piece]) -> None:
-    if len(pieces) > 1:  # inside a piece, its constructor has looked
+    if len(pieces) > 1:  # the constructor has checked each piece separately
         try:
             _adam.check_apart(pieces)
         except ValueError as error:
@@ -388,7 +388,7 @@ def _check_all_apart(pieces: list[_adam.Piece]) -> None:
 
 
 def _settings(pieces: list[Piece]) -> list[Setting]:
-    """Of every piece; computed once where neighbours share them."""
+    """Return the setting of each piece; computed once for consecutive pieces that share it."""
     settings = []
     setting: Setting = (0, 0, [])
     rule_params: RuleParams | None = None
@@ -407,7 +407,7 @@ def _settings(pieces: list[Piece]) -> list[Setting]:
 
 
 def _read(pieces: list[Piece], settings: list[Setting]) -> list[_adam.Piece] | None:
-    """Convert valid pieces without messages; None if `check_piece` must look."""
+    """Convert to native pieces by the fast path; None if any piece needs the full checks."""
     if _EXCHANGE is None:
         return None
     return _adam.read_pieces(pieces, settings, _FORMAT_ORDER, torch.Tensor, _EXCHANGE)

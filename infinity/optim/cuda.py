@@ -1,9 +1,9 @@
-"""The optimizer kernels on a CUDA device: same bits as `CpuKernels`, many parameters in one launch.
+"""Optimizer kernels on a CUDA device: same bits as `CpuKernels`, many parameters per launch.
 
-Work is queued on the stream of the caller and the host never waits, but in `square_sum`, which
-returns a number. Tensors are 1-D, contiguous and on the device; the caller keeps them alive until
-the stream has passed. The maths is in csrc/adam/update.inl, the kernels in fused_adam.cu. Must not
-know units, tiers or files.
+Work is queued on the caller's stream without synchronization, except in `square_sum`, which returns
+a number. Tensors are 1-D, contiguous and on the device; the caller keeps them alive until the
+stream has executed the work. The arithmetic is in csrc/adam/update.inl, the kernels in
+fused_adam.cu. Must not know units, tiers or files.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from infinity.optim.cuda_launch import (
 )
 from infinity.optim.rules import SGD
 
-# `cuda-core` compiles kernels on first use, and loads them. It launches with scalars and pointers
-# only, so launches go through `cuda-bindings`, on which it rests: the driver takes a table of up to
+# `cuda-core` compiles kernels on first use, and loads them. Its launches take scalars and pointers
+# only, so launches use `cuda-bindings`, on which it is built: the driver takes a table of up to
 # 32764 bytes by value.
-_OLDEST_DRIVER = 12010  # CUDA 12.1: parameters of more than 4 KiB
+_OLDEST_DRIVER = 12010  # CUDA 12.1: kernel parameters above 4 KiB
 _OLDEST_DEVICE = (7, 0)
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why `device` cannot run the kernels, in one line; None if it can. Compiles nothing."""
+    """Return why `device` cannot run the kernels (one line), or None. Compiles nothing."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return f"{device} is not a CUDA device that torch can use"
     capability = torch.cuda.get_device_capability(device)
@@ -54,10 +54,10 @@ def why_not(device: torch.device) -> str | None:
 
 
 class CudaLauncher:
-    """The kernels of one device."""
+    """Launches compiled kernels on one device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises `MachineError` where `why_not` gives a reason."""
+        """Raise `MachineError` if `why_not` gives a reason."""
         if (reason := why_not(device)) is not None:
             raise MachineError(f"no kernels for {device}", because=reason)
         self._index = torch.cuda.current_device() if device.index is None else device.index
@@ -69,10 +69,10 @@ class CudaLauncher:
         self._lock = threading.Lock()
 
     def __call__(self, launch: Launch, stream: torch.cuda.Stream | None) -> None:
-        """Queue a launch on `stream`, by default torch's current one."""
+        """Queue a launch on `stream`, by default torch's current stream."""
         with torch.cuda.device(self._index):
-            # Torch's context is made current each time: the driver asks for one, torch does not, it
-            # is of the thread, and others may have made theirs current meanwhile.
+            # Driver calls need a current context, which is per thread: torch may not have set its
+            # context on this thread, and another library may have set another one.
             cuda_compile.core().Device(self._index).set_current()
             kernel = self._kernel(launch.variant, launch.kernel)
             queue = torch.cuda.current_stream(self._index) if stream is None else stream
@@ -93,13 +93,13 @@ class CudaLauncher:
             )
 
     def room(self, num_elements: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
-        """Return fp64 memory from the caching allocator, reused in the order of `stream`."""
+        """Allocate uninitialized fp64 scratch memory, for use on `stream`."""
         queue = torch.cuda.current_stream(self._index) if stream is None else stream
         with torch.cuda.stream(queue):
             return torch.empty(num_elements, dtype=torch.float64, device=self.device)
 
     def _kernel(self, variant: Variant, name: str) -> int:
-        """The driver's handle of a kernel, whose variant is compiled unless its code was kept."""
+        """Return the driver's handle of a kernel, compiling its variant unless cached."""
         found = self._kernels.get((variant, name))
         if found is None:
             with self._lock:
@@ -111,13 +111,13 @@ class CudaLauncher:
         return found
 
 
-@cache  # asked for with every launch, as `cuda_compile.core` is
+@cache  # called for each launch, as is `cuda_compile.core`
 def _driver() -> Any:
     return importlib.import_module("cuda.bindings.driver")
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
-    """Check the result of a driver call; raises `MachineError` with the name of its error."""
+    """Return the value of a driver call; raises `MachineError` with the name of its error."""
     status, *values = answer
     if int(status) != 0:
         raise MachineError(f"the CUDA driver answered {status!r}")
@@ -125,20 +125,20 @@ def _checked(answer: tuple[Any, ...]) -> Any:
 
 
 class Launcher(Protocol):
-    """What carries out launches: `CudaLauncher`, and a stand-in where there is no GPU."""
+    """Executes launches: `CudaLauncher`, or a fake in tests without a GPU."""
 
     def __call__(self, launch: Launch, stream: torch.cuda.Stream | None) -> None:
         """Queue a launch."""
 
     def room(self, num_elements: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
-        """fp64 scratch memory on the device, for work on this stream."""
+        """Allocate fp64 scratch memory on the device, for use on `stream`."""
 
 
 class CudaKernels:
-    """The kernels of one device; may be used from several threads at once."""
+    """Optimizer kernels of one device; thread-safe."""
 
     def __init__(self, device: torch.device | str, launcher: Launcher | None = None) -> None:
-        """Raises `MachineError` where kernels cannot be compiled or run on `device`."""
+        """Raise `MachineError` if kernels cannot be compiled or run on `device`."""
         self.device = torch.device(device)
         if launcher is None:
             launcher = CudaLauncher(self.device)
@@ -147,7 +147,7 @@ class CudaKernels:
         self._prove()
 
     def _prove(self) -> None:
-        """Launch a kernel of each sort: what only the driver refuses is known before training."""
+        """Launch one kernel of each sort, so that driver errors are raised before training."""
         try:
             total = self.square_sum(torch.ones(10, dtype=torch.float32, device=self.device))
             weight, gradient = torch.ones(2, 1, dtype=torch.float32, device=self.device)
@@ -155,7 +155,7 @@ class CudaKernels:
             found = total, float(weight)
         except MachineError:
             raise
-        except Exception as error:  # of cuda-core, which loads code when it is first wanted
+        except Exception as error:  # from cuda-core, which loads code lazily
             raise MachineError(
                 f"the CUDA kernels do not run on {self.device}", because=first_lines(error)
             ) from error
@@ -166,11 +166,11 @@ class CudaKernels:
             )
 
     def update_all(self, pieces: Iterable[Piece], stream: torch.cuda.Stream | None = None) -> None:
-        """One step of every piece, in place; groups and steps may differ from one to another.
+        """Update all pieces in place, on `stream` (default: torch's current stream).
 
-        All pieces are checked first; no two may share memory. One launch per combination of rule,
-        dtypes and formats, and torch's own for a matrix. `stream` is by default torch's current
-        one.
+        Groups and steps of pieces may differ. All pieces are checked first; no two may share
+        memory. There is one launch per combination of rule, dtypes and formats; matrices are
+        updated by torch operations.
         """
         elementwise, matrices = by_kind(pieces)
         check_pieces(elementwise, self.device)
@@ -180,7 +180,10 @@ class CudaKernels:
             step_matrices(matrices)
 
     def square_sum(self, tensor: torch.Tensor) -> float:
-        """Sum of squares in fp64 over a fixed tree; inf or nan if any element is. Waits for it."""
+        """Return the sum of squares in fp64 over a fixed tree; synchronizes.
+
+        It is inf or nan if any element is.
+        """
         sums = self._launch.room(1, None)
         self.square_sums([tensor], sums)
         total = float(sums.item())
@@ -192,7 +195,7 @@ class CudaKernels:
         sums: torch.Tensor,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """Sums of squares of `tensors` into the fp64 device tensor `sums`, one each."""
+        """Write the sum of squares of each tensor to the fp64 device tensor `sums`."""
         check_tensor("sums", sums, len(tensors), (torch.float64,), self.device)
         for tensor in tensors:
             check_tensor("tensor", tensor, tensor.numel(), FLOATS, self.device)

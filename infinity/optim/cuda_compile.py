@@ -1,8 +1,8 @@
-"""From `fused_adam.cu` to machine code of a GPU: NVRTC at run time, through `cuda-core`.
+"""Run-time compilation of `fused_adam.cu` by NVRTC, through `cuda-core`, with a cache on disk.
 
-No nvcc, no CUDA headers, nothing of torch. The source travels as package data; in a source tree it
-is read from csrc/adam. NVRTC compiles without a GPU and without a driver. The options are part of
-the same-bits promise: no fused multiply-add, true division and square root, denormals kept.
+Needs no nvcc, CUDA headers or torch. The source is package data; in a source tree it is read from
+csrc/adam. NVRTC compiles without a GPU and without a driver. The same-bits guarantee depends on the
+options: no fused multiply-add, IEEE division and square root, no flushing of denormals.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from typing import Any
 from infinity.common.files import atomic_write
 from infinity.errors import MachineError, first_lines
 
-# Compiled GPU kernels on disk, so that a second process need not compile them again.
+# Cache of compiled GPU kernels on disk, shared by processes.
 #
-# An entry is one file: the SHA-256 of the payload, then the payload. It is written beside its
-# final name and renamed, so that a reader sees all of it or nothing, and processes may race. An
-# entry whose sum does not fit is as good as none; a folder that cannot be used only makes this
-# forgetful.
+# An entry is one file: the SHA-256 of the payload, then the payload. It is written to a temporary
+# file and renamed, so concurrent readers and writers never see a partial entry. An entry with a
+# wrong checksum counts as missing; if the folder is not usable, nothing is cached.
 
 
 _SUM_BYTES = hashlib.sha256().digest_size
 
 
 def kept(*key: str) -> bytes | None:
-    """The payload last kept under `key`, None if there is none or it is damaged."""
+    """Return the payload cached under `key`; None if it is missing or damaged."""
     try:
         entry = _file_of(key).read_bytes()
     except OSError:
@@ -41,7 +40,7 @@ def kept(*key: str) -> bytes | None:
 
 
 def keep(payload: bytes, *key: str) -> None:
-    """Keep `payload` under `key`; does nothing where the folder cannot be written."""
+    """Cache `payload` under `key`; does nothing if the folder is not writable."""
     path = _file_of(key)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -55,7 +54,7 @@ def _file_of(key: tuple[str, ...]) -> Path:
 
 
 def default_folder() -> Path:
-    """`$INFINITY_KERNEL_CACHE`, else `infinity/kernels` below `$XDG_CACHE_HOME` or `~/.cache`."""
+    """Return `$INFINITY_KERNEL_CACHE`, or `infinity/kernels` in `$XDG_CACHE_HOME` or `~/.cache`."""
     if chosen := os.environ.get("INFINITY_KERNEL_CACHE"):
         return Path(chosen)
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -64,7 +63,7 @@ def default_folder() -> Path:
 
 SOURCE = "fused_adam.cu"
 _HERE = Path(__file__).parent
-_FOLDERS = (_HERE, _HERE.parents[1] / "csrc" / "adam")  # a wheel's, a source tree's
+_FOLDERS = (_HERE, _HERE.parents[1] / "csrc" / "adam")  # in a wheel, in a source tree
 _INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
 _OPTIONS = {"std": "c++17", "fma": False, "ftz": False, "prec_div": True, "prec_sqrt": True}
 _CORE = "cuda.core"
@@ -72,7 +71,7 @@ _REMEDY = "pip install 'torch-infinity[cuda]'"
 
 
 def why_not() -> str | None:
-    """Why kernels cannot be compiled here, in one line; None if they can."""
+    """Return why kernels cannot be compiled on this machine (one line), or None."""
     try:
         version()
     except MachineError as error:
@@ -82,12 +81,12 @@ def why_not() -> str | None:
 
 @cache
 def version() -> str:
-    """NVRTC's version, such as "13.0"; raises `MachineError` where it cannot be used."""
+    """Return NVRTC's version, such as "13.0"; raises `MachineError` if it is not usable."""
     try:
         core()
         bindings = importlib.import_module("cuda.bindings.nvrtc")
         _, major, minor = bindings.nvrtcVersion()
-    # The libraries are found and loaded by others, late, with errors of their own.
+    # Third-party loaders locate and load the libraries lazily, with errors of any type.
     except Exception as error:
         raise MachineError(
             "the CUDA kernels cannot be compiled", because=first_lines(error), remedy=_REMEDY
@@ -96,7 +95,7 @@ def version() -> str:
 
 
 def folder() -> Path:
-    """Where the kernel source is."""
+    """Return the folder of the kernel source."""
     for candidate in _FOLDERS:
         if (candidate / SOURCE).is_file():
             return candidate
@@ -109,19 +108,19 @@ def folder() -> Path:
 
 @cache
 def source() -> str:
-    """The kernel source as one text; includes of our own files are put in their place."""
+    """Return the kernel source as one text, with includes of the project's files expanded."""
     return _expanded(SOURCE, set())
 
 
 def options(arch: str, defines: tuple[tuple[str, str], ...]) -> Any:
-    """`cuda.core.ProgramOptions` for `arch` ("sm_90", or "compute_90" for PTX)."""
+    """Return `cuda.core.ProgramOptions` for `arch` ("sm_90", or "compute_90" for PTX)."""
     return core().ProgramOptions(arch=arch, define_macro=list(defines) or None, **_OPTIONS)
 
 
 def cubin(arch: str, defines: tuple[tuple[str, str], ...]) -> bytes:
-    """Machine code for `arch` ("sm_90"), compiled with `defines` or kept from before.
+    """Return machine code for `arch` ("sm_90"), compiled with `defines` or from the cache.
 
-    Raises `MachineError` where NVRTC is missing or refuses the source.
+    Raises `MachineError` if NVRTC is missing or rejects the source.
     """
     found_version = version()
     digest = hashlib.sha256(source().encode()).hexdigest()
@@ -142,7 +141,7 @@ def cubin(arch: str, defines: tuple[tuple[str, str], ...]) -> bytes:
 
 @cache
 def core() -> Any:
-    """cuda-core's module; before version 1 it was called experimental."""
+    """Import cuda-core's module, `cuda.core.experimental` before version 1."""
     module = importlib.import_module(_CORE)
     return (
         module if hasattr(module, "Program") else importlib.import_module(f"{_CORE}.experimental")
@@ -150,7 +149,7 @@ def core() -> Any:
 
 
 def _expanded(name: str, seen: set[str]) -> str:
-    """The text of a file with our own includes expanded once each."""
+    """Return the text of a source file; each include of a project file is expanded once."""
     if name in seen:
         return ""
     seen.add(name)

@@ -1,8 +1,8 @@
 """Launches of the CUDA kernels: the tables that csrc/adam/segments.cuh reads, as ctypes.
 
-A launch is (variant, kernel, number of blocks of threads, argument). Segments of one variant
-share launches, whatever their groups; a table holds as many as fit into kernel parameters. Pure:
-touches no device, so that everything but the launch itself is tested without one.
+Segments of one variant share launches, independent of their groups, up to the capacity of a table,
+which is limited by the size of kernel parameters. No function touches a device, so that all but the
+launch itself is tested without one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from infinity.types import MomentFormat
 
 THREADS = 256
 FOLD_THREADS = 1024
-TILE = 4096  # elements that one block of threads pieces
+TILE = 4096  # elements that one block of threads updates
 SQUARE_TILE = 65536  # elements whose squares one block of threads sums
 _PER_THREAD = 4
 _NUM_SCALARS = 10
@@ -33,12 +33,12 @@ FORMATS = {
     MomentFormat.INT8: "Blocks",
 }
 
-Variant = tuple[tuple[str, str], ...]  # macros; none for the helpers
+Variant = tuple[tuple[str, str], ...]  # macros; empty for the helpers
 HELPERS: Variant = ()
 
 
 class Launch(NamedTuple):
-    """One kernel of a variant on `blocks` x `threads` threads; arguments are passed by value."""
+    """Launch of one kernel of a variant on `blocks` x `threads` threads; arguments by value."""
 
     variant: Variant
     kernel: str
@@ -102,7 +102,7 @@ _SmallUpdate, _LargeUpdate = _update_table(14, 40), _update_table(70, 340)
 
 
 def variant_of(piece: Piece) -> Variant:
-    """The macros that choose the kernel for a segment."""
+    """Return the macros that specialize the kernel for a piece."""
     moments = piece.moments
     return (
         ("INFINITY_RULE", piece.rule_params.kernel),
@@ -113,7 +113,7 @@ def variant_of(piece: Piece) -> Variant:
 
 
 def update_launches(pieces: Sequence[Piece]) -> Iterator[Launch]:
-    """As few launches as will do: one per variant, unless a table overflows."""
+    """Yield the fewest possible launches: one per variant, unless a table overflows."""
     by_variant: dict[Variant, list[Piece]] = {}
     for piece in pieces:
         if piece.weight.numel():
@@ -123,7 +123,7 @@ def update_launches(pieces: Sequence[Piece]) -> Iterator[Launch]:
 
 
 def _launches_of(variant: Variant, pieces: list[Piece]) -> Iterator[Launch]:
-    rows: dict[bytes, int] = {}  # by bits: +0 and -0 are not the same
+    rows: dict[bytes, int] = {}  # keys are bytes, since +0 and -0 differ
     batch: list[tuple[Piece, int]] = []
     for piece in pieces:
         numbers = piece.rule_params.scalars(piece.step, piece.grad_scale)
@@ -168,19 +168,22 @@ def _fill(segment: _KernelSegment, piece: Piece) -> None:
 
 
 def _is_wide(tensor: torch.Tensor) -> bool:
-    """Whether four neighbours may be moved as one vector."""
+    """Return True if the address allows loads of four elements as one vector."""
     return tensor.data_ptr() % (_PER_THREAD * tensor.element_size()) == 0
 
 
 def num_square_tiles(tensors: Sequence[torch.Tensor]) -> int:
-    """Partial sums (fp64) that `square_launches` needs room for."""
+    """Return the number of partial sums (fp64) that `square_launches` needs."""
     return sum(-(-tensor.numel() // SQUARE_TILE) for tensor in tensors)
 
 
 def square_launches(
     tensors: Sequence[torch.Tensor], sums: torch.Tensor, partials: torch.Tensor
 ) -> Iterator[Launch]:
-    """Sums of squares of `tensors` into the fp64 `sums`, one each, by way of `partials`."""
+    """Yield launches that write the sum of squares of each tensor to the fp64 `sums`.
+
+    `partials` is fp64 scratch memory of `num_square_tiles(tensors)` elements.
+    """
     by_dtype: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = {}
     for index, tensor in enumerate(tensors):
         by_dtype.setdefault(tensor.dtype, []).append((tensor, index))

@@ -1,6 +1,6 @@
-"""Maps an optimizer of torch to an update rule: built-in, adapted, or refused.
+"""Choice of an update rule for a torch optimizer: built-in, adapted, or rejected.
 
-For front doors that are handed one by somebody else's trainer.
+Used by `initialize` and by the integrations, whose trainers pass an optimizer.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ _RULES: dict[type, str] = {
     getattr(torch.optim, name): name for name, rule in RULES.items() if rule.in_torch
 }
 _MUON = getattr(torch.optim, "Muon", None)  # since torch 2.9
-# How torch carries a rule out: nothing here depends on it.
+# Options that select torch's implementation of a rule; they do not change the rule.
 _HINTS = ("fused", "foreach", "capturable", "differentiable")
-# What a rule of torch may be told, and is, unless another value than this is given.
+# Options without a counterpart in the built-in rules, which have the behavior of these values.
 _OFF = {"amsgrad": False, "adjust_lr_fn": None}
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerChoice:
-    """What `initialize` gets: `optimizer` is None where `config` names a built-in rule.
+    """Optimizer arguments of `initialize`.
 
-    `groups` is None where that is an instance, which has its own.
+    `optimizer` is None if `config` names a built-in rule. `groups` is None if `optimizer` is an
+    instance, whose groups are used.
     """
 
     config: Config
@@ -42,12 +43,13 @@ class OptimizerChoice:
 
 
 def choose_given(config: Config, given: Any, groups: Any) -> OptimizerChoice:
-    """Return what `initialize(optimizer=given, model_parameters=groups)` trains with.
+    """Return the choice for `initialize(optimizer=given, model_parameters=groups)`.
 
-    torch's own AdamW, Adam, SGD and Adagrad, as an instance or a class, are the built-in
-    rules, with their settings, and so is an instance of its Muon; its class refuses models with
-    other parameters than matrices, for which there is `optimizer.type: Muon`. All else that makes
-    an optimizer stays what it is.
+    torch's AdamW, Adam, SGD and Adagrad, as an instance or a class, are replaced by the built-in
+    rules with the same settings, and so is an instance of its Muon. The class Muon is not: it
+    rejects models with parameters other than matrices, for which there is `optimizer.type: Muon`.
+    Any other `given` is returned unchanged, as is any at all if `config` sets an optimizer option
+    other than `moments`.
     """
     kind = given if isinstance(given, type) else type(given)
     if (kind not in _RULES and type(given) is not _MUON) or config.optimizer.model_fields_set - {
@@ -69,11 +71,11 @@ def choose_given(config: Config, given: Any, groups: Any) -> OptimizerChoice:
 def choose_class(
     config: Config, kind: Any, options: Mapping[str, Any], groups: Groups
 ) -> OptimizerChoice:
-    """A class and its arguments, as `Trainer.get_optimizer_cls_and_kwargs` gives them.
+    """Return the choice for a class and its arguments.
 
-    `groups` may hold a weight decay each; groups among the arguments, by the names that
-    `Trainer.create_optimizer` takes them by, win. Raises `ConfigError` for what is no optimizer of
-    parameter groups (layer by layer, by the shapes of a model, ...).
+    They are those of `Trainer.get_optimizer_cls_and_kwargs`. Groups in `options`, under the names
+    that `Trainer.create_optimizer` reads, replace `groups`. Raises `ConfigError` for an optimizer
+    that is not made from parameter groups (one per layer, one that takes the model, ...).
     """
     is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     options = dict(options)
@@ -96,7 +98,7 @@ def choose_class(
 
 
 def _are_groups(given: Any, kind: type) -> bool:
-    """Return True for parameter groups with nothing but arguments of the class, and names."""
+    """Return True for parameter groups whose entries are arguments of the class, or names."""
     if not isinstance(given, list | tuple):
         return False
     known = {"params", "param_names", *inspect.signature(kind).parameters}
@@ -106,9 +108,11 @@ def _are_groups(given: Any, kind: type) -> bool:
 def choose_instance(
     config: Config, given: torch.optim.Optimizer, *, named: bool
 ) -> OptimizerChoice:
-    """An optimizer object over the model's parameters; `named`: the configuration has one too.
+    """Return the choice for an optimizer instance over the model's parameters.
 
-    The engine's groups will be its: the same objects, so that schedules over it go on.
+    The engine uses its groups, the same objects, so that schedules over it keep working. Raises
+    `ConfigError` if the configuration names an optimizer too (`named`), or if the instance has
+    hooks or has stepped.
     """
     if named:
         raise ConfigError(
@@ -117,14 +121,14 @@ def choose_instance(
             remedy="leave optimizer.type out of the configuration, or give no object",
         )
     refuse_hooks(given)
-    # Adagrad has state from the beginning, at step 0.
+    # Adagrad's constructor makes state, at step 0.
     if any(float(state.get("step", 1)) > 0 for state in given.state.values()):
         raise ConfigError(
             f"{type(given).__name__} was given with state of {len(given.state)} parameters",
             because="it has stepped; its state cannot be taken over",
             remedy="give a new one",
         )
-    # What somebody else keeps in a group, as a name or a schedule's limits, is no setting.
+    # Entries that others add to a group, such as a name or the limits of a schedule, are ignored.
     options_of = [{k: v for k, v in g.items() if k in given.defaults} for g in given.param_groups]
     rules = [_rule_of(type(given), options) for options in options_of]
     first = rules[0] if rules else None
@@ -132,15 +136,15 @@ def choose_instance(
         return OptimizerChoice(without_optimizer(config), None, given)
     if first[0] == "Muon":
         for group in given.param_groups:
-            group["use_muon"] = True  # embeddings, too, if they were given
+            group["use_muon"] = True  # also embeddings, if the instance has them
             group["adjust_lr_fn"] = group["adjust_lr_fn"] or "original"  # torch's default
     return OptimizerChoice(_with_rule(config, *first), given.param_groups)
 
 
 def adopt_scheduler(scheduler: Any, given: torch.optim.Optimizer) -> None:
-    """Let a schedule that was made over `given` lead the engine, which has the same groups.
+    """Use a scheduler that was made over `given` for the engine, which has the same groups.
 
-    Raises `ConfigError` if it was made over another one.
+    Raises `ConfigError` if it was made over another optimizer.
     """
     if getattr(scheduler, "optimizer", None) is not given:
         raise ConfigError(
@@ -151,7 +155,7 @@ def adopt_scheduler(scheduler: Any, given: torch.optim.Optimizer) -> None:
 
 
 def _rule_of(kind: type, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Return the built-in rule and its options for an optimizer of torch, or None."""
+    """Return the (name, options) of the built-in rule for a torch optimizer, or None."""
     name = "Muon" if kind is _MUON else _RULES.get(kind)
     if name is None:
         return None
@@ -178,7 +182,10 @@ def _with_rule(config: Config, name: str, parameters: Mapping[str, Any]) -> Conf
 
 
 def without_optimizer(config: Config) -> Config:
-    """Return the config without our section; `moments` stays, for its error in `initialize`."""
+    """Return the config without its optimizer section.
+
+    `moments` stays: `initialize` raises for it if an optimizer is passed.
+    """
     raw = config.model_dump(exclude_unset=True)
     kept = {k: v for k, v in raw.pop("optimizer", {}).items() if k == "moments"}
     return load_config({**raw, "optimizer": kept} if kept else raw)

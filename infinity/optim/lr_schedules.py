@@ -1,10 +1,9 @@
-"""Learning-rate schedules by name: torch's, and the five that DeepSpeed has and torch has not.
+"""Learning-rate schedules by name: torch's, and five DeepSpeed schedules that torch lacks.
 
-Those five have DeepSpeed's names, parameters and values, quirks included, in closed form: what a
-group gets depends on the number of steps only. Each is a function of its parameters, checked and
-complete (names and defaults: `SCHEDULES` in `config/optimizer.py`), and of the iteration: the count
-starts at -1 when the schedule is made. In torch `last_epoch` is 0 then, so it is `last_epoch - 1`.
-State is plain numbers and lists.
+Those five have DeepSpeed's names, parameters and values, quirks included, in closed form: a rate
+depends on the number of steps only. Each is a function of its parameters, validated and complete
+(names and defaults: `SCHEDULES` in `config/optimizer.py`), and of the iteration, which is -1 when
+the schedule is made: torch's `last_epoch - 1`. State is plain numbers and lists.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from torch.optim import Optimizer, lr_scheduler
 from infinity.config.optimizer import SCHEDULES, torch_schedules
 from infinity.errors import ConfigError, InfinityError, InfinityWarning, first_lines
 
-_SECOND_BETA = 0.99  # what OneCycle sets beside the momentum it cycles
+_SECOND_BETA = 0.99  # the second of `betas` that OneCycle sets
 _WARMUP_TYPES = ("log", "linear")
-# Parameters by what they may be; all others are numbers. A rate may have a value for each group.
+# Parameters by type; all others are numbers. Rates and momenta may have a value for each group.
 _RATES = {"warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr", "cycle_min_lr", "cycle_max_lr"}
 _RATES |= {"cycle_min_mom", "cycle_max_mom"}
-_LARGEST = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")  # what groups then have
-_COUNTS = {"warmup_num_steps": 1, "total_num_steps": 1, "lr_range_test_step_size": 1}  # least
+_LARGEST = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")  # replace the groups' rates
+_COUNTS = {"warmup_num_steps": 1, "total_num_steps": 1, "lr_range_test_step_size": 1}  # minimum
 _COUNTS |= {"cycle_first_step_size": 1, "cycle_second_step_size": 0, "decay_step_size": 0}
 _COUNTS |= {"cycle_first_stair_count": 0, "cycle_second_stair_count": 0}
 _SWITCHES = {"lr_range_test_staircase", "cycle_momentum"}
@@ -44,7 +43,7 @@ def _between(low: Sequence[float], high: Sequence[float], share: float) -> list[
 
 
 def _warmed(p: Params, i: int) -> float:
-    """The share of the warm-up that is done; only for iterations within it."""
+    """Return the fraction of the warm-up that is done; only for iterations within it."""
     steps = p["warmup_num_steps"]
     if p["warmup_type"] == "log":
         return (1.0 / math.log(steps)) * math.log(i + 1)
@@ -79,7 +78,7 @@ def _range_test(p: Params, i: int) -> list[float]:
 
 
 def _cycle(p: Params, i: int) -> list[float]:
-    past = i - sum(_halves(p)) + 1  # steps of the decay: 1 is the first
+    past = i - sum(_halves(p)) + 1  # decay steps, from 1
     if past < 1:
         return _between(p["cycle_min_lr"], p["cycle_max_lr"], _height(p, i))
     decays = p["decay_step_size"] and p["decay_lr_rate"]
@@ -105,7 +104,7 @@ def _halves(p: Params) -> tuple[float, float]:
 
 
 def _height(p: Params, i: int) -> float:
-    """Where in the cycle: 0 at its ends, 1 in the middle."""
+    """Return the position in the cycle: 0 at its ends, 1 in the middle."""
     count, (first, second) = i + 1, _halves(p)
     total = first + second
     ratio = first / total
@@ -114,7 +113,7 @@ def _height(p: Params, i: int) -> float:
     stairs, others = p["cycle_first_stair_count"], p["cycle_second_stair_count"]
     stairs = stairs if rising or others is None else others
     if stairs > 0:
-        # From whole counts: a share may lie a rounding below a stair, and lose all of it.
+        # Computed from integers: a rounded fraction may fall just below a stair.
         inside = count % total
         left, half = (inside, first) if inside <= first else (total - inside, second)
         return float(math.floor(left * stairs / half) / stairs)
@@ -122,20 +121,20 @@ def _height(p: Params, i: int) -> float:
 
 
 class _Schedule(lr_scheduler.LRScheduler):
-    """A rate for each group from the count alone, by a function of the parameters."""
+    """Base of schedules whose rates are a function of parameters and number of steps."""
 
     _rates: Callable[[Params, int], list[float]]
     __signature__: inspect.Signature
 
     def __init_subclass__(cls) -> None:
-        if cls.__name__ in SCHEDULES:  # what derives from one of those takes the same
+        if cls.__name__ in SCHEDULES:  # subclasses of a schedule inherit its signature
             kind, takes = inspect.Parameter, SCHEDULES[cls.__name__]
             names = {"optimizer": kind.empty, **takes}.items()
             found = [kind(n, kind.POSITIONAL_OR_KEYWORD, default=value) for n, value in names]
             cls.__signature__ = inspect.Signature(found)
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        """Parameters are those of `SCHEDULES`; raises `ConfigError` for values that make none."""
+        """Take the parameters of `SCHEDULES`; raises `ConfigError` for invalid values."""
         bound = self.__signature__.bind(*given, **named)
         bound.apply_defaults()
         params = dict(bound.arguments)
@@ -157,7 +156,7 @@ class _Schedule(lr_scheduler.LRScheduler):
             params["cycle_momentum"] = False
             text = "OneCycle leaves the momentum alone: this optimizer has no betas"
             warnings.warn(text, InfinityWarning, stacklevel=2)
-        vars(self).update(params, own_lrs=rates)  # attributes, and so the state
+        vars(self).update(params, own_lrs=rates)  # attributes are part of `state_dict()`
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         super().__init__(optimizer, begin)
@@ -166,7 +165,7 @@ class _Schedule(lr_scheduler.LRScheduler):
             warnings.warn(text, InfinityWarning, stacklevel=2)
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
-        """The rate of each group now."""
+        """Return the current rate of each group."""
         return type(self)._rates(vars(self), self.last_epoch - 1)
 
     def step(self, epoch: int | None = None) -> None:
@@ -179,34 +178,34 @@ class _Schedule(lr_scheduler.LRScheduler):
 
 
 class WarmupLR(_Schedule):
-    """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps` steps, and constant from then.
+    """Warm-up from `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps` steps, then constant.
 
-    Rates are numbers, or lists with one for each group; `warmup_max_lr` is each group's own rate
-    where it is left out. `warmup_type` is "log" or "linear". The first two steps are made at the
-    smallest rate. Raises `ConfigError` for anything else.
+    Rates are numbers, or lists with one for each group; `warmup_max_lr` defaults to the rate of
+    each group. `warmup_type` is "log" or "linear". The first two steps use the smallest rate.
+    Raises `ConfigError` for invalid parameters.
     """
 
     _rates = staticmethod(_warmup)
 
 
 class WarmupDecayLR(_Schedule):
-    """As `WarmupLR`, and then in a straight line down to `warmup_min_lr` at `total_num_steps`."""
+    """`WarmupLR`, then linear decay to `warmup_min_lr` at `total_num_steps`."""
 
     _rates = staticmethod(_warmup)
 
 
 class WarmupCosineLR(_Schedule):
-    """Each group's own rate times a ratio: up from `warmup_min_ratio` to 1, then half a cosine.
+    """Rate of each group times a ratio: warm-up from `warmup_min_ratio` to 1, then half a cosine.
 
-    The cosine ends at `cos_min_ratio` after `total_num_steps` steps and stays there. The first
-    step is made at rate 0, whatever `warmup_min_ratio`.
+    The cosine ends at `cos_min_ratio` after `total_num_steps` steps; the ratio is constant after
+    that. The first step uses rate 0, independent of `warmup_min_ratio`.
     """
 
     _rates = staticmethod(_cosine)
 
 
 class LRRangeTest(_Schedule):
-    """Ever larger rates, to find the largest that trains: `min_lr * (1 + step_rate * steps)`.
+    """Learning-rate range test: `min_lr * (1 + step_rate * steps)`.
 
     `steps` counts intervals of `lr_range_test_step_size` steps, fractions included unless
     `lr_range_test_staircase`.
@@ -216,12 +215,12 @@ class LRRangeTest(_Schedule):
 
 
 class OneCycle(_Schedule):
-    """One cycle of the rate, up and down, then a decay; Adam's momentum cycles the other way.
+    """One cycle of the rate, up and down, then decay; Adam's momentum cycles inversely.
 
-    With a stair count a half moves in that many stairs. `decay_step_size` 0 means no decay. The
-    momentum is the first of `betas`; the second is set to 0.99, and before the first step the
-    momentum is `cycle_min_mom`, as in DeepSpeed. An optimizer without `betas` keeps its momentum,
-    with a warning.
+    With a stair count, that half of the cycle moves in steps. `decay_step_size` 0 means no decay.
+    The momentum is the first of `betas`; the second is set to 0.99, and before the first step the
+    momentum is `cycle_min_mom`, as in DeepSpeed. The momentum of an optimizer without `betas` is
+    not changed, with a warning.
     """
 
     _rates = staticmethod(_cycle)
@@ -235,20 +234,20 @@ VALID_LR_SCHEDULES = [schedule.__name__ for schedule in OURS]  # DeepSpeed's nam
 
 
 def known_schedules() -> dict[str, type[lr_scheduler.LRScheduler]]:
-    """Every schedule a configuration may name: torch's and ours, sorted by name."""
+    """Return all schedules that a configuration may name: torch's and these, sorted by name."""
     found = torch_schedules() | {schedule.__name__: schedule for schedule in OURS}
     return dict(sorted(found.items()))
 
 
 def make_schedule(name: str, params: Params, optimizer: Optimizer) -> lr_scheduler.LRScheduler:
-    """The schedule of a name that is known; `ConfigError` where it refuses its parameters.
+    """Make the schedule of a known name; raises `ConfigError` if it rejects its parameters.
 
-    torch looks at some of them in `step()` only, so a copy makes a step before.
+    torch checks some of them in `step()` only, so a copy of the schedule steps first.
     """
     kind = known_schedules()[name]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the schedule itself says the same
+            warnings.simplefilter("ignore")  # the schedule itself warns again
             tried: Any = kind(_stand_in(optimizer), **deepcopy(dict(params)))
             tried.step(*([0.0] if isinstance(tried, lr_scheduler.ReduceLROnPlateau) else []))
         return kind(optimizer, **params)
@@ -258,7 +257,7 @@ def make_schedule(name: str, params: Params, optimizer: Optimizer) -> lr_schedul
         ) from None
     except InfinityError:
         raise
-    except Exception as error:  # of whatever kind torch's arithmetic comes to
+    except Exception as error:  # torch may raise any type
         raise ConfigError(
             f"scheduler.params: {name} refuses {dict(params)}: {first_lines(error)}",
             remedy="its arguments: see torch.optim.lr_scheduler, or infinity.optim.lr_schedules",
@@ -266,7 +265,7 @@ def make_schedule(name: str, params: Params, optimizer: Optimizer) -> lr_schedul
 
 
 def _stand_in(optimizer: Optimizer) -> Optimizer:
-    """An optimizer with the same groups, over parameters of one element."""
+    """Return an optimizer with the same groups, over parameters of one element."""
     groups = [
         {name: deepcopy(value) for name, value in group.items() if name != "params"}
         | {"params": [torch.nn.Parameter(torch.zeros(1))]}
@@ -276,7 +275,7 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
 
 
 def _checked(optimizer: Optimizer, name: str, value: Any) -> Any:
-    """A parameter as the functions take it: rates as a list, one for each group."""
+    """Return a validated parameter in normal form: rates as a list, one for each group."""
     if name in _RATES:
         count = len(optimizer.param_groups)
         values = value if isinstance(value, list | tuple) else [value] * count

@@ -1,7 +1,7 @@
-"""State as torch tensors: the dtypes it rests in, `Moment`, and both as views of a chunk's bytes.
+"""Storage dtypes of weights, masters and moments; `Moment`; and views of a chunk's bytes as these.
 
-The one place that knows which dtype stands for what: `plan/layout.py` has the names of precisions
-and `types.py` those of moments, both without torch.
+Maps names to torch dtypes: `plan/layout.py` defines the names of precisions and `types.py` those of
+moment formats, both without torch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from infinity.errors import ConfigError
 from infinity.plan.layout import PRECISIONS, REST_DTYPES, Precision
 from infinity.types import MOMENT_BLOCK, Kind, MomentFormat
 
-# What weights are, by the name of the precision.
+# Weight dtype by name of the precision.
 COMPUTE_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, precision.dtype) for name, precision in PRECISIONS.items()
 }
-# What a kind that stands beside weights is; and by the weights' dtype, None for fp32.
+# Dtype of residuals and masters, by kind; and by weight dtype, None for fp32 weights.
 KIND_DTYPES: dict[Kind, torch.dtype] = {
     kind: getattr(torch, name) for kind, name in REST_DTYPES.items()
 }
@@ -55,7 +55,7 @@ class Moment(NamedTuple):
         return Moment(values, scales, format)
 
     def part(self, first: int, end: int) -> Moment:
-        """Return the elements [first, end) as views; INT8 parts begin at whole blocks."""
+        """Return views of the elements [first, end); INT8 slices begin at a block boundary."""
         if self.scales is None:
             return self._replace(values=self.values[first:end])
         if first % MOMENT_BLOCK:
@@ -68,20 +68,20 @@ class Moment(NamedTuple):
         return self._replace(values=self.values[first:end], scales=scales)
 
     def clone(self) -> Moment:
-        """Return a copy with memory of its own."""
+        """Return a copy that shares no memory."""
         scales = None if self.scales is None else self.scales.clone()
         return Moment(self.values.clone(), scales, self.format)
 
 
 def master_in(views: Mapping[Kind, Tensor], precision: Precision) -> tuple[Tensor, Tensor | None]:
-    """Return views of the weights, and residuals or masters, in a chunk's parts (uint8)."""
+    """Return the weights, and the residuals or masters or None, as views of a chunk (uint8)."""
     weight = views[Kind.WEIGHT].view(COMPUTE_DTYPES[precision.name])
     kind = precision.master_kind
     return weight, None if kind is None else views[kind].view(KIND_DTYPES[kind])
 
 
 def moment_in(part: Tensor, num_elements: int, kind: MomentFormat) -> Moment:
-    """The moment that a chunk's part (uint8: values, scales, padding) holds, as views of it."""
+    """Return the moment stored in `part` (uint8: values, scales, padding), as views."""
     nbytes = num_elements * kind.itemsize
     values = part[:nbytes].view(VALUE_DTYPES[kind])
     if not kind.num_scales(num_elements):

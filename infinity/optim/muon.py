@@ -1,7 +1,7 @@
-"""Muon's step of a matrix, in torch's operations, on the device that the matrix is on.
+"""Muon's step of a matrix, in torch operations, on the device of the matrix.
 
-What `torch.optim.Muon` computes on an fp32 master, operation for operation. A stack of matrices is
-stepped matrix by matrix: the same bits as if each were a parameter.
+Performs the operations of `torch.optim.Muon` on an fp32 master. A stack of matrices is updated
+matrix by matrix, with the same bits as if each were a parameter.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _step_matrix(
     rule_params: Muon,
     grad_scale: float,
 ) -> None:
-    """Memory on the way: see `infinity.plan.budget.MATRIX_BYTES`."""
+    """Update one matrix; for peak memory see `infinity.plan.budget.MATRIX_BYTES`."""
     shape = rule_params.shape
     scaled = grad_scale != 1.0
     gradient = gradient.to(torch.float32, copy=scaled).view(shape)
@@ -68,9 +68,9 @@ def _step_matrix(
 
 
 def orthogonal(matrix: Tensor, rule_params: Muon) -> Tensor:
-    """The matrix with singular values near 1, in bf16: `ns_steps` of X -> aX + (bA + cA²)X.
+    """Return the matrix with singular values near 1, in bf16: `ns_steps` of X -> aX + (bA + cA²)X.
 
-    A is X Xᵀ, of the shorter side. Jordan et al. 2024,
+    A is X Xᵀ, with X transposed if it has more rows than columns. Jordan et al. 2024,
     https://kellerjordan.github.io/posts/muon/.
     """
     a, b, c = rule_params.ns_coefficients
@@ -86,7 +86,7 @@ def orthogonal(matrix: Tensor, rule_params: Muon) -> Tensor:
 
 
 def _joined(weight: Tensor, master_state: Tensor | None) -> Tensor:
-    """The fp32 master: the tensor itself where there is one, else a new one."""
+    """Return the fp32 master: the stored tensor if there is one, else a new one."""
     if master_state is None:
         return weight
     if master_state.dtype is torch.float32:
@@ -96,8 +96,8 @@ def _joined(weight: Tensor, master_state: Tensor | None) -> Tensor:
 
 
 def _split(master: Tensor, weight: Tensor, master_state: Tensor) -> None:
-    """Store a master as its halves; rounded half up, and a NaN stays one."""
-    if master_state.dtype is torch.float32:  # the master itself
+    """Store a master as weight and master state; bf16 rounds half up, and NaN stays NaN."""
+    if master_state.dtype is torch.float32:  # `master` is `master_state`
         weight.copy_(master)
         return
     bits = master.view(torch.int32).masked_fill_(master.isnan(), _NAN)

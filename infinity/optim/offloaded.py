@@ -1,8 +1,8 @@
-"""`engine.optimizer`: a real `torch.optim.Optimizer` whose groups the optimizer passes obey.
+"""`engine.optimizer`: a `torch.optim.Optimizer` whose groups configure the optimizer passes.
 
-It holds parameter groups, so that any `torch.optim.lr_scheduler` works over it; moments and
-masters live in the engine's tiers. `step()` is the engine's step, `read_state` looks at what is
-kept of a parameter.
+It holds parameter groups, so that any `torch.optim.lr_scheduler` works over it; moments and masters
+are stored in the engine's tiers. `step()` calls the engine's step; `read_state` returns the state
+of one parameter.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from infinity.optim.update import Rule
 
 # Methods of `torch.optim.Optimizer` without the wrapper that imports `torch._dynamo`.
 #
-# torch decorates some of them so that `torch.compile` does not look inside. The first call of any
-# imports the compiler: 80 MiB and two seconds or more, for every program that makes an optimizer.
+# torch decorates some of them so that `torch.compile` does not trace them. The first call of such a
+# method imports the compiler: 80 MiB and at least two seconds in each program with an optimizer.
 
 
 def optimizer_method(name: str) -> Callable[..., Any]:
-    """Return `torch.optim.Optimizer`'s function `name`, undecorated without a compiler.
+    """Return the function `torch.optim.Optimizer.name`, undecorated unless dynamo is imported.
 
-    `functools.wraps` says what a wrapper wraps, so a torch that decorates nothing, or otherwise,
-    is right too.
+    Wrappers are removed by `inspect.unwrap`, so this does not depend on torch's decorators.
     """
     method: Callable[..., Any] = getattr(torch.optim.Optimizer, name)
     return method if "torch._dynamo" in sys.modules else inspect.unwrap(method)
@@ -39,8 +38,8 @@ def optimizer_method(name: str) -> Callable[..., Any]:
 class OffloadedOptimizer(torch.optim.Optimizer):
     """Parameter groups over offloaded state, with the keys of the update rule.
 
-    `groups` is what any torch optimizer takes. Groups may change values at any time; what a
-    optimizer pass uses is captured at `step()`, by the `rule`, from each group.
+    `groups` are those of any torch optimizer. Their values may change at any time: `step()`
+    captures the values of an optimizer pass by `rule.capture`, from each group.
     """
 
     def __init__(
@@ -59,22 +58,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         rule.reserve(self.param_groups)
 
     def connect(self, engine_step: Callable[[], None], drop: Callable[[], None]) -> None:
-        """Name the engine's methods that `step()` and `zero_grad()` call.
+        """Set the engine's methods that `step()` and `zero_grad()` call.
 
-        They do not keep the engine alive: it goes with the last reference to it, at once, rather
-        than with the garbage of some later time.
+        They are referenced weakly: otherwise the engine and its optimizer would form a cycle, and
+        the engine would be freed by a later garbage collection, not with its last reference.
         """
         self._engine_step = weakref.WeakMethod(engine_step)
         self._drop = weakref.WeakMethod(drop)
 
     @property
     def loss_scale(self) -> float:
-        """The engine's factor of the next loss in backward."""
+        """The engine's loss scale for the next backward pass."""
         return float(getattr(self._engine(), "loss_scale", 1.0))
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped, because gradients were not finite."""
+        """True if the last step was skipped because gradients were not finite."""
         report = getattr(self._engine(), "last_report", None)
         return report is not None and bool(report.skipped)
 
@@ -83,17 +82,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return getattr(step, "__self__", None)
 
     def connect_state(self, read_state: Callable[[nn.Parameter], dict[str, Any]]) -> None:
-        """Name what `read_state` does."""
+        """Set the function that `read_state` calls."""
         self._read_state = read_state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """The engine's `step()`; closures are not supported."""
+        """Call the engine's `step()`; closures are not supported."""
         if closure is not None:
             raise ConfigError("engine steps take no closure", remedy="call engine.step()")
         self._call(self._engine_step)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch, until the engine is made: it reserves state of trained parameters then."""
+        """Add a group as in torch; raises `ConfigError` once the engine has reserved its state."""
         if getattr(self, "_engine_step", None) is not None:
             raise ConfigError(
                 "a group cannot be added once the engine is made",
@@ -102,14 +101,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         optimizer_method("add_param_group")(self, param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the groups' values; raises `ConfigError` for state, which rests in the engine."""
+        """Load the groups' values; raises `ConfigError` for state, which the engine stores."""
         if state_dict.get("state"):
             raise ConfigError(
                 f"optimizer state of {len(state_dict['state'])} parameters cannot be loaded here",
                 because="moments rest in the engine's tiers, and loading them is not built yet",
                 remedy="load the groups only: {**state, 'state': {}}",
             )
-        groups = self.param_groups  # schedulers, and an optimizer that was passed, hold these
+        groups = self.param_groups  # schedulers, and an optimizer that was passed, reference these
         optimizer_method("load_state_dict")(self, state_dict)
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.clear()
@@ -117,33 +116,34 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.param_groups = groups
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups, as torch's; moments rest in the engine's tiers."""
+        """Return the groups in torch's format; moments are stored in the engine's tiers."""
         taken: dict[str, Any] = optimizer_method("state_dict")(self)
         return taken
 
     def read_state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Return the state of one parameter, by torch's names; `step` where torch keeps one.
+        """Return the state of one parameter, by torch's names, with `step` if torch has it.
 
-        Moments are fresh fp32 CPU tensors, whatever the format they rest in. Waits for updates
-        that are owed. Raises `ConfigError` if the parameter has no state.
+        Moments are new fp32 CPU tensors, decoded from their storage format. Blocks until pending
+        updates are done. Raises `ConfigError` if the parameter has no state.
         """
         if self._read_state is None:
             raise ConfigError("this optimizer belongs to no engine", remedy="call initialize()")
         return self._read_state(parameter)
 
     def mark_stepped(self) -> None:
-        """`mark_stepped`, after an update."""
+        """Mark this optimizer as stepped; see the function `mark_stepped`."""
         mark_stepped(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Between a backward and its `step()`: drop the window, as where one failed.
+        """Discard the accumulation window, if a backward pass ran since the last `step()`.
 
-        Else there is nothing to do: gradients leave as they are made, and `step()` consumes them.
+        Otherwise do nothing: gradients are offloaded as they are computed, and `step()` consumes
+        them.
         """
         self._call(self._drop)
 
     def _call(self, method: weakref.WeakMethod[Callable[[], None]] | None) -> None:
-        """Call what `connect` named, if it did."""
+        """Call a method set by `connect`, if any."""
         if method is None:
             return
         call = method()
@@ -156,7 +156,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         call()
 
     def params_by_index(self, index_of: Mapping[int, int]) -> dict[int, Any]:
-        """Parameter index -> what its group holds now, as captured."""
+        """Return the current values of each parameter's group, captured by the rule, by index."""
         found: dict[int, Any] = {}
         for group in self.param_groups:
             rule_params = self.rule.capture(group)
@@ -166,22 +166,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return found
 
     def split_stacks(self, pieces: Mapping[int, Sequence[int]]) -> None:
-        """Set the parameters, by index, that are rows of a parameter of the groups."""
+        """Set the indices of the row slices of a stacked parameter, by the index of the stack."""
         self._pieces = dict(pieces)
 
     def group_values(self) -> list[dict[str, Any]]:
-        """What groups hold but parameters."""
+        """Return the entries of the groups without parameters and their names."""
         left_out = ("params", "param_names")
         return [{k: v for k, v in g.items() if k not in left_out} for g in self.param_groups]
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Mark the optimizer as stepped, for torch's schedulers, which otherwise warn."""
+    """Mark the optimizer as stepped: otherwise torch's schedulers warn."""
     vars(optimizer)["_opt_called"] = True
 
 
 def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ConfigError` for hooks on its steps: the engine steps copies of it, tile by tile."""
+    """Raise `ConfigError` if the optimizer has step hooks: they would be called for each tile."""
     if has_step_hooks(optimizer):
         raise ConfigError(
             f"the {type(optimizer).__name__} has hooks on its steps",

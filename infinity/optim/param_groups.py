@@ -1,4 +1,4 @@
-"""Parameter groups of an engine's optimizer, from a config or an optimizer that was passed."""
+"""Construction of the engine's optimizer from a config or from an optimizer that was passed."""
 
 from __future__ import annotations
 
@@ -32,18 +32,17 @@ def make_optimizer(
     *,
     trains: bool = True,
 ) -> OffloadedOptimizer:
-    """`engine.optimizer` over the given parameters or groups, else over all that require grad.
+    """Make `engine.optimizer` over the given parameters or groups, else over all that require grad.
 
-    `given` is what `initialize(optimizer=...)` got; without it the config's rule is used. Over no
-    parameter at all if nothing is given and no parameter requires grad, or `trains` is false.
+    `given` is the `optimizer` argument of `initialize`; if None, the config's rule is used,
+    over no parameters if `trains` is False, or if `model_parameters` is None and no parameter
+    requires grad.
     """
     settings = config.optimizer
     if model_parameters is not None:
         model_parameters = list(model_parameters)
         for group in (g for g in model_parameters if isinstance(g, dict)):
-            if not isinstance(
-                group["params"], nn.Parameter
-            ):  # an iterator is over once it was read
+            if not isinstance(group["params"], nn.Parameter):  # an iterator can be read only once
                 group["params"] = list(group["params"])
     if isinstance(given, torch.optim.Optimizer):
         refuse_hooks(given)
@@ -104,7 +103,7 @@ def make_optimizer(
 
 
 def _warn_of_frozen(flat: Sequence[nn.Parameter]) -> None:
-    """Warn if most parameters of the optimizer are frozen: their state is reserved all the same."""
+    """Warn if most parameters of the optimizer are frozen, since their state is reserved too."""
     frozen = sum(p.numel() for p in flat if not p.requires_grad)
     trained = sum(p.numel() for p in flat) - frozen
     if frozen > trained:
@@ -118,12 +117,12 @@ def _warn_of_frozen(flat: Sequence[nn.Parameter]) -> None:
 
 
 def _flat(groups: Iterable[Any]) -> list[Any]:
-    """The parameters of parameters or groups of them."""
+    """Return the parameters of a list of parameters or groups."""
     return [p for g in groups for p in (g["params"] if isinstance(g, dict) else [g])]
 
 
 def check_same(given: torch.optim.Optimizer, model_parameters: Iterable[Any] | None) -> None:
-    """Raise `ConfigError` unless the optimizer object holds just these parameters."""
+    """Raise `ConfigError` unless the optimizer holds exactly these parameters."""
     if model_parameters is None:
         return
     ours = {id(p) for p in _flat(given.param_groups)}

@@ -1,22 +1,22 @@
 """Update rules, one dataclass each, and the table `RULES` of them by name.
 
-An instance holds what a parameter group says of its rule now; `scalars` makes the numbers of one
-step from it. No state, no tensors, no torch: `infinity plan` asks what a rule keeps, and runs none.
+An instance holds the current values of a parameter group; `scalars` computes the numbers of one
+step from it. No state, no tensors, no torch: `infinity plan` needs the state of a rule, not its
+kernels.
 
 [Note: a rule in three places]
-A rule that works element by element is a dataclass here with its line in `RULES` (and in
-`ENTRY_TEXTS` for an entry of a new name), a struct of the same name as its `kernel` with its word
-in `INFINITY_RULES` (csrc/adam/update.inl), and a function in `tests/support/reference.py`. It has
-at most two moments, and `scalars` at most nine numbers (csrc/adam/kernels.h). Everything else reads
-these: names and defaults in a config, of DeepSpeed and of transformers, entries of a state, the
-kernels of CPU and GPU, the tests.
+An elementwise rule is a dataclass here with its line in `RULES` (and in `ENTRY_TEXTS` for an entry
+of a new name), a struct named as its `kernel`, listed in `INFINITY_RULES` (csrc/adam/update.inl),
+and a function in `tests/support/reference.py`. It has at most two moments, and `scalars` returns at
+most nine numbers (csrc/adam/kernels.h). Everything else is derived from these: names and defaults
+in configs, also of DeepSpeed and transformers, state entries, CPU and GPU kernels, tests.
 
 [Note: other rules]
-A rule that is not elementwise (Muon: momentum, then a matrix made orthogonal) has a line here too,
-but no `kernel`: `infinity/optim/muon.py` runs it in torch's operations on any device. It steps only
-full parameters of some groups: `RuleParams.groups` marks these (`use_muon`) and gives the others to
-a rule with a kernel. How moments are stored (8 bits and others) does not concern a rule: it defines
-how many there are, and which are `nonnegative`; see `infinity/types.py`.
+A rule that is not elementwise (Muon: momentum, then an orthogonalized matrix) is a dataclass here
+too, without `kernel`: `infinity/optim/muon.py` runs it in torch operations on any device. It steps
+only full parameters of some groups: `RuleParams.groups` marks these (`use_muon`) and assigns the
+others to a rule with a kernel. A rule defines the number of moments, and which are `nonnegative`;
+it does not depend on their storage format (8-bit and others, see `infinity/types.py`).
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from typing import Any, ClassVar, Self
 from infinity.errors import ConfigError
 from infinity.types import MomentFormat
 
-_NOT_IN_GROUP = {"of_group": False}  # of a field that is no entry of a parameter group
+_NOT_IN_GROUP = {"of_group": False}  # metadata of fields that are no entry of a parameter group
 
 
 @dataclass(frozen=True)
 class RuleParams:
-    """Entries of a group for its rule; the base of all rules.
+    """Base of all rules: the entries of a parameter group that the rule uses.
 
-    Fields are the entries of its groups, by torch's names and with torch's defaults: numbers that
-    are not negative (`signed`: any), pairs of numbers below 1, switches, and words (`choices`).
+    Fields have torch's names and defaults. They are non-negative numbers (any with `signed`), pairs
+    of numbers below 1, booleans, and strings (one of `choices`).
     """
 
-    kernel: ClassVar[str]  # the struct in csrc/adam/update.inl; a property where it depends; or ""
-    state_names: ClassVar[tuple[str, ...]]  # torch's names of its moments
-    nonnegative: ClassVar[tuple[bool, ...]]  # of each moment, whether it is never negative
-    counts: ClassVar[bool] = True  # whether torch's state has a `step`
-    # The entry that is above 0 where there are moments, if they come and go. torch makes them in
-    # the first step that has it.
+    kernel: ClassVar[str]  # struct in csrc/adam/update.inl, or "" if none; may be a property
+    state_names: ClassVar[tuple[str, ...]]  # torch's names of the moments
+    nonnegative: ClassVar[tuple[bool, ...]]  # for each moment, whether it is never negative
+    counts: ClassVar[bool] = True  # whether torch's state has `step`
+    # The entry that switches the moments on if it is above 0; empty if they always exist. torch
+    # makes them in the first step with this entry above 0.
     switch: ClassVar[str] = ""
-    # Of a rule there are two of: is weight decay its own, or is it added to the gradient?
+    # True for decoupled weight decay, False if added to the gradient; None unless both rules exist.
     decoupled: ClassVar[bool | None] = None
-    in_torch: ClassVar[bool] = True  # whether `torch.optim` has it, by its name
-    # What DeepSpeed's rule of this name starts from where it differs; None if it has none.
+    in_torch: ClassVar[bool] = True  # whether `torch.optim` has a class of this name
+    # Defaults of DeepSpeed's rule of this name that differ; None if DeepSpeed has no such rule.
     deepspeed: ClassVar[Mapping[str, Any] | None] = None
-    # Its keys there and the entries they mean, where names differ; of two of one entry the later.
+    # DeepSpeed keys with other names -> entries; of two keys for one entry, the later wins.
     deepspeed_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __post_init__(self) -> None:
@@ -65,12 +65,12 @@ class RuleParams:
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """The entries of a parameter group, with their defaults."""
+        """Return the entries of a parameter group, with their defaults."""
         return {entry.name: entry.default for entry in _entries(cls)}
 
     @classmethod
     def is_signed(cls, name: str) -> bool:
-        """Whether an entry may be negative."""
+        """Return True if an entry may be negative."""
         return any(e.name == name and e.metadata.get("signed", False) for e in _entries(cls))
 
     @classmethod
@@ -88,8 +88,8 @@ class RuleParams:
     ) -> list[dict[str, Any]]:
         """Return parameter groups with all entries; `options` are the defaults.
 
-        `is_hidden` tells a matrix inside a model from all other parameters, `is_stack` a stack of
-        them. Groups are completed in place, where the rule steps all parameters alike.
+        `is_hidden` returns True for a matrix inside a model, `is_stack` for a stack of matrices.
+        Groups are completed in place if the rule steps all parameters in the same way.
         """
         for group in given:
             for name, value in options.items():
@@ -116,27 +116,27 @@ class RuleParams:
 
     @property
     def num_moments(self) -> int:
-        """How many moments it keeps of a parameter."""
+        """The number of moments of a parameter."""
         return len(self.state_names)
 
     @property
     def initial(self) -> tuple[float, ...]:
-        """What fresh moments are filled with: 0, but where they are never negative."""
+        """The initial value of each moment."""
         return (0.0,) * len(self.state_names)
 
     def begun_at(self, step: int) -> Self:
-        """The same, of a parameter whose moments were made in step `step`."""
+        """Return the values for a parameter whose moments were made in step `step`."""
         return self
 
     def of_shape(self, shape: tuple[int, ...]) -> Self:
-        """The same, of a parameter of this shape."""
+        """Return the values for a parameter of this shape."""
         return self
 
     def scalars(self, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
-        """The numbers of step `step`, which counts from 1, in the order of the kernel's `make`.
+        """Return the scalars of step `step` (from 1), in the order of the kernel's `make`.
 
-        Computed in double and rounded to fp32 once. `maximize` turns the gradient round: a product
-        with -s is the negated product with s.
+        They are computed in fp64 and rounded to fp32 once. `maximize` negates `grad_scale`, which
+        is exact: a product with -s is the negated product with s.
         """
         if step < 1:
             raise ConfigError(
@@ -147,7 +147,7 @@ class RuleParams:
         return tuple(ctypes.c_float(number).value for number in (scale, *self._numbers(step)))
 
     def _numbers(self, step: int) -> tuple[float, ...]:
-        """The scalars behind the scale of gradients."""
+        """Return the scalars after the gradient scale."""
         raise NotImplementedError
 
 
@@ -216,8 +216,8 @@ class Lion(RuleParams):
 class SGD(RuleParams):
     """SGD; with momentum 0 it has no moment. Weight decay is L2, as in torch.
 
-    `begins` is the step in which the momentum buffer is made: later than 1 where momentum was 0
-    until then. Whoever keeps the buffer knows it.
+    `begins` is the step in which the momentum buffer is made: later than 1 if momentum was 0 until
+    then. `KernelUpdater` records it by parameter.
     """
 
     lr: float = 1e-3
@@ -236,17 +236,17 @@ class SGD(RuleParams):
 
     @property
     def kernel(self) -> str:  # type: ignore[override]
-        """Without momentum there is nothing to keep, so that is a kernel of its own."""
+        """The kernel; SGD without momentum has no state and a separate kernel."""
         return "Momentum" if self.momentum != 0.0 else "Plain"
 
     @property
     def num_moments(self) -> int:
-        """The momentum buffer, if there is momentum."""
+        """1 for the momentum buffer, 0 without momentum."""
         return 1 if self.momentum != 0.0 else 0
 
     @classmethod
     def problem(cls, name: str, value: Any, others: Mapping[str, Any]) -> str:
-        """Nesterov's momentum needs momentum, undamped."""
+        """Describe a `nesterov` that lacks momentum or has dampening."""
         momentum, dampening = others.get("momentum", 1.0), others.get("dampening", 0.0)
         if name != "nesterov" or not value or (momentum != 0 and dampening == 0):
             return ""
@@ -256,13 +256,13 @@ class SGD(RuleParams):
         )
 
     def begun_at(self, step: int) -> Self:
-        """The same, of a parameter whose buffer was made in step `step`."""
+        """Return the values for a parameter whose buffer was made in step `step`."""
         return self if step == self.begins else replace(self, begins=step)
 
     def _numbers(self, step: int) -> tuple[float, ...]:
         """(l2, momentum, 1 - dampening, Nesterov's momentum or 0, lr).
 
-        In its first step the buffer becomes the gradient itself: momentum is 0 and dampening too.
+        In the step that makes the buffer it becomes the gradient: momentum and dampening are 0.
         """
         fresh = step == self.begins
         return (
@@ -292,7 +292,7 @@ class Adagrad(RuleParams):
 
     @property
     def initial(self) -> tuple[float, ...]:
-        """What fresh moments are filled with."""
+        """The initial value of the sum of squares."""
         return (self.initial_accumulator_value,)
 
     def _numbers(self, step: int) -> tuple[float, ...]:
@@ -304,10 +304,10 @@ class Adagrad(RuleParams):
 class Muon(RuleParams):
     """Muon (Jordan et al. 2024) for matrices inside a model, AdamW for all else; as torch's.
 
-    Experts that are stacked in one parameter are matrices each. The momentum's matrix is made
-    orthogonal, nearly, by `ns_steps` of a quintic Newton-Schulz iteration in bf16. Entries that
-    begin with `adam_` are AdamW's, for embeddings, the head, and what has one dimension. A group
-    says by `use_muon` who steps it; one that does not is split.
+    Each expert of a stacked parameter is a matrix. The momentum matrix is approximately
+    orthogonalized by `ns_steps` of a quintic Newton-Schulz iteration in bf16. Entries that begin
+    with `adam_` are AdamW's, for embeddings, the head and 1-D parameters. `use_muon` of a group
+    selects Muon or AdamW; a group without it is split.
     """
 
     lr: float = 1e-3
@@ -332,7 +332,7 @@ class Muon(RuleParams):
     state_names = ("momentum_buffer",)
     nonnegative = (False,)
     counts = False
-    in_torch = False  # its class there steps matrices alone
+    in_torch = False  # torch's class steps only matrices
     deepspeed = {  # noqa: RUF012
         "lr": 0.02, "weight_decay": 0.0, "adam_lr": 3e-4, "adam_betas": [0.9, 0.95],
         "adam_eps": 1e-10, "adam_weight_decay": 0.0,
@@ -346,7 +346,7 @@ class Muon(RuleParams):
 
     @classmethod
     def problem(cls, name: str, value: Any, others: Mapping[str, Any]) -> str:
-        """Steps of Newton-Schulz and the momentum have upper bounds."""
+        """Check the upper bounds of `ns_steps` and `momentum`."""
         if name == "ns_steps" and not 1 <= value < 100:
             return f"is {value}: at least 1, and below 100"
         if name == "momentum" and value > 1:
@@ -361,10 +361,11 @@ class Muon(RuleParams):
         is_hidden: Callable[[Any], bool],
         is_stack: Callable[[Any], bool] = lambda _: False,
     ) -> list[dict[str, Any]]:
-        """Each group as one for Muon and one for AdamW; completed in place if it is Muon's alone.
+        """Split each group into one for Muon and one for AdamW.
 
-        What begins with `adam_` is for AdamW's half of a group, and before what both halves take.
-        Raises `ConfigError` for a parameter that is no matrix in a group with `use_muon`.
+        A group with `use_muon=True` is completed in place. Entries that begin with `adam_` apply to
+        the AdamW group, where they override entries common to both. Raises `ConfigError` for a
+        parameter that is not a matrix in a group with `use_muon`.
         """
         found = []
         for group in given:
@@ -393,31 +394,31 @@ class Muon(RuleParams):
 
     @classmethod
     def _entries_of(cls, options: Mapping[str, Any], *, by_muon: bool) -> dict[str, Any]:
-        """Those of a group of one kind, by the names that they have there."""
+        """Return the options of Muon or of AdamW, without the prefix `adam_`."""
         mine = {k: v for k, v in options.items() if k.startswith("adam_") is not by_muon}
         return {k.removeprefix("adam_"): v for k, v in mine.items()}
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> RuleParams:
-        """Return the current values of a group: as `AdamW` for parameters that AdamW steps."""
+        """Return the current values of a group, an `AdamW` if `use_muon` is False."""
         if not group.get("use_muon", True):
             return AdamW.of({**AdamW.defaults(), **group})
         return super().of({**cls.defaults(), **group})
 
     def of_shape(self, shape: tuple[int, ...]) -> Self:
-        """The same, of a matrix of this shape."""
+        """Return the values for a matrix of this shape."""
         return self if shape == self.shape else replace(self, shape=shape)
 
     @property
     def adjusted_lr(self) -> float:
-        """The rate of an orthogonal matrix of this shape, by `adjust_lr_fn`."""
+        """The rate of an orthogonalized matrix of `shape`, by `adjust_lr_fn`."""
         rows, columns = self.shape[-2:]
         if self.adjust_lr_fn == "original":
             return self.lr * math.sqrt(max(1, rows / columns))
         return self.lr * 0.2 * math.sqrt(max(rows, columns))
 
 
-# What entries mean, for the documentation of a configuration.
+# Descriptions of entries, for the documentation of a configuration.
 ENTRY_TEXTS = {
     "lr": "Learning rate.",
     "betas": "Decay rates of the moments.",
@@ -444,7 +445,7 @@ RULES: dict[str, type[RuleParams]] = {
 
 
 def twin_of(name: str, *, decoupled: bool) -> str:
-    """The rule like `name` whose weight decay is decoupled, or is not; itself if there is none."""
+    """Return the variant of a rule with or without decoupled decay; `name` if there is none."""
     rule = RULES[name]
     if rule.decoupled in (None, decoupled):
         return name
@@ -454,12 +455,12 @@ def twin_of(name: str, *, decoupled: bool) -> str:
 def reserved_moments(
     rule: str, groups: Sequence[Mapping[str, Any]], form: MomentFormat
 ) -> tuple[MomentFormat, ...]:
-    """A format for each moment of the group that needs the most of them."""
+    """Return the format of each moment of the group that needs the most."""
     return (form,) * max((RULES[rule].of(group).num_moments for group in groups), default=0)
 
 
 def matrix_steps(rule: str, groups: Sequence[Mapping[str, Any]]) -> int:
-    """How many times a whole matrix is multiplied to make its update; 0 of a rule with a kernel."""
+    """Return the maximum of `ns_steps` over the groups; 0 for a rule with a kernel."""
     params_by_index = [RULES[rule].of(group) for group in groups]
     return max(
         (rule_params.ns_steps for rule_params in params_by_index if isinstance(rule_params, Muon)),
@@ -468,19 +469,19 @@ def matrix_steps(rule: str, groups: Sequence[Mapping[str, Any]]) -> int:
 
 
 def lossy_notes(form: MomentFormat) -> tuple[str, ...]:
-    """Return notes of a plan about moments in this format."""
+    """Return the notes in a plan about moments of a lossy format."""
     if form.is_exact:
         return ()
     return (f"moments are stored in {form.value}: lossy, not what fp32 gives",)
 
 
 def _entries(rule: type[RuleParams]) -> tuple[Field[Any], ...]:
-    """The fields of a rule that are entries of its groups."""
+    """Return the fields of a rule that are entries of its groups."""
     return tuple(entry for entry in fields(rule) if entry.metadata.get("of_group", True))
 
 
 def _taken(name: str, default: Any, group: Mapping[str, Any]) -> Any:
-    """An entry of a group, which may be a tensor, as what its default is."""
+    """Return an entry of a group, which may be a tensor, converted to the type of its default."""
     if name not in group:
         raise ConfigError(f"a parameter group has no {name}")
     try:
@@ -490,7 +491,7 @@ def _taken(name: str, default: Any, group: Mapping[str, Any]) -> Any:
         if len(found) != len(default):
             raise ValueError(f"{len(found)} numbers, not {len(default)}")
         return found
-    except (TypeError, ValueError, RuntimeError) as error:  # of `float`, also of a tensor
+    except (TypeError, ValueError, RuntimeError) as error:  # raised by `float`, also for tensors
         raise ConfigError(
             f"a parameter group has {name}={group[name]!r:.80}",
             because=str(error),

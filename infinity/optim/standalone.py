@@ -1,18 +1,18 @@
-"""`CPUAdam` and `FusedAdam`: our kernels as ordinary torch optimizers, without the engine.
+"""`CPUAdam` and `FusedAdam`: the optimizer kernels as torch optimizers, without the engine.
 
 [Note: precision]
-The arithmetic is fp32, whatever the parameters are. For bf16 and fp16 parameters an fp32 master
-is kept (`master=True`): bf16 ones as a 16-bit residual beside the parameter, losslessly, so that
-together they are the master bit for bit; fp16 ones as an fp32 copy. With `master=False` nothing
-below the parameter's precision survives a step: updates smaller than half its last bit are lost.
-Moments are fp32. `moments=` names another format for the engine, which keeps the state itself where
-one of these is passed to `initialize(optimizer=...)`; without it they refuse to step.
+The arithmetic is fp32 for all parameter dtypes. With `master=True`, 16-bit parameters have an fp32
+master: a bf16 parameter stores a 16-bit residual, which together with the parameter is the master
+bit for bit; an fp16 parameter stores an fp32 copy. With `master=False`, precision below that of the
+parameter is lost in each step: updates smaller than half its last bit have no effect. Moments are
+fp32. `moments=` selects another format for the engine, which stores the state itself if one of
+these is passed to `initialize(optimizer=...)`; without the engine, `step()` raises.
 
 [Note: edited parameters]
-A parameter may be edited, or loaded, without its master: what it is then wins. So the first step
-after that looks at each element. A master in fp32 that does not round to the parameter begins at
-the parameter. A residual fits any number but 0 and infinity, and moves it by half of its last bit
-at most: beside these it begins at 0.
+A parameter may be edited, or loaded, without its master: the parameter then takes precedence. The
+first step after that checks each element. An fp32 master that does not round to the parameter is
+reset to the parameter. A residual is valid for any number except 0 and infinity, and changes it by
+at most half of its last bit: for these two it is reset to 0.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from infinity.plan.machine import read_machine
 from infinity.types import MomentFormat
 
 _FP32_MAX = torch.finfo(torch.float32).max
-_NO_CORRECTION = 1 << 62  # a step so late that beta ** step is 0
-_MASTERS = {torch.bfloat16: "residual", torch.float16: "master"}  # entries of a state
+_NO_CORRECTION = 1 << 62  # a step at which beta ** step is 0
+_MASTERS = {torch.bfloat16: "residual", torch.float16: "master"}  # state entry by parameter dtype
 _State = dict[str, Any]
 
 
 class _Views:
-    """Flat views of a parameter and its state, kept from step to step while nothing changed them.
+    """Flat views of a parameter and its state, cached across steps while both are unchanged.
 
-    Making them anew takes several times as long as the update of a small parameter.
+    Making them takes several times as long as the update of a small parameter.
     """
 
     __slots__ = (
@@ -63,11 +63,11 @@ class _Views:
         self.moments = [Moment(state[name].view(-1)) for name in AdamW.state_names]
         if not isinstance(state["step"], Tensor) or not state["step"].is_cpu:
             state["step"] = step_count(state["step"])
-        self.count = state["step"].numpy()  # the same memory
+        self.count = state["step"].numpy()  # shares memory with the tensor
         self.state = tuple(state.values())
 
     def fit(self, state: _State) -> bool:
-        """Return True if parameter and state are unchanged, as far as torch shows it."""
+        """Return True if parameter and state are unchanged, as far as torch tracks changes."""
         p = self.parameter
         return (
             p._version == self.version
@@ -81,7 +81,7 @@ class _Views:
 
 
 class _Adam(torch.optim.Optimizer):
-    """What both share; see `CPUAdam` for the arguments."""
+    """Base of `CPUAdam` and `FusedAdam`; see `CPUAdam` for the arguments."""
 
     _takes: tuple[str, ...] = ("cpu",)
 
@@ -106,7 +106,7 @@ class _Adam(torch.optim.Optimizer):
         except ValueError:
             known = ", ".join(repr(f.value) for f in MomentFormat)
             raise ConfigError(f"moments is {moments!r}", remedy=f"one of {known}") from None
-        # How moments are stored where the engine runs this; without it, fp32.
+        # `moments` is the storage format in the engine; without it, moments are fp32.
         self.moments, self.master, self.num_threads = chosen, master, num_threads
         defaults = {
             "lr": lr,
@@ -122,39 +122,39 @@ class _Adam(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _begin(self) -> None:
-        """Everything that is neither copied nor pickled."""
+        """Initialize the attributes that are neither copied nor pickled."""
         self._kernels: dict[torch.device, CpuKernels | CudaKernels] = {}
-        self._pid = os.getpid()  # of the process that the kernels' threads live in
-        self._views: dict[Tensor, _Views] = {}  # of parameters that have stepped here
+        self._pid = os.getpid()  # process of the kernels' threads
+        self._views: dict[Tensor, _Views] = {}  # by parameter, since its first step
 
     # --- as torch's, without the compiler (see `optimizer_method`) ---------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; raises `ConfigError` or `ResidencyError` for parameters it cannot step."""
+        """Add a group; raises `ConfigError` or `ResidencyError` for unsupported parameters."""
         optimizer_method("add_param_group")(self, param_group)
         try:
             _hyper_of(self.param_groups[-1])
             for parameter in self.param_groups[-1]["params"]:
-                if not isinstance(parameter, OffloadedParameter):  # else when it steps
+                if not isinstance(parameter, OffloadedParameter):  # checked when it steps
                     self._check(parameter)
         except BaseException:
             self.param_groups.pop()
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
+        """Reset the gradients, as in torch."""
         optimizer_method("zero_grad")(self, set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; the tensors are those in use, not copies."""
+        """Return groups and state in torch's format; tensors are not copied."""
         taken: dict[str, Any] = optimizer_method("state_dict")(self)
         return taken
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state of this class, or of `torch.optim.AdamW` or `Adam`, by the same keys.
+        """Load a state dict of this class, or of `torch.optim.AdamW` or `Adam`.
 
-        The parameters may be loaded before or after. Raises `ConfigError` before anything is
-        changed.
+        The parameters may be loaded before or after. Raises `ConfigError` for an invalid state
+        dict, before anything is changed.
         """
         loaded: dict[Tensor, _State] = {}
 
@@ -167,8 +167,9 @@ class _Adam(torch.optim.Optimizer):
             self.state.update(loaded)
             self._views.clear()
 
-        # Hooks of our own: behind the user's, who may rewrite what is given, and before the
-        # user's, who look at what was loaded. torch's loading would narrow moments and masters.
+        # torch would convert moments and masters to the parameter's dtype, so hooks load them. The
+        # pre-hook runs after the user's, which may rewrite the state dict; the post-hook runs
+        # before the user's, which may read the loaded state.
         before = self.register_load_state_dict_pre_hook(take)
         after = self.register_load_state_dict_post_hook(put, prepend=True)
         try:
@@ -178,10 +179,10 @@ class _Adam(torch.optim.Optimizer):
             after.remove()
 
     def _taken(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[Tensor, _State]]:
-        """What torch shall load of a given state dict, and the states that we load ourselves."""
+        """Return the state dict for torch to load, and the states that the hooks load."""
         ours, theirs = self.param_groups, given["param_groups"]
         if [len(group["params"]) for group in ours] != [len(g["params"]) for g in theirs]:
-            return given, {}  # torch says what is wrong
+            return given, {}  # torch raises for it
         groups = [_taken_group(*pair, self.defaults) for pair in zip(ours, theirs, strict=True)]
         order = [p for group in ours for p in group["params"]]
         numbers = [number for group in theirs for number in group["params"]]
@@ -198,7 +199,7 @@ class _Adam(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_kernels" not in vars(self):  # not only a loaded state dict, but a copy
+        if "_kernels" not in vars(self):  # a copy or an unpickled object, not `load_state_dict`
             self._begin()
         for group in self.param_groups:
             for name, value in self.defaults.items():
@@ -208,10 +209,10 @@ class _Adam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:
-        """One step of every parameter that has a gradient; returns what `closure` returned.
+        """Update all parameters that have a gradient; returns the result of `closure`.
 
-        Gradients are multiplied by `grad_scale` on the way: a clip factor, or one over a loss
-        scale, without a pass of its own. Raises `ConfigError` if it is not finite.
+        Gradients are multiplied by `grad_scale`, such as a clip factor or the inverse of a loss
+        scale, in the same pass over memory. Raises `ConfigError` if it is not finite.
         """
         scale = _finite(grad_scale)
         loss = None
@@ -232,7 +233,7 @@ class _Adam(torch.optim.Optimizer):
         work = [(self._kernels_of(device), some) for device, some in pieces.items()]
         for kernels, some in work:
             kernels.update_all(some)
-        torch.autograd.graph.increment_version(stepped)  # what autograd saved is stale now
+        torch.autograd.graph.increment_version(stepped)  # invalidates tensors saved by autograd
         for views in stepped.values():
             views.count[...] = int(views.count) + 1
             views.version = views.parameter._version
@@ -255,7 +256,7 @@ class _Adam(torch.optim.Optimizer):
         return Piece(views.weight, master_state, views.moments, flat, rule_params, step, scale)
 
     def _views_of(self, parameter: Tensor) -> _Views:
-        """Return views for the kernels; state and master are made at the first step."""
+        """Return views for the kernels; makes state and master at the first step."""
         state: _State = self.state[parameter]
         views = self._views.get(parameter)
         if views is not None and views.fit(state):
@@ -276,7 +277,7 @@ class _Adam(torch.optim.Optimizer):
         return views
 
     def _master_state_of(self, parameter: Tensor, state: _State) -> Tensor | None:
-        """Return the residual or master of a parameter; see the note on edited ones."""
+        """Return the flat residual or master, or None; see [Note: edited parameters]."""
         name = _MASTERS.get(parameter.dtype)
         for other in _MASTERS.values():
             if other != name:  # the parameter had another dtype
@@ -291,7 +292,7 @@ class _Adam(torch.optim.Optimizer):
                 weight.float() if wide else torch.zeros_like(weight, dtype=torch.int16)
             )
         elif name == "master":
-            # Bits, not values: so NaN is like NaN, and -0 is not 0.
+            # Compares bits: NaN equals NaN, and -0 differs from 0.
             same = kept.half().view(torch.int16) == weight.view(torch.int16)
             kept.copy_(torch.where(same, kept, weight.float()))
         else:
@@ -319,7 +320,7 @@ class _Adam(torch.optim.Optimizer):
             )
 
     def _kernels_of(self, device: torch.device) -> CpuKernels | CudaKernels:
-        if self._pid != os.getpid():  # a forked child has none of the threads
+        if self._pid != os.getpid():  # a forked child has no kernel threads
             self._kernels.clear()
             self._pid = os.getpid()
         kernels = self._kernels.get(device)
@@ -335,9 +336,9 @@ class _Adam(torch.optim.Optimizer):
 class CPUAdam(_Adam):
     """AdamW or Adam for parameters on the CPU, in one pass over memory; replaces torch's.
 
-    State by parameter: `step`, `exp_avg` and `exp_avg_sq`, as `torch.optim.AdamW` has it. Masters
-    are `residual` (int16) for bf16 and `master` (fp32) for fp16 parameters: load them together with
-    the parameters that they were saved with. A forked child makes its own threads.
+    State by parameter: `step`, `exp_avg` and `exp_avg_sq`, as in `torch.optim.AdamW`. Masters are
+    `residual` (int16) for bf16 and `master` (fp32) for fp16 parameters: load them together with the
+    parameters that they were saved with. A forked child starts new threads.
 
     Args:
         params: Contiguous fp32, bf16 or fp16 parameters of any shape, or groups. Gradients may have
@@ -378,7 +379,7 @@ class FusedAdam(_Adam):
 
 
 def _hyper_of(group: Mapping[str, Any]) -> RuleParams:
-    """A group's hyper-parameters now; raises `ConfigError` for what makes no sense."""
+    """Return the current values of a group; raises `ConfigError` for invalid ones."""
     if group["amsgrad"]:
         raise ConfigError(
             "amsgrad is not supported", remedy="use torch.optim.AdamW(amsgrad=True), or leave it"
@@ -390,7 +391,7 @@ def _hyper_of(group: Mapping[str, Any]) -> RuleParams:
 def _taken_group(
     ours: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Complete a given group by the defaults."""
+    """Return a group to load, completed by the current values; raises if the rules differ."""
     decoupled = given.get("adamw_mode", given.get("decoupled_weight_decay"))
     if decoupled is not None and bool(decoupled) != bool(ours["adamw_mode"]):
         rules = "Adam with L2", "AdamW"
@@ -404,7 +405,7 @@ def _taken_group(
 
 
 def _taken_state(parameter: Tensor, given: Mapping[str, Any], master: bool) -> _State:
-    """A state of one parameter, everything copied; raises `ConfigError` for what does not fit."""
+    """Return a copy of the state of one parameter; raises `ConfigError` if it does not match."""
     if "max_exp_avg_sq" in given:
         raise ConfigError("the state is of an optimizer with amsgrad, which is not supported")
     if missing := [name for name in ("step", *AdamW.state_names) if name not in given]:
@@ -437,7 +438,7 @@ def _taken_state(parameter: Tensor, given: Mapping[str, Any], master: bool) -> _
 
 
 def _finite(given: Any) -> float:
-    """`given` as a number that is finite in fp32, in which the kernels compute."""
+    """Return `given` as a float; raises `ConfigError` unless it is finite in fp32."""
     try:
         scale = float(given)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -455,13 +456,13 @@ def _finite(given: Any) -> float:
 
 
 def built_in_of(given: Any, groups: Sequence[dict[str, Any]]) -> OffloadedOptimizer | None:
-    """The engine's for a `CPUAdam` or `FusedAdam`, or the class; None if it is no such.
+    """Return the engine's optimizer for `CPUAdam` or `FusedAdam`, instance or class; else None.
 
-    Their kernels are the engine's, but it keeps the state in its tiers. The groups of an instance
-    stay the same objects: schedulers over it keep working. Raises `ConfigError` for settings that
-    the engine has not.
+    The engine uses the same kernels, but stores the state in its tiers. The groups of an instance
+    stay the same objects: schedulers over it keep working. Raises `ConfigError` for options that
+    the engine does not support.
     """
-    if isinstance(given, type) and issubclass(given, _Adam):  # its defaults, from a stand-in
+    if isinstance(given, type) and issubclass(given, _Adam):  # a stand-in instance has its defaults
         optimizer, groups = given([nn.Parameter(torch.zeros(0))]), [dict(g) for g in groups]
     elif isinstance(given, _Adam):
         optimizer, groups = given, given.param_groups

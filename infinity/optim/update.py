@@ -1,8 +1,8 @@
-"""The built-in rules by their names in the config: hypers from groups, updates by the kernels.
+"""Interfaces of update rules and updaters, and their implementation for the built-in rules.
 
 The optimizer pass splits chunks into tiles (ranges of a parameter with all their state in one
-memory), and an `Updater` steps each: here with kernels, in `adapter.py` with any optimizer of
-`torch.optim`. Neither knows units, tiers or files.
+memory), and an `Updater` steps each tile: with kernels in this module, with any torch optimizer in
+`adapter.py`. Neither knows units, tiers or files.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from infinity.types import MomentFormat
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The elements `first` to `first + weight.numel()` of one flat parameter, and their update.
+    """Range of a flat parameter from element `first`, with state and gradient, for one update.
 
     `weight` is fp32 with `master_state` None, bf16 with an int16 residual, or fp16 with the fp32
-    master; `gradient` is fp32, or of the weight's dtype. All are 1-D views of one memory (a
-    device's where that updates), and are updated in place. `parameter` is the parameter's index,
+    master; `gradient` is fp32, or of the weight's dtype. All are 1-D views in one memory (of the
+    device for device updates), and are updated in place. `parameter` is the parameter's index,
     `shape` its full shape, `rule_params` its entry of `OffloadedOptimizer.params_by_index`, and
-    `step` counts this update from 1. Tiles of one parameter and step come in order.
+    `step` the number of this update, from 1. Tiles of one parameter and step come in order.
     """
 
     parameter: int
@@ -45,25 +45,25 @@ class Tile:
 
 
 class Updater(Protocol):
-    """Does one step of an update rule on tiles."""
+    """Runs the steps of an update rule on tiles."""
 
     def check(self, params_by_index: Mapping[int, Any]) -> None:
-        """Raise `ConfigError` for groups that a step cannot be made with; nothing has changed."""
+        """Raise `ConfigError` if no step is possible with these groups; changes nothing."""
 
     def update(self, tiles: Sequence[Tile], grad_scale: float) -> None:
-        """Update tiles in place; gradients are multiplied by the scale first."""
+        """Update tiles in place; gradients are multiplied by `grad_scale` first."""
 
     def begin(self, params_by_index: Mapping[int, Any], steps: Mapping[int, int]) -> None:
-        """A step is committed: tiles of the parameters in `steps` will come.
+        """Begin a committed step, whose tiles are those of the parameters in `steps`.
 
-        `params_by_index` are those of all parameters that groups hold, also without a gradient.
+        `params_by_index` has all parameters of the groups, including those without a gradient.
         """
 
     def kept(self) -> dict[int, dict[str, Any]]:
-        """Return serializable state of each parameter that is no moment."""
+        """Return the serializable state of each parameter, without moments."""
 
     def keep(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
-        """Go on with what `kept` gave."""
+        """Restore state returned by `kept`."""
 
     def state_of(
         self,
@@ -77,10 +77,10 @@ class Updater(Protocol):
 
 
 class Rule(Protocol):
-    """An update rule as the engine uses it: its state, and its updater.
+    """Interface of an update rule for the engine: its state, and its updater.
 
-    `moments` has a format for each moment that `reserve` found necessary. With `needs_full` a
-    rule needs full parameters as tiles; `matrix_steps` see `infinity.optim.rules.matrix_steps`.
+    `moments` has the format of each moment, set by `reserve`. With `needs_full`, tiles are full
+    parameters. For `matrix_steps` see `infinity.optim.rules.matrix_steps`.
     """
 
     name: str
@@ -93,18 +93,18 @@ class Rule(Protocol):
         """Return the current values of a group; raises `ConfigError` for invalid ones."""
 
     def reserve(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Set `moments` for these groups; later ones may not need more."""
+        """Set `moments` for these groups; later values of groups must not need more."""
 
     def tile_elements(self, largest: int) -> int:
-        """Elements of the largest tile that is copied, by the size of the largest parameter."""
+        """Return the elements of a tile buffer, given those of the largest parameter."""
 
     def initial(self, captured: Any) -> tuple[float, ...]:
-        """What fresh moments are filled with; empty for zeros."""
+        """Return the initial values of moments; empty for zeros."""
 
     def updater(
         self, kernels: CpuKernels, names: Sequence[str], largest: int, seed: int
     ) -> Updater:
-        """What does the steps. `names` are those of the parameters by index."""
+        """Return the updater. `names` are those of the parameters by index."""
 
 
 class BuiltInRule:
@@ -112,16 +112,16 @@ class BuiltInRule:
 
     def __init__(self, name: str, moments: MomentFormat = MomentFormat.FP32) -> None:
         self.name = name
-        self.needs_full = False  # of all parameters: see `infinity.optim.rules.Muon` for some
+        self.needs_full = False  # for all parameters; Muon needs it for matrices
         self.moments: tuple[MomentFormat, ...] = ()
         self.notes = lossy_notes(moments)
         self.matrix_steps = 0
         self._format = moments
         self._reserved = False
-        self._matrices: set[int] = set()  # ids of the parameters that rest as whole matrices
+        self._matrices: set[int] = set()  # ids of the parameters stored as full matrices
 
     def capture(self, group: Mapping[str, Any]) -> RuleParams:
-        """The group's hyper-parameters now."""
+        """Return the current values of a group; raises `ConfigError` if they need other state."""
         rule_params = RULES[self.name].of(group)
         if self._reserved and rule_params.num_moments > len(self.moments):
             name = rule_params.switch
@@ -154,7 +154,7 @@ class BuiltInRule:
         self._reserved = True
 
     def tile_elements(self, largest: int) -> int:
-        """Nothing is copied."""
+        """Return 0: the kernels need no tile buffers."""
         return 0
 
     def initial(self, captured: RuleParams) -> tuple[float, ...]:
@@ -164,12 +164,12 @@ class BuiltInRule:
     def updater(
         self, kernels: CpuKernels, names: Sequence[str], largest: int, seed: int
     ) -> KernelUpdater:
-        """The kernels."""
+        """Return an updater that uses the kernels."""
         return KernelUpdater(kernels, names, seed)
 
 
 def _members(group: Mapping[str, Any]) -> Sequence[Any]:
-    """Its parameters; there may be none."""
+    """Return the parameters of a group, which may lack the key."""
     found: Sequence[Any] = group.get("params", ())
     return found
 
@@ -184,16 +184,16 @@ class KernelUpdater:
         self.kernels = kernels
         self._names = names
         self.seed = seed
-        # By parameter, the step that made moments which come and go (SGD's buffer): torch's state
-        # lacks them until then, our memory for them is always there.
+        # By parameter, the step that made moments with a `switch` (SGD's buffer): torch's state
+        # lacks them until then, while their memory is always reserved.
         self._begun: dict[int, int] = {}
 
     def update(self, tiles: Sequence[Tile], grad_scale: float) -> None:
-        """One step of each tile's rule, as one job."""
+        """Update all tiles in place, as one job."""
         self.kernels.update_all(self.pieces(tiles, grad_scale))
 
     def pieces(self, tiles: Sequence[Tile], grad_scale: float) -> list[Piece]:
-        """Return the arguments of kernels, on any device, for the tiles."""
+        """Return the kernel arguments of the tiles, on any device."""
         return [self._piece(tile, grad_scale) for tile in tiles]
 
     def _piece(self, tile: Tile, grad_scale: float) -> Piece:
@@ -216,29 +216,29 @@ class KernelUpdater:
         )
 
     def check(self, params_by_index: Mapping[int, Any]) -> None:
-        """Do nothing: `BuiltInRule.capture` has."""
+        """Do nothing: `BuiltInRule.capture` has checked the groups."""
 
     def _begun_at(self, parameter: int, rule_params: RuleParams, step: int) -> RuleParams:
-        """The hyper-parameters of one parameter, which say when its moments were made."""
+        """Return the values for a parameter, including the step that made its moments."""
         if not rule_params.switch or not rule_params.num_moments:
             return rule_params
         return rule_params.begun_at(self._begun.setdefault(parameter, step))
 
     def begin(self, params_by_index: Mapping[int, Any], steps: Mapping[int, int]) -> None:
-        """Begin a step, which `kept` then belongs to."""
+        """Record the step of parameters whose moments it makes."""
         for parameter, step in steps.items():
             self._begun_at(parameter, params_by_index[parameter], step)
 
     def kept(self) -> dict[int, dict[str, Any]]:
-        """Return serializable state of each parameter that is no moment."""
+        """Return the serializable state of each parameter, without moments."""
         return {parameter: {"begins": step} for parameter, step in self._begun.items()}
 
     def keep(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
-        """Go on with what `kept` gave."""
+        """Restore state returned by `kept`."""
         self._begun = {parameter: entry["begins"] for parameter, entry in saved.items()}
 
     def moment_names(self, parameter: int, rule_params: RuleParams) -> tuple[str, ...]:
-        """Return torch's names of this parameter's moments in `state_of`."""
+        """Return torch's names of the moments that `state_of` returns for this parameter."""
         begun = not rule_params.switch or parameter in self._begun
         return rule_params.state_names[: rule_params.num_moments] if begun else ()
 
@@ -250,9 +250,9 @@ class KernelUpdater:
         shape: tuple[int, ...],
         step: int,
     ) -> dict[str, Any]:
-        """Moments decoded to fp32, and the step count where torch keeps one.
+        """Return moments decoded to fp32, and the step count if torch's state has it.
 
-        SGD's buffer is there from its first step with momentum on, as torch's is.
+        SGD's buffer is included from its first step with momentum on, as in torch.
         """
         state: dict[str, Any] = {"step": step_count(step)} if rule_params.counts else {}
         if rule_params.switch:
@@ -269,11 +269,11 @@ class KernelUpdater:
 
 
 def step_count(steps: Any) -> Tensor:
-    """A count of steps as torch keeps it, whatever its defaults for new tensors are."""
+    """Return a step count as an fp32 CPU tensor, like torch, independent of its defaults."""
     return torch.tensor(float(steps), dtype=torch.float32, device="cpu")
 
 
 def rounding_key(seed: int, name: str, step: int) -> int:
-    """64 bits for the rounding of one parameter in one step; the same under every placement."""
+    """Return the 64-bit rounding key of a parameter and step; independent of placement."""
     digest = hashlib.blake2b(f"{seed}\0{name}\0{step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

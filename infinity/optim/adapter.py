@@ -105,7 +105,7 @@ class Captured:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _State:
     """State of one parameter other than its moments; replaced, not modified, by an update."""
 
     scalars: Mapping[str, Any] = field(default_factory=dict)
@@ -136,9 +136,10 @@ class Group:
         if self.has_stepped:
             for key in {**written, **self.written}:
                 if not same(written.get(key), self.written.get(key)):
-                    here, there = after.get(key), self.written.get(key, _Written(None, None)).value
+                    value = after.get(key)
+                    other = self.written.get(key, _Written(None, None)).value
                     raise _CouplingError(
-                        f"group[{key!r}] is {here!r} after this parameter, {there!r} after another"
+                        f"group[{key!r}] is {value!r} after this parameter, {other!r} after another"
                     )
         self.written, self.has_stepped = written, True
 
@@ -161,11 +162,11 @@ class AdaptedOptimizer:
         self.facts = facts
         self.kernels = kernels
         self._names = names
-        self._kept: dict[int, _Kept] = {}  # by parameter
+        self._states: dict[int, _State] = {}  # by parameter
         self._groups: dict[int, Group] = {}  # by parameter
-        self._stepping: dict[int, Group] = {}  # by id of the `Captured`
+        self._step_groups: dict[int, Group] = {}  # by id of the `Captured`
         # By parameter: end of its last tile, and its state before the step of that tile.
-        self._last: dict[int, tuple[int, _Kept | None]] = {}
+        self._last_tiles: dict[int, tuple[int, _State | None]] = {}
         self._worker = facts.worker
         self._attributes = copy.deepcopy(
             _attributes(facts.worker), {id(facts.worker): facts.worker}
@@ -178,20 +179,20 @@ class AdaptedOptimizer:
         members: dict[int, list[int]] = {}
         for index, rule_params in params_by_index.items():
             members.setdefault(id(rule_params), []).append(index)
-        found = []
+        groups = []
         for indices in members.values():
-            theirs = params_by_index[indices[0]].entries
+            entries = params_by_index[indices[0]].entries
             known = next((self._groups[i].written for i in indices if i in self._groups), {})
-            written = {k: w for k, w in known.items() if same(theirs.get(k), w.seen)}  # not edited
-            given = {**theirs, **{k: entry.value for k, entry in written.items()}}
-            found.append((indices, Group(written, theirs, written, given)))
-        return found
+            written = {k: w for k, w in known.items() if same(entries.get(k), w.seen)}  # not edited
+            given = {**entries, **{k: entry.value for k, entry in written.items()}}
+            groups.append((indices, Group(written, entries, written, given)))
+        return groups
 
     def begin(self, params_by_index: Mapping[int, Any], steps: Mapping[int, int]) -> None:
         """Step a small parameter of each group; see [Note: group entries]."""
-        self._stepping = {}
+        self._step_groups = {}
         for indices, group in self.grouped(params_by_index):
-            self._stepping[id(params_by_index[indices[0]])] = group
+            self._step_groups[id(params_by_index[indices[0]])] = group
             self._groups.update((index, group) for index in indices)
             with suppress(Exception), on_cpu():  # the optimizer may not accept this shape
                 shape = SMALL_SHAPES[1 + self.facts.needs_full]
@@ -203,20 +204,20 @@ class AdaptedOptimizer:
 
     def kept(self) -> dict[int, dict[str, Any]]:
         """Return the serializable state of each parameter, without moments."""
-        found: dict[int, dict[str, Any]] = {
+        saved: dict[int, dict[str, Any]] = {
             index: {"group": {key: entry._asdict() for key, entry in group.written.items()}}
             for index, group in self._groups.items()
-            if group.written or index in self._kept
+            if group.written or index in self._states
         }
-        for index, kept in self._kept.items():
-            found[index] |= {"scalars": copied(kept.scalars), "shapes": dict(kept.shapes)}
-        return found
+        for index, state in self._states.items():
+            saved[index] |= {"scalars": copied(state.scalars), "shapes": dict(state.shapes)}
+        return saved
 
     def keep(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
         """Restore state returned by `kept`."""
-        self._last.clear()
-        self._kept = {
-            index: _Kept(
+        self._last_tiles.clear()
+        self._states = {
+            index: _State(
                 copied(entry["scalars"]),
                 {name: tuple(shape) for name, shape in entry["shapes"].items()},
             )
@@ -224,8 +225,10 @@ class AdaptedOptimizer:
             if "scalars" in entry
         }
         self._groups = {
-            index: Group({k: _Written(e["value"], e.get("seen")) for k, e in kept["group"].items()})
-            for index, kept in saved.items()
+            index: Group(
+                {k: _Written(e["value"], e.get("seen")) for k, e in entry["group"].items()}
+            )
+            for index, entry in saved.items()
         }
 
     def update(self, tiles: Sequence[Tile], grad_scale: float) -> None:
@@ -237,21 +240,21 @@ class AdaptedOptimizer:
         count, size = tile.weight.numel(), math.prod(tile.shape)
         if self.facts.needs_full and (tile.first or count != size):
             raise TrainingError(f"{self.facts.name} needs whole parameters, got a part of one")
-        end, before = self._last.get(tile.parameter, (-1, None))
+        end, before = self._last_tiles.get(tile.parameter, (-1, None))
         if tile.first != end:  # the first tile of a step, at any offset: ranks have shards
-            before = self._kept.get(tile.parameter)
+            before = self._states.get(tile.parameter)
         after = before
         try:
-            for part in [tile] if self.facts.needs_full else _cut(tile):
-                after = self._run(part, before, grad_scale)
+            for small_tile in [tile] if self.facts.needs_full else _split_tile(tile):
+                after = self._run(small_tile, before, grad_scale)
             self._check_attributes()
         except InfinityError:
             raise
         except Exception as error:
             raise self._failure(tile, error) from error
-        self._last[tile.parameter] = tile.first + count, before
+        self._last_tiles[tile.parameter] = tile.first + count, before
         if after is not None:
-            self._kept[tile.parameter] = after
+            self._states[tile.parameter] = after
 
     def state_of(
         self,
@@ -262,14 +265,14 @@ class AdaptedOptimizer:
         step: int,
     ) -> dict[str, Any]:
         """Return the optimizer's `state[p]`, as new tensors; empty before the first step."""
-        kept = self._kept.get(parameter, _Kept())
-        state = copied(kept.scalars)
-        for moment, (name, state_shape) in zip(moments, kept.shapes.items(), strict=False):
+        cached = self._states.get(parameter, _State())
+        state = copied(cached.scalars)
+        for moment, (name, state_shape) in zip(moments, cached.shapes.items(), strict=False):
             state_shape = state_shape if self.facts.needs_full else shape
             state[name] = moment.values[: math.prod(state_shape)].clone().view(state_shape)
         return state
 
-    def _run(self, tile: Tile, before: _Kept | None, grad_scale: float) -> _Kept:
+    def _run(self, tile: Tile, before: _State | None, grad_scale: float) -> _State:
         count = tile.weight.numel()
         shape = tile.shape if self.facts.needs_full else (count,)
         master = tile.weight
@@ -282,31 +285,33 @@ class AdaptedOptimizer:
             gradient.mul_(grad_scale)
         parameter = nn.Parameter(master.view(shape))
         parameter.grad = gradient.view(shape)
-        group = self._stepping[id(tile.rule_params)]
+        group = self._step_groups[id(tile.rule_params)]
         state = self._load(before, tile, parameter, group.given)
-        after, left = self._step(group.given, parameter, state)
-        group.write(after)
+        entries, new_state = self._step(group.given, parameter, state)
+        group.write(entries)
         if parameter.data_ptr() != master.data_ptr():  # the optimizer replaced .data
             master.copy_(parameter.detach().reshape(-1))
-        kept = self._collect(tile, left, before or _Kept())
+        after = self._collect(tile, new_state, before or _State())
         if tile.master_state is not None:
             assert self.kernels is not None
             self.kernels.split(master, tile.weight, tile.master_state)
-        return kept
+        return after
 
     def _check_attributes(self) -> None:
-        now, known = _attributes(self._worker), self._attributes
-        if not same(now, known):
-            changed = [k for k in {**known, **now} if not same(now.get(k), known.get(k))]
+        current, expected = _attributes(self._worker), self._attributes
+        if not same(current, expected):
+            changed = [
+                k for k in {**expected, **current} if not same(current.get(k), expected.get(k))
+            ]
             raise _CouplingError(f"it changes its attribute {changed[0]!r}")
 
     def _failure(self, tile: Tile, error: Exception) -> TrainingError:
         name = repr(self._names[tile.parameter]) if self._names else "a small parameter"
         if isinstance(error, _CouplingError):
-            alone = f"{self.facts.name} does not update {name} alone: " if self._names else ""
-            return TrainingError(f"{alone}{error}", because=COUPLED, remedy=SEPARATE)
+            prefix = f"{self.facts.name} does not update {name} alone: " if self._names else ""
+            return TrainingError(f"{prefix}{error}", because=COUPLED, remedy=SEPARATE)
         tensors = {"values": tile.weight, "gradient": tile.gradient}
-        zeros = [what for what, tensor in tensors.items() if not tensor.any()]
+        zeros = [label for label, tensor in tensors.items() if not tensor.any()]
         return TrainingError(
             f"{self.facts.name} raised {error!r} when it updated {name} of shape {tile.shape}",
             because=f"zeros in all of its {' and '.join(zeros)}: an optimizer may divide by their "
@@ -338,7 +343,7 @@ class AdaptedOptimizer:
             self._worker.state = defaultdict(dict)
 
     def _load(
-        self, before: _Kept | None, tile: Tile, parameter: nn.Parameter, group: Mapping[str, Any]
+        self, before: _State | None, tile: Tile, parameter: nn.Parameter, group: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the optimizer's state of this tile; state tensors are views of the moments."""
         if before is None:
@@ -352,7 +357,7 @@ class AdaptedOptimizer:
     def _fresh(self, group: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
         return self.facts.make_state(group, parameter) if self.facts.make_state else {}
 
-    def _collect(self, tile: Tile, state: Mapping[str, Any], before: _Kept) -> _Kept:
+    def _collect(self, tile: Tile, state: Mapping[str, Any], before: _State) -> _State:
         """Copy state tensors into the moments; return all other state."""
         scalars: dict[str, Any] = {}
         shapes = dict(before.shapes)
@@ -366,16 +371,16 @@ class AdaptedOptimizer:
             target = tile.moments[index].values[: value.numel()]
             if value.data_ptr() != target.data_ptr() or not value.is_contiguous():
                 target.copy_(value.detach().clone().reshape(-1))
-        return _Kept(scalars, shapes)
+        return _State(scalars, shapes)
 
     def _check_tensor(self, tile: Tile, name: str, value: Tensor, index: int) -> None:
-        room = tile.weight.numel()
-        fits = value.numel() <= room if self.facts.needs_full else value.numel() == room
+        count = tile.weight.numel()
+        fits = value.numel() <= count if self.facts.needs_full else value.numel() == count
         if index < len(tile.moments) and value.dtype is torch.float32 and fits:
             return
         raise TrainingError(
             f"{self.facts.name} keeps {name!r} of shape {tuple(value.shape)} and dtype "
-            f"{value.dtype} for a tile of {room} elements; {len(tile.moments)} fp32 state tensors "
+            f"{value.dtype} for a tile of {count} elements; {len(tile.moments)} fp32 state tensors "
             "were planned",
             because="it did not do so in the trial, which planned them",
             remedy="use an optimizer whose state has the same form for all parameters",
@@ -397,7 +402,7 @@ def small_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return SMALL_SHAPES[min(len(shape), 4)]
 
 
-def _cut(tile: Tile) -> Iterator[Tile]:
+def _split_tile(tile: Tile) -> Iterator[Tile]:
     """Yield slices of a tile that are small enough for torch to use one thread."""
     count = tile.weight.numel()
     for start in range(0, count, TILE_ELEMENTS):
@@ -430,14 +435,18 @@ def _are_rates(*values: Any) -> bool:
 
 def _attributes(worker: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the attributes of an optimizer and its classes, without groups and state."""
-    kinds = [k for k in type(worker).__mro__ if not k.__module__.startswith(("torch.", "builtins"))]
-    found = {
+    classes = [
+        k for k in type(worker).__mro__ if not k.__module__.startswith(("torch.", "builtins"))
+    ]
+    attributes = {
         key: value
-        for kind in reversed(kinds)
-        for key, value in vars(kind).items()
+        for cls in reversed(classes)
+        for key, value in vars(cls).items()
         if isinstance(value, numbers.Number | Tensor | list | dict | set)
     }
-    return found | {k: v for k, v in vars(worker).items() if k not in ("param_groups", "state")}
+    return attributes | {
+        k: v for k, v in vars(worker).items() if k not in ("param_groups", "state")
+    }
 
 
 def copied(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -448,22 +457,22 @@ def copied(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def same(one: Any, other: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
     """Return True if values are equal: tensors bitwise, NaN to NaN, objects by attributes."""
-    if one is other:
+    if a is b:
         return True
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.dtype is not other.dtype or one.shape != other.shape:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.dtype is not b.dtype or a.shape != b.shape:
             return False
-        return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
-    if isinstance(one, numbers.Real) and isinstance(other, numbers.Real):
-        return one == other or (one != one and other != other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if type(one) is not type(other):
+        return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+    if isinstance(a, numbers.Real) and isinstance(b, numbers.Real):
+        return a == b or (a != a and b != b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if type(a) is not type(b):
         return False
-    if hasattr(one, "__dict__"):
-        return same(vars(one), vars(other))
-    return bool(one == other)
+    if hasattr(a, "__dict__"):
+        return same(vars(a), vars(b))
+    return bool(a == b)

@@ -44,7 +44,7 @@ from infinity.types import MomentFormat
 
 OptimizerMaker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
-_NOTHING = object()
+_MISSING = object()
 MAX_MOMENTS = 6  # length of `plan.layout.MOMENTS`
 _CUTS = (0, 128, 384, 512)  # tile boundaries of a small parameter of 512 elements
 # Magnitudes of gradients (the inverse for every second parameter): clipping and trust ratios take
@@ -68,23 +68,25 @@ def open_adapter(
     be adapted.
     """
     _refuse_by_name(given if isinstance(given, type) else type(given))
-    real = {id(p): p for group in groups for p in group["params"]}
+    by_id = {id(p): p for group in groups for p in group["params"]}
     if isinstance(given, torch.optim.Optimizer):
         instance, make = given, None
     else:
         stand_ins = []
         for group in groups:
-            mine = [
+            group_stand_ins = [
                 nn.Parameter(torch.empty(p.shape, dtype=torch.float32, device="meta"))
                 for p in group["params"]
             ]
-            real |= {id(s): p for s, p in zip(mine, group["params"], strict=True)}
-            stand_ins.append({**group, "params": mine})
-        instance, make = _make(given, stand_ins), given
+            by_id |= {id(s): p for s, p in zip(group_stand_ins, group["params"], strict=True)}
+            stand_ins.append({**group, "params": group_stand_ins})
+        instance, make = _call_maker(given, stand_ins), given
     name = _name_of(type(instance))
-    made = instance.param_groups  # the instance's objects, which schedulers hold
+    made_groups = instance.param_groups  # the instance's objects, which schedulers hold
     if not isinstance(given, torch.optim.Optimizer):
-        made = [{**g, "params": [_real_of(p, real) for p in g["params"]]} for g in made]
+        made_groups = [
+            {**g, "params": [_parameter_of(p, by_id) for p in g["params"]]} for g in made_groups
+        ]
     has_state = any(instance.state.values())
     if has_state and (make is None or given is instance):
         raise ConfigError(
@@ -92,11 +94,11 @@ def open_adapter(
             because="it has stepped, or its constructor makes state",
             remedy="pass the class, or a function of groups: optimizer=lambda groups: ...",
         )
-    worker = _without_parameters(instance, real.values())
+    worker = _without_parameters(instance, by_id.values())
     make_state = _state_maker(make, instance) if has_state and make is not None else None
-    facts = AdapterFacts(name, worker, made, instance.defaults, make_state=make_state)
+    facts = AdapterFacts(name, worker, made_groups, instance.defaults, make_state=make_state)
     with torch.random.fork_rng(devices=[]), on_cpu():
-        return _try_out(facts)
+        return _run_trials(facts)
 
 
 def _refuse_by_name(kind: type) -> None:
@@ -111,13 +113,13 @@ def _refuse_by_name(kind: type) -> None:
 
 
 def _name_of(kind: type) -> str:
-    ours = kind.__module__.startswith("torch.optim")
-    return f"torch.optim.{kind.__name__}" if ours else kind.__qualname__
+    in_torch = kind.__module__.startswith("torch.optim")
+    return f"torch.optim.{kind.__name__}" if in_torch else kind.__qualname__
 
 
-def _make(maker: OptimizerMaker, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _call_maker(maker: OptimizerMaker, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     try:
-        made = maker(groups)
+        optimizer = maker(groups)
     except ResidencyError as error:  # raised by CPUAdam and FusedAdam for stand-ins
         raise ConfigError(
             "infinity.CPUAdam or FusedAdam is not an optimizer for the engine",
@@ -136,19 +138,19 @@ def _make(maker: OptimizerMaker, groups: list[dict[str, Any]]) -> torch.optim.Op
             else "optimizer takes a class, or a function of groups that returns an optimizer: "
             "optimizer=lambda groups: torch.optim.RMSprop(groups, lr=1e-3)",
         ) from error
-    if not isinstance(made, torch.optim.Optimizer):
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            f"optimizer made a {type(made).__name__}, not a torch.optim.Optimizer",
+            f"optimizer made a {type(optimizer).__name__}, not a torch.optim.Optimizer",
             remedy="pass a class, an instance, or a function of groups that returns an optimizer",
         )
-    _refuse_by_name(type(made))
-    return made
+    _refuse_by_name(type(optimizer))
+    return optimizer
 
 
-def _real_of(parameter: Tensor, real: Mapping[int, nn.Parameter]) -> nn.Parameter:
-    if id(parameter) not in real:
+def _parameter_of(parameter: Tensor, by_id: Mapping[int, nn.Parameter]) -> nn.Parameter:
+    if id(parameter) not in by_id:
         raise ConfigError("the optimizer holds a parameter that was not given to it")
-    return real[id(parameter)]
+    return by_id[id(parameter)]
 
 
 def _without_parameters(
@@ -159,8 +161,8 @@ def _without_parameters(
     memo: dict[int, Any] = {id(p): p for p in parameters}
     memo |= {id(p): p for group in instance.param_groups for p in group["params"]}
     memo[id(instance)] = worker
-    apart = ("param_groups", "state", "step")  # a scheduler may have wrapped `step`
-    attributes = {k: v for k, v in vars(instance).items() if k not in apart}
+    excluded = ("param_groups", "state", "step")  # a scheduler may have wrapped `step`
+    attributes = {k: v for k, v in vars(instance).items() if k not in excluded}
     vars(worker).update(copy.deepcopy(attributes, memo))
     worker.param_groups = []
     worker.state = defaultdict(dict)
@@ -197,17 +199,17 @@ class Outcome:
 
     def difference(self, plain: Outcome) -> str:
         """Describe the first bitwise difference from plain use; empty if there is none."""
-        for one, two in zip(self.parameters, plain.parameters, strict=True):
-            if not same(one, two):
-                return f"a parameter of shape {tuple(one.shape)} differs"
-        for what, ours, theirs in (
+        for value, plain_value in zip(self.parameters, plain.parameters, strict=True):
+            if not same(value, plain_value):
+                return f"a parameter of shape {tuple(value.shape)} differs"
+        for label, dicts, plain_dicts in (
             ("state[p]", self.states, plain.states),
             ("its group", self.groups, plain.groups),
         ):
-            for mine, other in zip(ours, theirs, strict=True):
-                for name in {**mine, **other}:
-                    if not same(mine.get(name, _NOTHING), other.get(name, _NOTHING)):
-                        return f"{name!r} of {what} differs"
+            for entries, plain_entries in zip(dicts, plain_dicts, strict=True):
+                for name in {**entries, **plain_entries}:
+                    if not same(entries.get(name, _MISSING), plain_entries.get(name, _MISSING)):
+                        return f"{name!r} of {label} differs"
         return ""
 
 
@@ -229,12 +231,12 @@ class Trial:
     ) -> None:
         self.facts = facts
         self.starts = starts
-        chance = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(1)
         profile = torch.ones(SMALL_ELEMENTS, dtype=torch.float32)
         profile[: _CUTS[1]] = 0.05  # so that the means of tiles differ
 
         def draw(shape: Sequence[int]) -> Tensor:
-            flat = torch.randn(SMALL_ELEMENTS, generator=chance, dtype=torch.float32) * profile
+            flat = torch.randn(SMALL_ELEMENTS, generator=generator, dtype=torch.float32) * profile
             return flat.view(shape) if shape else flat[0].clone()
 
         self.options: list[dict[str, Any]] = []
@@ -279,9 +281,11 @@ class Trial:
         """Step all groups together in one optimizer."""
         adapted, moments = self._adapted(self.facts)
         worker = adapted.facts.worker
-        mine = [nn.Parameter(value.clone()) for _, value in self.values]
+        parameters = [nn.Parameter(value.clone()) for _, value in self.values]
         worker.param_groups = [{**copied(o), "params": []} for o in self.options]
-        for index, ((number, value), parameter) in enumerate(zip(self.values, mine, strict=True)):
+        for index, ((number, value), parameter) in enumerate(
+            zip(self.values, parameters, strict=True)
+        ):
             group = worker.param_groups[number]
             group["params"].append(parameter)
             if index in self.starts:
@@ -290,7 +294,7 @@ class Trial:
             elif self.facts.make_state is not None:
                 worker.state[parameter] = self.facts.make_state(group, parameter)
         for gradients in self.gradients:
-            for parameter, gradient in zip(mine, gradients, strict=True):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient.clone()
             with torch.no_grad():
                 worker.step()
@@ -298,8 +302,8 @@ class Trial:
         vars(self.facts.worker).update(flags)  # such as a flag that the first step clears
         groups = [worker.param_groups[number] for number, _ in self.values]
         return Outcome(
-            [p.detach() for p in mine],
-            [dict(worker.state.get(p, {})) for p in mine],
+            [p.detach() for p in parameters],
+            [dict(worker.state.get(p, {})) for p in parameters],
             [{k: v for k, v in group.items() if k != "params"} for group in groups],
         )
 
@@ -313,26 +317,26 @@ class Trial:
         for number, gradients in enumerate(self.gradients, 1):
             adapted.begin(params_by_index, dict.fromkeys(params_by_index, number))
             for index, (flat, gradient) in enumerate(zip(flats, gradients, strict=True)):
-                inner = () if facts.needs_full else (c for c in _CUTS[1:] if c < flat.numel())
-                for first, end in pairwise((0, *inner, flat.numel())):
-                    parts = tuple(m.part(first, end) for m in moments[index])
-                    part = gradient.reshape(-1)[first:end]
+                cuts = () if facts.needs_full else (c for c in _CUTS[1:] if c < flat.numel())
+                for first, end in pairwise((0, *cuts, flat.numel())):
+                    moment_slices = tuple(m.part(first, end) for m in moments[index])
+                    gradient_slice = gradient.reshape(-1)[first:end]
                     tile = Tile(
-                        index, shapes[index], first, flat[first:end], None, parts, part,
-                        params_by_index[index], number,
+                        index, shapes[index], first, flat[first:end], None, moment_slices,
+                        gradient_slice, params_by_index[index], number,
                     )  # fmt: skip
                     adapted.update([tile], 1.0)
-        kept, indices = adapted.kept(), range(len(flats))
-        written = [{k: e["value"] for k, e in kept[i].pop("group").items()} for i in indices]
+        saved, indices = adapted.kept(), range(len(flats))
+        written = [{k: e["value"] for k, e in saved[i].pop("group").items()} for i in indices]
         return Outcome(
             [flat.view(shape) for flat, shape in zip(flats, shapes, strict=True)],
             [adapted.state_of(i, None, moments[i], shapes[i], 0) for i in indices],
             [{**params_by_index[i].entries, **written[i]} for i in indices],
-            [Small({"group": {}, **kept[i]}, moments[i]) for i in indices],
+            [Small({"group": {}, **saved[i]}, moments[i]) for i in indices],
         )
 
 
-def _try_out(facts: AdapterFacts) -> AdapterFacts:
+def _run_trials(facts: AdapterFacts) -> AdapterFacts:
     """Return the completed facts; raises `ConfigError` if no use equals plain use."""
     groups = [
         (
@@ -341,7 +345,9 @@ def _try_out(facts: AdapterFacts) -> AdapterFacts:
         )
         for group in facts.groups
     ]
-    trials = [Trial(facts, groups[:most], scale, steps) for scale, steps, most in _TRIALS]
+    trials = [
+        Trial(facts, groups[:max_groups], scale, steps) for scale, steps, max_groups in _TRIALS
+    ]
     try:
         torch.manual_seed(1)
         plain = [trial.plain() for trial in trials]
@@ -353,14 +359,14 @@ def _try_out(facts: AdapterFacts) -> AdapterFacts:
             remedy="use an optimizer whose step() takes no argument; of one with modes pass a "
             "function of groups that calls its train() before it returns it",
         ) from error
-    facts = _with_names(facts, plain)
+    facts = _with_state_tensors(facts, plain)
     _require_change(facts, trials[0], plain[0])
     torch.manual_seed(2)  # so that plain use and tiles draw different random numbers
     problem = ""
-    for untiled in (False, True):
-        candidate = replace(facts, needs_full=untiled)
-        found = (t.compare(candidate, p)[0] for t, p in zip(trials, plain, strict=True))
-        problem = next(filter(None, found), "")
+    for needs_full in (False, True):
+        candidate = replace(facts, needs_full=needs_full)
+        problems = (t.compare(candidate, p)[0] for t, p in zip(trials, plain, strict=True))
+        problem = next(filter(None, problems), "")
         if not problem:
             return candidate
     raise ConfigError(
@@ -371,17 +377,17 @@ def _try_out(facts: AdapterFacts) -> AdapterFacts:
     )
 
 
-def _with_names(facts: AdapterFacts, plain: Sequence[Outcome]) -> AdapterFacts:
+def _with_state_tensors(facts: AdapterFacts, plain: Sequence[Outcome]) -> AdapterFacts:
     names: set[str] = set()
-    most = 0
+    num_moments = 0
     for outcome in plain:
         for parameter, state in zip(outcome.parameters, outcome.states, strict=True):
-            found = {
+            tensors = {
                 name: value
                 for name, value in state.items()
                 if is_per_element(name, value, frozenset())
             }
-            for name, value in found.items():
+            for name, value in tensors.items():
                 if value.dtype is not torch.float32 or value.numel() > parameter.numel():
                     raise ConfigError(
                         f"{facts.name} keeps {name!r} of shape {tuple(value.shape)} and dtype "
@@ -389,13 +395,14 @@ def _with_names(facts: AdapterFacts, plain: Sequence[Outcome]) -> AdapterFacts:
                         because="state tensors rest in fp32, in the place of one number an element",
                         remedy="use an optimizer with fp32 state no larger than the parameter",
                     )
-            names |= found.keys()
-            most = max(most, len(found))
-    if most > MAX_MOMENTS:
+            names |= tensors.keys()
+            num_moments = max(num_moments, len(tensors))
+    if num_moments > MAX_MOMENTS:
         raise ConfigError(
-            f"{facts.name} keeps {most} state tensors per parameter; {MAX_MOMENTS} is the most"
+            f"{facts.name} keeps {num_moments} state tensors per parameter; "
+            f"{MAX_MOMENTS} is the most"
         )
-    return replace(facts, tensor_names=frozenset(names), num_moments=most)
+    return replace(facts, tensor_names=frozenset(names), num_moments=num_moments)
 
 
 def _require_change(facts: AdapterFacts, trial: Trial, plain: Outcome) -> None:

@@ -57,9 +57,9 @@ class AdapterRule:
         self.needs_full = facts.needs_full
         self.matrix_steps = 0
         self.moments = (MomentFormat.FP32,) * facts.num_moments
-        parts = "whole parameters" if facts.needs_full else f"tiles of {TILE_ELEMENTS} elements"
+        tiles = "whole parameters" if facts.needs_full else f"tiles of {TILE_ELEMENTS} elements"
         self.notes: tuple[str, ...] = (
-            f"{facts.name} is run by torch on {parts}: slower than the built-in rules",
+            f"{facts.name} is run by torch on {tiles}: slower than the built-in rules",
         )
 
     def capture(self, group: Mapping[str, Any]) -> Captured:
@@ -89,20 +89,23 @@ class AdapterRule:
 
 
 @dataclass(frozen=True)
-class _Checked:
+class _CheckedGroup:
     """A group before a step, the shapes of its parameters, and the scalars of one parameter."""
 
     group: Group
     shapes: frozenset[tuple[int, ...]]
     scalars: Mapping[str, Any]
 
-    def is_like(self, other: _Checked) -> bool:
+    def is_like(self, other: _CheckedGroup) -> bool:
         """Return True if both groups are of one kind; see [Note: small parameters step first]."""
-        mine, others = self.group.given, other.group.given
+        given, other_given = self.group.given, other.group.given
         return (
             self.shapes == other.shapes
-            and mine.keys() == others.keys()
-            and all(same(mine[k], others[k]) or _are_rates(mine[k], others[k]) for k in mine)
+            and given.keys() == other_given.keys()
+            and all(
+                same(given[k], other_given[k]) or _are_rates(given[k], other_given[k])
+                for k in given
+            )
             and same(self.scalars, other.scalars)
         )
 
@@ -123,7 +126,7 @@ class CheckedOptimizer(AdaptedOptimizer):
         planned: Sequence[Mapping[str, Any]],
     ) -> None:
         super().__init__(facts, tile_elements, kernels, names)
-        self._passed = planned  # group entries that passed the last check
+        self._passed_entries = planned  # group entries that passed the last check
         # By group: its small parameters, after the last check with this group.
         self._smalls: dict[int, list[Small]] = {}
         self._num_checks = 0
@@ -135,40 +138,42 @@ class CheckedOptimizer(AdaptedOptimizer):
         """
         groups = []
         for indices, group in self.grouped(params_by_index):
-            kept = next((self._kept[i] for i in indices if i in self._kept), None)
-            scalars: dict[str, Any] = {} if kept is None else {"scalars": kept.scalars}
-            groups.append(_Checked(group, params_by_index[indices[0]].shapes, scalars))
-        entries = [one.group.rule_params for one in groups]
-        chosen = self._choose(groups)
+            state = next((self._states[i] for i in indices if i in self._states), None)
+            scalars: dict[str, Any] = {} if state is None else {"scalars": state.scalars}
+            groups.append(_CheckedGroup(group, params_by_index[indices[0]].shapes, scalars))
+        entries = [checked.group.rule_params for checked in groups]
+        chosen = self._choose_groups(groups)
         smalls = {number: self._smalls.get(number, []) for number in chosen}
         for _ in range(1 if all(smalls.values()) else 2):  # the first makes state for the second
             starts, offset = {}, 0
             for number in chosen:
-                for nth, small in enumerate(smalls[number]):
-                    kept_on = {**small.kept, **groups[number].scalars}
-                    starts[2 * (offset + nth)] = Small(kept_on, small.moments)
+                for position, small in enumerate(smalls[number]):
+                    saved = {**small.kept, **groups[number].scalars}
+                    starts[2 * (offset + position)] = Small(saved, small.moments)
                 offset += len(groups[number].shapes)
             scale = SCALES[self._num_checks % len(SCALES)]
             self._num_checks += 1
-            given = [(groups[number].group.given, groups[number].shapes) for number in chosen]
+            trial_groups = [
+                (groups[number].group.given, groups[number].shapes) for number in chosen
+            ]
             with on_cpu():
                 try:
-                    trial = Trial(self.facts, given, scale, starts=starts)
-                    problem, left = trial.compare(self.facts, trial.plain())
+                    trial = Trial(self.facts, trial_groups, scale, starts=starts)
+                    problem, trial_smalls = trial.compare(self.facts, trial.plain())
                 except Exception as error:
-                    problem, left = repr(error), ()
+                    problem, trial_smalls = repr(error), ()
             if problem:
                 raise self._refusal(problem, entries)
-            stepped = iter(left[::2])
+            stepped = iter(trial_smalls[::2])
             smalls = {n: [next(stepped) for _ in groups[n].shapes] for n in chosen}
         self._smalls |= smalls
-        self._passed = entries
+        self._passed_entries = entries
 
-    def _choose(self, groups: Sequence[_Checked]) -> list[int]:
+    def _choose_groups(self, groups: Sequence[_CheckedGroup]) -> list[int]:
         """Return the indices of the groups in this check: a few of each kind, in rotation."""
         kinds: list[list[int]] = []
-        for number, one in enumerate(groups):
-            kind = next((kind for kind in kinds if one.is_like(groups[kind[0]])), None)
+        for number, group in enumerate(groups):
+            kind = next((kind for kind in kinds if group.is_like(groups[kind[0]])), None)
             if kind is None:
                 kinds.append(kind := [])
             kind.append(number)
@@ -180,7 +185,7 @@ class CheckedOptimizer(AdaptedOptimizer):
 
     def _refusal(self, problem: str, entries: Sequence[Mapping[str, Any]]) -> ConfigError:
         edits: dict[str, str] = {}
-        for old, new in zip(self._passed, entries, strict=True):
+        for old, new in zip(self._passed_entries, entries, strict=True):
             edits |= differences(old, new)
         if not edits:
             return ConfigError(

@@ -30,7 +30,7 @@ _CODES = {torch.bfloat16: _adam.BF16, torch.float32: _adam.FP32, torch.float16: 
 _LAYOUTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # by the weight's dtype
 _FORMAT_ORDER = tuple(MomentFormat)
 # DLPack's C functions: they read a tensor's metadata ten times faster than its methods.
-_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+_DLPACK_API = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 Setting = tuple[int, int, list[float]]  # rule, number of moments, scalars of the step
 
@@ -51,7 +51,7 @@ def check_tensor(
         and tensor.numel() == n
     ):
         return
-    raise _refusal(name, tensor, n, dtypes, device)
+    raise _tensor_error(name, tensor, n, dtypes, device)
 
 
 def check_piece(piece: Piece, device: torch.device) -> None:
@@ -61,9 +61,9 @@ def check_piece(piece: Piece, device: torch.device) -> None:
     check_tensor("weight", weight, n, FLOATS, device)
     expected_dtype = BESIDE[weight.dtype]
     if (master_state is None) != (expected_dtype is None):
-        found = "missing" if master_state is None else master_state.dtype
+        actual = "missing" if master_state is None else master_state.dtype
         raise ConfigError(
-            f"weight is {weight.dtype} and master_state is {found}",
+            f"weight is {weight.dtype} and master_state is {actual}",
             remedy="fp32 and None, bf16 and int16, or fp16 and fp32",
         )
     if master_state is not None and expected_dtype is not None:
@@ -117,15 +117,15 @@ def check_apart(target: torch.Tensor, source: torch.Tensor) -> None:
         raise ConfigError("two arguments overlap in memory")
 
 
-def _refusal(
+def _tensor_error(
     name: str, tensor: torch.Tensor, n: int, dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> InfinityError:
     if tensor.device != device:
         where = "the host" if device.type == "cpu" else str(device)
         return ResidencyError(f"{name} is on {tensor.device}", remedy=f"copy it to {where}")
     if tensor.dtype not in dtypes:
-        wanted = " or ".join(str(dtype) for dtype in dtypes)
-        return ConfigError(f"{name} has dtype {tensor.dtype}", remedy=wanted)
+        expected = " or ".join(str(dtype) for dtype in dtypes)
+        return ConfigError(f"{name} has dtype {tensor.dtype}", remedy=expected)
     if tensor.dim() != 1 or not tensor.is_contiguous():
         return ResidencyError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}",
@@ -198,27 +198,27 @@ class CpuKernels:
         """
         self._require_open()
         settings = _settings(pieces)
-        made = _read(pieces, settings)
-        if made is None:  # a piece is invalid, or not a plain tensor
-            made = _looked_at(pieces, settings, _HOST)
-        _check_all_apart(made)
-        return made
+        native = _convert_fast(pieces, settings)
+        if native is None:  # a piece is invalid, or not a plain tensor
+            native = _convert_checked(pieces, settings, _HOST)
+        _check_no_overlaps(native)
+        return native
 
     def encode(self, values: torch.Tensor, moment: Moment, *, signed: bool) -> None:
         """Write fp32 `values` into a moment, rounded to nearest; `signed` is false for squares."""
-        self._code(self.pool.encode, values, moment, signed)
+        self._call_codec(self.pool.encode, values, moment, signed)
 
     def decode(self, moment: Moment, values: torch.Tensor, *, signed: bool) -> None:
         """Decode a moment into fp32 `values`."""
-        self._code(self.pool.decode, values, moment, signed)
+        self._call_codec(self.pool.decode, values, moment, signed)
 
     def accumulate(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Compute `target += source` in fp32; a 16-bit target is rounded to nearest even."""
-        self._pair(self.pool.accumulate, target, source)
+        self._call_pairwise(self.pool.accumulate, target, source)
 
     def convert(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy `source` to `target`, converted as by torch: rounded to nearest even."""
-        self._pair(self.pool.convert, target, source)
+        self._call_pairwise(self.pool.convert, target, source)
 
     def square_sum(self, tensor: torch.Tensor) -> float:
         """Return the sum of squares in fp64 over a fixed tree; inf or nan if any element is."""
@@ -254,7 +254,7 @@ class CpuKernels:
         These are bf16 and the int16 residual, or fp16 (rounded to nearest even) and a copy of the
         master.
         """
-        n = self._check_halves(master, weight, master_state)
+        n = self._check_split(master, weight, master_state)
         if weight.dtype is torch.float16:
             self.convert(weight, master)
             self.copy(master_state, master)
@@ -268,7 +268,7 @@ class CpuKernels:
 
     def join(self, weight: torch.Tensor, master_state: torch.Tensor, master: torch.Tensor) -> None:
         """Compute the fp32 `master` from `weight` and `master_state`; the inverse of `split`."""
-        n = self._check_halves(master, weight, master_state)
+        n = self._check_split(master, weight, master_state)
         if weight.dtype is torch.float16:
             self.copy(master, master_state)
             return
@@ -300,7 +300,7 @@ class CpuKernels:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _code(
+    def _call_codec(
         self, kernel: Callable[..., None], values: torch.Tensor, moment: Moment, signed: bool
     ) -> None:
         self._require_open()
@@ -320,19 +320,19 @@ class CpuKernels:
             is_signed=signed,
         )
 
-    def _check_halves(
+    def _check_split(
         self, master: torch.Tensor, weight: torch.Tensor, master_state: torch.Tensor
     ) -> int:
         self._require_open()
         n = master.numel()
         check_tensor("master", master, n, (torch.float32,), _HOST)
         check_tensor("weight", weight, n, (torch.bfloat16, torch.float16), _HOST)
-        kind = BESIDE[weight.dtype]
-        assert kind is not None
-        check_tensor("master_state", master_state, n, (kind,), _HOST)
+        state_dtype = BESIDE[weight.dtype]
+        assert state_dtype is not None
+        check_tensor("master_state", master_state, n, (state_dtype,), _HOST)
         return n
 
-    def _pair(
+    def _call_pairwise(
         self, kernel: Callable[..., None], target: torch.Tensor, source: torch.Tensor
     ) -> None:
         self._require_open()
@@ -352,9 +352,9 @@ class CpuKernels:
 
 def by_kind(pieces: Iterable[Piece]) -> tuple[list[Piece], list[Piece]]:
     """Split into (pieces with a kernel, full matrices that torch operations update)."""
-    found = list(pieces)
-    kernels = [piece for piece in found if piece.rule_params.kernel]
-    return kernels, [piece for piece in found if not piece.rule_params.kernel]
+    all_pieces = list(pieces)
+    kernels = [piece for piece in all_pieces if piece.rule_params.kernel]
+    return kernels, [piece for piece in all_pieces if not piece.rule_params.kernel]
 
 
 def step_matrices(pieces: Iterable[Piece]) -> None:
@@ -367,19 +367,19 @@ def step_matrices(pieces: Iterable[Piece]) -> None:
 
 def check_pieces(pieces: list[Piece], device: torch.device) -> None:
     """Raise unless each piece is valid and no two share memory."""
-    _check_all_apart(_looked_at(pieces, _settings(pieces), device))
+    _check_no_overlaps(_convert_checked(pieces, _settings(pieces), device))
 
 
-def _looked_at(
+def _convert_checked(
     pieces: list[Piece], settings: list[Setting], device: torch.device
 ) -> list[_adam.Piece]:
     """Convert to native pieces with all checks; raises for the first invalid piece."""
     for piece in pieces:
         check_piece(piece, device)
-    return [_native(*pair) for pair in zip(pieces, settings, strict=True)]
+    return [_native_piece(*pair) for pair in zip(pieces, settings, strict=True)]
 
 
-def _check_all_apart(pieces: list[_adam.Piece]) -> None:
+def _check_no_overlaps(pieces: list[_adam.Piece]) -> None:
     if len(pieces) > 1:  # the constructor has checked each piece separately
         try:
             _adam.check_apart(pieces)
@@ -394,26 +394,26 @@ def _settings(pieces: list[Piece]) -> list[Setting]:
     rule_params: RuleParams | None = None
     step, grad_scale = 0, 0.0
     for piece in pieces:
-        _, _, _, _, its_params, its_step, its_scale, _, _ = piece
-        if its_params is not rule_params or its_step != step or its_scale != grad_scale:
-            rule_params, step, grad_scale = its_params, its_step, its_scale
+        _, _, _, _, piece_params, piece_step, piece_scale, _, _ = piece
+        if piece_params is not rule_params or piece_step != step or piece_scale != grad_scale:
+            rule_params, step, grad_scale = piece_params, piece_step, piece_scale
             setting = (
-                _RULES[its_params.kernel],
-                its_params.num_moments,
-                list(its_params.scalars(step, grad_scale)),
+                _RULES[piece_params.kernel],
+                piece_params.num_moments,
+                list(piece_params.scalars(step, grad_scale)),
             )
         settings.append(setting)
     return settings
 
 
-def _read(pieces: list[Piece], settings: list[Setting]) -> list[_adam.Piece] | None:
+def _convert_fast(pieces: list[Piece], settings: list[Setting]) -> list[_adam.Piece] | None:
     """Convert to native pieces by the fast path; None if any piece needs the full checks."""
-    if _EXCHANGE is None:
+    if _DLPACK_API is None:
         return None
-    return _adam.read_pieces(pieces, settings, _FORMAT_ORDER, torch.Tensor, _EXCHANGE)
+    return _adam.read_pieces(pieces, settings, _FORMAT_ORDER, torch.Tensor, _DLPACK_API)
 
 
-def _native(piece: Piece, setting: Setting) -> _adam.Piece:
+def _native_piece(piece: Piece, setting: Setting) -> _adam.Piece:
     weight, master_state, moments, gradient, _, _, _, key, first = piece
     rule, _, scalars = setting
     stored = [tensor for moment in moments for tensor in (moment.values, moment.scales)]

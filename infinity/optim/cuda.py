@@ -47,7 +47,7 @@ def why_not(device: torch.device) -> str | None:
         return f"compute capability {capability[0]}.{capability[1]} is below 7.0"
     if (reason := cuda_compile.why_not()) is not None:
         return reason
-    version = int(_checked(_driver().cuDriverGetVersion()))
+    version = int(_driver_value(_driver().cuDriverGetVersion()))
     if version < _OLDEST_DRIVER:
         return f"the driver is of CUDA {version // 1000}.{version % 1000 // 10}, older than 12.1"
     return None
@@ -80,7 +80,7 @@ class CudaLauncher:
                 *(ctypes.addressof(argument) for argument in launch.arguments)
             )
             driver = _driver()
-            _checked(
+            _driver_value(
                 driver.cuLaunchKernel(
                     driver.CUfunction(kernel),
                     *(launch.blocks, 1, 1),
@@ -100,15 +100,15 @@ class CudaLauncher:
 
     def _kernel(self, variant: Variant, name: str) -> int:
         """Return the driver's handle of a kernel, compiling its variant unless cached."""
-        found = self._kernels.get((variant, name))
-        if found is None:
+        handle = self._kernels.get((variant, name))
+        if handle is None:
             with self._lock:
                 if variant not in self._modules:
                     code = cuda_compile.cubin(self._arch, variant)
                     self._modules[variant] = cuda_compile.core().ObjectCode.from_cubin(code)
-            found = int(self._modules[variant].get_kernel(name).handle)
-            self._kernels[variant, name] = found
-        return found
+            handle = int(self._modules[variant].get_kernel(name).handle)
+            self._kernels[variant, name] = handle
+        return handle
 
 
 @cache  # called for each launch, as is `cuda_compile.core`
@@ -116,9 +116,9 @@ def _driver() -> Any:
     return importlib.import_module("cuda.bindings.driver")
 
 
-def _checked(answer: tuple[Any, ...]) -> Any:
+def _driver_value(result: tuple[Any, ...]) -> Any:
     """Return the value of a driver call; raises `MachineError` with the name of its error."""
-    status, *values = answer
+    status, *values = result
     if int(status) != 0:
         raise MachineError(f"the CUDA driver answered {status!r}")
     return values[0] if values else None
@@ -144,25 +144,25 @@ class CudaKernels:
             launcher = CudaLauncher(self.device)
             self.device = launcher.device
         self._launch = launcher
-        self._prove()
+        self._self_test()
 
-    def _prove(self) -> None:
+    def _self_test(self) -> None:
         """Launch one kernel of each sort, so that driver errors are raised before training."""
         try:
             total = self.square_sum(torch.ones(10, dtype=torch.float32, device=self.device))
             weight, gradient = torch.ones(2, 1, dtype=torch.float32, device=self.device)
             self.update_all([Piece(weight, None, (), gradient, SGD(lr=0.25), 1)])
-            found = total, float(weight)
+            results = total, float(weight)
         except MachineError:
             raise
         except Exception as error:  # from cuda-core, which loads code lazily
             raise MachineError(
                 f"the CUDA kernels do not run on {self.device}", because=first_lines(error)
             ) from error
-        if found != (10.0, 0.75):
+        if results != (10.0, 0.75):
             raise MachineError(
                 f"the CUDA kernels compute wrong on {self.device}",
-                because=f"10 ones squared are {found[0]:g}, and 1 - 0.25 is {found[1]:g}",
+                because=f"10 ones squared are {results[0]:g}, and 1 - 0.25 is {results[1]:g}",
             )
 
     def update_all(self, pieces: Iterable[Piece], stream: torch.cuda.Stream | None = None) -> None:

@@ -26,31 +26,31 @@ from infinity.errors import MachineError, first_lines
 # wrong checksum counts as missing; if the folder is not usable, nothing is cached.
 
 
-_SUM_BYTES = hashlib.sha256().digest_size
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def kept(*key: str) -> bytes | None:
     """Return the payload cached under `key`; None if it is missing or damaged."""
     try:
-        entry = _file_of(key).read_bytes()
+        entry = _cache_file(key).read_bytes()
     except OSError:
         return None
-    payload = entry[_SUM_BYTES:]
-    return payload if hashlib.sha256(payload).digest() == entry[:_SUM_BYTES] else None
+    payload = entry[_DIGEST_BYTES:]
+    return payload if hashlib.sha256(payload).digest() == entry[:_DIGEST_BYTES] else None
 
 
 def keep(payload: bytes, *key: str) -> None:
     """Cache `payload` under `key`; does nothing if the folder is not writable."""
-    path = _file_of(key)
+    path = _cache_file(key)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with atomic_write(path, 0o600) as file:
             file.write(hashlib.sha256(payload).digest() + payload)
 
 
-def _file_of(key: tuple[str, ...]) -> Path:
-    sums = b"".join(hashlib.sha256(part.encode()).digest() for part in key)
-    return default_folder() / f"{hashlib.sha256(sums).hexdigest()}.cubin"
+def _cache_file(key: tuple[str, ...]) -> Path:
+    digests = b"".join(hashlib.sha256(part.encode()).digest() for part in key)
+    return default_folder() / f"{hashlib.sha256(digests).hexdigest()}.cubin"
 
 
 def default_folder() -> Path:
@@ -62,8 +62,8 @@ def default_folder() -> Path:
 
 
 SOURCE = "fused_adam.cu"
-_HERE = Path(__file__).parent
-_FOLDERS = (_HERE, _HERE.parents[1] / "csrc" / "adam")  # in a wheel, in a source tree
+_PACKAGE = Path(__file__).parent
+_SOURCE_FOLDERS = (_PACKAGE, _PACKAGE.parents[1] / "csrc" / "adam")  # of a wheel, a source tree
 _INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
 _OPTIONS = {"std": "c++17", "fma": False, "ftz": False, "prec_div": True, "prec_sqrt": True}
 _CORE = "cuda.core"
@@ -96,12 +96,12 @@ def version() -> str:
 
 def folder() -> Path:
     """Return the folder of the kernel source."""
-    for candidate in _FOLDERS:
+    for candidate in _SOURCE_FOLDERS:
         if (candidate / SOURCE).is_file():
             return candidate
     raise MachineError(
         f"{SOURCE} is not in the installed package",
-        because=f"looked in {' and '.join(map(str, _FOLDERS))}",
+        because=f"looked in {' and '.join(map(str, _SOURCE_FOLDERS))}",
         remedy="reinstall torch-infinity",
     )
 
@@ -109,7 +109,7 @@ def folder() -> Path:
 @cache
 def source() -> str:
     """Return the kernel source as one text, with includes of the project's files expanded."""
-    return _expanded(SOURCE, set())
+    return _expand_includes(SOURCE, set())
 
 
 def options(arch: str, defines: tuple[tuple[str, str], ...]) -> Any:
@@ -122,18 +122,18 @@ def cubin(arch: str, defines: tuple[tuple[str, str], ...]) -> bytes:
 
     Raises `MachineError` if NVRTC is missing or rejects the source.
     """
-    found_version = version()
+    nvrtc_version = version()
     digest = hashlib.sha256(source().encode()).hexdigest()
-    key = (digest, arch, found_version, repr((_OPTIONS, defines)))
-    found = kept(*key)
-    if found is not None:
-        return found
+    key = (digest, arch, nvrtc_version, repr((_OPTIONS, defines)))
+    cached = kept(*key)
+    if cached is not None:
+        return cached
     try:
         program = core().Program(source(), "c++", options(arch, defines))
         code = bytes(program.compile("cubin").code)
     except Exception as error:
         raise MachineError(
-            f"NVRTC {found_version} did not compile {SOURCE} for {arch}", because=str(error)
+            f"NVRTC {nvrtc_version} did not compile {SOURCE} for {arch}", because=str(error)
         ) from error
     keep(code, *key)
     return code
@@ -148,10 +148,10 @@ def core() -> Any:
     )
 
 
-def _expanded(name: str, seen: set[str]) -> str:
+def _expand_includes(name: str, seen: set[str]) -> str:
     """Return the text of a source file; each include of a project file is expanded once."""
     if name in seen:
         return ""
     seen.add(name)
     text = (folder() / name).read_text(encoding="utf-8").replace("#pragma once\n", "")
-    return _INCLUDE.sub(lambda match: _expanded(match[1], seen), text)
+    return _INCLUDE.sub(lambda match: _expand_includes(match[1], seen), text)

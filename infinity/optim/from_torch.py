@@ -19,14 +19,14 @@ from infinity.optim.rules import RULES, twin_of
 
 Groups = list[dict[str, Any]]
 
-_RULES: dict[type, str] = {
+_RULE_NAMES: dict[type, str] = {
     getattr(torch.optim, name): name for name, rule in RULES.items() if rule.in_torch
 }
 _MUON = getattr(torch.optim, "Muon", None)  # since torch 2.9
 # Options that select torch's implementation of a rule; they do not change the rule.
-_HINTS = ("fused", "foreach", "capturable", "differentiable")
+_IMPLEMENTATION_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
 # Options without a counterpart in the built-in rules, which have the behavior of these values.
-_OFF = {"amsgrad": False, "adjust_lr_fn": None}
+_FIXED_OPTIONS = {"amsgrad": False, "adjust_lr_fn": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +51,18 @@ def choose_given(config: Config, given: Any, groups: Any) -> OptimizerChoice:
     Any other `given` is returned unchanged, as is any at all if `config` sets an optimizer option
     other than `moments`.
     """
-    kind = given if isinstance(given, type) else type(given)
-    if (kind not in _RULES and type(given) is not _MUON) or config.optimizer.model_fields_set - {
-        "moments"
-    }:
+    given_class = given if isinstance(given, type) else type(given)
+    has_rule = given_class in _RULE_NAMES or type(given) is _MUON
+    if not has_rule or config.optimizer.model_fields_set - {"moments"}:
         return OptimizerChoice(config, groups, given)
     if not isinstance(given, type):
         return choose_instance(config, given, named=False)
     defaults = {
         name: parameter.default
-        for name, parameter in inspect.signature(kind).parameters.items()
+        for name, parameter in inspect.signature(given_class).parameters.items()
         if parameter.default is not parameter.empty
     }
-    rule = _rule_of(kind, defaults)
+    rule = _rule_of(given_class, defaults)
     assert rule is not None, "torch's rule with torch's defaults is a built-in one"
     return OptimizerChoice(_with_rule(config, *rule), groups)
 
@@ -82,8 +81,8 @@ def choose_class(
     for name in ("params", "optimizer_dict") if is_class else ():
         if _are_groups(options.get(name), kind):
             groups = options.pop(name)
-    apart = [name for name in ("params", "model", "optimizer_dict") if name in options]
-    if not is_class or apart:
+    model_keys = [name for name in ("params", "model", "optimizer_dict") if name in options]
+    if not is_class or model_keys:
         raise ConfigError(
             f"the optimizer {getattr(kind, '__name__', kind)} chooses its parameters by the model",
             because="the engine steps one tile of any parameter at a time",
@@ -156,23 +155,23 @@ def adopt_scheduler(scheduler: Any, given: torch.optim.Optimizer) -> None:
 
 def _rule_of(kind: type, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     """Return the (name, options) of the built-in rule for a torch optimizer, or None."""
-    name = "Muon" if kind is _MUON else _RULES.get(kind)
+    name = "Muon" if kind is _MUON else _RULE_NAMES.get(kind)
     if name is None:
         return None
     if "decoupled_weight_decay" in options:
         name = twin_of(name, decoupled=bool(options["decoupled_weight_decay"]))
-    takes = RULES[name].defaults()
-    options_given = {}
+    defaults = RULES[name].defaults()
+    rule_options = {}
     for key, value in options.items():
-        if key in _OFF and value == _OFF[key]:
+        if key in _FIXED_OPTIONS and value == _FIXED_OPTIONS[key]:
             continue
-        if key in takes:
-            options_given[key] = value
-        elif key not in (*_HINTS, "decoupled_weight_decay"):
+        if key in defaults:
+            rule_options[key] = value
+        elif key not in (*_IMPLEMENTATION_OPTIONS, "decoupled_weight_decay"):
             return None
-    if any(isinstance(value, torch.Tensor) for value in options_given.values()):
+    if any(isinstance(value, torch.Tensor) for value in rule_options.values()):
         return None
-    return name, options_given
+    return name, rule_options
 
 
 def _with_rule(config: Config, name: str, parameters: Mapping[str, Any]) -> Config:
@@ -187,5 +186,5 @@ def without_optimizer(config: Config) -> Config:
     `moments` stays: `initialize` raises for it if an optimizer is passed.
     """
     raw = config.model_dump(exclude_unset=True)
-    kept = {k: v for k, v in raw.pop("optimizer", {}).items() if k == "moments"}
-    return load_config({**raw, "optimizer": kept} if kept else raw)
+    section = {k: v for k, v in raw.pop("optimizer", {}).items() if k == "moments"}
+    return load_config({**raw, "optimizer": section} if section else raw)

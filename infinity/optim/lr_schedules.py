@@ -26,11 +26,11 @@ _WARMUP_TYPES = ("log", "linear")
 # Parameters by type; all others are numbers. Rates and momenta may have a value for each group.
 _RATES = {"warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr", "cycle_min_lr", "cycle_max_lr"}
 _RATES |= {"cycle_min_mom", "cycle_max_mom"}
-_LARGEST = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")  # replace the groups' rates
-_COUNTS = {"warmup_num_steps": 1, "total_num_steps": 1, "lr_range_test_step_size": 1}  # minimum
-_COUNTS |= {"cycle_first_step_size": 1, "cycle_second_step_size": 0, "decay_step_size": 0}
-_COUNTS |= {"cycle_first_stair_count": 0, "cycle_second_stair_count": 0}
-_SWITCHES = {"lr_range_test_staircase", "cycle_momentum"}
+_PEAK_RATES = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")  # set groups' rates
+_MIN_COUNTS = {"warmup_num_steps": 1, "total_num_steps": 1, "lr_range_test_step_size": 1}
+_MIN_COUNTS |= {"cycle_first_step_size": 1, "cycle_second_step_size": 0, "decay_step_size": 0}
+_MIN_COUNTS |= {"cycle_first_stair_count": 0, "cycle_second_stair_count": 0}
+_FLAGS = {"lr_range_test_staircase", "cycle_momentum"}
 
 Params = Mapping[str, Any]
 
@@ -38,11 +38,11 @@ Params = Mapping[str, Any]
 # --- the five ------------------------------------------------------------------------------------
 
 
-def _between(low: Sequence[float], high: Sequence[float], share: float) -> list[float]:
-    return [one + (other - one) * share for one, other in zip(low, high, strict=True)]
+def _interpolate(low: Sequence[float], high: Sequence[float], fraction: float) -> list[float]:
+    return [lower + (upper - lower) * fraction for lower, upper in zip(low, high, strict=True)]
 
 
-def _warmed(p: Params, i: int) -> float:
+def _warmup_fraction(p: Params, i: int) -> float:
     """Return the fraction of the warm-up that is done; only for iterations within it."""
     steps = p["warmup_num_steps"]
     if p["warmup_type"] == "log":
@@ -51,22 +51,22 @@ def _warmed(p: Params, i: int) -> float:
 
 
 def _warmup(p: Params, i: int) -> list[float]:
-    share, steps, total = 0.0, p["warmup_num_steps"], p.get("total_num_steps")
+    fraction, steps, total = 0.0, p["warmup_num_steps"], p.get("total_num_steps")
     if 0 <= i < steps:
-        share = _warmed(p, i)
+        fraction = _warmup_fraction(p, i)
     elif i >= steps:
         span = 1.0 if total is None else max(1.0, total - steps)
-        share = 1.0 if total is None else max(0.0, float(total - i) / span)
-    return _between(p["warmup_min_lr"], p["warmup_max_lr"], share)
+        fraction = 1.0 if total is None else max(0.0, float(total - i) / span)
+    return _interpolate(p["warmup_min_lr"], p["warmup_max_lr"], fraction)
 
 
 def _cosine(p: Params, i: int) -> list[float]:
-    ratio, steps, least = 0.0, p["warmup_num_steps"], p["cos_min_ratio"]
+    ratio, steps, floor = 0.0, p["warmup_num_steps"], p["cos_min_ratio"]
     if 0 <= i < steps:
-        ratio = p["warmup_min_ratio"] + _warmed(p, i) * (1.0 - p["warmup_min_ratio"])
+        ratio = p["warmup_min_ratio"] + _warmup_fraction(p, i) * (1.0 - p["warmup_min_ratio"])
     elif i >= steps:
         done = min(1.0, (i - steps + 1) / max(1, p["total_num_steps"] - steps))
-        ratio = max(0.0, least + (1.0 - least) * ((1 + math.cos(math.pi * done)) / 2))
+        ratio = max(0.0, floor + (1.0 - floor) * ((1 + math.cos(math.pi * done)) / 2))
     return [rate * ratio for rate in p["own_lrs"]]
 
 
@@ -78,23 +78,23 @@ def _range_test(p: Params, i: int) -> list[float]:
 
 
 def _cycle(p: Params, i: int) -> list[float]:
-    past = i - sum(_halves(p)) + 1  # decay steps, from 1
-    if past < 1:
-        return _between(p["cycle_min_lr"], p["cycle_max_lr"], _height(p, i))
+    decay_step = i - sum(_halves(p)) + 1  # counts from 1
+    if decay_step < 1:
+        return _interpolate(p["cycle_min_lr"], p["cycle_max_lr"], _cycle_height(p, i))
     decays = p["decay_step_size"] and p["decay_lr_rate"]
-    factor = 1 + p["decay_lr_rate"] * (past / p["decay_step_size"]) if decays else 1.0
+    factor = 1 + p["decay_lr_rate"] * (decay_step / p["decay_step_size"]) if decays else 1.0
     return [low / factor for low in p["cycle_min_lr"]]
 
 
 def _momenta(p: Params, i: int) -> list[float]:
-    past, low, high = i - sum(_halves(p)) + 1, p["cycle_min_mom"], p["cycle_max_mom"]
+    decay_step, low, high = i - sum(_halves(p)) + 1, p["cycle_min_mom"], p["cycle_max_mom"]
     if i < 0:
         return list(low)
-    if past < 1:
-        height = _height(p, i)
+    if decay_step < 1:
+        height = _cycle_height(p, i)
         return [most - (most - least) * height for least, most in zip(low, high, strict=True)]
     decays = p["decay_step_size"] and p["decay_mom_rate"]
-    factor = 1 + p["decay_mom_rate"] * (past / p["decay_step_size"]) if decays else 1.0
+    factor = 1 + p["decay_mom_rate"] * (decay_step / p["decay_step_size"]) if decays else 1.0
     return [most * factor for most in high]
 
 
@@ -103,15 +103,15 @@ def _halves(p: Params) -> tuple[float, float]:
     return float(first), float(first if second is None else second)
 
 
-def _height(p: Params, i: int) -> float:
+def _cycle_height(p: Params, i: int) -> float:
     """Return the position in the cycle: 0 at its ends, 1 in the middle."""
     count, (first, second) = i + 1, _halves(p)
     total = first + second
     ratio = first / total
     x = 1.0 + count / total - math.floor(1 + count / total)
     rising = x <= ratio
-    stairs, others = p["cycle_first_stair_count"], p["cycle_second_stair_count"]
-    stairs = stairs if rising or others is None else others
+    stairs, second_stairs = p["cycle_first_stair_count"], p["cycle_second_stair_count"]
+    stairs = stairs if rising or second_stairs is None else second_stairs
     if stairs > 0:
         # Computed from integers: a rounded fraction may fall just below a stair.
         inside = count % total
@@ -128,10 +128,10 @@ class _Schedule(lr_scheduler.LRScheduler):
 
     def __init_subclass__(cls) -> None:
         if cls.__name__ in SCHEDULES:  # subclasses of a schedule inherit its signature
-            kind, takes = inspect.Parameter, SCHEDULES[cls.__name__]
-            names = {"optimizer": kind.empty, **takes}.items()
-            found = [kind(n, kind.POSITIONAL_OR_KEYWORD, default=value) for n, value in names]
-            cls.__signature__ = inspect.Signature(found)
+            defaults = {"optimizer": inspect.Parameter.empty, **SCHEDULES[cls.__name__]}
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            parameters = [inspect.Parameter(n, kind, default=v) for n, v in defaults.items()]
+            cls.__signature__ = inspect.Signature(parameters)
 
     def __init__(self, *given: Any, **named: Any) -> None:
         """Take the parameters of `SCHEDULES`; raises `ConfigError` for invalid values."""
@@ -142,15 +142,16 @@ class _Schedule(lr_scheduler.LRScheduler):
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         if params.get("warmup_max_lr", rates) is None:
             params["warmup_max_lr"] = rates
-        one = [n for n in _LARGEST if isinstance(params.get(n), int | float)]
-        if one and len(set(rates)) > 1:
+        scalar_rates = [n for n in _PEAK_RATES if isinstance(params.get(n), int | float)]
+        if scalar_rates and len(set(rates)) > 1:
             text = (
-                f"{one[0]} {params[one[0]]:g} is the rate of all {len(rates)} parameter groups, "
+                f"{scalar_rates[0]} {params[scalar_rates[0]]:g} is the rate of all "
+                f"{len(rates)} parameter groups, "
                 f"whose own rates are {', '.join(f'{rate:g}' for rate in rates)}: a list has one "
                 "for each"
             )
             warnings.warn(text, InfinityWarning, stacklevel=2)
-        params = {name: _checked(optimizer, name, value) for name, value in params.items()}
+        params = {name: _validated(optimizer, name, value) for name, value in params.items()}
         total, steps = params.get("total_num_steps"), params.get("warmup_num_steps")
         if params.get("cycle_momentum") and "betas" not in optimizer.defaults:
             params["cycle_momentum"] = False
@@ -235,8 +236,8 @@ VALID_LR_SCHEDULES = [schedule.__name__ for schedule in OURS]  # DeepSpeed's nam
 
 def known_schedules() -> dict[str, type[lr_scheduler.LRScheduler]]:
     """Return all schedules that a configuration may name: torch's and these, sorted by name."""
-    found = torch_schedules() | {schedule.__name__: schedule for schedule in OURS}
-    return dict(sorted(found.items()))
+    schedules = torch_schedules() | {schedule.__name__: schedule for schedule in OURS}
+    return dict(sorted(schedules.items()))
 
 
 def make_schedule(name: str, params: Params, optimizer: Optimizer) -> lr_scheduler.LRScheduler:
@@ -244,13 +245,13 @@ def make_schedule(name: str, params: Params, optimizer: Optimizer) -> lr_schedul
 
     torch checks some of them in `step()` only, so a copy of the schedule steps first.
     """
-    kind = known_schedules()[name]
+    schedule_class = known_schedules()[name]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the schedule itself warns again
-            tried: Any = kind(_stand_in(optimizer), **deepcopy(dict(params)))
-            tried.step(*([0.0] if isinstance(tried, lr_scheduler.ReduceLROnPlateau) else []))
-        return kind(optimizer, **params)
+            trial: Any = schedule_class(_stand_in(optimizer), **deepcopy(dict(params)))
+            trial.step(*([0.0] if isinstance(trial, lr_scheduler.ReduceLROnPlateau) else []))
+        return schedule_class(optimizer, **params)
     except ConfigError as error:
         raise ConfigError(
             f"scheduler.params.{error.what}", because=error.because, remedy=error.remedy
@@ -274,7 +275,7 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
     return Optimizer(groups, dict(optimizer.defaults))
 
 
-def _checked(optimizer: Optimizer, name: str, value: Any) -> Any:
+def _validated(optimizer: Optimizer, name: str, value: Any) -> Any:
     """Return a validated parameter in normal form: rates as a list, one for each group."""
     if name in _RATES:
         count = len(optimizer.param_groups)
@@ -284,21 +285,21 @@ def _checked(optimizer: Optimizer, name: str, value: Any) -> Any:
                 f"{name} has {len(values)} values for {count} parameter groups",
                 remedy="give one for each group, or one number for all",
             )
-        return [_number(name, part) for part in values]
+        return [_number(name, rate) for rate in values]
     if name == "warmup_type":
         if value not in _WARMUP_TYPES:
             remedy = f"one of {', '.join(map(repr, _WARMUP_TYPES))}"
             raise ConfigError(f"warmup_type is {value!r}", remedy=remedy)
         return value
-    if name in _SWITCHES:
+    if name in _FLAGS:
         return bool(value)
     if value is None and name.startswith("cycle_second"):
         return None
     number = _number(name, value)
-    if name not in _COUNTS:
+    if name not in _MIN_COUNTS:
         return number
-    if number != int(number) or number < _COUNTS[name]:
-        remedy = f"a whole number, {_COUNTS[name]} or more"
+    if number != int(number) or number < _MIN_COUNTS[name]:
+        remedy = f"a whole number, {_MIN_COUNTS[name]} or more"
         raise ConfigError(f"{name} is {value!r}", remedy=remedy)
     return max(2, int(number)) if name == "warmup_num_steps" else int(number)
 

@@ -31,12 +31,13 @@ def step_stack(
     All tensors are 1-D: see `infinity.optim.cpu.Piece`; the momentum is fp32.
     """
     *stacked, rows, columns = rule_params.shape
-    rule_params, size = rule_params.of_shape((rows, columns)), rows * columns
+    rule_params = rule_params.of_shape((rows, columns))
+    size = rows * columns
     for start in range(0, size * math.prod(stacked), size):
-        one = slice(start, start + size)
-        state = None if master_state is None else master_state[one]
-        momentum = moments[0].values[one]
-        _step_matrix(weight[one], state, momentum, gradient[one], rule_params, grad_scale)
+        elements = slice(start, start + size)
+        state = None if master_state is None else master_state[elements]
+        momentum = moments[0].values[elements]
+        _step_matrix(weight[elements], state, momentum, gradient[elements], rule_params, grad_scale)
 
 
 def _step_matrix(
@@ -59,12 +60,12 @@ def _step_matrix(
     del gradient
     update = orthogonal(ahead, rule_params)
     del ahead
-    master = _joined(weight, master_state)
+    master = _join_master(weight, master_state)
     view = master.view(shape)
     view.mul_(1 - rule_params.lr * rule_params.weight_decay)
     view.add_(update, alpha=-rule_params.adjusted_lr)
     if master_state is not None:
-        _split(master, weight, master_state)
+        _split_master(master, weight, master_state)
 
 
 def orthogonal(matrix: Tensor, rule_params: Muon) -> Tensor:
@@ -74,18 +75,18 @@ def orthogonal(matrix: Tensor, rule_params: Muon) -> Tensor:
     https://kellerjordan.github.io/posts/muon/.
     """
     a, b, c = rule_params.ns_coefficients
-    found = matrix.bfloat16()
+    result = matrix.bfloat16()
     if tall := matrix.size(0) > matrix.size(1):
-        found = found.T
-    found.div_(found.norm().clamp(min=rule_params.eps))
+        result = result.T
+    result.div_(result.norm().clamp(min=rule_params.eps))
     for _ in range(rule_params.ns_steps):
-        gram = found @ found.T
+        gram = result @ result.T
         gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        found = torch.addmm(found, gram, found, beta=a)
-    return found.T if tall else found
+        result = torch.addmm(result, gram, result, beta=a)
+    return result.T if tall else result
 
 
-def _joined(weight: Tensor, master_state: Tensor | None) -> Tensor:
+def _join_master(weight: Tensor, master_state: Tensor | None) -> Tensor:
     """Return the fp32 master: the stored tensor if there is one, else a new one."""
     if master_state is None:
         return weight
@@ -95,7 +96,7 @@ def _joined(weight: Tensor, master_state: Tensor | None) -> Tensor:
     return upper.add_(master_state).view(torch.float32)
 
 
-def _split(master: Tensor, weight: Tensor, master_state: Tensor) -> None:
+def _split_master(master: Tensor, weight: Tensor, master_state: Tensor) -> None:
     """Store a master as weight and master state; bf16 rounds half up, and NaN stays NaN."""
     if master_state.dtype is torch.float32:  # `master` is `master_state`
         weight.copy_(master)

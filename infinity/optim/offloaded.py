@@ -52,9 +52,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self.rule = rule
         self._engine_step: weakref.WeakMethod[Callable[[], None]] | None = None
-        self._drop: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._drop_window: weakref.WeakMethod[Callable[[], None]] | None = None
         self._read_state: Callable[[nn.Parameter], dict[str, Any]] | None = None
-        self._pieces: Mapping[int, Sequence[int]] = {}
+        self._rows_of_stack: Mapping[int, Sequence[int]] = {}
         rule.reserve(self.param_groups)
 
     def connect(self, engine_step: Callable[[], None], drop: Callable[[], None]) -> None:
@@ -64,7 +64,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         the engine would be freed by a later garbage collection, not with its last reference.
         """
         self._engine_step = weakref.WeakMethod(engine_step)
-        self._drop = weakref.WeakMethod(drop)
+        self._drop_window = weakref.WeakMethod(drop)
 
     @property
     def loss_scale(self) -> float:
@@ -117,8 +117,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the groups in torch's format; moments are stored in the engine's tiers."""
-        taken: dict[str, Any] = optimizer_method("state_dict")(self)
-        return taken
+        state: dict[str, Any] = optimizer_method("state_dict")(self)
+        return state
 
     def read_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Return the state of one parameter, by torch's names, with `step` if torch has it.
@@ -140,7 +140,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Otherwise do nothing: gradients are offloaded as they are computed, and `step()` consumes
         them.
         """
-        self._call(self._drop)
+        self._call(self._drop_window)
 
     def _call(self, method: weakref.WeakMethod[Callable[[], None]] | None) -> None:
         """Call a method set by `connect`, if any."""
@@ -157,22 +157,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def params_by_index(self, index_of: Mapping[int, int]) -> dict[int, Any]:
         """Return the current values of each parameter's group, captured by the rule, by index."""
-        found: dict[int, Any] = {}
+        captured: dict[int, Any] = {}
         for group in self.param_groups:
             rule_params = self.rule.capture(group)
             for parameter in group["params"]:
                 index = index_of[id(parameter)]
-                found |= dict.fromkeys((index, *self._pieces.get(index, ())), rule_params)
-        return found
+                captured |= dict.fromkeys((index, *self._rows_of_stack.get(index, ())), rule_params)
+        return captured
 
     def split_stacks(self, pieces: Mapping[int, Sequence[int]]) -> None:
         """Set the indices of the row slices of a stacked parameter, by the index of the stack."""
-        self._pieces = dict(pieces)
+        self._rows_of_stack = dict(pieces)
 
     def group_values(self) -> list[dict[str, Any]]:
         """Return the entries of the groups without parameters and their names."""
-        left_out = ("params", "param_names")
-        return [{k: v for k, v in g.items() if k not in left_out} for g in self.param_groups]
+        excluded = ("params", "param_names")
+        return [{k: v for k, v in g.items() if k not in excluded} for g in self.param_groups]
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:

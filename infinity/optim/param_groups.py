@@ -51,19 +51,19 @@ def make_optimizer(
         groups: list[Any] = [p for p in model.parameters() if p.requires_grad] if trains else []
         if not groups and given is None:
             rule = BuiltInRule(SGD.__name__)
-            nothing = {**SGD.defaults(), "params": []}
-            return OffloadedOptimizer([nothing], {}, rule=rule)
+            empty_group = {**SGD.defaults(), "params": []}
+            return OffloadedOptimizer([empty_group], {}, rule=rule)
     else:
         groups = model_parameters
-    flat = _flat(groups)
-    if not flat:
+    parameters = _parameters_of(groups)
+    if not parameters:
         raise ConfigError(
             "there is an optimizer, and no parameter for it",
             remedy="call requires_grad_(True) on what should be trained before initialize()",
         )
-    _warn_of_frozen(flat)
+    _warn_if_mostly_frozen(parameters)
     names = {id(p): name for name, p in model.named_parameters()}
-    for parameter in flat:
+    for parameter in parameters:
         if id(parameter) not in names:
             raise ConfigError(
                 f"{'model_parameters' if given is None else 'the optimizer'} has a parameter of "
@@ -72,7 +72,7 @@ def make_optimizer(
                 remedy="make the optimizer of the parameters of the model that you pass"
                 + (
                     "; to train two models with one optimizer, put both into one module"
-                    if any(id(p) in names for p in flat)
+                    if any(id(p) in names for p in parameters)
                     else ""
                 ),
             )
@@ -82,12 +82,12 @@ def make_optimizer(
                 remedy="train float32, bfloat16 or float16 parameters; freeze the others",
             )
     if given is None:
-        built_in = BuiltInRule(settings.type, MomentFormat(settings.moments))
+        rule = BuiltInRule(settings.type, MomentFormat(settings.moments))
         if not isinstance(groups[0], dict):
             groups = [{"params": groups}]
         groups = complete_groups(model, config, groups)
-        shared = settings.parameters() if RULES[settings.type].kernel else {}
-        return OffloadedOptimizer(groups, shared, rule=built_in)
+        defaults = settings.parameters() if RULES[settings.type].kernel else {}
+        return OffloadedOptimizer(groups, defaults, rule=rule)
     if settings.model_fields_set:
         raise ConfigError(
             "the config has an optimizer section, but initialize() got an optimizer as well",
@@ -96,16 +96,17 @@ def make_optimizer(
         )
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]
-    if (ours := built_in_of(given, groups)) is not None:
-        return ours
+    optimizer = built_in_of(given, groups)
+    if optimizer is not None:
+        return optimizer
     facts = open_adapter(given, groups)
     return OffloadedOptimizer(facts.groups, facts.defaults, rule=AdapterRule(facts))
 
 
-def _warn_of_frozen(flat: Sequence[nn.Parameter]) -> None:
+def _warn_if_mostly_frozen(parameters: Sequence[nn.Parameter]) -> None:
     """Warn if most parameters of the optimizer are frozen, since their state is reserved too."""
-    frozen = sum(p.numel() for p in flat if not p.requires_grad)
-    trained = sum(p.numel() for p in flat) - frozen
+    frozen = sum(p.numel() for p in parameters if not p.requires_grad)
+    trained = sum(p.numel() for p in parameters) - frozen
     if frozen > trained:
         warnings.warn(
             f"{format_count(frozen)} of the optimizer's {format_count(frozen + trained)} "
@@ -116,7 +117,7 @@ def _warn_of_frozen(flat: Sequence[nn.Parameter]) -> None:
         )
 
 
-def _flat(groups: Iterable[Any]) -> list[Any]:
+def _parameters_of(groups: Iterable[Any]) -> list[Any]:
     """Return the parameters of a list of parameters or groups."""
     return [p for g in groups for p in (g["params"] if isinstance(g, dict) else [g])]
 
@@ -125,13 +126,13 @@ def check_same(given: torch.optim.Optimizer, model_parameters: Iterable[Any] | N
     """Raise `ConfigError` unless the optimizer holds exactly these parameters."""
     if model_parameters is None:
         return
-    ours = {id(p) for p in _flat(given.param_groups)}
-    theirs = {id(p): p for p in _flat(model_parameters)}
-    missing = [p for key, p in theirs.items() if key not in ours and p.requires_grad]
-    extra = ours - theirs.keys()
+    held = {id(p) for p in _parameters_of(given.param_groups)}
+    passed = {id(p): p for p in _parameters_of(model_parameters)}
+    missing = [p for key, p in passed.items() if key not in held and p.requires_grad]
+    extra = held - passed.keys()
     if missing or extra:
         raise ConfigError(
-            f"the optimizer holds {len(ours)} parameters, model_parameters are {len(theirs)}: "
+            f"the optimizer holds {len(held)} parameters, model_parameters are {len(passed)}: "
             f"{len(missing)} that require grad are not in the optimizer, {len(extra)} of the "
             "optimizer not in model_parameters",
             remedy="leave model_parameters out, or give optimizer=lambda groups: ...",

@@ -59,7 +59,7 @@ class RuleParams:
     def __post_init__(self) -> None:
         for entry in _entries(type(self)):
             value = getattr(self, entry.name)
-            _check(entry, value)
+            _check_range(entry, value)
             if problem := self.problem(entry.name, value, vars(self)):
                 raise ConfigError(f"{entry.name} {problem}")
 
@@ -100,14 +100,14 @@ class RuleParams:
     def of(cls, group: Mapping[str, Any]) -> RuleParams:
         """Return the current values of a group; raises `ConfigError` for invalid ones."""
         fixed = {"amsgrad": False, "bias_correction": True, "decoupled_weight_decay": cls.decoupled}
-        for name, done in fixed.items():
-            if done is not None and bool(group.get(name, done)) is not done:
+        for name, required in fixed.items():
+            if required is not None and bool(group.get(name, required)) is not required:
                 raise ConfigError(
                     f"a parameter group has {name}={group[name]}",
-                    because=f"{cls.__name__} here has {name}={done}",
+                    because=f"{cls.__name__} here has {name}={required}",
                     remedy="leave it out, or pass a torch.optim, which torch runs, slower",
                 )
-        return cls(**{e.name: _taken(e.name, e.default, group) for e in _entries(cls)})
+        return cls(**{e.name: _converted(e.name, e.default, group) for e in _entries(cls)})
 
     @classmethod
     def problem(cls, name: str, value: Any, others: Mapping[str, Any]) -> str:
@@ -144,9 +144,9 @@ class RuleParams:
                 because="steps count from 1; bias correction divides by 1 - beta ** step",
             )
         scale = -grad_scale if getattr(self, "maximize", False) else grad_scale
-        return tuple(ctypes.c_float(number).value for number in (scale, *self._numbers(step)))
+        return tuple(ctypes.c_float(number).value for number in (scale, *self._step_scalars(step)))
 
-    def _numbers(self, step: int) -> tuple[float, ...]:
+    def _step_scalars(self, step: int) -> tuple[float, ...]:
         """Return the scalars after the gradient scale."""
         raise NotImplementedError
 
@@ -167,7 +167,7 @@ class AdamW(RuleParams):
     decoupled = True
     deepspeed = {"weight_decay": 0.0}  # noqa: RUF012
 
-    def _numbers(self, step: int) -> tuple[float, ...]:
+    def _step_scalars(self, step: int) -> tuple[float, ...]:
         """(decay, l2, 1 - beta1, beta2, 1 - beta2, step size, sqrt(bias correction 2), eps)."""
         beta1, beta2 = self.betas
         return (
@@ -206,7 +206,7 @@ class Lion(RuleParams):
     in_torch = False
     deepspeed = {"lr": 1e-3, "betas": [0.9, 0.999]}  # noqa: RUF012
 
-    def _numbers(self, step: int) -> tuple[float, ...]:
+    def _step_scalars(self, step: int) -> tuple[float, ...]:
         """(decay, beta1, 1 - beta1, beta2, 1 - beta2, lr)."""
         beta1, beta2 = self.betas
         return 1 - self.lr * self.weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, self.lr
@@ -259,7 +259,7 @@ class SGD(RuleParams):
         """Return the values for a parameter whose buffer was made in step `step`."""
         return self if step == self.begins else replace(self, begins=step)
 
-    def _numbers(self, step: int) -> tuple[float, ...]:
+    def _step_scalars(self, step: int) -> tuple[float, ...]:
         """(l2, momentum, 1 - dampening, Nesterov's momentum or 0, lr).
 
         In the step that makes the buffer it becomes the gradient: momentum and dampening are 0.
@@ -295,7 +295,7 @@ class Adagrad(RuleParams):
         """The initial value of the sum of squares."""
         return (self.initial_accumulator_value,)
 
-    def _numbers(self, step: int) -> tuple[float, ...]:
+    def _step_scalars(self, step: int) -> tuple[float, ...]:
         """(l2, step size, eps)."""
         return self.weight_decay, self.lr / (1 + (step - 1) * self.lr_decay), self.eps
 
@@ -367,36 +367,37 @@ class Muon(RuleParams):
         the AdamW group, where they override entries common to both. Raises `ConfigError` for a
         parameter that is not a matrix in a group with `use_muon`.
         """
-        found = []
+        groups = []
         for group in given:
             marked = group.get("use_muon")
             if marked:
                 for name, value in cls._entries_of(options, by_muon=True).items():
                     group.setdefault(name, value)
-                found.append(group)
+                groups.append(group)
                 continue
-            chosen = [is_hidden(p) if marked is None else bool(marked) for p in group["params"]]
-            for takes in (True, False):
-                mine = [p for p, it in zip(group["params"], chosen, strict=True) if it is takes]
-                entries = cls._entries_of(options, by_muon=takes)
+            for_muon = [is_hidden(p) if marked is None else bool(marked) for p in group["params"]]
+            for by_muon in (True, False):
+                pairs = zip(group["params"], for_muon, strict=True)
+                members = [p for p, is_muon in pairs if is_muon is by_muon]
+                entries = cls._entries_of(options, by_muon=by_muon)
                 entries |= cls._entries_of(group, by_muon=True)
-                entries |= {} if takes else cls._entries_of(group, by_muon=False)
-                if mine:
-                    found.append({**entries, "params": mine, "use_muon": takes})
-        for p in (p for group in found if group["use_muon"] for p in group["params"]):
+                entries |= {} if by_muon else cls._entries_of(group, by_muon=False)
+                if members:
+                    groups.append({**entries, "params": members, "use_muon": by_muon})
+        for p in (p for group in groups if group["use_muon"] for p in group["params"]):
             if len(p.shape) != 2 + is_stack(p):
                 raise ConfigError(
                     f"a parameter of shape {tuple(p.shape)} is in a group with use_muon",
                     because="Muon makes matrices orthogonal",
                     remedy="put it in a group with use_muon=False, which AdamW steps",
                 )
-        return found
+        return groups
 
     @classmethod
     def _entries_of(cls, options: Mapping[str, Any], *, by_muon: bool) -> dict[str, Any]:
         """Return the options of Muon or of AdamW, without the prefix `adam_`."""
-        mine = {k: v for k, v in options.items() if k.startswith("adam_") is not by_muon}
-        return {k.removeprefix("adam_"): v for k, v in mine.items()}
+        entries = {k: v for k, v in options.items() if k.startswith("adam_") is not by_muon}
+        return {k.removeprefix("adam_"): v for k, v in entries.items()}
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> RuleParams:
@@ -461,9 +462,9 @@ def reserved_moments(
 
 def matrix_steps(rule: str, groups: Sequence[Mapping[str, Any]]) -> int:
     """Return the maximum of `ns_steps` over the groups; 0 for a rule with a kernel."""
-    params_by_index = [RULES[rule].of(group) for group in groups]
+    group_params = [RULES[rule].of(group) for group in groups]
     return max(
-        (rule_params.ns_steps for rule_params in params_by_index if isinstance(rule_params, Muon)),
+        (rule_params.ns_steps for rule_params in group_params if isinstance(rule_params, Muon)),
         default=0,
     )
 
@@ -480,17 +481,17 @@ def _entries(rule: type[RuleParams]) -> tuple[Field[Any], ...]:
     return tuple(entry for entry in fields(rule) if entry.metadata.get("of_group", True))
 
 
-def _taken(name: str, default: Any, group: Mapping[str, Any]) -> Any:
+def _converted(name: str, default: Any, group: Mapping[str, Any]) -> Any:
     """Return an entry of a group, which may be a tensor, converted to the type of its default."""
     if name not in group:
         raise ConfigError(f"a parameter group has no {name}")
     try:
         if not isinstance(default, tuple):
             return type(default)(group[name])
-        found = tuple(map(float, group[name]))
-        if len(found) != len(default):
-            raise ValueError(f"{len(found)} numbers, not {len(default)}")
-        return found
+        values = tuple(map(float, group[name]))
+        if len(values) != len(default):
+            raise ValueError(f"{len(values)} numbers, not {len(default)}")
+        return values
     except (TypeError, ValueError, RuntimeError) as error:  # raised by `float`, also for tensors
         raise ConfigError(
             f"a parameter group has {name}={group[name]!r:.80}",
@@ -499,7 +500,7 @@ def _taken(name: str, default: Any, group: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _check(entry: Field[Any], value: Any) -> None:
+def _check_range(entry: Field[Any], value: Any) -> None:
     """Raise `ConfigError` for a number out of range."""
     name = entry.name
     if isinstance(value, bool):
@@ -509,9 +510,9 @@ def _check(entry: Field[Any], value: Any) -> None:
             raise ConfigError(f"{name} is {value!r}", remedy=" or ".join(map(repr, choices)))
     elif isinstance(value, tuple) and not entry.metadata.get("signed", False):
         for number, beta in enumerate(value, 1):
-            one = f"{name.removesuffix('s')}{number}"
+            label = f"{name.removesuffix('s')}{number}"
             if not 0.0 <= beta < 1.0:
-                raise ConfigError(f"{one} is {beta}", remedy=f"0 <= {one} < 1")
+                raise ConfigError(f"{label} is {beta}", remedy=f"0 <= {label} < 1")
     elif entry.metadata.get("signed", False):
         if not all(map(math.isfinite, value if isinstance(value, tuple) else [value])):
             raise ConfigError(f"{name} is {value}", remedy=f"a finite {name}")

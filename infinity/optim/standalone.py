@@ -38,7 +38,8 @@ from infinity.types import MomentFormat
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _NO_CORRECTION = 1 << 62  # a step at which beta ** step is 0
-_MASTERS = {torch.bfloat16: "residual", torch.float16: "master"}  # state entry by parameter dtype
+# State entry of the master, by parameter dtype.
+_MASTER_KEYS = {torch.bfloat16: "residual", torch.float16: "master"}
 _State = dict[str, Any]
 
 
@@ -66,7 +67,7 @@ class _Views:
         self.count = state["step"].numpy()  # shares memory with the tensor
         self.state = tuple(state.values())
 
-    def fit(self, state: _State) -> bool:
+    def are_current(self, state: _State) -> bool:
         """Return True if parameter and state are unchanged, as far as torch tracks changes."""
         p = self.parameter
         return (
@@ -83,7 +84,7 @@ class _Views:
 class _Adam(torch.optim.Optimizer):
     """Base of `CPUAdam` and `FusedAdam`; see `CPUAdam` for the arguments."""
 
-    _takes: tuple[str, ...] = ("cpu",)
+    _device_types: tuple[str, ...] = ("cpu",)
 
     def __init__(
         self,
@@ -102,12 +103,12 @@ class _Adam(torch.optim.Optimizer):
         num_threads: int = 0,
     ) -> None:
         try:
-            chosen = MomentFormat(moments)
+            moment_format = MomentFormat(moments)
         except ValueError:
             known = ", ".join(repr(f.value) for f in MomentFormat)
             raise ConfigError(f"moments is {moments!r}", remedy=f"one of {known}") from None
         # `moments` is the storage format in the engine; without it, moments are fp32.
-        self.moments, self.master, self.num_threads = chosen, master, num_threads
+        self.moments, self.master, self.num_threads = moment_format, master, num_threads
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -118,10 +119,10 @@ class _Adam(torch.optim.Optimizer):
             "bias_correction": bias_correction,
             "maximize": maximize,
         }
-        self._begin()
+        self._init_runtime()
         super().__init__(params, defaults)
 
-    def _begin(self) -> None:
+    def _init_runtime(self) -> None:
         """Initialize the attributes that are neither copied nor pickled."""
         self._kernels: dict[torch.device, CpuKernels | CudaKernels] = {}
         self._pid = os.getpid()  # process of the kernels' threads
@@ -133,7 +134,7 @@ class _Adam(torch.optim.Optimizer):
         """Add a group; raises `ConfigError` or `ResidencyError` for unsupported parameters."""
         optimizer_method("add_param_group")(self, param_group)
         try:
-            _hyper_of(self.param_groups[-1])
+            _rule_params_of(self.param_groups[-1])
             for parameter in self.param_groups[-1]["params"]:
                 if not isinstance(parameter, OffloadedParameter):  # checked when it steps
                     self._check(parameter)
@@ -147,8 +148,8 @@ class _Adam(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return groups and state in torch's format; tensors are not copied."""
-        taken: dict[str, Any] = optimizer_method("state_dict")(self)
-        return taken
+        state: dict[str, Any] = optimizer_method("state_dict")(self)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of `torch.optim.AdamW` or `Adam`.
@@ -158,40 +159,43 @@ class _Adam(torch.optim.Optimizer):
         """
         loaded: dict[Tensor, _State] = {}
 
-        def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            changed, states = self._taken(given)
+        def replace_state(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            changed, states = self._split_state_dict(given)
             loaded.update(states)
             return changed
 
-        def put(_: torch.optim.Optimizer) -> None:
+        def store_state(_: torch.optim.Optimizer) -> None:
             self.state.update(loaded)
             self._views.clear()
 
         # torch would convert moments and masters to the parameter's dtype, so hooks load them. The
         # pre-hook runs after the user's, which may rewrite the state dict; the post-hook runs
         # before the user's, which may read the loaded state.
-        before = self.register_load_state_dict_pre_hook(take)
-        after = self.register_load_state_dict_post_hook(put, prepend=True)
+        pre_hook = self.register_load_state_dict_pre_hook(replace_state)
+        post_hook = self.register_load_state_dict_post_hook(store_state, prepend=True)
         try:
             optimizer_method("load_state_dict")(self, state_dict)
         finally:
-            before.remove()
-            after.remove()
+            pre_hook.remove()
+            post_hook.remove()
 
-    def _taken(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[Tensor, _State]]:
+    def _split_state_dict(
+        self, given: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[Tensor, _State]]:
         """Return the state dict for torch to load, and the states that the hooks load."""
-        ours, theirs = self.param_groups, given["param_groups"]
-        if [len(group["params"]) for group in ours] != [len(g["params"]) for g in theirs]:
+        groups, given_groups = self.param_groups, given["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(g["params"]) for g in given_groups]:
             return given, {}  # torch raises for it
-        groups = [_taken_group(*pair, self.defaults) for pair in zip(ours, theirs, strict=True)]
-        order = [p for group in ours for p in group["params"]]
-        numbers = [number for group in theirs for number in group["params"]]
+        pairs = zip(groups, given_groups, strict=True)
+        completed_groups = [_completed_group(*pair, self.defaults) for pair in pairs]
+        parameters = [p for group in groups for p in group["params"]]
+        indices = [index for group in given_groups for index in group["params"]]
         states = dict(given["state"])
         loaded = {}
-        for parameter, number in zip(order, numbers, strict=True):
-            if state := states.pop(number, None):
-                loaded[parameter] = _taken_state(parameter, state, self.master)
-        return {**given, "param_groups": groups, "state": states}, loaded
+        for parameter, index in zip(parameters, indices, strict=True):
+            if state := states.pop(index, None):
+                loaded[parameter] = _copied_state(parameter, state, self.master)
+        return {**given, "param_groups": completed_groups, "state": states}, loaded
 
     def __getstate__(self) -> dict[str, Any]:
         options = {name: getattr(self, name) for name in ("moments", "master", "num_threads")}
@@ -200,7 +204,7 @@ class _Adam(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_kernels" not in vars(self):  # a copy or an unpickled object, not `load_state_dict`
-            self._begin()
+            self._init_runtime()
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -214,7 +218,7 @@ class _Adam(torch.optim.Optimizer):
         Gradients are multiplied by `grad_scale`, such as a clip factor or the inverse of a loss
         scale, in the same pass over memory. Raises `ConfigError` if it is not finite.
         """
-        scale = _finite(grad_scale)
+        scale = _finite_scale(grad_scale)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -222,7 +226,7 @@ class _Adam(torch.optim.Optimizer):
         pieces: dict[torch.device, list[Piece]] = {}
         stepped: dict[Tensor, _Views] = {}
         for group in self.param_groups:
-            rule_params, corrected = _hyper_of(group), group["bias_correction"]
+            rule_params, corrected = _rule_params_of(group), group["bias_correction"]
             for parameter in group["params"]:
                 gradient = parameter.grad
                 if gradient is not None and parameter.numel():
@@ -230,9 +234,9 @@ class _Adam(torch.optim.Optimizer):
                     step = int(views.count) + 1 if corrected else _NO_CORRECTION
                     piece = self._piece(views, gradient, rule_params, step, scale)
                     pieces.setdefault(views.device, []).append(piece)
-        work = [(self._kernels_of(device), some) for device, some in pieces.items()]
-        for kernels, some in work:
-            kernels.update_all(some)
+        jobs = [(self._kernels_of(device), job) for device, job in pieces.items()]
+        for kernels, job in jobs:
+            kernels.update_all(job)
         torch.autograd.graph.increment_version(stepped)  # invalidates tensors saved by autograd
         for views in stepped.values():
             views.count[...] = int(views.count) + 1
@@ -259,7 +263,7 @@ class _Adam(torch.optim.Optimizer):
         """Return views for the kernels; makes state and master at the first step."""
         state: _State = self.state[parameter]
         views = self._views.get(parameter)
-        if views is not None and views.fit(state):
+        if views is not None and views.are_current(state):
             return views
         if not self.moments.is_exact:
             raise ConfigError(
@@ -278,34 +282,34 @@ class _Adam(torch.optim.Optimizer):
 
     def _master_state_of(self, parameter: Tensor, state: _State) -> Tensor | None:
         """Return the flat residual or master, or None; see [Note: edited parameters]."""
-        name = _MASTERS.get(parameter.dtype)
-        for other in _MASTERS.values():
-            if other != name:  # the parameter had another dtype
-                state.pop(other, None)
+        name = _MASTER_KEYS.get(parameter.dtype)
+        for other_name in _MASTER_KEYS.values():
+            if other_name != name:  # the parameter had another dtype
+                state.pop(other_name, None)
         if name is None:
             return None
         weight = parameter.detach()
-        kept: Tensor | None = state.get(name)
-        if kept is None:
-            wide = name == "master"
-            kept = state[name] = (
-                weight.float() if wide else torch.zeros_like(weight, dtype=torch.int16)
+        master_state: Tensor | None = state.get(name)
+        if master_state is None:
+            is_master = name == "master"
+            master_state = state[name] = (
+                weight.float() if is_master else torch.zeros_like(weight, dtype=torch.int16)
             )
         elif name == "master":
             # Compares bits: NaN equals NaN, and -0 differs from 0.
-            same = kept.half().view(torch.int16) == weight.view(torch.int16)
-            kept.copy_(torch.where(same, kept, weight.float()))
+            matches = master_state.half().view(torch.int16) == weight.view(torch.int16)
+            master_state.copy_(torch.where(matches, master_state, weight.float()))
         else:
-            lost = (weight == 0) & (kept < 0) | weight.isinf() & (kept > 0)
-            kept.masked_fill_(lost, 0)
-        return kept.view(-1)
+            invalid = (weight == 0) & (master_state < 0) | weight.isinf() & (master_state > 0)
+            master_state.masked_fill_(invalid, 0)
+        return master_state.view(-1)
 
     def _check(self, parameter: Tensor) -> None:
         name = f"a parameter of shape {tuple(parameter.shape)}"
-        if parameter.device.type not in self._takes:
+        if parameter.device.type not in self._device_types:
             raise ResidencyError(
                 f"{name} is on {parameter.device}, {type(self).__name__} takes "
-                f"{' and '.join(self._takes)} parameters",
+                f"{' and '.join(self._device_types)} parameters",
                 remedy="use infinity.FusedAdam for CUDA parameters",
             )
         if parameter.dtype not in BESIDE:
@@ -372,13 +376,13 @@ class FusedAdam(_Adam):
             missing, or the GPU is too old.
     """
 
-    _takes = ("cpu", "cuda")
+    _device_types = ("cpu", "cuda")
 
 
 # --- groups and states that are given ----------------------------------------------------------
 
 
-def _hyper_of(group: Mapping[str, Any]) -> RuleParams:
+def _rule_params_of(group: Mapping[str, Any]) -> RuleParams:
     """Return the current values of a group; raises `ConfigError` for invalid ones."""
     if group["amsgrad"]:
         raise ConfigError(
@@ -388,23 +392,23 @@ def _hyper_of(group: Mapping[str, Any]) -> RuleParams:
     return rule.of({name: group[name] for name in rule.defaults()})
 
 
-def _taken_group(
-    ours: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]
+def _completed_group(
+    current: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return a group to load, completed by the current values; raises if the rules differ."""
     decoupled = given.get("adamw_mode", given.get("decoupled_weight_decay"))
-    if decoupled is not None and bool(decoupled) != bool(ours["adamw_mode"]):
+    if decoupled is not None and bool(decoupled) != bool(current["adamw_mode"]):
         rules = "Adam with L2", "AdamW"
         raise ConfigError(
             f"the state is of {rules[bool(decoupled)]}, this optimizer is {rules[not decoupled]}",
             remedy=f"make it with adamw_mode={bool(decoupled)}",
         )
-    merged = {**{name: ours[name] for name in defaults}, **given}
-    _hyper_of(merged)
+    merged = {**{name: current[name] for name in defaults}, **given}
+    _rule_params_of(merged)
     return merged
 
 
-def _taken_state(parameter: Tensor, given: Mapping[str, Any], master: bool) -> _State:
+def _copied_state(parameter: Tensor, given: Mapping[str, Any], master: bool) -> _State:
     """Return a copy of the state of one parameter; raises `ConfigError` if it does not match."""
     if "max_exp_avg_sq" in given:
         raise ConfigError("the state is of an optimizer with amsgrad, which is not supported")
@@ -415,7 +419,7 @@ def _taken_state(parameter: Tensor, given: Mapping[str, Any], master: bool) -> _
             remedy="load a state of CPUAdam, FusedAdam, torch.optim.AdamW or Adam",
         )
     names: dict[str, torch.dtype | None] = dict.fromkeys(AdamW.state_names, torch.float32)
-    master_key = _MASTERS.get(parameter.dtype, "")
+    master_key = _MASTER_KEYS.get(parameter.dtype, "")
     if master and master_key in given:
         names[master_key] = BESIDE[parameter.dtype]
         if given[master_key].dtype is not names[master_key]:
@@ -437,7 +441,7 @@ def _taken_state(parameter: Tensor, given: Mapping[str, Any], master: bool) -> _
     return state
 
 
-def _finite(given: Any) -> float:
+def _finite_scale(given: Any) -> float:
     """Return `given` as a float; raises `ConfigError` unless it is finite in fp32."""
     try:
         scale = float(given)

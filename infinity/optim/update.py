@@ -136,7 +136,7 @@ class BuiltInRule:
         if (
             (use_muon or matrices)
             and self._reserved
-            and any((id(p) in matrices) != use_muon for p in _members(group))
+            and any((id(p) in matrices) != use_muon for p in _parameters_of(group))
         ):
             raise ConfigError(
                 f"use_muon is {use_muon} for parameters that began otherwise",
@@ -150,7 +150,7 @@ class BuiltInRule:
         self.moments = reserved_moments(self.name, groups, self._format)
         self.matrix_steps = matrix_steps(self.name, groups)
         matrices = [group for group in groups if not self.capture(group).kernel]
-        self._matrices = {id(p) for group in matrices for p in _members(group)}
+        self._matrices = {id(p) for group in matrices for p in _parameters_of(group)}
         self._reserved = True
 
     def tile_elements(self, largest: int) -> int:
@@ -168,10 +168,10 @@ class BuiltInRule:
         return KernelUpdater(kernels, names, seed)
 
 
-def _members(group: Mapping[str, Any]) -> Sequence[Any]:
+def _parameters_of(group: Mapping[str, Any]) -> Sequence[Any]:
     """Return the parameters of a group, which may lack the key."""
-    found: Sequence[Any] = group.get("params", ())
-    return found
+    parameters: Sequence[Any] = group.get("params", ())
+    return parameters
 
 
 class KernelUpdater:
@@ -186,7 +186,7 @@ class KernelUpdater:
         self.seed = seed
         # By parameter, the step that made moments with a `switch` (SGD's buffer): torch's state
         # lacks them until then, while their memory is always reserved.
-        self._begun: dict[int, int] = {}
+        self._first_steps: dict[int, int] = {}
 
     def update(self, tiles: Sequence[Tile], grad_scale: float) -> None:
         """Update all tiles in place, as one job."""
@@ -197,7 +197,7 @@ class KernelUpdater:
         return [self._piece(tile, grad_scale) for tile in tiles]
 
     def _piece(self, tile: Tile, grad_scale: float) -> Piece:
-        rule_params = self._begun_at(tile.parameter, tile.rule_params, tile.step).of_shape(
+        rule_params = self._with_first_step(tile.parameter, tile.rule_params, tile.step).of_shape(
             tile.shape
         )
         moments = tile.moments[: rule_params.num_moments]
@@ -218,28 +218,28 @@ class KernelUpdater:
     def check(self, params_by_index: Mapping[int, Any]) -> None:
         """Do nothing: `BuiltInRule.capture` has checked the groups."""
 
-    def _begun_at(self, parameter: int, rule_params: RuleParams, step: int) -> RuleParams:
+    def _with_first_step(self, parameter: int, rule_params: RuleParams, step: int) -> RuleParams:
         """Return the values for a parameter, including the step that made its moments."""
         if not rule_params.switch or not rule_params.num_moments:
             return rule_params
-        return rule_params.begun_at(self._begun.setdefault(parameter, step))
+        return rule_params.begun_at(self._first_steps.setdefault(parameter, step))
 
     def begin(self, params_by_index: Mapping[int, Any], steps: Mapping[int, int]) -> None:
         """Record the step of parameters whose moments it makes."""
         for parameter, step in steps.items():
-            self._begun_at(parameter, params_by_index[parameter], step)
+            self._with_first_step(parameter, params_by_index[parameter], step)
 
     def kept(self) -> dict[int, dict[str, Any]]:
         """Return the serializable state of each parameter, without moments."""
-        return {parameter: {"begins": step} for parameter, step in self._begun.items()}
+        return {parameter: {"begins": step} for parameter, step in self._first_steps.items()}
 
     def keep(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
         """Restore state returned by `kept`."""
-        self._begun = {parameter: entry["begins"] for parameter, entry in saved.items()}
+        self._first_steps = {parameter: entry["begins"] for parameter, entry in saved.items()}
 
     def moment_names(self, parameter: int, rule_params: RuleParams) -> tuple[str, ...]:
         """Return torch's names of the moments that `state_of` returns for this parameter."""
-        begun = not rule_params.switch or parameter in self._begun
+        begun = not rule_params.switch or parameter in self._first_steps
         return rule_params.state_names[: rule_params.num_moments] if begun else ()
 
     def state_of(
@@ -256,11 +256,11 @@ class KernelUpdater:
         """
         state: dict[str, Any] = {"step": step_count(step)} if rule_params.counts else {}
         if rule_params.switch:
-            kept = moments if parameter in self._begun else ()
+            present = moments if parameter in self._first_steps else ()
         else:
-            kept = moments[: rule_params.num_moments]
+            present = moments[: rule_params.num_moments]
         for name, moment, nonnegative in zip(
-            rule_params.state_names, kept, rule_params.nonnegative, strict=False
+            rule_params.state_names, present, rule_params.nonnegative, strict=False
         ):
             values = torch.empty(moment.values.numel(), dtype=torch.float32, device="cpu")
             self.kernels.decode(moment, values, signed=not nonnegative)

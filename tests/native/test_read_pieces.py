@@ -18,7 +18,7 @@ from infinity.types import MomentFormat
 
 HYPERS = (ADAMW, Lion(0.1), SGD(0.1), SGD(0.1, momentum=0.9, dampening=0.5))
 LAYOUTS = ("fp32", "split", "fp16")
-pytestmark = pytest.mark.skipif(cpu._EXCHANGE is None, reason="torch has no table of DLPack")
+pytestmark = pytest.mark.skipif(cpu._DLPACK_API is None, reason="torch has no table of DLPack")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def pieces(layout: str, kind: MomentFormat, n: int, *, first: int = 256) -> list
 
 
 def read(some: list[Piece]) -> list[Any] | None:
-    return cpu._read(some, cpu._settings(some))
+    return cpu._convert_fast(some, cpu._settings(some))
 
 
 def stored(some: list[Piece]) -> list[torch.Tensor]:
@@ -61,7 +61,7 @@ def test_both_ways_give_the_same(
     quick, slow = pieces(layout, kind, n), pieces(layout, kind, n)
     assert len(read(quick) or ()) == len(slow)
     kernels.update_all(quick)
-    monkeypatch.setattr(cpu, "_EXCHANGE", None)
+    monkeypatch.setattr(cpu, "_DLPACK_API", None)
     kernels.update_all(slow)
     for one, two in zip(stored(quick), stored(slow), strict=True):
         assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
@@ -110,7 +110,7 @@ def test_a_parameter_is_taken_the_slow_way(kernels: CpuKernels) -> None:
 def test_an_empty_call_and_a_foreign_table(kernels: CpuKernels, monkeypatch: Any) -> None:
     assert read([]) == []
     kernels.update_all([])
-    monkeypatch.setattr(cpu, "_EXCHANGE", object())  # no capsule
+    monkeypatch.setattr(cpu, "_DLPACK_API", object())  # no capsule
     some = pieces("fp32", MomentFormat.FP32, 300)
     assert read(some) is None
     kernels.update_all(some)

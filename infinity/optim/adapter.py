@@ -239,7 +239,7 @@ class AdaptedOptimizer:
     def _update(self, tile: Tile, grad_scale: float) -> None:
         count, size = tile.weight.numel(), math.prod(tile.shape)
         if self.facts.needs_full and (tile.first or count != size):
-            raise TrainingError(f"{self.facts.name} needs whole parameters, got a part of one")
+            raise TrainingError(f"{self.facts.name} needs full parameters, got a slice of one")
         end, before = self._last_tiles.get(tile.parameter, (-1, None))
         if tile.first != end:  # the first tile of a step, at any offset: ranks have shards
             before = self._states.get(tile.parameter)

@@ -53,8 +53,8 @@ SCALES = (1.0, 1e-9, 1e3)
 # (magnitude, steps, maximum number of groups) of each trial; the first outlasts short warm-ups.
 _TRIALS = tuple(zip(SCALES, (24, 3, 3), (4, None, None), strict=True))
 _REFUSED = {
-    "LBFGS": "it computes the loss again several times a step, by a closure",
-    "SparseAdam": "it takes sparse gradients, and gradient ranges here are dense",
+    "LBFGS": "it recomputes the loss several times per step, by a closure",
+    "SparseAdam": "it takes sparse gradients, and the engine stores dense ones",
 }
 
 
@@ -123,17 +123,17 @@ def _call_maker(maker: OptimizerMaker, groups: list[dict[str, Any]]) -> torch.op
     except ResidencyError as error:  # raised by CPUAdam and FusedAdam for stand-ins
         raise ConfigError(
             "infinity.CPUAdam or FusedAdam is not an optimizer for the engine",
-            because="it is the standalone one, over parameters and state in the memory of a model; "
-            "the engine runs the same kernels on state that it keeps itself",
+            because="it is the standalone optimizer, which stores state on the devices of the "
+            "parameters; the engine runs the same kernels on state in its tiers",
             remedy='write optimizer: {"type": "AdamW", ...} in the config, with lr, betas, eps, '
             'weight_decay, maximize and moments ("Adam" for adamw_mode=False), and leave '
-            "initialize(optimizer=...) out; or pass torch.optim.AdamW, which is that rule",
+            "initialize(optimizer=...) out; or pass torch.optim.AdamW, which selects that rule",
         ) from error
     except Exception as error:
         raise ConfigError(
             f"the optimizer refuses the model's parameter groups: {error}",
-            remedy='optimizer: {"type": "Muon"} in the configuration, which leaves what are no '
-            "matrices, embeddings and heads to AdamW"
+            remedy='optimizer: {"type": "Muon"} in the configuration, which uses AdamW for '
+            "embeddings, heads and all that are not matrices"
             if getattr(maker, "__name__", "") == "Muon"
             else "optimizer takes a class, or a function of groups that returns an optimizer: "
             "optimizer=lambda groups: torch.optim.RMSprop(groups, lr=1e-3)",
@@ -356,8 +356,8 @@ def _run_trials(facts: AdapterFacts) -> AdapterFacts:
             f"{facts.name} cannot step small parameters of the model's groups: {error!r}",
             because="they have random values, or zeros, and an engine's step() has neither a "
             "closure nor sparse gradients",
-            remedy="use an optimizer whose step() takes no argument; of one with modes pass a "
-            "function of groups that calls its train() before it returns it",
+            remedy="use an optimizer whose step() takes no argument; for an optimizer with modes, "
+            "pass a function of groups that calls its train() and returns it",
         ) from error
     facts = _with_state_tensors(facts, plain)
     _require_change(facts, trials[0], plain[0])
@@ -392,7 +392,7 @@ def _with_state_tensors(facts: AdapterFacts, plain: Sequence[Outcome]) -> Adapte
                     raise ConfigError(
                         f"{facts.name} keeps {name!r} of shape {tuple(value.shape)} and dtype "
                         f"{value.dtype} for a parameter of shape {tuple(parameter.shape)}",
-                        because="state tensors rest in fp32, in the place of one number an element",
+                        because="state tensors are stored in fp32, at most one number per element",
                         remedy="use an optimizer with fp32 state no larger than the parameter",
                     )
             names |= tensors.keys()
@@ -400,7 +400,7 @@ def _with_state_tensors(facts: AdapterFacts, plain: Sequence[Outcome]) -> Adapte
     if num_moments > MAX_MOMENTS:
         raise ConfigError(
             f"{facts.name} keeps {num_moments} state tensors per parameter; "
-            f"{MAX_MOMENTS} is the most"
+            f"at most {MAX_MOMENTS} are supported"
         )
     return replace(facts, tensor_names=frozenset(names), num_moments=num_moments)
 
@@ -410,6 +410,6 @@ def _require_change(facts: AdapterFacts, trial: Trial, plain: Outcome) -> None:
         if torch.equal(old, new):
             raise ConfigError(
                 f"{facts.name} changed nothing in {len(trial.gradients)} steps",
-                because="its step() does not go by param_groups, or a learning rate is 0",
+                because="its step() does not use param_groups, or a learning rate is 0",
                 remedy="pass an optimizer that updates the parameters of param_groups",
             )

@@ -57,7 +57,7 @@ class AdapterRule:
         self.needs_full = facts.needs_full
         self.matrix_steps = 0
         self.moments = (MomentFormat.FP32,) * facts.num_moments
-        tiles = "whole parameters" if facts.needs_full else f"tiles of {TILE_ELEMENTS} elements"
+        tiles = "full parameters" if facts.needs_full else f"tiles of {TILE_ELEMENTS} elements"
         self.notes: tuple[str, ...] = (
             f"{facts.name} is run by torch on {tiles}: slower than the built-in rules",
         )
@@ -198,6 +198,6 @@ class CheckedOptimizer(AdaptedOptimizer):
             f"{self.facts.name} cannot step with {' and '.join(edits.values())}",
             because=f"tried on small parameters: {problem}; the stored state was planned from the "
             "groups that initialize() got",
-            remedy=f"set {names} back and call step() again; to use it later, let initialize() "
-            f"get it switched on ({names} > 0, say): a schedule may change it then",
+            remedy=f"set {names} back and call step() again; to use it later, pass it to "
+            f"initialize() switched on (such as {names} > 0): a schedule may change it after that",
         )

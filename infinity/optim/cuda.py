@@ -120,7 +120,7 @@ def _driver_value(result: tuple[Any, ...]) -> Any:
     """Return the value of a driver call; raises `MachineError` with the name of its error."""
     status, *values = result
     if int(status) != 0:
-        raise MachineError(f"the CUDA driver answered {status!r}")
+        raise MachineError(f"the CUDA driver returned {status!r}")
     return values[0] if values else None
 
 
@@ -161,7 +161,7 @@ class CudaKernels:
             ) from error
         if results != (10.0, 0.75):
             raise MachineError(
-                f"the CUDA kernels compute wrong on {self.device}",
+                f"the CUDA kernels compute wrong results on {self.device}",
                 because=f"10 ones squared are {results[0]:g}, and 1 - 0.25 is {results[1]:g}",
             )
 

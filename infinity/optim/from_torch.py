@@ -84,7 +84,7 @@ def choose_class(
     model_keys = [name for name in ("params", "model", "optimizer_dict") if name in options]
     if not is_class or model_keys:
         raise ConfigError(
-            f"the optimizer {getattr(kind, '__name__', kind)} chooses its parameters by the model",
+            f"the optimizer {getattr(kind, '__name__', kind)} selects parameters from the model",
             because="the engine steps one tile of any parameter at a time",
             remedy='optim="adamw_torch"',
         )

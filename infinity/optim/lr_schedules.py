@@ -146,9 +146,8 @@ class _Schedule(lr_scheduler.LRScheduler):
         if scalar_rates and len(set(rates)) > 1:
             text = (
                 f"{scalar_rates[0]} {params[scalar_rates[0]]:g} is the rate of all "
-                f"{len(rates)} parameter groups, "
-                f"whose own rates are {', '.join(f'{rate:g}' for rate in rates)}: a list has one "
-                "for each"
+                f"{len(rates)} parameter groups, instead of "
+                f"{', '.join(f'{rate:g}' for rate in rates)}: pass a list for one rate per group"
             )
             warnings.warn(text, InfinityWarning, stacklevel=2)
         params = {name: _validated(optimizer, name, value) for name, value in params.items()}
@@ -299,7 +298,7 @@ def _validated(optimizer: Optimizer, name: str, value: Any) -> Any:
     if name not in _MIN_COUNTS:
         return number
     if number != int(number) or number < _MIN_COUNTS[name]:
-        remedy = f"a whole number, {_MIN_COUNTS[name]} or more"
+        remedy = f"an integer, {_MIN_COUNTS[name]} or more"
         raise ConfigError(f"{name} is {value!r}", remedy=remedy)
     return max(2, int(number)) if name == "warmup_num_steps" else int(number)
 

@@ -96,7 +96,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if getattr(self, "_engine_step", None) is not None:
             raise ConfigError(
                 "a group cannot be added once the engine is made",
-                remedy="pass all groups in initialize(model_parameters=[...]); lr 0 rests them",
+                remedy="pass all groups in initialize(model_parameters=[...]), with lr 0 if unused",
             )
         optimizer_method("add_param_group")(self, param_group)
 
@@ -104,8 +104,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Load the groups' values; raises `ConfigError` for state, which the engine stores."""
         if state_dict.get("state"):
             raise ConfigError(
-                f"optimizer state of {len(state_dict['state'])} parameters cannot be loaded here",
-                because="moments rest in the engine's tiers, and loading them is not built yet",
+                f"optimizer state of {len(state_dict['state'])} parameters cannot be loaded",
+                because="moments are in the engine's tiers, and loading them is not implemented",
                 remedy="load the groups only: {**state, 'state': {}}",
             )
         groups = self.param_groups  # schedulers, and an optimizer that was passed, reference these
@@ -150,8 +150,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if call is None:
             raise EngineClosedError(
                 "the engine of this optimizer was dropped",
-                because="the optimizer alone does not keep it",
-                remedy="keep what initialize() returned first: engine, optimizer, _, _ = ...",
+                because="the optimizer holds only a weak reference to it",
+                remedy="keep a reference to the engine: engine, optimizer, _, _ = initialize(...)",
             )
         call()
 
@@ -185,6 +185,6 @@ def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
     if has_step_hooks(optimizer):
         raise ConfigError(
             f"the {type(optimizer).__name__} has hooks on its steps",
-            because="they would be called for each tile of a parameter, on a copy, by a thread",
-            remedy="call what they do before or after engine.step()",
+            because="they would be called for each tile of a parameter, on a copy, in a thread",
+            remedy="do their work before or after engine.step()",
         )

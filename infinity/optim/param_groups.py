@@ -58,8 +58,8 @@ def make_optimizer(
     parameters = _parameters_of(groups)
     if not parameters:
         raise ConfigError(
-            "there is an optimizer, and no parameter for it",
-            remedy="call requires_grad_(True) on what should be trained before initialize()",
+            "there is no parameter for the optimizer",
+            remedy="call requires_grad_(True) on the parameters to train before initialize()",
         )
     _warn_if_mostly_frozen(parameters)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -111,7 +111,7 @@ def _warn_if_mostly_frozen(parameters: Sequence[nn.Parameter]) -> None:
         warnings.warn(
             f"{format_count(frozen)} of the optimizer's {format_count(frozen + trained)} "
             "parameters are frozen; their optimizer state is reserved, since they may be unfrozen "
-            "later. To save it: [p for p in model.parameters() if p.requires_grad]",
+            "later. To avoid that, pass [p for p in model.parameters() if p.requires_grad]",
             InfinityWarning,
             stacklevel=6,
         )

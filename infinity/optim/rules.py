@@ -104,8 +104,8 @@ class RuleParams:
             if required is not None and bool(group.get(name, required)) is not required:
                 raise ConfigError(
                     f"a parameter group has {name}={group[name]}",
-                    because=f"{cls.__name__} here has {name}={required}",
-                    remedy="leave it out, or pass a torch.optim, which torch runs, slower",
+                    because=f"the built-in {cls.__name__} has {name}={required}",
+                    remedy="leave it out, or pass a torch optimizer, which torch runs, slower",
                 )
         return cls(**{e.name: _converted(e.name, e.default, group) for e in _entries(cls)})
 

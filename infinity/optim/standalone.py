@@ -268,7 +268,7 @@ class _Adam(torch.optim.Optimizer):
         if not self.moments.is_exact:
             raise ConfigError(
                 f"moments={self.moments.value!r} is for the engine",
-                because="without it, moments rest in fp32",
+                because="without the engine, moments are stored in fp32",
                 remedy="leave it out, or pass this to initialize(optimizer=...)",
             )
         self._check(parameter)
@@ -450,8 +450,8 @@ def _finite_scale(given: Any) -> float:
     if not abs(scale) <= _FP32_MAX:
         raise ConfigError(
             f"grad_scale is {scale}",
-            because="a norm or a loss scale is not finite: the parameters would not be either",
-            remedy="leave this step out",
+            because="a norm or a loss scale is not finite; the update would not be finite either",
+            remedy="skip this step",
         )
     return scale
 
@@ -492,7 +492,7 @@ def built_in_of(given: Any, groups: Sequence[dict[str, Any]]) -> OffloadedOptimi
         if any(bool(group[key]) is not wanted for group in groups):
             raise ConfigError(
                 f"the {name} has {key}={not wanted}",
-                because="no kernel of the engine does that",
+                because="no kernel of the engine supports that",
                 remedy=f"{key}={wanted}, or pass torch.optim.AdamW, which torch runs, slower",
             )
     rule = BuiltInRule(twin_of("AdamW", decoupled=modes == {True}), optimizer.moments)

@@ -127,7 +127,7 @@ class BuiltInRule:
             name = rule_params.switch
             raise ConfigError(
                 f"group[{name!r}] is {group[name]}, but was 0 when the engine was made",
-                because=f"no memory was reserved for what {name} keeps",
+                because=f"no memory was reserved for the state of {name}",
                 remedy=f"set it back to 0 and call step() again; to use {name} later, start with "
                 f"optimizer.{name} above 0: a schedule may change it then",
             )
@@ -139,9 +139,9 @@ class BuiltInRule:
             and any((id(p) in matrices) != use_muon for p in _parameters_of(group))
         ):
             raise ConfigError(
-                f"use_muon is {use_muon} for parameters that began otherwise",
-                because="where and how they rest was decided when the engine was made",
-                remedy="put them back and call step() again; or make an engine over these groups",
+                f"use_muon is {use_muon} for parameters that began with {not use_muon}",
+                because="their placement and layout were chosen for it when the engine was made",
+                remedy="restore it and call step() again; or make an engine with these groups",
             )
         return rule_params
 

@@ -237,7 +237,7 @@ def test_a_group_that_turns_is_refused_before_the_step(which: int) -> None:
         loss = first.call(run.engine)
         run.engine.backward(loss)
         group["use_muon"] = not group["use_muon"]
-        with pytest.raises(ConfigError, match="that began otherwise"):
+        with pytest.raises(ConfigError, match="that began with"):
             run.engine.step()
         group["use_muon"] = not group["use_muon"]
         run.engine.step()

@@ -164,7 +164,7 @@ def test_refusals(tmp_path: Path) -> None:
     def trained_with(options: Any) -> None:
         trainer_for(InfinityTrainer, tmp_path, None, options).train()
 
-    with pytest.raises(ConfigError, match="chooses its parameters by the model"):
+    with pytest.raises(ConfigError, match="selects parameters from the model"):
         trained_with({"optimizer_cls_and_kwargs": (Factory, {})})
     model = llama()
     stepped = torch.optim.AdamW(model.parameters())

@@ -283,7 +283,7 @@ def test_one_rate_for_groups_that_have_their_own_is_a_warning() -> None:
     target = optimizer()
     own = ", ".join(f"{group['lr']:g}" for group in target.param_groups)
     with pytest.warns(
-        InfinityWarning, match=f"is the rate of all 2 parameter groups.*{own}: a list"
+        InfinityWarning, match=f"is the rate of all 2 parameter groups.*{own}: pass a list"
     ):
         BY_NAME["WarmupLR"](target, warmup_max_lr=1e-3)
     with warnings.catch_warnings():

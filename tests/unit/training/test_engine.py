@@ -570,7 +570,7 @@ def test_model_parameters_and_optimizer_arguments_are_checked(tmp_path: Path) ->
         infinity.initialize(model, settings(tmp_path), model_parameters=[stranger])
     with pytest.raises(ConfigError, match="put both into one module"):
         infinity.initialize(model, settings(tmp_path), model_parameters=[own, stranger])
-    with pytest.raises(ConfigError, match="no parameter for it"):
+    with pytest.raises(ConfigError, match="no parameter for the optimizer"):
         infinity.initialize(model, settings(tmp_path), model_parameters=[])
     with pytest.raises(ConfigError, match=r"'embedding\.weight' has dtype torch\.float64"):
         infinity.initialize(small_model().double(), settings(tmp_path))

@@ -1,4 +1,4 @@
-"""The slots of a run, as the rule of `plan/access_order.py` sees them."""
+"""View of the slots of a run for the eviction rule of `plan/access_order.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from infinity.plan.plan import Plan, publishes
 
 
 class LiveSlots:
-    """`SlotView` of the ledger; callers hold `changed`."""
+    """`SlotView` over the slot ledger; callers hold `changed`."""
 
     def __init__(self, plan: Plan, ledger: SlotLedger, bound: BoundUnits, fetcher: Fetcher) -> None:
         self._plan = plan
@@ -25,11 +25,11 @@ class LiveSlots:
         return self._ledger.class_of[unit]
 
     def holds_slot(self, unit: int) -> bool:
-        """Return True if a slot holds, or is about to hold, the unit's current weights."""
+        """Return True if a slot holds, or will hold, the unit's current weights."""
         return self._entries[unit].slot is not None
 
     def is_pending(self, unit: int) -> bool:
-        """Return True if the optimizer pass owes the unit an update."""
+        """Return True if the unit waits for its update by the optimizer pass."""
         return self._ledger.is_pending(unit)
 
     def publishes(self, unit: int) -> bool:
@@ -37,11 +37,10 @@ class LiveSlots:
         return publishes(self._plan, unit)
 
     def num_free(self, slot_class: int) -> int:
-        """Return the number of free slots of the class."""
         return len(self._ledger.free_slots(slot_class))
 
     def evictable(self, slot_class: int) -> Collection[int]:
-        """Return the units resident in slots of the class, except those inside a forward."""
+        """Return the units in slots of the class, without the one in use and those in a forward."""
         found = []
         for slot in self._ledger.slots:
             unit = slot.owner
@@ -52,13 +51,13 @@ class LiveSlots:
         return found
 
     def try_evict(self, unit: int) -> bool:
-        """Evict the unit; return False if its weights are still referenced."""
+        """Evict the unit unless its weights are referenced; return True if that freed its slot."""
         slot = self._entries[unit].slot
         assert slot is not None
         if self._entries[unit].num_aliases > 0:
             return False
         self._bound.evict(unit)
-        # Another thread that looks at our frames keeps their views for a moment longer.
+        # A thread that inspects the frames of this one may hold their views a moment longer.
         return slot.is_free()
 
     def fetch(self, unit: int) -> None:

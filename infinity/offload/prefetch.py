@@ -1,9 +1,9 @@
-"""Prefetches units to the device before they are used, and evicts them afterwards.
+"""Prefetching of units to the device before they are used, and eviction afterwards.
 
 [Note: threads and slots]
-The training thread fetches, binds, unbinds and evicts, only at uses and as gradients arrive, so
-that no memory is freed under a running operation. The optimizer thread takes free slots for pending
-units, and fills them. Both hold `SlotLedger.changed` for every transition.
+The training thread fetches, binds, unbinds and evicts units. It does so only when a unit is used or
+a gradient arrives, so no memory is freed under a running operation. The optimizer thread assigns
+free slots to pending units and fills them. Both hold `SlotLedger.changed` for every transition.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from infinity.types import Kind
 
 
 class Prefetcher:
-    """Makes units resident along an order; used by the training thread alone.
+    """Makes units resident in access order; used by the training thread alone.
 
-    Its parts are shared with others: the `ledger` of slots, `bound` units, the `handover` to the
-    optimizer pass, and the engine's `failure`.
+    Other components share its `ledger` of slots, its `bound` units, the `handover` to the optimizer
+    pass, and the `failure` latch of the engine.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Prefetcher:
         self.handover = UpdateHandover(plan, transfers, ledger, self.failure)
         self._fetcher = Fetcher(plan, transfers, store, ledger, self.failure)
         self._slots = LiveSlots(plan, ledger, self.bound, self._fetcher)
-        self._gather: UnitGather | None = None  # of several ranks
+        self._gather: UnitGather | None = None  # None on a single rank
         if exchange is not None:
             self._gather = UnitGather(plan, transfers, store, ledger, exchange)
         self.order: AccessOrder | None = None
         self.wraps = True
-        self.must_retry = False  # a slot could not be had yet: prefetch is asked for again
+        self.must_retry = False  # a prefetch found no free slot yet
         for unit in range(len(plan.units)):
             if not plan.units[unit].slot_bytes:  # only parameters without elements
                 ledger.add_permanent(unit, torch.empty(0, dtype=torch.uint8))
@@ -77,14 +77,14 @@ class Prefetcher:
         self.ledger.forget()
         self._fetcher.forget()
 
-    # --- uses ------------------------------------------------------------------------------------
+    # --- use of units ----------------------------------------------------------------------------
 
     def use(self, unit: int, *, bind: bool = True) -> None:
-        """Make the unit resident and bind it (unless `bind` is False); prefetch the next ones."""
+        """Make the unit resident and bind it (unless `bind` is False); prefetch the next."""
         self._device.sync_compute_stream()
         entry = self._entries[unit]
         if unit == self.ledger.current and entry.residency is Residency.RESIDENT and entry.gathered:
-            if bind and not entry.bound:  # since a call ended
+            if bind and not entry.bound:  # an earlier call released it
                 self.ensure_resident(unit)
             if self.must_retry:
                 self._prefetch()
@@ -105,7 +105,7 @@ class Prefetcher:
                 self.bound.bind(unit)
 
     def ensure_resident(self, unit: int, *, bind: bool = True) -> None:
-        """Block until the unit is resident, evicting others if needed; `bind` its parameters."""
+        """Block until the unit is resident, evicting others if needed; bind it if `bind`."""
         entry = self._entries[unit]
         while True:
             self.failure.check()
@@ -114,7 +114,7 @@ class Prefetcher:
             if entry.residency is Residency.FETCHING:
                 self._fetcher.finish(unit)
             elif entry.residency is Residency.OFFLOADED:
-                with self.ledger.changed:  # held over both: no update may take the freed slot
+                with self.ledger.changed:  # held for both, so that no update takes the freed slot
                     self._require_slot(unit)
                     self._fetcher.start(unit, Priority.URGENT)
             else:
@@ -128,7 +128,7 @@ class Prefetcher:
             self.bound.bind(unit)
 
     def follow(self, order: AccessOrder | None, *, wraps: bool = True) -> None:
-        """Set the order to prefetch along; it `wraps` unless a step follows its end."""
+        """Set the access order to prefetch along; `wraps` is False if a step follows its end."""
         self.order, self.wraps = order, wraps
 
     def poll(self) -> None:
@@ -138,7 +138,7 @@ class Prefetcher:
             self._prefetch()
 
     def _next_in_slots(self) -> list[int]:
-        """Return the next units in the order whose shard, at least, is in a slot."""
+        """Return the next units of the access order whose local shard is in a slot."""
         found: list[int] = []
         if self.order is None:
             return found
@@ -147,9 +147,9 @@ class Prefetcher:
             entry = self._entries[unit]
             landed = entry.ticket is None or entry.ticket.done()
             if entry.residency is Residency.FETCHING and landed:
-                with contextlib.suppress(TransferError):  # its use raises that
+                with contextlib.suppress(TransferError):  # raised again when the unit is used
                     self._fetcher.finish(unit)
-            # A device with an order of its own waits for the copy; a host would be held up.
+            # An asynchronous device orders the gather after the copy; a host would block on it.
             if entry.residency is Residency.RESIDENT and (
                 entry.ready.done() or not device.host_clock
             ):
@@ -168,14 +168,14 @@ class Prefetcher:
         return self.order.distance(unit, wraps=self.wraps) if self.order is not None else NEVER
 
     def _require_slot(self, unit: int) -> None:
-        """Free a slot for the unit, or raise naming the units in all; callers hold `changed`."""
+        """Free a slot for the unit, or raise `ResidencyError`; callers hold `changed`."""
         ledger, slots = self.ledger, self._slots
         slot_class = slots.class_of(unit)
         if slot_class is None:
             return
         entry, looked_again = self._entries[unit], False
         while entry.slot is None and not slots.num_free(slot_class):
-            # One of its own class first, as the forecast has it; then whatever is large enough.
+            # First a slot of the unit's class, as the forecast assumes; then any larger slot.
             if access_order.make_slot_free(slots, slot_class, self._distance):
                 return
             if ledger.free_slot(unit) is not None:
@@ -191,12 +191,12 @@ class Prefetcher:
                 looked_again = True
                 ledger.changed.wait(LOOK_AGAIN_S)
                 continue
-            with self._transfers.stall("slot", unit):  # the optimizer pass fills it without us
+            with self._transfers.stall("slot", unit):  # the optimizer pass is filling one
                 ledger.changed.wait()
             self.failure.check()
 
     def _call_off(self, slot_class: int) -> bool:
-        """Cancel a wrong prefetch to free its slot, when every slot is being filled."""
+        """Finish a fetch into the class and evict its unit; return False if no slot became free."""
         under_way = [
             slot.owner
             for slot in self.ledger.slots
@@ -210,10 +210,10 @@ class Prefetcher:
                 return True
         return False
 
-    # --- weights that change ---------------------------------------------------------------------
+    # --- stale weights ---------------------------------------------------------------------------
 
     def make_pending(self, units: Collection[int]) -> None:
-        """Mark the weights of these units stale: an optimizer pass will replace them.
+        """Mark the weights of these units as stale: an optimizer pass will replace them.
 
         Raises the first `ResidencyError` of an edited parameter, after all units are pending.
         """
@@ -222,7 +222,7 @@ class Prefetcher:
             if self._entries[unit].residency is Residency.FETCHING:
                 try:
                     self._fetcher.finish(unit)
-                except TransferError:  # nobody needs the stale weights it was to bring
+                except TransferError:  # the weights that it fetched are stale
                     self.failure.check()
                     self._fetcher.abandon(unit)
         with self.ledger.changed:
@@ -251,7 +251,8 @@ class Prefetcher:
     def recover(self) -> None:
         """Unbind and evict everything, and cancel fetches, after an exception in a call.
 
-        Slots are evicted because a traceback may hold views of them, which look like our own.
+        Slots are evicted because a traceback may hold views of them, which reference counts do not
+        distinguish from those of the ledger.
         """
         self._device.synchronize()
         self.ledger.current, self.must_retry = -1, False

@@ -1,8 +1,9 @@
 """Outputs that transformers records inside sliced blocks: router logits, attentions.
 
-`output_router_logits=True` and the like make hooks on modules inside a block append a tensor to a
-list of the call. Slices would append one each: what a model does with them, such as the auxiliary
-loss under an attention mask, expects one a layer. So they are joined, sample by sample.
+With `output_router_logits=True` and similar options, hooks on modules in a block append a tensor to
+a list of the model's call. Each slice would append one, but the model, for example its auxiliary
+loss with an attention mask, expects one per layer. So the tensors of slices are concatenated along
+the batch dimension.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CAPTURING = "transformers.utils.output_capturing"  # the module of these hooks
-Records = MutableMapping[str, Any]  # lists or tuples of tensors, by what they are
+CAPTURING = "transformers.utils.output_capturing"  # the module of transformers with these hooks
+Records = MutableMapping[str, Any]  # lists or tuples of tensors, by the name of the output
 
 
 def active_records() -> Records:
-    """Return the records of the transformers call in progress; empty without one."""
+    """Return the records of the transformers call in progress, or an empty dict."""
     capturing = sys.modules.get(CAPTURING)
     found: Records | None = None if capturing is None else capturing._active_collector.get()
     return {} if found is None else found
 
 
 class SlicedRecords:
-    """Records of one call of a block, taken out slice by slice, and joined."""
+    """Records of one block call, taken from transformers after each slice and joined."""
 
     def __init__(self, sizes: Sequence[int], refusal: Callable[[str, str], Exception]) -> None:
-        """`sizes` are the samples of each slice; `refusal` makes an error of what and why."""
+        """`sizes` are the samples per slice; `refusal(what, because)` returns an error to raise."""
         self._records = active_records()
         self._before = {k: len(v) for k, v in self._records.items() if isinstance(v, list | tuple)}
         self._sizes = sizes
@@ -39,7 +40,7 @@ class SlicedRecords:
 
     @contextmanager
     def slice(self, number: int) -> Iterator[None]:
-        """Take out the records of one slice, which runs in the block."""
+        """Take the records that a slice adds while it runs in this context."""
         yield
         for key, count in self._before.items():
             values = self._records[key]
@@ -47,7 +48,7 @@ class SlicedRecords:
             self._records[key] = values[:count]
 
     def join(self) -> None:
-        """Record the joined tensors, as the full batch would have done."""
+        """Append the joined tensors to the records, as a call with the full batch would have."""
         for key, parts in self._parts.items():
             if not any(parts):
                 continue

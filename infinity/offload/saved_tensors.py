@@ -1,14 +1,15 @@
-"""What autograd saves while units compute: parts of slots, inputs of blocks, and all else.
+"""Saved-tensor hooks: views of slots are packed as descriptions, inputs of blocks offloaded.
 
 [Note: saved tensors]
-While a unit computes, a saved-tensor pair of ours is on top. A tensor that lives in a slot is
-packed as a description (unit, update count, dtype, offset, size, stride) and unpacked onto
-wherever the unit sits when backward asks; so nothing saved pins a slot. Unpacking after a later
-update raises, as plain torch would. Any other tensor goes to the pair that was on top when ours
-was pushed: checkpointing and save_on_cpu keep working. (Without that, non-reentrant
-checkpointing would silently save everything and never recompute: equal numbers, no saving.)
-With no outer pair it is kept detached with its version, which is checked on unpack; but inputs of
-recomputed blocks, whoever recomputes them, go to `offload/activations.py` where there is one.
+While a unit computes, the (pack, unpack) pair of `SavedTensors` is the innermost pair of
+saved-tensor hooks. A tensor in a slot is packed as a description (unit, update count, dtype,
+offset, size, stride) and unpacked as a view of the slot that the unit has in backward; so no saved
+tensor pins a slot. Unpacking after a later update raises, as in plain torch. Any other tensor is
+passed to the pair that was innermost before, so checkpointing and save_on_cpu keep working.
+(Otherwise non-reentrant checkpointing would silently save everything and never recompute: equal
+results, but no memory saved.) Without an outer pair, inputs of recomputed blocks go to the
+activation store (`offload/activations.py`) if there is one, also if the model itself checkpoints
+the blocks; any other tensor is saved detached, with its version, which unpacking checks.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from infinity.offload.prefetch import Prefetcher
 from infinity.offload.slots import SlotLedger
 from infinity.profiling.step_tracer import StepTracer
 
-# Packing is paid for every tensor that autograd saves, some forty a block: so these are tuples, and
-# a tensor that is kept as it is only (the tensor, its version).
+# Autograd packs some forty tensors per block, so packed values are tuples, which are cheap. A
+# tensor that is neither in a slot nor offloaded is packed as (tensor, version).
 
 
 class _InSlot(NamedTuple):
-    """A saved tensor that is part of a unit's weights."""
+    """Description of a saved tensor that lies in the slot of a unit."""
 
     unit: int
     updates: int
@@ -51,14 +52,14 @@ class _InSlot(NamedTuple):
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
-    conj: bool  # torch's bits: the memory has the conjugate, or the negative
+    conj: bool  # torch's lazy bits: the memory holds the conjugate, or (`neg`) the negative
     neg: bool
 
 
 class _Outer(NamedTuple):
-    """A saved tensor that another pair of hooks packed, while `unit` computed.
+    """Saved tensor that an outer pair of hooks packed while `unit` computed.
 
-    To unpack it may mean to compute again, with parameters that a closure holds.
+    Unpacking may run a recomputation whose closure holds parameters of the unit.
     """
 
     unit: int
@@ -67,7 +68,7 @@ class _Outer(NamedTuple):
 
 
 class SavedTensors:
-    """Our pack/unpack pair. See [Note: saved tensors]."""
+    """Pack and unpack hooks of one engine; see [Note: saved tensors]."""
 
     def __init__(
         self,
@@ -80,28 +81,28 @@ class SavedTensors:
         ledger = prefetcher.ledger
         self._ledger: SlotLedger | None = ledger
         self._entries = ledger.entries
-        self._join = join  # a backward wants weights
-        self._expect = expect  # a unit's backward begins: its gradients will arrive soon
+        self._join = join  # registers a running backward as a call
+        self._expect = expect  # called when a unit's backward begins
         self._expected = -1
         self._addresses = {}
-        self._first, self._end = 0, 0  # no slot is outside of these
+        self._first, self._end = 0, 0  # range of addresses that holds all slots
         for slot in ledger.slots:
             address = slot.memory.data_ptr()
-            if not address:  # of parameters without elements: no memory, and no end of a range
+            if not address:  # a slot of parameters without elements has no memory
                 continue
             self._addresses[address] = slot
             self._first = min(self._first or address, address)
             self._end = max(self._end, address + slot.memory.numel())
-        self.timeline: StepTracer | None = None  # while a trace is recorded
-        self.activations = activations  # takes inputs of recomputed blocks
-        # The context, our pair, and whether a checkpoint's pair is below it.
+        self.timeline: StepTracer | None = None  # set while a trace is recorded
+        self.activations = activations  # stores inputs of recomputed blocks
+        # For each push: its context, its pair, and whether a checkpoint's pair is below it.
         self._stack: list[tuple[Any, SavedTensorHooks, bool]] = []
 
     def close(self) -> None:
-        """Refer to nothing any more.
+        """Drop all references to the engine.
 
-        After an exception in a backward, autograd keeps what was left of its graph in a queue,
-        and the graph our pairs; they must not keep the engine's memory alive.
+        After an exception in a backward, autograd holds the rest of its graph in a queue, and the
+        graph holds these hooks, which must not keep the engine's memory alive.
         """
         self._prefetcher = self._ledger = self.activations = None
         self._entries = []
@@ -110,13 +111,13 @@ class SavedTensors:
 
     @property
     def prefetcher(self) -> Prefetcher:
-        """The prefetcher; raises `EngineClosedError` where there is none any more."""
+        """The prefetcher; raises `EngineClosedError` after `close`."""
         if self._prefetcher is None:
             raise graph_of_closed_engine()
         return self._prefetcher
 
     def hide_from_compiler(self) -> None:
-        """What torch compiles calls our pair at run time; it is not to be compiled itself.
+        """Exclude the hooks from compilation: compiled code calls them at run time.
 
         Imports the compiler.
         """
@@ -125,7 +126,7 @@ class SavedTensors:
         self._unpack = hide(self._unpack)  # type: ignore[method-assign]
 
     def push(self) -> bool:
-        """Put our pair on top unless it is there already; whether it was pushed."""
+        """Push the hooks unless they are innermost already; return True if they were pushed."""
         outer = top_saved_tensors_hooks()
         if outer is not None and self._stack and outer[0] is self._stack[-1][1][0]:
             return False
@@ -143,7 +144,7 @@ class SavedTensors:
         context.__exit__(None, None, None)
 
     def unwind(self, depth: int, outer: SavedTensorHooks | None) -> None:
-        """Back to `depth` pushes with `outer` on top, wherever an exception left both stacks."""
+        """Pop to `depth` pushes with `outer` innermost, in any state that an exception left."""
         bottom = outer[0] if outer is not None else None
         while (top := top_saved_tensors_hooks()) is not None and top[0] is not bottom:
             torch.autograd.graph.saved_tensors_hooks(*top).__exit__(None, None, None)
@@ -156,16 +157,16 @@ class SavedTensors:
 
     @property
     def depth(self) -> int:
-        """How many pushes are open."""
+        """Number of open pushes."""
         return len(self._stack)
 
     def _pack(self, tensor: Tensor, outer: SavedTensorHooks | None = None) -> Any:
-        """With the pair below ours, if there is one."""
+        """Pack a tensor; `outer` is the pair of hooks below this one, if any."""
         try:
             address = tensor.data_ptr()
         except RuntimeError:  # some subclasses have no memory
             address = 0
-        if self._first <= address < self._end:  # of few
+        if self._first <= address < self._end:  # true of few tensors
             packed = self._in_slot(tensor)
             if packed is not None:
                 return packed
@@ -179,7 +180,7 @@ class SavedTensors:
         return tensor.detach(), tensor._version
 
     def _in_slot(self, tensor: Tensor) -> _InSlot | None:
-        """What describes a tensor that is part of a unit's weights; None for any other."""
+        """Return the description of a tensor in a slot, or None for any other tensor."""
         slot = self._addresses.get(storage_address(tensor))
         if slot is None or slot.owner is None or not tensor.numel():
             return None
@@ -215,7 +216,7 @@ class SavedTensors:
         return restored
 
     def _from_slot(self, packed: _InSlot) -> Tensor:
-        """The same part of the weights, wherever their unit sits now."""
+        """Return the described view of the slot that the unit has now."""
         self._join()
         timeline = None
         if packed.unit != self._expected:

@@ -1,20 +1,28 @@
-"""Slices of a block that pass its ranges of experts together.
+"""Block calls in slices that share each fetched range of experts.
 
 [Note: shared ranges]
-A block calls its experts somewhere in its forward, and cannot be stopped there. So it runs several
-times for each slice. Forward: without gradients up to the call, where an exception ends the run;
-then range after range computes the rows of all slices while it is in its slot; then every slice
-runs again, and finds the result at its call. Backward begins in the same way, as a recomputation
-does. Then each slice runs with gradients from the call on, which gives the gradient of the result;
-range after range, the last one first, has its backward for all slices in turn, and the sum (fp32,
-in the order of slices) leaves; and each slice runs with all gradients, where the backward of the
-call is known. Every range is read once in forward and twice in backward, however many slices there
-are, and the numbers are those of slices that pass their ranges alone. Between runs all slices keep
-the rows that they send and receive, and nothing else.
+A block calls its experts somewhere in its forward, and cannot be suspended there. So each slice
+runs several times.
 
-A block that draws random numbers would draw others in each run, tensors that hooks of others take
-out of it would have no gradients, and sums of two calls of experts would be added in another order:
-the slices of such a block pass ranges alone.
+Forward:
+1. Each slice runs without gradients up to its call of experts, where an exception ends the run.
+2. Range by range, while the range is in its slot, the rows of all slices are computed.
+3. Each slice runs again, and receives the result at its call.
+
+Backward:
+1. Steps 1 and 2 of the forward are repeated, as in a recomputation.
+2. Each slice runs with gradients from the call on, which gives the gradient of the call's result.
+3. Range by range, the last one first, the backward of all slices runs; the sum of their gradients
+   (fp32, in the order of slices) goes to the gradient store.
+4. Each slice runs with all gradients; those of its call are already known.
+
+Each range is read once in forward and twice in backward, for any number of slices, and results are
+those of slices that use the ranges separately. Between runs only the rows are stored that slices
+send and receive.
+
+Slices use ranges separately if the block draws random numbers (each run would draw others), if
+hooks of other packages take tensors out of it (these would have no gradients), or if it calls
+experts more than once (sums would be added in another order).
 """
 
 from __future__ import annotations
@@ -38,29 +46,29 @@ from infinity.offload.recorded_outputs import CAPTURING, active_records
 from infinity.offload.slice_sums import SlicedCall
 
 _SEVERAL_RUNS = "its slices pass ranges of experts together, and run several times for that"
-# Gradients that are wanted of a run: none, those behind the call of experts, or all.
+# Gradients that a run records: none, those after the call of experts, or all.
 _NONE, _BEHIND, _ALL = range(3)
-Leaf = tuple[int, Tensor]  # rows of a stack, by parameter, as one slice reads them
+Leaf = tuple[int, Tensor]  # (parameter, its rows as a leaf of the graph of one slice)
 
 
 class _ReachedError(Exception):
-    """A slice has come to a call of experts that is not computed yet."""
+    """Signal of a slice that reached its call of experts before the result was known."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """The calls of experts of all slices, and their results; the lists have an item a slice."""
+    """Calls of experts of all slices, and their results; lists have one item per slice."""
 
     experts: Experts
     ranges: list[Rows]
     calls: list[RangeCall]
     results: list[Tensor]
-    gradients: list[Tensor | None] = field(default_factory=list)  # of results
-    sent: list[list[Tensor | None]] = field(default_factory=list)  # of what was sent
+    gradients: list[Tensor | None] = field(default_factory=list)  # of the results
+    sent: list[list[Tensor | None]] = field(default_factory=list)  # gradients of the rows sent
 
 
 class _Linked(torch.autograd.Function):
-    """A call of experts whose result and backward are known."""
+    """Call of experts with a known result and known gradients of its rows."""
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, gradients: list[Tensor | None], *rows: Any) -> Tensor:
@@ -74,7 +82,10 @@ class _Linked(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """All slices of a block: inputs, and parameters whose gradients are in the slices' sums."""
+    """All slices of a block as one function of their tensors and of the block's parameters.
+
+    Gradients of the parameters are returned as None: they are in the sums of the slices.
+    """
 
     @staticmethod
     def forward(ctx: Any, shared: SharedSlices, num_inputs: int, *tensors: Tensor) -> Any:
@@ -90,19 +101,19 @@ class _Whole(torch.autograd.Function):
 
 
 class SharedSlices:
-    """One call of a block in slices that pass ranges of experts together.
+    """One call of a block in slices that share each fetched range of experts.
 
     Args:
-        hooks: The engine's.
-        unit: The block's unit.
+        hooks: Hooks of the engine.
+        unit: Index of the block's unit.
         module: The block.
-        given: All that the block is called with but its tensors.
-        run: Computes the block of the tensors of one slice; returns its result.
-        flatten: Appends the tensors of a result to a list, and returns their form.
-        call: Where slices read parameters.
-        slices: The tensors of each slice.
-        refusal: Makes the error for a block that cannot run so.
-        count_again: Called for each slice that is computed again.
+        given: Arguments of the block with placeholders for its tensors; see `take_apart`.
+        run: Runs the block on the tensors of one slice and returns its result.
+        flatten: Appends the tensors of a result to a list and returns the remaining structure.
+        call: Provides the parameters that slices read.
+        slices: Tensors of each slice.
+        refusal: Returns the error for a block that cannot run in this way.
+        count_again: Called for each slice that is recomputed.
     """
 
     def __init__(
@@ -139,15 +150,15 @@ class SharedSlices:
         ]
         self._known: _Known | None = None
         self._pending: tuple[Experts, RangeCall] | None = None
-        self._number = 0  # of the slice that runs
+        self._number = 0  # index of the slice that runs
         self._seen = 0  # calls of experts in this run
         self._wanted = _NONE
-        self._start: Tensor | None = None  # the result of its call, for gradients behind it
+        self._start: Tensor | None = None  # leaf for gradients after the call: its result
         self.forms: list[Any] = [None] * len(slices)
-        self._returned = [0] * len(slices)  # tensors of results
+        self._returned = [0] * len(slices)  # number of tensors of each result
 
     def compute(self) -> list[list[Tensor]]:
-        """Return the tensors of each slice's result; their `forms` are known then."""
+        """Return the tensors of each slice's result, and set `forms`."""
         inputs = [tensor for tensors in self._slices for tensor in tensors]
         parameters = self._parameters.values()
         apply: Any = _Whole.apply
@@ -155,7 +166,7 @@ class SharedSlices:
         return [[next(flat) for _ in range(count)] for count in self._returned]
 
     def forward(self) -> list[Tensor]:
-        """Run all slices; returns the tensors of all results, and keeps none."""
+        """Run all slices; return the tensors of all results without storing them."""
         results: list[list[Tensor]] = [[] for _ in self._slices]
         versions = [t._version for tensors in self._slices for t in tensors]
         with self._computing():
@@ -170,7 +181,7 @@ class SharedSlices:
         return [tensor for tensors in results for tensor in tensors]
 
     def backward(self, saved: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Compute the gradients of all slices' tensors; those of parameters go to their sums."""
+        """Return the gradients of all slices' tensors; add those of parameters to their sums."""
         tensors, wanted = iter(saved), iter(gradients)
         self._slices = [[next(tensors) for _ in range(count)] for count in self._counts]
         by_slice = [[next(wanted) for _ in range(count)] for count in self._returned]
@@ -194,7 +205,7 @@ class SharedSlices:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Compute without gradients, and take the calls of experts in the block."""
+        """Disable gradients, and let `_reached` compute the calls of experts."""
         try:
             with torch.no_grad(), self._expert_calls.computed_by(self._reached):
                 yield
@@ -216,12 +227,12 @@ class SharedSlices:
         return result
 
     def _reached(self, experts: Experts, call: RangeCall) -> Tensor:
-        """A slice calls its experts."""
+        """Return the result of a slice's call of experts; `_ReachedError` if not known yet."""
         self._seen += 1
         if self._known is None:
             self._pending = experts, call
             raise _ReachedError
-        # A checkpoint inside the block calls them again in backward.
+        # A checkpoint inside the block repeats the call in backward.
         if self._seen > 1 and self._wanted != _ALL:
             raise self._other_calls()
         known, number = self._known, self._number
@@ -268,7 +279,7 @@ class SharedSlices:
         return [(output, gradient) for output, gradient in each if output.requires_grad]
 
     def _full_backward(self, number: int, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Run a slice with all gradients, and its backward; returns those of its tensors."""
+        """Run a slice with all gradients, and its backward; return the gradients of its tensors."""
         given = self._slices[number]
         leaves = [t.detach().requires_grad_(t.requires_grad) for t in given]
         self._slices[number], self._wanted = leaves, _ALL
@@ -290,7 +301,7 @@ class SharedSlices:
     # --- ranges of all slices --------------------------------------------------------------------
 
     def _pass_ranges(self) -> _Known:
-        """Compute the results of all slices' calls of experts."""
+        """Compute the results of all slices' calls of experts, range by range."""
         found: dict[int, tuple[Experts, RangeCall]] = {}
         for number in reversed(range(len(self._slices))):
             with suppress(_ReachedError), self._reruns[number].again():
@@ -312,7 +323,7 @@ class SharedSlices:
         return self._refusal("its slices call their experts in different ways", _SEVERAL_RUNS)
 
     def _pass_back(self, known: _Known) -> None:
-        """Compute the gradients of ranges, which leave, and of what slices sent."""
+        """Compute the gradients of each range, hand them over, and compute those of rows sent."""
         rows = [call.split(known.ranges) for call in known.calls]
         each = zip(known.gradients, known.results, known.calls, strict=True)
         split = [
@@ -327,7 +338,7 @@ class SharedSlices:
         for index, one in reversed([*enumerate(known.ranges)]):
             self._hooks.expect(one.parameters)
             totals: dict[int, Tensor] = {}
-            # In order, as slices are summed.
+            # In the order in which gradients of slices are summed.
             for number in _sending(one, known.ranges, known.calls):
                 found = self._range_backward(
                     known.experts, one, known.calls[number], rows[number][index],
@@ -352,7 +363,7 @@ class SharedSlices:
         gradient: Tensor,
         totals: dict[int, Tensor],
     ) -> list[Tensor | None]:
-        """Add one slice's gradients of a range to `totals`; returns those of its rows."""
+        """Add one slice's gradients of a range to `totals`; return the gradients of its rows."""
         read: list[Leaf] = []
 
         def read_rows(name: str) -> Tensor:
@@ -381,9 +392,9 @@ class SharedSlices:
 
 
 def _sending(one: Rows, ranges: Sequence[Rows], calls: Sequence[RangeCall]) -> list[int]:
-    """Return the slices with rows for a range; the first one where only other ranks have any.
+    """Return the slices that have rows for a range; slice 0 if only other ranks have any.
 
-    A slice without rows sends none to the first range.
+    A slice without any rows takes part in the first range.
     """
     first = one is ranges[0]
     sending = [call.rows_of(one) or (first and not any(call.counts)) for call in calls]
@@ -391,7 +402,7 @@ def _sending(one: Rows, ranges: Sequence[Rows], calls: Sequence[RangeCall]) -> l
 
 
 def _captured(function: Any) -> Iterator[Tensor]:
-    """Yield the tensors that a function holds besides its arguments."""
+    """Yield the tensors that a function captures: bound arguments and closure cells."""
     values = [*getattr(function, "args", ()), *(getattr(function, "keywords", None) or {}).values()]
     values += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     yield from (value for value in values if isinstance(value, Tensor))
@@ -400,7 +411,7 @@ def _captured(function: Any) -> Iterator[Tensor]:
 
 
 def hands_out_tensors(module: nn.Module) -> bool:
-    """Return True if hooks of others, on modules inside, may keep tensors of the forward."""
+    """Return True if hooks of other packages may keep tensors of the block's forward."""
     if any("hidden_states" not in key for key in active_records()):
         return True
     for part in module.modules():

@@ -1,11 +1,11 @@
-"""Deferral of SIGINT: Ctrl-C waits for the end of the running engine call; a second one does not.
+"""Deferral of SIGINT to the end of the running engine call; a second Ctrl-C interrupts it.
 
 [Note: Ctrl-C]
-While a call runs on the main thread, SIGINT is noted; when the call is over, whoever handled it
-before hears of it (`KeyboardInterrupt`, unless that was changed). A second one ends the call
-where it is: then the engine has failed, for its state may be half-way from one step to the next.
-Nothing else knows of interrupts. Left alone are other threads, SIGINT that is ignored or the
-system's, and handlers with a true attribute `defers`, which themselves wait at the first signal.
+While a call runs on the main thread, a first SIGINT is only counted; when the call ends, the
+previous handler is called (by default it raises `KeyboardInterrupt`). A second SIGINT interrupts
+the call: the engine has then failed, since its state may be between two steps. No other module
+handles interrupts. SIGINT is not deferred in calls on other threads, if it is ignored or handled by
+the system, or if the handler has a true attribute `defers` and so defers the first signal itself.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _Handler = Callable[[int, FrameType | None], object]
 
 
 class Lasting(Protocol):
-    """A call that may end without `leave`."""
+    """A call that may end without `SigintDeferral.end`."""
 
     @property
     def is_over(self) -> bool:
-        """Return True if it has ended."""
+        """Return True if the call has ended."""
 
 
 class SigintDeferral:
@@ -34,10 +34,10 @@ class SigintDeferral:
     def __init__(self) -> None:
         self._calls: list[tuple[Lasting, Callable[[], None]]] = []
         self._before: _Handler = signal.default_int_handler
-        self._count = 0  # of signals since the outermost call began
+        self._count = 0  # signals since the outermost call began
 
     def begin(self, call: Lasting, fail: Callable[[], None]) -> None:
-        """Begin a call; `fail` is called if it ends in the middle, and must not wait."""
+        """Begin a call; `fail` is called if a second SIGINT interrupts it, and must not block."""
         if get_ident() != main_thread().ident:
             return
         self._calls = [one for one in self._calls if not one[0].is_over]
@@ -73,4 +73,4 @@ class SigintDeferral:
             raise KeyboardInterrupt
 
 
-DEFERRAL = SigintDeferral()  # signals are the process's
+DEFERRAL = SigintDeferral()  # one per process, as signal handlers are

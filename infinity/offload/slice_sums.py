@@ -1,15 +1,16 @@
-"""Gradients of slices, added in fp32 where they are made, so that each parameter's leaves once.
+"""Sums of the gradients of slices in fp32, so that each parameter's gradient arrives once.
 
 [Note: taps]
-A block that runs in slices reads its parameters k times. Autograd would add the k gradients in the
-compute dtype before anybody sees them, and lose their low bits. So each slice reads a parameter
-through a *tap*, an identity of its own whose backward adds that slice's gradient to an fp32 sum and
-passes nothing on. Where samples do not see each other the sum has the bits that micro-batches of a
-slice's size have, which are summed in fp32 as well: what a slice reads twice is added in the
-compute dtype first, as in a micro-batch, and sums go in the order of slices, whatever the order of
-autograd. (Slices run backwards in forward, so that backward finds the first one first, and nothing
-has to be kept for its turn.) When autograd comes to the parameter itself, all its taps have had
-their backward: the sum leaves. A recomputation makes a graph that nobody follows: no taps.
+A block that runs in k slices reads its parameters k times. Autograd would add the k gradients in
+the compute dtype before any hook runs, and lose their low bits. So each slice reads a parameter
+through a *tap*, an identity function whose backward adds the slice's gradient to an fp32 sum and
+propagates nothing. If samples are independent, the sum has the bits of micro-batches of the slice's
+size, which are summed in fp32 too: gradients of several reads within a slice are added in the
+compute dtype first, as in a micro-batch, and slices are added in their order, in any order of
+autograd. (In forward the slices run last to first, so backward reaches the first slice first, and
+no gradient has to be stored until its turn.) When autograd reaches the parameter itself, the
+backward of all its taps has run, and the sum is handed over. No backward runs through the graph of
+a recomputation, so it has no taps.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-Reader = tuple[int, int]  # a tap: the number of its slice, and how many of its parameter are before
+Reader = tuple[int, int]  # a tap: (index of its slice, number of earlier taps of its parameter)
 
 
 class _Tap(torch.autograd.Function):
-    """A parameter as one slice reads it."""
+    """Identity function through which a slice reads a parameter."""
 
     @staticmethod
     def forward(
@@ -43,11 +44,12 @@ class _Tap(torch.autograd.Function):
 
 
 class SlicedCall:
-    """One call of a block in slices: what reads its parameters, and their gradients' sums.
+    """Taps and gradient sums of one block call in slices.
 
-    A slice has one tap of each of the block's parameters, `unit_parameters`. One of another unit's
-    (experts, tied weights) is made each time: kept, it would keep that unit in its slot. Taps that
-    are `apart` belong to a backward inside another: they do not lead to the parameter.
+    A slice has one tap of each of the block's parameters, `unit_parameters`. Parameters of other
+    units (experts, tied weights) get a new tap at each read: a cached one would pin their slot.
+    Taps that are `apart` belong to a backward nested in another one, and are not connected to the
+    parameter.
     """
 
     def __init__(
@@ -56,15 +58,15 @@ class SlicedCall:
         self._sums = sums
         self._unit_parameters = unit_parameters
         self._apart = apart
-        self._number = 0  # of the slice under way
-        self._taps: dict[int, Tensor] = {}  # by parameter, of that slice
+        self._number = 0  # index of the slice that runs
+        self._taps: dict[int, Tensor] = {}  # of the slice that runs, by parameter
         self._readers: dict[int, list[Reader]] = {}  # by parameter
-        self._early: dict[int, dict[Reader, Tensor]] = {}  # gradients before their turn
-        self._totals: dict[int, tuple[int, Tensor]] = {}  # how many taps are in it, and the sum
+        self._early: dict[int, dict[Reader, Tensor]] = {}  # gradients that arrived early
+        self._totals: dict[int, tuple[int, Tensor]] = {}  # number of taps added, the sum
 
     @contextmanager
     def slice(self, number: int) -> Iterator[None]:
-        """In the block parameters are read for this slice; the last one comes first."""
+        """Read parameters for this slice in the context; slices run last to first."""
         self._number, self._sums.call = number, self
         try:
             yield
@@ -73,8 +75,8 @@ class SlicedCall:
             self._taps.clear()  # they are views of slots
 
     def read(self, index: int, parameter: nn.Parameter) -> Tensor:
-        """The parameter, or its tap."""
-        hooked = parameter._backward_hooks  # a user's, which wants the gradient as autograd has it
+        """Return the parameter, or its tap for the current slice."""
+        hooked = parameter._backward_hooks  # of the user, which need autograd's gradient
         if not parameter.requires_grad or hooked or not torch.is_grad_enabled():
             return parameter
         tap = self._taps.get(index)
@@ -91,11 +93,11 @@ class SlicedCall:
 
     @property
     def parameters(self) -> set[int]:
-        """Parameters that were read."""
+        """Indices of the parameters that were read through taps."""
         return set(self._readers)
 
     def add(self, index: int, reader: Reader, gradient: Tensor) -> None:
-        """One tap's gradient; it is added when those before it are."""
+        """Add the gradient of one tap, once those of all earlier taps are added."""
         self._sums.open.setdefault(index, {})[self] = None
         early, order = self._early.setdefault(index, {}), sorted(self._readers[index])
         early[reader] = gradient
@@ -112,23 +114,23 @@ class SlicedCall:
             self._totals[index] = count + 1, total.add_(gradient)
 
     def take(self, index: int) -> Tensor:
-        """The sum, of all that came: some slices may have had no gradient."""
+        """Remove and return the sum; some slices may have had no gradient."""
         for _, gradient in sorted(self._early.pop(index).items(), key=lambda item: item[0]):
             self._add(index, gradient)
         return self._totals.pop(index)[1]
 
 
 class SliceSums:
-    """The calls in slices of one engine."""
+    """Block calls in slices of one engine, and their open gradient sums."""
 
     def __init__(self) -> None:
-        self.call: SlicedCall | None = None  # of which a slice runs
-        self.open: dict[int, dict[SlicedCall, None]] = {}  # by parameter: those that have a sum
-        self.summed: set[int] = set()  # parameters of which a sum arrived when last something did
+        self.call: SlicedCall | None = None  # the one whose slice runs
+        self.open: dict[int, dict[SlicedCall, None]] = {}  # calls that have a sum, by parameter
+        self.summed: set[int] = set()  # parameters whose last gradient was a sum of slices
 
     @property
     def is_used(self) -> bool:
-        """Whether there are sums, or were when gradients last arrived."""
+        """True if sums are open, or gradients that arrived last were sums."""
         return bool(self.open or self.summed)
 
     def read(self, index: int, parameter: nn.Parameter) -> Tensor:
@@ -136,7 +138,7 @@ class SliceSums:
         return parameter if self.call is None else self.call.read(index, parameter)
 
     def take(self, index: int, gradient: Tensor | None) -> Tensor | None:
-        """What arrives of a parameter: its sums of slices, and what autograd has besides."""
+        """Return a parameter's gradient: its sums of slices plus autograd's `gradient`."""
         if not self.is_used:
             return gradient
         found, calls = gradient, self.open.pop(index, ())
@@ -147,5 +149,5 @@ class SliceSums:
         return found
 
     def drop(self) -> None:
-        """Forget all sums: the accumulation window starts over, or the engine is closed."""
+        """Discard all sums: the accumulation window starts over, or the engine is closed."""
         self.open.clear()

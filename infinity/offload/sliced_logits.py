@@ -1,16 +1,17 @@
-"""Heads whose logits are made a chunk of tokens at a time, by the cross entropy that wants them.
+"""Heads whose logits are computed in chunks of tokens, inside the cross entropy.
 
 [Note: sliced logits]
-In training, and of many tokens, the `forward` of a head returns `Logits`: a tensor that has no
-memory, only the hidden states it would be made of. What models do between head and loss (casts, a
-scale, a soft cap, leaving out the last token, flattening) is noted down and returns `Logits` again;
-`F.cross_entropy` of that is `chunked_cross_entropy` of the hidden states, with the noted operations
-in each chunk. Any other operation makes the logits, whole, once, and says so in one warning.
+In training, and otherwise for more than `CHUNK_TOKENS` tokens, the `forward` of a head returns
+`Logits`: a tensor without memory that refers to the hidden states it would be computed from.
+Operations between head and loss (casts, a scale, a soft cap, dropping the last token, flattening)
+are recorded and return `Logits` again; `F.cross_entropy` of these is `chunked_cross_entropy` of the
+hidden states, with the recorded operations in each chunk. Any other operation materializes the full
+logits, once, with one warning.
 
-Operations are seen below autograd, which records them as of any tensor: so whatever is done with
-logits has its gradient, up to `_Head`, whose backward is that of a linear layer. The head's unit is
-brought whenever its weight is read, also after the model's call, when its user computes the loss;
-logits that are asked for after the weight was updated are an error.
+Operations are intercepted below autograd, which records them as for any tensor: so every use of
+logits has its gradient, down to `_Head`, whose backward is that of a linear layer. The head's unit
+is fetched whenever its weight is read, also after the model's call, when the user computes the
+loss. Materializing logits after the weight was updated is an error.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ from infinity.offload.hooks import Hooks
 from infinity.plan.activations import CHUNK_TOKENS
 
 _aten = torch.ops.aten
-# Of each element alone: done to chunks.
+# Elementwise operations, applied to chunks of logits.
 _CAST = _aten._to_copy.default
 _ELEMENTWISE = {_CAST, _aten.tanh.default, _aten.mul.Tensor, _aten.div.Tensor}
-# They choose and rearrange tokens, or nothing: done to the hidden states.
+# Operations that select or rearrange tokens, applied to the hidden states.
 _RESHAPES = {_aten.view.default, _aten._unsafe_view.default}
 _PARTS = {_aten.slice.Tensor, _aten.select.int}
 _COPY = _aten.clone.default
 _NOTED = _ELEMENTWISE | _RESHAPES | _PARTS | {_COPY, _aten.detach.default, _aten.alias.default}
-# They want gradients of logits, which a loss of hidden states does not make.
+# They need gradients of logits, which a loss of hidden states does not compute.
 _WATCHES = [
     Tensor.register_hook,
     Tensor.register_post_accumulate_grad_hook,
@@ -56,7 +57,7 @@ _WATCHES = [
     getattr(Tensor.requires_grad, "__set__"),  # noqa: B009
 ]
 _LOSS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# They read memory, past all that a subclass of tensors sees.
+# They read memory directly, which `__torch_dispatch__` does not see.
 _READS = {
     getattr(Tensor, name)
     for name in (
@@ -67,11 +68,11 @@ _READS = {
 
 
 def heads_of(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers that make logits, by name; subclasses with a forward of their own are none.
+    """Return the linear layers that compute logits, by name, if they use `nn.Linear.forward`.
 
-    They are the output embeddings of models of transformers, wrapped or not. In any other model,
-    those with the matrix that the plan takes for the head's (`Target.heads`): that of an embedding,
-    or else the last one with as many rows.
+    In a transformers model, wrapped or not, these are the output embeddings. In any other model
+    they are the layers with the weight that the plan assumes for the head (`Target.heads`): one
+    tied to an embedding, or else the last matrix with as many rows as an embedding.
     """
     found = {id(layer) for module in model.modules() for layer in _output_of(module)}
     if not found:
@@ -89,7 +90,7 @@ def heads_of(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _output_of(module: nn.Module) -> list[nn.Linear]:
-    """What transformers calls the output embeddings; in a wrapper, those that are of one shape."""
+    """Return the linear layers in the output embeddings; [] if their shapes differ."""
     ask = getattr(module, "get_output_embeddings", None)
     try:
         made = ask() if callable(ask) else None
@@ -100,7 +101,7 @@ def _output_of(module: nn.Module) -> list[nn.Linear]:
 
 
 class SlicedHeads:
-    """Replaces the `forward` of every head; `remove` gives them back."""
+    """Heads of a model, with their `forward` replaced until `remove`."""
 
     def __init__(
         self,
@@ -117,13 +118,13 @@ class SlicedHeads:
         ]
 
     def remove(self) -> None:
-        """Every head has its own forward again; logits that were not made cannot be made."""
+        """Restore the `forward` of every head; logits can no longer be materialized."""
         while self.heads:
             self.heads.pop().remove()
 
 
 class Head:
-    """One head, whose weight belongs to `unit`."""
+    """Head whose weight belongs to `unit`."""
 
     def __init__(
         self,
@@ -142,21 +143,20 @@ class Head:
         module.__dict__["forward"] = self._forward
 
     def remove(self) -> None:
-        """The module's own forward again."""
         assert self._module is not None
         self._module.__dict__.pop("forward", None)
         self._module = None
-        del self._entry, self._before, self._after  # logits may live on
+        del self._entry, self._before, self._after  # logits may outlive this
 
     @property
     def updates(self) -> int:
-        """How often the weight was updated or edited."""
+        """Number of updates and edits of the weight."""
         return self._entry.updates
 
     def _forward(self, hidden: Tensor) -> Tensor:
         module = self._module
         assert module is not None
-        # Elsewhere as well if there are many: an evaluation is after the loss, too.
+        # Outside training too if there are many: an evaluation may use only the loss.
         many = hidden.numel() > CHUNK_TOKENS * hidden.shape[-1]
         if not (self._trains() or many) or torch.is_autocast_enabled(hidden.device.type):
             return self._module_forward(hidden)
@@ -172,10 +172,10 @@ class Head:
         return module is not None and module.training and torch.is_grad_enabled()
 
     def compute(self, updates: int, function: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
-        """`function(weight, bias)`, with both there; a call of the engine's of its own.
+        """Fetch the unit and return `function(weight, bias)`, as a separate engine call.
 
-        Raises `RuntimeError` where they are not those of `updates` updates any more, and
-        `EngineClosedError` where they are gone.
+        Raises `RuntimeError` if the weight has changed since its update count was `updates`, and
+        `EngineClosedError` after `remove`.
         """
         if self._module is None:
             raise graph_of_closed_engine()
@@ -192,7 +192,7 @@ class Head:
             self._after(self._module, (), None)
 
     def warn_materialized(self, because: str) -> None:
-        """Say once that logits are made whole, although a loss was to be expected."""
+        """Warn once that logits of a training forward are materialized."""
         if self._module is not None and not self._module.training:
             return
         self._warn_once(
@@ -204,7 +204,7 @@ class Head:
 
 
 class _Head(torch.autograd.Function):
-    """A linear layer that computes nothing yet."""
+    """Linear layer whose forward returns `Logits` and computes nothing."""
 
     @staticmethod
     def forward(
@@ -231,22 +231,22 @@ class _Head(torch.autograd.Function):
 
 @dataclass(eq=False)
 class _Made:
-    """How logits are made. Knows no `Logits`: a graph that saves some would hold itself."""
+    """Recipe of logits. Refers to no `Logits`: a graph that saves them would hold itself."""
 
-    meta: Tensor  # their shape, strides and dtype
+    meta: Tensor  # shape, strides and dtype of the logits
     head: Head
     updates: int
-    hidden: Tensor  # of the source, with its graph
+    hidden: Tensor  # input of the head, with its graph
     parent: _Made | None = None
-    call: Any = None  # of `_NOTED`, or None where it changes nothing
+    call: Any = None  # the operation, of `_NOTED`; None if it changes nothing
     operation: Callable[[Tensor], Tensor] = field(default=lambda values: values)
     watched: bool = False
-    exposed: bool = False  # whoever has the values may change them
+    exposed: bool = False  # the values may be modified in place
     real: Tensor | None = None
     children: WeakSet[_Made] = field(default_factory=WeakSet)
 
     def lineage(self) -> Iterator[_Made]:
-        """What this was made of, itself first."""
+        """Yield this and all its ancestors."""
         made: _Made | None = self
         while made is not None:
             yield made
@@ -265,12 +265,12 @@ class _Made:
 
     @property
     def is_view(self) -> bool:
-        """Whether the values lie in the parent's memory."""
+        """True if the values share the parent's memory."""
         new_storage = self.parent is None or self.call in _ELEMENTWISE or self.call is _COPY
         return not new_storage
 
     def expose(self, because: str) -> None:
-        """Somebody may change the values from now on: others that depend on them are made first."""
+        """Allow in-place changes of the values, after materializing all that depend on them."""
         made = next(made for made in self.lineage() if not made.is_view)
         views = [made]
         for made in views:
@@ -282,13 +282,12 @@ class _Made:
 
 
 class Logits(Tensor):
-    """Logits that are not there."""
+    """Logits without memory, materialized on demand."""
 
     made: _Made
 
     @staticmethod
     def __new__(cls, made: _Made, device: torch.device) -> Logits:
-        """They have no graph yet."""
         meta = made.meta
         logits: Logits = tensor_without_memory(cls, meta.shape, meta.dtype, device, meta.stride())
         logits.made = made
@@ -333,11 +332,12 @@ class Logits(Tensor):
             return values
 
         result = call(*tree_map(in_memory, args), **tree_map(in_memory, kwargs))
-        return tree_map(lambda value: real.get(id(value), value), result)  # changed in place
+        # In-place operations return the `Logits` that they changed.
+        return tree_map(lambda value: real.get(id(value), value), result)
 
 
 def _noted(call: Any, args: Any, kwargs: dict[str, Any]) -> Logits | None:
-    """`Logits` that remember the operation; None for one that needs the values."""
+    """Return `Logits` that record the operation, or None if it needs the values."""
     given, remaining = args[0], args[1:]
     if not isinstance(given, Logits):
         return None
@@ -352,7 +352,7 @@ def _noted(call: Any, args: Any, kwargs: dict[str, Any]) -> Logits | None:
     if not meta.dim() or meta.shape[-1] != given.shape[-1] or (last and meta.shape != given.shape):
         return None
     made = _Made(meta, parent.head, parent.updates, parent.hidden, parent, None if last else call)
-    made.operation = lambda values: call(values, *remaining, **kwargs)  # nothing here is `Logits`
+    made.operation = lambda values: call(values, *remaining, **kwargs)  # captures no `Logits`
     parent.children.add(made)
     return Logits(made, given.device)
 
@@ -367,7 +367,7 @@ def _in_chunks(
     reduction: Any = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """The cross entropy, a chunk of logits at a time; None where that cannot be."""
+    """Return the cross entropy, computed in chunks of logits; None if that is not supported."""
     usual = weight is None and size_average is None and reduce is None
     if not usual or reduction not in ("mean", "sum") or not _fit(logits, target):
         return None
@@ -380,19 +380,19 @@ def _in_chunks(
         elif made.call in _PARTS:
             hidden = made.operation(hidden)
     if elementwise and elementwise[-1].call is _CAST and logits.dtype is torch.float32:
-        elementwise.pop()  # the loss does that
+        elementwise.pop()  # the loss casts anyway
     operations = [made.operation for made in elementwise]
 
     def loss_of(weight: Tensor, bias: Tensor | None) -> Tensor:
         inputs = hidden, weight, bias
-        if not (logits.requires_grad and torch.is_grad_enabled()):  # detached on the way, say
+        if not (logits.requires_grad and torch.is_grad_enabled()):  # e.g. detached logits
             inputs = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
         return chunked_cross_entropy(
             inputs[0],
             inputs[1],
             target,
             bias=inputs[2],
-            chunk_size=CHUNK_TOKENS // 2 if operations else CHUNK_TOKENS,  # these have results too
+            chunk_size=CHUNK_TOKENS // 2 if operations else CHUNK_TOKENS,  # results take memory
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             transform=partial(_one_by_one, operations) if operations else None,
@@ -404,7 +404,7 @@ def _in_chunks(
 
 
 def _fit(logits: Any, target: Any) -> bool:
-    """Return True if a cross entropy may use the hidden states with equal results."""
+    """Return True if the cross entropy can be computed from the hidden states."""
     if not isinstance(logits, Logits) or logits.dim() != 2 or logits.dtype not in _LOSS_DTYPES:
         return False
     if not isinstance(target, Tensor) or target.is_floating_point() or target.dim() != 1:

@@ -1,14 +1,14 @@
-"""A block that runs its batch slice by slice, on weights that are fetched once for all.
+"""Blocks that run their batch in slices, with weights fetched once for all slices.
 
 [Note: effects of slices]
-The batch is split along the first dimension, each slice runs alone, and results are put behind
-one another. Where no sample sees another, the numbers are those of plain torch run with the same
-slices, bit for bit. They are not those of the whole batch at once: matrix products of other
-shapes round differently. Gradients of slices are summed in fp32 (`slice_sums.py`). What cannot be
-sliced is refused by name; and the first call of each block is tried out (and the first that is
-cut in another way), on two slices together and on each of them alone, without dropout and with
-it, unseen by the hooks of others, which leaves no trace in its buffers. A slice is a call of its
-own: what a forward counts in a buffer is counted once a slice.
+The batch is split along the first dimension, each slice runs separately, and the results are
+concatenated. If samples are independent, results are bit for bit those of plain torch with the same
+slices. They differ from those of the full batch, since matrix products of other shapes round
+differently. Gradients of slices are summed in fp32 (`slice_sums.py`). Blocks that cannot be sliced
+are rejected by name. The first call of each block, and the first with other sliced arguments, is
+tested on two slices, together and separately, with and without dropout, without the hooks of other
+packages, and without a change to its buffers. Each slice is a separate call of the block: a counter
+in a buffer is incremented once per slice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from infinity.offload.slice_sums import SlicedCall
 from infinity.plan.plan import Plan
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-# By how much rows of one block may differ between two shapes of a batch, relative to the largest.
+# Allowed difference of rows between two batch sizes, relative to the largest value.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _COARSE = 5e-2
 
@@ -44,17 +44,17 @@ Forward = Callable[..., Any]
 class Owner(Protocol):
     """State that the slicers of a model share."""
 
-    inside: int  # calls that a slicer is running
+    inside: int  # block forwards in progress, sliced or recomputable
 
     def count_again(self) -> None:
-        """Count a slice that is computed again."""
+        """Count a recomputed slice."""
 
     def warn_once(self, of: str, text: str) -> None:
-        """Warn, the first time `of` this."""
+        """Warn with `text`, once per key `of`."""
 
 
 class Slicer:
-    """Slices the calls of one block."""
+    """Forward of one block in slices."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Slicer:
         self._name = cut.name
         self._shares = any(f"{path}.".startswith(f"{cut.name}.") for path in plan.shared_stacks)
         self._count = plan.saved.slices
-        # Why slices cannot pass ranges of experts together, by the kind of call; "" if they can.
+        # By kind of call: why slices cannot share ranges of experts, or "" if they can.
         self._tried: dict[object, str] = {}
         for path, part in module.named_modules():
             if getattr(part, "batch_first", True) is False:
@@ -86,7 +86,7 @@ class Slicer:
                 )
 
     def __call__(self, run: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """`run(*args, **kwargs)`, slice by slice; raises `TrainingError` for what has no slices."""
+        """Return `run(*args, **kwargs)`, run in slices; `TrainingError` if this is unsupported."""
         for path, part in self._module.named_modules():
             uses_batch_stats = part.training or getattr(part, "running_mean", None) is None
             if isinstance(part, _BATCH_NORMS) and uses_batch_stats:
@@ -123,7 +123,7 @@ class Slicer:
         records = SlicedRecords(
             [min(size, rows - first) for first in range(0, rows, size)], self._refusal
         )
-        for number in reversed(range(len(calls))):  # backward finds them the other way round
+        for number in reversed(range(len(calls))):  # backward reaches them in order
             with call.slice(number), records.slice(number), same_flat_weights(self._module):
                 result = _run_once(run, self._name, shape, calls[number])
             forms[number] = take_apart(result, results[number])
@@ -133,7 +133,7 @@ class Slicer:
         return self._joined(forms, results, rows, size)
 
     def _may_share(self, why_not: str) -> bool:
-        """Return True if slices can pass ranges together; warn if they should and cannot."""
+        """Return True if slices can share ranges of experts; warn otherwise."""
         if hands_out_tensors(self._module):
             why_not = "hooks take tensors out of it (output_router_logits=True does that)"
         if why_not:
@@ -147,7 +147,7 @@ class Slicer:
     def _shared(
         self, shape: Any, calls: list[list[Tensor]]
     ) -> tuple[list[Any], list[list[Tensor]]]:
-        """Run slices that pass ranges of experts together; see `shared_ranges.py`."""
+        """Run slices that share ranges of experts; see `shared_ranges.py`."""
 
         def run(tensors: Sequence[Tensor]) -> Any:
             self._owner.inside += 1
@@ -167,7 +167,7 @@ class Slicer:
 
     def _check_left(self, before: Mapping[tuple[int, str], Tensor]) -> None:
         for key, tensor in self._attributes().items():
-            # What had a graph before is made anew by each call, as a weight by its parametrization.
+            # Each call replaces an attribute that had a graph before, as a parametrized weight.
             had = key in before and before[key].grad_fn is not None
             if tensor.grad_fn is not None and not had:
                 raise self._refusal(
@@ -177,8 +177,9 @@ class Slicer:
                 )
 
     def _attributes(self) -> dict[tuple[int, str], Tensor]:
-        """Tensors that the block's modules have as attributes, also in lists and dicts of these
-        (as buffers are), by module and name.
+        """Return tensors in attributes of the block's modules, by (id of the module, name).
+
+        Includes those in lists, tuples and dicts, such as buffers.
         """
         found: dict[tuple[int, str], Tensor] = {}
         for part in self._module.modules():
@@ -194,7 +195,7 @@ class Slicer:
         return found
 
     def _sliced(self, tensors: Sequence[Tensor]) -> tuple[int, list[bool]]:
-        """How many samples there are, and which tensors have one row for each."""
+        """Return the number of samples, and for each tensor whether it has one row per sample."""
         main = next((t for t in tensors if t.is_floating_point() and t.dim() > 1), None)
         if main is None:
             raise self._refusal("it is given no tensor of (batch, ...)", "there is nothing to cut")
@@ -213,10 +214,10 @@ class Slicer:
     def _try_out(
         self, shape: Any, tensors: Sequence[Tensor], sliced: Sequence[bool], size: int
     ) -> str:
-        """Raise if slices compute other numbers together than alone: in evaluation, where dropout
-        hides nothing, and in the current mode.
+        """Compare two slices run together and separately; raise `TrainingError` if they differ.
 
-        Returns why slices cannot pass ranges of experts together, or "".
+        Runs in evaluation mode, without dropout, and in the current mode. Returns why slices cannot
+        share ranges of experts, or "".
         """
         found = ""
         for training in sorted({False, self._module.training}):
@@ -234,7 +235,7 @@ class Slicer:
             drawn = _random_state(tensors)
             first, second, both = (
                 self._floats_of(
-                    shape,  # copies: a block may change them in place
+                    shape,  # copies: the block may modify them in place
                     [
                         t[rows].clone() if s else t.clone()
                         for t, s in zip(tensors, sliced, strict=True)
@@ -250,7 +251,7 @@ class Slicer:
                 apart, other, rtol=0.0, atol=_TOLERANCE.get(one.dtype, _COARSE) * largest,
                 equal_nan=True,
             )  # fmt: skip
-            if not same and not random:  # of a function that draws, whatever it is told
+            if not same and not random:  # random results cannot be compared
                 raise self._refusal(
                     f"{size} samples give other results in a larger batch",
                     "its samples see one another, or its first dimension is not the batch",
@@ -262,7 +263,7 @@ class Slicer:
 
     @contextmanager
     def _undisturbed(self, training: bool) -> Iterator[None]:
-        """Unseen by the hooks of others, and as in evaluation if not `training`."""
+        """Disable hooks of other packages, and training mode unless `training`."""
         names = ("training", "_forward_hooks", "_forward_pre_hooks")
         before = [
             (part, {name: vars(part)[name] for name in names}) for part in self._module.modules()
@@ -270,7 +271,7 @@ class Slicer:
         try:
             for part, saved in before:
                 part.training = part.training and training
-                for name in names[1:]:  # ours fetch weights
+                for name in names[1:]:  # those of infinity fetch weights
                     kept = ((k, h) for k, h in saved[name].items() if is_ours(h))
                     vars(part)[name] = OrderedDict(kept)
             yield
@@ -288,7 +289,7 @@ class Slicer:
     ) -> Any:
         try:
             equal = all(form == forms[0] for form in forms)
-        except RuntimeError:  # of tensors inside
+        except RuntimeError:  # from a comparison of tensors in an object
             raise self._refusal(
                 "it returns an object that holds tensors",
                 "only tensors, and tuples, lists and dicts of them can be joined",
@@ -317,7 +318,7 @@ class Slicer:
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Of an object that `take_apart` leaves whole."""
+    """Return True if an object that `take_apart` does not split holds tensors."""
     if isinstance(value, tuple | list):
         parts: Any = value
     else:

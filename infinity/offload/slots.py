@@ -5,13 +5,13 @@ OFFLOADED stored in its tier only; no slot.
 FETCHING  a slot is assigned and bytes are in flight; only the training thread is involved.
 RESIDENT  the slot holds the current weights; parameters may or may not be bound to it. Weights that
           are moved quantised are dequantised at the first use of the unit in the slot.
-PENDING   an optimizer pass owes the unit an update; a stale copy in a slot was evicted. Only the
-          optimizer thread ends this state: RESIDENT if it published, OFFLOADED otherwise.
+PENDING   the unit waits for its update by an optimizer pass; a stale copy in a slot was evicted.
+          Only the optimizer thread ends this state: RESIDENT if it published, else OFFLOADED.
 
 A slot is free when no unit owns it and only the ledger refers to its storage: tensors saved by
-autograd, aliases of the user and running backward nodes hold references, so the use count of the
-storage is the only pin there is. The references of the ledger itself are kept from one residency to
-the next: views by dtype, and views by the form of the units that have these.
+autograd, aliases in user code and running backward nodes hold references, so the use count of the
+storage is the only pin. The references of the ledger itself are cached from one residency to the
+next: views by dtype, and views of parameters by layout, which units of equal layout share.
 """
 
 from __future__ import annotations
@@ -60,26 +60,26 @@ class Slot:
     slot_class: int | None
     arena: DeviceArena | None
     offset: int
-    memory: Tensor  # uint8, all of it, with a storage of its own
+    memory: Tensor  # uint8, the full range, with a separate storage
     owner: int | None = None
     typed: dict[torch.dtype, Tensor] = field(default_factory=dict)  # see `flat`
-    views: dict[int, list[Tensor]] = field(default_factory=dict)  # parameters, by a unit's form
-    lingered: bool = False  # compute may have read it after it was given up
+    views: dict[int, list[Tensor]] = field(default_factory=dict)  # by layout of a unit
+    lingered: bool = False  # references outlived the eviction: compute may still read it
     free_after: Event = HAPPENED
 
     def is_free(self) -> bool:
-        """Return True if a new residency may begin."""
+        """Return True if the slot can be assigned to a unit."""
         return self.owner is None and not self.num_aliases()
 
     def flat(self, dtype: torch.dtype) -> Tensor:
-        """Return the memory as elements of a dtype, which the unit's parameters are views of."""
+        """Return the memory viewed as `dtype`; the unit's parameters are views of this."""
         found = self.typed.get(dtype)
         if found is None:
             found = self.typed[dtype] = self.memory.view(dtype)
         return found
 
     def alias(self) -> Tensor:
-        """Return the memory under another storage, so that it is no reference to this one."""
+        """Return the memory with another storage, so that it does not count as a reference."""
         assert self.arena is not None
         return self.arena.view(self.offset, self.memory.numel())
 
@@ -91,22 +91,22 @@ class Slot:
 
 @dataclass(eq=False)
 class UnitEntry:
-    """Residency of one unit, with its slot."""
+    """Residency and slot of one unit."""
 
     residency: Residency = Residency.OFFLOADED
     slot: Slot | None = None
     bound: bool = False
-    views: list[Tensor] = field(default_factory=list)  # of the slot, once it was bound
-    checksums: list[int] | None = None  # of what is bound, where its edits are looked for
-    gathered: bool = False  # of several ranks: the slot holds more than this one's shard,
-    gathering: Event | None = None  # or will, at this event
-    dequantised: bool = False  # what rests quantised stands in the slot as it computes
-    updates: int = 0  # how often an optimizer pass, or an edit, replaced the weights
-    edits: int = 0  # how often an edit did
+    views: list[Tensor] = field(default_factory=list)  # set at the first bind
+    checksums: list[int] | None = None  # of bound parameters that user code may edit
+    gathered: bool = False  # the slot holds the shards of all ranks
+    gathering: Event | None = None  # end of the gather in flight
+    dequantised: bool = False  # the slot holds dequantised values of quantised weights
+    updates: int = 0  # optimizer passes and edits that replaced the weights
+    edits: int = 0  # edits among these
     forward_depth: int = 0  # forward calls of the unit's modules that have not returned
-    ready: Event = HAPPENED  # the copy that filled the slot
-    ticket: Event | None = None  # the read that fills the slot, or the buffer it lands in
-    staging: Tensor | None = None  # that buffer, where the device has memory of its own
+    ready: Event = HAPPENED  # end of the copy that filled the slot
+    ticket: Event | None = None  # read in flight, into the slot or `staging`
+    staging: Tensor | None = None  # host buffer of that read; None if the device is unified
 
     @property
     def num_aliases(self) -> int:
@@ -141,7 +141,7 @@ class SlotLedger:
         self.class_of = [self.plan.class_of(u.index) for u in self.plan.units]
 
     def forget(self) -> None:
-        """Free the slots, and units stored in them, once no gather fills them."""
+        """Free all slots, after the gathers into them have ended."""
         self.slots.clear()
         for entry in self.entries:
             _end_gather(entry)
@@ -149,11 +149,11 @@ class SlotLedger:
             entry.views = []
 
     def free_slots(self, slot_class: int) -> list[Slot]:
-        """Return the slots of one class in which a residency may begin."""
+        """Return the free slots of one class."""
         return [s for s in self.slots if s.slot_class == slot_class and s.is_free()]
 
     def free_slot(self, unit: int) -> Slot | None:
-        """Return a free slot of the unit's class, else of a wider one."""
+        """Return a free slot of the unit's class, else of a wider one, else None."""
         slot_class = self.class_of[unit]
         assert slot_class is not None
         free = (slot for wider in range(slot_class, -1, -1) for slot in self.free_slots(wider))
@@ -170,15 +170,14 @@ class SlotLedger:
         )
 
     def name_of(self, unit: int) -> str:
-        """Return the unit's name."""
         return self.plan.units[unit].name
 
     def is_pending(self, unit: int) -> bool:
-        """Return True if the optimizer pass owes the unit an update."""
+        """Return True if the unit waits for its update by the optimizer pass."""
         return self.entries[unit].residency is Residency.PENDING
 
     def version(self, unit: int, *, trained: bool) -> int:
-        """Return a number that changes with each edit, and if `trained` each step's update."""
+        """Return a number that changes with each edit and, if `trained`, with each update."""
         entry = self.entries[unit]
         return entry.updates + self.is_pending(unit) if trained else entry.edits
 
@@ -188,7 +187,7 @@ class SlotLedger:
         self.entries[unit].edits += 1
 
     def add_permanent(self, unit: int, weights: Tensor) -> None:
-        """Add a slot for a unit stored on the device, in `weights`; it is never evicted."""
+        """Add a slot over `weights` for a unit stored on the device; it is never evicted."""
         slot = Slot(None, None, 0, weights, owner=unit)
         self.slots.append(slot)
         entry = self.entries[unit]
@@ -196,7 +195,7 @@ class SlotLedger:
         entry.dequantised = True
 
     def dequantise(self, unit: int) -> None:
-        """Fill the slot's last range from its first two, the quantised unit."""
+        """Dequantise the unit's quantised weights into the last range of its slot, once."""
         entry, layout = self.entries[unit], self.plan.units[unit]
         if entry.dequantised:
             return
@@ -218,11 +217,11 @@ class SlotLedger:
         return entry
 
     def assign(self, unit: int, slot: Slot) -> None:
-        """Begin a residency of the unit in a free slot."""
+        """Assign a free slot to the unit."""
         entry = self.entries[unit]
         assert entry.slot is None
         assert slot.is_free()
-        if slot.lingered:  # whoever kept it alive may have queued compute until it died
+        if slot.lingered:  # the last references may have queued compute that reads it
             slot.free_after = after_all(slot.free_after, self.device.compute_event())
             slot.lingered = False
         assert self.plan.units[unit].slot_bytes <= slot.memory.numel()
@@ -233,7 +232,8 @@ class SlotLedger:
     def evict(self, unit: int) -> None:
         """End the residency of an unbound unit; the slot is free once nothing refers to it.
 
-        A unit that is stored on the device keeps both. The caller holds `changed`.
+        A unit that is stored on the device keeps its slot and stays resident. The caller holds
+        `changed`.
         """
         entry = self.entries[unit]
         slot = entry.slot
@@ -248,7 +248,7 @@ class SlotLedger:
             self.move(unit, Residency.OFFLOADED)
 
     def no_slot(self, unit: int, slot_class: int) -> ResidencyError:
-        """Return the error that names the units in all slots that the unit could use."""
+        """Return the error for a unit without a slot; it lists the units in slots of the class."""
         lines = []
         for index, slot in enumerate(s for s in self.slots if s.slot_class == slot_class):
             if slot.owner is None:
@@ -275,5 +275,5 @@ def _end_gather(entry: UnitEntry) -> None:
     """Wait for a gather whose result is no longer needed."""
     gathering, entry.gathering = entry.gathering, None
     if gathering is not None:
-        with contextlib.suppress(MachineError):  # lost others show where ranks meet
+        with contextlib.suppress(MachineError):  # the next synchronization reports lost ranks
             gathering.wait()

@@ -1,32 +1,33 @@
-"""Placement made real: where each unit's weight, residual and moments rest, on every tier.
+"""Storage of each unit's weights, residual and moments on the tiers that the plan assigns.
 
-The store reserves everything once, from the plan. Reading and writing a whole kind of a unit
-works for any placement; the optimizer pass and the prefetcher use the finer parts directly.
+The store reserves everything once, from the plan. `read` and `write` handle a full kind of a unit
+for any placement; the optimizer pass and the prefetcher use ranges and chunks directly.
 
 [Note: copies]
-In a durable run every unit has two extents per chunk, copies A and B, each with room for all kinds.
-The *committed* copy holds the last committed step and is never written; the *active* one is
-where the kinds that rest on disk are read. An optimizer pass, or an edit, writes the other copy
-than the committed one, out of place if that is not active yet, and in place after. The unit then
-moves to that copy; the next commit (see `durability.py`) adds what rests in RAM, and makes it the
-committed one. Frozen bytes are the same once more. Otherwise there is one copy, which is always
-active.
+In a durable run every unit has two extents per chunk, copies A and B, each large enough for all
+kinds. The *committed* copy holds the last committed step and is never written; kinds on disk are
+read from the *active* copy. An optimizer pass or an edit writes the copy that is not committed: out
+of place if that copy is not active yet, in place afterwards. That copy then becomes active; the
+next commit (see `durability.py`) adds the kinds stored in RAM, and makes it the committed copy.
+Frozen bytes have copies of their own, handled in the same way. In other runs there is one copy,
+which is always active.
 
 [Note: shards at rest]
-Of several ranks each keeps a shard of every unit (`Plan.local_units`), and full units are in slots
-alone: a fetch fills this rank's parts of a slot, `gather` the rest, beside compute. `read` and
-`write` give and take full kinds, `read_shard` and `write_shard` the shard's.
+With several ranks, each stores a shard of every unit (`Plan.local_units`), and full units exist in
+slots only: a fetch fills this rank's shard of a slot, `gather` fills the others while compute runs.
+`read` and `write` handle full kinds, `read_shard` and `write_shard` those of the local shard.
 
 [Note: shared RAM]
-Where ranks share the RAM that weights rest in (`Plan.shared`), each keeps its shards there as it
-would in its own, and `gather` copies the others'. What orders them are meetings that there are
-anyway. Copies come after that of the unit's use: by then every rank has its shard in a slot, so its
-update is over. Updates come after that of the norm, which knows all gradients: by then every copy
-that somebody computed with is over; what is left are copies of weights about to change, which are
-dropped. An edit meets once more, when each rank's copies are over.
+If the ranks of a node share the RAM in which weights are stored (`Plan.shared`), each stores its
+shards there as it would in private RAM, and `gather` copies the shards of the others. Accesses are
+ordered by synchronizations that exist for other reasons. Copies come after that of the unit's use:
+by then every rank has its shard in a slot, so its update is complete. Updates come after that of
+the norm, which depends on all gradients: by then every copy that compute has used is complete; the
+remaining copies are of weights that are about to change, and are discarded. An edit adds one
+synchronization, after each rank's copies have completed.
 
-Of several nodes each has such RAM, with the shards of all: those of other nodes are brought there
-(`bring`) once all ranks have written theirs, and `is_here` on all before any copies them.
+With several nodes, each has such RAM for the shards of all ranks. Those of other nodes are fetched
+(`bring`) once all ranks have written theirs; ranks copy them once `is_here` is true on all ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from infinity.types import PAGE, Kind, Tier, round_up
 
 
 class ExtentAllocator(Protocol):
-    """What extents are promised by: a disk, before it is allocated."""
+    """Source of extents, such as a `Disk` before it is allocated."""
 
     def extent(self, nbytes: int, owner: str = "", cuts: Sequence[int] = ()) -> Extent:
         """See `Disk.extent`."""
@@ -63,34 +64,35 @@ class ExtentAllocator(Protocol):
 
 @dataclass
 class ExtentCopies:
-    """Which of a unit's copies is active, and which is committed; see [Note: copies]."""
+    """Indices of the active and the committed copy of a unit; see [Note: copies]."""
 
     num_copies: int = 1
     active: int = 0
     committed: int = 0
-    dirty: bool = False  # the state is not what is committed, on some tier
+    dirty: bool = False  # on some tier the state differs from the committed one
 
     @property
     def next(self) -> int:
-        """The copy that is written."""
+        """Index of the copy to write."""
         return (self.committed + 1) % self.num_copies
 
     def advance(self) -> None:
-        """The copy that is written is complete."""
+        """Make the copy that was written the active one."""
         self.active, self.dirty = self.next, True
 
     def commit(self) -> None:
-        """Make the active copies the committed ones."""
+        """Make the active copy the committed one."""
         self.committed, self.dirty = self.active, False
 
 
 @dataclass
 class UnitState:
-    """Where one unit's state rests; `layout` is that of what this rank keeps of it.
+    """Storage of one unit's state on this rank; `layout` is that of the local shard.
 
-    `memory` holds the flat ranges of kinds that rest in memory; that of the weights includes the
-    frozen bytes. `copies` hold one extent per chunk, a `record` of the kinds that rest on disk, or
-    in a durable run of all; none where that is none. `writes` are under way to any of them.
+    `memory` holds the flat ranges of kinds stored in memory; that of the weights includes the
+    frozen bytes. Each of `copies` has one extent per chunk, a `record` of the kinds on disk, in a
+    durable run of all kinds; there are no copies without such kinds. `writes` are in flight to
+    memory or disk.
     """
 
     layout: UnitLayout
@@ -104,25 +106,25 @@ class UnitState:
 
     @property
     def kinds(self) -> list[Kind]:
-        """All state kinds, those that rest on disk first: in a buffer as in their record."""
+        """All state kinds; those on disk first, so that buffers are in the order of the record."""
         kinds = self.record.precision.kinds
         return sorted(kinds, key=self.memory.__contains__)
 
     def in_ram(self, kind: Kind) -> Tensor | None:
-        """The bytes (uint8) of a kind where they rest, if the CPU reaches them there."""
+        """Return the stored bytes (uint8) of a kind if the CPU can access them, else None."""
         location = self.memory.get(kind)
         return None if location is None else location.reached(by_device=False)
 
     def on_device(self, kind: Kind) -> bool:
-        """Whether a kind rests in memory that only the device's kernels reach."""
+        """Return True if a kind is stored in memory that only kernels of the device can access."""
         return kind in self.memory and self.in_ram(kind) is None
 
 
 class Staged(NamedTuple):
-    """A chunk on its way.
+    """Chunk that is being staged.
 
-    `views` (uint8) by kind, on the device for kinds in `on_device`; what to wait for; and how many
-    bytes of the buffer are in use.
+    `views` (uint8) by kind, on the device for kinds in `on_device`; `waits`, the events to wait
+    for; and `used`, the bytes of the buffer in use.
     """
 
     views: dict[Kind, Tensor]
@@ -132,7 +134,7 @@ class Staged(NamedTuple):
 
 
 class StateStore:
-    """All units' state at rest, gradients excepted."""
+    """Stored state of all units, without gradients."""
 
     def __init__(
         self, plan: Plan, transfers: Transfers, ranks: DistContext = SINGLE_PROCESS
@@ -141,10 +143,10 @@ class StateStore:
         self.transfers = transfers
         self.ranks = ranks
         self.units = [UnitState(shard, plan.record(shard)) for shard in plan.local_units]
-        self.edited = False  # since somebody last set it to False
-        self.frozen_edition = 0  # counts what may have changed frozen bytes at rest
+        self.edited = False  # set by edits, reset by `durability.py`
+        self.frozen_edition = 0  # number of writes of stored frozen bytes
         self.shared: SharedWeights | None = None
-        self._copies: Event = HAPPENED  # from there
+        self._copies: Event = HAPPENED  # end of the copies from shared RAM
         try:
             self._share()
             for tier, store in transfers.stores.items():
@@ -158,14 +160,14 @@ class StateStore:
             raise
 
     def _reserve(self, tier: Tier, store: Store) -> None:
-        """Flat ranges for what rests in memory. (On disk the kinds of a chunk share a record.)"""
+        """Reserve a flat range for each kind in memory. (On disk, kinds share a chunk's record.)"""
         wanted = [
             (unit, kind, self.shard_bytes(unit.layout, kind))
             for unit in self.units
             for kind in self.plan.precision.kinds
             if self.plan.placements[unit.layout.index].of(kind) is tier and kind not in unit.memory
         ]
-        for weights in (True, False):  # apart: they may outlive the rest, see `keep_weights`
+        for weights in (True, False):  # weights may outlive the others, see `keep_weights`
             now = [each for each in wanted if each[2] and (each[1] is Kind.WEIGHT) is weights]
             owners = [f"unit {unit.layout.name!r}, {kind.value}" for unit, kind, _ in now]
             ranges = store.reserve([nbytes for _, _, nbytes in now], owners) if now else []
@@ -173,7 +175,7 @@ class StateStore:
                 unit.memory[kind] = location
 
     def _share(self) -> None:
-        """Weights in RAM that all ranks map; see [Note: shared RAM]."""
+        """Reserve weights in RAM that the ranks of a node map; see [Note: shared RAM]."""
         shared = (unit for unit in self.plan.local_units if self.plan.is_shared(unit.index))
         layouts = {unit.index: unit for unit in shared if unit.shard_bytes}
         if not layouts:
@@ -184,13 +186,13 @@ class StateStore:
             self.units[index].memory[Kind.WEIGHT] = MemoryRange(Tier.HOST, shard)
 
     def shard_bytes(self, layout: UnitLayout, kind: Kind) -> int:
-        """Bytes of a shard's flat range of a kind; with the weights come the frozen bytes."""
+        """Return the bytes of a shard's flat range of a kind; weights include the frozen bytes."""
         if kind is Kind.WEIGHT:
             return layout.shard_bytes
         return self.plan.range_bytes(layout, kind)
 
     def keep_weights(self) -> dict[Tier, int]:
-        """Drop all ranges but those of weights; returns the bytes of these by tier."""
+        """Drop all ranges but those of weights; return the bytes of weights by tier."""
         kept = dict.fromkeys(Tier, 0)
         for unit in self.units:
             weight = unit.memory.get(Kind.WEIGHT)
@@ -199,14 +201,14 @@ class StateStore:
         return kept
 
     def freed_by_taking(self, unit: int) -> int:
-        """Return the bytes of RAM that `take_weights` gives back to the system."""
+        """Return the bytes of RAM that `take_weights` returns to the system."""
         weight = self.units[unit].in_ram(Kind.WEIGHT)
         if weight is None or (self.shared is not None and unit in self.shared):
             return 0
-        return weight.nbytes if storage_use_count(weight) == 1 else 0  # else a tensor lies there
+        return weight.nbytes if storage_use_count(weight) == 1 else 0  # else a tensor uses it
 
     def take_weights(self, unit: int) -> Tensor:
-        """`read` the weights, and give the system the RAM that they rested in. Once for each."""
+        """Return the weights as `read` does, and free the RAM that stored them; once per unit."""
         found = self.read(unit, Kind.WEIGHT)
         weight = self.units[unit].in_ram(Kind.WEIGHT)
         if weight is not None and self.freed_by_taking(unit):
@@ -217,18 +219,18 @@ class StateStore:
         """Drop the reserved ranges."""
         for unit in self.units:
             unit.memory.clear()
-            unit.writes.clear()  # a ticket may keep a staging buffer
+            unit.writes.clear()  # a ticket may hold a staging buffer
         if self.shared is not None:
             self.shared.close()
 
-    # --- where bytes lie -------------------------------------------------------------------------
+    # --- ranges of stored bytes ------------------------------------------------------------------
 
     def chunk(
         self, unit: int, kind: Kind, chunk: int, *, chunks: int = 1, written: bool = False
     ) -> Range:
-        """Where a chunk's part of a kind is read, or with `written` where it is written.
+        """Return the range in which a chunk of a kind is read or, with `written`, written.
 
-        In memory that may be of several `chunks`, from this one on.
+        In memory the range may cover several `chunks`, from this one on.
         """
         state = self.units[unit]
         if kind in state.memory:
@@ -238,7 +240,7 @@ class StateStore:
         return self.on_disk(unit, kind, chunk, state.copy.next if written else state.copy.active)
 
     def on_disk(self, unit: int, kind: Kind, chunk: int, copy: int) -> Extent:
-        """The place of a chunk's part of a kind on a copy, which has room for it."""
+        """Return the range of a kind in a chunk's extent; the kind must be in the record."""
         state = self.units[unit]
         _, count = state.layout.chunk(chunk, self.plan.chunk_elements)
         start = state.record.offset(kind, count)
@@ -246,9 +248,10 @@ class StateStore:
         return state.copies[copy][chunk].part(start, nbytes)
 
     def shard_in(self, unit: int, full: Tensor, rank: int | None = None) -> tuple[Tensor, ...]:
-        """What this or another rank keeps, of a unit's whole weights as they rest (uint8; more may
-        be behind them): all, or of the trained range and of the frozen bytes each a part, which may
-        be empty.
+        """Return the shard of a rank, by default this one, in a unit's full weights (uint8).
+
+        `full` holds the weights as they are stored, and may be longer. The shard is one view, or
+        with several ranks two: of the trained range and of the frozen bytes; either may be empty.
         """
         if self.ranks.count == 1:
             return (full[: self.plan.units[unit].stored_bytes],)
@@ -258,23 +261,23 @@ class StateStore:
         return tuple(part.view(self.ranks.count, -1)[rank] for part in parts)
 
     def cut(self, unit: int, shard: Tensor) -> tuple[Tensor, ...]:
-        """A shard's flat weights (uint8), in the parts of `shard_in`."""
+        """Split a shard's flat weights (uint8) as `shard_in` does."""
         if self.ranks.count == 1:
             return (shard,)
         trained = self.units[unit].layout.trained_bytes
         return shard[:trained], shard[trained:]
 
     def is_here(self, unit: int) -> bool:
-        """Whether `gather` needs no `bring` before it: shared RAM has what other nodes keep."""
+        """Return True if `gather` needs no `bring`: shared RAM has the shards of other nodes."""
         return self.shared is None or self.shared.is_here(unit)
 
     def bring(self, unit: int) -> None:
-        """Start to bring other nodes' shards; all ranks together, when they have their own."""
+        """Start to fetch shards of other nodes; all ranks call it, after writing their own."""
         assert self.shared is not None
         self.transfers.count("between_hosts", self.shared.bring(unit))
 
     def settle_brought(self, unit: int) -> None:
-        """Wait for what `bring` started."""
+        """Wait for the transfers that `bring` started."""
         assert self.shared is not None
         self.shared.settle(unit)
 
@@ -283,12 +286,12 @@ class StateStore:
         self._copies.wait()
 
     def stale(self, unit: int) -> None:
-        """An optimizer pass replaces the unit's weights on all ranks."""
+        """Mark shards of other nodes as stale: an optimizer pass replaces the unit's weights."""
         if self.shared is not None:
             self.shared.written(unit)
 
     def gather(self, unit: int, full: Tensor, after: Event) -> Event:
-        """Start to fill a unit's whole weights (uint8), of which this rank's are there `after`."""
+        """Start to fill a unit's full weights (uint8); this rank's shard is complete at `after`."""
         if self.shared is not None and unit in self.shared:
             return self._copy_shared(self.shared.shards[unit], unit, full, after)
         trained, count = self.plan.units[unit].trained_bytes, self.ranks.count
@@ -322,9 +325,9 @@ class StateStore:
         *,
         written: bool = False,
     ) -> list[tuple[Range, Tensor]]:
-        """Pairs of a range and its part of `buffer`: a shard's kind, frozen bytes behind weights.
+        """Return pairs (range, slice of `buffer`) for a kind of a shard, weights with frozen bytes.
 
-        Of a kind on disk they may be in a buffer of their own: `frozen`.
+        For weights on disk the frozen bytes may have a separate buffer, `frozen`.
         """
         state = self.units[unit]
         if kind in state.memory:
@@ -344,14 +347,14 @@ class StateStore:
     def settle_writes(self, unit: int) -> None:
         """Wait until writes of a unit are complete, so that it may be read."""
         writes = self.units[unit].writes
-        waited = tuple(writes)  # a commit waits on another thread
+        waited = tuple(writes)  # a commit may wait concurrently, on another thread
         for write in waited:
             write.wait()
         for write in waited:
             with contextlib.suppress(ValueError):
                 writes.remove(write)
 
-    # --- moving them -----------------------------------------------------------------------------
+    # --- transfers -------------------------------------------------------------------------------
 
     def stage(
         self,
@@ -363,15 +366,15 @@ class StateStore:
         by_device: bool = False,
         after: Event = HAPPENED,
     ) -> Staged:
-        """Start bringing all kinds of a chunk where the host can reach them.
+        """Start to copy all kinds of a chunk to memory that the host can access.
 
         Args:
             unit: Index of the unit.
             chunk: Index of its first chunk.
-            buffer: Room (uint8) in RAM for kinds that do not rest there.
-            chunks: Number of chunks; more than one only where all rests in memory.
-            by_device: Leave what rests on the device there: its views are the device's.
-            after: End of the compute that used the device's kinds: copies of them wait for it.
+            buffer: Host buffer (uint8) for kinds that are not stored in RAM.
+            chunks: Number of chunks; more than one only if all kinds are stored in memory.
+            by_device: Do not copy kinds stored on the device: their views are device tensors.
+            after: End of the compute that used kinds on the device; copies of them wait for it.
         """
         state, views, on_device = self.units[unit], dict[Kind, Tensor](), set[Kind]()
         pieces: list[tuple[Range, Tensor]] = []
@@ -385,7 +388,7 @@ class StateStore:
                 there = location.reached(by_device=True)
                 if there is None:
                     pieces.append((location, view))
-                else:  # not after all compute: the forward that runs meanwhile changes none of it
+                else:  # unordered: the forward that runs at the same time does not change these
                     label = (unit, "state")
                     waits.append(self.transfers.copy_d2h_unordered(view, there, after, label))
             elif state.on_device(kind):
@@ -398,7 +401,7 @@ class StateStore:
     def send(
         self, unit: int, chunk: int, views: Mapping[Kind, Tensor], *, chunks: int = 1
     ) -> Event:
-        """Start to write the updated kinds (uint8, in RAM) of `chunks` to where they rest."""
+        """Start to write the updated kinds (uint8, in RAM) of `chunks` to their tiers."""
         pieces = [
             (self.chunk(unit, kind, chunk, chunks=chunks, written=True), view)
             for kind, view in views.items()
@@ -408,7 +411,7 @@ class StateStore:
         return event
 
     def read(self, unit: int, kind: Kind) -> Tensor:
-        """A fresh uint8 copy of one whole kind: shard by shard, frozen bytes behind weights."""
+        """Return a new uint8 copy of one full kind; with weights, the frozen bytes follow."""
         shard, count = self.read_shard(unit, kind), self.ranks.count
         if count == 1:
             return shard
@@ -418,7 +421,7 @@ class StateStore:
         return torch.cat([self.ranks.gather(part).view(-1) for part in self.cut(unit, shard)])
 
     def write(self, unit: int, kind: Kind, value: Tensor) -> None:
-        """Replace one whole kind, as `read` gives it: of several ranks each its shard."""
+        """Replace one full kind, in the form that `read` returns; each rank writes its shard."""
         if kind is Kind.WEIGHT:
             parts = self.shard_in(unit, value)
             value = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -427,7 +430,7 @@ class StateStore:
         self.write_shard(unit, kind, value)
 
     def read_shard(self, unit: int, kind: Kind) -> Tensor:
-        """A fresh uint8 copy of one kind's flat range (weights with their frozen bytes)."""
+        """Return a new uint8 copy of one kind of the local shard; weights include frozen bytes."""
         state = self.units[unit]
         buffer = host_buffer(self.shard_bytes(state.layout, kind))
         if state.in_ram(kind) is None:
@@ -436,7 +439,7 @@ class StateStore:
         return buffer
 
     def write_shard(self, unit: int, kind: Kind, value: Tensor) -> None:
-        """Replace one kind's flat range; `value` is uint8 of exactly that size."""
+        """Replace one kind of the local shard; `value` is uint8 of exactly its size."""
         state = self.units[unit]
         nbytes = self.shard_bytes(state.layout, kind)
         assert value.dtype is torch.uint8
@@ -453,7 +456,7 @@ class StateStore:
             self.settle_writes(unit)
         source = value
         if kind not in state.memory and nbytes and value.data_ptr() % PAGE:
-            source = host_buffer(nbytes)  # O_DIRECT wants aligned memory
+            source = host_buffer(nbytes)  # O_DIRECT requires aligned memory
             source.copy_(value)
         pieces = self.ranges(unit, kind, source, written=True)
         self.transfers.write(pieces, label=(unit, kind.value)).wait()
@@ -462,7 +465,7 @@ class StateStore:
             state.frozen_copy.advance()
 
     def _move_over(self, unit: int, kind: Kind) -> None:
-        """Before an edit of a kind: what else rests on disk goes to the copy that is written."""
+        """Before an edit of a kind, copy the other kinds on disk to the copy to write."""
         state = self.units[unit]
         if state.copy.active == state.copy.next:
             return
@@ -478,7 +481,7 @@ class StateStore:
 
 
 def promise_extents(plan: Plan, unit: UnitState, disk: ExtentAllocator) -> None:
-    """Promise a unit's extents: of each copy its records, then its frozen bytes."""
+    """Request a unit's extents: for each copy its records, then its frozen bytes."""
     layout = unit.layout
     record = unit.record = plan.full_record(layout) if plan.durable else plan.record(layout)
     on_disk = plan.durable or plan.placements[layout.index].weight is Tier.DISK

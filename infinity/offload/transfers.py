@@ -19,20 +19,20 @@ from infinity.storage.disk import Disk, DiskTicket
 from infinity.storage.store import DeviceStore, HostStore, Pieces, Priority, Store, together
 from infinity.types import Tier
 
-# What is moved: the unit's index, and a word for the kind.
+# Identifies moved bytes in the trace: (index of the unit, name of the kind).
 Label = tuple[int, str]
 NO_LABEL: Label = (NO_UNIT, "other")
 
 
 class TracedTicket:
-    """A ticket that is recorded in the trace, once, when it is found to be complete."""
+    """Disk ticket that is recorded in the trace once, when it is found to be complete."""
 
     def __init__(self, ticket: DiskTicket, trace: Trace, direction: str, label: Label) -> None:
         self._ticket = ticket
         self._trace = trace
         self._direction = direction
         self._label = label
-        # In a list, because taking it out is one operation: threads may find it over together.
+        # A list, since `pop` is atomic: two threads may find the request complete at once.
         self._open = [ticket.request]
         trace.watch(self)
 
@@ -41,7 +41,7 @@ class TracedTicket:
         return self._ticket.done()
 
     def wait(self) -> None:
-        """Block until it is complete; raise `TransferError`, every time."""
+        """Block until the request is complete; if it failed, raise `TransferError` at each call."""
         try:
             self._ticket.wait()
         finally:
@@ -88,7 +88,7 @@ DISK_DIRECTIONS = {"disk_read": "read", "disk_write": "write"}
 
 
 class StallCause(NamedTuple):
-    """A cause of waits of the training thread, and its remedy; also in ARCHITECTURE.md."""
+    """Cause of waits of the training thread, and its remedy; also in ARCHITECTURE.md."""
 
     meaning: str
     remedy: str
@@ -131,10 +131,10 @@ STALLS = {
 
 
 class Transfers:
-    """Counted copies over a device and, if there is one, a disk.
+    """Copies between tiers, with byte counters and stall timers.
 
-    Stalls are seconds that the training thread, which alone uses `stall`, waited. A `label` names
-    what is moved in the trace.
+    Stalls are the seconds that the training thread waited; only that thread uses `stall`. A `label`
+    names the moved bytes in the trace.
     """
 
     def __init__(self, device: Device, disk: Disk | None) -> None:
@@ -167,13 +167,13 @@ class Transfers:
     def write(
         self, pieces: Pieces, priority: Priority = Priority.BACKGROUND, label: Label = NO_LABEL
     ) -> Event:
-        """Write buffers in RAM to ranges of any tiers; they must not change before the end."""
+        """Write buffers in RAM to ranges of any tiers; they must not change before it ends."""
         return self._move(pieces, lambda store, group: store.write(group, priority), label, "write")
 
     def _move(
         self, pieces: Pieces, ask: Callable[[Store, Pieces], Event], label: Label, op: str
     ) -> Event:
-        """Return one request per tier, or per piece where a tier's store does not join them."""
+        """Start one request per tier, or per piece if the tier's store does not join pieces."""
         events: list[Event] = []
         for tier in dict.fromkeys(location.tier for location, _ in pieces):
             store = self.stores[tier]
@@ -192,7 +192,7 @@ class Transfers:
         self, direction: str, event: Event, nbytes: int, submitted: int, label: Label
     ) -> Event:
         self.count(direction, nbytes)
-        trace = self.trace  # another thread may end it
+        trace = self.trace  # read once: another thread may reset it
         if trace is None:
             return event
         if isinstance(event, DiskTicket):
@@ -230,15 +230,15 @@ class Transfers:
     def run_on_comm_stream(
         self, direction: str, start: Callable[[], Event], nbytes: int, after: Event = HAPPENED
     ) -> Event:
-        """Start a transfer between ranks that runs while compute does; `nbytes` arrive here."""
+        """Start a transfer between ranks that overlaps compute; this rank receives `nbytes`."""
         self.count(direction, nbytes)
         return self.device.run_on_comm_stream(start, after)
 
     def update(self, pieces: Sequence[Piece], after: Event, unit: int) -> Event:
-        """Run an update step of the device over pieces of a unit."""
+        """Start an update on the device over pieces of a unit, and return its end."""
         submitted = time.perf_counter_ns()
         event = self.device.update(pieces, after)
-        trace = self.trace  # another thread may end it
+        trace = self.trace  # read once: another thread may reset it
         if trace is not None:
             record(trace, "update", "update", unit, event, 0, submitted)
         return event
@@ -263,7 +263,7 @@ class Transfers:
 
     @contextmanager
     def stall(self, cause: str, unit: int = NO_UNIT) -> Iterator[None]:
-        """Time a wait of the training thread; inside another stall it counts for that one."""
+        """Time a wait of the training thread; a nested stall counts for the outer cause."""
         if self._stalled:
             yield
             return
@@ -289,11 +289,11 @@ class Transfers:
 
     @property
     def stuck(self) -> TransferError | None:
-        """Return the first request that the kernel did not complete in time; its memory is lost."""
+        """Error of the first request not completed by the kernel in time; its buffer is lost."""
         return self.disk.stuck if self.disk is not None else None
 
     def disk_times_s(self) -> dict[str, dict[str, float]]:
-        """Return per disk direction the seconds that blocks were queued, and in the device.
+        """Return the seconds that blocks were queued and in the device, per disk direction.
 
         Summed over blocks, many of which are in flight at the same time.
         """
@@ -302,6 +302,6 @@ class Transfers:
         return {direction: self.disk.times_s(op) for direction, op in DISK_DIRECTIONS.items()}
 
     def count(self, direction: str, nbytes: int) -> None:
-        """Count bytes moved in a direction that do not pass here, those between ranks."""
+        """Add to the bytes moved in a direction."""
         with self._lock:
             self._moved[direction] += nbytes

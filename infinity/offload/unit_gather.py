@@ -1,13 +1,13 @@
-"""All-gathers weights of units between ranks, into the slots that hold their shards.
+"""All-gather of units' weights between ranks, into the slots that hold their shards.
 
 [Note: several ranks]
-Which units are fetched, published and in slots depends on timing, and so differs between ranks. So
-ranks synchronize at every use of another unit (`synchronize`), whatever their slots hold, and
-all-gather its weights if any rank has only its shard. Each rank also reports which of the next
-units have their shard in a slot: those that all ranks reported are gathered while compute runs, and
-are there, or nearly, when they are used. Only reports decide, never the state of a transfer.
-Gradients that are complete on all ranks start to be exchanged there too. A slot is not evicted
-during a gather.
+Timing decides which units are fetched, published and in slots, so this differs between ranks.
+Therefore ranks synchronize whenever another unit is used (`synchronize`), whatever their slots
+hold, and all-gather its weights if any rank has only its shard. Each rank also reports which of the
+next units have their shard in a slot: units that all ranks reported are gathered while compute
+runs, and are complete, or nearly, when they are used. Only reports decide, never the state of a
+transfer. The exchange of gradients that are complete on all ranks starts at the same points. A slot
+is not evicted during a gather.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from infinity.offload.transfers import Transfers
 from infinity.plan.plan import Plan
 from infinity.storage.store import together
 
-MAX_AHEAD = NOTES - 2  # units that a rank reports beside the one in use
-_NOTHING = -1  # instead of one
-_SHARD, _HERE, _WHOLE, _HAVE = range(4)  # see `_has`
+MAX_AHEAD = NOTES - 2  # units that a rank reports in addition to the one in use
+_NOTHING = -1  # padding of a report
+_SHARD, _HERE, _WHOLE, _HAVE = range(4)  # states of `_has`, and their number
 
 
 class UnitGather:
-    """Gathers of units, which all ranks start together; used by the training thread alone."""
+    """All-gathers of units, which all ranks start together; used by the training thread alone."""
 
     def __init__(
         self,
@@ -54,14 +54,15 @@ class UnitGather:
     def synchronize(self, unit: int, next_units: Sequence[int]) -> None:
         """Synchronize on the use of a unit whose local shard is in a slot; gather it if needed.
 
-        `next_units` are the next ones in the order whose shard is in a slot, `MAX_AHEAD` at most.
+        `next_units` are the next units of the access order whose shard is in a slot, at most
+        `MAX_AHEAD`.
         Raises `TrainingError` if another rank uses another unit, or failed.
         """
         entry, ready = self._entries[unit], self._exchange.ready()
         coming = [_HAVE * other + self._has(other) for other in next_units]
         coming += [_NOTHING] * (MAX_AHEAD - len(coming))
         reports = self._ranks.synchronize(self._using(unit), self._has(unit), ready, *coming)
-        # Until all is started that they agreed on, nothing may fail on one rank alone.
+        # No rank may fail alone before everything that the reports decide has started.
         arrived = self._gather(unit, [has for has, *_ in reports])
         ahead = [{w // _HAVE: w % _HAVE for w in coming if w >= 0} for _, _, *coming in reports]
         for other in ahead[0]:
@@ -81,8 +82,10 @@ class UnitGather:
         return f"uses unit {self._plan.units[unit].name!r}"
 
     def _has(self, unit: int) -> int:
-        """Return whether the slot holds all shards, or will; or they can be gathered; or those of
-        other nodes must be fetched first.
+        """Return the state of the unit's shards on this rank.
+
+        `_WHOLE`: the slot holds all shards, or a gather is in flight. `_HERE`: they can be
+        gathered. `_SHARD`: those of other nodes must be fetched first.
         """
         entry = self._entries[unit]
         if entry.gathered or entry.gathering is not None:
@@ -90,9 +93,9 @@ class UnitGather:
         return _HERE if self._store.is_here(unit) else _SHARD
 
     def _gather(self, unit: int, availability: Collection[int]) -> bool:
-        """Start to all-gather the unit if a rank lacks it; all ranks start it now.
+        """Start to all-gather the unit if a rank needs it; all ranks start it now.
 
-        Returns False, and requests the shards of other nodes, where these must be fetched first.
+        If shards of other nodes must be fetched first, starts that instead and returns False.
         """
         if min(availability) == _WHOLE:
             return True
@@ -101,7 +104,7 @@ class UnitGather:
             return False
         entry = self._entries[unit]
         assert entry.slot is not None
-        full = entry.slot.alias()  # torch's threads may refer to it after the end
+        full = entry.slot.alias()  # torch's threads may hold a reference after the gather
         gathering = self._store.gather(unit, full, entry.ready)
         entry.gathering = together([e for e in (entry.gathering, gathering) if e is not None])
         return True

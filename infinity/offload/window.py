@@ -1,4 +1,4 @@
-"""The accumulation window: the micro-batches of one update, and the gradients that arrived."""
+"""Accumulation window: the micro-batches of one update, and the gradients that arrived."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from infinity.plan.plan import Plan
 
 
 class AccumulationWindow:
-    """Counts micro-batches and gradients of an update.
+    """Counters of the micro-batches and gradients of one update.
 
-    It is empty again after a step or a rollback. Used by the training thread, and by autograd's
+    The window is empty after a step or a rollback. Used by the training thread, and by autograd's
     threads during a backward.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.length = plan.micro_batches
-        """Micro-batches of an update, on each rank."""
+        """Micro-batches per update on each rank."""
         self.ranks = plan.ranks
         """Ranks whose gradients are summed."""
         self.boundary: bool | None = None
-        """Where it is set by hand: whether the current micro-batch is the last."""
+        """Whether the current micro-batch is the last, if the user set it; else None."""
         self.no_sync = 0
-        """Blocks of `engine.no_sync()` that are open."""
+        """Number of open `engine.no_sync()` blocks."""
         self.micro_step = 0
-        """Micro-batches that are behind us."""
+        """Completed micro-batches of the window."""
         self.backwards = 0
         """Backwards of the current micro-batch."""
         self.arrived = 0
-        """Gradients since the start, whoever called backward."""
+        """Gradients that arrived since the start, from any backward."""
         self.divisor = self.share
-        """Of gradients that arrive; not 1 only where their loss is not divided."""
+        """Divisor of gradients that arrive: `share`, or 1 if their loss was divided already."""
         self.scaled = False
-        """`engine.scale` made a loss since a backward last ended."""
+        """Whether `engine.scale` was called since the last backward ended."""
         self.updated = False
-        """By the last `step()`."""
+        """Whether the last `step()` updated the weights."""
         self.updates = 0
-        """Windows that ended in a step, since the start."""
-        self._accounted = 0  # of `arrived`
+        """Number of windows that ended in a step since the start."""
+        self._accounted = 0  # value of `arrived` at the last `account`
         self._sums = plan.gradient_itemsize == 4
         self._dtype = plan.precision.dtype
         self._configured = plan.micro_batches
 
     @property
     def share(self) -> int:
-        """Number of micro-batches of an update on all ranks, which losses are divided by."""
+        """Micro-batches per update on all ranks, the divisor of losses."""
         return self.length * self.ranks
 
     @property
@@ -80,7 +80,7 @@ class AccumulationWindow:
         self.length = length
         self.divisor = self.share
 
-    # --- what happens in it ----------------------------------------------------------------------
+    # --- transitions -----------------------------------------------------------------------------
 
     def account(self) -> None:
         """Mark gradients so far as accounted for; later ones come from unscaled losses."""
@@ -99,15 +99,15 @@ class AccumulationWindow:
         """Empty the window."""
         self.micro_step = self.backwards = 0
 
-    # --- what has no meaning ---------------------------------------------------------------------
+    # --- checks ----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise `TrainingError` for a micro-batch that is not the last where there may be one."""
+        """Raise `TrainingError` if the micro-batch is not the last and gradients are not summed."""
         if not self._sums and not self.is_last:
             raise self._refusal(TrainingError, "a window of several micro-batches, set by hand")
 
     def check_step(self) -> None:
-        """Raise `TrainingError` for a `step()` that has no meaning."""
+        """Raise `TrainingError` for a `step()` in `no_sync()` or without a backward."""
         if self.no_sync:
             raise TrainingError(
                 "step() inside engine.no_sync()",
@@ -122,7 +122,7 @@ class AccumulationWindow:
             )
 
     def check_full(self) -> None:
-        """Raise `TrainingError` if a full window cannot begin and end here."""
+        """Raise `TrainingError` if `train_batch()` cannot run a full window now."""
         if self.no_sync or self.boundary is not None:
             raise TrainingError(
                 "train_batch() where the end of the window is set by hand",

@@ -41,14 +41,14 @@ class LiveSlots:
 
     def evictable(self, slot_class: int) -> Collection[int]:
         """Return the units in slots of the class, without the one in use and those in a forward."""
-        found = []
+        units = []
         for slot in self._ledger.slots:
             unit = slot.owner
             if slot.slot_class == slot_class and unit is not None and unit != self._ledger.current:
                 entry = self._entries[unit]
                 if entry.residency is Residency.RESIDENT and not entry.forward_depth:
-                    found.append(unit)
-        return found
+                    units.append(unit)
+        return units
 
     def try_evict(self, unit: int) -> bool:
         """Evict the unit unless its weights are referenced; return True if that freed its slot."""

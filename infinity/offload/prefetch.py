@@ -139,10 +139,11 @@ class Prefetcher:
 
     def _next_in_slots(self) -> list[int]:
         """Return the next units of the access order whose local shard is in a slot."""
-        found: list[int] = []
+        units: list[int] = []
         if self.order is None:
-            return found
-        device, count = self._device, min(self._plan.prefetch_units, MAX_AHEAD)
+            return units
+        device = self._device
+        count = min(self._plan.prefetch_units, MAX_AHEAD)
         for unit in self.order.upcoming(count, wraps=self.wraps):
             entry = self._entries[unit]
             landed = entry.ticket is None or entry.ticket.done()
@@ -153,8 +154,8 @@ class Prefetcher:
             if entry.residency is Residency.RESIDENT and (
                 entry.ready.done() or not device.host_clock
             ):
-                found.append(unit)
-        return found
+                units.append(unit)
+        return units
 
     def _prefetch(self) -> None:
         if self.order is None or not self._plan.slot_classes:
@@ -173,7 +174,8 @@ class Prefetcher:
         slot_class = slots.class_of(unit)
         if slot_class is None:
             return
-        entry, looked_again = self._entries[unit], False
+        entry = self._entries[unit]
+        has_waited = False
         while entry.slot is None and not slots.num_free(slot_class):
             # First a slot of the unit's class, as the forecast assumes; then any larger slot.
             if access_order.make_slot_free(slots, slot_class, self._distance):
@@ -181,30 +183,31 @@ class Prefetcher:
             if ledger.free_slot(unit) is not None:
                 return
             if any(
-                access_order.make_slot_free(slots, wider, self._distance) or self._call_off(wider)
+                access_order.make_slot_free(slots, wider, self._distance)
+                or self._evict_fetching(wider)
                 for wider in range(slot_class, -1, -1)
             ):
                 return
             if not ledger.pass_fills(slot_class):
-                if looked_again:
+                if has_waited:
                     raise ledger.no_slot(unit, slot_class)
-                looked_again = True
+                has_waited = True
                 ledger.changed.wait(LOOK_AGAIN_S)
                 continue
             with self._transfers.stall("slot", unit):  # the optimizer pass is filling one
                 ledger.changed.wait()
             self.failure.check()
 
-    def _call_off(self, slot_class: int) -> bool:
+    def _evict_fetching(self, slot_class: int) -> bool:
         """Finish a fetch into the class and evict its unit; return False if no slot became free."""
-        under_way = [
+        fetching = [
             slot.owner
             for slot in self.ledger.slots
             if slot.slot_class == slot_class
             and slot.owner is not None
             and self._entries[slot.owner].residency is Residency.FETCHING
         ]
-        for unit in sorted(under_way, key=lambda u: (-self._distance(u), u)):
+        for unit in sorted(fetching, key=lambda u: (-self._distance(u), u)):
             self._fetcher.finish(unit)
             if self._slots.try_evict(unit):
                 return True
@@ -217,7 +220,7 @@ class Prefetcher:
 
         Raises the first `ResidencyError` of an edited parameter, after all units are pending.
         """
-        edited: ResidencyError | None = None
+        edit_error: ResidencyError | None = None
         for unit in units:
             if self._entries[unit].residency is Residency.FETCHING:
                 try:
@@ -231,12 +234,12 @@ class Prefetcher:
                     try:
                         self.bound.evict(unit)
                     except ResidencyError as error:
-                        edited = edited or error
+                        edit_error = edit_error or error
                 self._store.stale(unit)
             self.handover.begin(units)
         self.ledger.current = -1
-        if edited is not None:
-            raise edited
+        if edit_error is not None:
+            raise edit_error
 
     def drop(self, unit: int) -> None:
         """Discard the unit's copy on the device: the stored weights were or will be edited."""

@@ -23,8 +23,8 @@ Records = MutableMapping[str, Any]  # lists or tuples of tensors, by the name of
 def active_records() -> Records:
     """Return the records of the transformers call in progress, or an empty dict."""
     capturing = sys.modules.get(CAPTURING)
-    found: Records | None = None if capturing is None else capturing._active_collector.get()
-    return {} if found is None else found
+    records: Records | None = None if capturing is None else capturing._active_collector.get()
+    return {} if records is None else records
 
 
 class SlicedRecords:
@@ -33,35 +33,40 @@ class SlicedRecords:
     def __init__(self, sizes: Sequence[int], refusal: Callable[[str, str], Exception]) -> None:
         """`sizes` are the samples per slice; `refusal(what, because)` returns an error to raise."""
         self._records = active_records()
-        self._before = {k: len(v) for k, v in self._records.items() if isinstance(v, list | tuple)}
+        self._num_before = {
+            k: len(v) for k, v in self._records.items() if isinstance(v, list | tuple)
+        }
         self._sizes = sizes
         self._refusal = refusal
-        self._parts: dict[str, list[Sequence[Any]]] = {k: [()] * len(sizes) for k in self._before}
+        self._by_slice: dict[str, list[Sequence[Any]]] = {
+            k: [()] * len(sizes) for k in self._num_before
+        }
 
     @contextmanager
     def slice(self, number: int) -> Iterator[None]:
         """Take the records that a slice adds while it runs in this context."""
         yield
-        for key, count in self._before.items():
+        for key, count in self._num_before.items():
             values = self._records[key]
-            self._parts[key][number] = values[count:]
+            self._by_slice[key][number] = values[count:]
             self._records[key] = values[:count]
 
     def join(self) -> None:
         """Append the joined tensors to the records, as a call with the full batch would have."""
-        for key, parts in self._parts.items():
-            if not any(parts):
+        for key, by_slice in self._by_slice.items():
+            if not any(by_slice):
                 continue
-            if len({len(part) for part in parts}) > 1:
+            counts = [len(records) for records in by_slice]
+            if len(set(counts)) > 1:
                 raise self._refusal(
-                    f"its slices record {key!r} {', '.join(str(len(p)) for p in parts)} times",
+                    f"its slices record {key!r} {', '.join(map(str, counts))} times",
                     "records of slices are joined sample by sample",
                 )
-            joined = [self._joined(key, tensors) for tensors in zip(*parts, strict=True)]
+            joined = [self._concatenate(key, tensors) for tensors in zip(*by_slice, strict=True)]
             self._records[key] += type(self._records[key])(joined)
 
-    def _joined(self, key: str, tensors: Sequence[Any]) -> Tensor:
-        first, *_ = tensors
+    def _concatenate(self, key: str, tensors: Sequence[Any]) -> Tensor:
+        first = tensors[0]
         for tensor, size in zip(tensors, self._sizes, strict=True):
             rows = tensor.shape[0] if isinstance(tensor, Tensor) and tensor.dim() else 0
             if not rows or rows * self._sizes[0] != first.shape[0] * size:

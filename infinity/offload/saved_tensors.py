@@ -73,26 +73,26 @@ class SavedTensors:
     def __init__(
         self,
         prefetcher: Prefetcher,
-        expect: Callable[[int], None],
-        join: Callable[[], None],
+        begin_backward: Callable[[int], None],
+        register_backward: Callable[[], None],
         activations: ActivationStore | None,
     ) -> None:
         self._prefetcher: Prefetcher | None = prefetcher
         ledger = prefetcher.ledger
         self._ledger: SlotLedger | None = ledger
         self._entries = ledger.entries
-        self._join = join  # registers a running backward as a call
-        self._expect = expect  # called when a unit's backward begins
-        self._expected = -1
-        self._addresses = {}
-        self._first, self._end = 0, 0  # range of addresses that holds all slots
+        self._register_backward = register_backward  # registers a running backward as a call
+        self._begin_backward = begin_backward  # called when a unit's backward begins
+        self._backward_unit = -1
+        self._slots_by_address = {}
+        self._first_address, self._end_address = 0, 0  # range of addresses that holds all slots
         for slot in ledger.slots:
             address = slot.memory.data_ptr()
             if not address:  # a slot of parameters without elements has no memory
                 continue
-            self._addresses[address] = slot
-            self._first = min(self._first or address, address)
-            self._end = max(self._end, address + slot.memory.numel())
+            self._slots_by_address[address] = slot
+            self._first_address = min(self._first_address or address, address)
+            self._end_address = max(self._end_address, address + slot.memory.numel())
         self.timeline: StepTracer | None = None  # set while a trace is recorded
         self.activations = activations  # stores inputs of recomputed blocks
         # For each push: its context, its pair, and whether a checkpoint's pair is below it.
@@ -106,8 +106,8 @@ class SavedTensors:
         """
         self._prefetcher = self._ledger = self.activations = None
         self._entries = []
-        self._expect, self._join = (lambda unit: None), (lambda: None)
-        self._addresses.clear()
+        self._begin_backward, self._register_backward = (lambda unit: None), (lambda: None)
+        self._slots_by_address.clear()
 
     @property
     def prefetcher(self) -> Prefetcher:
@@ -121,9 +121,9 @@ class SavedTensors:
 
         Imports the compiler.
         """
-        hide: Any = torch.compiler.disable
-        self._pack = hide(self._pack)  # type: ignore[method-assign]
-        self._unpack = hide(self._unpack)  # type: ignore[method-assign]
+        disable: Any = torch.compiler.disable
+        self._pack = disable(self._pack)  # type: ignore[method-assign]
+        self._unpack = disable(self._unpack)  # type: ignore[method-assign]
 
     def push(self) -> bool:
         """Push the hooks unless they are innermost already; return True if they were pushed."""
@@ -166,10 +166,10 @@ class SavedTensors:
             address = tensor.data_ptr()
         except RuntimeError:  # some subclasses have no memory
             address = 0
-        if self._first <= address < self._end:  # true of few tensors
-            packed = self._in_slot(tensor)
-            if packed is not None:
-                return packed
+        if self._first_address <= address < self._end_address:  # true of few tensors
+            description = self._describe(tensor)
+            if description is not None:
+                return description
         if outer is not None:
             unit = -1 if self._ledger is None else self._ledger.current
             return _Outer(unit, outer[1], outer[0](tensor))
@@ -179,15 +179,15 @@ class SavedTensors:
                 return away
         return tensor.detach(), tensor._version
 
-    def _in_slot(self, tensor: Tensor) -> _InSlot | None:
+    def _describe(self, tensor: Tensor) -> _InSlot | None:
         """Return the description of a tensor in a slot, or None for any other tensor."""
-        slot = self._addresses.get(storage_address(tensor))
+        slot = self._slots_by_address.get(storage_address(tensor))
         if slot is None or slot.owner is None or not tensor.numel():
             return None
         updates = self._entries[slot.owner].updates
         geometry = int(tensor.storage_offset()), tensor.size(), tensor.stride()
-        bits = tensor.is_conj(), tensor.is_neg()
-        return _InSlot(slot.owner, updates, tensor.dtype, *geometry, *bits)
+        lazy_bits = tensor.is_conj(), tensor.is_neg()
+        return _InSlot(slot.owner, updates, tensor.dtype, *geometry, *lazy_bits)
 
     def _unpack(self, packed: Any) -> Tensor:
         if type(packed) is tuple:
@@ -200,9 +200,9 @@ class SavedTensors:
                 )
             return tensor
         if isinstance(packed, _InSlot):
-            return self._from_slot(packed)
+            return self._view_of(packed)
         if isinstance(packed, _Outer):
-            self._join()
+            self._register_backward()
             self.prefetcher.bound.bind_if_resident(packed.unit)
             return packed.unpack(packed.packed)
         assert isinstance(packed, Away)
@@ -215,13 +215,13 @@ class SavedTensors:
         self.timeline.resume()
         return restored
 
-    def _from_slot(self, packed: _InSlot) -> Tensor:
+    def _view_of(self, packed: _InSlot) -> Tensor:
         """Return the described view of the slot that the unit has now."""
-        self._join()
+        self._register_backward()
         timeline = None
-        if packed.unit != self._expected:
-            self._expected, timeline = packed.unit, self.timeline
-            self._expect(packed.unit)
+        if packed.unit != self._backward_unit:
+            self._backward_unit, timeline = packed.unit, self.timeline
+            self._begin_backward(packed.unit)
         if timeline is not None:
             timeline.pause()
         prefetcher = self.prefetcher
@@ -237,6 +237,6 @@ class SavedTensors:
             )
         assert entry.slot is not None
         flat = entry.slot.flat(packed.dtype)
-        part = flat.as_strided(packed.size, packed.stride, packed.offset)
-        part = part.conj() if packed.conj else part
-        return negated_view(part) if packed.neg else part
+        view = flat.as_strided(packed.size, packed.stride, packed.offset)
+        view = view.conj() if packed.conj else view
+        return negated_view(view) if packed.neg else view

@@ -33,43 +33,47 @@ class SigintDeferral:
 
     def __init__(self) -> None:
         self._calls: list[tuple[Lasting, Callable[[], None]]] = []
-        self._before: _Handler = signal.default_int_handler
+        self._previous_handler: _Handler = signal.default_int_handler
         self._count = 0  # signals since the outermost call began
 
     def begin(self, call: Lasting, fail: Callable[[], None]) -> None:
         """Begin a call; `fail` is called if a second SIGINT interrupts it, and must not block."""
         if get_ident() != main_thread().ident:
             return
-        self._calls = [one for one in self._calls if not one[0].is_over]
+        self._calls = [entry for entry in self._calls if not entry[0].is_over]
         self._count = self._count if self._calls else 0
         self._calls.append((call, fail))
-        before: Any = signal.getsignal(signal.SIGINT)
-        if callable(before) and before is not self and not getattr(before, "defers", False):
-            self._before = before
+        previous: Any = signal.getsignal(signal.SIGINT)
+        if callable(previous) and previous is not self and not getattr(previous, "defers", False):
+            self._previous_handler = previous
             signal.signal(signal.SIGINT, self)
 
     def end(self, call: Lasting) -> None:
         """End a call; after the outermost one, call the handler of a deferred SIGINT."""
-        left = [one for one in self._calls if one[0] is not call and not one[0].is_over]
-        if left or get_ident() != main_thread().ident:
-            self._calls = left
+        remaining = [
+            entry for entry in self._calls if entry[0] is not call and not entry[0].is_over
+        ]
+        if remaining or get_ident() != main_thread().ident:
+            self._calls = remaining
             return
-        now: Any = signal.getsignal(signal.SIGINT)
-        if now is self:
-            signal.signal(signal.SIGINT, self._before)
-        count, self._count, self._calls = self._count, 0, left
+        handler: Any = signal.getsignal(signal.SIGINT)
+        if handler is self:
+            signal.signal(signal.SIGINT, self._previous_handler)
+        count = self._count
+        self._count = 0
+        self._calls = remaining
         if count == 1:
-            self._before(signal.SIGINT, sys._getframe())
+            self._previous_handler(signal.SIGINT, sys._getframe())
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        under_way = [fail for call, fail in self._calls if not call.is_over]
-        self._count += bool(under_way)
-        if under_way and self._count == 1:
+        callbacks = [fail for call, fail in self._calls if not call.is_over]
+        self._count += bool(callbacks)
+        if callbacks and self._count == 1:
             return
-        for fail in under_way:
+        for fail in callbacks:
             fail()
-        self._before(signum, frame)
-        if under_way:
+        self._previous_handler(signum, frame)
+        if callbacks:
             raise KeyboardInterrupt
 
 

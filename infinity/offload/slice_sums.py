@@ -48,20 +48,20 @@ class SlicedCall:
 
     A slice has one tap of each of the block's parameters, `unit_parameters`. Parameters of other
     units (experts, tied weights) get a new tap at each read: a cached one would pin their slot.
-    Taps that are `apart` belong to a backward nested in another one, and are not connected to the
-    parameter.
+    Taps that are `detached` belong to a backward nested in another one, and are not connected to
+    the parameter.
     """
 
     def __init__(
-        self, sums: SliceSums, unit_parameters: Collection[int], *, apart: bool = False
+        self, sums: SliceSums, unit_parameters: Collection[int], *, detached: bool = False
     ) -> None:
         self._sums = sums
         self._unit_parameters = unit_parameters
-        self._apart = apart
+        self._detached = detached
         self._number = 0  # index of the slice that runs
         self._taps: dict[int, Tensor] = {}  # of the slice that runs, by parameter
         self._readers: dict[int, list[Reader]] = {}  # by parameter
-        self._early: dict[int, dict[Reader, Tensor]] = {}  # gradients that arrived early
+        self._waiting: dict[int, dict[Reader, Tensor]] = {}  # gradients before their turn
         self._totals: dict[int, tuple[int, Tensor]] = {}  # number of taps added, the sum
 
     @contextmanager
@@ -84,12 +84,12 @@ class SlicedCall:
             readers = self._readers.setdefault(index, [])
             reader = self._number, len(readers)
             readers.append(reader)
-            source = parameter.detach().requires_grad_() if self._apart else parameter
+            source = parameter.detach().requires_grad_() if self._detached else parameter
             tap = _Tap.apply(source, self, index, reader)  # type: ignore[no-untyped-call]
             if index in self._unit_parameters:
                 self._taps[index] = tap
-        found: Tensor = tap
-        return found
+        result: Tensor = tap
+        return result
 
     @property
     def parameters(self) -> set[int]:
@@ -99,12 +99,13 @@ class SlicedCall:
     def add(self, index: int, reader: Reader, gradient: Tensor) -> None:
         """Add the gradient of one tap, once those of all earlier taps are added."""
         self._sums.open.setdefault(index, {})[self] = None
-        early, order = self._early.setdefault(index, {}), sorted(self._readers[index])
-        early[reader] = gradient
-        while (done := self._totals[index][0] if index in self._totals else 0) < len(order):
-            if order[done] not in early:
-                return
-            self._add(index, early.pop(order[done]))
+        waiting = self._waiting.setdefault(index, {})
+        waiting[reader] = gradient
+        order = sorted(self._readers[index])
+        num_added = self._totals[index][0] if index in self._totals else 0
+        while num_added < len(order) and order[num_added] in waiting:
+            self._add(index, waiting.pop(order[num_added]))
+            num_added += 1
 
     def _add(self, index: int, gradient: Tensor) -> None:
         if index not in self._totals:
@@ -115,7 +116,7 @@ class SlicedCall:
 
     def take(self, index: int) -> Tensor:
         """Remove and return the sum; some slices may have had no gradient."""
-        for _, gradient in sorted(self._early.pop(index).items(), key=lambda item: item[0]):
+        for _, gradient in sorted(self._waiting.pop(index).items(), key=lambda item: item[0]):
             self._add(index, gradient)
         return self._totals.pop(index)[1]
 
@@ -141,12 +142,15 @@ class SliceSums:
         """Return a parameter's gradient: its sums of slices plus autograd's `gradient`."""
         if not self.is_used:
             return gradient
-        found, calls = gradient, self.open.pop(index, ())
+        calls = self.open.pop(index, ())
         for call in calls:
             total = call.take(index)
-            found = total if found is None else total.add_(found)
-        (self.summed.add if calls else self.summed.discard)(index)
-        return found
+            gradient = total if gradient is None else total.add_(gradient)
+        if calls:
+            self.summed.add(index)
+        else:
+            self.summed.discard(index)
+        return gradient
 
     def drop(self) -> None:
         """Discard all sums: the accumulation window starts over, or the engine is closed."""

@@ -45,11 +45,13 @@ _CAST = _aten._to_copy.default
 _ELEMENTWISE = {_CAST, _aten.tanh.default, _aten.mul.Tensor, _aten.div.Tensor}
 # Operations that select or rearrange tokens, applied to the hidden states.
 _RESHAPES = {_aten.view.default, _aten._unsafe_view.default}
-_PARTS = {_aten.slice.Tensor, _aten.select.int}
+_SELECTIONS = {_aten.slice.Tensor, _aten.select.int}
 _COPY = _aten.clone.default
-_NOTED = _ELEMENTWISE | _RESHAPES | _PARTS | {_COPY, _aten.detach.default, _aten.alias.default}
+_RECORDED = (
+    _ELEMENTWISE | _RESHAPES | _SELECTIONS | {_COPY, _aten.detach.default, _aten.alias.default}
+)
 # They need gradients of logits, which a loss of hidden states does not compute.
-_WATCHES = [
+_GRADIENT_METHODS = [
     Tensor.register_hook,
     Tensor.register_post_accumulate_grad_hook,
     Tensor.retain_grad,
@@ -58,7 +60,7 @@ _WATCHES = [
 ]
 _LOSS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # They read memory directly, which `__torch_dispatch__` does not see.
-_READS = {
+_MEMORY_METHODS = {
     getattr(Tensor, name)
     for name in (
         "__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__", "__repr__", "data_ptr",
@@ -74,29 +76,31 @@ def heads_of(model: nn.Module) -> dict[str, nn.Linear]:
     they are the layers with the weight that the plan assumes for the head (`Target.heads`): one
     tied to an embedding, or else the last matrix with as many rows as an embedding.
     """
-    found = {id(layer) for module in model.modules() for layer in _output_of(module)}
-    if not found:
+    head_ids = {id(layer) for module in model.modules() for layer in _output_layers(module)}
+    if not head_ids:
         parameters, heads = list(model.parameters()), target_of("", model, {}).heads
         weights = {id(parameters[index]) for index in heads}
-        found = {id(m) for m in model.modules() if id(getattr(m, "weight", None)) in weights}
+        head_ids = {id(m) for m in model.modules() if id(getattr(m, "weight", None)) in weights}
     return {
         name: module
         for name, module in model.named_modules()
-        if id(module) in found
+        if id(module) in head_ids
         and isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward
         and "forward" not in vars(module)
     }
 
 
-def _output_of(module: nn.Module) -> list[nn.Linear]:
+def _output_layers(module: nn.Module) -> list[nn.Linear]:
     """Return the linear layers in the output embeddings; [] if their shapes differ."""
-    ask = getattr(module, "get_output_embeddings", None)
+    getter = getattr(module, "get_output_embeddings", None)
     try:
-        made = ask() if callable(ask) else None
+        embeddings = getter() if callable(getter) else None
     except (AttributeError, NotImplementedError):  # a model without a head
-        made = None
-    layers = [m for m in made.modules() if isinstance(m, nn.Linear)] if made is not None else []
+        embeddings = None
+    if embeddings is None:
+        return []
+    layers = [layer for layer in embeddings.modules() if isinstance(layer, nn.Linear)]
     return layers if len({layer.weight.shape for layer in layers}) == 1 else []
 
 
@@ -213,55 +217,55 @@ class _Head(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight)
         shape = (*hidden.shape[:-1], weight.shape[0])
         meta = torch.empty(shape, dtype=hidden.dtype, device="meta")
-        return Logits(_Made(meta, head, head.updates, hidden), hidden.device)
+        return Logits(_Recipe(meta, head, head.updates, hidden), hidden.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         hidden, weight = ctx.saved_tensors
-        gradient, wants = grads[0], ctx.needs_input_grad
+        gradient, needs_grad = grads[0], ctx.needs_input_grad
         flat = gradient.reshape(-1, gradient.shape[-1])
         return (
-            gradient @ weight if wants[0] else None,
-            flat.t() @ hidden.reshape(-1, hidden.shape[-1]) if wants[1] else None,
-            flat.sum(0) if wants[2] else None,
+            gradient @ weight if needs_grad[0] else None,
+            flat.t() @ hidden.reshape(-1, hidden.shape[-1]) if needs_grad[1] else None,
+            flat.sum(0) if needs_grad[2] else None,
             None,
         )
 
 
 @dataclass(eq=False)
-class _Made:
+class _Recipe:
     """Recipe of logits. Refers to no `Logits`: a graph that saves them would hold itself."""
 
     meta: Tensor  # shape, strides and dtype of the logits
     head: Head
     updates: int
     hidden: Tensor  # input of the head, with its graph
-    parent: _Made | None = None
-    call: Any = None  # the operation, of `_NOTED`; None if it changes nothing
+    parent: _Recipe | None = None
+    call: Any = None  # the operation, of `_RECORDED`; None if it changes nothing
     operation: Callable[[Tensor], Tensor] = field(default=lambda values: values)
     watched: bool = False
     exposed: bool = False  # the values may be modified in place
-    real: Tensor | None = None
-    children: WeakSet[_Made] = field(default_factory=WeakSet)
+    values: Tensor | None = None
+    children: WeakSet[_Recipe] = field(default_factory=WeakSet)
 
-    def lineage(self) -> Iterator[_Made]:
+    def lineage(self) -> Iterator[_Recipe]:
         """Yield this and all its ancestors."""
-        made: _Made | None = self
-        while made is not None:
-            yield made
-            made = made.parent
+        recipe: _Recipe | None = self
+        while recipe is not None:
+            yield recipe
+            recipe = recipe.parent
 
     def materialize(self, because: str) -> Tensor:
         """Return the full values without a graph, and cache them; warns once."""
-        if self.real is None:
+        if self.values is None:
             with torch.no_grad():
                 if self.parent is not None:
-                    self.real = self.operation(self.parent.materialize(because))
+                    self.values = self.operation(self.parent.materialize(because))
                 else:
                     self.head.warn_materialized(because)
-                    self.real = self.head.compute(self.updates, partial(F.linear, self.hidden))
-        return self.real
+                    self.values = self.head.compute(self.updates, partial(F.linear, self.hidden))
+        return self.values
 
     @property
     def is_view(self) -> bool:
@@ -271,29 +275,29 @@ class _Made:
 
     def expose(self, because: str) -> None:
         """Allow in-place changes of the values, after materializing all that depend on them."""
-        made = next(made for made in self.lineage() if not made.is_view)
-        views = [made]
-        for made in views:
-            made.exposed = True
-            for child in (made, *made.children):
+        recipe = next(recipe for recipe in self.lineage() if not recipe.is_view)
+        views = [recipe]
+        for recipe in views:
+            recipe.exposed = True
+            for child in (recipe, *recipe.children):
                 child.materialize(because)
-                if child.is_view and child is not made:
+                if child.is_view and child is not recipe:
                     views.append(child)
 
 
 class Logits(Tensor):
     """Logits without memory, materialized on demand."""
 
-    made: _Made
+    recipe: _Recipe
 
     @staticmethod
-    def __new__(cls, made: _Made, device: torch.device) -> Logits:
-        meta = made.meta
+    def __new__(cls, recipe: _Recipe, device: torch.device) -> Logits:
+        meta = recipe.meta
         logits: Logits = tensor_without_memory(cls, meta.shape, meta.dtype, device, meta.stride())
-        logits.made = made
+        logits.recipe = recipe
         return logits
 
-    def __init__(self, made: _Made, device: torch.device) -> None:
+    def __init__(self, recipe: _Recipe, device: torch.device) -> None:
         super().__init__()
 
     @classmethod
@@ -301,13 +305,13 @@ class Logits(Tensor):
         cls, call: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if call is F.cross_entropy:
-            loss = _in_chunks(*args, **(kwargs or {}))
+            loss = _chunked_loss(*args, **(kwargs or {}))
             if loss is not None:
                 return loss
-        if call in _READS:
-            return call(args[0].made.materialize(call.__name__), *args[1:], **(kwargs or {}))
-        if call in _WATCHES:
-            args[0].made.watched = True
+        if call in _MEMORY_METHODS:
+            return call(args[0].recipe.materialize(call.__name__), *args[1:], **(kwargs or {}))
+        if call in _GRADIENT_METHODS:
+            args[0].recipe.watched = True
         return below_torch_function(call, args, kwargs or {})
 
     @classmethod
@@ -315,49 +319,55 @@ class Logits(Tensor):
         cls, call: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        noted = _noted(call, args, kwargs)
-        if noted is not None:
-            return noted
-        real: dict[int, Logits] = {}
-        shares = may_alias(call)
+        recorded = _recorded(call, args, kwargs)
+        if recorded is not None:
+            return recorded
+        logits_of: dict[int, Logits] = {}
+        aliases = may_alias(call)
 
-        def in_memory(value: Any) -> Any:
+        def materialized(value: Any) -> Any:
             if not isinstance(value, Logits):
                 return value
             because = call.overloadpacket.__name__.strip("_")
-            if shares:
-                value.made.expose(because)
-            values = value.made.materialize(because)
-            real[id(values)] = value
+            if aliases:
+                value.recipe.expose(because)
+            values = value.recipe.materialize(because)
+            logits_of[id(values)] = value
             return values
 
-        result = call(*tree_map(in_memory, args), **tree_map(in_memory, kwargs))
+        result = call(*tree_map(materialized, args), **tree_map(materialized, kwargs))
         # In-place operations return the `Logits` that they changed.
-        return tree_map(lambda value: real.get(id(value), value), result)
+        return tree_map(lambda value: logits_of.get(id(value), value), result)
 
 
-def _noted(call: Any, args: Any, kwargs: dict[str, Any]) -> Logits | None:
+def _recorded(call: Any, args: Any, kwargs: dict[str, Any]) -> Logits | None:
     """Return `Logits` that record the operation, or None if it needs the values."""
-    given, remaining = args[0], args[1:]
-    if not isinstance(given, Logits):
+    logits, remaining = args[0], args[1:]
+    if not isinstance(logits, Logits):
         return None
     if any(isinstance(other, Tensor) for other in (*remaining, *kwargs.values())):
         return None
-    if kwargs.get("device") not in (None, given.device) or call not in _NOTED:
+    if kwargs.get("device") not in (None, logits.device) or call not in _RECORDED:
         return None
-    parent = given.made
+    parent = logits.recipe
     without_device = {name: value for name, value in kwargs.items() if name != "device"}
     meta = call(parent.meta, *remaining, **without_device)
-    last = call in _PARTS and remaining[0] % given.dim() == given.dim() - 1
-    if not meta.dim() or meta.shape[-1] != given.shape[-1] or (last and meta.shape != given.shape):
+    on_last_dim = call in _SELECTIONS and remaining[0] % logits.dim() == logits.dim() - 1
+    if (
+        not meta.dim()
+        or meta.shape[-1] != logits.shape[-1]
+        or (on_last_dim and meta.shape != logits.shape)
+    ):
         return None
-    made = _Made(meta, parent.head, parent.updates, parent.hidden, parent, None if last else call)
-    made.operation = lambda values: call(values, *remaining, **kwargs)  # captures no `Logits`
-    parent.children.add(made)
-    return Logits(made, given.device)
+    recipe = _Recipe(
+        meta, parent.head, parent.updates, parent.hidden, parent, None if on_last_dim else call
+    )
+    recipe.operation = lambda values: call(values, *remaining, **kwargs)  # captures no `Logits`
+    parent.children.add(recipe)
+    return Logits(recipe, logits.device)
 
 
-def _in_chunks(
+def _chunked_loss(
     logits: Any,
     target: Any,
     weight: Any = None,
@@ -368,20 +378,21 @@ def _in_chunks(
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     """Return the cross entropy, computed in chunks of logits; None if that is not supported."""
-    usual = weight is None and size_average is None and reduce is None
-    if not usual or reduction not in ("mean", "sum") or not _fit(logits, target):
+    has_defaults = weight is None and size_average is None and reduce is None
+    if not has_defaults or reduction not in ("mean", "sum") or not _is_supported(logits, target):
         return None
-    source, hidden, elementwise = logits.made, logits.made.hidden, []
-    for made in reversed(list(source.lineage())):
-        if made.call in _ELEMENTWISE:
-            elementwise.append(made)
-        elif made.call in _RESHAPES:
-            hidden = hidden.reshape(*made.meta.shape[:-1], hidden.shape[-1])
-        elif made.call in _PARTS:
-            hidden = made.operation(hidden)
+    source = logits.recipe
+    hidden, elementwise = source.hidden, []
+    for recipe in reversed(list(source.lineage())):
+        if recipe.call in _ELEMENTWISE:
+            elementwise.append(recipe)
+        elif recipe.call in _RESHAPES:
+            hidden = hidden.reshape(*recipe.meta.shape[:-1], hidden.shape[-1])
+        elif recipe.call in _SELECTIONS:
+            hidden = recipe.operation(hidden)
     if elementwise and elementwise[-1].call is _CAST and logits.dtype is torch.float32:
         elementwise.pop()  # the loss casts anyway
-    operations = [made.operation for made in elementwise]
+    operations = [recipe.operation for recipe in elementwise]
 
     def loss_of(weight: Tensor, bias: Tensor | None) -> Tensor:
         inputs = hidden, weight, bias
@@ -395,7 +406,7 @@ def _in_chunks(
             chunk_size=CHUNK_TOKENS // 2 if operations else CHUNK_TOKENS,  # results take memory
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
-            transform=partial(_one_by_one, operations) if operations else None,
+            transform=partial(_apply_all, operations) if operations else None,
             reduction=reduction,
         )
 
@@ -403,7 +414,7 @@ def _in_chunks(
     return loss
 
 
-def _fit(logits: Any, target: Any) -> bool:
+def _is_supported(logits: Any, target: Any) -> bool:
     """Return True if the cross entropy can be computed from the hidden states."""
     if not isinstance(logits, Logits) or logits.dim() != 2 or logits.dtype not in _LOSS_DTYPES:
         return False
@@ -411,10 +422,10 @@ def _fit(logits: Any, target: Any) -> bool:
         return False
     if len(target) != len(logits):
         return False
-    return not any(made.watched or made.exposed for made in logits.made.lineage())
+    return not any(recipe.watched or recipe.exposed for recipe in logits.recipe.lineage())
 
 
-def _one_by_one(operations: Sequence[Callable[[Tensor], Tensor]], logits: Tensor) -> Tensor:
+def _apply_all(operations: Sequence[Callable[[Tensor], Tensor]], logits: Tensor) -> Tensor:
     for operation in operations:
         logits = operation(logits)
     return logits

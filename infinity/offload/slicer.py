@@ -59,7 +59,7 @@ class Slicer:
     def __init__(
         self,
         module: nn.Module,
-        plain: Forward,
+        forward: Forward,
         unit: int,
         cut: UnitModules,
         plan: Plan,
@@ -73,12 +73,14 @@ class Slicer:
         self._hooks = hooks
         self._expert_calls = hooks.expert_calls
         self._sums = hooks.sums
-        self._plain = plain
+        self._forward = forward
         self._name = cut.name
-        self._shares = any(f"{path}.".startswith(f"{cut.name}.") for path in plan.shared_stacks)
-        self._count = plan.saved.slices
+        self._shares_ranges = any(
+            f"{path}.".startswith(f"{cut.name}.") for path in plan.shared_stacks
+        )
+        self._num_slices = plan.saved.slices
         # By kind of call: why slices cannot share ranges of experts, or "" if they can.
-        self._tried: dict[object, str] = {}
+        self._not_shared_because: dict[object, str] = {}
         for path, part in module.named_modules():
             if getattr(part, "batch_first", True) is False:
                 raise self._refusal(
@@ -95,42 +97,43 @@ class Slicer:
                     "it normalises over the batch",
                 )
         tensors: list[Tensor] = []
-        shape = take_apart((args, dict(kwargs)), tensors)
-        for leaf in leaves(shape):
+        structure = take_apart((args, dict(kwargs)), tensors)
+        for leaf in leaves(structure):
             if _holds_tensors(leaf):
                 raise self._refusal(
                     f"it is given a {type(leaf).__name__} that holds tensors",
                     "only tensors, and tuples, lists and dicts of them can be cut",
                 )
-        rows, sliced = self._sliced(tensors)
-        size = -(-rows // self._count)
-        if size == rows:
+        num_samples, sliced = self._find_batch(tensors)
+        size = -(-num_samples // self._num_slices)
+        if size == num_samples:
             return run(*args, **kwargs)
-        parts = [torch.split(t, size) if s else (t,) for t, s in zip(tensors, sliced, strict=True)]
-        calls = []
-        for index in range(-(-rows // size)):
-            calls.append([p[index] if s else p[0] for p, s in zip(parts, sliced, strict=True)])
-        before: dict[tuple[int, str], Tensor] | None = None
-        if (kind := (self._module.training, *sliced)) not in self._tried:
-            before = self._attributes()
-            self._tried[kind] = self._try_out(shape, tensors, sliced, size)
-        results: list[list[Tensor]] = [[] for _ in calls]
-        forms: list[Any] = [None] * len(calls)
-        if self._shares and self._may_share(self._tried[kind]):
-            forms, results = self._shared(shape, calls)
-            return self._joined(forms, results, rows, size)
+        chunks = [torch.split(t, size) if s else (t,) for t, s in zip(tensors, sliced, strict=True)]
+        slices = []
+        for index in range(-(-num_samples // size)):
+            slices.append([c[index] if s else c[0] for c, s in zip(chunks, sliced, strict=True)])
+        attributes_before: dict[tuple[int, str], Tensor] | None = None
+        kind = (self._module.training, *sliced)
+        if kind not in self._not_shared_because:
+            attributes_before = self._tensor_attributes()
+            self._not_shared_because[kind] = self._test(structure, tensors, sliced, size)
+        results: list[list[Tensor]] = [[] for _ in slices]
+        structures: list[Any] = [None] * len(slices)
+        if self._shares_ranges and self._may_share(self._not_shared_because[kind]):
+            structures, results = self._run_shared(structure, slices)
+            return self._join(structures, results, num_samples, size)
         call = SlicedCall(self._sums, self._unit_parameters)
         records = SlicedRecords(
-            [min(size, rows - first) for first in range(0, rows, size)], self._refusal
+            [min(size, num_samples - first) for first in range(0, num_samples, size)], self._refusal
         )
-        for number in reversed(range(len(calls))):  # backward reaches them in order
+        for number in reversed(range(len(slices))):  # backward reaches them in order
             with call.slice(number), records.slice(number), same_flat_weights(self._module):
-                result = _run_once(run, self._name, shape, calls[number])
-            forms[number] = take_apart(result, results[number])
+                result = _run_once(run, self._name, structure, slices[number])
+            structures[number] = take_apart(result, results[number])
         records.join()
-        if before is not None:
-            self._check_left(before)
-        return self._joined(forms, results, rows, size)
+        if attributes_before is not None:
+            self._check_attributes(attributes_before)
+        return self._join(structures, results, num_samples, size)
 
     def _may_share(self, why_not: str) -> bool:
         """Return True if slices can share ranges of experts; warn otherwise."""
@@ -144,8 +147,8 @@ class Slicer:
             )
         return not why_not
 
-    def _shared(
-        self, shape: Any, calls: list[list[Tensor]]
+    def _run_shared(
+        self, structure: Any, slices: list[list[Tensor]]
     ) -> tuple[list[Any], list[list[Tensor]]]:
         """Run slices that share ranges of experts; see `shared_ranges.py`."""
 
@@ -153,20 +156,20 @@ class Slicer:
             self._owner.inside += 1
             try:
                 with same_flat_weights(self._module):
-                    return _run_once(self._plain, self._name, shape, tensors)
+                    return _run_once(self._forward, self._name, structure, tensors)
             finally:
                 self._owner.inside -= 1
 
-        call = SlicedCall(self._sums, self._unit_parameters, apart=True)
+        call = SlicedCall(self._sums, self._unit_parameters, detached=True)
         shared = SharedSlices(
-            self._hooks, self._unit, self._module, shape, run, take_apart, call, calls,
+            self._hooks, self._unit, self._module, structure, run, take_apart, call, slices,
             self._refusal, self._owner.count_again,
         )  # fmt: skip
         results = shared.compute()
-        return shared.forms, results
+        return shared.structures, results
 
-    def _check_left(self, before: Mapping[tuple[int, str], Tensor]) -> None:
-        for key, tensor in self._attributes().items():
+    def _check_attributes(self, before: Mapping[tuple[int, str], Tensor]) -> None:
+        for key, tensor in self._tensor_attributes().items():
             # Each call replaces an attribute that had a graph before, as a parametrized weight.
             had = key in before and before[key].grad_fn is not None
             if tensor.grad_fn is not None and not had:
@@ -176,25 +179,25 @@ class Slicer:
                     "let it return the tensor, or set activations.slices=1",
                 )
 
-    def _attributes(self) -> dict[tuple[int, str], Tensor]:
+    def _tensor_attributes(self) -> dict[tuple[int, str], Tensor]:
         """Return tensors in attributes of the block's modules, by (id of the module, name).
 
         Includes those in lists, tuples and dicts, such as buffers.
         """
-        found: dict[tuple[int, str], Tensor] = {}
+        tensors: dict[tuple[int, str], Tensor] = {}
         for part in self._module.modules():
             for name, value in vars(part).items():
                 if isinstance(value, Tensor):
-                    found[id(part), name] = value
+                    tensors[id(part), name] = value
                 elif type(value) in (list, tuple):
                     inside = ((f"{name}[{i}]", item) for i, item in enumerate(value))
-                    found |= {(id(part), at): x for at, x in inside if isinstance(x, Tensor)}
+                    tensors |= {(id(part), key): x for key, x in inside if isinstance(x, Tensor)}
                 elif type(value) in (dict, OrderedDict):
-                    found |= {(id(part), str(at)): x for at, x in value.items()
-                              if isinstance(x, Tensor)}  # fmt: skip
-        return found
+                    inside = ((str(key), item) for key, item in value.items())
+                    tensors |= {(id(part), key): x for key, x in inside if isinstance(x, Tensor)}
+        return tensors
 
-    def _sliced(self, tensors: Sequence[Tensor]) -> tuple[int, list[bool]]:
+    def _find_batch(self, tensors: Sequence[Tensor]) -> tuple[int, list[bool]]:
         """Return the number of samples, and for each tensor whether it has one row per sample."""
         main = next((t for t in tensors if t.is_floating_point() and t.dim() > 1), None)
         if main is None:
@@ -211,31 +214,31 @@ class Slicer:
                     )
         return rows, [t.dim() > 0 and t.shape[0] == rows for t in tensors]
 
-    def _try_out(
-        self, shape: Any, tensors: Sequence[Tensor], sliced: Sequence[bool], size: int
+    def _test(
+        self, structure: Any, tensors: Sequence[Tensor], sliced: Sequence[bool], size: int
     ) -> str:
         """Compare two slices run together and separately; raise `TrainingError` if they differ.
 
         Runs in evaluation mode, without dropout, and in the current mode. Returns why slices cannot
         share ranges of experts, or "".
         """
-        found = ""
+        reason = ""
         for training in sorted({False, self._module.training}):
-            found = self._try_out_as(training, shape, tensors, sliced, size)
-        return found
+            reason = self._test_in_mode(training, structure, tensors, sliced, size)
+        return reason
 
-    def _try_out_as(
-        self, training: bool, shape: Any, tensors: Sequence[Tensor], sliced: Sequence[bool],
+    def _test_in_mode(
+        self, training: bool, structure: Any, tensors: Sequence[Tensor], sliced: Sequence[bool],
         size: int,
     ) -> str:  # fmt: skip
-        before = self._expert_calls.num_ranged
-        runs, alone = Rerun([*self._module.modules()]), self._undisturbed(training)
-        uncounted = self._expert_calls.paused()
-        with torch.no_grad(), fork_rng(t.device for t in tensors), runs.again(), alone, uncounted:
-            drawn = _random_state(tensors)
+        num_ranged = self._expert_calls.num_ranged
+        rerun = Rerun([*self._module.modules()])
+        isolated, paused = self._isolated(training), self._expert_calls.paused()
+        with torch.no_grad(), fork_rng(t.device for t in tensors), rerun.again(), isolated, paused:
+            random_state = _random_state(tensors)
             first, second, both = (
-                self._floats_of(
-                    shape,  # copies: the block may modify them in place
+                self._float_results(
+                    structure,  # copies: the block may modify them in place
                     [
                         t[rows].clone() if s else t.clone()
                         for t, s in zip(tensors, sliced, strict=True)
@@ -243,52 +246,52 @@ class Slicer:
                 )
                 for rows in (slice(0, size), slice(size, 2 * size), slice(0, 2 * size))
             )
-            random = not torch.equal(drawn, _random_state(tensors))
-        for one, two, other in zip(first, second, both, strict=True):
-            largest = float(other.abs().nan_to_num(0.0, 0.0).max()) if other.numel() else 0.0
-            apart = torch.cat([one, two])
-            same = apart.shape == other.shape and torch.allclose(
-                apart, other, rtol=0.0, atol=_TOLERANCE.get(one.dtype, _COARSE) * largest,
-                equal_nan=True,
-            )  # fmt: skip
+            random = not torch.equal(random_state, _random_state(tensors))
+        for first_rows, second_rows, joint in zip(first, second, both, strict=True):
+            separate = torch.cat([first_rows, second_rows])
+            largest = float(joint.abs().nan_to_num(0.0, 0.0).max()) if joint.numel() else 0.0
+            tolerance = _TOLERANCE.get(first_rows.dtype, _COARSE) * largest
+            same = separate.shape == joint.shape and torch.allclose(
+                separate, joint, rtol=0.0, atol=tolerance, equal_nan=True
+            )
             if not same and not random:  # random results cannot be compared
                 raise self._refusal(
                     f"{size} samples give other results in a larger batch",
                     "its samples see one another, or its first dimension is not the batch",
                 )
-        num_calls = (self._expert_calls.num_ranged - before) // 3
+        num_calls = (self._expert_calls.num_ranged - num_ranged) // 3
         if random:
             return "it draws random numbers (dropout)"
         return "" if num_calls == 1 else f"it calls experts {num_calls} times"
 
     @contextmanager
-    def _undisturbed(self, training: bool) -> Iterator[None]:
+    def _isolated(self, training: bool) -> Iterator[None]:
         """Disable hooks of other packages, and training mode unless `training`."""
         names = ("training", "_forward_hooks", "_forward_pre_hooks")
-        before = [
+        attributes = [
             (part, {name: vars(part)[name] for name in names}) for part in self._module.modules()
         ]
         try:
-            for part, saved in before:
+            for part, values in attributes:
                 part.training = part.training and training
                 for name in names[1:]:  # those of infinity fetch weights
-                    kept = ((k, h) for k, h in saved[name].items() if is_ours(h))
-                    vars(part)[name] = OrderedDict(kept)
+                    infinity_hooks = ((k, h) for k, h in values[name].items() if is_ours(h))
+                    vars(part)[name] = OrderedDict(infinity_hooks)
             yield
         finally:
-            for part, saved in before:
-                vars(part).update(saved)
+            for part, values in attributes:
+                vars(part).update(values)
 
-    def _floats_of(self, shape: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-        found: list[Tensor] = []
-        take_apart(_run_once(self._plain, self._name, shape, tensors), found)
-        return [t for t in found if t.is_floating_point() and t.dim() > 0]
+    def _float_results(self, structure: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+        results: list[Tensor] = []
+        take_apart(_run_once(self._forward, self._name, structure, tensors), results)
+        return [t for t in results if t.is_floating_point() and t.dim() > 0]
 
-    def _joined(
-        self, forms: Sequence[Any], results: Sequence[Sequence[Tensor]], rows: int, size: int
+    def _join(
+        self, structures: Sequence[Any], results: Sequence[Sequence[Tensor]], rows: int, size: int
     ) -> Any:
         try:
-            equal = all(form == forms[0] for form in forms)
+            equal = all(structure == structures[0] for structure in structures)
         except RuntimeError:  # from a comparison of tensors in an object
             raise self._refusal(
                 "it returns an object that holds tensors",
@@ -307,7 +310,7 @@ class Slicer:
                         "results of slices are joined sample by sample",
                     )
             joined.append(torch.cat(tensors))
-        return put_together(forms[0], joined)
+        return put_together(structures[0], joined)
 
     def _refusal(self, what: str, because: str, remedy: str | None = None) -> TrainingError:
         return TrainingError(
@@ -320,12 +323,12 @@ class Slicer:
 def _holds_tensors(value: Any) -> bool:
     """Return True if an object that `take_apart` does not split holds tensors."""
     if isinstance(value, tuple | list):
-        parts: Any = value
+        items: Any = value
     else:
-        parts = (
+        items = (
             value.values() if isinstance(value, dict) else getattr(value, "__dict__", {}).values()
         )
-    return any(isinstance(part, Tensor) for part in parts)
+    return any(isinstance(item, Tensor) for item in items)
 
 
 def _random_state(tensors: Sequence[Tensor]) -> Tensor:

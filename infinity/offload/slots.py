@@ -73,10 +73,10 @@ class Slot:
 
     def flat(self, dtype: torch.dtype) -> Tensor:
         """Return the memory viewed as `dtype`; the unit's parameters are views of this."""
-        found = self.typed.get(dtype)
-        if found is None:
-            found = self.typed[dtype] = self.memory.view(dtype)
-        return found
+        view = self.typed.get(dtype)
+        if view is None:
+            view = self.typed[dtype] = self.memory.view(dtype)
+        return view
 
     def alias(self) -> Tensor:
         """Return the memory with another storage, so that it does not count as a reference."""
@@ -85,8 +85,8 @@ class Slot:
 
     def num_aliases(self) -> int:
         """Return the number of references to the memory beyond those of the ledger."""
-        ours = 1 + len(self.typed) + sum(map(len, self.views.values()))
-        return storage_use_count(self.memory) - ours
+        num_cached = 1 + len(self.typed) + sum(map(len, self.views.values()))
+        return storage_use_count(self.memory) - num_cached
 
 
 @dataclass(eq=False)
@@ -200,12 +200,14 @@ class SlotLedger:
         if entry.dequantised:
             return
         assert entry.slot is not None
-        flat, dtype = entry.slot.alias(), getattr(torch, self.plan.precision.dtype)
+        memory = entry.slot.alias()
+        dtype = getattr(torch, self.plan.precision.dtype)
         for segment in (s for s in layout.segments if s.form):
-            first = layout.trained_bytes + segment.offset
-            to = layout.dequantised[segment.parameter]
-            value = flat[to : to + segment.numel * dtype.itemsize].view(dtype).view(segment.shape)
-            dequantise(flat[first : first + segment.nbytes], FrozenFormat(segment.form), value)
+            start = layout.trained_bytes + segment.offset
+            packed = memory[start : start + segment.nbytes]
+            start = layout.dequantised[segment.parameter]
+            values = memory[start : start + segment.numel * dtype.itemsize].view(dtype)
+            dequantise(packed, FrozenFormat(segment.form), values.view(segment.shape))
         entry.dequantised = True
 
     def move(self, unit: int, residency: Residency) -> UnitEntry:
@@ -258,12 +260,12 @@ class SlotLedger:
                 continue
             entry = self.entries[slot.owner]
             name = self.name_of(slot.owner)
-            why = (
+            state = (
                 "inside its forward"
                 if entry.forward_depth
                 else f"referred to, {entry.residency.value}"
             )
-            lines.append(f"slot {index}: {name!r} ({why})")
+            lines.append(f"slot {index}: {name!r} ({state})")
         return ResidencyError(
             f"no slot is free for unit {self.name_of(unit)!r}: {'; '.join(lines)}",
             because="tensors share memory with lent-out weights, or forwards lie deep in others",

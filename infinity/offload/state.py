@@ -146,9 +146,9 @@ class StateStore:
         self.edited = False  # set by edits, reset by `durability.py`
         self.frozen_edition = 0  # number of writes of stored frozen bytes
         self.shared: SharedWeights | None = None
-        self._copies: Event = HAPPENED  # end of the copies from shared RAM
+        self._shared_copies: Event = HAPPENED  # end of the copies from shared RAM
         try:
-            self._share()
+            self._reserve_shared()
             for tier, store in transfers.stores.items():
                 if tier is not Tier.DISK:
                     self._reserve(tier, store)
@@ -167,14 +167,14 @@ class StateStore:
             for kind in self.plan.precision.kinds
             if self.plan.placements[unit.layout.index].of(kind) is tier and kind not in unit.memory
         ]
-        for weights in (True, False):  # weights may outlive the others, see `keep_weights`
-            now = [each for each in wanted if each[2] and (each[1] is Kind.WEIGHT) is weights]
-            owners = [f"unit {unit.layout.name!r}, {kind.value}" for unit, kind, _ in now]
-            ranges = store.reserve([nbytes for _, _, nbytes in now], owners) if now else []
-            for (unit, kind, _), location in zip(now, ranges, strict=True):
+        for is_weight in (True, False):  # weights may outlive the others, see `keep_weights`
+            group = [each for each in wanted if each[2] and (each[1] is Kind.WEIGHT) is is_weight]
+            owners = [f"unit {unit.layout.name!r}, {kind.value}" for unit, kind, _ in group]
+            ranges = store.reserve([nbytes for _, _, nbytes in group], owners) if group else []
+            for (unit, kind, _), location in zip(group, ranges, strict=True):
                 unit.memory[kind] = location
 
-    def _share(self) -> None:
+    def _reserve_shared(self) -> None:
         """Reserve weights in RAM that the ranks of a node map; see [Note: shared RAM]."""
         shared = (unit for unit in self.plan.local_units if self.plan.is_shared(unit.index))
         layouts = {unit.index: unit for unit in shared if unit.shard_bytes}
@@ -193,12 +193,12 @@ class StateStore:
 
     def keep_weights(self) -> dict[Tier, int]:
         """Drop all ranges but those of weights; return the bytes of weights by tier."""
-        kept = dict.fromkeys(Tier, 0)
+        nbytes_by_tier = dict.fromkeys(Tier, 0)
         for unit in self.units:
             weight = unit.memory.get(Kind.WEIGHT)
             unit.memory = {} if weight is None else {Kind.WEIGHT: weight}
-            kept[Tier.DISK if weight is None else weight.tier] += unit.layout.shard_bytes
-        return kept
+            nbytes_by_tier[Tier.DISK if weight is None else weight.tier] += unit.layout.shard_bytes
+        return nbytes_by_tier
 
     def freed_by_taking(self, unit: int) -> int:
         """Return the bytes of RAM that `take_weights` returns to the system."""
@@ -209,11 +209,11 @@ class StateStore:
 
     def take_weights(self, unit: int) -> Tensor:
         """Return the weights as `read` does, and free the RAM that stored them; once per unit."""
-        found = self.read(unit, Kind.WEIGHT)
+        values = self.read(unit, Kind.WEIGHT)
         weight = self.units[unit].in_ram(Kind.WEIGHT)
         if weight is not None and self.freed_by_taking(unit):
             free_pages(weight.data_ptr(), round_up(weight.nbytes, PAGE))
-        return found
+        return values
 
     def forget(self) -> None:
         """Drop the reserved ranges."""
@@ -234,8 +234,8 @@ class StateStore:
         """
         state = self.units[unit]
         if kind in state.memory:
-            part = self.plan.part(state.layout, kind, chunk, chunks)
-            return state.memory[kind].part(part.start, part.stop - part.start)
+            span = self.plan.part(state.layout, kind, chunk, chunks)
+            return state.memory[kind].part(span.start, span.stop - span.start)
         assert chunks == 1
         return self.on_disk(unit, kind, chunk, state.copy.next if written else state.copy.active)
 
@@ -283,7 +283,7 @@ class StateStore:
 
     def settle_copies(self) -> None:
         """Wait for copies from shared RAM, before other ranks may write there."""
-        self._copies.wait()
+        self._shared_copies.wait()
 
     def stale(self, unit: int) -> None:
         """Mark shards of other nodes as stale: an optimizer pass replaces the unit's weights."""
@@ -296,25 +296,27 @@ class StateStore:
             return self._copy_shared(self.shared.shards[unit], unit, full, after)
         trained, count = self.plan.units[unit].trained_bytes, self.ranks.count
         full = full[: self.plan.units[unit].stored_bytes]
-        parts = [part for part in (full[:trained], full[trained:]) if part.numel()]
-        starts = [(partial(self.ranks.all_gather, part, overlap=True), part) for part in parts]
-        beside = self.transfers.run_on_comm_stream
-        return together(
-            [beside("all_gather", start, part.numel() // count * (count - 1), after)
-             for start, part in starts]
-        )  # fmt: skip
+        gathers = []
+        for part in (full[:trained], full[trained:]):
+            if part.numel():
+                start = partial(self.ranks.all_gather, part, overlap=True)
+                received = part.numel() // count * (count - 1)
+                gathers.append(
+                    self.transfers.run_on_comm_stream("all_gather", start, received, after)
+                )
+        return together(gathers)
 
     def _copy_shared(
         self, shards: Sequence[Tensor], unit: int, full: Tensor, after: Event
     ) -> Event:
-        found = []
+        copies = []
         for rank, shard in enumerate(shards):
             parts = self.shard_in(unit, full, rank), self.cut(unit, shard)
-            for part, source in zip(*parts, strict=True):
-                if rank != self.ranks.rank and part.numel():
-                    found.append(self.transfers.copy_h2d(part, source, after, (unit, "weight")))
-        self._copies = after_all(self._copies, *found)
-        return together(found)
+            for target, source in zip(*parts, strict=True):
+                if rank != self.ranks.rank and target.numel():
+                    copies.append(self.transfers.copy_h2d(target, source, after, (unit, "weight")))
+        self._shared_copies = after_all(self._shared_copies, *copies)
+        return together(copies)
 
     def ranges(
         self,
@@ -332,25 +334,26 @@ class StateStore:
         state = self.units[unit]
         if kind in state.memory:
             return [(state.memory[kind], buffer)]
-        layout, found = state.layout, list[tuple[Range, Tensor]]()
+        layout = state.layout
+        pairs: list[tuple[Range, Tensor]] = []
         for index in range(layout.num_chunks(self.plan.chunk_elements)):
             location = self.chunk(unit, kind, index, written=written)
-            found.append((location, buffer[self.plan.part(layout, kind, index)]))
+            pairs.append((location, buffer[self.plan.part(layout, kind, index)]))
         if kind is Kind.WEIGHT and layout.frozen_bytes:
             copies = state.frozen_copy
             extent = state.frozen_copies[copies.next if written else copies.active]
             if frozen is None:
                 frozen = buffer[layout.trained_bytes : layout.stored_bytes]
-            found.append((extent, frozen))
-        return found
+            pairs.append((extent, frozen))
+        return pairs
 
     def settle_writes(self, unit: int) -> None:
         """Wait until writes of a unit are complete, so that it may be read."""
         writes = self.units[unit].writes
-        waited = tuple(writes)  # a commit may wait concurrently, on another thread
-        for write in waited:
+        pending = tuple(writes)  # a commit may wait concurrently, on another thread
+        for write in pending:
             write.wait()
-        for write in waited:
+        for write in pending:
             with contextlib.suppress(ValueError):
                 writes.remove(write)
 
@@ -376,21 +379,24 @@ class StateStore:
             by_device: Do not copy kinds stored on the device: their views are device tensors.
             after: End of the compute that used kinds on the device; copies of them wait for it.
         """
-        state, views, on_device = self.units[unit], dict[Kind, Tensor](), set[Kind]()
+        state = self.units[unit]
+        views: dict[Kind, Tensor] = {}
+        on_device: set[Kind] = set()
         pieces: list[tuple[Range, Tensor]] = []
-        waits, used = list[Event](), 0
+        waits: list[Event] = []
+        used = 0
         for kind in state.kinds:
             location = self.chunk(unit, kind, chunk, chunks=chunks)
             view = location.reached(by_device=by_device)
             if view is None:
                 view = buffer[used : used + location.nbytes]
                 used += location.nbytes
-                there = location.reached(by_device=True)
-                if there is None:
+                device_view = location.reached(by_device=True)
+                if device_view is None:
                     pieces.append((location, view))
                 else:  # unordered: the forward that runs at the same time does not change these
                     label = (unit, "state")
-                    waits.append(self.transfers.copy_d2h_unordered(view, there, after, label))
+                    waits.append(self.transfers.copy_d2h_unordered(view, device_view, after, label))
             elif state.on_device(kind):
                 on_device.add(kind)
             views[kind] = view
@@ -451,7 +457,7 @@ class StateStore:
             self.shared.written(unit, frozen=True)
         if kind is Kind.WEIGHT and state.layout.frozen_bytes:
             self.frozen_edition += 1
-        self._move_over(unit, kind)
+        self._copy_other_kinds(unit, kind)
         if state.in_ram(kind) is None:
             self.settle_writes(unit)
         source = value
@@ -464,7 +470,7 @@ class StateStore:
         if kind is Kind.WEIGHT:
             state.frozen_copy.advance()
 
-    def _move_over(self, unit: int, kind: Kind) -> None:
+    def _copy_other_kinds(self, unit: int, kind: Kind) -> None:
         """Before an edit of a kind, copy the other kinds on disk to the copy to write."""
         state = self.units[unit]
         if state.copy.active == state.copy.next:
@@ -484,7 +490,7 @@ def promise_extents(plan: Plan, unit: UnitState, disk: ExtentAllocator) -> None:
     """Request a unit's extents: for each copy its records, then its frozen bytes."""
     layout = unit.layout
     record = unit.record = plan.full_record(layout) if plan.durable else plan.record(layout)
-    on_disk = plan.durable or plan.placements[layout.index].weight is Tier.DISK
+    frozen_on_disk = plan.durable or plan.placements[layout.index].weight is Tier.DISK
     unit.copy, unit.frozen_copy = ExtentCopies(1 + plan.durable), ExtentCopies(1 + plan.durable)
     for _ in range(1 + plan.durable):
         if record.kinds:
@@ -494,6 +500,6 @@ def promise_extents(plan: Plan, unit: UnitState, disk: ExtentAllocator) -> None:
                 owner = f"unit {layout.name!r}, chunk {index}"
                 records.append(disk.extent(record.nbytes(count), owner, cuts))
             unit.copies.append(records)
-        if on_disk and layout.frozen_bytes:
+        if frozen_on_disk and layout.frozen_bytes:
             owner = f"unit {layout.name!r}, frozen parameters"
             unit.frozen_copies.append(disk.extent(layout.frozen_bytes, owner))

@@ -33,7 +33,7 @@ class TracedTicket:
         self._direction = direction
         self._label = label
         # A list, since `pop` is atomic: two threads may find the request complete at once.
-        self._open = [ticket.request]
+        self._unrecorded = [ticket.request]
         trace.watch(self)
 
     def done(self) -> bool:
@@ -49,12 +49,12 @@ class TracedTicket:
 
     def note(self) -> None:
         """Record the request if it is complete and was not recorded."""
-        request = self._open[0] if self._open else None
+        request = self._unrecorded[0] if self._unrecorded else None
         times = request.times_ns if request is not None else None
         if request is None or times is None:
             return
         with suppress(IndexError):
-            self._open.pop()
+            self._unrecorded.pop()
             failed = {"failed": request.error} if request.error else None
             submitted, begin, end = times
             unit, kind = self._label
@@ -150,7 +150,7 @@ class Transfers:
         self._lock = threading.Lock()
         self._moved = dict.fromkeys(DIRECTIONS, 0)
         self._stall_s = dict.fromkeys(STALLS, 0.0)
-        self._stalled = False
+        self._is_stalled = False
         self.trace: Trace | None = None  # see `follow`
 
     def follow(self, trace: Trace | None) -> None:
@@ -171,7 +171,7 @@ class Transfers:
         return self._move(pieces, lambda store, group: store.write(group, priority), label, "write")
 
     def _move(
-        self, pieces: Pieces, ask: Callable[[Store, Pieces], Event], label: Label, op: str
+        self, pieces: Pieces, submit: Callable[[Store, Pieces], Event], label: Label, op: str
     ) -> Event:
         """Start one request per tier, or per piece if the tier's store does not join pieces."""
         events: list[Event] = []
@@ -180,15 +180,15 @@ class Transfers:
             selected = [piece for piece in pieces if piece[0].tier is tier]
             for group in [selected] if store.joins else [[piece] for piece in selected]:
                 submitted = time.perf_counter_ns()
-                event = ask(store, group)
+                event = submit(store, group)
                 direction = _DIRECTIONS.get((tier, op))
                 if direction is not None:
                     nbytes = sum(location.nbytes for location, _ in group)
-                    event = self._counted(direction, event, nbytes, submitted, label)
+                    event = self._count_and_trace(direction, event, nbytes, submitted, label)
                 events.append(event)
         return together(events)
 
-    def _counted(
+    def _count_and_trace(
         self, direction: str, event: Event, nbytes: int, submitted: int, label: Label
     ) -> Event:
         self.count(direction, nbytes)
@@ -259,20 +259,20 @@ class Transfers:
         if not submitted:
             self.count(direction, target.numel())
             return event
-        return self._counted(direction, event, target.numel(), submitted, label)
+        return self._count_and_trace(direction, event, target.numel(), submitted, label)
 
     @contextmanager
     def stall(self, cause: str, unit: int = NO_UNIT) -> Iterator[None]:
         """Time a wait of the training thread; a nested stall counts for the outer cause."""
-        if self._stalled:
+        if self._is_stalled:
             yield
             return
-        self._stalled = True
+        self._is_stalled = True
         start = time.perf_counter_ns()
         try:
             yield
         finally:
-            self._stalled = False
+            self._is_stalled = False
             end = time.perf_counter_ns()
             self._stall_s[cause] += (end - start) / 1e9
             if self.trace is not None:

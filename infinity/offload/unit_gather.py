@@ -24,8 +24,9 @@ from infinity.plan.plan import Plan
 from infinity.storage.store import together
 
 MAX_AHEAD = NOTES - 2  # units that a rank reports in addition to the one in use
-_NOTHING = -1  # padding of a report
-_SHARD, _HERE, _WHOLE, _HAVE = range(4)  # states of `_has`, and their number
+_NO_UNIT = -1  # padding of a report
+# States of `_state_of`, and their number.
+_INCOMPLETE, _GATHERABLE, _COMPLETE, _NUM_STATES = range(4)
 
 
 class UnitGather:
@@ -49,7 +50,7 @@ class UnitGather:
 
     def around_use(self, unit: int) -> AbstractContextManager[None]:
         """Return a context that propagates exceptions of a use to all ranks."""
-        return self._ranks.propagate_errors(self._using(unit))
+        return self._ranks.propagate_errors(self._operation(unit))
 
     def synchronize(self, unit: int, next_units: Sequence[int]) -> None:
         """Synchronize on the use of a unit whose local shard is in a slot; gather it if needed.
@@ -58,48 +59,53 @@ class UnitGather:
         `MAX_AHEAD`.
         Raises `TrainingError` if another rank uses another unit, or failed.
         """
-        entry, ready = self._entries[unit], self._exchange.ready()
-        coming = [_HAVE * other + self._has(other) for other in next_units]
-        coming += [_NOTHING] * (MAX_AHEAD - len(coming))
-        reports = self._ranks.synchronize(self._using(unit), self._has(unit), ready, *coming)
+        entry = self._entries[unit]
+        ready = self._exchange.ready()
+        ahead = [_NUM_STATES * other + self._state_of(other) for other in next_units]
+        ahead += [_NO_UNIT] * (MAX_AHEAD - len(ahead))
+        state = self._state_of(unit)
+        reports = self._ranks.synchronize(self._operation(unit), state, ready, *ahead)
         # No rank may fail alone before everything that the reports decide has started.
-        arrived = self._gather(unit, [has for has, *_ in reports])
-        ahead = [{w // _HAVE: w % _HAVE for w in coming if w >= 0} for _, _, *coming in reports]
-        for other in ahead[0]:
-            if all(other in theirs for theirs in ahead):
-                self._gather(other, [theirs[other] for theirs in ahead])
-        self._exchange.send_ready([theirs for _, theirs, *_ in reports])
-        if not arrived:
+        started = self._gather(unit, [state for state, *_ in reports])
+        states_by_rank = [
+            {note // _NUM_STATES: note % _NUM_STATES for note in notes if note != _NO_UNIT}
+            for _, _, *notes in reports
+        ]
+        for other in states_by_rank[0]:
+            if all(other in states for states in states_by_rank):
+                self._gather(other, [states[other] for states in states_by_rank])
+        self._exchange.send_ready([ready for _, ready, *_ in reports])
+        if not started:
             self._store.settle_brought(unit)
             self._ranks.synchronize(f"shares unit {self._plan.units[unit].name!r}")
-            self._gather(unit, [_HERE])
+            self._gather(unit, [_GATHERABLE])
         if entry.gathering is not None:
             self._device.compute_wait(entry.gathering)
         entry.gathered, entry.gathering = True, None
         self._ledger.dequantise(unit)
 
-    def _using(self, unit: int) -> str:
+    def _operation(self, unit: int) -> str:
         return f"uses unit {self._plan.units[unit].name!r}"
 
-    def _has(self, unit: int) -> int:
+    def _state_of(self, unit: int) -> int:
         """Return the state of the unit's shards on this rank.
 
-        `_WHOLE`: the slot holds all shards, or a gather is in flight. `_HERE`: they can be
-        gathered. `_SHARD`: those of other nodes must be fetched first.
+        `_COMPLETE`: the slot holds all shards, or a gather is in flight. `_GATHERABLE`: they can be
+        gathered. `_INCOMPLETE`: those of other nodes must be fetched first.
         """
         entry = self._entries[unit]
         if entry.gathered or entry.gathering is not None:
-            return _WHOLE
-        return _HERE if self._store.is_here(unit) else _SHARD
+            return _COMPLETE
+        return _GATHERABLE if self._store.is_here(unit) else _INCOMPLETE
 
     def _gather(self, unit: int, availability: Collection[int]) -> bool:
         """Start to all-gather the unit if a rank needs it; all ranks start it now.
 
         If shards of other nodes must be fetched first, starts that instead and returns False.
         """
-        if min(availability) == _WHOLE:
+        if min(availability) == _COMPLETE:
             return True
-        if min(availability) == _SHARD:
+        if min(availability) == _INCOMPLETE:
             self._store.bring(unit)
             return False
         entry = self._entries[unit]

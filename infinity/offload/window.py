@@ -39,7 +39,7 @@ class AccumulationWindow:
         self.updates = 0
         """Number of windows that ended in a step since the start."""
         self._accounted = 0  # value of `arrived` at the last `account`
-        self._sums = plan.gradient_itemsize == 4
+        self._sums_gradients = plan.gradient_itemsize == 4
         self._dtype = plan.precision.dtype
         self._configured = plan.micro_batches
 
@@ -75,8 +75,8 @@ class AccumulationWindow:
         """Set the number of micro-batches; no window may be open."""
         if type(length) is not int or length < 1:
             raise ConfigError(f"a window of {length!r} micro-batches", remedy="1 or more")
-        if length > 1 and not self._sums:
-            raise self._refusal(ConfigError, f"a window of {length} micro-batches")
+        if length > 1 and not self._sums_gradients:
+            raise self._unsummed_error(ConfigError, f"a window of {length} micro-batches")
         self.length = length
         self.divisor = self.share
 
@@ -103,8 +103,10 @@ class AccumulationWindow:
 
     def check(self) -> None:
         """Raise `TrainingError` if the micro-batch is not the last and gradients are not summed."""
-        if not self._sums and not self.is_last:
-            raise self._refusal(TrainingError, "a window of several micro-batches, set by hand")
+        if not self._sums_gradients and not self.is_last:
+            raise self._unsummed_error(
+                TrainingError, "a window of several micro-batches, set by hand"
+            )
 
     def check_step(self) -> None:
         """Raise `TrainingError` for a `step()` in `no_sync()` or without a backward."""
@@ -138,7 +140,7 @@ class AccumulationWindow:
                 "Engine.zero_grad(engine)",
             )
 
-    def _refusal(self, kind: type[Any], what: str) -> Any:
+    def _unsummed_error(self, kind: type[Any], what: str) -> Any:
         return kind(
             f"{what}, but gradient_accumulation_steps is {self._configured}: gradients rest in "
             f"{self._dtype}, 2 bytes each",

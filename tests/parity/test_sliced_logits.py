@@ -177,7 +177,7 @@ def test_no_tensor_has_the_size_of_all_logits(name: str) -> None:
             output = one.engine(input_ids=ids, labels=ids)
             one.engine.backward(output.loss)
             assert output.logits.shape == (1, tokens, vocabulary)
-            hidden = [weakref.ref(t.made.hidden) for t in [output.logits] if type(t) is Logits]
+            hidden = [weakref.ref(t.recipe.hidden) for t in [output.logits] if type(t) is Logits]
             del output
             assert [ref() for ref in hidden] in ([], [None]), "the collector is not needed"
     assert largest["whole"].numel == tokens * vocabulary

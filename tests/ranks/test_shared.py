@@ -181,7 +181,7 @@ def test_copies_are_over_before_ranks_meet_for_the_norm(tmp_path: Path) -> None:
         assert isinstance(ranks, ThreadRanks)
         with make_engine(ranks, models[ranks.rank], config, tmp_path) as engine:
             engine.backward(FROZEN.batches(2)[ranks.rank].call(engine))
-            components(engine).store._copies = Open(ranks.log)
+            components(engine).store._shared_copies = Open(ranks.log)
             before = len(ranks.log)
             engine.step()
             return [what for what, _ in ranks.log[before:]]

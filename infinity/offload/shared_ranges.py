@@ -45,7 +45,7 @@ from infinity.offload.hooks import Hooks, is_ours
 from infinity.offload.recorded_outputs import CAPTURING, active_records
 from infinity.offload.slice_sums import SlicedCall
 
-_SEVERAL_RUNS = "its slices pass ranges of experts together, and run several times for that"
+_SEVERAL_RUNS = "its slices share ranges of experts, and run several times for that"
 # Gradients that a run records: none, those after the call of experts, or all.
 _NO_GRADIENTS, _AFTER_EXPERTS, _ALL_GRADIENTS = range(3)
 Leaf = tuple[int, Tensor]  # (parameter, its rows as a leaf of the graph of one slice)
@@ -295,7 +295,7 @@ class SharedSlices:
         pairs = self._differentiable_outputs(result, gradients)
         if missing := self._call.parameters - self._parameters.keys():
             raise self._refusal(
-                f"it reads {len(missing)} parameters that are not its own",
+                f"it reads {len(missing)} parameters of other modules",
                 _SEVERAL_RUNS,
             )
         del result

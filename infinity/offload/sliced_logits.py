@@ -188,8 +188,8 @@ class Head:
             weight, bias = self._module.weight, self._module.bias
             if self.updates != updates:
                 raise modified_in_place(
-                    f"the weights of {self._name!r} were updated before its logits were made; read "
-                    "them before step, or train with activations.logits: full"
+                    f"the weights of {self._name!r} were updated before its logits were "
+                    "computed; read them before step, or train with activations.logits: full"
                 )
             return function(weight, bias)
         finally:
@@ -201,8 +201,8 @@ class Head:
             return
         self._warn_once(
             f"logits of {self._name}",
-            f"all logits of {self._name!r} are made at once, for {because}: only cross_entropy "
-            "(mean or sum, without weights) takes them in slices; activations.logits: full "
+            f"all logits of {self._name!r} are materialized, for {because}: only cross_entropy "
+            "(mean or sum, without weights) computes them in chunks; activations.logits: full "
             "silences this",
         )
 

@@ -102,7 +102,7 @@ class Slicer:
             if _holds_tensors(leaf):
                 raise self._refusal(
                     f"it is given a {type(leaf).__name__} that holds tensors",
-                    "only tensors, and tuples, lists and dicts of them can be cut",
+                    "only tensors, and tuples, lists and dicts of them can be sliced",
                 )
         num_samples, sliced = self._find_batch(tensors)
         size = -(-num_samples // self._num_slices)
@@ -142,8 +142,8 @@ class Slicer:
         if why_not:
             self._owner.warn_once(
                 "ranges",
-                f"slices of block {self._name!r} read each range of experts anew, more than was "
-                f"planned, since they cannot run several times to share it: {why_not}",
+                f"each slice of block {self._name!r} reads all ranges of experts, more than "
+                f"planned, since slices cannot share them: {why_not}",
             )
         return not why_not
 
@@ -175,7 +175,7 @@ class Slicer:
             if tensor.grad_fn is not None and not had:
                 raise self._refusal(
                     f"it leaves a tensor in its attribute {key[1]!r}",
-                    "the tensor there belongs to one slice only",
+                    "that tensor belongs to one slice only",
                     "let it return the tensor, or set activations.slices=1",
                 )
 
@@ -201,7 +201,9 @@ class Slicer:
         """Return the number of samples, and for each tensor whether it has one row per sample."""
         main = next((t for t in tensors if t.is_floating_point() and t.dim() > 1), None)
         if main is None:
-            raise self._refusal("it is given no tensor of (batch, ...)", "there is nothing to cut")
+            raise self._refusal(
+                "it is given no tensor of (batch, ...)", "there is nothing to slice"
+            )
         rows = main.shape[0]
         if rows > 1 and main.shape[1] == rows:
             for tensor in tensors:
@@ -257,7 +259,7 @@ class Slicer:
             if not same and not random:  # random results cannot be compared
                 raise self._refusal(
                     f"{size} samples give other results in a larger batch",
-                    "its samples see one another, or its first dimension is not the batch",
+                    "its samples depend on one another, or its first dimension is not the batch",
                 )
         num_calls = (self._expert_calls.num_ranged - num_ranged) // 3
         if random:
@@ -298,7 +300,7 @@ class Slicer:
                 "only tensors, and tuples, lists and dicts of them can be joined",
             ) from None
         if not equal:
-            raise self._refusal("its slices return different things", "they cannot be joined")
+            raise self._refusal("its slices return different structures", "they cannot be joined")
         joined = []
         for tensors in zip(*results, strict=True):
             for index, tensor in enumerate(tensors):

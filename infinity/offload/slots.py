@@ -263,12 +263,12 @@ class SlotLedger:
             state = (
                 "inside its forward"
                 if entry.forward_depth
-                else f"referred to, {entry.residency.value}"
+                else f"referenced, {entry.residency.value}"
             )
             lines.append(f"slot {index}: {name!r} ({state})")
         return ResidencyError(
             f"no slot is free for unit {self.name_of(unit)!r}: {'; '.join(lines)}",
-            because="tensors share memory with lent-out weights, or forwards lie deep in others",
+            because="tensors share memory with weights in slots, or forwards are deeply nested",
             remedy="drop graphs and aliases you do not need, or raise prefetch_units (more slots)",
         )
 

@@ -96,11 +96,11 @@ class StallCause(NamedTuple):
 
 STALLS = {
     "disk_read": StallCause(
-        "weights, or a saved tensor, were still on their way from the drive",
+        "weights, or a saved tensor, were still being read from the drive",
         "more weights in RAM (`budget.host`), larger `prefetch_units`, another path in `nvme_path`",
     ),
     "disk_write": StallCause(
-        "weights were wanted again before they were written, or saved tensors left too fast",
+        "weights were needed before they were written, or tensors were saved faster than written",
         "as `disk_read`; `activations` on the host",
     ),
     "update": StallCause(
@@ -112,20 +112,20 @@ STALLS = {
         "more weights on the device (`budget.device`), more tokens a micro-batch",
     ),
     "gather": StallCause(
-        "another rank was not there yet, or its bytes were not",
+        "another rank had not reached this point, or its bytes had not arrived",
         "batches of one size on every rank; faster links; more tokens a micro-batch",
     ),
     "slot": StallCause(
-        "every slot was in use, or its update was on its way into it",
+        "every slot was in use, or was being filled by an update",
         "a larger `prefetch_units` (more slots); drop graphs and aliases of weights",
     ),
     "gradient": StallCause(
-        "gradients were made faster than they left the device, or were read and written",
+        "gradients arrived faster than they were copied from the device, read or written",
         "gradients in RAM (`budget.host`); fewer micro-batches of more tokens",
     ),
     "norm": StallCause(
         "`step()` waited for the last gradients and their square sums",
-        "as `gradient`; it is the one wait that a step cannot do without",
+        "as `gradient`; no step can avoid this wait",
     ),
 }
 

@@ -142,10 +142,10 @@ class AccumulationWindow:
 
     def _unsummed_error(self, kind: type[Any], what: str) -> Any:
         return kind(
-            f"{what}, but gradient_accumulation_steps is {self._configured}: gradients rest in "
-            f"{self._dtype}, 2 bytes each",
-            because="sums of micro-batches would lose their low bits; sums rest in fp32, 4 bytes "
-            "each, which is settled when memory is reserved",
+            f"{what}, but gradient_accumulation_steps is {self._configured}: gradients are "
+            f"stored in {self._dtype}, 2 bytes each",
+            because="sums of micro-batches would lose their low bits; they are stored in fp32, 4 "
+            "bytes each, and memory for them is reserved at initialize()",
             remedy="set gradient_accumulation_steps to 2 or more in the configuration; windows set "
             "by hand may then be longer or shorter",
         )

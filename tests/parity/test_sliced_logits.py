@@ -269,7 +269,7 @@ def test_logits_are_not_made_of_weights_that_have_changed_or_gone() -> None:
         output = one.engine(**given)
         one.engine.backward(output.loss)
         one.engine.step()
-        with pytest.raises(RuntimeError, match="updated before its logits were made"):
+        with pytest.raises(RuntimeError, match="updated before its logits were computed"):
             output.logits.argmax()
         output = one.engine(**given)
     with pytest.raises(EngineClosedError):

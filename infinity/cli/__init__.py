@@ -1,1 +1,1 @@
-"""The command line, and the only room that prints. Starts without torch."""
+"""Command line, the only package that prints. Starts without torch."""

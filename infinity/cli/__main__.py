@@ -1,4 +1,4 @@
-"""`python -m infinity.cli` is the same as `infinity`."""
+"""Entry point of `python -m infinity.cli`, equal to `infinity`."""
 
 from infinity.cli.main import main
 

@@ -1,4 +1,4 @@
-"""`infinity bench`: whether drives are fast enough, and the rates that plans and runs use."""
+"""`infinity bench`: drive benchmark, and calibration of the rates that plans and runs use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from infinity.swap_benchmark.load import Testbed, region_bytes_of
 from infinity.swap_benchmark.rounds import DEFAULTS, median_cpu, median_rate, usable_backends
 
 _8B = 8.03e9  # parameters of Llama 3.1 8B
-# Bytes per second, reading and writing at once, from which on drives are called so.
+# Verdicts by minimum mixed rate (concurrent reads and writes), in bytes per second.
 _VERDICTS = (
     (5e9, "fast for this"),
     (2e9, "fair for this, PCIe 4 drives reach 5 to 7 GB/s"),
@@ -38,7 +38,7 @@ _VERDICTS = (
 
 @dataclass(frozen=True)
 class _Swap:
-    """Drives, the comparison measured on them, and properties that cost speed."""
+    """Result of the drive benchmark; `notes` lists properties that cost speed."""
 
     drives: list[Drive]
     comparison: Comparison
@@ -82,14 +82,14 @@ def bench(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure drives: are they fast enough for training? Without PATH, only this machine.
+    """Measure whether drives are fast enough for training. Without PATH, only this machine.
 
-    Reads and writes a test file in each PATH with the defaults of `io`, in rounds with plain
-    O_DIRECT threads, checks the bytes and removes the file; takes half a minute.
+    Reads and writes a test file in each PATH with the defaults of `io`, in rounds that alternate
+    with plain O_DIRECT threads, checks the bytes and removes the file; takes half a minute.
 
-    The rates of disk, copies, optimizer updates and matrix products are measured as well and kept:
-    `infinity plan` and runs with these paths and the defaults of `io` use them. More contenders and
-    a search for better settings: tools/bench_swap.py of the source.
+    Also measures and caches the rates of disk, copies, optimizer updates and matrix products, which
+    `infinity plan` and runs with these paths and the defaults of `io` use. For more contenders and
+    a search for better settings see tools/bench_swap.py in the source repository.
     """
     with command():
         directories = [part.expanduser() for part in [*(paths or []), *(path or [])]]
@@ -113,7 +113,7 @@ def bench(
 
 
 def _measure(paths: Sequence[Path], gib: float, num_rounds: int, line: ProgressLine) -> _Swap:
-    """Compare our engine with plain threads on test files below `paths`, and remove the files."""
+    """Compare infinity's I/O engine with plain threads on test files, and remove the files."""
     region_bytes = region_bytes_of(int(gib * 2**30), CHUNK_BYTES)
     drives = [look_at(path) for path in paths]
     (backend, *_) = usable_backends([drive.backends for drive in drives])
@@ -135,20 +135,20 @@ def _measure(paths: Sequence[Path], gib: float, num_rounds: int, line: ProgressL
 
 
 def step_seconds(mixed: float) -> float:
-    """Return the seconds in which AdamW state of an 8B model is read and written once.
+    """Return the seconds that reading and writing the AdamW state of an 8B model once takes.
 
     Args:
-        mixed: Bytes per second, reading and writing at once, both directions together.
+        mixed: Bytes per second of concurrent reads and writes, sum of both directions.
     """
     return 2 * doctor.STATE_BYTES * _8B / mixed
 
 
 def verdict(rates: Mapping[Any, float], drives: Sequence[Drive]) -> str:
-    """Return one sentence: rates, whether they are good enough, and what that means for a step.
+    """Return one sentence: rates, a rating, and the resulting time of an optimizer step.
 
     Args:
-        rates: Bytes per second of the modes read, write and mixed, of all drives together.
-        drives: Facts about the drives.
+        rates: Bytes per second by mode (read, write and mixed), of all drives together.
+        drives: Properties of the drives.
     """
     if any(drive.in_ram for drive in drives):
         judgement = "RAM and no drive, see below"

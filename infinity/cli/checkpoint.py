@@ -1,4 +1,4 @@
-"""`infinity checkpoint`: look at saved state, check it, export it, remove old, import others'."""
+"""`infinity checkpoint`: inspect, verify, export and prune checkpoints, import DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from infinity.storage.run_dir import RECORD_NAME
 _MAX_TAGS = 20
 
 
-# --- what `inspect` shows ------------------------------------------------------------------------
+# --- the report of `inspect` ----------------------------------------------------------------------
 
 
 def _report(reader: StateReader) -> dict[str, Any]:
-    """Return facts that need no read of the state, as JSON; sizes in bytes."""
+    """Return the report of `inspect`, without reading tensors, JSON-able; sizes in bytes."""
     manifest = reader.manifest
     report: dict[str, Any] = {
         "infinity": __version__,
@@ -68,12 +68,11 @@ def _report(reader: StateReader) -> dict[str, Any]:
 
 
 def _counted(shapes: list[tuple[int, ...]]) -> dict[str, int]:
-    """How many tensors, and elements in them."""
     return {"tensors": len(shapes), "elements": sum(map(prod, shapes))}
 
 
 def _about_tag(reader: StateReader) -> dict[str, Any]:
-    """What only a checkpoint has; sizes are those of its files."""
+    """Return the fields of the report that only a checkpoint has; sizes are file sizes."""
     root = reader.directory.parent
     streams: dict[str, dict[str, int]] = {}
     for record in reader.manifest.files:
@@ -92,7 +91,7 @@ def _about_tag(reader: StateReader) -> dict[str, Any]:
 
 
 def _about_commit(reader: DurableReader) -> dict[str, Any]:
-    """What only the commit of a durable run has."""
+    """Return the fields of the report that only the commit of a durable run has."""
     record, document = reader.record, reader.document
     streams = {}
     for stream in reader.streams:
@@ -110,7 +109,7 @@ def _about_commit(reader: DurableReader) -> dict[str, Any]:
         "gradients_in": document.window and str(Path(document.window.root) / document.window.tag),
         "document": bool(record.document),
         "checksums": reader.verified,
-        # Kind -> where it is stored while the run is alive -> of how many units.
+        # By kind and by tier while the run is active: number of units.
         "placement": {
             "weights": Counter(unit.weight.value for unit in units),
             "moments": Counter(unit.state.value for unit in units),
@@ -230,11 +229,11 @@ def verify(
         bool, typer.Option("--all", help="All checkpoints and durable runs in DIR.")
     ] = False,
 ) -> None:
-    """Read every byte and hold it to its checksum.
+    """Read every byte and compare it with its checksum.
 
     For example: infinity checkpoint verify runs/a --all
 
-    Every damaged block is named, with its file and the tensors in it. Exits with 0 if all is sound,
+    Prints every damaged block with its file and the tensors in it. Exits with 0 if all is sound,
     with 5 if anything is damaged. A durable run has checksums of its state if `io.verify` was on.
     """
     with command():
@@ -252,7 +251,7 @@ def verify(
 
 
 def _is_sound(path: Path, opened: Opener) -> bool:
-    """Read every byte, print damages, and return True if none was found."""
+    """Verify all checksums, print damages, and return True if none was found."""
     problems: list[str] = []
     verdict = ""
     try:
@@ -305,9 +304,9 @@ def export(
 
     For example: infinity checkpoint export runs/a weights --dtype fp32
 
-    Of a run with adapters OUT gets the adapters, as peft saves them; with --merge, a whole model.
-    --model none writes weights alone, under the names of training.
-    One tensor at a time is in memory, every byte is checked. Exits with 0, 2 where OUT holds
+    For a run with adapters, writes the adapters as peft saves them; with --merge, the full model.
+    --model none writes weights only, under the names of training.
+    Holds one tensor at a time in memory and checks every byte. Exits with 0, 2 if OUT holds
     weights already, 5 if the checkpoint is damaged.
     """
     with command():
@@ -344,7 +343,7 @@ def export(
 
 
 def _description_of(directory: Path, state: Path, model: str | None, merge: bool) -> str | None:
-    """Return what `describe` is to read; None to write weights alone."""
+    """Return the source to pass to `describe`; None to write weights only."""
     if model is not None and model != "none":
         return model
     found = None
@@ -379,7 +378,7 @@ def prune(
 
     For example: infinity checkpoint prune runs/a --keep 3 --dry-run
 
-    What `latest` names is never removed, nor a directory that holds anything but a checkpoint.
+    Never removes the checkpoint that `latest` names, nor a directory that holds other files.
     """
     with command():
         root = checkpoints_of(directory.expanduser())
@@ -406,8 +405,8 @@ def import_deepspeed(
 
     For example: infinity checkpoint import-deepspeed ds_runs/a runs/a
 
-    Weights, fp32 masters, Adam's moments, frozen parameters and buffers are taken over; settings,
-    schedules and random states are not. No code in the files is run. Exits with 0,
+    Converts weights, fp32 masters, Adam's moments, frozen parameters and buffers; settings,
+    schedules and random states are not converted. No code in the files is run. Exits with 0,
     or with 5 for files that are damaged or not understood.
     """
     with command():
@@ -422,7 +421,10 @@ def import_deepspeed(
 
 
 def _free_for_weights(out: Path, force: bool) -> Path:
-    """Weights are written over weights where that is asked for, over a checkpoint or run never."""
+    """Return the resolved export directory; raise `ConfigError` if it must not be written.
+
+    With `force` weights are replaced, but never a checkpoint or the directory of a run.
+    """
     out = out.expanduser().absolute()
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is not a directory", remedy=f"mkdir -p {out.parent}")

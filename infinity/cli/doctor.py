@@ -1,4 +1,4 @@
-"""`infinity doctor`: could a run start here? Plain text to paste into a report, or JSON."""
+"""`infinity doctor`: check whether a run could start on this machine; plain text or JSON."""
 
 from __future__ import annotations
 
@@ -34,12 +34,7 @@ from infinity.plan.plan import BETWEEN_HOSTS, LINKS
 from infinity.plan.plan_machine import PlanMachine
 from infinity.plan.rates import BETWEEN_NODES, COPIES, DISK, Rates
 
-# What `infinity doctor` finds out: facts about this machine, and what keeps a run from starting.
-#
-# Collects everything it can; a part that fails is a problem in the list, not the end.
-
-
-# torch alone, imported and used once, takes 0.3 GiB; a model needs some room beside it.
+# Importing torch and using it once takes 0.3 GiB; a model needs some RAM on top.
 LEAST_HOST_BYTES = 2**29
 STATE_BYTES = 12  # per parameter, AdamW in bf16
 NEARLY_FULL = 0.1  # share of a drive that is free
@@ -47,15 +42,16 @@ T = TypeVar("T")
 
 
 def examine(paths: Sequence[Path], root: Path = Path("/")) -> dict[str, Any]:
-    """Return the facts, JSON-able; sizes in bytes.
+    """Return facts about this machine and reasons why a run cannot start, JSON-able.
 
-    `problems` is a list of `{what, because, remedy, exit_code}`; empty when a run could start.
-    `root` replaces "/" as the place of /proc and /sys.
+    Sizes are in bytes. A check that fails adds an entry `{what, because, remedy, exit_code}` to
+    `problems`, and the others still run; the list is empty if a run could start. /proc and /sys are
+    read below `root`.
     """
     problems: list[dict[str, Any]] = []
 
     def part(look: Callable[[], T]) -> T | None:
-        """Run one examination; return its result, or None and a problem."""
+        """Run one check; return its result, or None after adding a problem."""
         try:
             return look()
         except InfinityError as error:
@@ -80,7 +76,7 @@ def examine(paths: Sequence[Path], root: Path = Path("/")) -> dict[str, Any]:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Processor, kernel, Python, memory and load, JSON-able; sizes in bytes."""
+    """Return processor, kernel, Python, memory and load, JSON-able; sizes in bytes."""
     machine = read_machine()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -95,10 +91,10 @@ def machine_facts() -> dict[str, Any]:
 
 
 def measured_links(refresh: bool = False) -> dict[str, Any] | None:
-    """Return rates between the ranks that a launcher started; None where it started one process.
+    """Return rates between the ranks that a launcher started; None for a single process.
 
-    All of them measure together, and each node keeps what was found: `rank` (of this process),
-    `gpus` (ranks of a node), `nodes`, `rates`, `measured` (the day).
+    Collective: all ranks measure together, and each node caches the result. Keys: `rank` (of this
+    process), `gpus` (ranks per node), `nodes`, `rates`, `measured` (the date).
     """
     from infinity.distributed.environment import num_launched
     from infinity.distributed.launch import find_ranks
@@ -121,13 +117,12 @@ def measured_links(refresh: bool = False) -> dict[str, Any] | None:
 def describe(
     paths: Sequence[Path], refresh: bool = False, links: dict[str, Any] | None = None
 ) -> PlanMachine:
-    """Return this machine for a plan: its rates are measured, or were and are kept.
+    """Return this machine for a plan, with cached rates or rates measured now.
 
-    With `links` it is one of several ranks, see `measured_links`.
-
-    Raises `InfinityError` where it cannot be measured.
+    `links` adds the rates between ranks, see `measured_links`. Raises `InfinityError` if the
+    machine cannot be measured.
     """
-    # Here, so that a machine without a working torch can still be examined.
+    # Imported locally so that a machine without a working torch can still be examined.
     from infinity.profiling.calibration import cached_rates, device_name
     from infinity.storage.devices import find_device
 
@@ -230,7 +225,7 @@ def _drive(path: Path) -> dict[str, Any]:
 
 
 def _file_systems() -> list[dict[str, Any]]:
-    """Return the mounted file systems on block devices, largest room first; nothing is written."""
+    """Return the mounted file systems on block devices, by free bytes; nothing is written."""
     file_systems: dict[str, dict[str, Any]] = {}
     for _, where, (kind, device, _) in mounts(Path("/")):
         # Containers mount one device at many paths, single files among them.
@@ -243,11 +238,11 @@ def _file_systems() -> list[dict[str, Any]]:
 
 
 def drive_notes(paths: Sequence[Path], drives: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the properties of drives that cost speed, and their remedies.
+    """Return messages about properties of drives that cost speed, with remedies.
 
     Args:
         paths: Paths of the drives.
-        drives: `Drive.as_dict` of each.
+        drives: `Drive.as_dict` of each path.
     """
     from infinity.storage.drives import shared_drives
 
@@ -268,7 +263,7 @@ def drive_notes(paths: Sequence[Path], drives: Sequence[dict[str, Any]]) -> list
 
 
 def _notes(paths: Sequence[Path], facts: dict[str, Any]) -> list[str]:
-    """Return what does not stop a run but costs it something."""
+    """Return messages about settings that slow a run down but do not stop it."""
     notes = drive_notes(paths, [drive for drive in facts["drives"] if drive])
     if facts["memory"].get("transparent_huge_pages") == "never":
         notes.append(
@@ -297,8 +292,8 @@ def doctor(
     Under torchrun the links between its ranks are measured once, and stored for runs with the same
     number of ranks: `torchrun --standalone --nproc-per-node 2 --no-python infinity doctor`.
 
-    Exits with 0 if it could, else with the code of the first problem: 3 something does not fit,
-    4 the machine refuses. No machine file is written then.
+    Exits with 0 if a run could start, else with the code of the first problem: 3 something does
+    not fit, 4 the machine refuses. A machine file is only written if there is no problem.
     """
     with command():
         paths = [part.expanduser() for part in path or []]
@@ -323,7 +318,7 @@ def doctor(
 
 
 def _write(path: Path, text: str) -> None:
-    """Replace the file as a whole: an old one is lost only for a complete new one."""
+    """Replace the file atomically."""
     try:
         with atomic_write(path) as file:
             file.write(text.encode())
@@ -334,7 +329,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def text_of(facts: dict[str, Any]) -> str:
-    """Return the facts as plain text, one per line."""
+    """Return the facts of `examine` as plain text, one per line."""
     lines = [f"infinity   {facts['infinity']}"]
     lines += _machine_lines(facts)
     lines += [line for drive in facts["drives"] if drive for line in _drive_lines(drive)]
@@ -402,7 +397,7 @@ def _machine_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def rate_lines(rates: dict[str, Any], origin: str) -> list[str]:
-    """Return how fast disk and links are, and where the numbers come from."""
+    """Return lines with all rates of a machine and their origin."""
     lines = [f"rates      {origin}"]
     busy = "" if "to_device" in rates else "; with busy processors"
     for title, names, more in (("disk", DISK, busy), ("copies", COPIES, "")):
@@ -425,7 +420,7 @@ def rate_lines(rates: dict[str, Any], origin: str) -> list[str]:
 
 
 def link_text(rates: dict[str, Any]) -> str:
-    """Return how fast bytes pass between ranks."""
+    """Return the rates between ranks as text."""
     each = ", ".join(f"{name.replace('_', '-')} {format_rate(rates[name])}" for name in LINKS)
     between = rates.get(BETWEEN_NODES)
     more = f"; {format_rate(between)} by each node from others" if between else ""

@@ -1,4 +1,4 @@
-"""`infinity generate`: continue a prompt with a model that was trained."""
+"""`infinity generate`: continue a prompt with a trained model."""
 
 from __future__ import annotations
 
@@ -58,20 +58,20 @@ def generate(
         typer.Option("--nvme-path", metavar="PATH", help="For weights that do not fit RAM."),
     ] = None,
 ) -> None:
-    """Continue a prompt with a model that was trained, and print the text as it comes.
+    """Continue a prompt with a trained model, and print the text as it is generated.
 
     For example: infinity generate runs/chat "Explain page faults." --temperature 0.7
 
     The weights are those of the last checkpoint, adapters included, and may be larger than RAM:
-    they are placed by the configuration of the run. Prompts are rendered with the chat template if
-    the run was on conversations.
+    the configuration of the run decides their placement. The chat template is applied to prompts
+    if the run was on conversations.
     """
     with command(), ExitStack() as closing:
         text = sys.stdin.read() if prompt == _STDIN else prompt
         if not text:
             raise ConfigError("the prompt is empty", remedy="give a text")
         options = _sampling(temperature, top_p) | {"max_new_tokens": max_tokens}
-        os.environ.setdefault(BARS[0], "1")  # of transformers, too: ours is enough
+        os.environ.setdefault(BARS[0], "1")  # transformers reads it, too
         with ProgressLine(transient=True) as line:
             line.show(f"loading {directory} ...", 0, 1, edge=True)
             engine, saved = _load(directory.expanduser(), tag, model, nvme_path, line)
@@ -87,7 +87,7 @@ def generate(
 def _load(
     directory: Path, tag: str | None, model: str | None, nvme_path: Path | None, line: ProgressLine
 ) -> tuple[Engine, SavedModel]:
-    """Return an engine that holds the weights, and the description of the model."""
+    """Return an engine over the saved weights, and the description of their model."""
     from infinity._initialize import initialize
     from infinity.train.saved_model import (
         describe,
@@ -145,7 +145,7 @@ def _continue(
     is_chat = bool(wrapped.chat_template) if saved.is_chat is None else saved.is_chat
     if (is_chat and not raw) or saved.run is not None:
         tokens = saved.tokenizer.encode_prompt(text, is_chat=is_chat and not raw)
-    else:  # documents of runs begin without special tokens, those of others with them
+    else:  # other trainers, not `infinity train`, begin documents with special tokens
         tokens = wrapped(text, return_tensors="pt")["input_ids"]
     tokens = tokens.to(engine.device)
     streamer = transformers().TextStreamer(wrapped, skip_prompt=True, skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""`infinity init`: a configuration to start from, with comments; the texts lie in `presets/`."""
+"""`infinity init`: commented configurations to start from; the texts are in `presets/`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def init(
     ] = Path("train.yaml"),
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
-    """Write a configuration for `infinity train`, with comments that say what to change.
+    """Write a configuration for `infinity train`, with comments about the values to change.
 
-    Exits with 2 for a preset that is not known, or a file that is there already.
+    Exits with 2 for an unknown preset, or if the file exists.
     """
     with command():
         if preset not in PRESETS:
@@ -54,7 +54,7 @@ def init(
 
 
 def preset_text(name: str, file: str) -> str:
-    """Return the text of a preset for a file of this name."""
+    """Return the text of a preset, with the file name inserted in its comments."""
     text = (Path(__file__).parent / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
     return text.replace("{library}", sysconfig.get_paths()["stdlib"]).replace("{file}", file)
 

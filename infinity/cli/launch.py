@@ -1,4 +1,4 @@
-"""A command in several processes of this machine, one a GPU, started by torch's own launcher."""
+"""Launcher of a command in several local processes, one per GPU, on top of torch elastic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from infinity.common.accelerators import num_accelerators
 from infinity.errors import ConfigError, MachineError
 from infinity.plan.machine import read_machine
 
-# What each process is at first: Linux ends it when the launcher is gone, also by kill -9.
+# Bootstrap of each process: Linux ends it when the launcher ends, even by kill -9.
 _FOLLOW = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
@@ -26,16 +26,16 @@ ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
-_PATIENCE_S = 600  # for a step that ends, and a save, after Ctrl-C; then processes are killed
+_PATIENCE_S = 600  # after Ctrl-C, to finish the step and save; then processes are killed
 
 
 def launch(count: int, arguments: Sequence[str]) -> None:
     """Run Python with these arguments in `count` processes, as `torchrun --standalone` does.
 
-    They meet on the loopback interface, so the machine need not know its own name; Ctrl-C and
-    SIGTERM are passed on, and none of them outlives the launcher. Returns when all end well.
-    Raises `ConfigError` for more processes than GPUs, where there are any, or inside a launcher;
-    `MachineError` where one was killed; `typer.Exit` where one ended with words of its own.
+    The rendezvous is on the loopback interface, so the host name need not resolve. Ctrl-C and
+    SIGTERM are forwarded, and no process outlives the launcher. Returns when all have exited with
+    0. Raises `ConfigError` for more processes than GPUs, if there are any, or inside a launcher;
+    `MachineError` if a process was killed; `typer.Exit` if one failed with a message of its own.
     """
     if "WORLD_SIZE" in os.environ:
         raise ConfigError(
@@ -58,7 +58,7 @@ def launch(count: int, arguments: Sequence[str]) -> None:
         local_addr=here,
         max_restarts=0,
     )
-    logging.disable(logging.ERROR)  # what it would say of processes that say it themselves
+    logging.disable(logging.ERROR)  # each process reports its own error
     try:
         elastic_launch(config, sys.executable)("-c", _FOLLOW, str(os.getpid()), *arguments)
     except ChildFailedError as error:

@@ -1,9 +1,4 @@
-"""The `infinity` command: `doctor` looks at a machine, `plan` at a run, `bench` measures.
-
-`init` writes a configuration, `train` trains with one, `generate` continues a prompt with what was
-trained, `run` runs a script that was written for DeepSpeed, `trace` says what a run waited for,
-`checkpoint` looks after saved state. A verb's module is imported when the verb is used.
-"""
+"""Entry point of the `infinity` command; a verb's module is imported when the verb is used."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from infinity._version import __version__
 from infinity.errors import did_you_mean
 
-VERBS = {  # infinity.cli.VERB has what is called, or a Typer of several calls, by the same name
+VERBS = {  # the module infinity.cli.VERB defines VERB, a function or a Typer of several commands
     "doctor": "Check this machine: its hardware, and whether a run could start.",
     "plan": "Predict whether a run fits, its memory and its speed.",
     "init": "Write a configuration for `infinity train`, with comments.",
@@ -33,14 +28,14 @@ VERBS = {  # infinity.cli.VERB has what is called, or a Typer of several calls, 
 
 
 class Verbs(TyperGroup):
-    """The verbs by name, each imported when it is asked for."""
+    """Command group of `VERBS`, which imports the module of a verb on use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """In the order of the table."""
+        """Return the verbs in the order of `VERBS`."""
         return list(VERBS)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The verb and what follows it; one that is not there is asked back."""
+        """Load the verb's command; fail with similar names for an unknown verb."""
         if args and args[0] not in VERBS:
             hint = did_you_mean(args[0], VERBS) or f"there are {', '.join(VERBS)}"
             ctx.fail(f"No such command {args[0]!r}; {hint}".rstrip())
@@ -48,12 +43,12 @@ class Verbs(TyperGroup):
         return name, command and load(str(name)), left
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """A verb's name and help, which completion shows without importing it; None of no verb."""
+        """Return a stub with name and help, for completion without an import; None if unknown."""
         help = VERBS.get(cmd_name)
         return help and TyperCommand(cmd_name, help=help)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """As click does, from the table: nothing is imported for it."""
+        """Write the list of commands from `VERBS`, without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl(list(VERBS.items()))
 
@@ -99,12 +94,12 @@ def _root(
 
 
 def main(arguments: list[str] | None = None, name: str = "infinity") -> None:
-    """Run the command line and exit; `arguments` default to the process's own."""
-    with suppress(AttributeError):  # names of files need not be text: said like on stderr
+    """Run the command line and exit; `arguments` default to `sys.argv[1:]`."""
+    with suppress(AttributeError):  # file names need not be UTF-8; stderr escapes them, too
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         app(arguments, prog_name=name)
     except KeyboardInterrupt:
-        # Between commands: nothing is open yet, or nothing is any more.
+        # Outside `command()`, so nothing is open.
         print("stopped", file=sys.stderr)
         sys.exit(130)

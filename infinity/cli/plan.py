@@ -1,4 +1,4 @@
-"""`infinity plan`: memory and speed of a run, before anything is allocated."""
+"""`infinity plan`: prediction of memory and speed of a run, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from infinity.plan.plan_machine import PlanMachine
     from infinity.train.settings import RunConfig
 
-DEFAULT_STEP = 65_536  # tokens, of all ranks; as in the presets of `infinity init`
+DEFAULT_STEP = 65_536  # tokens of all ranks, as in the presets of `infinity init`
 DEFAULT_SAMPLE = 2048  # tokens
 _RECOMPUTES = frozenset(("recompute", "recompute_blocks"))
-_RECOMPUTED: dict[bool | None, Recompute] = {True: "all", False: 0}  # a number has precedence
-_TYPED = "COMMANDLINE"  # click's name of where a parameter's value is from
-_BARE = 1 << 20  # bytes; less than this is no size of a machine
-DEFAULT_ENDURANCE = "600TB"  # what data sheets promise for common 1 TB drives
+_RECOMPUTED: dict[bool | None, Recompute] = {True: "all", False: 0}  # unless --recompute-blocks
+_TYPED = "COMMANDLINE"  # name of click's `ParameterSource` of typed parameters
+_BARE = 1 << 20  # bytes; a smaller number without a unit is probably meant in GiB
+DEFAULT_ENDURANCE = "600TB"  # rated writes of common 1 TB drives in data sheets
 
 
 _Overrides = Annotated[
@@ -231,17 +231,17 @@ def plan(
     """Predict whether a run fits, its memory and its speed, and suggest changes.
 
     Nothing is allocated. Sizes are those of the hardware: a run takes 90 % of a GPU's memory and
-    80 % of the RAM that is free when it starts, unless its configuration names budgets. This
-    machine is measured once, unless --machine describes another, or --device names a GPU that is
-    not here and there is no --path. Rates that were not measured are nominal, and marked so.
+    80 % of the RAM that is free when it starts, unless its configuration sets budgets. This
+    machine is measured once, unless --machine describes another, or --device is given for a GPU
+    that is not installed, without --path. Rates that were not measured are nominal, and marked.
 
-    With --gpus that number of ranks share the model: --host and --disk are those of their node;
-    memory, bytes and times are of one rank, tokens/s of all.
+    With --gpus that number of ranks share the model: --host and --disk are sizes of their node;
+    memory, bytes and times are those of one rank, tokens/s those of all.
 
-    Exits with 0 if it fits, 3 if it does not, 2 if the question makes no sense.
+    Exits with 0 if the run fits, 3 if it does not, 2 if the options make no sense.
     """
     with command():
-        wishes = _options(ctx.params)  # all that the signature declares
+        wishes = _options(ctx.params)  # all parameters of the signature
         rated_bytes = _size("--endurance", endurance) or 0
 
         def more(text: str) -> SearchOptions:
@@ -260,7 +260,7 @@ def plan(
 
 
 def _options(params: Mapping[str, Any]) -> SearchOptions:
-    """Return the options of the search from those that were typed."""
+    """Return the options of the search from the parsed parameters of the command."""
     keys = params["overrides"] or []
     run = _find_run(params["target"], keys)
     same = ("target", "model", "model_class", "gpus", "nodes", "tokens", "micro_batches",
@@ -284,12 +284,12 @@ def _options(params: Mapping[str, Any]) -> SearchOptions:
 
 
 def _with_more(ctx: typer.Context, text: str) -> dict[str, Any]:
-    """Return the parameters of a command with more options and keys behind it."""
+    """Return the parameters of the command with options and keys of `text` appended to it."""
     again = ctx.command.make_context("plan", [ctx.params["target"], *shlex.split(text)])
     given = {
         n for n in again.params if getattr(again.get_parameter_source(n), "name", "") == _TYPED
     }
-    if not given.isdisjoint(_RECOMPUTES):  # the two exclude each other: the later one counts
+    if not given.isdisjoint(_RECOMPUTES):  # they exclude each other: the last one counts
         given |= _RECOMPUTES
     keys = [*(ctx.params["overrides"] or ()), *(again.params["overrides"] or ())]
     more = {name: again.params[name] for name in given}
@@ -298,7 +298,7 @@ def _with_more(ctx: typer.Context, text: str) -> dict[str, Any]:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Importing torch makes very many objects, none of them garbage: a tenth of the whole time."""
+    """Disable garbage collection: during the import of torch it takes a tenth of the total time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -310,7 +310,7 @@ def _no_collections() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class FoundSchedule:
-    """A search: its model, its machine, and its result."""
+    """Result of a search, with its model and machine."""
 
     target: Target
     partition: Partition
@@ -322,10 +322,10 @@ class FoundSchedule:
 def report_of(
     wishes: SearchOptions, rated_bytes: int, more: Callable[[str], SearchOptions] | None = None
 ) -> dict[str, Any]:
-    """The answer, JSON-able; its keys are those of `infinity.cli.plan_report`.
+    """Return the report of the plan, JSON-able; keys as in `infinity.cli.plan_report`.
 
-    `more` returns the wishes with options and keys that are typed behind; with it, every way that
-    is proposed has the numbers that are the answer to them.
+    `more` returns the options of the command with a text of options and keys appended. If given,
+    every suggestion has the numbers of the command with its text appended.
     """
     from infinity.cli.plan_report import report
     from infinity.cli.remedies import for_plan
@@ -339,7 +339,7 @@ def report_of(
         text = typed(changes)
         assert more is not None
         assert text is not None, "every change has a text for this command"
-        with suppress(InfinityError):  # it does not fit, or makes no sense
+        with suppress(InfinityError):  # the changed run does not fit, or is refused
             chosen = find_schedule(more(text), like=case).chosen
             priced = chosen.best or price(chosen.case)
             return None if priced.missing else priced
@@ -365,7 +365,7 @@ def report_of(
 def find_schedule(wishes: SearchOptions, like: PlanInput | None = None) -> FoundSchedule:
     """Find the model, the machine and the fastest schedule.
 
-    What follows from units is taken from the case `like`, if they are equal.
+    Facts derived from the units are reused from the case `like`, if its units are equal.
     """
     from infinity.model.partition import (
         case_for,
@@ -381,10 +381,10 @@ def find_schedule(wishes: SearchOptions, like: PlanInput | None = None) -> Found
     if wishes.drives is not None:
         now = max(len(wishes.paths or source.nvme_path), 1)
         machine = machine.with_drives(wishes.drives / now)
-    if (run := wishes.run) is not None:  # a step is the same on any number of ranks
+    if (run := wishes.run) is not None:  # tokens of a step do not depend on the ranks
         from infinity.train.preparation import context_of
 
-        theirs = getattr(target.module, "config", None)  # of transformers' models
+        theirs = getattr(target.module, "config", None)  # transformers' models have one
         length = run.length_for(context_of(theirs) if theirs is not None else None)
         source = _with_flags(run.engine_for(length, machine.ranks), wishes)
         wishes = replace(
@@ -418,7 +418,7 @@ def find_schedule(wishes: SearchOptions, like: PlanInput | None = None) -> Found
 
 
 def _step_of(wishes: SearchOptions, wish: BatchSchedule, ranks: int) -> tuple[int, int]:
-    """Tokens of a rank's step, and of a sample."""
+    """Return the tokens of one rank's step and of a sample."""
     pieces = (wish.micro_batches or 1) * (wish.slices or 1)
     if wishes.tokens is None:
         length = wishes.sequence or DEFAULT_SAMPLE
@@ -427,12 +427,12 @@ def _step_of(wishes: SearchOptions, wish: BatchSchedule, ranks: int) -> tuple[in
     tokens = -(-wishes.tokens // ranks)
     if wishes.sequence is not None:
         return tokens, wishes.sequence
-    usual = max(round(tokens / DEFAULT_SAMPLE), 1)  # as many as pieces want
+    usual = max(round(tokens / DEFAULT_SAMPLE), 1)  # samples of the default length
     return tokens, tokens // min(-(-usual // pieces) * pieces, tokens)
 
 
 def _check_pieces(wish: BatchSchedule, samples: int) -> None:
-    """Raise `ConfigError` for pieces of a step that no loop can hand over."""
+    """Raise `ConfigError` if samples cannot be split evenly into micro-batches and slices."""
     count, slices = wish.micro_batches or 1, wish.slices or 1
     if samples % (count * slices):
         raise ConfigError(
@@ -445,7 +445,7 @@ def _check_pieces(wish: BatchSchedule, samples: int) -> None:
 
 
 def _as_trained(config: Config, wishes: SearchOptions, target: Target) -> Config:
-    """With logits in slices where `infinity train` and the trainers would have them so."""
+    """Return the configuration with chunked logits if `infinity train` and trainers set them."""
     from infinity.model.outline import Outline
 
     if wishes.run is None and wishes.model is not None:
@@ -458,14 +458,14 @@ def _as_trained(config: Config, wishes: SearchOptions, target: Target) -> Config
 
 
 def _wish(wishes: SearchOptions, config: Config) -> BatchSchedule:
-    """The parts of the batch schedule that a flag or the configuration names."""
+    """Return the batch schedule set by options and configuration; other fields are None."""
     from infinity.plan.batch_schedule import BatchSchedule
 
     schedule, run = BatchSchedule.named_by(config.activations), wishes.run
     fixed = "gradient_accumulation_steps" in config.model_fields_set
     if run is not None:
         fixed = not run.leaves_batches_to_the_plan
-        if run.model.gradient_checkpointing:  # by the model: blocks stay whole
+        if run.model.gradient_checkpointing:  # recomputed by the model itself
             schedule = replace(schedule, slices=config.activations.slices, recompute="all")
     if fixed:
         schedule = replace(schedule, micro_batches=config.gradient_accumulation_steps)
@@ -479,7 +479,7 @@ def _wish(wishes: SearchOptions, config: Config) -> BatchSchedule:
 
 
 def _find_run(text: str, overrides: list[str]) -> RunConfig | None:
-    """The configuration of a run in the file that `text` names; None if that is something else."""
+    """Return the configuration of a run in the file `text`; None if it is not one."""
     path = Path(text).expanduser()
     if path.suffix.lower() not in (".yaml", ".yml", ".json") or not path.is_file():
         return None
@@ -489,7 +489,7 @@ def _find_run(text: str, overrides: list[str]) -> RunConfig | None:
     try:
         raw = read_config_file(path)
     except ConfigError:
-        return None  # whoever reads it as something else says what is wrong
+        return None  # raised again when it is read as an engine configuration
     return load_run_config(path, overrides) if is_run_config(raw) else None
 
 
@@ -537,7 +537,7 @@ def _find(wishes: SearchOptions) -> tuple[Config, Target, Translation | None]:
 
 
 def _flags(wishes: SearchOptions) -> list[str]:
-    """What flags say of a configuration, as overrides."""
+    """Return configuration overrides: the typed KEY=VALUE, then those of options."""
     flags: dict[str, Any] = {
         "precision": wishes.precision,
         "optimizer.moments": wishes.moments,
@@ -555,7 +555,7 @@ def _with_flags(config: Config, wishes: SearchOptions) -> Config:
 
 
 def _model(text: str, wishes: SearchOptions) -> Target:
-    """The model that `text` names, without values."""
+    """Return the model that `text` names, without values."""
     from infinity.model.named_models import SIZES
     from infinity.model.targets import named_target, names_a_model
 
@@ -566,7 +566,7 @@ def _model(text: str, wishes: SearchOptions) -> Target:
         raise ConfigError(
             f"{text} is no model's config.json", remedy=f"--model {', '.join(NAMED)}, or a model's"
         )
-    from infinity.integrations.huggingface.meta import (  # it imports torch
+    from infinity.integrations.huggingface.meta import (  # imports torch
         find_target,
         published_target,
     )
@@ -577,7 +577,7 @@ def _model(text: str, wishes: SearchOptions) -> Target:
 
 
 def _takes_no_class(wishes: SearchOptions, name: str, is_settled: bool) -> None:
-    """Raise `ConfigError` for a class of a model that has one already."""
+    """Raise `ConfigError` for --class with a model whose class is fixed."""
     if wishes.model_class is not None and is_settled:
         raise ConfigError(
             f"--class {wishes.model_class}: {name} is a causal language model",
@@ -586,7 +586,7 @@ def _takes_no_class(wishes: SearchOptions, name: str, is_settled: bool) -> None:
 
 
 def _model_of(run: RunConfig) -> Target:
-    """The model that a run's configuration names, on meta."""
+    """Return the model of a run's configuration, on the meta device."""
     from infinity.train.preparation import target_on_meta
 
     try:
@@ -597,7 +597,7 @@ def _model_of(run: RunConfig) -> Target:
 
 
 def _on_machine(config: Config, wishes: SearchOptions, machine: PlanMachine) -> Config:
-    """The configuration with a path where the machine has a disk, and none where it has not."""
+    """Return the configuration with `nvme_path` set if and only if the machine has a disk."""
     from infinity.plan.advice import SOME_DISK
 
     budget = config.budget.host
@@ -618,7 +618,6 @@ def _on_machine(config: Config, wishes: SearchOptions, machine: PlanMachine) -> 
 
 
 def _tier(text: str | None) -> Offload | None:
-    """Where inputs of blocks wait."""
     from infinity.config.schema import Offload
 
     if text not in (None, *get_args(Offload)):
@@ -627,7 +626,7 @@ def _tier(text: str | None) -> Offload | None:
 
 
 def _rate(option: str, text: str | None) -> int | None:
-    """Bytes per second."""
+    """Parse bytes per second."""
     try:
         return None if text is None else _size(option, text.strip().removesuffix("/s"))
     except ConfigError as error:
@@ -639,7 +638,7 @@ def _rate(option: str, text: str | None) -> int | None:
 
 
 def _size(option: str, text: str | None, least: int = 1) -> int | None:
-    """Parse bytes; refuse a small bare number, which is probably meant in GiB."""
+    """Parse bytes; reject a small number without a unit, which is probably meant in GiB."""
     size = None if text is None else parse_size(text)
     if size is not None and size < least:
         raise ConfigError(f"{option} is {text}", remedy="leave it out, or give a size above 0")

@@ -1,4 +1,4 @@
-"""The machine that `infinity plan` plans for: this one, a file's, or one of given sizes."""
+"""Machine that `infinity plan` plans for: this one, one from a file, or one of given sizes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _COMMON = "a common machine"
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Options of the search; sizes in bytes, None where machine or configuration decide."""
+    """Options of the search; sizes in bytes, None if machine or configuration decide."""
 
     target: str
     model: str | None = None
-    model_class: str | None = None  # of transformers; None: what the model's config names
+    model_class: str | None = None  # of transformers; None: the class in the model's config
     machine_file: Path | None = None
     device: int | None = None
     host: int | None = None
@@ -47,11 +47,11 @@ class SearchOptions:
     drives: int | None = None
     finer_units: bool = False
     keys: tuple[str, ...] = ()  # KEY=VALUE, of the engine's configuration
-    run: RunConfig | None = None  # where TARGET is a configuration for `infinity train`
+    run: RunConfig | None = None  # if TARGET is a configuration for `infinity train`
 
 
 def machine_of(wishes: SearchOptions, config: Config) -> PlanMachine:
-    """The machine to plan for, with the sizes that were given."""
+    """Return the machine to plan for, with the sizes of the options."""
     from infinity.plan.machine import may_have_gpu
     from infinity.plan.plan_machine import PlanMachine, read_machine_file
     from infinity.plan.rates import DISK, Rates
@@ -84,7 +84,7 @@ def machine_of(wishes: SearchOptions, config: Config) -> PlanMachine:
             rates = Rates.of(found.rates.numbers() | links)
             memory = device.memory_bytes()
             machine = PlanMachine.here(paths or assumed, memory, rates, measured=found.measured)
-            if assumed:  # nobody asked to write there, so it is not measured
+            if assumed:  # not measured: the user did not name a directory to write to
                 kept = kept_rates(assumed, device, io=config.io)
                 rates = replace(machine.rates, **{n: getattr(kept.rates, n) for n in DISK})
                 nominal = (*machine.nominal, *(name for name in kept.nominal if name in DISK))
@@ -95,16 +95,16 @@ def machine_of(wishes: SearchOptions, config: Config) -> PlanMachine:
 
 
 def assumed_disk(wishes: SearchOptions) -> tuple[Path, ...]:
-    """The disk of a model that no drive was named for: where the question was asked.
+    """Return the working directory as the assumed disk of a model, if no disk is given.
 
-    A configuration says by itself whether there is one.
+    Empty for a configuration, which determines the disk itself.
     """
     is_asked = wishes.model is None and wishes.run is None and wishes.machine_file is None
     return (Path.cwd(),) if is_asked and wishes.disk is None and not wishes.paths else ()
 
 
 def _sized(machine: PlanMachine, wishes: SearchOptions) -> PlanMachine:
-    """With other sizes; a GPU that is not there brings the rates of a common one."""
+    """Return the machine with other sizes; a GPU that is not installed gets nominal rates."""
     from infinity.plan.rates import COMPUTE, completed
 
     if wishes.device is not None:
@@ -125,7 +125,7 @@ def _sized(machine: PlanMachine, wishes: SearchOptions) -> PlanMachine:
 
 
 def _of_ranks(machine: PlanMachine, wishes: SearchOptions) -> PlanMachine:
-    """Return the case of several ranks, with the given rates between them."""
+    """Return the machine with several ranks and the given rates between them."""
     from infinity.plan.plan import LINKS
     from infinity.plan.rates import BETWEEN_NODES
 

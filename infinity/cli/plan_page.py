@@ -1,4 +1,4 @@
-"""Page of `infinity plan`: prints the report that `plan_report` makes and documents."""
+"""Text output of `infinity plan`, from the report that `plan_report` documents."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from infinity.integrations.deepspeed.keys import rows_as_text
 
 
 def show_plan(report: dict[str, Any], *, verbose: bool = False) -> None:
-    """Print the answer, its assumptions, and the changes that make the run faster or make it fit.
+    """Print the prediction, its assumptions, and changes that make the run faster or make it fit.
 
-    `verbose` adds the plan's own description, wear and the times of each phase.
+    `verbose` adds `Plan.describe`, the wear of drives and the times of each phase.
     """
     page = Page()
     if "deepspeed" in report:
@@ -34,9 +34,9 @@ def show_plan(report: dict[str, Any], *, verbose: bool = False) -> None:
 def show_answer(
     page: Page, report: dict[str, Any], no_disk: str = "--path DIR or --disk SIZE"
 ) -> None:
-    """Print a few lines: fit, speed, bottleneck, and the step they are for.
+    """Print the summary: fit, speed, bottleneck, and the step they are predicted for.
 
-    `no_disk` is what to type for a disk where there is none.
+    `no_disk` is the remedy to print for a machine without a disk.
     """
     model, work, problem = report["model"], report["work"], report["problem"]
     what = f"{model['name']} on {_hardware(report['machine'], no_disk)}"
@@ -79,7 +79,6 @@ def _parameters(model: dict[str, Any]) -> str:
 
 
 def _hardware(machine: dict[str, Any], no_disk: str) -> str:
-    """Return the sizes of a machine as text."""
     sizes = f"{_size(machine['host_bytes'])} of RAM"
     if machine["device_bytes"] is not None:
         count, memory = machine["gpus"], _size(machine["device_bytes"])
@@ -98,7 +97,7 @@ def _size(nbytes: int) -> str:
 
 
 def _memory_line(report: dict[str, Any]) -> str:
-    """Return the bytes used of each tier as text; a device that is the host is not another."""
+    """Return the bytes used of each tier as text; a unified device is counted as RAM."""
     plan, unified = report["plan"], report["machine"]["unified"]
     used = {tier: sum(parts.values()) for tier, parts in plan["memory"].items()}
     if unified:
@@ -206,7 +205,7 @@ def _say_faster(page: Page, report: dict[str, Any]) -> None:
 
 
 def show_ways(page: Page, report: dict[str, Any]) -> None:
-    """Print what would make it fit, with what to type."""
+    """Print the changes that make the run fit, with the text to type."""
     if not report["ways"]:
         page.entry("try", report["problem"]["remedy"])
         return

@@ -1,29 +1,29 @@
-"""The answer of `infinity plan` as one JSON-able object. Sizes are bytes, times seconds.
+"""Report of `infinity plan` as one JSON-able object. Sizes are bytes, times seconds.
 
-`model`       name, family, parameters, active_parameters (of experts those of one token; embeddings
-              are counted), flop_per_token (forward and backward), units, largest_unit
+`model`       name, family, parameters, active_parameters (with experts those of one token;
+              embeddings are counted), flop_per_token (forward and backward), units, largest_unit
               {name, weight_bytes}, experts
 `machine`     name, unified, num_cpus, host_bytes, device_bytes, disk_bytes, rates, nominal (names
-              of rates that nobody measured), rates_origin, gpus (ranks of a node), nodes,
-              assumed_disk (a path, where no drive was named); a device is one rank's, all else a
-              node's
-`ranks`       count, zero_stage, whole_units (gathered once a step), shared_units (copied whole from
-              RAM that ranks share, not gathered), node_bytes {tier: bytes}, all of a node's ranks
-              together; of each rank num_threads (of CPU updates), pinned_bytes (of RAM, beside a
-              GPU all but the process's own); None for one rank. `activations`, `plan`, `moved` and
-              `step` are of one rank, tokens_per_s of all
+              of rates that were not measured), rates_origin, gpus (ranks per node), nodes,
+              assumed_disk (a path, if no drive was given); device_bytes is per rank, all else per
+              node
+`ranks`       count, zero_stage, whole_units (not evicted, gathered once a step), shared_units
+              (copied unsharded from RAM shared by ranks, not gathered), node_bytes {tier: bytes} of
+              all ranks of a node; of each rank num_threads (of CPU updates), pinned_bytes (RAM,
+              except the process's base; 0 if unified); None for one rank. `activations`, `plan`,
+              `moved` and `step` are of one rank, tokens_per_s of all
 `work`        tokens (of a micro-batch), micro_batches (both of a rank), tokens_per_step,
-              assumed_tokens (nobody named them), context (tokens of a sample: what --sequence says,
-              else about 2048), precision, slices,
-              recompute (blocks, or "all"), offload, sliced_logits
-`schedule`    line (`work` in words), blocks, settings (as a configuration says it),
+              assumed_tokens (tokens_per_step is the default), context (tokens of a sample:
+              --sequence, else about 2048), precision, slices, recompute (blocks, or "all"),
+              offload, sliced_logits
+`schedule`    line (`work` as text), blocks, settings (as in a configuration),
               runner_up {line, seconds, tokens_per_s} or None
-`fits`        whether plan and activations fit; `problem` {what, because, remedy} where they do not
-`activations` saved, again, boundaries, logits, flow, gradients, total (the most at once),
-              tier; with a plan: room, missing
-`ways`        where it does not fit: ways that make it fit, as in `faster`
-`plan`        None where there is none; else rule, moments, lossy, per_parameter {kind: bytes},
-              placement {kind: {tier: {units, bytes}}}, updates, frozen (in words; "": nothing),
+`fits`        whether plan and activations fit; `problem` {what, because, remedy} if they do not
+`activations` saved, again, boundaries, logits, flow, gradients, total (the peak), tier; with a
+              plan: room (bytes left to activations), missing
+`ways`        if it does not fit: changes that make it fit, as in `faster`
+`plan`        None if there is none; else rule, moments, lossy, per_parameter {kind: bytes},
+              placement {kind: {tier: {units, bytes}}}, updates, frozen (as text, "" for none),
               memory {tier: {purpose: bytes}}, budget, slots, chunk_elements, prefetch_units,
               notes, text (lines of `Plan.describe`)
 `moved`       {direction: {bytes, per_parameter, rate}} of one steady step
@@ -31,8 +31,8 @@
               share of the step's seconds in which it binds}, the largest first,
               phases [{name, first, count, seconds, binds, resources}], equal ones together
 `wear`        written_per_step, rated_bytes, days (None: nothing is written)
-`faster`      [{what, how (what to type, None where nothing can be), seconds, tokens_per_s,
-              speed_up, lossy, changes_batch}], best first, at most three
+`faster`      [{what, how (text to type, or None), seconds, tokens_per_s, speed_up, lossy,
+              changes_batch}], best first, at most three
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ from infinity.plan.machine import threads_for
 from infinity.plan.plan import DIRECTIONS, Plan
 from infinity.types import Kind, Tier
 
-# Plans for the command with changes typed behind it; None where that does not fit, or is refused.
+# Plan of the command with changes appended to it; None if it does not fit, or is refused.
 Answer: TypeAlias = Callable[[Sequence[Change]], "PlanEstimate | None"]
 
-_KINDS = {  # with their purposes in `Plan.memory`
+_KINDS = {  # kind, and its purpose in `Plan.memory`
     "weights": (Kind.WEIGHT, "weights"),
     "moments and residual": (Kind.RESIDUAL, "state"),
     "gradients": (Kind.GRADIENT, "gradients"),
@@ -103,12 +103,18 @@ def report(
     assumed_tokens: bool = False,
     answer: Answer | None = None,
 ) -> dict[str, Any]:
-    """Plan and price the case of a target that was cut into units.
+    """Plan and price a case, and return the report.
 
-    `chosen` is what the case comes from, if its batch schedule was searched; `typed` says what to
-    type for a change, `assumed_tokens` that nobody named the tokens of a step. `answer` plans again
-    as the command with changes typed behind it would: ways have its numbers then, and adapters are
-    looked at also where they would only be faster.
+    Args:
+        case: The case, whose units are those of `partition`.
+        target: Its model.
+        partition: Its units.
+        rated_bytes: Rated writes of the drives, for `wear`.
+        chosen: Search result that the case comes from, if its batch schedule was searched.
+        typed: Returns the text to type for changes.
+        assumed_tokens: Whether the tokens of a step are a default.
+        answer: Plans the command again with changes appended. If given, suggestions have its
+            numbers, and adapters are considered even if the case fits.
     """
     after = None if chosen is None else chosen.runner_up
     known = None if chosen is None else chosen.best
@@ -157,7 +163,7 @@ def report(
         priced.require_room()
         now = priced.tokens_per_s
         found = _of_each_kind(faster(priced, chosen))
-        if answer is not None:  # it takes long: no more than are shown
+        if answer is not None:  # takes long: no more than are printed
             adapted = worth_it(_adapters(case, answer), now)
             found = [*adapted, *_answered(case, found[: MOST_PROPOSALS - len(adapted)], answer)]
         facts["faster"] = _ways(worth_it(found, now), typed, now)
@@ -175,10 +181,10 @@ def report(
 
 
 def _answered(case: PlanInput, ways: Sequence[Suggestion], answer: Answer) -> list[Suggestion]:
-    """Ways with the numbers of the command that is typed for them, which searches anew.
+    """Return suggestions with the numbers of the command for them, which searches again.
 
-    Where it does not find what fits, larger tiers are made somewhat larger. Of several ones the
-    dear ones are left out if the others are enough.
+    If a suggestion does not fit in that search, its variants are tried; without a fit it is
+    dropped.
     """
     found: list[Suggestion] = []
     for way in ways:
@@ -191,7 +197,7 @@ def _answered(case: PlanInput, ways: Sequence[Suggestion], answer: Answer) -> li
 
 
 def _variants(case: PlanInput, way: Suggestion) -> Iterator[Suggestion]:
-    """Yield ways with one of the dear tiers less, the way itself, and ways with larger tiers."""
+    """Yield `way` without its device or host change, `way`, and `way` with larger tiers."""
     for one in way.changes if len(way.changes) > 1 else ():
         if one.name in ("device", "host"):
             yield replace(way, changes=tuple(c for c in way.changes if c is not one))
@@ -205,7 +211,7 @@ def _variants(case: PlanInput, way: Suggestion) -> Iterator[Suggestion]:
 
 
 def _of_each_kind(ways: Sequence[Suggestion]) -> list[Suggestion]:
-    """The first of those that change the same, and no more than are shown: a search takes long."""
+    """Return the first suggestion of each kind, at most `MOST_PROPOSALS`: a search takes long."""
     found: dict[tuple[str, bool], Suggestion] = {}
     for way in ways:
         found.setdefault((way.changes[0].name, way.changes_batch), way)
@@ -213,9 +219,9 @@ def _of_each_kind(ways: Sequence[Suggestion]) -> list[Suggestion]:
 
 
 def _adapters(case: PlanInput, answer: Answer) -> list[Suggestion]:
-    """LoRA or QLoRA of the same steps, the faster one, where all parameters are trained now.
+    """Return the faster of LoRA and QLoRA for the same steps, if all parameters are trained.
 
-    Where some are frozen, these in 4 bits.
+    If some are frozen, return these in 4 bits instead. At most one suggestion.
     """
     changes = []
     if all(s.trained for unit in case.units for s in unit.segments):
@@ -233,7 +239,7 @@ def _adapters(case: PlanInput, answer: Answer) -> list[Suggestion]:
 def _adapted(
     case: PlanInput, target: Target, chosen: ScheduleResult | None, changes: Sequence[Change]
 ) -> PlanEstimate | None:
-    """Plan for adapters where there is no command to ask; of a frozen model there is no plan."""
+    """Return a plan with adapters, if there is no command to plan again; None for other changes."""
     (change,) = changes
     if change.name != "adapter":
         return None
@@ -255,7 +261,7 @@ _ADAPTERS = {
 
 
 def _finer(case: PlanInput, target: Target, partition: Partition) -> tuple[UnitLayout, ...]:
-    """Smaller units, if there are any."""
+    """Return layouts of smaller units; empty if blocks cannot be cut further."""
     if not (names := finer_units(partition)):
         return ()
     groups = groups_of(target.module, case.config)
@@ -293,7 +299,7 @@ def _activations(case: PlanInput) -> dict[str, Any]:
 
 
 def _planned(priced: PlanEstimate, rated_bytes: int) -> dict[str, Any]:
-    """Return the lines of a plan, with or without room for activations."""
+    """Return the sections of the report that need a plan, whether or not activations fit."""
     plan, cost, machine = priced.plan, priced.cost, priced.case.machine
     parameters, rates = max(plan.num_trained, 1), machine.rank_rates.numbers()
     written = plan.predicted_bytes["disk_write"] * machine.gpus
@@ -366,7 +372,7 @@ def _placed_bytes(plan: Plan, kind: Kind, purpose: str) -> dict[str, dict[str, i
 
 
 def _bottlenecks(phases: Sequence[PhaseCost]) -> dict[str, float]:
-    """By what binds in each phase, its share of all seconds, the largest first."""
+    """Return the share of all seconds in which each resource binds, the largest first."""
     seconds = {phase.binds: 0.0 for phase in phases}
     for phase in phases:
         seconds[phase.binds] += phase.seconds
@@ -376,7 +382,7 @@ def _bottlenecks(phases: Sequence[PhaseCost]) -> dict[str, float]:
 
 
 def _phases(phases: Sequence[PhaseCost]) -> list[dict[str, Any]]:
-    """Return phases in order; equal ones of micro-batches appear once."""
+    """Return phases in order; equal ones of consecutive micro-batches are merged."""
     found: list[dict[str, Any]] = []
     latest: dict[str, dict[str, Any]] = {}  # by direction
     for index, phase in enumerate(phases):

@@ -1,7 +1,7 @@
-"""What to type for a change that the plan proposes, for the command that was typed.
+"""Command-line texts for the changes that a plan suggests.
 
-`infinity plan` has options, and keys of a configuration as KEY=VALUE; `infinity train` has keys
-alone, and runs on the machine as it is. A change that cannot be typed there is None.
+`infinity plan` takes options, and keys of a configuration as KEY=VALUE; `infinity train` takes
+keys only, and cannot change the machine. A change without a text for the command is None.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from infinity.config.schema import checkpoint_of
 from infinity.plan.advice import Change
 from infinity.train.settings import RunConfig
 
-Typed = Callable[[Sequence[Change]], "str | None"]  # what to type for all changes of a way
+Typed = Callable[[Sequence[Change]], "str | None"]  # text to type for all changes of a suggestion
 
-# Changes by name, as keys of the engine's configuration; placement has one for each kind.
+# Keys of the engine's configuration by the name of a change; placement has one key per kind.
 _KEYS = {
     "placement": "placement",
     "chunk_size": "chunk_size",
@@ -30,7 +30,7 @@ _KEYS = {
     "recompute": "activations.checkpoint",
     "offload": "activations.offload",
 }
-# Changes by name, as options of `infinity plan`; those that are missing here are keys there too.
+# Options of `infinity plan` by the name of a change; other changes are typed as keys.
 _OPTIONS: dict[str, Callable[[Any], str]] = {
     "finer_units": lambda _: "--finer-units",
     "precision": "--precision {}".format,
@@ -48,11 +48,15 @@ _OPTIONS: dict[str, Callable[[Any], str]] = {
     "adapter": lambda kind: f"--lora {kind[0]}" + (f" --rest {kind[1]}" if kind[1] else ""),
 }
 _RECOMPUTE: dict[Any, str] = {"all": "--recompute", 0: "--no-recompute", None: "--no-recompute"}
-NAMES = frozenset({*_KEYS, *_OPTIONS})  # of all changes
+NAMES = frozenset({*_KEYS, *_OPTIONS})  # of all kinds of changes
 
 
 def for_plan(*, of_run: bool) -> Typed:
-    """For `infinity plan`; `of_run`: its target is a configuration of `infinity train`."""
+    """Return the texts for `infinity plan`.
+
+    Args:
+        of_run: Whether its target is a configuration of `infinity train`.
+    """
     prefix = "engine." if of_run else ""
 
     def typed(change: Change) -> str:
@@ -65,7 +69,7 @@ def for_plan(*, of_run: bool) -> Typed:
 
 
 def for_train(run: RunConfig, length: int) -> Typed:
-    """For `infinity train` of a run with windows of `length` tokens."""
+    """Return the texts for `infinity train` of a run with windows of `length` tokens."""
 
     def typed(change: Change) -> str | None:
         if change.name == "batch":
@@ -85,7 +89,7 @@ def for_train(run: RunConfig, length: int) -> Typed:
 
 
 def _prefixed(prefix: str, change: Change) -> str:
-    """As KEY=VALUE, with a prefix before each key."""
+    """Return a change as KEY=VALUE, with a prefix before each key."""
     key, value = prefix + _KEYS[change.name], change.value
     if change.name == "placement":
         return " ".join(f"{key}.{name}=auto" for name in value)
@@ -97,7 +101,7 @@ def _prefixed(prefix: str, change: Change) -> str:
 
 
 def _adapter(change: Change) -> str:
-    """As a key of a run; the rank is the default of `AdapterSection`."""
+    """Return the key of a run for adapters; the rank is the default of `AdapterSection`."""
     return f"adapter.type={'qlora' if change.value[1] else 'lora'}"
 
 
@@ -110,7 +114,7 @@ def _batch(run: RunConfig, length: int, tokens: int, at_once: int) -> str:
 
 
 def size_text(nbytes: int) -> str:
-    """As an option takes it, exactly: "64GiB", "1536MiB"."""
+    """Return an exact size as an option takes it, as "64GiB" or "1536MiB"."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if nbytes and nbytes % unit == 0:
             return f"{nbytes // unit}{name}"

@@ -1,4 +1,4 @@
-"""`infinity report`."""
+"""`infinity report`: HTML page of a run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write a page to look at: how a run of `infinity train` went, and what would make it faster.
+    """Write an HTML page about a run of `infinity train`: its course and how to make it faster.
 
-    One file that fetches nothing, also of a run that goes on or has failed. Needs the extra
-    `report` (pip install 'torch-infinity[report]').
+    The page is one file that fetches nothing. The run may be active, finished or failed. Needs the
+    extra `report` (pip install 'torch-infinity[report]').
     """
     with command():
         from infinity.train.report.run import write_run_page

@@ -1,4 +1,4 @@
-"""`infinity run`: a script for which `import deepspeed` finds us."""
+"""`infinity run`: run a script in which `import deepspeed` finds infinity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from infinity.cli.terminal import command, say, without_bars
 from infinity.errors import ConfigError
 
-# What stands behind the script is the script's.
+# Arguments after the script belong to the script.
 SETTINGS = {"allow_interspersed_args": False}
 
 
@@ -32,7 +32,7 @@ def run(
         typer.Option("--local-rank", help="Append --local_rank=N, as DeepSpeed's launcher does."),
     ] = False,
 ) -> None:
-    """Run a script that was written for DeepSpeed, or Trainer or accelerate over it, as it is.
+    """Run an unchanged script that was written for DeepSpeed, or Trainer or accelerate over it.
 
     In its processes `import deepspeed` finds infinity. For example: infinity run --gpus 2 train.py
     --deepspeed ds_config.json; infinity run accelerate launch --use_deepspeed train.py
@@ -46,7 +46,7 @@ def run(
                 f"--gpus {gpus} with {target}, which starts processes itself",
                 remedy=f"infinity run {target} ..., with its own options",
             )
-        if local_rank:  # torch's launcher puts the number there
+        if local_rank:  # torch's launcher substitutes the number
             number = "${local_rank}" if gpus > 1 else "0"
             arguments = [*(arguments or ()), f"--local_rank={number}"]
         environment = environment_of_children(alone=gpus == 1 and found is not None)
@@ -64,7 +64,7 @@ def run(
 
 
 def _python_arguments(target: str, module: bool) -> list[str] | None:
-    """What Python is to run; None for a command of its own."""
+    """Return the arguments of Python for a script or module; None for another command."""
     if module:
         return ["-m", target]
     if target.endswith(".py") or Path(target).is_file():
@@ -76,7 +76,7 @@ def _python_arguments(target: str, module: bool) -> list[str] | None:
 
 
 def _command(name: str) -> str:
-    """The path of a command, of this Python's if it has it."""
+    """Return the path of a command, preferably from the directory of this Python."""
     here = Path(sys.executable).parent
     found = shutil.which(name, path=here) or shutil.which(name)
     if found is None:

@@ -1,4 +1,4 @@
-"""Saved state that a command is given: a checkpoint, a durable run, or the directory of a run."""
+"""Lookup of saved state for a command: a checkpoint, a durable run, or the directory of a run."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ ModelSource = Annotated[
 
 
 def find_state(directory: Path, tag: str | None) -> tuple[Path, Opener]:
-    """Return where a checkpoint or durable run lies, and a function that opens it.
+    """Return the directory of a checkpoint or durable run, and a function that opens it.
 
     Args:
-        directory: What the user gave; see `Directory`.
+        directory: Argument of the command; see `Directory`.
         tag: Name of a checkpoint; None for the one that `latest` names, or a durable run.
 
     Raises:
-        ConfigError: The directory is not there, or holds several durable runs.
+        ConfigError: The directory does not exist, or holds several durable runs.
         CheckpointError: It holds no state, or not that of `tag`.
     """
     directory = checkpoints_of(directory.expanduser().absolute())
@@ -83,7 +83,7 @@ def find_state(directory: Path, tag: str | None) -> tuple[Path, Opener]:
 
 
 def find_all(directory: Path) -> list[tuple[Path, Opener]]:
-    """Return all checkpoints and durable runs of a directory, as `find_state` does one.
+    """Return all checkpoints and durable runs of a directory, each as `find_state` returns it.
 
     Raises:
         CheckpointError: There are none.
@@ -99,7 +99,7 @@ def find_all(directory: Path) -> list[tuple[Path, Opener]]:
 
 
 def checkpoints_of(directory: Path) -> Path:
-    """Return the directory of the checkpoints of a run of `infinity train`, or `directory`."""
+    """Return the directory of checkpoints below that of a run; `directory` if it is not one."""
     below = directory / CHECKPOINTS
     return below if below.is_dir() and not tags(directory) else directory
 
@@ -127,10 +127,10 @@ def _durable_in(directory: Path) -> Path | None:
 
 
 def durable_runs(root: Path) -> list[Path]:
-    """Return the durable runs of an nvme_path, one directory of each, the oldest first.
+    """Return one directory for each durable run of an nvme_path, the oldest first.
 
-    Those of `infinity train` have a directory of their own below it. Of several ranks it is one
-    of the first's.
+    Runs of `infinity train` have a directory each below it. For a run of several ranks it is a
+    directory of the first rank.
     """
     found: dict[object, Path] = {}
     below = (path for path in root.iterdir() if path.is_dir()) if root.is_dir() else ()

@@ -1,6 +1,6 @@
-"""Progress on stderr, tables on stdout; plain lines where there is no terminal.
+"""Output of commands: progress on stderr, tables on stdout, plain lines without a terminal.
 
-Colors are for terminals; rich leaves them out where NO_COLOR is set.
+Terminals get colors, unless NO_COLOR is set (see rich).
 """
 
 from __future__ import annotations
@@ -36,9 +36,6 @@ from infinity.errors import (
     first_lines,
 )
 
-# How a command ends: errors as text with an exit code, signals after cleaning up.
-
-
 AsJson: TypeAlias = Annotated[
     bool, typer.Option("--json", help="One JSON object on stdout, and nothing else there.")
 ]
@@ -49,7 +46,7 @@ Drives: TypeAlias = Annotated[
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM arrived; files are closed while it propagates."""
+    """Raised on SIGINT, SIGTERM or SIGHUP; files are closed while it propagates."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -61,9 +58,9 @@ class Stopped(KeyboardInterrupt):
 def command() -> Iterator[None]:
     """Wrap the body of a command: errors and signals become a message and `typer.Exit`.
 
-    So do those of the system, whoever forgot them: a name that is too long, a full disk.
-    The first SIGINT or SIGTERM raises `Stopped`; later ones are ignored, because cleaning up must
-    not be interrupted. What the library warns of is a line on stderr, said once.
+    System errors such as a full disk or a name that is too long are converted as well.
+    The first SIGINT, SIGTERM or SIGHUP raises `Stopped`; later ones are ignored, because cleanup
+    must not be interrupted. Each warning is printed once, as a line on stderr.
     """
     received: list[int] = []
 
@@ -82,14 +79,14 @@ def command() -> Iterator[None]:
             say(f"error: {found}")
             raise typer.Exit(found.exit_code) from None
         except Stopped as stopped:
-            if os.environ.get("RANK", "0") == "0":  # of several ranks the first one
+            if os.environ.get("RANK", "0") == "0":  # only the first rank reports it
                 say(stopped.text)
             raise typer.Exit(stopped.exit_code) from None
 
 
 @contextmanager
 def warnings_as_lines(show: Callable[[str], None]) -> Iterator[None]:
-    """Warnings are `show`n, as "warning: ..."; each text once."""
+    """Pass warnings to `show` as "warning: ..."; each text once."""
     said: set[str] = set()
 
     def once(message: Warning | str, *more: Any, **details: Any) -> None:
@@ -105,7 +102,7 @@ def warnings_as_lines(show: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def hub_retries_as_a_warning() -> Iterator[None]:
-    """Replace log messages of the Hugging Face Hub's client about retries by one warning."""
+    """Replace log messages of the Hugging Face Hub's client about retries with one warning."""
 
     def keep(record: logging.LogRecord) -> bool:
         text = record.getMessage()
@@ -132,16 +129,17 @@ BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TQ
 def without_bars() -> dict[str, str]:
     """Return environment variables that turn off the progress bars of other libraries.
 
-    They are read when those are imported: transformers takes the Hub's. None are returned where
-    stderr is a terminal, nor those that are set already.
+    They are read when those are imported; transformers reads that of the Hub. Empty if stderr is a
+    terminal; variables that are set already are left out.
     """
     return {} if sys.stderr.isatty() else {k: "1" for k in BARS if k not in os.environ}
 
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """SIGINT, SIGTERM and, unless it is ignored, SIGHUP go to a handler; only the main thread may
-    say so.
+    """Install a handler for SIGINT, SIGTERM and, unless it is ignored, SIGHUP.
+
+    Does nothing outside the main thread.
     """
     main = threading.current_thread() is threading.main_thread()
     signums = [signal.SIGINT, signal.SIGTERM] if main else []
@@ -156,12 +154,12 @@ def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
 
 
 def as_infinity_error(error: Exception) -> InfinityError | None:
-    """Ours for an error that an argument, a file or the machine causes; None where code does."""
+    """Return an `InfinityError` for a cause in arguments, files or the machine; None for a bug."""
     text = first_lines(error)
     if isinstance(error, InfinityError):
         return error
     if isinstance(error, BrokenPipeError):
-        return None  # whoever read our output has enough: typer ends quietly
+        return None  # the reader of stdout has closed it: typer ends quietly
     if isinstance(error, OSError):
         where = f"{os.fsdecode(error.filename)[:200]!r}: " if error.filename else ""
         return MachineError(
@@ -220,9 +218,9 @@ def _wrapped(console: Console, text: str, first: str, following: str) -> list[st
 
 @contextmanager
 def stdout_is_ours() -> Iterator[None]:
-    """Send what libraries write to descriptor 1 to stderr, so that stdout carries our output only.
+    """Redirect file descriptor 1 to stderr, so that stdout carries the output of the command only.
 
-    A peer's package and its compiler talk on stdout; `--json` promises one object there.
+    Other packages and their compilers write to stdout; `--json` promises one object on it.
     """
     sys.stdout.flush()
     saved = os.dup(1)
@@ -238,22 +236,23 @@ def stdout_is_ours() -> Iterator[None]:
 PLAIN_INTERVAL_S = 5.0
 _BAR = 16  # columns of a bar
 _LABEL = 12  # columns of a label, with the space after it
-_ENDLESS = 1 << 20  # columns where no lines are wrapped: other programs read them
-_WIDE = 140  # columns where no width is known: never cut a number off
+_ENDLESS = 1 << 20  # columns without a terminal: lines for other programs are not wrapped
+_WIDE = 140  # columns of a table if no width is known, so that no number is cut off
 
 
 class _Log(Console):
-    """A log file whose write errors are ignored."""
+    """Console that ignores a broken pipe."""
 
     def on_broken_pipe(self) -> None:
-        """Say no more."""
+        """Print nothing from now on, instead of exiting."""
         self.quiet = True
 
 
 class ProgressLine:
-    """Follows long work on stderr, unless `quiet`: a line that moves on a terminal, a few plain
-    lines elsewhere. A `transient` line is cleared at its end, and drawn by `show` alone, without a
-    thread that a measurement would notice. A context manager.
+    """Progress of long work on stderr: a bar on a terminal, else a plain line every few seconds.
+
+    A context manager. `quiet` prints nothing. A `transient` bar is cleared at its end, and drawn by
+    `show` only, without a thread that would disturb a measurement.
     """
 
     def __init__(self, *, quiet: bool = False, transient: bool = False) -> None:
@@ -273,11 +272,11 @@ class ProgressLine:
 
     @property
     def columns(self) -> int:
-        """Columns left for text next to the bar."""
+        """Columns available for text next to the bar."""
         return self._console.width - _BAR - 1 if self._console.is_terminal else _ENDLESS
 
     def progress(self, done_bytes: int, total_bytes: int, what: str) -> None:
-        """How far something long is; with `what` of another kind another line begins."""
+        """Show bytes done; a `what` that differs before its first ":" begins another line."""
         kind, finished = what.partition(":")[0], done_bytes >= total_bytes
         if kind != self._work:
             self.pause()
@@ -288,19 +287,19 @@ class ProgressLine:
             self.pause()
 
     def note(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line of text."""
         with suppress(OSError):  # a log that cannot be written must not end a run
             _print(self._console, text)
 
     def pause(self) -> None:
-        """Leave the moving line as it is, so that something else can be printed."""
+        """Stop the bar, so that something else can be printed."""
         if self._progress is not None:
             progress, self._progress = self._progress, None
             with suppress(OSError):
                 progress.stop()
 
     def show(self, text: str, done: int, total: int, *, edge: bool) -> None:
-        """Move the line; without a terminal, print at the edges and every few seconds."""
+        """Update the bar; without a terminal, print if `edge`, else every few seconds."""
         if not self._console.is_terminal:
             if edge or time.monotonic() - self._shown_at_s > PLAIN_INTERVAL_S:
                 self._shown_at_s = time.monotonic()
@@ -331,7 +330,7 @@ class ProgressLine:
 
 
 class Page:
-    """Lines of a command for stdout."""
+    """Output of a command on stdout."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -344,7 +343,7 @@ class Page:
             self._console.print("\n".join(_wrapped_line(self._console, line)))
 
     def entry(self, label: str, text: str) -> None:
-        """Print a label and, in the column after it, a text that is wrapped the same way."""
+        """Print a label and, in the column after it, a text wrapped within that column."""
         lines = _wrapped(self._console, text, f"{label} ".ljust(_LABEL), " " * _LABEL)
         self._console.print("\n".join(lines))
 

@@ -1,4 +1,4 @@
-"""`infinity trace`."""
+"""`infinity trace`: analysis of a trace file."""
 
 from __future__ import annotations
 

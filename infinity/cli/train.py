@@ -1,4 +1,4 @@
-"""`infinity train`: fine-tune or pretrain a causal language model, and its output."""
+"""`infinity train`: train a causal language model, with progress on the terminal."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ def train(
     Shows the plan before anything is allocated. Writes to run_dir: config.yaml, plan.txt,
     plan.json, metrics.jsonl, checkpoints/, and at the end model/, which transformers loads, and
     report.html (see `infinity report`).
-    Ctrl-C finishes the step, saves, and stops; a second one stops at once. Any number of GPUs
-    computes the same steps, and goes on where another number stopped.
+    Ctrl-C finishes the step, saves, and stops; a second one stops at once. The steps are the same
+    on any number of GPUs, and a run can be resumed on another number.
 
     Exits with 0 when done, 2 for a configuration that makes no sense, 3 if the run does not fit,
-    130 or 143 when it was stopped.
+    130 or 143 if it was stopped.
     """
     with command():
         os.environ.update(without_bars())
@@ -123,22 +123,22 @@ def _train(config: Path, overrides: list[str], resume: str) -> Result:
         return _train_on(ranks, settings, config, overrides, resume)
     except (InfinityError, Stopped, typer.Exit) as error:
         if ranks.rank and (not isinstance(error, InfinityError) or is_propagated(error)):
-            # The first rank says it. A launcher ends all when one has ended: let it say it.
+            # The first rank prints the error. The launcher ends all ranks when one has ended: wait.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_LETS_SPEAK_S)
             raise typer.Exit(error.exit_code) from None
         raise
     finally:
-        ranks.close()  # threads of a group that outlives Python end the process by SIGABRT
+        ranks.close()  # threads of a process group that outlives Python abort the process
 
 
 def _train_on(
     ranks: DistContext | None, settings: RunConfig, config: Path, overrides: list[str], resume: str
 ) -> Result:
-    from infinity.train.run import Run  # imports torch: after the configuration was read
+    from infinity.train.run import Run  # imports torch, so only after the configuration was read
 
     if ranks is not None and ranks.rank:
-        # What transformers says here it says on the first rank, too.
+        # transformers logs the same on the first rank.
         log: Any = importlib.import_module("transformers.utils.logging")
         log.set_verbosity_error()
         log.disable_progress_bar()
@@ -179,7 +179,7 @@ def _train_on(
 
 
 def _show_plan(run: Run, page: TrainPage) -> None:
-    """Plan, save and show it; end the command where it does not fit."""
+    """Plan the run, write and show its plan; raise `typer.Exit` if it does not fit."""
     from infinity._initialize import device_for
     from infinity.cli.plan import DEFAULT_ENDURANCE
     from infinity.cli.plan_page import show_answer, show_plan, show_ways
@@ -220,7 +220,7 @@ def _show_plan(run: Run, page: TrainPage) -> None:
 
 
 class _Stop:
-    """Of the signals while training the first asks for a stop between steps, the second stops."""
+    """Signal handler of a training: the first signal stops after the step, the second at once."""
 
     defers = True  # see [Note: Ctrl-C] in `offload/sigint.py`
 
@@ -229,22 +229,21 @@ class _Stop:
         self._count = 0
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """A signal has come."""
         self._count += 1
         if self._count == 1 and self._page.begun:
             self._page.ask_to_stop(signum)
         elif self._count <= 2:
-            self._count = 3  # cleaning up must not be interrupted
+            self._count = 3  # cleanup must not be interrupted
             raise Stopped(signum)
 
 
-# --- what is shown: a line that moves on a terminal, a few plain lines elsewhere -----------------
+# --- output --------------------------------------------------------------------------------------
 
 
 class TrainPage(ProgressLine):
-    """Follows one run; implements `infinity.train.metrics.TrainCallback`.
+    """Display of one run; implements `infinity.train.metrics.TrainCallback`.
 
-    `begun` says that steps are being made, `stopping` is the signal that asked to stop, or 0.
+    `begun` is True once steps are run, `stopping` is the signal that requested a stop, or 0.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -255,7 +254,7 @@ class TrainPage(ProgressLine):
     # --- before training -------------------------------------------------------------------------
 
     def question(self, prepared: Prepared) -> None:
-        """Describe the run that will start, with its numbers."""
+        """Print the data, steps and epochs of the run that will start."""
         corpus, windows = prepared.train.corpus, len(prepared.train)
         tokens = corpus.num_tokens
         of_conversations = f" in {corpus.num_documents:,} conversations" if corpus.marked else ""
@@ -269,15 +268,15 @@ class TrainPage(ProgressLine):
         for note in prepared.notes:
             self.note(note)
 
-    # --- a watcher -------------------------------------------------------------------------------
+    # --- TrainCallback ---------------------------------------------------------------------------
 
     def begin(self, done: int, num_steps: int) -> None:
-        """Training begins."""
+        """Start the progress of training."""
         self.pause()
         self.begun = True
 
     def on_record(self, record: Mapping[str, Any]) -> None:
-        """One step, or a held-out loss."""
+        """Show a step or a held-out loss."""
         step = record["step"]
         if record["event"] == "step":
             num_steps = record["num_steps"]
@@ -287,7 +286,7 @@ class TrainPage(ProgressLine):
             self.note(f"step {step}: held-out loss {record['loss']:.4f}")
 
     def ask_to_stop(self, signum: int) -> None:
-        """From a signal handler."""
+        """Request a stop after this step; called by a signal handler."""
         self.stopping = signum
         name = signal.Signals(signum).name
         self.note(f"{name}: finishing this step, then saving; once more stops at once")
@@ -295,7 +294,7 @@ class TrainPage(ProgressLine):
     # --- after training --------------------------------------------------------------------------
 
     def report(self, directory: Path) -> None:
-        """Write the page of the run; if that fails, print the reason."""
+        """Write the HTML page of the run; if that fails, print the reason."""
         from infinity.train.report.run import write_run_page
 
         self.pause()
@@ -305,7 +304,7 @@ class TrainPage(ProgressLine):
             self.note(f"no report.html: {error.what}; {error.remedy}; infinity report {directory}")
 
     def closing(self, result: Result, directory: Path) -> None:
-        """What came of it."""
+        """Print the results of a completed training."""
         self.pause()
         if result.stopped or self._console.quiet:
             return
@@ -326,7 +325,7 @@ class TrainPage(ProgressLine):
         if result.model is not None:
             rows.append(["model", str(result.model)])
             rows.append(["to try it", shlex.join(["infinity", "generate", str(directory), "..."])])
-        with suppress(OSError):  # the terminal is gone
+        with suppress(OSError):  # the terminal is closed
             Page().table(f"{directory}: done", ["", ""], rows)
 
 

@@ -37,7 +37,7 @@ _VERDICTS = (
 
 
 @dataclass(frozen=True)
-class _Swap:
+class _SwapResult:
     """Result of the drive benchmark; `notes` lists properties that cost speed."""
 
     drives: list[Drive]
@@ -50,14 +50,14 @@ class _Swap:
         return verdict(self.comparison.rates(), self.drives)
 
     def as_dict(self) -> dict[str, Any]:
-        found = self.comparison
+        comparison = self.comparison
         return {
             "verdict": self.verdict,
-            "step_8b_s": step_seconds(found.rates()["mixed"]),
-            "modes": {mode: _pairs_dict(pairs) for mode, pairs in found.modes.items()},
-            "settings": vars(found.settings),
+            "step_8b_s": step_seconds(comparison.rates()["mixed"]),
+            "modes": {mode: _pairs_dict(pairs) for mode, pairs in comparison.modes.items()},
+            "settings": vars(comparison.settings),
             "notes": self.notes,
-            "other_programs": found.load,
+            "other_programs": comparison.load,
             "file_gib": self.gib,
             "drives": [drive.as_dict() for drive in self.drives],
             "machine": doctor.machine_facts(),
@@ -100,8 +100,10 @@ def bench(
             machine = doctor.describe(directories, True)
         rates = machine.as_dict()["rates"]
         if as_json:
-            found = {} if swap is None else swap.as_dict()
-            print(json.dumps(found | {"rates": rates, "origin": machine.rates_origin}), flush=True)
+            measured = {} if swap is None else swap.as_dict()
+            print(
+                json.dumps(measured | {"rates": rates, "origin": machine.rates_origin}), flush=True
+            )
             return
         page = Page()
         if swap is not None:
@@ -112,7 +114,7 @@ def bench(
             page.say(f"rates for plans: {machine.rates_origin}; all numbers: -v")
 
 
-def _measure(paths: Sequence[Path], gib: float, num_rounds: int, line: ProgressLine) -> _Swap:
+def _measure(paths: Sequence[Path], gib: float, num_rounds: int, line: ProgressLine) -> _SwapResult:
     """Compare infinity's I/O engine with plain threads on test files, and remove the files."""
     region_bytes = region_bytes_of(int(gib * 2**30), CHUNK_BYTES)
     drives = [look_at(path) for path in paths]
@@ -131,7 +133,7 @@ def _measure(paths: Sequence[Path], gib: float, num_rounds: int, line: ProgressL
             f"{comparison.load} while this was measured: the drive may be faster, and the ratio "
             "higher; end them and measure again"
         )
-    return _Swap(drives, comparison, notes, gib)
+    return _SwapResult(drives, comparison, notes, gib)
 
 
 def step_seconds(mixed: float) -> float:
@@ -151,25 +153,27 @@ def verdict(rates: Mapping[Any, float], drives: Sequence[Drive]) -> str:
         drives: Properties of the drives.
     """
     if any(drive.in_ram for drive in drives):
-        judgement = "RAM and no drive, see below"
+        rating = "RAM and no drive, see below"
     elif not all(drive.direct for drive in drives):
-        judgement = "through the page cache, the drive may be slower, see below"
+        rating = "through the page cache, the drive may be slower, see below"
     else:
-        judgement = next(text for least, text in _VERDICTS if rates["mixed"] >= least)
-    together = f"{len(drives)} paths together: " if len(drives) > 1 else ""
-    each = ", ".join(f"{format_rate(rates[mode])} {mode}" for mode in ("read", "write", "mixed"))
+        rating = next(text for min_rate, text in _VERDICTS if rates["mixed"] >= min_rate)
+    prefix = f"{len(drives)} paths together: " if len(drives) > 1 else ""
+    rates_text = ", ".join(
+        f"{format_rate(rates[mode])} {mode}" for mode in ("read", "write", "mixed")
+    )
     return (
-        f"{together}{each}: {judgement}; an AdamW step of an 8B model with its state there takes "
+        f"{prefix}{rates_text}: {rating}; an AdamW step of an 8B model with its state there takes "
         f"at least {format_duration(step_seconds(rates['mixed']))}"
     )
 
 
-def _show(page: Page, swap: _Swap, verbose: bool) -> None:
-    found = swap.comparison
+def _show(page: Page, swap: _SwapResult, verbose: bool) -> None:
+    comparison = swap.comparison
     page.say(swap.verdict)
     plain = "plain O_DIRECT" if all(drive.direct for drive in swap.drives) else "plain buffered"
     rows = []
-    for mode, pairs in found.modes.items():
+    for mode, pairs in comparison.modes.items():
         ratio = f"{pairs.ratio:.2f}"
         if verbose:
             ratio += f" ({min(pairs.ratios):.2f}-{max(pairs.ratios):.2f})"
@@ -182,29 +186,29 @@ def _show(page: Page, swap: _Swap, verbose: bool) -> None:
         _show_details(page, swap)
 
 
-def _show_details(page: Page, swap: _Swap) -> None:
-    found = swap.comparison
-    num_rounds = len(found.modes["read"].ours)
+def _show_details(page: Page, swap: _SwapResult) -> None:
+    comparison = swap.comparison
+    num_rounds = len(comparison.modes["read"].ours)
     page.entry(
         "rounds",
         f"{num_rounds}, medians (range); the order of the two rotates; mixed counts both "
         f"directions; {swap.gib:g} GiB of test file in each path",
     )
-    page.entry("infinity", f"{found.settings.name}, the defaults of `io`")
-    for mode, pairs in found.modes.items():
+    page.entry("infinity", f"{comparison.settings.name}, the defaults of `io`")
+    for mode, pairs in comparison.modes.items():
         tried = ", ".join(f"{name} {format_rate(rate)}" for name, rate in pairs.tried.items())
         page.entry(f"plain {mode}", f"the first of these, tried once: {tried}")
     cpu = [
         f"{mode} {median_cpu(pairs.ours):.2f} and {median_cpu(pairs.plain):.2f}"
-        for mode, pairs in found.modes.items()
+        for mode, pairs in comparison.modes.items()
     ]
     page.entry("CPU s/GiB", f"infinity and plain: {', '.join(cpu)}")
     for drive in swap.drives:
-        how = "O_DIRECT" if drive.direct else f"buffered, {drive.direct_reason}"
+        access = "O_DIRECT" if drive.direct else f"buffered, {drive.direct_reason}"
         device = " ".join(part for part in (drive.device, drive.model) if part)
         page.entry(
             "path",
-            f"{drive.path}: {drive.file_system} on {device}, {how}, "
+            f"{drive.path}: {drive.file_system} on {device}, {access}, "
             f"{format_size(drive.free_bytes)} of {format_size(drive.total_bytes)} free",
         )
 
@@ -217,7 +221,7 @@ def _cell(samples: Sequence[Sample], verbose: bool) -> str:
 
 
 def _pairs_dict(pairs: Pairs) -> dict[str, Any]:
-    ours, plain = (
+    engine, plain = (
         {
             "bytes_per_s": median_rate(samples),
             "cpu_s_per_gib": median_cpu(samples),
@@ -226,7 +230,7 @@ def _pairs_dict(pairs: Pairs) -> dict[str, Any]:
         for samples in (pairs.ours, pairs.plain)
     )
     return {
-        "infinity": ours,
+        "infinity": engine,
         "plain": plain | {"name": next(iter(pairs.tried))},
         "ratio": pairs.ratio,
         "ratios": pairs.ratios,

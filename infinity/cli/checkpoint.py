@@ -56,22 +56,24 @@ def _report(reader: StateReader) -> dict[str, Any]:
         "precision": manifest.precision,
         "rule": manifest.rule,
         "moments": list(manifest.moments),
-        "parameters": _counted([p.shape for p in manifest.parameters]),
-        "trained": _counted([p.shape for p in manifest.parameters if p.trained]),
+        "parameters": _tensor_counts([p.shape for p in manifest.parameters]),
+        "trained": _tensor_counts([p.shape for p in manifest.parameters if p.trained]),
         "tied": sum(len(p.aliases) for p in manifest.parameters),
-        "buffers": _counted([b.shape for b in manifest.buffers]),
+        "buffers": _tensor_counts([b.shape for b in manifest.buffers]),
         "client_state": manifest.client_state,
     }
-    report |= _about_commit(reader) if isinstance(reader, DurableReader) else _about_tag(reader)
+    report |= (
+        _durable_fields(reader) if isinstance(reader, DurableReader) else _checkpoint_fields(reader)
+    )
     report["nbytes"] = sum(row["nbytes"] for row in report["streams"].values())
     return report
 
 
-def _counted(shapes: list[tuple[int, ...]]) -> dict[str, int]:
+def _tensor_counts(shapes: list[tuple[int, ...]]) -> dict[str, int]:
     return {"tensors": len(shapes), "elements": sum(map(prod, shapes))}
 
 
-def _about_tag(reader: StateReader) -> dict[str, Any]:
+def _checkpoint_fields(reader: StateReader) -> dict[str, Any]:
     """Return the fields of the report that only a checkpoint has; sizes are file sizes."""
     root = reader.directory.parent
     streams: dict[str, dict[str, int]] = {}
@@ -90,7 +92,7 @@ def _about_tag(reader: StateReader) -> dict[str, Any]:
     }
 
 
-def _about_commit(reader: DurableReader) -> dict[str, Any]:
+def _durable_fields(reader: DurableReader) -> dict[str, Any]:
     """Return the fields of the report that only the commit of a durable run has."""
     record, document = reader.record, reader.document
     streams = {}
@@ -175,8 +177,8 @@ def _show_commit(page: Page, report: dict[str, Any]) -> None:
         page.say(f"within an accumulation window, whose gradients are in {report['gradients_in']}")
     for kind, tiers in report["placement"].items():
         page.say(f"{kind}: {', '.join(f'{n} on {tier}' for tier, n in tiers.items())}")
-    kept = "kept (io.verify)" if report["checksums"] else "not kept (io.verify was off)"
-    page.say(f"checksums of the state: {kept}")
+    checksums = "kept (io.verify)" if report["checksums"] else "not kept (io.verify was off)"
+    page.say(f"checksums of the state: {checksums}")
 
 
 # --- the commands --------------------------------------------------------------------------------
@@ -242,28 +244,28 @@ def verify(
                 raise ConfigError(
                     "--tag names one checkpoint, --all means all", remedy="one of both"
                 )
-            found = find_all(directory)
+            states = find_all(directory)
         else:
-            found = [find_state(directory, tag)]
-        sound = [_is_sound(location, opened) for location, opened in found]
-        if not all(sound):
+            states = [find_state(directory, tag)]
+        are_sound = [_is_sound(location, opener) for location, opener in states]
+        if not all(are_sound):
             raise typer.Exit(CheckpointError.exit_code)
 
 
-def _is_sound(path: Path, opened: Opener) -> bool:
+def _is_sound(path: Path, opener: Opener) -> bool:
     """Verify all checksums, print damages, and return True if none was found."""
     problems: list[str] = []
     verdict = ""
     try:
-        with opened() as reader, ProgressLine() as line:
+        with opener() as reader, ProgressLine() as line:
             done = 0
 
-            def seen(nbytes: int) -> None:
+            def on_read(nbytes: int) -> None:
                 nonlocal done
                 done += nbytes
                 line.progress(done, reader.nbytes, f"reading {path}")
 
-            problems += reader.verify(seen)
+            problems += reader.verify(on_read)
             verdict = f"sound, {format_size(reader.nbytes)}"
             if not reader.verified:
                 verdict = (
@@ -312,26 +314,26 @@ def export(
     with command():
         if dtype is not None and dtype not in COMPUTE_DTYPES:
             raise ConfigError(f"--dtype is {dtype!r}", remedy="--dtype bf16, fp16 or fp32")
-        wanted = None if dtype is None else COMPUTE_DTYPES[dtype]
-        state, opened = find_state(directory, tag)
-        out = _free_for_weights(out, force)
-        source = _description_of(directory, state, model, merge)
-        with opened() as reader:
+        export_dtype = None if dtype is None else COMPUTE_DTYPES[dtype]
+        state, opener = find_state(directory, tag)
+        out = _checked_export_directory(out, force)
+        source = _model_source(directory, state, model, merge)
+        with opener() as reader:
             if source is None:
-                files = write_shards(out, reader.outgoing(wanted), parse_size(max_shard))
+                files = write_shards(out, reader.outgoing(export_dtype), parse_size(max_shard))
             else:
                 from infinity.train.saved_model import describe, export_model
 
-                described = describe(source)
+                saved = describe(source)
                 files = export_model(
-                    described,
+                    saved,
                     reader,
                     out,
-                    dtype=wanted,
+                    dtype=export_dtype,
                     max_shard_bytes=parse_size(max_shard),
                     merge=merge,
                 )
-                if described.tokenizer is None:
+                if saved.tokenizer is None:
                     say("note: no tokenizer was found, so none is written (--model DIR names one)")
         weights = [path for path in files if path.suffix == ".safetensors"]
         count, nbytes = 0, 0
@@ -342,26 +344,26 @@ def export(
         print(f"{count} tensors, {format_size(nbytes)}, in {len(weights)} file(s) in {out}")
 
 
-def _description_of(directory: Path, state: Path, model: str | None, merge: bool) -> str | None:
+def _model_source(directory: Path, state: Path, model: str | None, merge: bool) -> str | None:
     """Return the source to pass to `describe`; None to write weights only."""
     if model is not None and model != "none":
         return model
-    found = None
+    description = None
     if model is None:
         from infinity.train.saved_model import find_description
 
-        found = find_description(directory, state)
-    if found is None and merge:
+        description = find_description(directory, state)
+    if description is None and merge:
         raise ConfigError(
             "--merge needs to know which adapters were trained over which model",
             remedy="--model RUN_DIR names the directory of the run",
         )
-    if found is None and model is None:
+    if description is None and model is None:
         say(
             "note: only weights are written, as their model is unknown; "
             "--model DIR names its config.json"
         )
-    return None if found is None else str(found)
+    return None if description is None else str(description)
 
 
 @checkpoint.command()
@@ -383,10 +385,10 @@ def prune(
     with command():
         root = checkpoints_of(directory.expanduser())
         removed = checkpoints.prune(root, keep, dry_run=dry_run)
-        for one in removed:
-            print(f"{'would remove' if dry_run else 'removed'} {root / one.tag}, ", end="")
-            print(format_size(one.nbytes))
-        total = format_size(sum(one.nbytes for one in removed))
+        for entry in removed:
+            print(f"{'would remove' if dry_run else 'removed'} {root / entry.tag}, ", end="")
+            print(format_size(entry.nbytes))
+        total = format_size(sum(entry.nbytes for entry in removed))
         print(f"{len(removed)} checkpoint(s), {total}", flush=True)
 
 
@@ -411,16 +413,16 @@ def import_deepspeed(
     """
     with command():
         source, root = directory.expanduser().absolute(), out.expanduser().absolute()
-        done = import_zero(source, root, __version__, tag)
-        moments = "with Adam's moments" if done.moments else "without optimizer state"
+        imported = import_zero(source, root, __version__, tag)
+        moments = "with Adam's moments" if imported.moments else "without optimizer state"
         print(
-            f"{done.path}: {done.parameters} parameters of step {done.global_steps} {moments}, "
-            f"from ZeRO {done.stage} of {done.ranks} rank(s)",
+            f"{imported.path}: {imported.parameters} parameters of step {imported.global_steps} "
+            f"{moments}, from ZeRO {imported.stage} of {imported.ranks} rank(s)",
             flush=True,
         )
 
 
-def _free_for_weights(out: Path, force: bool) -> Path:
+def _checked_export_directory(out: Path, force: bool) -> Path:
     """Return the resolved export directory; raise `ConfigError` if it must not be written.
 
     With `force` weights are replaced, but never a checkpoint or the directory of a run.

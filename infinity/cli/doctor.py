@@ -50,24 +50,24 @@ def examine(paths: Sequence[Path], root: Path = Path("/")) -> dict[str, Any]:
     """
     problems: list[dict[str, Any]] = []
 
-    def part(look: Callable[[], T]) -> T | None:
+    def check(probe: Callable[[], T]) -> T | None:
         """Run one check; return its result, or None after adding a problem."""
         try:
-            return look()
+            return probe()
         except InfinityError as error:
             names = ("what", "because", "remedy", "exit_code")
             problems.append({name: getattr(error, name) for name in names})
             return None
 
-    facts: dict[str, Any] = {"infinity": __version__, "machine": part(machine_facts) or {}}
-    machine = part(lambda: read_machine(root=root)) if facts["machine"] else None
+    facts: dict[str, Any] = {"infinity": __version__, "machine": check(machine_facts) or {}}
+    machine = check(lambda: read_machine(root=root)) if facts["machine"] else None
     facts["memory"] = {} if machine is None else _memory(machine, root)
     if machine is not None:
-        part(lambda: _check_memory(machine))
-    facts["torch"] = part(_torch)
-    facts["kernels"] = part(lambda: _kernels(root))
-    facts["io"] = part(_io)
-    facts["drives"] = [part(partial(_drive, path)) for path in paths]
+        check(lambda: _check_memory(machine))
+    facts["torch"] = check(_torch)
+    facts["kernels"] = check(lambda: _kernels(root))
+    facts["io"] = check(_io)
+    facts["drives"] = [check(partial(_drive, path)) for path in paths]
     facts["places"] = [] if paths else _file_systems()
     facts["notes"] = _notes(paths, facts)
     facts["problems"] = problems
@@ -109,9 +109,9 @@ def measured_links(refresh: bool = False) -> dict[str, Any] | None:
         opened = find_device(device_for(None, ranks))
         with closing(opened) as device, ranks.collective_section("measures links"):
             ranks.check(device.torch_device)
-            rates, day = cached_links(ranks, device, refresh=refresh)
-        found = {"rank": ranks.rank, "gpus": ranks.local_count, "nodes": ranks.num_nodes}
-        return found | {"rates": rates, "measured": day}
+            rates, date = cached_links(ranks, device, refresh=refresh)
+        result = {"rank": ranks.rank, "gpus": ranks.local_count, "nodes": ranks.num_nodes}
+        return result | {"rates": rates, "measured": date}
 
 
 def describe(
@@ -127,14 +127,14 @@ def describe(
     from infinity.storage.devices import find_device
 
     with closing(find_device(None)) as device:
-        found = cached_rates(paths, device, refresh=refresh)
+        known = cached_rates(paths, device, refresh=refresh)
         links = links or {"rates": {}, "gpus": 1, "nodes": 1}
         machine = PlanMachine.here(
             paths,
             device.memory_bytes(),
-            Rates.of(found.rates.numbers() | links["rates"]),
+            Rates.of(known.rates.numbers() | links["rates"]),
             name=f"{cpu_model()}, device {device_name(device)}",
-            measured=found.measured,
+            measured=known.measured,
         )
         return replace(machine, gpus=links["gpus"], nodes=links["nodes"])
 
@@ -142,12 +142,12 @@ def describe(
 def _memory(machine: Machine, root: Path) -> dict[str, Any]:
     sizes = read_meminfo(root)
     physical_bytes = sizes.get("MemTotal", 0)
-    where = cgroup_path(root, "memory") or cgroup_path(root, "") or "(unknown)"
+    cgroup = cgroup_path(root, "memory") or cgroup_path(root, "") or "(unknown)"
     in_cgroup = machine.host_ram_bytes < physical_bytes
     return {
         "physical_bytes": physical_bytes,
         "usable_bytes": machine.host_ram_bytes,
-        "bounded_by": f"memory cgroup {where}" if in_cgroup else "the machine's RAM",
+        "bounded_by": f"memory cgroup {cgroup}" if in_cgroup else "the machine's RAM",
         "available_bytes": machine.host_available_bytes,
         "budget_bytes": default_host_budget_bytes(machine),
         "memlock_bytes": machine.memlock_bytes,
@@ -174,10 +174,10 @@ def _torch() -> dict[str, Any]:
         raise MachineError(
             "torch cannot be imported", because=str(error), remedy="pip install 'torch>=2.10'"
         ) from error
-    found, reason = [], ""
+    gpus, reason = [], ""
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
-        found = [torch.cuda.get_device_properties(index) for index in range(count)]
+        gpus = [torch.cuda.get_device_properties(index) for index in range(count)]
     elif torch.version.cuda is None:
         reason = f"this torch ({torch.__version__}) is built without CUDA"
     else:
@@ -187,7 +187,7 @@ def _torch() -> dict[str, Any]:
         "num_threads": torch.get_num_threads(),
         "accelerators": [
             f"{gpu.name}, {format_size(gpu.total_memory)}, capability {gpu.major}.{gpu.minor}"
-            for gpu in found
+            for gpu in gpus
         ],
         "no_accelerator_because": reason,
     }
@@ -198,9 +198,9 @@ def _kernels(root: Path) -> dict[str, Any]:
         import infinity._adam as _adam
         import infinity._aio as _aio
 
-        with closing(_adam.Pool(1, root=str(root))) as best:
-            found = {"isas": _adam.isas(), "chosen": best.isa, "cpus_by_node": best.nodes}
-        return found | {"crc32c": _aio.crc32c_kind}
+        with closing(_adam.Pool(1, root=str(root))) as pool:
+            kernels = {"isas": _adam.isas(), "chosen": pool.isa, "cpus_by_node": pool.nodes}
+        return kernels | {"crc32c": _aio.crc32c_kind}
     except ImportError as error:
         raise MachineError(
             "the native modules cannot be loaded", because=str(error), remedy="make setup"
@@ -227,12 +227,12 @@ def _drive(path: Path) -> dict[str, Any]:
 def _file_systems() -> list[dict[str, Any]]:
     """Return the mounted file systems on block devices, by free bytes; nothing is written."""
     file_systems: dict[str, dict[str, Any]] = {}
-    for _, where, (kind, device, _) in mounts(Path("/")):
+    for _, mount_point, (kind, device, _) in mounts(Path("/")):
         # Containers mount one device at many paths, single files among them.
-        if device.startswith("/dev/") and device not in file_systems and os.path.isdir(where):
+        if device.startswith("/dev/") and device not in file_systems and os.path.isdir(mount_point):
             with suppress(OSError):
-                free_bytes = shutil.disk_usage(where).free
-                entry = {"path": where, "device": device, "file_system": kind}
+                free_bytes = shutil.disk_usage(mount_point).free
+                entry = {"path": mount_point, "device": device, "file_system": kind}
                 file_systems[device] = entry | {"free_bytes": free_bytes}
     return sorted(file_systems.values(), key=lambda item: -int(item["free_bytes"]))
 
@@ -249,9 +249,9 @@ def drive_notes(paths: Sequence[Path], drives: Sequence[dict[str, Any]]) -> list
     notes = []
     for drive in drives:
         notes += drive["notes"]
-        for name, answer in drive["backends"].items():
-            if not answer["ok"]:
-                notes.append(f"{drive['path']}: {name} does not work: {answer['reason']}")
+        for name, status in drive["backends"].items():
+            if not status["ok"]:
+                notes.append(f"{drive['path']}: {name} does not work: {status['reason']}")
         free, total = drive["free_bytes"], drive["total_bytes"]
         if free < NEARLY_FULL * total:
             notes.append(
@@ -400,33 +400,33 @@ def rate_lines(rates: dict[str, Any], origin: str) -> list[str]:
     """Return lines with all rates of a machine and their origin."""
     lines = [f"rates      {origin}"]
     busy = "" if "to_device" in rates else "; with busy processors"
-    for title, names, more in (("disk", DISK, busy), ("copies", COPIES, "")):
+    for title, names, suffix in (("disk", DISK, busy), ("copies", COPIES, "")):
         known = [name for name in names if name in rates]
-        each = ", ".join(f"{_label(name)} {format_rate(rates[name])}" for name in known)
-        lines += [f"           {title}: {each}{more}"] if known else []
+        texts = ", ".join(f"{_label(name)} {format_rate(rates[name])}" for name in known)
+        lines += [f"           {title}: {texts}{suffix}"] if known else []
     if LINKS[0] in rates:
         lines.append(f"           links: {link_text(rates)}")
     updates = dict(rates["update"])
     if rates.get("device_update"):
         updates["on the device"] = rates["device_update"]
-    each = ", ".join(f"{name} {format_count(rate)}" for name, rate in updates.items())
-    lines.append(f"           update: {each} parameters/s")
+    texts = ", ".join(f"{name} {format_count(rate)}" for name, rate in updates.items())
+    lines.append(f"           update: {texts} parameters/s")
     for kind in ("compute", "attention"):
-        each = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in rates[kind].items())
-        lines.append(f"           {kind}: {each} TFLOP/s")
-    each = ", ".join(f"{name} {format_rate(rate)}" for name, rate in rates["between"].items())
-    lines.append(f"           between products: {each}; logits {format_count(rates['logits'])}/s")
+        texts = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in rates[kind].items())
+        lines.append(f"           {kind}: {texts} TFLOP/s")
+    texts = ", ".join(f"{name} {format_rate(rate)}" for name, rate in rates["between"].items())
+    lines.append(f"           between products: {texts}; logits {format_count(rates['logits'])}/s")
     return lines
 
 
 def link_text(rates: dict[str, Any]) -> str:
     """Return the rates between ranks as text."""
-    each = ", ".join(f"{name.replace('_', '-')} {format_rate(rates[name])}" for name in LINKS)
+    texts = ", ".join(f"{name.replace('_', '-')} {format_rate(rates[name])}" for name in LINKS)
     between = rates.get(BETWEEN_NODES)
-    more = f"; {format_rate(between)} by each node from others" if between else ""
+    suffix = f"; {format_rate(between)} by each node from others" if between else ""
     hosts = rates.get(BETWEEN_HOSTS)
-    more += f", {format_rate(hosts)} by each rank from RAM to RAM" if hosts else ""
-    return f"{each}, received by each rank{more}"
+    suffix += f", {format_rate(hosts)} by each rank from RAM to RAM" if hosts else ""
+    return f"{texts}, received by each rank{suffix}"
 
 
 def _label(name: str) -> str:
@@ -452,7 +452,7 @@ def _drive_lines(drive: dict[str, Any]) -> list[str]:
         f"           how fast it is: infinity bench {drive['path']}",
     ]
     lines += [
-        f"           {name}: {'works' if answer['ok'] else 'does not work: ' + answer['reason']}"
-        for name, answer in drive["backends"].items()
+        f"           {name}: {'works' if status['ok'] else 'does not work: ' + status['reason']}"
+        for name, status in drive["backends"].items()
     ]
     return lines

@@ -81,7 +81,7 @@ def generate(
                 f"{saved.name} has no tokenizer",
                 remedy="--model DIR with one" if model is None else "a directory with one",
             )
-        _continue(engine, saved, text, raw, seed, options)
+        _print_continuation(engine, saved, text, raw, seed, options)
 
 
 def _load(
@@ -104,7 +104,7 @@ def _load(
         config = engine_config(saved, **changes)
         module = load_directory(directory, config)
         return initialize(module, config, progress=line.progress)[0], saved
-    state, opened = find_state(directory, tag)
+    state, opener = find_state(directory, tag)
     source = model or find_description(directory, state)
     if source is None:
         raise ConfigError(
@@ -112,7 +112,7 @@ def _load(
             remedy="--model DIR names the directory with its config.json and tokenizer",
         )
     saved = describe(source)
-    with opened() as reader:
+    with opener() as reader:
         config = engine_config(saved, **({"precision": reader.manifest.precision} | changes))
         module = load_values(saved, reader, config.precision)
         return initialize(module, config, progress=line.progress)[0], saved
@@ -132,7 +132,7 @@ def _sampling(temperature: float | None, top_p: float | None) -> dict[str, Any]:
     return {"do_sample": True, **chosen} if chosen else {}
 
 
-def _continue(
+def _print_continuation(
     engine: Engine, saved: SavedModel, text: str, raw: bool, seed: int, options: dict[str, Any]
 ) -> None:
     """Print generated text token by token."""
@@ -152,8 +152,8 @@ def _continue(
     torch.manual_seed(seed)
     engine.eval()
     module: Any = engine.module
-    end = saved.tokenizer.end
-    if module.generation_config.pad_token_id is None and end is not None:
-        options = options | {"pad_token_id": end}
+    end_token = saved.tokenizer.end
+    if module.generation_config.pad_token_id is None and end_token is not None:
+        options = options | {"pad_token_id": end_token}
     mask = torch.ones_like(tokens)
     module.generate(input_ids=tokens, attention_mask=mask, streamer=streamer, **options)

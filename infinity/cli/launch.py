@@ -19,14 +19,14 @@ from infinity.errors import ConfigError, MachineError
 from infinity.plan.machine import read_machine
 
 # Bootstrap of each process: Linux ends it when the launcher ends, even by kill -9.
-_FOLLOW = """
+_BOOTSTRAP = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
-_PATIENCE_S = 600  # after Ctrl-C, to finish the step and save; then processes are killed
+_SHUTDOWN_TIMEOUT_S = 600  # after Ctrl-C, to finish the step and save; then processes are killed
 
 
 def launch(count: int, arguments: Sequence[str]) -> None:
@@ -42,31 +42,32 @@ def launch(count: int, arguments: Sequence[str]) -> None:
             f"--gpus {count} in a process of a launcher (WORLD_SIZE={os.environ['WORLD_SIZE']})",
             remedy="leave --gpus out, or the launcher",
         )
-    if 0 < (found := num_accelerators()) < count:
-        raise ConfigError(f"--gpus {count}, and {found} are here", remedy=f"--gpus {found}")
+    available = num_accelerators()
+    if 0 < available < count:
+        raise ConfigError(f"--gpus {count}, and {available} are here", remedy=f"--gpus {available}")
     threads = max(read_machine().num_cpus // count, 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_PATIENCE_S))
-    here = "127.0.0.1"
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S))
+    loopback = "127.0.0.1"
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=count,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint=f"{here}:0",
-        local_addr=here,
+        rdzv_endpoint=f"{loopback}:0",
+        local_addr=loopback,
         max_restarts=0,
     )
     logging.disable(logging.ERROR)  # each process reports its own error
     try:
-        elastic_launch(config, sys.executable)("-c", _FOLLOW, str(os.getpid()), *arguments)
+        elastic_launch(config, sys.executable)("-c", _BOOTSTRAP, str(os.getpid()), *arguments)
     except ChildFailedError as error:
-        number, failure = error.get_first_failure()
+        rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
-            name = signal.Signals(-failure.exitcode).name
+            signal_name = signal.Signals(-failure.exitcode).name
             raise MachineError(
-                f"rank {number} of {count} was ended by {name}",
+                f"rank {rank} of {count} was ended by {signal_name}",
                 because="it ran out of memory, crashed, or was killed",
                 remedy="dmesg | tail; --resume auto goes on from the last checkpoint",
             ) from None

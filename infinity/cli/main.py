@@ -39,8 +39,8 @@ class Verbs(TyperGroup):
         if args and args[0] not in VERBS:
             hint = did_you_mean(args[0], VERBS) or f"there are {', '.join(VERBS)}"
             ctx.fail(f"No such command {args[0]!r}; {hint}".rstrip())
-        name, command, left = super().resolve_command(ctx, args)
-        return name, command and load(str(name)), left
+        name, command, remaining = super().resolve_command(ctx, args)
+        return name, command and load(str(name)), remaining
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a stub with name and help, for completion without an import; None if unknown."""
@@ -56,12 +56,12 @@ class Verbs(TyperGroup):
 def load(verb: str) -> Any:
     """Import a verb's module and return its command."""
     module = import_module(f"infinity.cli.{verb}")
-    found = getattr(module, verb)
-    if isinstance(found, typer.Typer):
-        return typer.main.get_group(found)
-    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-    alone.command(verb, context_settings=getattr(module, "SETTINGS", None))(found)
-    return typer.main.get_command(alone)
+    target = getattr(module, verb)
+    if isinstance(target, typer.Typer):
+        return typer.main.get_group(target)
+    single = typer.Typer(add_completion=False, rich_markup_mode=None)
+    single.command(verb, context_settings=getattr(module, "SETTINGS", None))(target)
+    return typer.main.get_command(single)
 
 
 app = typer.Typer(

@@ -32,10 +32,13 @@ if TYPE_CHECKING:
 
 DEFAULT_STEP = 65_536  # tokens of all ranks, as in the presets of `infinity init`
 DEFAULT_SAMPLE = 2048  # tokens
-_RECOMPUTES = frozenset(("recompute", "recompute_blocks"))
-_RECOMPUTED: dict[bool | None, Recompute] = {True: "all", False: 0}  # unless --recompute-blocks
-_TYPED = "COMMANDLINE"  # name of click's `ParameterSource` of typed parameters
-_BARE = 1 << 20  # bytes; a smaller number without a unit is probably meant in GiB
+_RECOMPUTE_PARAMETERS = frozenset(("recompute", "recompute_blocks"))
+_RECOMPUTE_VALUES: dict[bool | None, Recompute] = {
+    True: "all",
+    False: 0,
+}  # unless --recompute-blocks
+_FROM_COMMAND_LINE = "COMMANDLINE"  # name of click's `ParameterSource` of typed parameters
+_LEAST_BARE_SIZE = 1 << 20  # bytes; a smaller number without a unit is probably meant in GiB
 DEFAULT_ENDURANCE = "600TB"  # rated writes of common 1 TB drives in data sheets
 
 
@@ -166,7 +169,7 @@ _Recompute = Annotated[
         show_default=False,
     ),
 ]
-_Again = Annotated[
+_RecomputeBlocks = Annotated[
     int | None,
     typer.Option(
         "--recompute-blocks", metavar="N", help="Recompute the first N blocks only.", min=0
@@ -184,7 +187,7 @@ _Drives = Annotated[
     int | None,
     typer.Option("--drives", metavar="N", help="Number of equal drives.", min=1, max=64),
 ]
-_Finer = Annotated[
+_FinerUnits = Annotated[
     bool, typer.Option("--finer-units", help="Cut blocks into smaller units: smaller buffers.")
 ]
 _Verbose = Annotated[
@@ -221,8 +224,8 @@ def plan(
     lora: _Lora = None,
     frozen_format: _FrozenFormat = None,
     recompute: _Recompute = None,
-    recompute_blocks: _Again = None,
-    finer_units: _Finer = False,
+    recompute_blocks: _RecomputeBlocks = None,
+    finer_units: _FinerUnits = False,
     endurance: _Endurance = DEFAULT_ENDURANCE,
     verbose: _Verbose = False,
     as_json: AsJson = False,
@@ -241,14 +244,14 @@ def plan(
     Exits with 0 if the run fits, 3 if it does not, 2 if the options make no sense.
     """
     with command():
-        wishes = _options(ctx.params)  # all parameters of the signature
+        options = _search_options(ctx.params)  # all parameters of the signature
         rated_bytes = _size("--endurance", endurance) or 0
 
-        def more(text: str) -> SearchOptions:
-            return _options(_with_more(ctx, text))
+        def with_text(text: str) -> SearchOptions:
+            return _search_options(_appended_params(ctx, text))
 
-        with stdout_is_ours(), _no_collections():
-            report = report_of(wishes, rated_bytes, more)
+        with stdout_is_ours(), _no_garbage_collection():
+            report = report_of(options, rated_bytes, with_text)
         if as_json:
             print(json.dumps(report), flush=True)
         else:
@@ -259,45 +262,47 @@ def plan(
             raise typer.Exit(DoesNotFitError.exit_code)
 
 
-def _options(params: Mapping[str, Any]) -> SearchOptions:
+def _search_options(params: Mapping[str, Any]) -> SearchOptions:
     """Return the options of the search from the parsed parameters of the command."""
     keys = params["overrides"] or []
     run = _find_run(params["target"], keys)
-    same = ("target", "model", "model_class", "gpus", "nodes", "tokens", "micro_batches",
-            "sequence", "slices", "precision", "moments", "lora", "frozen_format", "refresh",
-            "drives", "finer_units")  # fmt: skip
-    machine, number = params["machine"], params["recompute_blocks"]
+    names = ("target", "model", "model_class", "gpus", "nodes", "tokens", "micro_batches",
+             "sequence", "slices", "precision", "moments", "lora", "frozen_format", "refresh",
+             "drives", "finer_units")  # fmt: skip
+    machine, blocks = params["machine"], params["recompute_blocks"]
     return SearchOptions(
-        **{name: params[name] for name in same},
+        **{name: params[name] for name in names},
         machine_file=None if machine is None else Path(machine),
         device=_size("--device", params["device"]),
         host=_size("--host", params["host"]),
-        disk=_size("--disk", params["disk"], least=0),
+        disk=_size("--disk", params["disk"], minimum=0),
         paths=tuple(Path(part).expanduser() for part in params["path"] or ()),
         link=_rate("--link", params["link"]),
         between=_rate("--between", params["between"]),
         offload=_tier(params["activations"]),
-        recompute=_RECOMPUTED.get(params["recompute"]) if number is None else number,
+        recompute=_RECOMPUTE_VALUES.get(params["recompute"]) if blocks is None else blocks,
         keys=() if run is not None else tuple(keys),
         run=run,
     )
 
 
-def _with_more(ctx: typer.Context, text: str) -> dict[str, Any]:
+def _appended_params(ctx: typer.Context, text: str) -> dict[str, Any]:
     """Return the parameters of the command with options and keys of `text` appended to it."""
-    again = ctx.command.make_context("plan", [ctx.params["target"], *shlex.split(text)])
-    given = {
-        n for n in again.params if getattr(again.get_parameter_source(n), "name", "") == _TYPED
+    appended = ctx.command.make_context("plan", [ctx.params["target"], *shlex.split(text)])
+    typed = {
+        n
+        for n in appended.params
+        if getattr(appended.get_parameter_source(n), "name", "") == _FROM_COMMAND_LINE
     }
-    if not given.isdisjoint(_RECOMPUTES):  # they exclude each other: the last one counts
-        given |= _RECOMPUTES
-    keys = [*(ctx.params["overrides"] or ()), *(again.params["overrides"] or ())]
-    more = {name: again.params[name] for name in given}
-    return {**ctx.params, **more, "overrides": keys, "refresh": False}
+    if not typed.isdisjoint(_RECOMPUTE_PARAMETERS):  # they exclude each other: the last one counts
+        typed |= _RECOMPUTE_PARAMETERS
+    keys = [*(ctx.params["overrides"] or ()), *(appended.params["overrides"] or ())]
+    values = {name: appended.params[name] for name in typed}
+    return {**ctx.params, **values, "overrides": keys, "refresh": False}
 
 
 @contextmanager
-def _no_collections() -> Iterator[None]:
+def _no_garbage_collection() -> Iterator[None]:
     """Disable garbage collection: during the import of torch it takes a tenth of the total time."""
     was_on = gc.isenabled()
     gc.disable()
@@ -320,49 +325,51 @@ class FoundSchedule:
 
 
 def report_of(
-    wishes: SearchOptions, rated_bytes: int, more: Callable[[str], SearchOptions] | None = None
+    options: SearchOptions,
+    rated_bytes: int,
+    with_text: Callable[[str], SearchOptions] | None = None,
 ) -> dict[str, Any]:
     """Return the report of the plan, JSON-able; keys as in `infinity.cli.plan_report`.
 
-    `more` returns the options of the command with a text of options and keys appended. If given,
-    every suggestion has the numbers of the command with its text appended.
+    `with_text` returns the options of the command with a text of options and keys appended. If
+    given, every suggestion has the numbers of the command with its text appended.
     """
     from infinity.cli.plan_report import report
     from infinity.cli.remedies import for_plan
     from infinity.plan.inputs import price
 
-    first = find_schedule(wishes)
-    case, machine = first.chosen.case, first.machine
-    typed = for_plan(of_run=wishes.run is not None)
+    search = find_schedule(options)
+    case, machine = search.chosen.case, search.machine
+    command_text = for_plan(of_run=options.run is not None)
 
-    def answer(changes: Sequence[Change]) -> PlanEstimate | None:
-        text = typed(changes)
-        assert more is not None
+    def replan(changes: Sequence[Change]) -> PlanEstimate | None:
+        text = command_text(changes)
+        assert with_text is not None
         assert text is not None, "every change has a text for this command"
         with suppress(InfinityError):  # the changed run does not fit, or is refused
-            chosen = find_schedule(more(text), like=case).chosen
-            priced = chosen.best or price(chosen.case)
-            return None if priced.missing else priced
+            chosen = find_schedule(with_text(text), like=case).chosen
+            estimate = chosen.best or price(chosen.case)
+            return None if estimate.missing else estimate
         return None
 
-    found = report(
+    result = report(
         case,
-        first.target,
-        first.partition,
+        search.target,
+        search.partition,
         rated_bytes,
-        first.chosen,
-        typed=typed,
-        assumed_tokens=wishes.tokens is None,
-        answer=None if more is None else answer,
+        search.chosen,
+        command_text=command_text,
+        assumed_tokens=options.tokens is None,
+        replan=None if with_text is None else replan,
     )
-    if machine.measured and wishes.machine_file is None:
-        found["machine"]["rates_origin"] += " (again: --refresh)"
-    found["machine"]["assumed_disk"] = next(map(str, assumed_disk(wishes)), None)
-    translation = first.translation
-    return found if translation is None else found | {"deepspeed": translation.table()}
+    if machine.measured and options.machine_file is None:
+        result["machine"]["rates_origin"] += " (again: --refresh)"
+    result["machine"]["assumed_disk"] = next(map(str, assumed_disk(options)), None)
+    translation = search.translation
+    return result if translation is None else result | {"deepspeed": translation.table()}
 
 
-def find_schedule(wishes: SearchOptions, like: PlanInput | None = None) -> FoundSchedule:
+def find_schedule(options: SearchOptions, like: PlanInput | None = None) -> FoundSchedule:
     """Find the model, the machine and the fastest schedule.
 
     Facts derived from the units are reused from the case `like`, if its units are equal.
@@ -376,27 +383,29 @@ def find_schedule(wishes: SearchOptions, like: PlanInput | None = None) -> Found
     )
     from infinity.plan.batch_schedule import choose_schedule
 
-    source, target, translation = _find(wishes)
-    machine = machine_of(wishes, source)
-    if wishes.drives is not None:
-        now = max(len(wishes.paths or source.nvme_path), 1)
-        machine = machine.with_drives(wishes.drives / now)
-    if (run := wishes.run) is not None:  # tokens of a step do not depend on the ranks
+    source, target, translation = _find_config_and_model(options)
+    machine = machine_of(options, source)
+    if options.drives is not None:
+        num_drives = max(len(options.paths or source.nvme_path), 1)
+        machine = machine.with_drives(options.drives / num_drives)
+    run = options.run
+    if run is not None:  # tokens of a step do not depend on the ranks
         from infinity.train.preparation import context_of
 
-        theirs = getattr(target.module, "config", None)  # transformers' models have one
-        length = run.length_for(context_of(theirs) if theirs is not None else None)
-        source = _with_flags(run.engine_for(length, machine.ranks), wishes)
-        wishes = replace(
-            wishes, sequence=length, tokens=wishes.tokens or run.tokens_of_a_step(length)
+        model_config = getattr(target.module, "config", None)  # transformers' models have one
+        length = run.length_for(context_of(model_config) if model_config is not None else None)
+        source = _with_overrides(run.engine_for(length, machine.ranks), options)
+        options = replace(
+            options, sequence=length, tokens=options.tokens or run.tokens_of_a_step(length)
         )
-    config = _on_machine(_as_trained(source, wishes, target), wishes, machine)
+    config = _for_machine(_with_trainer_logits(source, options, target), options, machine)
     groups = groups_of(target.module, config)
     partition = partition_model(target.module, config, groups, None, machine.ranks)
-    if wishes.finer_units and (parts := finer_units(partition)):
-        partition = partition_model(target.module, config, groups, parts, machine.ranks)
-    wish = _wish(wishes, config)
-    tokens, length = _step_of(wishes, wish, machine.ranks)
+    names = finer_units(partition) if options.finer_units else []
+    if names:
+        partition = partition_model(target.module, config, groups, names, machine.ranks)
+    requested = _requested_schedule(options, config)
+    tokens, length = _step_of(options, requested, machine.ranks)
     samples = max(tokens // length, 1)
     case = case_for(
         target,
@@ -405,35 +414,35 @@ def find_schedule(wishes: SearchOptions, like: PlanInput | None = None) -> Found
         config,
         machine,
         tokens,
-        recompute=wishes.run is not None and wishes.run.model.gradient_checkpointing,
+        recompute=options.run is not None and options.run.model.gradient_checkpointing,
         made=target.made_bytes(quantises=config.frozen.format != "as_is"),
         length=length,
     )
-    _check_pieces(wish, samples)
+    _check_divisible(requested, samples)
     if like is not None and like.units == case.units:
         case = replace(case, units=like.units, model=like.model, facts=like.facts)
-    others = () if wishes.finer_units else other_ranges(case, target)
-    chosen = choose_schedule(case, wish, samples, others)
+    other_cases = () if options.finer_units else other_ranges(case, target)
+    chosen = choose_schedule(case, requested, samples, other_cases)
     return FoundSchedule(target, partition, machine, chosen, translation)
 
 
-def _step_of(wishes: SearchOptions, wish: BatchSchedule, ranks: int) -> tuple[int, int]:
+def _step_of(options: SearchOptions, requested: BatchSchedule, ranks: int) -> tuple[int, int]:
     """Return the tokens of one rank's step and of a sample."""
-    pieces = (wish.micro_batches or 1) * (wish.slices or 1)
-    if wishes.tokens is None:
-        length = wishes.sequence or DEFAULT_SAMPLE
-        samples = max(DEFAULT_STEP // ranks // length, 1) if wish.micro_batches is None else 1
-        return -(-samples // pieces) * pieces * length, length
-    tokens = -(-wishes.tokens // ranks)
-    if wishes.sequence is not None:
-        return tokens, wishes.sequence
-    usual = max(round(tokens / DEFAULT_SAMPLE), 1)  # samples of the default length
-    return tokens, tokens // min(-(-usual // pieces) * pieces, tokens)
+    num_pieces = (requested.micro_batches or 1) * (requested.slices or 1)
+    if options.tokens is None:
+        length = options.sequence or DEFAULT_SAMPLE
+        samples = max(DEFAULT_STEP // ranks // length, 1) if requested.micro_batches is None else 1
+        return -(-samples // num_pieces) * num_pieces * length, length
+    tokens = -(-options.tokens // ranks)
+    if options.sequence is not None:
+        return tokens, options.sequence
+    num_samples = max(round(tokens / DEFAULT_SAMPLE), 1)  # samples of the default length
+    return tokens, tokens // min(-(-num_samples // num_pieces) * num_pieces, tokens)
 
 
-def _check_pieces(wish: BatchSchedule, samples: int) -> None:
+def _check_divisible(requested: BatchSchedule, samples: int) -> None:
     """Raise `ConfigError` if samples cannot be split evenly into micro-batches and slices."""
-    count, slices = wish.micro_batches or 1, wish.slices or 1
+    count, slices = requested.micro_batches or 1, requested.slices or 1
     if samples % (count * slices):
         raise ConfigError(
             f"{count} micro-batches in {slices} slices cannot be made of the {samples:,} samples "
@@ -444,11 +453,11 @@ def _check_pieces(wish: BatchSchedule, samples: int) -> None:
         )
 
 
-def _as_trained(config: Config, wishes: SearchOptions, target: Target) -> Config:
+def _with_trainer_logits(config: Config, options: SearchOptions, target: Target) -> Config:
     """Return the configuration with chunked logits if `infinity train` and trainers set them."""
     from infinity.model.outline import Outline
 
-    if wishes.run is None and wishes.model is not None:
+    if options.run is None and options.model is not None:
         return config
     if isinstance(target.module, Outline):
         return config.with_chunked_logits()
@@ -457,25 +466,27 @@ def _as_trained(config: Config, wishes: SearchOptions, target: Target) -> Config
     return choose_logits(target.module, config)
 
 
-def _wish(wishes: SearchOptions, config: Config) -> BatchSchedule:
+def _requested_schedule(options: SearchOptions, config: Config) -> BatchSchedule:
     """Return the batch schedule set by options and configuration; other fields are None."""
     from infinity.plan.batch_schedule import BatchSchedule
 
-    schedule, run = BatchSchedule.named_by(config.activations), wishes.run
-    fixed = "gradient_accumulation_steps" in config.model_fields_set
+    schedule, run = BatchSchedule.named_by(config.activations), options.run
+    sets_micro_batches = "gradient_accumulation_steps" in config.model_fields_set
     if run is not None:
-        fixed = not run.leaves_batches_to_the_plan
+        sets_micro_batches = not run.leaves_batches_to_the_plan
         if run.model.gradient_checkpointing:  # recomputed by the model itself
             schedule = replace(schedule, slices=config.activations.slices, recompute="all")
-    if fixed:
+    if sets_micro_batches:
         schedule = replace(schedule, micro_batches=config.gradient_accumulation_steps)
-    given: dict[str, Any] = {
-        "micro_batches": wishes.micro_batches,
-        "slices": wishes.slices,
-        "recompute": wishes.recompute,
-        "offload": wishes.offload,
+    from_options: dict[str, Any] = {
+        "micro_batches": options.micro_batches,
+        "slices": options.slices,
+        "recompute": options.recompute,
+        "offload": options.offload,
     }
-    return replace(schedule, **{key: value for key, value in given.items() if value is not None})
+    return replace(
+        schedule, **{key: value for key, value in from_options.items() if value is not None}
+    )
 
 
 def _find_run(text: str, overrides: list[str]) -> RunConfig | None:
@@ -493,75 +504,83 @@ def _find_run(text: str, overrides: list[str]) -> RunConfig | None:
     return load_run_config(path, overrides) if is_run_config(raw) else None
 
 
-def _find(wishes: SearchOptions) -> tuple[Config, Target, Translation | None]:
+def _find_config_and_model(options: SearchOptions) -> tuple[Config, Target, Translation | None]:
     """Return the configuration, the model, and the translation of a DeepSpeed configuration."""
     from infinity.config.schema import load_config
     from infinity.integrations.deepspeed.config import find_translation
     from infinity.integrations.deepspeed.source import find_source
     from infinity.model.targets import names_a_model
 
-    run = wishes.run
-    theirs = run is None and find_source(wishes.target) is not None
-    is_model = run is None and not theirs and names_a_model(wishes.target)
-    if is_model and wishes.model is not None:
+    run = options.run
+    is_deepspeed = run is None and find_source(options.target) is not None
+    is_model = run is None and not is_deepspeed and names_a_model(options.target)
+    if is_model and options.model is not None:
         raise ConfigError(
-            f"two models: {wishes.target} and --model {wishes.model}",
+            f"two models: {options.target} and --model {options.model}",
             remedy="leave one out; TARGET may be a configuration, then --model is the model",
         )
-    if not is_model and wishes.model is None and run is None:
+    if not is_model and options.model is None and run is None:
         raise ConfigError(
-            f"{wishes.target} is a configuration, which names no model",
+            f"{options.target} is a configuration, which names no model",
             remedy="add --model 7b, or --model with a config.json",
         )
-    given = _flags(wishes)
+    overrides = _config_overrides(options)
     if run is not None:
-        _takes_no_class(wishes, wishes.target, wishes.model is None)
-        if wishes.lora is not None and wishes.model is None:
+        _reject_class(options, options.target, options.model is None)
+        if options.lora is not None and options.model is None:
             raise ConfigError(
-                f"--lora {wishes.lora} changes no model that a run's configuration names",
+                f"--lora {options.lora} changes no model that a run's configuration names",
                 remedy="add --model 70b, or a config.json, to plan for adapters over it",
             )
-        if run.adapter is not None and wishes.lora is None:
-            wishes = replace(wishes, lora=run.adapter.r)
-        target = _model(wishes.model, wishes) if wishes.model is not None else _model_of(run)
-        return _with_flags(run.engine, wishes), target, None
+        if run.adapter is not None and options.lora is None:
+            options = replace(options, lora=run.adapter.r)
+        target = (
+            _find_model(options.model, options) if options.model is not None else _model_of_run(run)
+        )
+        return _with_overrides(run.engine, options), target, None
     translation = None
-    if theirs:
-        ranks = (wishes.gpus or 1) * (wishes.nodes or 1)
-        translation = find_translation(wishes.target, given, lenient=True, ranks=ranks)
+    if is_deepspeed:
+        ranks = (options.gpus or 1) * (options.nodes or 1)
+        translation = find_translation(options.target, overrides, lenient=True, ranks=ranks)
     if translation is not None:
         config = translation.config
     else:
-        config = load_config({} if is_model else wishes.target, given)
-    return config, _model(wishes.target if is_model else str(wishes.model), wishes), translation
+        config = load_config({} if is_model else options.target, overrides)
+    return (
+        config,
+        _find_model(options.target if is_model else str(options.model), options),
+        translation,
+    )
 
 
-def _flags(wishes: SearchOptions) -> list[str]:
+def _config_overrides(options: SearchOptions) -> list[str]:
     """Return configuration overrides: the typed KEY=VALUE, then those of options."""
-    flags: dict[str, Any] = {
-        "precision": wishes.precision,
-        "optimizer.moments": wishes.moments,
-        "frozen.format": wishes.frozen_format,
-        "gradient_accumulation_steps": wishes.micro_batches,
+    from_options: dict[str, Any] = {
+        "precision": options.precision,
+        "optimizer.moments": options.moments,
+        "frozen.format": options.frozen_format,
+        "gradient_accumulation_steps": options.micro_batches,
     }
-    given = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
-    return [*wishes.keys, *given]
+    overrides = [
+        f"{key}={json.dumps(value)}" for key, value in from_options.items() if value is not None
+    ]
+    return [*options.keys, *overrides]
 
 
-def _with_flags(config: Config, wishes: SearchOptions) -> Config:
+def _with_overrides(config: Config, options: SearchOptions) -> Config:
     from infinity.config.schema import load_config
 
-    return load_config(config, _flags(wishes))
+    return load_config(config, _config_overrides(options))
 
 
-def _model(text: str, wishes: SearchOptions) -> Target:
+def _find_model(text: str, options: SearchOptions) -> Target:
     """Return the model that `text` names, without values."""
     from infinity.model.named_models import SIZES
     from infinity.model.targets import named_target, names_a_model
 
-    _takes_no_class(wishes, text, text.lower() in NAMED)
+    _reject_class(options, text, text.lower() in NAMED)
     if text.lower() in SIZES:
-        return named_target(text, wishes.lora)
+        return named_target(text, options.lora)
     if not names_a_model(text):
         raise ConfigError(
             f"{text} is no model's config.json", remedy=f"--model {', '.join(NAMED)}, or a model's"
@@ -572,20 +591,20 @@ def _model(text: str, wishes: SearchOptions) -> Target:
     )
 
     if text.lower() in NAMED:
-        return published_target(text, wishes.lora)
-    return find_target(text, wishes.model_class, wishes.lora)
+        return published_target(text, options.lora)
+    return find_target(text, options.model_class, options.lora)
 
 
-def _takes_no_class(wishes: SearchOptions, name: str, is_settled: bool) -> None:
+def _reject_class(options: SearchOptions, name: str, is_fixed: bool) -> None:
     """Raise `ConfigError` for --class with a model whose class is fixed."""
-    if wishes.model_class is not None and is_settled:
+    if options.model_class is not None and is_fixed:
         raise ConfigError(
-            f"--class {wishes.model_class}: {name} is a causal language model",
+            f"--class {options.model_class}: {name} is a causal language model",
             remedy="leave it out, or plan for a config.json",
         )
 
 
-def _model_of(run: RunConfig) -> Target:
+def _model_of_run(run: RunConfig) -> Target:
     """Return the model of a run's configuration, on the meta device."""
     from infinity.train.preparation import target_on_meta
 
@@ -596,7 +615,7 @@ def _model_of(run: RunConfig) -> Target:
         raise MachineError(error.what, because=error.because, remedy=remedy) from None
 
 
-def _on_machine(config: Config, wishes: SearchOptions, machine: PlanMachine) -> Config:
+def _for_machine(config: Config, options: SearchOptions, machine: PlanMachine) -> Config:
     """Return the configuration with `nvme_path` set if and only if the machine has a disk."""
     from infinity.plan.advice import SOME_DISK
 
@@ -607,13 +626,13 @@ def _on_machine(config: Config, wishes: SearchOptions, machine: PlanMachine) -> 
             f"{format_size(machine.host_bytes)} of RAM",
             remedy="lower budget.host, or leave it out",
         )
-    on_disk = (*vars(config.placement).values(), wishes.offload or config.activations.offload)
-    if wishes.disk == 0 and "disk" in on_disk:
+    tiers = (*vars(config.placement).values(), options.offload or config.activations.offload)
+    if options.disk == 0 and "disk" in tiers:
         raise ConfigError(
             "--disk 0, and state or activations are asked to rest on disk",
             remedy="leave --disk out, or give its size; or change placement and activations",
         )
-    paths = wishes.paths or config.nvme_path or SOME_DISK
+    paths = options.paths or config.nvme_path or SOME_DISK
     return config.model_copy(update={"nvme_path": paths if machine.disk_bytes else ()})
 
 
@@ -637,12 +656,12 @@ def _rate(option: str, text: str | None) -> int | None:
         ) from None
 
 
-def _size(option: str, text: str | None, least: int = 1) -> int | None:
+def _size(option: str, text: str | None, minimum: int = 1) -> int | None:
     """Parse bytes; reject a small number without a unit, which is probably meant in GiB."""
     size = None if text is None else parse_size(text)
-    if size is not None and size < least:
+    if size is not None and size < minimum:
         raise ConfigError(f"{option} is {text}", remedy="leave it out, or give a size above 0")
-    if text is not None and text.strip().isdigit() and 0 < int(text) < _BARE:
+    if text is not None and text.strip().isdigit() and 0 < int(text) < _LEAST_BARE_SIZE:
         unit = "TB" if option == "--endurance" else "GiB"
         raise ConfigError(
             f"{option} {text} is {text} bytes",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from infinity.plan.plan_machine import PlanMachine
     from infinity.train.settings import RunConfig
 
-_COMMON = "a common machine"
+_COMMON_MACHINE = "a common machine"
 
 
 @dataclass(frozen=True)
@@ -50,64 +50,64 @@ class SearchOptions:
     run: RunConfig | None = None  # if TARGET is a configuration for `infinity train`
 
 
-def machine_of(wishes: SearchOptions, config: Config) -> PlanMachine:
+def machine_of(options: SearchOptions, config: Config) -> PlanMachine:
     """Return the machine to plan for, with the sizes of the options."""
     from infinity.plan.machine import may_have_gpu
     from infinity.plan.plan_machine import PlanMachine, read_machine_file
     from infinity.plan.rates import DISK, Rates
 
-    if wishes.machine_file is not None:
-        if wishes.paths or wishes.refresh:
+    if options.machine_file is not None:
+        if options.paths or options.refresh:
             raise ConfigError(
                 "--machine is a machine that was measured; --path and --refresh measure this one",
                 remedy="leave out one or the other; --disk changes its space",
             )
-        return _sized(read_machine_file(wishes.machine_file), wishes)
-    paths = wishes.paths or config.nvme_path
-    if wishes.disk is not None and not wishes.paths:
+        return _with_sizes(read_machine_file(options.machine_file), options)
+    paths = options.paths or config.nvme_path
+    if options.disk is not None and not options.paths:
         paths = tuple(path for path in paths if path.exists())
-    assumed = assumed_disk(wishes)
-    unmeasured = wishes.device is not None and not paths
+    assumed = assumed_disk(options)
+    unmeasured = options.device is not None and not paths
     if unmeasured and not may_have_gpu():
-        return _sized(PlanMachine.here(assumed, None, name=_COMMON), wishes)
+        return _with_sizes(PlanMachine.here(assumed, None, name=_COMMON_MACHINE), options)
     from infinity.storage.devices import find_device
 
     with closing(find_device(None)) as device:
         if unmeasured and device.unified:
-            machine = PlanMachine.here(assumed, None, name=_COMMON)
+            machine = PlanMachine.here(assumed, None, name=_COMMON_MACHINE)
         else:
             from infinity.profiling.calibration import cached_rates, kept_links, kept_rates
 
-            found = cached_rates(paths, device, io=config.io, refresh=wishes.refresh)
-            gpus, nodes = wishes.gpus or 1, wishes.nodes or 1
+            known = cached_rates(paths, device, io=config.io, refresh=options.refresh)
+            gpus, nodes = options.gpus or 1, options.nodes or 1
             links, _ = kept_links(device, gpus, nodes) or ({}, "")
-            rates = Rates.of(found.rates.numbers() | links)
+            rates = Rates.of(known.rates.numbers() | links)
             memory = device.memory_bytes()
-            machine = PlanMachine.here(paths or assumed, memory, rates, measured=found.measured)
+            machine = PlanMachine.here(paths or assumed, memory, rates, measured=known.measured)
             if assumed:  # not measured: the user did not name a directory to write to
-                kept = kept_rates(assumed, device, io=config.io)
-                rates = replace(machine.rates, **{n: getattr(kept.rates, n) for n in DISK})
-                nominal = (*machine.nominal, *(name for name in kept.nominal if name in DISK))
+                cached = kept_rates(assumed, device, io=config.io)
+                rates = replace(machine.rates, **{n: getattr(cached.rates, n) for n in DISK})
+                nominal = (*machine.nominal, *(name for name in cached.nominal if name in DISK))
                 machine = replace(machine, rates=rates, nominal=nominal)
             if links:
                 machine = replace(machine, gpus=gpus, nodes=nodes)
-    return _sized(machine, wishes)
+    return _with_sizes(machine, options)
 
 
-def assumed_disk(wishes: SearchOptions) -> tuple[Path, ...]:
+def assumed_disk(options: SearchOptions) -> tuple[Path, ...]:
     """Return the working directory as the assumed disk of a model, if no disk is given.
 
     Empty for a configuration, which determines the disk itself.
     """
-    is_asked = wishes.model is None and wishes.run is None and wishes.machine_file is None
-    return (Path.cwd(),) if is_asked and wishes.disk is None and not wishes.paths else ()
+    is_bare_model = options.model is None and options.run is None and options.machine_file is None
+    return (Path.cwd(),) if is_bare_model and options.disk is None and not options.paths else ()
 
 
-def _sized(machine: PlanMachine, wishes: SearchOptions) -> PlanMachine:
+def _with_sizes(machine: PlanMachine, options: SearchOptions) -> PlanMachine:
     """Return the machine with other sizes; a GPU that is not installed gets nominal rates."""
     from infinity.plan.rates import COMPUTE, completed
 
-    if wishes.device is not None:
+    if options.device is not None:
         if machine.unified:
             numbers = {
                 name: rate
@@ -116,37 +116,37 @@ def _sized(machine: PlanMachine, wishes: SearchOptions) -> PlanMachine:
             }
             rates, nominal = completed(numbers, unified=False)
             machine = replace(machine, rates=rates, nominal=nominal)
-        machine = replace(machine, device_bytes=wishes.device)
-    if wishes.host is not None:
-        machine = replace(machine, host_bytes=wishes.host)
-    if wishes.disk is not None:
-        machine = replace(machine, disk_bytes=wishes.disk)
-    return _of_ranks(machine, wishes)
+        machine = replace(machine, device_bytes=options.device)
+    if options.host is not None:
+        machine = replace(machine, host_bytes=options.host)
+    if options.disk is not None:
+        machine = replace(machine, disk_bytes=options.disk)
+    return _with_ranks(machine, options)
 
 
-def _of_ranks(machine: PlanMachine, wishes: SearchOptions) -> PlanMachine:
+def _with_ranks(machine: PlanMachine, options: SearchOptions) -> PlanMachine:
     """Return the machine with several ranks and the given rates between them."""
     from infinity.plan.plan import LINKS
     from infinity.plan.rates import BETWEEN_NODES
 
-    machine = machine.with_ranks(wishes.gpus or machine.gpus, wishes.nodes or machine.nodes)
-    if wishes.link is not None and machine.ranks == 1:
+    machine = machine.with_ranks(options.gpus or machine.gpus, options.nodes or machine.nodes)
+    if options.link is not None and machine.ranks == 1:
         raise ConfigError(
             "--link is a rate between ranks, and there is one",
             remedy="add --gpus 4, or leave it out",
         )
-    if wishes.between is not None and machine.nodes == 1:
+    if options.between is not None and machine.nodes == 1:
         raise ConfigError(
             "--between is a rate between nodes, and there is one",
             remedy="add --nodes 2, or leave it out",
         )
-    given: dict[str, Any] = {}
-    if wishes.link is not None:
-        given |= dict.fromkeys(LINKS, wishes.link)
-    if wishes.between is not None:
-        given[BETWEEN_NODES] = wishes.between
+    link_rates: dict[str, Any] = {}
+    if options.link is not None:
+        link_rates |= dict.fromkeys(LINKS, options.link)
+    if options.between is not None:
+        link_rates[BETWEEN_NODES] = options.between
     return replace(
         machine,
-        rates=replace(machine.rates, **given),
-        nominal=tuple(name for name in machine.nominal if name not in given),
+        rates=replace(machine.rates, **link_rates),
+        nominal=tuple(name for name in machine.nominal if name not in link_rates),
     )

@@ -20,12 +20,12 @@ def show_plan(report: dict[str, Any], *, verbose: bool = False) -> None:
         page.say()
     show_answer(page, report)
     if verbose:
-        _say_details(page, report)
+        _print_details(page, report)
     page.say()
     if not report["fits"]:
         show_ways(page, report)
     else:
-        _say_faster(page, report)
+        _print_faster(page, report)
     if not verbose:
         page.say()
         page.say("placement, memory, bytes and times of each phase: -v; all numbers: --json")
@@ -39,9 +39,9 @@ def show_answer(
     `no_disk` is the remedy to print for a machine without a disk.
     """
     model, work, problem = report["model"], report["work"], report["problem"]
-    what = f"{model['name']} on {_hardware(report['machine'], no_disk)}"
+    subject = f"{model['name']} on {_hardware(report['machine'], no_disk)}"
     if report["fits"]:
-        page.say(f"{what}: fits, {_speed(report['step']['tokens_per_s'])} predicted")
+        page.say(f"{subject}: fits, {_speed(report['step']['tokens_per_s'])} predicted")
         slowest = [
             f"{name.replace('_', ' ')} ({share:.0%} of a step)"
             for name, share in report["step"]["bottlenecks"].items()
@@ -49,20 +49,20 @@ def show_answer(
         ]
         page.entry("bottleneck", ", then ".join(slowest) or "none: nothing costs time")
     else:
-        page.say(f"{what}: DOES NOT FIT: {problem['what']}")
+        page.say(f"{subject}: DOES NOT FIT: {problem['what']}")
         if problem["because"]:
             page.entry("because", problem["because"])
     if model["experts"]:
         page.entry("experts", _parameters(model))
-    took = f": {format_duration(report['step']['seconds'])}" if report["fits"] else ""
-    asked = " (the default; another: --tokens)" if work["assumed_tokens"] else ""
-    each = f"each of {report['ranks']['count']} ranks: " if report["ranks"] else ""
+    duration = f": {format_duration(report['step']['seconds'])}" if report["fits"] else ""
+    default_hint = " (the default; another: --tokens)" if work["assumed_tokens"] else ""
+    per_rank = f"each of {report['ranks']['count']} ranks: " if report["ranks"] else ""
     page.entry(
         "step",
-        f"{work['tokens_per_step']:,} tokens{asked}, {work['context']:,} a sample, "
-        f"{work['precision']}{took}",
+        f"{work['tokens_per_step']:,} tokens{default_hint}, {work['context']:,} a sample, "
+        f"{work['precision']}{duration}",
     )
-    page.entry("", f"{each}{report['schedule']['line']}")
+    page.entry("", f"{per_rank}{report['schedule']['line']}")
     if report["plan"] is not None:
         page.entry("memory", _memory_line(report))
     page.entry("rates", report["machine"]["rates_origin"])
@@ -105,14 +105,15 @@ def _memory_line(report: dict[str, Any]) -> str:
     parts = []
     for tier, nbytes in used.items():
         if nbytes:
-            of = f" of {_size(budget)}" if (budget := plan["budget"][tier]) else ""
-            parts.append(f"{'RAM' if tier == 'host' else tier} {_size(nbytes)}{of}")
+            budget = plan["budget"][tier]
+            limit = f" of {_size(budget)}" if budget else ""
+            parts.append(f"{'RAM' if tier == 'host' else tier} {_size(nbytes)}{limit}")
     parts.append(f"plus about {_size(report['activations']['total'])} of activations")
     return ", ".join(parts)
 
 
-def _say_details(page: Page, report: dict[str, Any]) -> None:
-    model, after = report["model"], report["schedule"]["runner_up"]
+def _print_details(page: Page, report: dict[str, Any]) -> None:
+    model, runner_up = report["model"], report["schedule"]["runner_up"]
     largest = model["largest_unit"]
     page.entry(
         "model",
@@ -121,22 +122,22 @@ def _say_details(page: Page, report: dict[str, Any]) -> None:
         f"{format_size(largest['weight_bytes'])} of weights",
     )
     page.entry("machine", report["machine"]["name"])
-    if after is not None:
-        page.entry("next best", f"{_speed(after['tokens_per_s'])}: {after['line']}")
-    _say_activations(page, report)
+    if runner_up is not None:
+        page.entry("next best", f"{_speed(runner_up['tokens_per_s'])}: {runner_up['line']}")
+    _print_activations(page, report)
     if report["plan"] is None:
         return
     page.say()
     page.say("\n".join(report["plan"]["text"]))
     if report["ranks"]:
         used, machine = report["ranks"]["node_bytes"], report["machine"]
-        taken = (
+        used_text = (
             f"{'RAM' if tier == 'host' else tier} {format_size(used[tier])} of "
             f"{format_size(machine[f'{tier}_bytes'])}"
             for tier in used
             if used[tier]
         )
-        page.entry("a node", f"{machine['gpus']} such ranks: {', '.join(taken)}")
+        page.entry("a node", f"{machine['gpus']} such ranks: {', '.join(used_text)}")
     wear = report["wear"]
     if wear["days"] is not None:
         where = " on a node" if report["ranks"] else ""
@@ -147,25 +148,27 @@ def _say_details(page: Page, report: dict[str, Any]) -> None:
             "days of training without a pause",
         )
     page.say()
-    _step(page, report)
+    _print_step(page, report)
 
 
-def _say_activations(page: Page, report: dict[str, Any]) -> None:
-    found = report["activations"]
+def _print_activations(page: Page, report: dict[str, Any]) -> None:
+    activations = report["activations"]
     names = ("saved", "boundaries", "logits", "flow", "gradients")
-    parts = ", ".join(f"{name} {format_size(found[name])}" for name in names if found[name])
-    room = ""
-    if "room" in found:
-        room = f"; the plan leaves {format_size(max(found['room'], 0))} to them"
+    parts = ", ".join(
+        f"{name} {format_size(activations[name])}" for name in names if activations[name]
+    )
+    available = ""
+    if "room" in activations:
+        available = f"; the plan leaves {format_size(max(activations['room'], 0))} to them"
     page.entry(
         "activations",
         f"estimated, for {report['work']['tokens']:,} tokens at once: about "
-        f"{format_size(found['total'])} of the {found['tier']}'s memory{room}",
+        f"{format_size(activations['total'])} of the {activations['tier']}'s memory{available}",
     )
     page.entry("", parts)
 
 
-def _step(page: Page, report: dict[str, Any]) -> None:
+def _print_step(page: Page, report: dict[str, Any]) -> None:
     step = report["step"]
     resources = [name for name, seconds in step["resources"].items() if seconds]
     rows = [
@@ -194,14 +197,14 @@ def _speed(tokens_per_s: float) -> str:
     return f"{tokens_per_s:.2g} tokens/s"
 
 
-def _say_faster(page: Page, report: dict[str, Any]) -> None:
+def _print_faster(page: Page, report: dict[str, Any]) -> None:
     if not report["faster"]:
         page.say("nothing that was tried would be much faster: see the bottleneck")
         return
     page.say("to go faster (each planned again; predicted)")
-    for way in report["faster"]:
-        batch = "; another training" if way["changes_batch"] else ""
-        _say_way(page, way, f"{way['speed_up']:.2f}x", batch)
+    for suggestion in report["faster"]:
+        batch = "; another training" if suggestion["changes_batch"] else ""
+        _print_suggestion(page, suggestion, f"{suggestion['speed_up']:.2f}x", batch)
 
 
 def show_ways(page: Page, report: dict[str, Any]) -> None:
@@ -210,11 +213,13 @@ def show_ways(page: Page, report: dict[str, Any]) -> None:
         page.entry("try", report["problem"]["remedy"])
         return
     page.say("to make it fit (each planned again; predicted)")
-    for way in report["ways"]:
-        _say_way(page, way, "", f"; a step takes {format_duration(way['seconds'])}")
+    for suggestion in report["ways"]:
+        _print_suggestion(
+            page, suggestion, "", f"; a step takes {format_duration(suggestion['seconds'])}"
+        )
 
 
-def _say_way(page: Page, way: dict[str, Any], label: str, more: str) -> None:
-    page.entry(f"  {label}", f"{_speed(way['tokens_per_s'])}: {way['what']}{more}")
-    if way["how"]:
-        page.entry("", way["how"])
+def _print_suggestion(page: Page, suggestion: dict[str, Any], label: str, suffix: str) -> None:
+    page.entry(f"  {label}", f"{_speed(suggestion['tokens_per_s'])}: {suggestion['what']}{suffix}")
+    if suggestion["how"]:
+        page.entry("", suggestion["how"])

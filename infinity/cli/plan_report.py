@@ -99,9 +99,9 @@ def report(
     rated_bytes: int,
     chosen: ScheduleResult | None = None,
     *,
-    typed: Typed,
+    command_text: Typed,
     assumed_tokens: bool = False,
-    answer: Answer | None = None,
+    replan: Answer | None = None,
 ) -> dict[str, Any]:
     """Plan and price a case, and return the report.
 
@@ -111,13 +111,13 @@ def report(
         partition: Its units.
         rated_bytes: Rated writes of the drives, for `wear`.
         chosen: Search result that the case comes from, if its batch schedule was searched.
-        typed: Returns the text to type for changes.
+        command_text: Returns the text to type for changes.
         assumed_tokens: Whether the tokens of a step are a default.
-        answer: Plans the command again with changes appended. If given, suggestions have its
+        replan: Plans the command again with changes appended. If given, suggestions have its
             numbers, and adapters are considered even if the case fits.
     """
-    after = None if chosen is None else chosen.runner_up
-    known = None if chosen is None else chosen.best
+    runner_up = None if chosen is None else chosen.runner_up
+    best = None if chosen is None else chosen.best
     schedule, blocks = BatchSchedule.of(case), num_blocks(case.units)
     facts: dict[str, Any] = {
         "infinity": __version__,
@@ -141,11 +141,11 @@ def report(
             "blocks": blocks,
             "settings": schedule.settings,
             "runner_up": None
-            if after is None
+            if runner_up is None
             else {
-                "line": BatchSchedule.of(after.case).line(blocks),
-                "seconds": after.cost.seconds,
-                "tokens_per_s": after.tokens_per_s,
+                "line": BatchSchedule.of(runner_up.case).line(blocks),
+                "seconds": runner_up.cost.seconds,
+                "tokens_per_s": runner_up.tokens_per_s,
             },
         },
         "fits": True,
@@ -155,88 +155,100 @@ def report(
         "plan": None,
         "faster": [],
     }
-    now = 0.0
+    tokens_per_s = 0.0
     try:
-        priced = known if known is not None and known.case is case else price(case)
-        facts |= _planned(priced, rated_bytes)
-        facts["activations"] |= {"room": priced.room, "missing": priced.missing}
-        priced.require_room()
-        now = priced.tokens_per_s
-        found = _of_each_kind(faster(priced, chosen))
-        if answer is not None:  # takes long: no more than are printed
-            adapted = worth_it(_adapters(case, answer), now)
-            found = [*adapted, *_answered(case, found[: MOST_PROPOSALS - len(adapted)], answer)]
-        facts["faster"] = _ways(worth_it(found, now), typed, now)
+        estimate = best if best is not None and best.case is case else price(case)
+        facts |= _plan_sections(estimate, rated_bytes)
+        facts["activations"] |= {"room": estimate.room, "missing": estimate.missing}
+        estimate.require_room()
+        tokens_per_s = estimate.tokens_per_s
+        suggestions = _first_of_each_kind(faster(estimate, chosen))
+        if replan is not None:  # takes long: no more than are printed
+            with_adapters = worth_it(_adapters(case, replan), tokens_per_s)
+            suggestions = [
+                *with_adapters,
+                *_replanned(case, suggestions[: MOST_PROPOSALS - len(with_adapters)], replan),
+            ]
+        facts["faster"] = _suggestion_rows(
+            worth_it(suggestions, tokens_per_s), command_text, tokens_per_s
+        )
     except DoesNotFitError as error:
         facts["fits"] = False
         facts["problem"] = {"what": error.what, "because": error.because, "remedy": error.remedy}
         # Smaller units are of use for large buffers, not for activations.
-        smaller = _finer(case, target, partition) if facts["plan"] is None else ()
-        found = ways_to_fit(case, smaller, chosen=chosen)
-        if answer is not None:
-            found = _answered(case, found, answer)
-        found += _adapters(case, answer or partial(_adapted, case, target, chosen))
-        facts["ways"] = _ways(found, typed, now)
+        finer_layouts = _finer_layouts(case, target, partition) if facts["plan"] is None else ()
+        suggestions = ways_to_fit(case, finer_layouts, chosen=chosen)
+        if replan is not None:
+            suggestions = _replanned(case, suggestions, replan)
+        suggestions += _adapters(case, replan or partial(_plan_with_adapters, case, target, chosen))
+        facts["ways"] = _suggestion_rows(suggestions, command_text, tokens_per_s)
     return facts
 
 
-def _answered(case: PlanInput, ways: Sequence[Suggestion], answer: Answer) -> list[Suggestion]:
+def _replanned(
+    case: PlanInput, suggestions: Sequence[Suggestion], replan: Answer
+) -> list[Suggestion]:
     """Return suggestions with the numbers of the command for them, which searches again.
 
     If a suggestion does not fit in that search, its variants are tried; without a fit it is
     dropped.
     """
-    found: list[Suggestion] = []
-    for way in ways:
-        for other in _variants(case, way):
-            priced = answer(other.changes)
-            if priced is not None:
-                found.append(replace(other, priced=priced))
+    replanned: list[Suggestion] = []
+    for suggestion in suggestions:
+        for variant in _variants(case, suggestion):
+            estimate = replan(variant.changes)
+            if estimate is not None:
+                replanned.append(replace(variant, priced=estimate))
                 break
-    return found
+    return replanned
 
 
-def _variants(case: PlanInput, way: Suggestion) -> Iterator[Suggestion]:
-    """Yield `way` without its device or host change, `way`, and `way` with larger tiers."""
-    for one in way.changes if len(way.changes) > 1 else ():
-        if one.name in ("device", "host"):
-            yield replace(way, changes=tuple(c for c in way.changes if c is not one))
-    yield way
-    names = {change.name for change in way.changes}
-    after = way.priced.case
-    for _ in range(_ATTEMPTS if names & {*TIERS} else 0):
+def _variants(case: PlanInput, suggestion: Suggestion) -> Iterator[Suggestion]:
+    """Yield it without its device or host change, unchanged, and with larger tiers."""
+    for dropped in suggestion.changes if len(suggestion.changes) > 1 else ():
+        if dropped.name in ("device", "host"):
+            yield replace(
+                suggestion, changes=tuple(c for c in suggestion.changes if c is not dropped)
+            )
+    yield suggestion
+    names = {change.name for change in suggestion.changes}
+    larger = suggestion.priced.case
+    for _ in range(_MAX_ENLARGEMENTS if names & {*TIERS} else 0):
         for tier in (tier for tier in TIERS if tier.value in names):
-            after = sized(after, tier, round_size(int(1.06 * (size_of(after, tier) or 0))))
-        yield way_of(case, replace(way.priced, case=after))
+            larger = sized(larger, tier, round_size(int(1.06 * (size_of(larger, tier) or 0))))
+        yield way_of(case, replace(suggestion.priced, case=larger))
 
 
-def _of_each_kind(ways: Sequence[Suggestion]) -> list[Suggestion]:
+def _first_of_each_kind(suggestions: Sequence[Suggestion]) -> list[Suggestion]:
     """Return the first suggestion of each kind, at most `MOST_PROPOSALS`: a search takes long."""
-    found: dict[tuple[str, bool], Suggestion] = {}
-    for way in ways:
-        found.setdefault((way.changes[0].name, way.changes_batch), way)
-    return list(found.values())[:MOST_PROPOSALS]
+    first: dict[tuple[str, bool], Suggestion] = {}
+    for suggestion in suggestions:
+        first.setdefault((suggestion.changes[0].name, suggestion.changes_batch), suggestion)
+    return list(first.values())[:MOST_PROPOSALS]
 
 
-def _adapters(case: PlanInput, answer: Answer) -> list[Suggestion]:
+def _adapters(case: PlanInput, replan: Answer) -> list[Suggestion]:
     """Return the faster of LoRA and QLoRA for the same steps, if all parameters are trained.
 
     If some are frozen, return these in 4 bits instead. At most one suggestion.
     """
     changes = []
     if all(s.trained for unit in case.units for s in unit.segments):
-        changes = [Change(what, "adapter", (LORA_RANK, form)) for form, what in _ADAPTERS.items()]
+        changes = [
+            Change(text, "adapter", (LORA_RANK, frozen_format))
+            for frozen_format, text in _ADAPTERS.items()
+        ]
     elif case.config.frozen.format == "as_is":
         changes = [Change("the frozen model rests in 4 bits", "rest", "nf4")]
-    ways = [
-        Suggestion((change,), priced)
+    suggestions = [
+        Suggestion((change,), estimate)
         for change in changes
-        if (priced := answer((change,))) is not None
+        if (estimate := replan((change,))) is not None
     ]
-    return sorted(ways, key=lambda way: -way.priced.tokens_per_s)[:1]
+    return sorted(suggestions, key=lambda suggestion: -suggestion.priced.tokens_per_s)[:1]
 
 
-def _adapted(
+def _plan_with_adapters(
     case: PlanInput, target: Target, chosen: ScheduleResult | None, changes: Sequence[Change]
 ) -> PlanEstimate | None:
     """Return a plan with adapters, if there is no command to plan again; None for other changes."""
@@ -244,14 +256,14 @@ def _adapted(
     if change.name != "adapter":
         return None
     full_batch = case.with_step(case.work.tokens * case.micro_batches, 1)
-    wish, samples = (chosen.wish, chosen.samples) if chosen else (BatchSchedule.of(case), None)
+    requested, samples = (chosen.wish, chosen.samples) if chosen else (BatchSchedule.of(case), None)
     with suppress(InfinityError):  # no linear layers, or an optimizer that is not for them
         adapted = adapter_case(full_batch, target, LORA_RANK, change.value[1] or "as_is")
-        return choose_schedule(adapted, wish, samples).best
+        return choose_schedule(adapted, requested, samples).best
     return None
 
 
-_ATTEMPTS = 3
+_MAX_ENLARGEMENTS = 3
 MOST_PROPOSALS = 3
 LORA_RANK = 16  # peft's examples have 8 to 64; `AdapterSection.r`
 _ADAPTERS = {
@@ -260,9 +272,10 @@ _ADAPTERS = {
 }
 
 
-def _finer(case: PlanInput, target: Target, partition: Partition) -> tuple[UnitLayout, ...]:
+def _finer_layouts(case: PlanInput, target: Target, partition: Partition) -> tuple[UnitLayout, ...]:
     """Return layouts of smaller units; empty if blocks cannot be cut further."""
-    if not (names := finer_units(partition)):
+    names = finer_units(partition)
+    if not names:
         return ()
     groups = groups_of(target.module, case.config)
     return partition_model(target.module, case.config, groups, names, case.machine.ranks).layouts
@@ -294,13 +307,13 @@ def _machine(case: PlanInput) -> dict[str, Any]:
 
 
 def _activations(case: PlanInput) -> dict[str, Any]:
-    found = case.activations()
-    return {**asdict(found), "total": found.total, "tier": case.compute_tier}
+    activations = case.activations()
+    return {**asdict(activations), "total": activations.total, "tier": case.compute_tier}
 
 
-def _planned(priced: PlanEstimate, rated_bytes: int) -> dict[str, Any]:
+def _plan_sections(estimate: PlanEstimate, rated_bytes: int) -> dict[str, Any]:
     """Return the sections of the report that need a plan, whether or not activations fit."""
-    plan, cost, machine = priced.plan, priced.cost, priced.case.machine
+    plan, cost, machine = estimate.plan, estimate.cost, estimate.case.machine
     parameters, rates = max(plan.num_trained, 1), machine.rank_rates.numbers()
     written = plan.predicted_bytes["disk_write"] * machine.gpus
     days = disk_days(written, cost.seconds, rated_bytes)
@@ -312,7 +325,10 @@ def _planned(priced: PlanEstimate, rated_bytes: int) -> dict[str, Any]:
         "shared_units": sum(map(plan.is_shared, range(len(plan.units)))),
         "node_bytes": {tier.value: machine.gpus * used[tier] for tier in (Tier.HOST, Tier.DISK)},
         "num_threads": threads_for(
-            priced.case.config.cpu.num_threads, machine.num_cpus, machine.gpus, unified=plan.unified
+            estimate.case.config.cpu.num_threads,
+            machine.num_cpus,
+            machine.gpus,
+            unified=plan.unified,
         ),
         "pinned_bytes": 0 if plan.unified else used[Tier.HOST] - plan.memory[Tier.HOST]["process"],
     }
@@ -348,7 +364,7 @@ def _planned(priced: PlanEstimate, rated_bytes: int) -> dict[str, Any]:
         },
         "step": {
             "seconds": cost.seconds,
-            "tokens_per_s": priced.tokens_per_s,
+            "tokens_per_s": estimate.tokens_per_s,
             "binds": cost.binds,
             "resources": cost.resources,
             "bottlenecks": _bottlenecks(cost.phases),
@@ -383,14 +399,14 @@ def _bottlenecks(phases: Sequence[PhaseCost]) -> dict[str, float]:
 
 def _phases(phases: Sequence[PhaseCost]) -> list[dict[str, Any]]:
     """Return phases in order; equal ones of consecutive micro-batches are merged."""
-    found: list[dict[str, Any]] = []
+    merged: list[dict[str, Any]] = []
     latest: dict[str, dict[str, Any]] = {}  # by direction
     for index, phase in enumerate(phases):
         direction, micro_batch = phase.name.split()[0], index // 2 + 1
-        like = latest.get(direction)
-        if like is not None and like["first"] > 1 and like["resources"] == phase.resources:
-            like["count"] += 1
-            like["name"] = f"{direction} {like['first']}-{micro_batch}"
+        last = latest.get(direction)
+        if last is not None and last["first"] > 1 and last["resources"] == phase.resources:
+            last["count"] += 1
+            last["name"] = f"{direction} {last['first']}-{micro_batch}"
             continue
         latest[direction] = {
             "name": phase.name,
@@ -400,20 +416,22 @@ def _phases(phases: Sequence[PhaseCost]) -> list[dict[str, Any]]:
             "binds": phase.binds,
             "resources": phase.resources,
         }
-        found.append(latest[direction])
-    return found
+        merged.append(latest[direction])
+    return merged
 
 
-def _ways(ways: Sequence[Suggestion], typed: Typed, now: float) -> list[dict[str, Any]]:
+def _suggestion_rows(
+    suggestions: Sequence[Suggestion], command_text: Typed, tokens_per_s: float
+) -> list[dict[str, Any]]:
     return [
         {
-            "what": way.what,
-            "how": typed(way.changes),
-            "seconds": way.priced.cost.seconds,
-            "tokens_per_s": way.priced.tokens_per_s,
-            "speed_up": way.priced.tokens_per_s / now if now else 1.0,
-            "lossy": way.lossy,
-            "changes_batch": way.changes_batch,
+            "what": suggestion.what,
+            "how": command_text(suggestion.changes),
+            "seconds": suggestion.priced.cost.seconds,
+            "tokens_per_s": suggestion.priced.tokens_per_s,
+            "speed_up": suggestion.priced.tokens_per_s / tokens_per_s if tokens_per_s else 1.0,
+            "lossy": suggestion.lossy,
+            "changes_batch": suggestion.changes_batch,
         }
-        for way in ways
+        for suggestion in suggestions
     ]

@@ -59,36 +59,36 @@ def for_plan(*, of_run: bool) -> Typed:
     """
     prefix = "engine." if of_run else ""
 
-    def typed(change: Change) -> str:
+    def text_of(change: Change) -> str:
         if of_run and change.name == "adapter":
-            return _adapter(change)
+            return _adapter_key(change)
         option = _OPTIONS.get(change.name)
-        return option(change.value) if option else _prefixed(prefix, change)
+        return option(change.value) if option else _key_text(prefix, change)
 
-    return lambda changes: " ".join(map(typed, changes))
+    return lambda changes: " ".join(map(text_of, changes))
 
 
 def for_train(run: RunConfig, length: int) -> Typed:
     """Return the texts for `infinity train` of a run with windows of `length` tokens."""
 
-    def typed(change: Change) -> str | None:
+    def text_of(change: Change) -> str | None:
         if change.name == "batch":
-            tokens, _, at_once = change.value
-            return _batch(run, length, tokens, at_once)
+            tokens, _, micro_batch_tokens = change.value
+            return _batch_keys(run, length, tokens, micro_batch_tokens)
         if change.name == "recompute" and run.model.gradient_checkpointing:
             return None if change.value else "model.gradient_checkpointing=false"
         if change.name == "adapter":
-            return _adapter(change)
-        return _prefixed("engine.", change) if change.name in _KEYS else None
+            return _adapter_key(change)
+        return _key_text("engine.", change) if change.name in _KEYS else None
 
-    def all_typed(changes: Sequence[Change]) -> str | None:
-        texts = [text for change in changes if (text := typed(change)) is not None]
+    def text_of_all(changes: Sequence[Change]) -> str | None:
+        texts = [text for change in changes if (text := text_of(change)) is not None]
         return " ".join(texts) if len(texts) == len(changes) else None
 
-    return all_typed
+    return text_of_all
 
 
-def _prefixed(prefix: str, change: Change) -> str:
+def _key_text(prefix: str, change: Change) -> str:
     """Return a change as KEY=VALUE, with a prefix before each key."""
     key, value = prefix + _KEYS[change.name], change.value
     if change.name == "placement":
@@ -100,17 +100,17 @@ def _prefixed(prefix: str, change: Change) -> str:
     return f"{key}={value}"
 
 
-def _adapter(change: Change) -> str:
+def _adapter_key(change: Change) -> str:
     """Return the key of a run for adapters; the rank is the default of `AdapterSection`."""
     return f"adapter.type={'qlora' if change.value[1] else 'lora'}"
 
 
-def _batch(run: RunConfig, length: int, tokens: int, at_once: int) -> str:
-    """Return the keys for a step of `tokens`, of all ranks, in micro-batches of `at_once`."""
-    windows = f"training.micro_batch={at_once // length}"
+def _batch_keys(run: RunConfig, length: int, tokens: int, micro_batch_tokens: int) -> str:
+    """Return the keys for a step of `tokens`, of all ranks, and of a micro-batch."""
+    windows = f"training.micro_batch={micro_batch_tokens // length}"
     if run.training.tokens_per_step is not None:
         return f"{windows} training.tokens_per_step={tokens}"
-    return f"{windows} engine.gradient_accumulation_steps={tokens // at_once}"
+    return f"{windows} engine.gradient_accumulation_steps={tokens // micro_batch_tokens}"
 
 
 def size_text(nbytes: int) -> str:

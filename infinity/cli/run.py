@@ -40,27 +40,27 @@ def run(
     with command():
         from infinity.integrations.deepspeed.door import WORDS, environment_of_children
 
-        found = _python_arguments(target, module)
-        if gpus > 1 and found is None:
+        script = _python_arguments(target, module)
+        if gpus > 1 and script is None:
             raise ConfigError(
                 f"--gpus {gpus} with {target}, which starts processes itself",
                 remedy=f"infinity run {target} ..., with its own options",
             )
-        if local_rank:  # torch's launcher substitutes the number
-            number = "${local_rank}" if gpus > 1 else "0"
-            arguments = [*(arguments or ()), f"--local_rank={number}"]
-        environment = environment_of_children(alone=gpus == 1 and found is not None)
+        if local_rank:  # torch's launcher substitutes the rank
+            rank = "${local_rank}" if gpus > 1 else "0"
+            arguments = [*(arguments or ()), f"--local_rank={rank}"]
+        environment = environment_of_children(alone=gpus == 1 and script is not None)
         environment |= without_bars()
         say(f"infinity run: {WORDS}")
         if gpus > 1:
             from infinity.cli.launch import launch
 
             os.environ.update(environment)
-            launch(gpus, [*(found or ()), *(arguments or ())])
+            launch(gpus, [*(script or ()), *(arguments or ())])
             return
-        start = [_command(target)] if found is None else [sys.executable, *found]
+        argv = [_command_path(target)] if script is None else [sys.executable, *script]
         sys.stdout.flush()
-        os.execvpe(start[0], [*start, *(arguments or ())], environment)
+        os.execvpe(argv[0], [*argv, *(arguments or ())], environment)
 
 
 def _python_arguments(target: str, module: bool) -> list[str] | None:
@@ -71,19 +71,19 @@ def _python_arguments(target: str, module: bool) -> list[str] | None:
         if not Path(target).is_file():
             raise ConfigError(f"there is no file {target}")
         return [target]
-    _command(target)
+    _command_path(target)
     return None
 
 
-def _command(name: str) -> str:
+def _command_path(name: str) -> str:
     """Return the path of a command, preferably from the directory of this Python."""
-    here = Path(sys.executable).parent
-    found = shutil.which(name, path=here) or shutil.which(name)
-    if found is None:
+    directory = Path(sys.executable).parent
+    path = shutil.which(name, path=directory) or shutil.which(name)
+    if path is None:
         raise ConfigError(
             f"{name} is no file, and no command",
             remedy="infinity run --gpus N train.py ..., which starts the processes itself"
             if name == "deepspeed"
             else "the path of a script",
         )
-    return found
+    return path

@@ -66,20 +66,20 @@ def find_state(directory: Path, tag: str | None) -> tuple[Path, Opener]:
                 remedy=f"give {directory.parent} or no --tag",
             )
         return directory, partial(CheckpointReader, directory.parent, directory.name)
-    if tag is None and (run := _durable_in(directory)) is not None:
+    if tag is None and (run := _durable_run_of(directory)) is not None:
         return run, partial(DurableReader, run, [run.parent])
-    found = find_tag(directory, tag)
-    if found is None:
-        there = tags(directory)
+    name = find_tag(directory, tag)
+    if name is None:
+        available = tags(directory)
         raise CheckpointError(
-            f"{directory} has no file `latest`; {_listed(there)}",
-            remedy=f"--tag {there[0]}"
-            if there
+            f"{directory} has no file `latest`; {_listed(available)}",
+            remedy=f"--tag {available[0]}"
+            if available
             else "give a run_dir, or the directory of save_checkpoint",
         )
-    if tag is not None and not (directory / found).is_dir():
-        raise CheckpointError(f"there is no checkpoint {found!r}; {_listed(tags(directory))}")
-    return directory / found, partial(CheckpointReader, directory, found)
+    if tag is not None and not (directory / name).is_dir():
+        raise CheckpointError(f"there is no checkpoint {name!r}; {_listed(tags(directory))}")
+    return directory / name, partial(CheckpointReader, directory, name)
 
 
 def find_all(directory: Path) -> list[tuple[Path, Opener]]:
@@ -89,13 +89,13 @@ def find_all(directory: Path) -> list[tuple[Path, Opener]]:
         CheckpointError: There are none.
     """
     root = checkpoints_of(directory.expanduser().absolute())
-    found: list[tuple[Path, Opener]] = [
+    states: list[tuple[Path, Opener]] = [
         (root / tag, partial(CheckpointReader, root, tag)) for tag in tags(root)
     ]
-    found += [(run, partial(DurableReader, run, [root])) for run in durable_runs(root)]
-    if not found:
+    states += [(run, partial(DurableReader, run, [root])) for run in durable_runs(root)]
+    if not states:
         raise CheckpointError(f"{root} holds no checkpoint and no durable run")
-    return found
+    return states
 
 
 def checkpoints_of(directory: Path) -> Path:
@@ -104,15 +104,15 @@ def checkpoints_of(directory: Path) -> Path:
     return below if below.is_dir() and not tags(directory) else directory
 
 
-def _durable_in(directory: Path) -> Path | None:
+def _durable_run_of(directory: Path) -> Path | None:
     record = run_record(directory)
     if record is not None:
         roots = state_directories(record, directory)
         runs = durable_runs(roots[0]) if roots and roots[0].is_dir() else []
         if runs:
             return runs[0]
-        where = f"its state is not in {roots[0]}" if roots else "checkpoints/ is not there"
-        raise CheckpointError(f"the run in {directory} has no checkpoint yet", because=where)
+        reason = f"its state is not in {roots[0]}" if roots else "checkpoints/ is not there"
+        raise CheckpointError(f"the run in {directory} has no checkpoint yet", because=reason)
     if (directory / RECORD_NAME).exists():
         return directory
     if (directory / LATEST_NAME).exists() or tags(directory):
@@ -132,16 +132,16 @@ def durable_runs(root: Path) -> list[Path]:
     Runs of `infinity train` have a directory each below it. For a run of several ranks it is a
     directory of the first rank.
     """
-    found: dict[object, Path] = {}
-    below = (path for path in root.iterdir() if path.is_dir()) if root.is_dir() else ()
-    runs = sorted({*below} - {*ranks_below(root).values()})
-    ranks = [list(ranks_below(directory).values())[:1] for directory in (root, *runs)]
-    for directory in dict.fromkeys((root, *runs, *chain(*ranks))):
+    by_run: dict[object, Path] = {}
+    directories = (path for path in root.iterdir() if path.is_dir()) if root.is_dir() else ()
+    roots = sorted({*directories} - {*ranks_below(root).values()})
+    rank_roots = [list(ranks_below(directory).values())[:1] for directory in (root, *roots)]
+    for directory in dict.fromkeys((root, *roots, *chain(*rank_roots))):
         for path, record in durable_records(directory).items():
-            found.setdefault(record.get("run", path), path)
-    return list(found.values())
+            by_run.setdefault(record.get("run", path), path)
+    return list(by_run.values())
 
 
 def _listed(tags: Sequence[str]) -> str:
-    there = "there are no checkpoints in it, and it holds no durable run"
-    return f"there are {listed(tags, limit=5)}" if tags else there
+    none = "there are no checkpoints in it, and it holds no durable run"
+    return f"there are {listed(tags, limit=5)}" if tags else none

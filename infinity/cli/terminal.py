@@ -73,11 +73,11 @@ def command() -> Iterator[None]:
         try:
             yield
         except (InfinityError, OSError, RuntimeError, UnicodeError, MemoryError) as error:
-            found = as_infinity_error(error)
-            if found is None:
+            failure = as_infinity_error(error)
+            if failure is None:
                 raise
-            say(f"error: {found}")
-            raise typer.Exit(found.exit_code) from None
+            say(f"error: {failure}")
+            raise typer.Exit(failure.exit_code) from None
         except Stopped as stopped:
             if os.environ.get("RANK", "0") == "0":  # only the first rank reports it
                 say(stopped.text)
@@ -87,16 +87,16 @@ def command() -> Iterator[None]:
 @contextmanager
 def warnings_as_lines(show: Callable[[str], None]) -> Iterator[None]:
     """Pass warnings to `show` as "warning: ..."; each text once."""
-    said: set[str] = set()
+    shown: set[str] = set()
 
-    def once(message: Warning | str, *more: Any, **details: Any) -> None:
+    def show_once(message: Warning | str, *more: Any, **details: Any) -> None:
         text = str(message)
-        if text not in said:
-            said.add(text)
+        if text not in shown:
+            shown.add(text)
             show(f"warning: {text}")
 
     with warnings.catch_warnings():
-        warnings.showwarning = once
+        warnings.showwarning = show_once
         yield
 
 
@@ -141,15 +141,15 @@ def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
 
     Does nothing outside the main thread.
     """
-    main = threading.current_thread() is threading.main_thread()
-    signums = [signal.SIGINT, signal.SIGTERM] if main else []
-    if main and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+    is_main = threading.current_thread() is threading.main_thread()
+    signums = [signal.SIGINT, signal.SIGTERM] if is_main else []
+    if is_main and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signums.append(signal.SIGHUP)
-    before = {signum: signal.signal(signum, handler) for signum in signums}
+    previous = {signum: signal.signal(signum, handler) for signum in signums}
     try:
         yield
     finally:
-        for signum, old in before.items():
+        for signum, old in previous.items():
             signal.signal(signum, old)
 
 
@@ -161,9 +161,9 @@ def as_infinity_error(error: Exception) -> InfinityError | None:
     if isinstance(error, BrokenPipeError):
         return None  # the reader of stdout has closed it: typer ends quietly
     if isinstance(error, OSError):
-        where = f"{os.fsdecode(error.filename)[:200]!r}: " if error.filename else ""
+        file_name = f"{os.fsdecode(error.filename)[:200]!r}: " if error.filename else ""
         return MachineError(
-            f"{where}{error.strerror or text}",
+            f"{file_name}{error.strerror or text}",
             because=f"the system refuses ({errno.errorcode.get(error.errno or 0, 'no number')})",
         )
     if isinstance(error, MemoryError):
@@ -179,18 +179,18 @@ def as_infinity_error(error: Exception) -> InfinityError | None:
 
 def say(text: str) -> None:
     """Print text on stderr, with "error:" and "warning:" in color; wrap it on a terminal."""
-    _print(_Log(stderr=True, highlight=False, markup=False, soft_wrap=True), text)
+    _print(_LogConsole(stderr=True, highlight=False, markup=False, soft_wrap=True), text)
 
 
 _COLORS = {"error": "red", "warning": "yellow"}
-_TO_COPY = "  try: "
+_REMEDY_PREFIX = "  try: "
 
 
 def _print(console: Console, text: str) -> None:
     """Print lines, wrapped at spaces on a terminal; commands stay on one line."""
     lines = []
     for line in text.splitlines() or [""]:
-        one_line = not console.is_terminal or line.startswith(_TO_COPY)
+        one_line = not console.is_terminal or line.startswith(_REMEDY_PREFIX)
         lines += [line] if one_line else _wrapped_line(console, line)
     kind, colon, message = "\n".join(lines).partition(": ")
     console.print(Text.assemble((f"{kind}{colon}", _COLORS.get(kind, "")), message))
@@ -207,7 +207,7 @@ def _wrapped(console: Console, text: str, first: str, following: str) -> list[st
     """Wrap text at spaces to the width of a terminal, after the indents of its lines."""
     lines = textwrap.wrap(
         text,
-        max(console.width, 2 * _LABEL) if console.is_terminal else _ENDLESS,
+        max(console.width, 2 * _LABEL_WIDTH) if console.is_terminal else _UNWRAPPED,
         initial_indent=first,
         subsequent_indent=following,
         break_long_words=False,
@@ -234,13 +234,13 @@ def stdout_is_ours() -> Iterator[None]:
 
 
 PLAIN_INTERVAL_S = 5.0
-_BAR = 16  # columns of a bar
-_LABEL = 12  # columns of a label, with the space after it
-_ENDLESS = 1 << 20  # columns without a terminal: lines for other programs are not wrapped
-_WIDE = 140  # columns of a table if no width is known, so that no number is cut off
+_BAR_WIDTH = 16  # columns of a bar
+_LABEL_WIDTH = 12  # columns of a label, with the space after it
+_UNWRAPPED = 1 << 20  # columns without a terminal: lines for other programs are not wrapped
+_TABLE_WIDTH = 140  # columns of a table if no width is known, so that no number is cut off
 
 
-class _Log(Console):
+class _LogConsole(Console):
     """Console that ignores a broken pipe."""
 
     def on_broken_pipe(self) -> None:
@@ -256,13 +256,13 @@ class ProgressLine:
     """
 
     def __init__(self, *, quiet: bool = False, transient: bool = False) -> None:
-        self._console = _Log(
+        self._console = _LogConsole(
             stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=quiet
         )
         self._transient = transient
         self._progress: Progress | None = None
-        self._shown_at_s = 0.0
-        self._work = ""
+        self._last_shown_s = 0.0
+        self._line_kind = ""
 
     def __enter__(self) -> Self:
         return self
@@ -273,14 +273,14 @@ class ProgressLine:
     @property
     def columns(self) -> int:
         """Columns available for text next to the bar."""
-        return self._console.width - _BAR - 1 if self._console.is_terminal else _ENDLESS
+        return self._console.width - _BAR_WIDTH - 1 if self._console.is_terminal else _UNWRAPPED
 
     def progress(self, done_bytes: int, total_bytes: int, what: str) -> None:
         """Show bytes done; a `what` that differs before its first ":" begins another line."""
         kind, finished = what.partition(":")[0], done_bytes >= total_bytes
-        if kind != self._work:
+        if kind != self._line_kind:
             self.pause()
-            self._work = kind
+            self._line_kind = kind
         text = f"{what}: {format_size(done_bytes)} of {format_size(total_bytes)}"
         self.show(text, done_bytes, total_bytes, edge=finished)
         if finished:
@@ -301,18 +301,18 @@ class ProgressLine:
     def show(self, text: str, done: int, total: int, *, edge: bool) -> None:
         """Update the bar; without a terminal, print if `edge`, else every few seconds."""
         if not self._console.is_terminal:
-            if edge or time.monotonic() - self._shown_at_s > PLAIN_INTERVAL_S:
-                self._shown_at_s = time.monotonic()
+            if edge or time.monotonic() - self._last_shown_s > PLAIN_INTERVAL_S:
+                self._last_shown_s = time.monotonic()
                 self.note(text)
             return
         with suppress(OSError):
-            self._move(text, done, total)
+            self._update_bar(text, done, total)
 
-    def _move(self, text: str, done: int, total: int) -> None:
+    def _update_bar(self, text: str, done: int, total: int) -> None:
         if self._progress is None:
             line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
             label = TextColumn("{task.description}", markup=False, table_column=line)
-            bar = BarColumn(bar_width=_BAR, table_column=Column(width=_BAR))
+            bar = BarColumn(bar_width=_BAR_WIDTH, table_column=Column(width=_BAR_WIDTH))
             self._progress = Progress(
                 bar,
                 label,
@@ -334,8 +334,8 @@ class Page:
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, markup=False, soft_wrap=True)
-        wide = None if self._console.is_terminal else _WIDE
-        self._tables = Console(highlight=False, markup=False, width=wide)
+        width = None if self._console.is_terminal else _TABLE_WIDTH
+        self._tables = Console(highlight=False, markup=False, width=width)
 
     def say(self, text: str = "") -> None:
         """Print plain text; wrap lines at spaces if stdout is a terminal."""
@@ -344,7 +344,7 @@ class Page:
 
     def entry(self, label: str, text: str) -> None:
         """Print a label and, in the column after it, a text wrapped within that column."""
-        lines = _wrapped(self._console, text, f"{label} ".ljust(_LABEL), " " * _LABEL)
+        lines = _wrapped(self._console, text, f"{label} ".ljust(_LABEL_WIDTH), " " * _LABEL_WIDTH)
         self._console.print("\n".join(lines))
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from infinity.train.run import Run
     from infinity.train.settings import RunConfig
 
-_LETS_SPEAK_S = 5.0
+_FIRST_RANK_REPORTS_S = 5.0
 _STALLS = {"disk_read": "read", "slot": "slots", "gradient": "gradients"}
 
 
@@ -97,8 +97,8 @@ def train(
         if gpus is not None and gpus > 1:
             from infinity.cli.launch import launch
 
-            more = ["--resume", resume, *(["--json"] if as_json else [])]
-            launch(gpus, ["-m", "infinity.cli", "train", str(config), *(overrides or []), *more])
+            options = ["--resume", resume, *(["--json"] if as_json else [])]
+            launch(gpus, ["-m", "infinity.cli", "train", str(config), *(overrides or []), *options])
         elif as_json:
             with stdout_is_ours(), redirect_stdout(sys.stderr):
                 result = _train(config, overrides or [], resume)
@@ -125,7 +125,7 @@ def _train(config: Path, overrides: list[str], resume: str) -> Result:
         if ranks.rank and (not isinstance(error, InfinityError) or is_propagated(error)):
             # The first rank prints the error. The launcher ends all ranks when one has ended: wait.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(_LETS_SPEAK_S)
+            time.sleep(_FIRST_RANK_REPORTS_S)
             raise typer.Exit(error.exit_code) from None
         raise
     finally:
@@ -143,36 +143,39 @@ def _train_on(
         log.set_verbosity_error()
         log.disable_progress_bar()
     page = TrainPage(quiet=ranks is not None and ranks.rank > 0)
-    typed = ["infinity", "train", str(config), *overrides]
+    command_line = ["infinity", "train", str(config), *overrides]
     if ranks is not None:
-        typed += ["--gpus", str(ranks.count)]
-    again = shlex.join([*typed, "--resume", "auto"])
-    record = typed if resume == "never" else [*typed, "--resume", resume]
-    with warnings_as_lines(page.note), page, Run(settings, resume, ranks, record) as run:
+        command_line += ["--gpus", str(ranks.count)]
+    resume_command = shlex.join([*command_line, "--resume", "auto"])
+    recorded_command = command_line if resume == "never" else [*command_line, "--resume", resume]
+    with warnings_as_lines(page.note), page, Run(settings, resume, ranks, recorded_command) as run:
         try:
             prepared = run.prepare(page.progress)
             page.question(prepared)
             if not run.continues_state:
                 _show_plan(run, page)
-            with handling(_Stop(page)):
+            with handling(_StopHandler(page)):
                 result = run.train(page, page.progress)
         except Stopped as stopped:
             if run.directory.has_run:
-                stopped.text += f"; {run.kept}; go on with: {again}"
+                stopped.text += f"; {run.kept}; go on with: {resume_command}"
             raise
         except (MachineError, EngineFailedError) as error:
             from infinity.train.run import elsewhere
 
-            raise elsewhere(error, run, typed) if run.directory.has_run else error from None
+            raise elsewhere(error, run, command_line) if run.directory.has_run else error from None
         finally:
             if run.trains and not run.ranks.rank and run.directory.metrics.exists():
                 page.report(run.directory.path)
         page.closing(result, run.directory.path)
     if result.stopped:
         signum = result.stopped_by or signal.SIGINT
-        by = "" if signum == page.stopping else f" by {signal.Signals(signum).name} to another rank"
+        sender = (
+            "" if signum == page.stopping else f" by {signal.Signals(signum).name} to another rank"
+        )
         page.note(
-            f"stopped after step {result.steps} of {result.num_steps}{by}; go on with: {again}"
+            f"stopped after step {result.steps} of {result.num_steps}{sender}; "
+            f"go on with: {resume_command}"
         )
         raise typer.Exit(128 + signum)
     return result
@@ -195,31 +198,31 @@ def _show_plan(run: Run, page: TrainPage) -> None:
         if not ranks.rank:
             with closing(find_device(device_for(None, ranks))) as device:
                 case, target, partition = case_of(run.prepared, device, ranks)
-                found = report(
+                plan_data = report(
                     case,
                     target,
                     partition,
                     parse_size(DEFAULT_ENDURANCE),
                     run.chosen,
-                    typed=for_train(run.prepared.config, run.prepared.length),
+                    command_text=for_train(run.prepared.config, run.prepared.length),
                 )
             text = io.StringIO()
             with redirect_stdout(text):
-                show_plan(found, verbose=True)
+                show_plan(plan_data, verbose=True)
             run.directory.write("plan.txt", text.getvalue())
-            run.directory.write("plan.json", json.dumps(found, indent=1))
+            run.directory.write("plan.json", json.dumps(plan_data, indent=1))
             page.pause()
-            shown = Page()
-            show_answer(shown, found, no_disk="engine.nvme_path=DIR")
-            if not found["fits"]:
-                show_ways(shown, found)
-            shown.entry("details", str(run.directory.path / "plan.txt"))
-            fits = found["fits"]
+            summary = Page()
+            show_answer(summary, plan_data, no_disk="engine.nvme_path=DIR")
+            if not plan_data["fits"]:
+                show_ways(summary, plan_data)
+            summary.entry("details", str(run.directory.path / "plan.txt"))
+            fits = plan_data["fits"]
     if not ranks.all_gather_object(fits)[0]:
         raise typer.Exit(DoesNotFitError.exit_code)
 
 
-class _Stop:
+class _StopHandler:
     """Signal handler of a training: the first signal stops after the step, the second at once."""
 
     defers = True  # see [Note: Ctrl-C] in `offload/sigint.py`
@@ -257,9 +260,9 @@ class TrainPage(ProgressLine):
         """Print the data, steps and epochs of the run that will start."""
         corpus, windows = prepared.train.corpus, len(prepared.train)
         tokens = corpus.num_tokens
-        of_conversations = f" in {corpus.num_documents:,} conversations" if corpus.marked else ""
+        conversations = f" in {corpus.num_documents:,} conversations" if corpus.marked else ""
         self.note(
-            f"{prepared.facts.name}: {format_count(tokens)} tokens{of_conversations}, "
+            f"{prepared.facts.name}: {format_count(tokens)} tokens{conversations}, "
             f"{windows:,} windows of {prepared.length:,} to train on"
             + (f", {len(prepared.evaluate):,} held out" if prepared.evaluate is not None else "")
             + f"; {prepared.steps:,} steps of {prepared.tokens_per_step:,} tokens, "
@@ -354,5 +357,5 @@ def format_step(record: Mapping[str, Any], width: int = 1 << 20) -> str:
 def format_stalls(stall_s: Mapping[str, float], step_s: float) -> str:
     """Return the shares of a step that were spent waiting, by cause, the two largest first."""
     shares = {name: seconds / step_s for name, seconds in stall_s.items() if step_s > 0}
-    shown = sorted(((s, name) for name, s in shares.items() if s >= 0.01), reverse=True)
-    return ", ".join(f"{_STALLS.get(name, name)} {share:.0%}" for share, name in shown[:2])
+    largest = sorted(((s, name) for name, s in shares.items() if s >= 0.01), reverse=True)
+    return ", ".join(f"{_STALLS.get(name, name)} {share:.0%}" for share, name in largest[:2])

@@ -163,8 +163,8 @@ def verdict(rates: Mapping[Any, float], drives: Sequence[Drive]) -> str:
         f"{format_rate(rates[mode])} {mode}" for mode in ("read", "write", "mixed")
     )
     return (
-        f"{prefix}{rates_text}: {rating}; an AdamW step of an 8B model with its state there takes "
-        f"at least {format_duration(step_seconds(rates['mixed']))}"
+        f"{prefix}{rates_text}: {rating}; an AdamW step of an 8B model with its state on disk "
+        f"takes at least {format_duration(step_seconds(rates['mixed']))}"
     )
 
 

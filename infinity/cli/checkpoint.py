@@ -167,7 +167,7 @@ def _show(report: dict[str, Any]) -> None:
     others = [tag for tag in report.get("tags", ()) if tag != report["tag"]]
     if others:
         page.say()
-        page.say(f"next to it: {listed(others, limit=_MAX_TAGS)}")
+        page.say(f"other checkpoints: {listed(others, limit=_MAX_TAGS)}")
 
 
 def _show_commit(page: Page, report: dict[str, Any]) -> None:
@@ -177,7 +177,7 @@ def _show_commit(page: Page, report: dict[str, Any]) -> None:
         page.say(f"within an accumulation window, whose gradients are in {report['gradients_in']}")
     for kind, tiers in report["placement"].items():
         page.say(f"{kind}: {', '.join(f'{n} on {tier}' for tier, n in tiers.items())}")
-    checksums = "kept (io.verify)" if report["checksums"] else "not kept (io.verify was off)"
+    checksums = "stored (io.verify)" if report["checksums"] else "not stored (io.verify was off)"
     page.say(f"checksums of the state: {checksums}")
 
 
@@ -242,7 +242,7 @@ def verify(
         if every:
             if tag is not None:
                 raise ConfigError(
-                    "--tag names one checkpoint, --all means all", remedy="one of both"
+                    "--tag and --all exclude each other", remedy="leave one of them out"
                 )
             states = find_all(directory)
         else:
@@ -270,7 +270,7 @@ def _is_sound(path: Path, opener: Opener) -> bool:
             if not reader.verified:
                 verdict = (
                     f"plan and commit record are sound; of the state, {format_size(reader.nbytes)},"
-                    " no checksums were kept (io.verify was off): it cannot be verified"
+                    " no checksums were stored (io.verify was off): it cannot be verified"
                 )
     except CheckpointError as error:
         problems.append(error.what)
@@ -298,9 +298,7 @@ def export(
     ] = False,
     model: ModelSource = None,
     max_shard: _MaxShard = "5GiB",
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace the weights that are there.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing weights.")] = False,
 ) -> None:
     """Write a model that Hugging Face loads: weights, config, tokenizer and chat template.
 
@@ -373,7 +371,7 @@ def prune(
         int, typer.Option("--keep", metavar="N", help="Number of checkpoints to keep.", min=1)
     ],
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be removed.")
+        bool, typer.Option("--dry-run", help="Only print what would be removed.")
     ] = False,
 ) -> None:
     """Remove all but the last N checkpoints.

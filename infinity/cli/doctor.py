@@ -160,8 +160,8 @@ def _check_memory(machine: Machine) -> None:
     budget_bytes = default_host_budget_bytes(machine)
     if budget_bytes < LEAST_HOST_BYTES:
         raise DoesNotFitError(
-            f"{format_size(budget_bytes)} of RAM can be planned with, "
-            f"{format_size(LEAST_HOST_BYTES)} is the least that starts",
+            f"a run could use {format_size(budget_bytes)} of RAM, and needs at least "
+            f"{format_size(LEAST_HOST_BYTES)} to start",
             because=f"{format_size(machine.host_available_bytes)} are available",
             remedy="end other programs, or raise the memory limit of the container",
         )
@@ -447,7 +447,7 @@ def _drive_lines(drive: dict[str, Any]) -> list[str]:
         f"path       {drive['path']}",
         f"           {drive['file_system']} on device {device}; {direct}",
         f"           {format_size(drive['free_bytes'])} free of "
-        f"{format_size(drive['total_bytes'])}: room for the state of "
+        f"{format_size(drive['total_bytes'])}: space for the state of "
         f"{format_count(drive['parameters'])} parameters (AdamW, bf16)",
         f"           how fast it is: infinity bench {drive['path']}",
     ]

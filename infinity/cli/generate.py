@@ -48,7 +48,7 @@ def generate(
         float | None,
         typer.Option("--top-p", metavar="P", help="Sample among the likeliest.", min=0.0, max=1.0),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of sampling.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of sampling.")] = 0,
     raw: Annotated[
         bool, typer.Option("--raw", help="Pass the prompt as it is, without the chat template.")
     ] = False,

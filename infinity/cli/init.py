@@ -32,7 +32,7 @@ def init(
     out: Annotated[
         Path, typer.Option("--out", metavar="FILE", help="Where to write it; - is stdout.")
     ] = Path("train.yaml"),
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Write a configuration for `infinity train`, with comments about the values to change.
 
@@ -71,7 +71,7 @@ def _write(path: Path, text: str, force: bool) -> None:
             file.write(text.encode())
     except FileExistsError:
         raise ConfigError(
-            f"{path} is there already", remedy="--out another name, or --force replaces it"
+            f"{path} exists already", remedy="--out another name, or --force replaces it"
         ) from None
     except OSError as error:
         raise MachineError(f"{path} cannot be written: {error.strerror}") from error

@@ -44,7 +44,9 @@ def launch(count: int, arguments: Sequence[str]) -> None:
         )
     available = num_accelerators()
     if 0 < available < count:
-        raise ConfigError(f"--gpus {count}, and {available} are here", remedy=f"--gpus {available}")
+        raise ConfigError(
+            f"--gpus {count}, but {available} available", remedy=f"--gpus {available}"
+        )
     threads = max(read_machine().num_cpus // count, 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S))

@@ -18,7 +18,7 @@ VERBS = {  # the module infinity.cli.VERB defines VERB, a function or a Typer of
     "plan": "Predict whether a run fits, its memory and its speed.",
     "init": "Write a configuration for `infinity train`, with comments.",
     "train": "Train a causal language model of transformers, new or pretrained.",
-    "run": "Run a script that was written for DeepSpeed, as it is, on one or more GPUs.",
+    "run": "Run an unchanged script that was written for DeepSpeed, on one or more GPUs.",
     "generate": "Continue a prompt with a model that was trained, from a run or a directory.",
     "report": "Write an HTML page of a run of `infinity train`.",
     "trace": "Analyze a trace: busy resources, waits, and the bottleneck.",

@@ -56,8 +56,8 @@ _Target = Annotated[
     typer.Argument(
         metavar="TARGET",
         help=f"{', '.join(NAMED)}; a Hugging Face config.json, a directory with one, or an id "
-        "on the Hub; or a configuration, ours or DeepSpeed's, together with --model; or that of a "
-        "run, see init.",
+        "on the Hub; or a configuration of infinity or DeepSpeed, together with --model; or that "
+        "of a run, see init.",
         show_default=False,
     ),
 ]
@@ -447,7 +447,7 @@ def _check_divisible(requested: BatchSchedule, samples: int) -> None:
         raise ConfigError(
             f"{count} micro-batches in {slices} slices cannot be made of the {samples:,} samples "
             "of a rank's step",
-            because="all pieces have the same number, at least one",
+            because="each slice has the same number of samples, at least one",
             remedy="other --micro-batches and --slices, more --tokens, or shorter samples "
             "(--sequence)",
         )
@@ -529,7 +529,7 @@ def _find_config_and_model(options: SearchOptions) -> tuple[Config, Target, Tran
         _reject_class(options, options.target, options.model is None)
         if options.lora is not None and options.model is None:
             raise ConfigError(
-                f"--lora {options.lora} changes no model that a run's configuration names",
+                f"--lora {options.lora} does not apply to the model of a run's configuration",
                 remedy="add --model 70b, or a config.json, to plan for adapters over it",
             )
         if run.adapter is not None and options.lora is None:
@@ -583,7 +583,8 @@ def _find_model(text: str, options: SearchOptions) -> Target:
         return named_target(text, options.lora)
     if not names_a_model(text):
         raise ConfigError(
-            f"{text} is no model's config.json", remedy=f"--model {', '.join(NAMED)}, or a model's"
+            f"{text} is not the config.json of a model",
+            remedy=f"--model {', '.join(NAMED)}, or a model's",
         )
     from infinity.integrations.huggingface.meta import (  # imports torch
         find_target,
@@ -629,7 +630,7 @@ def _for_machine(config: Config, options: SearchOptions, machine: PlanMachine) -
     tiers = (*vars(config.placement).values(), options.offload or config.activations.offload)
     if options.disk == 0 and "disk" in tiers:
         raise ConfigError(
-            "--disk 0, and state or activations are asked to rest on disk",
+            "--disk 0, but placement or activations.offload is disk",
             remedy="leave --disk out, or give its size; or change placement and activations",
         )
     paths = options.paths or config.nvme_path or SOME_DISK

@@ -239,7 +239,7 @@ def _adapters(case: PlanInput, replan: Answer) -> list[Suggestion]:
             for frozen_format, text in _ADAPTERS.items()
         ]
     elif case.config.frozen.format == "as_is":
-        changes = [Change("the frozen model rests in 4 bits", "rest", "nf4")]
+        changes = [Change("the frozen model is stored in 4 bits", "rest", "nf4")]
     suggestions = [
         Suggestion((change,), estimate)
         for change in changes
@@ -268,7 +268,7 @@ MOST_PROPOSALS = 3
 LORA_RANK = 16  # peft's examples have 8 to 64; `AdapterSection.r`
 _ADAPTERS = {
     None: f"LoRA: adapters of rank {LORA_RANK} are trained, the model itself is frozen",
-    "nf4": f"QLoRA: adapters of rank {LORA_RANK} are trained, the frozen model rests in 4 bits",
+    "nf4": f"QLoRA: adapters of rank {LORA_RANK} are trained, the frozen model is stored in 4 bits",
 }
 
 

@@ -12,13 +12,11 @@ from infinity.cli.terminal import command
 
 def report(
     run_dir: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="What run_dir: of `infinity train` named.")
+        Path, typer.Argument(metavar="RUN_DIR", help="The run_dir of a run of `infinity train`.")
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", metavar="FILE", help="Instead of report.html in the run's directory."
-        ),
+        typer.Option("--out", metavar="FILE", help="Default: report.html in the run's directory."),
     ] = None,
 ) -> None:
     """Write an HTML page about a run of `infinity train`: its course and how to make it faster.

@@ -23,7 +23,7 @@ def run(
         typer.Argument(metavar="SCRIPT", help="A Python file, or a command such as accelerate."),
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARG]...", help="The script's own.")
+        list[str] | None, typer.Argument(metavar="[ARG]...", help="Arguments of the script.")
     ] = None,
     gpus: Annotated[int, typer.Option("--gpus", help="How many processes, one a GPU.", min=1)] = 1,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name.")] = False,
@@ -81,7 +81,7 @@ def _command_path(name: str) -> str:
     path = shutil.which(name, path=directory) or shutil.which(name)
     if path is None:
         raise ConfigError(
-            f"{name} is no file, and no command",
+            f"{name} is neither a file nor a command",
             remedy="infinity run --gpus N train.py ..., which starts the processes itself"
             if name == "deepspeed"
             else "the path of a script",

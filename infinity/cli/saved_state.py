@@ -111,7 +111,7 @@ def _durable_run_of(directory: Path) -> Path | None:
         runs = durable_runs(roots[0]) if roots and roots[0].is_dir() else []
         if runs:
             return runs[0]
-        reason = f"its state is not in {roots[0]}" if roots else "checkpoints/ is not there"
+        reason = f"its state is not in {roots[0]}" if roots else "checkpoints/ does not exist"
         raise CheckpointError(f"the run in {directory} has no checkpoint yet", because=reason)
     if (directory / RECORD_NAME).exists():
         return directory

@@ -37,7 +37,7 @@ from infinity.errors import (
 )
 
 AsJson: TypeAlias = Annotated[
-    bool, typer.Option("--json", help="One JSON object on stdout, and nothing else there.")
+    bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else.")
 ]
 Drives: TypeAlias = Annotated[
     list[Path] | None,

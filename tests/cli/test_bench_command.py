@@ -82,7 +82,7 @@ def test_verdict_follows_from_rates(drive: Path) -> None:
     assert step_seconds(24 * 8.03e9) == pytest.approx(1.0)
     assert of(1.4e9, 0.6e9, 1.0e9, good) == (
         "1.40 GB/s read, 600.00 MB/s write, 1.00 GB/s mixed: slow for this, PCIe 4 drives reach 5 "
-        "to 7 GB/s; an AdamW step of an 8B model with its state there takes at least 3 min 13 s"
+        "to 7 GB/s; an AdamW step of an 8B model with its state on disk takes at least 3 min 13 s"
     )
     assert of(3e9, 3e9, 3e9, good).endswith("takes at least 1 min 04 s")
     assert " mixed: fair for this, " in of(3e9, 3e9, 3e9, good)

@@ -202,7 +202,7 @@ def test_too_little_memory(tmp_path: Path) -> None:
     facts = doctor_module.examine([], root)
     (problem,) = facts["problems"]
     assert problem["exit_code"] == 3
-    assert "204.80 MiB of RAM can be planned with" in problem["what"]
+    assert "a run could use 204.80 MiB of RAM" in problem["what"]
     assert "PROBLEM" in text_of(facts)
     assert not facts["ok"]
 

@@ -145,7 +145,7 @@ def test_more_micro_batches_are_tried_where_fewer_blocks_need_recomputation(
         (["--tokens", "4096", "--sequence", "2048", "--slices", "3"], "of the 2 samples"),
         (["--tokens", "4096", "--sequence", "2048", "--micro-batches", "3"], "of the 2 samples"),
         (["--tokens", "32", "--slices", "64"], "64 slices cannot be made of the 32 samples"),
-        (["--activations", "disk", "--disk", "0"], "--disk 0, and state or activations"),
+        (["--activations", "disk", "--disk", "0"], "--disk 0, but placement or activations"),
     ],
 )
 def test_pieces_that_cannot_be_are_refused(tiny: str, arguments: list[str], words: str) -> None:

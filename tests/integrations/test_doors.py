@@ -267,6 +267,9 @@ def test_a_script_that_is_not_there() -> None:
     from infinity.cli.run import _python_arguments
 
     assert _python_arguments("x.train", module=True) == ["-m", "x.train"]
-    for name, words in (("nowhere.py", "no file nowhere.py"), ("no-such-command", "no command")):
+    for name, words in (
+        ("nowhere.py", "no file nowhere.py"),
+        ("no-such-command", "neither a file nor a command"),
+    ):
         with pytest.raises(ConfigError, match=words):
             _python_arguments(name, module=False)

@@ -83,7 +83,7 @@ def test_inspect_says_what_there_is(root: Path) -> None:
         "6 tensors, of which 5 are trained; 1 more tied name(s); 2 buffer(s)",
         "client state: note",
         "moment2_scales",
-        "next to it: s2, s1",
+        "other checkpoints: s2, s1",
     ):
         assert text in out, out
     code, out, _ = run("inspect", root, "--tag", "s1", "--json")
@@ -249,7 +249,7 @@ def test_mistakes_are_told_without_a_traceback(root: Path, tmp_path: Path) -> No
         (["inspect", root, "--tag", "s9"], 5, "no checkpoint 's9'; there are s3, s2, s1"),
         (["inspect", root, "--tag", "../run/s1"], 2, "the tag"),
         (["inspect", root / "s1", "--tag", "s2"], 2, "is a checkpoint already"),
-        (["verify", root, "--tag", "s1", "--all"], 2, "one of both"),
+        (["verify", root, "--tag", "s1", "--all"], 2, "leave one of them out"),
         (["verify", tmp_path / "empty", "--all"], 5, "holds no checkpoint"),
         (["verify", tmp_path / "nowhere", "--all"], 4, "nowhere"),
         (["export", root, tmp_path / "out", "--dtype", "int8"], 2, "--dtype is 'int8'"),

@@ -67,7 +67,7 @@ def test_inspect_verify_and_export(tmp_path: Path, case: str) -> None:
         f"{directory}, a durable run",
         f"step 2, {precision}, AdamW, moments: fp32, fp32",
         "commit 2, 20",
-        "checksums of the state: " + ("not kept" if "no checksums" in case else "kept"),
+        "checksums of the state: " + ("not stored" if "no checksums" in case else "stored"),
         "moment2",
         "frozen",
     ):
@@ -86,7 +86,7 @@ def test_inspect_verify_and_export(tmp_path: Path, case: str) -> None:
         assert report["streams"][beside]["nbytes"] == {"residual": 2, "master": 4}[beside] * trained
     code, out, err = run("verify", directory)
     assert code == 0
-    kept = "no checksums were kept (io.verify was off)" if "no checksums" in case else "sound, "
+    kept = "no checksums were stored (io.verify was off)" if "no checksums" in case else "sound, "
     assert f"{directory}: " in out
     assert kept in out
     for name, dtype in (("", None), *DTYPES.items()):

@@ -1,4 +1,4 @@
-"""Adapters of peft over a model whose weights are frozen."""
+"""peft adapters over a model with frozen weights."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from infinity.train.settings import ALL_LINEAR, AdapterSection
 
 
 def adapted(model: nn.Module, section: AdapterSection) -> nn.Module:
-    """A model whose weights are frozen, with adapters of peft that are trained.
+    """Return the peft model that freezes the weights of `model` and adds trained adapters.
 
-    Raises `ConfigError` where there is nothing to adapt, or no peft.
+    Raises `ConfigError` if a target matches nothing or peft is not installed.
     """
     _check_parameters(model, section.target_parameters)
     library = package("peft")
     base: Any = model
-    base.name_or_path = base.config.name_or_path  # what peft notes down as the base of its adapters
+    base.name_or_path = base.config.name_or_path  # peft saves it as the base of its adapters
     targets = ALL_LINEAR if ALL_LINEAR in section.targets else list(section.targets)
     wanted = library.LoraConfig(
         r=section.r,
@@ -51,7 +51,7 @@ def adapted(model: nn.Module, section: AdapterSection) -> nn.Module:
 
 
 def _check_parameters(model: nn.Module, wanted: Sequence[str]) -> None:
-    """Raise `ConfigError` for a name that is the end of no parameter's that peft adapts."""
+    """Raise `ConfigError` unless each name is a suffix of a parameter that peft can adapt."""
     adaptable = [name for name, p in model.named_parameters() if p.dim() in (2, 3)]
     missing = [end for end in wanted if not any(f".{n}".endswith(f".{end}") for n in adaptable)]
     if not missing:

@@ -1,4 +1,4 @@
-"""Held-out losses of a run so far: the best, and early stopping."""
+"""Best held-out loss of a run, and the counter of early stopping."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field
 class Best(BaseModel):
     """The smallest held-out loss and its step; a state for `engine.register_state`.
 
-    `last` is the step of the last evaluation, -1 before any; `worse` counts those since the best.
-    `kept` is the loss of the weights in the directory for the best ones, `kept_step` their step.
-    Losses of other data than `of` says are not compared with: then it begins anew, and is `anew`.
+    `last` is the step of the last evaluation, -1 before any; `worse` counts the evaluations since
+    the best. `kept` and `kept_step` are loss and step of the weights saved in best/. `of`
+    identifies the held-out data: a state of other data is not loaded, and `anew` is set if that
+    state had a best loss.
     """
 
     model_config = ConfigDict(strict=True)
@@ -29,18 +30,18 @@ class Best(BaseModel):
     anew: bool = Field(default=False, exclude=True)
 
     def on_evaluation(self, step: int, loss: float) -> None:
-        """A held-out loss, in nats a token; one that is not finite is never the best."""
+        """Record a held-out loss in nats per token; NaN and inf are never the best."""
         better = loss < self.loss
         if better:
             self.loss, self.step = loss, step
         self.last, self.worse = step, 0 if better else self.worse + 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the fields as plain data, without `anew`."""
         return self.model_dump()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse; raises `ValueError` for values that no run has."""
+        """Load a state of the same data; raise `ValueError` for missing or invalid values."""
         if missing := self.state_dict().keys() - {"of", *state}:
             raise ValueError(f"it has no {' and no '.join(sorted(missing))}")
         found = Best.model_validate({"of": self.of, **state})

@@ -1,19 +1,21 @@
-"""Conversations and instructions as tokens that say which of them are trained on.
+"""Conversations and instructions as tokens with flags for those that are trained on.
 
 [Note: marked tokens]
-A conversation is a row with "messages", or with "prompt" and "completion": texts, or messages too.
-Rows as Alpaca has them ("instruction", maybe "input", and "output") and as ShareGPT has them
-("conversations" of "from" and "value") are turned into messages first.
-It becomes tokens of 32 bits: the lower 30 are the token, `FIRST` is the first of a conversation,
-`TRAINED` one whose loss counts. What an assistant said is found in the rendered text, as ranges of
-characters, and the tokens that overlap them are marked; so a text is tokenised once, as a whole.
-Those ranges are what the chat template puts between {% generation %} and {% endgeneration %}. A
-template without these marks is asked for the beginnings of the conversation: what the rendering of
-the first i + 1 messages has beyond that of the first i, with the prompt for an answer, is turn i.
-That holds if both are beginnings of the whole rendering, which is checked. Where the last message
-is written in another way than the same one before others (with an empty thought, say), its end is
-found from behind: what stays the same behind a message when it says something else comes after its
-words, and of that, what stays the same where it is the last one still belongs to it.
+A conversation is a row with "messages", or with "prompt" and "completion", each a text or messages.
+Rows in Alpaca's format ("instruction", optionally "input", and "output") and in ShareGPT's
+("conversations" of "from" and "value") are converted to messages first.
+A conversation is encoded as uint32: the lower 30 bits are the token, the flag `FIRST` is set on the
+first token of a conversation, `TRAINED` on tokens whose loss counts. The assistant's turns are
+located as character ranges of the rendered text, and the tokens that overlap them are flagged, so
+that a text is tokenised once and in full.
+The ranges are those that the chat template puts between {% generation %} and {% endgeneration %}.
+If a template has no such tags, prefixes of the conversation are rendered: turn i is the text by
+which the rendering of the first i + 1 messages extends that of the first i messages with the
+generation prompt. That requires both to be prefixes of the full rendering, which is checked. If a
+template renders the last message differently from the same message before others (with an empty
+thought, say), the conversation is rendered again with other content in that message: the common
+suffix of both renderings is the text after the content. Rendering both only up to that message
+gives a shorter common suffix, the text between the content and the end of the message.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ from infinity.train.texts import TextSource, Tokenizer, as_utf8, read_rows
 FIRST, TRAINED = 1 << 30, 1 << 31
 TOKEN = FIRST - 1
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_OTHER = "\N{SYMBOL FOR NULL}"  # what nobody says
-_BATCH, _CHARACTERS = 256, 1 << 20  # conversations, or so much, that are worth a call
-_LONGEST = 1 << 23  # characters of one; a token takes a kilobyte while it is made
+_OTHER = "\N{SYMBOL FOR NULL}"  # content that no conversation has
+_BATCH, _CHARACTERS = 256, 1 << 20  # limits of a tokenizer call: conversations, characters
+_LONGEST = 1 << 23  # characters of one; tokenising takes about a kilobyte per token
 _FIELDS = (
     "'messages', or 'prompt' and 'completion', or as Alpaca's 'instruction' and 'output', or as "
     "ShareGPT's 'conversations'"
 )
-# Who speaks in rows like ShareGPT's, by the roles of chat templates.
+# Role in chat templates of each speaker ("from") in rows in ShareGPT's format.
 _SPEAKERS = {
     "system": "system",
     "human": "user", "user": "user",
@@ -51,12 +53,12 @@ _SPEAKERS = {
     "tool": "tool", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
 
-Row = tuple[str, Any]  # where it is, and what it says
+Row = tuple[str, Any]  # location for messages, and content
 Messages = list[dict[str, Any]]
 
 
 class _Rendered(NamedTuple):
-    """A text, the ranges of characters that are trained on, and whether it is no template's."""
+    """A text, the character ranges trained on, and whether it is plain, not from a template."""
 
     text: str
     trained: Sequence[tuple[int, int]]
@@ -64,7 +66,7 @@ class _Rendered(NamedTuple):
 
 
 def holds_conversations(sources: Sequence[TextSource], text_field: str, errors: str) -> bool:
-    """Whether the first row of all sources is a conversation, and has no text of its own."""
+    """Return True if the first row of all sources is a conversation without `text_field`."""
     rows = chain.from_iterable(read_rows(source, errors, lambda _: None) for source in sources)
     _, row = next(rows, ("", None))
     return isinstance(row, dict) and text_field not in row and _is_conversation(row)
@@ -76,7 +78,7 @@ def _is_conversation(row: dict[str, Any]) -> bool:
 
 
 def _with_messages(where: str, row: dict[str, Any]) -> dict[str, Any]:
-    """The row with "messages", where it is like Alpaca's or ShareGPT's."""
+    """Return the row; add "messages" if it is in Alpaca's or ShareGPT's format."""
     if "messages" in row or {"prompt", "completion"} <= row.keys():
         return row
     if "conversations" in row:
@@ -116,11 +118,11 @@ def _turns(where: str, given: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Conversations:
-    """How rows become marked tokens.
+    """Encoder of rows as marked tokens; see [Note: marked tokens].
 
-    `end` is the token that ends a completion that is plain text. Losses are of what assistants
-    said, or of completions, or where `everything` of all tokens. Raises `ConfigError` for a
-    tokenizer that does not say where its tokens are.
+    `end` is the token appended to a completion that is plain text. Tokens of assistant turns or of
+    completions are trained on; with `everything`, all tokens. Raises `ConfigError` for a tokenizer
+    without character offsets.
     """
 
     tokenizer: Tokenizer
@@ -138,13 +140,13 @@ class Conversations:
 
     @property
     def identity(self) -> str:
-        """Equal where equal rows give equal tokens, by tokenizers that are equal."""
+        """Hash of the settings: equal ones encode equal rows equally, given equal tokenizers."""
         template = getattr(self.tokenizer.wrapped, "chat_template", None)
         facts = repr((template, self.tokenizer.wrapped.special_tokens_map, self.everything))
         return hashlib.sha256(facts.encode()).hexdigest()
 
     def encode(self, rows: Iterable[Row]) -> Iterator[NDArray[np.uint32]]:
-        """The marked tokens of each row; raises `ConfigError` for one that is no conversation."""
+        """Yield the marked tokens of each row; raise `ConfigError` for other rows."""
         rendered = (self._rendered(*row) for row in rows)
         for plain, batch in groupby(rendered, lambda one: one.plain):
             while held := _batch(batch):
@@ -156,7 +158,7 @@ class Conversations:
 
     def _marked(self, one: _Rendered, encoding: Any) -> NDArray[np.uint32]:
         count = len(encoding.ids)
-        if one.plain:  # what the tokenizer adds at the end is `end`, or nothing that is wanted here
+        if one.plain:  # drop special tokens at the end: `end` is appended below
             added = encoding.special_tokens_mask
             while count and added[count - 1]:
                 count -= 1
@@ -168,7 +170,7 @@ class Conversations:
             tokens[first:last] |= TRAINED
         if one.plain and self.end is not None:
             tokens = np.append(tokens, np.uint32(self.end | TRAINED))
-        if len(tokens):  # nothing comes before the first, so nothing predicts it
+        if len(tokens):  # the first token has no context that could predict it
             tokens[0] = (tokens[0] & TOKEN) | FIRST
         return tokens
 
@@ -233,7 +235,7 @@ class Conversations:
     def _render(
         self, where: str, messages: Messages, tools: Any, *, prompts: bool = False
     ) -> tuple[str, Sequence[tuple[int, int]] | None]:
-        """The text, and the ranges of a template that marks them, else None."""
+        """Return the text, and its ranges if the template has generation tags, else None."""
         wrapped = self.tokenizer.wrapped
         if not getattr(wrapped, "chat_template", None):
             raise ConfigError(
@@ -251,7 +253,7 @@ class Conversations:
                 [messages], tools=tools, chat_template=template, add_generation_prompt=prompts,
                 return_assistant_tokens_mask=marked, **wrapped.special_tokens_map,
             )  # fmt: skip
-        except Exception as error:  # of whatever kind a template, or what it is given, raises
+        except Exception as error:  # templates may raise any exception
             raise ConfigError(
                 f"{where}: the chat template of {self.tokenizer.name} does not take it",
                 because=first_lines(error),
@@ -272,7 +274,7 @@ class Conversations:
 
 
 def _batch(rendered: Iterable[_Rendered]) -> list[_Rendered]:
-    """The next ones that are worth a call of the tokenizer."""
+    """Take the rows of one tokenizer call."""
     held, size = [], 0
     for one in rendered:
         held.append(one)
@@ -283,13 +285,13 @@ def _batch(rendered: Iterable[_Rendered]) -> list[_Rendered]:
 
 
 def _messages(where: str, field: str, row: dict[str, Any]) -> Messages:
-    """Messages without fields that are None, as transformers leaves them out."""
+    """Return the messages without fields that are None, as transformers does."""
     given = row[field]
     proper = isinstance(given, list | tuple) and given
     if proper and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in given):
         found = [{name: value for name, value in m.items() if value is not None} for m in given]
         for number, message in enumerate(found, start=1):
-            # A template writes nothing where it finds none, and that would be trained on.
+            # A template renders missing content as an empty turn, which would be trained on.
             if "content" not in message and "tool_calls" not in message:
                 raise ConfigError(
                     f"{where}: message {number} of {field!r} has no content: it has "
@@ -307,7 +309,7 @@ def _messages(where: str, field: str, row: dict[str, Any]) -> Messages:
 
 
 def _same_at_the_end(one: str, other: str) -> int:
-    """How many characters at the ends of two texts are the same."""
+    """Return the length of the common suffix of two texts."""
     pairs = zip(reversed(one), reversed(other), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -323,7 +325,7 @@ def _refuse_turn(where: str, turn: int) -> NoReturn:
 
 
 def use_template(tokenizer: Tokenizer, path: Path) -> None:
-    """Give a tokenizer the chat template in a file, which is saved with it."""
+    """Set the chat template of a tokenizer to that in a file; it is saved with the tokenizer."""
     try:
         tokenizer.wrapped.chat_template = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

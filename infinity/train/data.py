@@ -1,10 +1,10 @@
-"""Tokens of a run, made once and kept on disk.
+"""Tokens of a run, prepared once and cached on disk.
 
-A corpus is a directory named after what it was made from (files by name, size and time, tokenizer,
-settings), so what has not changed is used again; it appears whole, by a rename. Texts become one
-file of uint16 or uint32; files of tokens are read where they are. Tokens are read and never mapped:
-a mapping would count as memory of this process, which the engine watches, and a file that is cut
-short would end the process.
+A corpus is a directory named after a hash of its inputs (name, size and time of files, tokenizer,
+settings), so unchanged inputs reuse it; it is published by an atomic rename. Texts become one file
+of uint16 or uint32; files of tokens are read in place. Tokens are read, not mapped: a mapping would
+count as memory of the process, which the engine limits, and a truncated file would kill the
+process.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from infinity.train.texts import TextSource, Tokenizer, read_rows, read_texts
 
 _FORMAT, FORMAT = "torch-infinity-tokens", 3
 _INDEX, _TOKENS, _PARTIAL, _LOCK = "index.json", "tokens.bin", ".partial-", ".lock"
-_BATCH = 1 << 22  # characters that are worth a call of the tokenizer
-_CHUNK = 1 << 20  # tokens of a file that are looked at at once
+_BATCH = 1 << 22  # characters of a tokenizer call
+_CHUNK = 1 << 20  # tokens of a file that are checked at once
 
 Progress = Callable[[int, int, str], None]
 Advance = Callable[[int], None]
@@ -41,9 +41,10 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True)
 class CorpusSpec:
-    """Sources of a corpus; `size` is the number of tokens that the model knows.
+    """Inputs of a corpus.
 
-    `conversations` says how rows become tokens, None where they hold texts.
+    `size` is the size of the model's vocabulary. `end` is the token after each document, None for
+    no token. `conversations` encodes rows; None if they hold texts.
     """
 
     sources: Sequence[TextSource]
@@ -57,7 +58,7 @@ class CorpusSpec:
 
     @property
     def key(self) -> str:
-        """Equal for recipes that give the same corpus."""
+        """Hash that names the corpus; equal for specs with equal tokens."""
         facts = {**vars(self), "format": FORMAT, "sources": [asdict(s) for s in self.sources]}
         facts["tokenizer"] = None if self.tokenizer is None else self.tokenizer.identity
         facts["conversations"] = self.conversations and self.conversations.identity
@@ -65,7 +66,7 @@ class CorpusSpec:
 
 
 class _TokenRange(NamedTuple):
-    """Tokens in a file; the path may be relative to the corpus's, `offset` is in bytes."""
+    """Range of a token file; `path` may be relative to the corpus directory, `offset` in bytes."""
 
     path: str
     dtype: str
@@ -87,10 +88,11 @@ class _TokenRange(NamedTuple):
 
 
 class Corpus:
-    """All tokens of a directory as one row; raises `CheckpointError` where they are damaged.
+    """All tokens in a corpus directory as one sequence.
 
-    `identity` is equal for corpora with the same tokens in the same order; `marked` says that
-    these are marked tokens ([Note: marked tokens] in `train/conversations.py`).
+    `identity` is equal for corpora with equal tokens in equal order; `marked` is True for marked
+    tokens ([Note: marked tokens] in `train/conversations.py`). Raises `CheckpointError` if the
+    directory is damaged.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -116,7 +118,7 @@ class Corpus:
         self.num_tokens = int(self._starts[-1])
 
     def read(self, start: int, count: int) -> NDArray[np.int64]:
-        """Tokens `start` to `start + count`. Raises `CheckpointError`, `MachineError`."""
+        """Return tokens `start` to `start + count`; raise `CheckpointError` or `MachineError`."""
         assert 0 <= start <= start + count <= self.num_tokens
         parts = []
         for segment, first in zip(self._segments, map(int, self._starts), strict=False):
@@ -127,18 +129,18 @@ class Corpus:
 
 
 def prepare(recipe: CorpusSpec, cache: Path, progress: Progress | None = None) -> Corpus:
-    """The corpus of a recipe: the one in `cache` if there is one, else it is made.
+    """Return the corpus of a spec from `cache`; prepare it there if it is missing.
 
-    `progress(done_bytes, total_bytes, what)` is called while it is made. Raises `ConfigError` for
-    sources that are not what they should be, `CheckpointError` for a damaged corpus,
-    `DoesNotFitError` where the disk is full, `MachineError`.
+    `progress(done_bytes, total_bytes, what)` is called during preparation. Raises `ConfigError` for
+    invalid sources, `CheckpointError` for a damaged corpus, `DoesNotFitError` if the disk is full,
+    and `MachineError`.
     """
     directory = cache / recipe.key
     if not directory.is_dir():
         with _explained(cache):
             cache.mkdir(parents=True, exist_ok=True)
             for path in cache.glob(f"*{_PARTIAL}*{_LOCK}"):
-                with suppress(OSError), LockFile(path, create=False) as lock:  # of the dead
+                with suppress(OSError), LockFile(path, create=False) as lock:  # of a killed process
                     shutil.rmtree(path.with_suffix(""), ignore_errors=True)
                     lock.release()
             partial = directory.with_name(f"{directory.name}{_PARTIAL}{uuid.uuid4().hex[:16]}")
@@ -151,7 +153,7 @@ def prepare(recipe: CorpusSpec, cache: Path, progress: Progress | None = None) -
 
 
 def _make(recipe: CorpusSpec, partial: Path, directory: Path, progress: Progress | None) -> None:
-    """Make it in `partial`, and give it its name."""
+    """Prepare the corpus in `partial`, and rename that to `directory`."""
     total, done = sum(source.size for source in recipe.sources), 0
 
     def advance(nbytes: int) -> None:
@@ -166,7 +168,7 @@ def _make(recipe: CorpusSpec, partial: Path, directory: Path, progress: Progress
         try:
             partial.rename(directory)
         except OSError:
-            if not directory.is_dir():  # else somebody else was faster
+            if not directory.is_dir():  # else another process has published it
                 raise
             shutil.rmtree(partial)
         sync_directory(directory.parent)
@@ -176,7 +178,7 @@ def _make(recipe: CorpusSpec, partial: Path, directory: Path, progress: Progress
 
 
 def _fill(recipe: CorpusSpec, directory: Path, advance: Advance) -> dict[str, Any]:
-    """Write the tokens, and return the index."""
+    """Write the tokens and return the index."""
     digest, segments, documents = hashlib.sha256(), [], 0
     if recipe.tokenizer is not None and any(s.format != "tokens" for s in recipe.sources):
         largest = max(recipe.tokenizer.size - 1, recipe.end or 0)
@@ -210,7 +212,7 @@ def _fill(recipe: CorpusSpec, directory: Path, advance: Advance) -> dict[str, An
 
 
 def _tokenised(recipe: CorpusSpec, advance: Advance) -> Iterator[tuple[NDArray[Any], bool]]:
-    """The tokens of all texts in order, and whether a document ends with them."""
+    """Yield the tokens of all texts in order, and whether a document ends with them."""
     tokenizer, end = recipe.tokenizer, [] if recipe.end is None else [recipe.end]
     assert tokenizer is not None
     if recipe.conversations is not None:
@@ -240,7 +242,7 @@ def _tokenised(recipe: CorpusSpec, advance: Advance) -> Iterator[tuple[NDArray[A
 def _adopt(
     source: TextSource, recipe: CorpusSpec, update: Callable[[Any], None], advance: Advance
 ) -> Any:
-    """A file of tokens as a segment; all of it is read once, for `update` and to be checked."""
+    """Return a token file as a segment; read it in full to check tokens and call `update`."""
     numpys = source.path.lower().endswith(".npy")
     if not numpys and recipe.token_dtype is None:
         raise ConfigError(

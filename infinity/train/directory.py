@@ -1,15 +1,15 @@
-"""The directory of a run: its files, its lock, and its decided settings.
+"""Directory of a run: its files, its lock, and its record.
 
-run.json      what the run is: version, what decides its numbers, whether it is complete
-config.yaml   every value of the configuration, and where it came from
-plan.txt      where everything rests, and what a step moves; plan.json: the same as data
-metrics.jsonl a line a step, a line an evaluation
+run.json      record of the run: version, settings that determine results, whether it is complete
+config.yaml   every value of the configuration and its origin
+plan.txt      placement, and bytes moved in a step; plan.json: the same as data
+metrics.jsonl a line per step and per evaluation
 data/         tokens
-checkpoints/  to go on from
-tensorboard/  and wandb/, if asked for (training.report_to)
-best/         the weights with the smallest held-out loss so far, if asked for
-report.html   how it went, to look at
-model/        the result, once the run is complete
+checkpoints/  to resume from
+tensorboard/  and wandb/, with training.report_to
+best/         the weights with the smallest held-out loss so far, with training.keep_best
+report.html   page about the run
+model/        the trained model, once the run is complete
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _WHAT_MAKES_TOKENS = (
 
 @dataclass(frozen=True)
 class _RunRecord:
-    """Members of `run.json` that are relied on."""
+    """Types of the members of `run.json` that are read."""
 
     id: Text
     name: Text = ""
@@ -63,20 +63,20 @@ class _RunRecord:
     origin: Text = ""
     nvme_path: Texts = ()
     sessions: Texts = ()
-    experts_per_unit: Count = 0  # by the rule, which depends on the model alone
+    experts_per_unit: Count = 0  # 0: derived from the model alone
 
 
 class RunDirectory:
-    """One run's directory, locked while this is open. Close it.
+    """Directory of one run, locked until `close`.
 
-    Of several ranks the first locks it and writes to it; the record is the same on all.
+    Only rank 0 locks it and writes to it; all ranks have the same record.
     """
 
     def __init__(self, path: Path, *, resume: bool, ranks: DistContext = SINGLE_PROCESS) -> None:
-        """Make or open it.
+        """Create or open the directory.
 
-        Raises `ConfigError` if it holds a run and `resume` is false, or anything that is no run's,
-        and `MachineError` if it cannot be written or another process trains in it.
+        Raises `ConfigError` if it holds a run and `resume` is False, or files of no run, and
+        `MachineError` if it is not writable or another process trains in it.
         """
         self.path = path.absolute()
         self.tokens, self.checkpoints = self.path / "data", self.path / CHECKPOINTS
@@ -131,29 +131,29 @@ class RunDirectory:
 
     @property
     def has_run(self) -> bool:
-        """Whether training has begun here before."""
+        """Whether training has begun in this directory."""
         return bool(self.record)
 
     @property
     def inode(self) -> int:
-        """Number of the directory in its file system, which a copy does not have."""
+        """Inode number of the directory; a copy has another."""
         return os.stat(self.path).st_ino
 
     @property
     def is_complete(self) -> bool:
-        """Whether all steps were done, and the model was written."""
+        """Whether all steps are done and the model is written."""
         return bool(self.record.get("complete"))
 
     @property
     def decided(self) -> Mapping[str, Any]:
-        """Return the settings that the run's numbers depend on, by name; empty for a new run."""
+        """Return the recorded settings that determine results, by name; empty for a new run."""
         found: dict[str, Any] = stored_with_current_names(self.record.get("decides", {}), "engine.")
         return found
 
     def check(self, decides: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` naming those values that are not what they were in the run here.
+        """Raise `ConfigError` if settings differ from those in the record.
 
-        `decides` are values by name that a run's numbers depend on.
+        `decides` are the settings that determine results, by name.
         """
         if not self.record:
             return
@@ -175,9 +175,9 @@ class RunDirectory:
 
     @contextmanager
     def beginning(self, decides: Mapping[str, Any], **facts: Any) -> Iterator[None]:
-        """Context that makes this directory a run, unless the block fails.
+        """Context that creates the record if there is none, and removes it if the block raises.
 
-        `facts` go into its record.
+        `facts` are added to a new record.
         """
         if self.record:
             yield
@@ -185,9 +185,9 @@ class RunDirectory:
         self.record = {
             "infinity": __version__,
             "id": uuid.uuid4().hex[:12],
-            "name": self.path.name,  # it may be moved
+            "name": self.path.name,  # stays when the directory is moved
             "complete": False,
-            "saved": False,  # whether a checkpoint was ever whole
+            "saved": False,  # whether a checkpoint was ever complete
             "decides": _as_kept(decides),
             **_as_kept(facts),
         }
@@ -201,13 +201,13 @@ class RunDirectory:
             raise
 
     def forget(self) -> None:
-        """This directory holds no run: the one that began here did not come to a step."""
+        """Remove the record of a run that has begun but done no step."""
         self.record = {}
         if not self._ranks.rank:
             (self.path / RUN_RECORD).unlink(missing_ok=True)
 
     def remember(self, **facts: Any) -> None:
-        """Put facts that outlast the process into the record, if they are new."""
+        """Update the record with `facts`; write it if it has changed."""
         record = self.record | _as_kept(facts)
         if record != self.record:
             self._write_record(record)
@@ -228,7 +228,7 @@ class RunDirectory:
         return record
 
     def _share(self) -> None:
-        """The record of all ranks is that of the first."""
+        """Set the record of all ranks to that of rank 0."""
         self.record = self._ranks.all_gather_object(self.record)[0]
 
     def _write_record(self, record: Mapping[str, Any]) -> None:
@@ -238,7 +238,7 @@ class RunDirectory:
             write_sealed(self.path / RUN_RECORD, _FORMAT, _VERSION, record)
 
     def write(self, name: str, text: str) -> None:
-        """Write a small file of the directory, whole or not at all."""
+        """Write a small file of the directory atomically; only rank 0 does."""
         if self._ranks.rank:
             return
         with self._explained(), atomic_write(self.path / name) as file:
@@ -268,7 +268,7 @@ class Session:
         self.last = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the id and the run directory."""
         return {"id": self.id, "run_dir": self.run_dir}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -287,12 +287,12 @@ def run_record(path: Path) -> dict[str, Any] | None:
 
 
 def state_name(record: Mapping[str, Any], path: Path, number: int | None = None) -> str:
-    """Return the name of the state of a durable run below every nvme_path.
+    """Return the directory name of a durable run's state below each nvme_path.
 
     Args:
         record: The run's record.
         path: Directory of the run.
-        number: How often another number of ranks went on with it; None as the record says.
+        number: Number of the state, increased when it is replaced; None for that in the record.
     """
     number = record.get("state", 0) if number is None else number
     name = f"{record.get('name', path.name)}-{record['id']}"
@@ -300,12 +300,12 @@ def state_name(record: Mapping[str, Any], path: Path, number: int | None = None)
 
 
 def state_directories(record: Mapping[str, Any], path: Path) -> list[Path]:
-    """Return where the state of a durable run rests, one directory for each nvme_path."""
+    """Return the state directories of a durable run, one for each nvme_path."""
     paths = record.get("nvme_path", []) if record.get("durable") else []
     return [Path(root) / state_name(record, path) for root in paths]
 
 
 def _as_kept(decides: Mapping[str, Any]) -> dict[str, Any]:
-    """As a file gives it back: tuples are lists there."""
+    """Return the values as read back from JSON: tuples become lists."""
     found: dict[str, Any] = json.loads(json.dumps(dict(decides), default=str))
     return found

@@ -1,12 +1,13 @@
-"""The state of a run with durable steps: its directories below every nvme_path, and their owner.
+"""State of a run with durable steps: its directories below each nvme_path, and their owner.
 
 [Note: one state, one directory]
-A run's state has the name and id of the run directory, so that it is no other run's. Copies of that
-directory have the same id. So each start adds the id of its session to the record of its directory
-before it commits, and every commit has the id of the session that made it: a directory that does
-not know the session has been overtaken by a copy, and is refused. A start from a named checkpoint
-replaces the state: by one of the next number, after which the former one is removed, if this
-directory is no copy; else by one of a new id, and the former one stays.
+The state directory is named after name and id of the run directory, so that no other run uses it.
+Copies of a run directory share the id. So each start adds a session id to the record of its
+directory before its first commit, and each commit stores the id of its session. If the record does
+not list the session of the last commit, a copy of the directory has continued the state, and the
+start is refused. A start from a named checkpoint replaces the state: with one of the next number,
+after which the former state is removed, if this directory is not a copy; else with one of a new id,
+and the former state stays.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from infinity.train.loop import latest
 from infinity.train.metrics import recorded_steps
 from infinity.train.settings import AUTO, NEVER
 
-_MAX_SESSIONS = 1000  # of which a run directory keeps the ids
+_MAX_SESSIONS = 1000  # whose ids the record retains
 
 
 class DurableState:
-    """Finds, names, claims and removes the state of one run; all ranks call the same methods.
+    """Owner of the state directories of one run; its methods are collective.
 
-    `left` is the state of another number of ranks, until it is copied.
+    `left` is a directory of the state if that was written by another number of ranks.
     """
 
     def __init__(
@@ -55,34 +56,34 @@ class DurableState:
         self._ranks = ranks
         self._resume = resume
         self._checkpoint = checkpoint
-        self._next: dict[str, Any] = {}  # facts of the record that name a state which replaces one
-        self._replaces = False  # the former state is this run's own, and goes
+        self._next: dict[str, Any] = {}  # updates of the record that name a replacing state
+        self._replaces = False  # the former state belongs to this run and is removed
         self._made: list[Path] = []
-        self._inode = 0  # of the directory, on the first rank's machine
+        self._inode = 0  # of the run directory, as rank 0 sees it
 
     @property
     def name(self) -> str:
-        """Name below every nvme_path of the state to go on with; of a run that has begun."""
+        """Name, below each nvme_path, of the current state of a run that has begun."""
         return state_name(self._directory.record, self._directory.path)
 
     @property
     def moves(self) -> bool:
-        """Return True if the state is of another number of ranks."""
+        """Return True if the state was written by another number of ranks."""
         record = self._directory.record
         return bool(record.get("durable")) and record.get("ranks", 1) != self._ranks.count
 
     @property
     def _paths(self) -> list[Path]:
-        """Every nvme_path of now and of before."""
+        """Paths in the configuration and in the record."""
         before = map(Path, self._directory.record.get("nvme_path", []))
         return list(dict.fromkeys([*self._config.nvme_path, *before]))
 
     # --- before the engine -----------------------------------------------------------------------
 
     def choose(self) -> None:
-        """Decide which state this start uses.
+        """Choose the state that this start uses.
 
-        Raises `ConfigError` where the state of this directory is on disk, and its record is not.
+        Raises `ConfigError` if the state of this directory is on disk but its record is not.
         """
         record, ranks, resumes = self._directory.record, self._ranks, self._resume == AUTO
         with ranks.collective_section("looks for the state of the run"):
@@ -100,14 +101,14 @@ class DurableState:
         elif self._checkpoint is not None:
             self._next = number if owned else {"id": new_id, "state": 0}
             self._replaces = owned
-        if owned or self._replaces:  # of a start that died before its state was whole
+        if owned or self._replaces:  # left by a start that died before `keep`
             self._remove_others()
 
     def config_for(self, config: Config) -> Config:
-        """Return a configuration whose paths are this run's own, so that it finds no other state.
+        """Return the configuration with the state directories of this run as `nvme_path`.
 
-        Raises `ConfigError` or `CheckpointError` where committed steps would be ignored, and
-        `MachineError` where a directory cannot be made.
+        Raises `ConfigError` or `CheckpointError` if committed steps would be ignored, and
+        `MachineError` if a directory cannot be created.
         """
         record, resumes = self._directory.record, self._resume == AUTO
         if not config.durable:
@@ -137,7 +138,7 @@ class DurableState:
     # --- with the engine -------------------------------------------------------------------------
 
     def claim(self, engine: Engine) -> Session:
-        """Refuse a state that another copy of the run directory has continued.
+        """Record and return a new session; refuse a state that a copy has continued.
 
         See [Note: one state, one directory]. Raises `CheckpointError`, before any commit.
         """
@@ -162,9 +163,9 @@ class DurableState:
         return session
 
     def keep(self, state_facts: Mapping[str, int]) -> str:
-        """Go on with the state of this engine from now on, and with no other.
+        """Record the engine's state as the state of the run, and remove one that it replaces.
 
-        `state_facts` are remembered with it: see `Prepared`. Returns a note for the user; empty if
+        `state_facts` are recorded with it: see `Prepared`. Returns a note for the user; empty if
         there is none.
         """
         directory, before = self._directory, self._paths
@@ -188,14 +189,14 @@ class DurableState:
         return ""
 
     def drop(self) -> None:
-        """Remove the directories of a state that was to replace another, and is not kept."""
+        """Remove the directories of a replacing state, unless `keep` has recorded it."""
         while self._made:
             shutil.rmtree(self._made.pop(), ignore_errors=True)
 
     # --- the directories -------------------------------------------------------------------------
 
     def _others(self, paths: Iterable[Path] | None = None) -> list[Path]:
-        """Return states of this run's id under other numbers; of a run that has begun."""
+        """Return state directories of this run with other numbers than the recorded one."""
         record = self._directory.record
         base = state_name(record, self._directory.path, 0) if record else ""
         return [
@@ -211,17 +212,17 @@ class DurableState:
             shutil.rmtree(found, ignore_errors=True)
 
     def _is_ours(self) -> bool:
-        """Return True if this directory made the state, and is no copy of the one that did."""
+        """Return True if this run directory, not the original of a copy, wrote the state."""
         record = self._directory.record
         if not record.get("durable") or record.get("inode") != self._directory.inode:
             return False
         for there in run_directories([path / self.name for path in self._paths]):
             try:
                 last = _session_of(there).get("id", "")
-            except InfinityError:  # it is damaged, or in use
+            except InfinityError:  # damaged, or in use
                 return False
             return not last or last in record.get("sessions", [])
-        return False  # a copy may have moved it to another number of ranks
+        return False  # a copy may have converted it to another number of ranks
 
     def _refuse_lost_directory(self) -> None:
         directory = self._directory.path
@@ -245,7 +246,7 @@ class DurableState:
                         )
 
     def _find(self, paths: Sequence[Path]) -> Path:
-        """Return a directory of the state of a durable run, of any rank."""
+        """Return a directory of the state, of any rank; raise `CheckpointError` if none exists."""
         there = run_directories(paths)
         if not there:
             raise CheckpointError(
@@ -274,13 +275,13 @@ class DurableState:
 
 
 def rank_directories(paths: Iterable[Path]) -> list[Path]:
-    """Where run directories may be: one rank's in a path, each of several ranks' in its own."""
+    """Return existing paths and the directories of ranks below them."""
     there = [path for path in paths if path.is_dir()]
     return [directory for path in there for directory in (path, *ranks_below(path).values())]
 
 
 def run_directories(paths: Iterable[Path]) -> list[Path]:
-    """Return the run directories in these paths, of any rank."""
+    """Return the durable run directories in these paths, of any rank."""
     return [found for directory in rank_directories(paths) for found in run_records(directory)]
 
 
@@ -292,7 +293,7 @@ def _below(path: Path) -> list[Path]:
 
 
 def _session_of(directory: Path) -> dict[str, Any]:
-    """Return the session of the last commit; raises as `DurableReader`."""
+    """Return the session of the last commit; raise as `DurableReader` does."""
     with closing(DurableReader(directory)) as reader:
         found = reader.document.run.get("registered", {}).get("session", {})
         return dict(found) if isinstance(found, dict) else {}

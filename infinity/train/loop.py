@@ -1,9 +1,10 @@
-"""The training loop: steps, evaluations, checkpoints, and a way to stop between steps.
+"""Training loop: steps, evaluations, checkpoints, and stopping between steps.
 
 [Note: failures that a run survives]
-A checkpoint that cannot be saved costs nothing but itself: those before it stay, training goes on,
-and it is tried again, once soon and then whenever one is due. So is a line of metrics. What does
-end a run is a drive that loses its state, also where a save is the first to find out.
+A checkpoint that cannot be saved does not end a run: earlier checkpoints stay, training continues,
+and saving is retried, once soon and then whenever a checkpoint is due. Nor does a line of metrics
+that cannot be written. A failure of the drive that holds the state ends the run, also if a save is
+the first operation to detect it.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ from infinity.train.metrics import LastStep, Metrics, TrainCallback
 from infinity.train.preparation import Prepared
 from infinity.train.windows import BatchIterator
 
-_RECENT = 50  # steps that a forecast of the time left is made of
-_SOON = 10  # a save that failed is tried again after this part of the steps between two
-Compute = Callable[[Any, Tensor], Tensor]  # the loss of tokens
-_REFUSALS = (CheckpointError, DoesNotFitError, MachineError)  # of a save
+_RECENT = 50  # steps from which the remaining time is estimated
+_SOON = 10  # a failed save is retried after checkpoint_every / _SOON steps
+Compute = Callable[[Any, Tensor], Tensor]  # (engine, batch of tokens) -> mean loss
+_REFUSALS = (CheckpointError, DoesNotFitError, MachineError)  # errors of a save
 
 
 @dataclass
 class Loop:
-    """Trains one engine from where its reel stands.
+    """Training loop of one engine, from the position of `reel` on.
 
-    `remember_saved` is called when a checkpoint is whole. `keep_best` writes the weights as they
-    are, for the best; None where nobody wants them. `loss` is of the last step, `saved` the last
-    checkpoint that is whole, `unsaved` why the last try to save failed.
+    `remember_saved` is called when a checkpoint is complete. `keep_best` writes the current weights
+    as the best; None to not save them. `loss` is that of the last step, `saved` the last complete
+    checkpoint, `unsaved` the error of the last save if it failed.
     """
 
     prepared: Prepared
@@ -74,21 +75,21 @@ class Loop:
     unsaved: InfinityError | None = None
     _times_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _saved_step: int = -1
-    _saving: Path | None = None  # it is being copied
+    _saving: Path | None = None  # checkpoint that is being written
     _retry_step: int = -1
     _warned_metrics: bool = False
 
     @property
     def step(self) -> int:
-        """Steps that are behind us, skipped ones among them."""
+        """Number of steps done, including skipped ones."""
         return self.reel.taken // self.prepared.windows_per_step
 
     def run(self) -> None:
-        """Train until the last step, or until the watcher wants to stop."""
+        """Train until the last step, an early stop, or a stop requested by the watcher."""
         prepared, watcher = self.prepared, self.watcher
-        self._saved_step = self.step  # that is where this came from
+        self._saved_step = self.step  # resumed from there, or nothing to save yet
         watcher.begin(self.step, prepared.steps)
-        self._report_early_end()  # of an earlier life
+        self._report_early_end()  # a resumed run may have stopped early
         self._evaluate_if_due()
         self.evaluation_before = self.evaluation
         while not self.ended and not self._asked_to_stop():
@@ -101,7 +102,7 @@ class Loop:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is left to do: all steps, or those until nothing got better any more."""
+        """Whether all steps are done, or the run has stopped early."""
         return self.step >= self.prepared.steps or self.stopped_early
 
     @property
@@ -111,7 +112,7 @@ class Loop:
         return patience is not None and self.best.worse >= patience
 
     def _asked_to_stop(self) -> bool:
-        """Whether any rank's watcher was."""
+        """Return True if the watcher of any rank requests a stop; set `stopped_by`. Collective."""
         reported = self.engine.ranks.synchronize("begins a step", int(self.watcher.stopping))
         self.stopped_by = max(signum for signum, *_ in reported)
         return self.stopped_by > 0
@@ -120,14 +121,14 @@ class Loop:
     def _checkpoint_every(self) -> int:
         training = self.prepared.config.training
         if self.prepared.engine.durable and "checkpoint_every" not in training.model_fields_set:
-            return 0  # its state on disk is one
+            return 0  # the committed state serves as checkpoint
         return training.checkpoint_every
 
     def save(self, *, wait: bool) -> None:
-        """Save a checkpoint of this step, unless there is one; with `wait` it is over then.
+        """Save a checkpoint of this step unless there is one; with `wait`, block until it ends.
 
-        One that fails is told, counted, and in `unsaved`. Raises `TransferError` where the drive
-        of the state fails.
+        A failed save is reported, counted, and stored in `unsaved`. Raises `TransferError` if the
+        drive of the state fails.
         """
         self._collect(wait=True)
         if self._saved_step == self.step:
@@ -136,7 +137,7 @@ class Loop:
         self._saved_step = self.step
         with self._refusals(self.checkpoints, self._failed):
             with self.engine.ranks.collective_section("discards a checkpoint"):
-                # One that is there is of a life of this run that went on from before this step.
+                # One of this name is from an earlier start; this start resumed before it.
                 if not self.engine.ranks.rank:
                     discard(self.checkpoints, self._saving.name)
             self.engine.save_checkpoint(
@@ -149,9 +150,9 @@ class Loop:
 
     @contextmanager
     def _refusals(self, path: Path, failed: Callable[[InfinityError], None]) -> Iterator[None]:
-        """Propagate a refused save below `path` to all ranks, and call `failed`.
+        """Context of a save below `path`: pass its error to `failed`, on all ranks.
 
-        What is worse, on any rank, ends the run of all.
+        A `TransferError` of a file outside `path`, on any rank, is raised on all ranks.
         """
         ranks = self.engine.ranks
         error: InfinityError | None = None
@@ -159,7 +160,7 @@ class Loop:
             yield
         except _REFUSALS as refused:
             error = refused
-        except TrainingError as refusal:  # by the rank that it was refused on
+        except TrainingError as refusal:  # of a save that failed on another rank
             if ranks.count == 1:
                 raise
             error = refusal
@@ -171,14 +172,14 @@ class Loop:
             failed(error)
 
     def save_last(self) -> None:
-        """Save a checkpoint and wait for it; of a durable state wait for the one being saved."""
+        """Save a checkpoint and wait for it; of a durable run, only wait for a save in progress."""
         if self.prepared.engine.durable:
             self._collect(wait=True)
         else:
             self.save(wait=True)
 
     def _collect(self, *, wait: bool) -> None:
-        """See what became of the checkpoint that is being saved, if it is over."""
+        """Handle the result of the save in progress if it has ended, or after waiting for it."""
         if self._saving is None or (self.engine.saving and not wait):
             return
         saving = self._saving
@@ -193,11 +194,11 @@ class Loop:
         self.watcher.note(f"checkpoint: {path}")
 
     def _failed(self, error: InfinityError) -> None:
-        """Go on without a checkpoint."""
+        """Report a failed save and schedule the next attempt."""
         path, root = self._saving, self.checkpoints
         assert path is not None
         if latest(root) == path:
-            self.watcher.note(str(error))  # older ones were not removed
+            self.watcher.note(str(error))  # complete: only removing older ones failed
             self._completed(path)
             return
         every, soon = self._checkpoint_every, self._saved_step != self._retry_step
@@ -224,12 +225,12 @@ class Loop:
         for micro_batch in range(count):
             weight = self.reel.weight(windows, ahead=rank * windows)
             part = self.loss_of(engine, self.reel.next().to(engine.device))
-            if weight != fair:  # each token of a step counts the same, wherever it stands
+            if weight != fair:  # weight each token of a step equally
                 part = part * (weight / fair)
             values.append(part.detach().double())
             engine.backward(part)
             del part
-            if micro_batch == count - 1:  # the step may be committed before it can be told
+            if micro_batch == count - 1:  # before engine.step(), which may commit it
                 mean = reduce(torch.add, self._in_turn(values)) / prepared.micro_batches
                 self.last_step.record = {
                     "event": "step",
@@ -250,7 +251,7 @@ class Loop:
             raise self._diverged(loss, lr)
 
     def _in_turn(self, losses: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Of all ranks, in the order (micro-batch, rank): as one rank would have them."""
+        """Return the losses of all ranks in the order in which one rank would compute them."""
         ranks = self.engine.ranks
         if ranks.count == 1:
             return losses
@@ -282,9 +283,9 @@ class Loop:
         self.record(record, num_steps=prepared.steps, left_s=left_s)
 
     def record(self, record: dict[str, Any], **more: Any) -> None:
-        """Write a line of metrics; the watcher gets `more` too.
+        """Write a line of metrics, and pass it, merged with `more`, to the watcher.
 
-        A drive that refuses it is no reason to end a run; a directory that is removed is.
+        Raises `RemovedError` if the file was removed; other errors are reported once.
         """
         try:
             self.metrics.write(record)
@@ -312,7 +313,7 @@ class Loop:
     # --- evaluation ------------------------------------------------------------------------------
 
     def _evaluate_if_due(self) -> None:
-        """Evaluate, and note what came of it; a state that knows of this step has done so."""
+        """Evaluate if due and not yet done at this step; record the loss and update the best."""
         every, best = self.prepared.config.training.evaluate_every, self.best
         due = self.step == self.prepared.steps or (every and self.step % every == 0)
         if self.prepared.evaluate is None or not due or best.last >= self.step:
@@ -330,7 +331,7 @@ class Loop:
                     "windows": self.prepared.num_evaluated,
                 }
             )
-        beaten = best.step == 0 and loss > best.loss  # by the weights that it began with
+        beaten = best.step == 0 and loss > best.loss  # by the initial weights
         if self.keep_best is not None and self.step and loss < best.kept and not beaten:
             self._keep(self.keep_best, loss)
         self._report_early_end()
@@ -344,7 +345,7 @@ class Loop:
             )
 
     def _keep(self, write: Callable[[Engine], Path], loss: float) -> None:
-        """Keep these weights as the best; where they cannot be, those before them stay."""
+        """Save the weights as the best; if that fails, the previous ones stay."""
 
         def failed(error: InfinityError) -> None:
             before = f"those of step {best.kept_step} stay" if best.kept_step >= 0 else "none are"
@@ -360,7 +361,7 @@ class Loop:
             self.watcher.note(f"best so far: {path} (step {self.step})")
 
     def evaluate(self) -> float:
-        """The mean loss of the first held-out windows over their tokens."""
+        """Return the mean loss per token of the first held-out windows."""
         prepared, windows, ranks = self.prepared, self.prepared.evaluate, self.engine.ranks
         assert windows is not None
         count = prepared.num_evaluated
@@ -373,7 +374,7 @@ class Loop:
         try:
             with torch.no_grad():
                 for begin in range(0, len(batches), ranks.count):
-                    # Of a last round that is not full, some ranks' losses are not asked for.
+                    # In an incomplete last round, surplus ranks repeat the last batch, unused.
                     local = batches[min(begin + ranks.rank, len(batches) - 1)]
                     tokens = torch.stack([windows.window(index) for index in local])
                     loss = self.loss_of(self.engine, tokens.to(self.engine.device))
@@ -393,7 +394,7 @@ def last_of(root: Path) -> str:
 
 
 def latest(root: Path) -> Path | None:
-    """The checkpoint that the file `latest` names, where that can be read."""
+    """Return the checkpoint that the file `latest` names; None if it is missing or unreadable."""
     try:
         tag = find_tag(root, None)
     except InfinityError:

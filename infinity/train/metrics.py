@@ -1,13 +1,12 @@
-"""Metrics of a run: callbacks, `metrics.jsonl`, and trackers if asked for.
+"""Metrics of a run: callbacks, `metrics.jsonl`, and optional trackers.
 
-`metrics.jsonl` has one object a line. "event": "step" with step, epoch, tokens (all so far), loss,
-lr, grad_norm, clip_factor, skipped, step_s, tokens_per_s, stall_s and moved (by direction), memory,
-of mixtures of experts expert_load and router_loss (see `StepReport`);
-"event": "evaluation" with step, loss, perplexity, windows; "event": "not saved" with step, tag and
-why, for a checkpoint that failed; "event": "sample" with step, prompt and text. Each time that the
-run is started it says "began" with step, time (seconds since 1970), the command, versions and what
-it runs on, and "ended" with step, time, why (None, or the error) and stopped_early; a run that was
-killed does not.
+`metrics.jsonl` has one JSON object per line, with "step" and one of these values of "event":
+"step", with epoch, tokens (in total), loss, lr, grad_norm, clip_factor, skipped, step_s,
+tokens_per_s, stall_s and moved (by direction), memory, and for mixtures of experts expert_load and
+router_loss (see `StepReport`); "evaluation", with loss, perplexity, windows; "not saved", with tag
+and why, for a failed checkpoint; "sample", with prompt and text. Each start writes "began", with
+time (seconds since 1970), command, versions, device and host, and at its end, unless it is killed,
+"ended", with time, why (None, or the error) and stopped_early.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ _CURVES = ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "epoch")
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a run. Losses are in nats a token, None where none was computed.
+    """Result of a run; losses are in nats per token, None if not computed.
 
-    `stopped` says that it was asked to stop before its last step, `stopped_by` by which signal, on
-    whichever rank; 0 by none. `checkpoint` is the one to go on
-    from, None where that is a durable state on disk; `model` the directory for transformers.
-    `failed_saves` counts checkpoints that could not be saved on the way. `best` is the smallest
-    held-out loss and `best_step` its step; `best_model` the directory with weights that were kept.
-    `stopped_early` says that nothing got better any more.
+    `stopped` is True if a stop was requested before the last step, `stopped_by` the number of the
+    signal that requested it on any rank, 0 for none. `checkpoint` is the one to resume from, None
+    if that is a durable state; `model` the directory of the exported model. `failed_saves` counts
+    failed saves of checkpoints. `best` is the smallest held-out loss, `best_step` its step, and
+    `best_model` the directory of the best weights if they were saved. `stopped_early` is True if
+    the held-out loss did not improve for `training.early_stop` evaluations.
     """
 
     steps: int
@@ -66,53 +65,55 @@ class Result:
     stopped_by: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the fields, with paths as strings."""
         return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items()}
 
 
 class TrainCallback(Protocol):
-    """Implemented by displays of a run."""
+    """Interface of a display of a run."""
 
     def begin(self, done: int, num_steps: int) -> None:
-        """Training begins, behind `done` steps."""
+        """Begin training, after `done` steps."""
 
     def on_record(self, record: Mapping[str, Any]) -> None:
-        """A line of `metrics.jsonl`; that of a step with `num_steps` and `left_s`, to the last."""
+        """Display a record of `metrics.jsonl`; that of a step has also `num_steps` and `left_s`."""
 
     def note(self, text: str) -> None:
-        """Something worth knowing."""
+        """Display a message."""
 
     @property
     def stopping(self) -> int:
-        """Whether to finish this step, save, and stop: the number of a signal that asked, or 0."""
+        """Number of the signal that requested to stop after this step and save, or 0."""
 
 
 class LastStep:
-    """Facts of a step before it is committed, kept with the commit: see `Metrics.catch_up`.
+    """Record of the last step, set before it is committed and committed with it.
 
-    A state for `engine.register_state`; `record` is a line of `metrics.jsonl`, empty before any.
-    Its "loss" may be a tensor, which is read only when somebody asks.
+    A state for `engine.register_state`, for `Metrics.catch_up`. `record` is a line of
+    `metrics.jsonl`, empty before the first step. Its "loss" may be a tensor, copied to the host
+    only by `state_dict`.
     """
 
     def __init__(self) -> None:
         self.record: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The record."""
+        """Return the record with plain numbers."""
         return {k: v.item() if isinstance(v, Tensor) else v for k, v in self.record.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse; raises `ValueError` for a record that is not of a step."""
+        """Load a record; raise `ValueError` if it is not that of a step."""
         if state and type(state.get("step")) is not int:
             raise ValueError(f"its step is {state.get('step')!r}")
         self.record = dict(state)
 
 
 class Metrics:
-    """Appends records; of a run that goes on, those that it will write again are moved aside.
+    """Writer of `metrics.jsonl` and of trackers.
 
-    `evaluated` are the steps with an evaluation, `notes` what has to be said once, `last_step` is
-    the last step that was told, of those that are behind the run; `stopped_early` is for the end.
+    When a run is resumed, records of later steps are removed from the file, after a copy of it.
+    `evaluated` are the steps with an evaluation, `notes` messages for the user, `last_step` is the
+    last recorded step, and `stopped_early` is written to the final record.
     """
 
     stopped_early = False
@@ -125,9 +126,10 @@ class Metrics:
         trackers: Trackers | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """`after` is the step that the run goes on from; 0 for a new one. Raises `MachineError`.
+        """Open the file, without records of steps beyond `after`, 0 for a new run.
 
-        With `facts` it says that the run began, and, used as a context, that it ended.
+        With `facts`, write that the run began, and at the exit of the context that it ended. Raises
+        `MachineError`.
         """
         self._path = path
         self.notes: list[str] = []
@@ -168,7 +170,7 @@ class Metrics:
         self.close()
 
     def _mark(self, event: str, step: int, **facts: Any) -> None:
-        """Write an optional record; errors of a full drive are ignored."""
+        """Write an optional record; ignore `MachineError`."""
         with suppress(MachineError):
             self.write({"event": event, "step": step, "time": time.time(), **facts})
 
@@ -183,13 +185,13 @@ class Metrics:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record, which has "event" and "step".
 
-        Raises `MachineError`; of it `RemovedError` where the file has no name any more.
+        Raises `RemovedError` if the file was unlinked, and other `MachineError`.
         """
         line = to_line(record)
         data = self._before_line + line.encode()
         try:
             written = os.write(self._file, data)
-            # What a full disk cuts off ends there: the next line must not be lost as well.
+            # End a line that a full disk has truncated before the next one is written.
             self._before_line = b"" if written == len(data) else b"\n"
             if self._before_line:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -204,7 +206,7 @@ class Metrics:
             self._trackers.log(values, record["step"])
 
     def catch_up(self, last: LastStep) -> None:
-        """Write the record of a step that was committed before it was written."""
+        """Write the record of a committed step that the file lacks."""
         if last.record and last.record["step"] > self.last_step:
             self.write({**last.record, "recovered": True})
 
@@ -223,7 +225,7 @@ class Unwritten(Metrics):
         self._began = False
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Know of evaluations."""
+        """Remember the steps of evaluations."""
         if record["event"] == "evaluation":
             self.evaluated.add(record["step"])
 
@@ -231,18 +233,18 @@ class Unwritten(Metrics):
         """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 def recorded_steps(path: Path) -> int:
-    """Return the last step in a `metrics.jsonl`; 0 without one."""
+    """Return the last step in a `metrics.jsonl`; 0 if there is none."""
     with suppress(OSError):
         return _last(record for _, record in _lines(path))
     return 0
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return the names of device and host, and versions by name; CUDA's if torch has it."""
+    """Return the names of device and host, and the versions of packages and of CUDA."""
     versions = {"infinity": __version__, "torch": torch.__version__}
     versions["Python"] = platform.python_version()
     if torch.version.cuda:
@@ -256,9 +258,9 @@ def _last(records: Iterator[dict[str, Any]]) -> int:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Whole lines and what they say, none where there is no file; a kill may have torn the last.
+    """Yield complete lines and their records, none if there is no file.
 
-    Raises `OSError`.
+    A kill may have truncated the last line. Raises `OSError`.
     """
     for line, record in json_lines(path):
         if line.endswith("\n") and isinstance(record.get("step"), int):
@@ -266,7 +268,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _curves(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Return the values of a record that are drawn."""
+    """Yield the values of a record for trackers, by name."""
     if record["event"] == "evaluation":
         yield "evaluation/loss", record["loss"]
     elif record["event"] == "step":

@@ -1,4 +1,4 @@
-"""Prepares a run before memory is taken: model, data, every check."""
+"""Preparation of a run before memory is allocated: model, data, and all checks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _REFUSED = "{} is no config that transformers takes"
 _VARIES = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache")
 _SCHEDULE = "engine.scheduler.params"
 T = TypeVar("T")
-_DECIDE = (  # keys of the engine that its numbers depend on
+_DECIDE = (  # prefixes of engine keys that results depend on
     "precision", "gradient_clipping", "optimizer.", "scheduler", "loss_scale.", "activations.slices"
 )  # fmt: skip
 
@@ -67,10 +67,10 @@ _DECIDE = (  # keys of the engine that its numbers depend on
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of a model in its config; `name` is displayed.
+    """Facts from the config of a model; `name` is for messages.
 
-    `vocabulary` is how many tokens it knows, `context` how many it can see (None: no limit is
-    known), `end` the token that ends a text.
+    `vocabulary` is the number of tokens, `context` the longest context (None: no known limit),
+    `end` the token that ends a text.
     """
 
     name: str
@@ -82,21 +82,22 @@ class ModelFacts:
 
     @cached_property
     def on_meta(self) -> nn.Module:
-        """The model without values, with its adapters; see `meta_model`."""
+        """The model on the meta device, with its adapters; see `meta_model`."""
         made = meta_model(self.config, CAUSAL)
         with torch.device("meta"):
             return made if self.adapter is None else adapted(made, self.adapter)
 
     def identity(self) -> dict[str, Any]:
-        """What decides the computation, JSON-able."""
+        """Return the entries of the config that determine the computation, JSON-serializable."""
         found: dict[str, Any] = self.config.to_dict()
         return {key: value for key, value in found.items() if key not in _VARIES}
 
 
 def read_facts(run: RunConfig, tokenizer: Tokenizer | None) -> ModelFacts:
-    """Read the config of a run's model; the tokenizer fills in what keys of a new one leave out.
+    """Read the config of a run's model.
 
-    Raises `ConfigError` for what is no config of transformers', or of no causal language model.
+    For a new model, the tokenizer provides missing `vocab_size` and special tokens. Raises
+    `ConfigError` for a config that transformers rejects or that has no causal language model.
     """
     source = run.model.config if run.model.config is not None else run.model.path
     assert source is not None
@@ -157,13 +158,13 @@ def _from_keys(keys: Mapping[str, Any], tokenizer: Tokenizer | None) -> Any:
 
 
 def _is_taken(library: Any, plain: Any, key: str, value: Any) -> bool:
-    """Return True if a key without a default in the configuration means something all the same.
+    """Return True if a key without a default in the config class is used by the model.
 
-    Published configurations have such ones: `head_dim` of Qwen3-MoE, which the model's code reads,
-    and `rope_theta`, which becomes a part of another entry.
+    Published configs have such keys: `head_dim` of Qwen3-MoE is read by the model's code, and
+    `rope_theta` becomes part of another entry.
     """
     if key not in type(plain)(**{key: value}).to_dict():
-        return True  # others are stored as they are, even misspelled ones
+        return True  # merged into another entry; unknown keys stay unchanged
     model = library.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(plain), None)
     if model is None:
         return False
@@ -177,7 +178,7 @@ def _near(name: str, known: Any) -> str:
 
 
 def build(run: RunConfig, facts: ModelFacts, engine: Config) -> nn.Module:
-    """The model without its memory, for `initialize`, with its adapters; in train mode."""
+    """Return the lazy model for `initialize`, with its adapters, in train mode."""
     section = run.model
     more = {} if section.attention is None else {"attn_implementation": section.attention}
     given: dict[str, Any] = {"model_class": CAUSAL, "model_kwargs": more}
@@ -187,7 +188,8 @@ def build(run: RunConfig, facts: ModelFacts, engine: Config) -> nn.Module:
         model = build_model(facts.config, engine, **given)
     model.train()
     if section.gradient_checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.23
+        # transformers 5.23 renamed the method.
+        enable = getattr(model, "activation_checkpointing_enable", None)
         again: Any = model
         try:
             (enable or again.gradient_checkpointing_enable)({"use_reentrant": False})
@@ -211,17 +213,17 @@ def source_of(run: RunConfig) -> str | None:
 
 
 def target_on_meta(run: RunConfig) -> Target:
-    """The model of a configuration as the plan sees it."""
+    """Return the model of a configuration as input of the planner."""
     facts = read_facts(run, find_tokenizer(BYTES) if run.tokenizer == BYTES else None)
     target = target_of(facts.name, facts.on_meta, facts.config.to_dict())
     return replace(target, from_files=run.model.path is not None)
 
 
 def loss_of(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
-    """How to get the mean loss of a batch of windows out of an engine, or out of the model itself.
+    """Return a function that computes the loss of a batch of windows with an engine or `model`.
 
-    The mean is over its tokens with a loss. The model shifts labels by itself: of a window of n
-    tokens all of which are trained on that are n - 1.
+    The loss is the mean over the tokens with a loss. The model shifts labels: a window of n tokens
+    that are all trained on has n - 1 of them.
     """
     base: Any = model
     base = base.get_base_model() if hasattr(base, "peft_config") else base
@@ -237,11 +239,11 @@ def loss_of(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
 
 
 def check_packing(facts: ModelFacts, attention: str | None) -> None:
-    """Raise `ConfigError` for a model that would let packed conversations see each other.
+    """Raise `ConfigError` for a model whose packed conversations would attend to each other.
 
-    It must take positions, and use no cache when told so, and leave masks to transformers' own
-    functions: these make blocks of positions that begin anew, where there is no cache. No layer may
-    hand on a state from token to token.
+    The model must accept `position_ids` and `use_cache=False`, and create masks with transformers'
+    functions, which start a new block where positions restart if there is no cache. No layer may
+    pass state from token to token.
     """
     kind = transformers().MODEL_FOR_CAUSAL_LM_MAPPING[type(facts.config)]
     layers = getattr(facts.config.get_text_config(), "layer_types", None) or ()
@@ -264,15 +266,15 @@ def check_packing(facts: ModelFacts, attention: str | None) -> None:
     )
 
 
-# --- the whole -----------------------------------------------------------------------------------
+# --- the run -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that was asked for, with everything derived.
+    """A checked configuration with all derived values, the model's facts and the windows.
 
-    `engine` is the configuration of each rank's engine. `length` is in tokens, `micro_batch` in
-    windows.
+    `engine` is the configuration of the engine on each rank. `length` is in tokens, `micro_batch`
+    in windows.
     """
 
     config: RunConfig
@@ -288,13 +290,13 @@ class Prepared:
 
     @property
     def num_evaluated(self) -> int:
-        """Held-out windows that an evaluation looks at, the first."""
+        """Number of held-out windows of an evaluation: the first ones."""
         assert self.evaluate is not None
         return min(len(self.evaluate), self.config.training.evaluate_windows)
 
     @property
     def held_out(self) -> str:
-        """What held-out losses are of: those of other windows cannot be compared with them."""
+        """Identity of the evaluated windows; losses are comparable only if it is equal."""
         if self.evaluate is None:
             return ""
         windows = self.evaluate
@@ -302,10 +304,10 @@ class Prepared:
 
     @property
     def notes(self) -> list[str]:
-        """What has to be known of its conversations."""
+        """Messages about padded, cut and omitted conversations."""
         found = []
         for name, windows in (("train", self.train), ("evaluate", self.evaluate)):
-            # What is held out of one set of files is counted with it.
+            # Conversations held out of `data.train` are counted there.
             if isinstance(windows, Packed) and getattr(self.config.data, name):
                 if name == "train":
                     found.append(
@@ -327,17 +329,17 @@ class Prepared:
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, on all ranks."""
+        """Number of micro-batches in a step, on all ranks."""
         return self.engine.gradient_accumulation_steps * self.ranks
 
     @property
     def windows_per_step(self) -> int:
-        """All micro-batches of a step together."""
+        """Number of windows in a step, on all ranks."""
         return self.micro_batch * self.micro_batches
 
     @property
     def tokens_per_step(self) -> int:
-        """All micro-batches of a step together."""
+        """Number of tokens in a step, on all ranks."""
         return self.windows_per_step * self.length
 
     def derived(self) -> dict[str, Any]:
@@ -360,23 +362,23 @@ class Prepared:
         return {name: value for name, value in found.items() if value is not None}
 
     def decides(self) -> dict[str, Any]:
-        """Return the settings that the numbers of the run depend on, by name."""
+        """Return the settings that determine the results of the run, by name."""
         engine = self.config.engine.resolved()
         found = {
             f"engine.{name}": entry["value"]
             for name, entry in engine.items()
             if name.startswith(_DECIDE)
         }
-        if self.engine.scheduler is not None:  # with the steps in the place of auto
+        if self.engine.scheduler is not None:  # with the number of steps instead of auto
             found[_SCHEDULE] = self.engine.scheduler.params
-        if self.engine.activations.logits == "chunked":  # runs from before it could be are full
+        if self.engine.activations.logits == "chunked":  # absent in older runs: full
             found["engine.activations.logits"] = "chunked"
         if self.engine.frozen.format != "as_is":
             found["engine.frozen.format"] = self.engine.frozen.format
         found |= {f"model.{name}": value for name, value in self.facts.identity().items()}
         if self.config.adapter is not None:
             found["adapter"] = self.config.adapter.model_dump(mode="json")
-            if not self.config.adapter.target_parameters:  # runs from before it do not have it
+            if not self.config.adapter.target_parameters:  # older records do not have it
                 del found["adapter"]["target_parameters"]
         if isinstance(self.train, Packed):
             found["data.packing"] = self.config.data.packing
@@ -395,9 +397,9 @@ class Prepared:
 
     @property
     def state_facts(self) -> dict[str, int]:
-        """Return members of `run.json` without which a durable state is not found again.
+        """Members of `run.json` that are required to find a durable state again.
 
-        Experts that travel together decide its units; 0 stands for the rule.
+        `experts_per_unit` determines the units; 0 stands for "auto".
         """
         experts = self.engine.experts_per_unit
         return {"experts_per_unit": 0 if experts == "auto" else experts}
@@ -406,11 +408,11 @@ class Prepared:
 def prepare_run(
     config: RunConfig, kept: Path, progress: Progress | None = None, ranks: int = 1
 ) -> Prepared:
-    """Read the model, make the corpus, and complete the configuration.
+    """Read the model's config, prepare the corpus, and complete the configuration.
 
-    Tokens are kept in `kept` unless the configuration says where.
+    Tokens are cached in `kept` unless the configuration has `data.cache`.
 
-    Raises `ConfigError` for all that does not fit together, and what `data.prepare` raises.
+    Raises `ConfigError` for inconsistent settings, and the errors of `data.prepare`.
     """
     data, problems = config.data, _Problems()
     sources = problems.of(lambda: find_sources("data.train", data.train, data.format)) or []
@@ -481,7 +483,7 @@ def prepare_run(
 
 
 def _holds_conversations(config: RunConfig, sources: Sequence[TextSource]) -> bool:
-    """Whether rows are conversations; raises `ConfigError` where that cannot be."""
+    """Return True if rows are conversations; raise `ConfigError` if other files cannot be."""
     data = config.data
     others = [source for source in sources if source.format in ("text", "tokens")]
     rows = [source for source in sources if source not in others]
@@ -499,7 +501,7 @@ def _holds_conversations(config: RunConfig, sources: Sequence[TextSource]) -> bo
 
 
 class _Problems:
-    """Mistakes that are reported together."""
+    """Collector of `ConfigError`s that are reported together."""
 
     def __init__(self) -> None:
         self._found: list[ConfigError] = []
@@ -520,7 +522,7 @@ class _Problems:
 
 
 def tokenizer_of(config: RunConfig, *, required: bool) -> Tokenizer | None:
-    """The one that is asked for; None where all files hold tokens and the model has none."""
+    """Return the configured tokenizer; None if there is none and it is not `required`."""
     found = _find_tokenizer(config, required)
     if found is not None and config.data.chat_template is not None:
         use_template(found, config.data.chat_template)
@@ -604,10 +606,11 @@ def _require(key: str, windows: Windows) -> None:
 
 
 def _with_schedule(engine: Config, steps: int) -> Config:
-    """With the steps of the run for `auto`, and no step at a warm-up's rate of 0 unless asked for.
+    """Return the configuration with the number of steps for `auto` in the schedule.
 
-    DeepSpeed's warm-ups begin at `last_batch_iteration` -1 with two steps at their lowest rate: at
-    1 they begin with the first step above it, and `auto` ends them with the last step.
+    DeepSpeed's warm-ups start at `last_batch_iteration` -1 with two steps at their lowest rate,
+    0 by default. Unless it is configured, they start here at 1, with the first step above that
+    rate, and `auto` ends them with the last step.
     """
     schedule = engine.scheduler
     if schedule is None:
@@ -620,12 +623,12 @@ def _with_schedule(engine: Config, steps: int) -> Config:
 
 
 def check_schedule(prepared: Prepared, directory: RunDirectory, checkpoint: Path | None) -> None:
-    """Refuse to resume with a schedule that was made for another number of steps.
+    """Refuse to resume with a torch schedule that was created for another number of steps.
 
-    It is that of the run in `directory`, or of the `checkpoint` to go on from; one that is not
-    ours has none. A schedule of torch's goes from rate to rate and keeps its end, so steps beyond
-    it would be made at whatever it comes to. Raises `ConfigError`, and `CheckpointError` for a
-    checkpoint that is damaged.
+    The saved schedule is that of the run in `directory` or of `checkpoint`; a checkpoint of another
+    format has none. torch schedules compute each rate from the previous one and retain their end,
+    so steps beyond it would run at an arbitrary rate. Raises `ConfigError`, and
+    `CheckpointError` for a damaged checkpoint.
     """
     scheduler, steps = prepared.config.engine.scheduler, prepared.steps
     if scheduler is None or scheduler.type in SCHEDULES:
@@ -654,7 +657,7 @@ def check_schedule(prepared: Prepared, directory: RunDirectory, checkpoint: Path
 
 
 def decides_as_before(prepared: Prepared, decided: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same settings, with the earlier end where a schedule may be extended."""
+    """Return `prepared.decides()`, with the recorded value of `auto` entries of the schedule."""
     found, scheduler = prepared.decides(), prepared.config.engine.scheduler
     before = decided.get(_SCHEDULE)
     if scheduler is not None and isinstance(before, Mapping):
@@ -666,9 +669,10 @@ def decides_as_before(prepared: Prepared, decided: Mapping[str, Any]) -> dict[st
 
 
 def follow_steps(schedule: Any, prepared: Prepared) -> str:
-    """Give a schedule that was taken up the end of this run; returns what to say, if it is new.
+    """Set the end of a resumed schedule to that of this run; return a message if it changes.
 
-    From the next step on its rates are those of a run that had as many steps from the beginning.
+    From the next step on, its rates are those of a run that had this number of steps from the
+    beginning.
     """
     given, wanted = prepared.config.engine.scheduler, prepared.engine.scheduler
     if given is None or wanted is None or given.type not in SCHEDULES:
@@ -700,10 +704,10 @@ def scheduled(
     *,
     keeps_ranges: bool = False,
 ) -> tuple[Prepared, ScheduleResult]:
-    """Choose the schedule of a run that gives only the tokens of a step.
+    """Choose the batch schedule of a run that configures only the tokens of a step.
 
-    Micro-batches and slices belong to the numbers of a run: one that goes on keeps those that were
-    `decided`. With `keeps_ranges` experts travel as `prepared` has them.
+    Micro-batches and slices affect results, so a resumed run retains the `decided` ones. With
+    `keeps_ranges`, the expert ranges of `prepared` are retained too.
     """
     config, before = prepared.config, decided.get("engine.gradient_accumulation_steps")
     if before is not None and before % ranks.count:
@@ -730,7 +734,7 @@ def scheduled(
 def case_of(
     prepared: Prepared, device: Device, ranks: DistContext = SINGLE_PROCESS
 ) -> tuple[PlanInput, Target, Partition]:
-    """Return the planner's input for a run, as `case_here`; `device` must stay open."""
+    """Return the planner's input for a run, as `case_here` does; `device` must stay open."""
     facts = prepared.facts
     return case_here(
         facts.name,

@@ -1,4 +1,4 @@
-"""A run of `infinity train`, from its directory to its model.
+"""Run of `infinity train`, from its directory to the exported model.
 
 >>> with Run(load_run_config("run.yaml"), resume="auto") as run:
 ...     run.prepare()
@@ -80,21 +80,21 @@ from infinity.train.trackers import Trackers, check_trackers
 from infinity.train.windows import BatchIterator
 
 _NAMED = ("precision", "gradient_clipping")
-_SCHEDULED = ("lr", "betas", "momentum")  # entries of a group that a schedule may change
-_WAITS_S = 60.0  # for the first rank, until that says that it is at work
-OTHER = Path("/other/drive")  # what people put their own in the place of
+_SCHEDULED = ("lr", "betas", "momentum")  # entries of a parameter group that a schedule may change
+_WAITS_S = 60.0  # interval at which rank 0 signals progress to waiting ranks
+OTHER = Path("/other/drive")  # placeholder for a directory of the user's
 _HEADING = """\
 Arguments of this run; defaults and derived values are in comments.
 This file can be given to `infinity train` again; relative paths are from {}"""
 
 
 class Run:
-    """One run; used in this order: `prepare`, `train`. A context manager: leaving closes.
+    """One run, as a context manager; call `prepare`, then `train`.
 
-    `resume` is "never", "auto" (go on with what the directory holds, else begin) or the path of a
-    checkpoint. `ranks` train together, by default as `initialize` finds them: the first writes and
-    tells. `command` is what was typed, for the record. Raises `ConfigError` or `MachineError` for a
-    directory that cannot be used.
+    `resume` is "never", "auto" (resume the run in the directory, else begin) or the path of a
+    checkpoint. `ranks` is the distributed context, by default as `initialize` finds it; only rank 0
+    writes files and displays. `command` is the command line, for metrics. Raises `ConfigError` or
+    `MachineError` for a directory that cannot be used.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class Run:
         self.command = shlex.join(command)
         self.resume = resume
         self.ranks = ranks or find_ranks()
-        self._shares_ranks = False  # with an engine, which closes them
-        self._begins = True  # nothing was trained here before
+        self._shares_ranks = False  # an engine uses `ranks`, and closes it
+        self._begins = True  # no run in the directory before this start
         with self.ranks.collective_section("looks for a run"):
-            transformers()  # told before anything is done
+            transformers()  # raises before any work if it is not installed
             self.checkpoint = None if resume in (NEVER, AUTO) else _find_checkpoint(Path(resume))
         self.directory = RunDirectory(config.run_dir, resume=resume != NEVER, ranks=self.ranks)
         self.state = DurableState(
@@ -122,12 +122,12 @@ class Run:
                 self._refuse_other_runs(self.checkpoint)
         self.prepared: Prepared | None = None
         self.chosen: ScheduleResult | None = None
-        """The batch schedule and the next one, where the plan chose it."""
+        """Result of the choice of the batch schedule, if the plan made one."""
         self.trains = False
-        """Whether there is, or was, an engine."""
+        """Whether an engine was created."""
 
     def _refuse_other_runs(self, checkpoint: Path) -> None:
-        """Raise `ConfigError` for a checkpoint of another run where this one has some already."""
+        """Raise `ConfigError` for a checkpoint of another run if this one has checkpoints."""
         last = latest(self.directory.checkpoints)
         if last is not None and checkpoint.parent != self.directory.checkpoints:
             self.directory.close()
@@ -139,14 +139,14 @@ class Run:
             )
 
     def prepare(self, progress: Progress | None = None) -> Prepared:
-        """Check everything, and make the corpus.
+        """Check everything and prepare the corpus.
 
-        `progress(done_bytes, total_bytes, what)` follows the corpus. Raises what `prepare_run`
-        does; nothing was trained or allocated then.
+        `progress(done_bytes, total_bytes, what)` is called for the corpus. Raises the errors of
+        `prepare_run`, before anything is allocated or trained.
         """
         directory, ranks = self.directory, self.ranks
         with ranks.collective_section("prepares a run"), _first(ranks, progress) as report:
-            for path in self.config.engine.nvme_path:  # before hours of tokens
+            for path in self.config.engine.nvme_path:  # before tokenization, which may take hours
                 checked_root(path)
             if not ranks.rank:
                 check_trackers(self.config.training.report_to)
@@ -165,7 +165,7 @@ class Run:
         return prepared
 
     def _with_known_ranges(self, prepared: Prepared) -> Prepared:
-        """With the ranges of experts by which the run finds its state, unless others are named."""
+        """Set `experts_per_unit` to that of the state on disk, unless it is configured."""
         experts = self.directory.record.get("experts_per_unit", 0)
         if not experts or prepared.engine.experts_per_unit != "auto":
             return prepared
@@ -173,7 +173,7 @@ class Run:
         return replace(prepared, engine=engine)
 
     def _scheduled(self, prepared: Prepared) -> Prepared:
-        """With micro-batches that the plan of the first rank chose."""
+        """Set the batch schedule to that chosen by the plan of rank 0."""
         ranks, windows = self.ranks, prepared.windows_per_step
         with ranks.collective_section("chooses micro-batches"):
             if not ranks.rank:
@@ -191,15 +191,15 @@ class Run:
 
     @property
     def continues_state(self) -> bool:
-        """Whether its state is on disk already, so that where it rests is settled."""
+        """Whether the run resumes state on disk in place, so that its layout is fixed."""
         durable = self.config.engine.durable
         return durable and self.resume == AUTO and self.directory.has_run and not self.state.moves
 
     def train(self, watcher: TrainCallback, progress: Progress | None = None) -> Result:
-        """Train to the end, or until the watcher wants to stop, and write what came of it.
+        """Train to the end or until the watcher requests a stop; save, and export at the end.
 
-        `progress` follows the first write of the state. Raises whatever training can raise;
-        checkpoints that were saved before stay.
+        `progress` is called for the first write of the state. Raises the errors of training;
+        earlier checkpoints stay.
         """
         prepared, directory, ranks = self.prepared, self.directory, self.ranks
         assert prepared is not None
@@ -209,7 +209,7 @@ class Run:
             with ranks.collective_section("builds the model"):
                 model = build(self.config, prepared.facts, prepared.engine)
                 compute = loss_of(model)
-                # Defaults stand in config.yaml: only loops of users' own are warned of them.
+                # Set explicitly: `initialize` warns of these defaults only in loops of users.
                 named = {name: getattr(prepared.engine, name) for name in _NAMED}
                 config = self.state.config_for(prepared.engine).model_copy(update=named)
             self._shares_ranks = True
@@ -225,7 +225,7 @@ class Run:
             with ranks.propagate_errors("infinity train"):
                 return self._train(engine, compute, watcher)
         except BaseException:
-            with suppress(InfinityError):  # a save, or the drive, that fails here says less
+            with suppress(InfinityError):  # would hide the original error
                 engine.close()
             raise
         finally:
@@ -238,7 +238,7 @@ class Run:
         engine.train()
         training, data = self.config.training, self.config.data
         if ranks.rank and prepared.engine.seed is not None:
-            torch.manual_seed(prepared.engine.seed + ranks.rank)  # dropout of its own
+            torch.manual_seed(prepared.engine.seed + ranks.rank)  # separate dropout on each rank
         reel = BatchIterator(
             prepared.train, prepared.micro_batch, training.seed, data.shuffle, ranks
         )
@@ -249,7 +249,7 @@ class Run:
             session = self.state.claim(engine) if prepared.engine.durable else None
             source = self._go_on(engine, reel, prepared)
             if session is not None and not engine.resumed:
-                engine.register_state("session", session)  # after loading: checkpoints have none
+                engine.register_state("session", session)  # after loading: no checkpoint has it
         except BaseException:
             if self._begins:
                 directory.forget()
@@ -261,16 +261,16 @@ class Run:
         if prepared.engine.durable:
             if note := self.state.keep(prepared.state_facts):
                 watcher.note(note)
-        elif directory.record.get("durable"):  # a checkpoint was named to go on from instead
+        elif directory.record.get("durable"):  # resumed from a named checkpoint instead
             directory.remember(durable=False)
         with ranks.collective_section("remembers the run"):
             directory.remember(decides=prepared.decides())
         best, done = Best(of=prepared.held_out), reel.taken // prepared.windows_per_step
-        engine.register_state("evaluations", best)  # after loading: older runs have none
+        engine.register_state("evaluations", best)  # after loading: older runs do not have it
         if best.anew:
             watcher.note("held-out data are others than before: the best of them begins anew")
         if not ranks.all_gather_object(directory.best.is_dir())[0]:
-            best.kept, best.kept_step = math.inf, -1  # those of another directory's run
+            best.kept, best.kept_step = math.inf, -1  # saved elsewhere, or removed
         keeps_best = training.keep_best
         if keeps_best is None:
             keeps_best = training.early_stop is not None
@@ -292,7 +292,7 @@ class Run:
             return result
 
     def _export(self, engine: Engine, path: Path) -> Path:
-        """Write the weights for transformers; returns where."""
+        """Write the weights in transformers' format to `path`, and return it."""
         assert self.prepared is not None
         wanted = self.config.training.export
         dtype = None if wanted in ("auto", "none") else wanted
@@ -300,9 +300,9 @@ class Run:
         return path
 
     def _look_for_room(self, plan: Plan, watcher: TrainCallback) -> None:
-        """Warn where two checkpoints will not fit; refuse to begin without room for one.
+        """Warn if `keep_last` + 1 checkpoints do not fit; refuse to begin if one does not.
 
-        The state on disk has its place already. Raises `DoesNotFitError`.
+        State on disk is already allocated. Raises `DoesNotFitError`.
         """
         training, path = self.config.training, self.directory.path
         state_only = (
@@ -331,7 +331,7 @@ class Run:
             )
 
     def _metrics(self, done: int, device: torch.device) -> Metrics:
-        """Of a run that goes on after `done` steps; the first rank writes them."""
+        """Open the metrics after `done` steps; only rank 0 writes them."""
         ranks, directory = self.ranks, self.directory
         metrics: Metrics | None = None
         with ranks.collective_section("opens the metrics"):
@@ -356,7 +356,7 @@ class Run:
         return Unwritten(evaluated) if metrics is None else metrics
 
     def _finish(self, loop: Loop, watcher: TrainCallback) -> Result:
-        """Save, and at the last step export."""
+        """Save the last checkpoint and, if the run has ended, export; return the result."""
         prepared, directory = loop.prepared, self.directory
         stopped = not loop.ended
         loop.save_last()
@@ -368,7 +368,7 @@ class Run:
                 self._export(loop.engine, model)
             watcher.note(f"model: {model}")
         if loop.unsaved is not None:
-            loop.save_last()  # much may have changed since
+            loop.save_last()  # the cause may have been removed during the export
         if loop.unsaved is not None and not prepared.engine.durable:
             raise _not_saved(loop, loop.unsaved, model)
         if not stopped:
@@ -394,18 +394,18 @@ class Run:
         )
 
     def _remember_saved(self) -> None:
-        """Note that there was a whole checkpoint: from now on the run never begins again."""
-        with suppress(InfinityError):  # noted with the next one
+        """Record that a checkpoint was complete; a start without one is refused from now on."""
+        with suppress(InfinityError):  # retried with the next checkpoint
             self.directory.remember(saved=True)
 
     @property
     def kept(self) -> str:
-        """A clause that names the state on disk to go on from."""
+        """Clause that names the state on disk to resume from."""
         if self.directory.record.get("durable"):
             return "the last committed step is on disk"
         return last_of(self.directory.checkpoints)
 
-    # --- going on --------------------------------------------------------------------------------
+    # --- resuming --------------------------------------------------------------------------------
 
     def _go_on(self, engine: Engine, reel: BatchIterator, prepared: Prepared) -> str:
         """Load the saved state and return a description of it; empty for a new run."""
@@ -414,7 +414,7 @@ class Run:
             with self.ranks.collective_section("remembers where it came from"):
                 self.directory.remember(origin=str(self.checkpoint))
                 if self.checkpoint.parent == self.directory.checkpoints:
-                    # Later ones are of steps that this start discards.
+                    # Later checkpoints are of steps that this start discards.
                     self.directory.write(f"checkpoints/{LATEST_NAME}", f"{self.checkpoint.name}\n")
             return f"{self.checkpoint}; its optimizer and schedule go on as they were"
         if self.resume != AUTO:
@@ -433,7 +433,7 @@ class Run:
             engine.load_checkpoint(found.parent, found.name)
             return str(found)
         origin = self.directory.record.get("origin")
-        if origin and found is None and not goes_on:  # it ended before it had a checkpoint
+        if origin and found is None and not goes_on:  # a start from a checkpoint that saved none
             self._load(engine, Path(origin), reel, prepared)
             return str(origin)
         return f"the committed step {done}" if goes_on else ""
@@ -441,7 +441,7 @@ class Run:
     def _load(
         self, engine: Engine, checkpoint: Path, reel: BatchIterator, prepared: Prepared
     ) -> None:
-        """Go on from a checkpoint of another run; raises `ConfigError` for other settings."""
+        """Load a named checkpoint; raise `ConfigError` if its settings differ."""
         here = _hypers(engine)
         client_state = engine.load_checkpoint(checkpoint.parent, checkpoint.name)[1] or {}
         there = _hypers(engine)
@@ -464,10 +464,10 @@ class Run:
             )
 
     def _unnamed_checkpoint(self) -> Path | None:
-        """Return the complete checkpoint of a run that was killed before `latest` named its first.
+        """Return the complete checkpoint of a run that was killed before it wrote `latest`.
 
-        None for a run that began and never had a checkpoint: it begins again, and `Metrics` says
-        so. Raises `CheckpointError` where there was one.
+        None for a run that never had a checkpoint: it begins again, and `Metrics` notes that.
+        Raises `CheckpointError` if there was one.
         """
         directory, num_recorded = self.directory, recorded_steps(self.directory.metrics)
         root = directory.checkpoints
@@ -484,14 +484,14 @@ class Run:
         )
 
     def last_checkpoint(self) -> Path | None:
-        """What `latest` names; raises `CheckpointError` or `MachineError`."""
+        """Return the checkpoint that `latest` names; raise `CheckpointError` or `MachineError`."""
         tag = find_tag(self.directory.checkpoints, None)
         return None if tag is None else self.directory.checkpoints / tag
 
     # --- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close files, release the directory, and leave the other ranks; idempotent."""
+        """Close files, unlock the directory, and close `ranks`; idempotent."""
         self.directory.close()
         if not self._shares_ranks:
             self.ranks.close()
@@ -505,9 +505,10 @@ class Run:
 
 @contextmanager
 def _first(ranks: DistContext, progress: Progress | None) -> Iterator[Progress | None]:
-    """Context that the first rank runs first, and the others afterwards, which find its results.
+    """Context whose body rank 0 runs first, and the other ranks afterwards, with its results.
 
-    Yields what to call with progress. It tells the others, whose patience has an end.
+    Yields the progress callback. On rank 0 it also synchronizes with the waiting ranks, before
+    their timeout.
     """
     doing, reported_s = "prepares tokens", time.monotonic()
 
@@ -527,7 +528,7 @@ def _first(ranks: DistContext, progress: Progress | None) -> Iterator[Progress |
 
 
 def _not_saved(loop: Loop, error: InfinityError, model: Path | None) -> InfinityError:
-    """How a run ends whose last state could not be saved, after all else was done."""
+    """Return the error of a run whose last state could not be saved."""
     kind = DoesNotFitError if isinstance(error, DoesNotFitError) else MachineError
     return kind(
         f"the state after step {loop.step} was not saved: {error.what}; {loop.failed_saves} saves "
@@ -539,7 +540,7 @@ def _not_saved(loop: Loop, error: InfinityError, model: Path | None) -> Infinity
 
 
 def _hypers(engine: Engine) -> dict[str, Any]:
-    """Return the numbers of the optimizer's groups by name, without scheduled ones."""
+    """Return the hyperparameters of the optimizer's groups by name, without scheduled ones."""
     found: dict[str, Any] = {}
     for number, group in enumerate(engine.optimizer.param_groups):
         for name, value in group.items():
@@ -559,7 +560,7 @@ def _step_of(tag: str) -> int:
 
 
 def _find_checkpoint(path: Path) -> Path:
-    """A checkpoint, given itself, its root, or the directory of its run."""
+    """Return a checkpoint, given its path, its root, or the directory of its run."""
     path = path.expanduser().absolute()
     if not path.is_dir():
         raise ConfigError(
@@ -575,16 +576,17 @@ def _find_checkpoint(path: Path) -> Path:
     return path
 
 
-# --- where the drive of a run's state fails ------------------------------------------------------
+# --- failures of the drive that holds the state --------------------------------------------------
 
 
 def elsewhere(error: InfinityError, run: Run, command: Sequence[str]) -> InfinityError:
-    """Return the error to raise for one of a closed run: `error`, or one with a remedy.
+    """Return the error to raise for `error` of a closed run.
 
-    `command` is what was typed, without --resume.
+    If the drive of the state failed, that is an error with commands to continue on another drive.
+    `command` is the command line without --resume.
     """
     if removed := next((e for e in _causes(error) if isinstance(e, RemovedError)), None):
-        return removed  # no drive fails
+        return removed  # not a failure of the drive
     found = _of_the_state(error, run)
     if found is None:
         return error
@@ -598,7 +600,7 @@ def elsewhere(error: InfinityError, run: Run, command: Sequence[str]) -> Infinit
     update, durable = _committed(run), run.config.engine.durable
     others = [path for path in run.config.engine.nvme_path if path != drive]
     if durable and update is None:
-        others = []  # they hold parts of what is lost
+        others = []  # they hold stripes of the lost state
     if update is not None:
         state = drive / run.state.name
         copies.append(state)
@@ -610,7 +612,7 @@ def elsewhere(error: InfinityError, run: Run, command: Sequence[str]) -> Infinit
     paths = ",".join(map(str, [OTHER, *others]))
     given.append(f"engine.nvme_path={f'[{paths}]' if others else paths}")
     steps = [["cp", "-a", *map(str, copies), f"{OTHER}/"]] if copies else []
-    # Where steps were durable, auto refuses to go on without the state.
+    # With durable steps, auto refuses to resume without the state.
     resume = str(checkpoint) if durable and update is None and checkpoint else "auto"
     steps.append([*command, *given, "--resume", resume])
     stay = f"; or, to stay: {failure.remedy}" if failure.remedy else ""
@@ -623,7 +625,7 @@ def elsewhere(error: InfinityError, run: Run, command: Sequence[str]) -> Infinit
 
 
 def _of_the_state(error: BaseException, run: Run) -> tuple[MachineError, Path] | None:
-    """The failure behind an error that names a file of the state, and its nvme_path."""
+    """Return the cause of `error` that names a file of the state, and its nvme_path."""
     for cause in _causes(error):
         moved = isinstance(cause, TransferError)
         if isinstance(cause, MachineError) and (moved or run.trains):
@@ -635,14 +637,14 @@ def _of_the_state(error: BaseException, run: Run) -> tuple[MachineError, Path] |
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, the one that caused it, and so on."""
+    """Yield an error and its chain of causes."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def _committed(run: Run) -> int | None:
-    """The update that was committed last; None where there is none, or it cannot be read."""
+    """Return the number of the last committed update; None if none can be read."""
     states = [path / run.state.name for path in run.config.engine.nvme_path]
     steps = []
     with suppress(InfinityError, OSError):
@@ -651,7 +653,7 @@ def _committed(run: Run) -> int | None:
                 read_run(d, rank_directories(states)).record.step
                 for d in durable_records(directory)
             ]
-    return min(steps, default=None)  # of several ranks each may have prepared one more
+    return min(steps, default=None)  # some ranks may have prepared one more
 
 
 def _same_drive(one: Path, other: Path) -> bool:

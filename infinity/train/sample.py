@@ -1,4 +1,4 @@
-"""Text that a run's model generates at the end, for its page."""
+"""Text that the model of a run generates at the end, for report.html."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ TOKENS = 100
 
 
 def record_sample(loop: Loop) -> None:
-    """Put text that continues the run's `training.sample`, if it has one, into the metrics.
+    """Generate text that continues the run's `training.sample`, if set, and record it.
 
-    Every token is a forward of the whole model, and all ranks draw the same ones, by the run's
-    seed. Of a run on conversations the prompt is a message of the user, where there is a chat
-    template. A model that cannot generate ends no run: the watcher is given the reason.
+    Each token is a forward of the full model; all ranks draw the same tokens, from the run's seed.
+    If the run is on conversations and there is a chat template, the prompt is a user message. An
+    error of the generation is passed to the watcher and does not end the run.
     """
     prompt = loop.prepared.config.training.sample
     if prompt is None:
@@ -43,7 +43,7 @@ def _generate(engine: Engine, prepared: Prepared, prompt: str) -> str:
     count = min(TOKENS, most // 2)
     ids = prepared.tokenizer.encode_prompt(prompt, is_chat=is_chat)[:, count - most :]
     ids = ids.to(engine.device)
-    module: Any = engine.module  # with adapters it takes inputs by name
+    module: Any = engine.module  # peft's `generate` takes inputs by keyword only
     settings = transformers().GenerationConfig(
         max_new_tokens=count,
         do_sample=True,

@@ -1,7 +1,7 @@
-"""Models of saved state: what they are, their tokenizers, and their values, read one at a time.
+"""Models of saved state: their architecture, tokenizer, and values, read one at a time.
 
-A checkpoint holds tensors by name. Which transformers model they make, and with which tokenizer,
-stands in the configuration of the run that saved it, or in the config.json of a directory.
+A checkpoint holds tensors by name. The transformers model and the tokenizer that they belong to are
+described by the configuration of the run that saved it, or by the config.json of a directory.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from infinity.train.preparation import CAUSAL, read_facts, source_of, tokenizer_
 from infinity.train.settings import AdapterSection, RunConfig, load_run_config
 from infinity.train.texts import TOKENIZER_FILES, Tokenizer, find_tokenizer
 
-CONFIGURATION = "config.yaml"  # of a run
+CONFIGURATION = "config.yaml"  # in the run directory
 _ADAPTER_CONFIG = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
 _BASE_LAYER = "base_layer"
@@ -58,11 +58,11 @@ _BASE_LAYER = "base_layer"
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A transformers model of which only values are missing.
+    """A transformers model without values.
 
     Attributes:
-        name: For errors: a path or the id of a repository.
-        base: The model on meta, without adapters.
+        name: Path or repository id, for messages.
+        base: The model on the meta device, without adapters.
         tokenizer: None if there is none.
         run: Configuration of the run that trained it, if one did.
         is_chat: Whether it was trained on conversations; None if that is not known.
@@ -81,7 +81,7 @@ class SavedModel:
 
     @cached_property
     def module(self) -> Any:
-        """The model on meta as it was trained: with its adapters."""
+        """The model on the meta device as it was trained: with its adapters."""
         if self.adapter is None:
             return self.base
         with torch.device("meta"):
@@ -92,8 +92,8 @@ def describe(source: str | Path) -> SavedModel:
     """Describe the model of a run, or of a directory or Hub id with a config.json.
 
     Raises:
-        ConfigError: It is neither, or transformers knows no such model.
-        MachineError: The Hub does not give what is missing.
+        ConfigError: It is neither, or transformers has no such model.
+        MachineError: A file cannot be fetched from the Hub.
     """
     path = Path(source).expanduser()
     record = run_record(path)
@@ -121,20 +121,19 @@ def describe(source: str | Path) -> SavedModel:
             f"{CONFIGURATION} of a run",
             remedy="--model DIR names one that has",
         )
-    base = meta_model(
-        without_quantisation(read_config(directory))
-    )  # state is not, whatever it is of
+    # Saved state is not quantized, even if the config is that of a quantized model.
+    base = meta_model(without_quantisation(read_config(directory)))
     take_generation_config(base, directory)
     return SavedModel(str(source), base, _tokenizer_in(directory))
 
 
 def holds_model(directory: Path) -> bool:
-    """Return True for a directory of weights or of adapters, as `save_pretrained` writes them."""
+    """Return True for a directory of weights or adapters as `save_pretrained` writes it."""
     return holds_weights(directory) or (directory / _ADAPTER_CONFIG).is_file()
 
 
 def load_directory(directory: Path, config: Config) -> nn.Module:
-    """Return the model whose weights, or adapters, are in a directory, in eval mode, frozen.
+    """Return the frozen model of a directory of weights or adapters, in eval mode.
 
     Raises as `infinity.huggingface.load_model`.
     """
@@ -146,7 +145,7 @@ def load_directory(directory: Path, config: Config) -> nn.Module:
 
 
 def _base_of_adapters(directory: Path) -> str | None:
-    """Return the path or Hub id of the model that adapters in a directory are of."""
+    """Return path or Hub id of the base of adapters in a directory; None without adapters."""
     file = directory / _ADAPTER_CONFIG
     if not file.is_file() or (directory / CONFIG_NAME).exists():
         return None
@@ -165,12 +164,12 @@ def _tokenizer_in(directory: Path) -> Tokenizer | None:
 
 
 def find_description(directory: Path, state: Path) -> Path | None:
-    """Return the directory that describes the model of saved state, as `describe` takes it.
+    """Return the directory to pass to `describe` for saved state, or None.
 
     Args:
-        directory: What the user named.
-        state: The checkpoint or durable run that was found there. Both are searched, and the two
-            directories above each: those of checkpoints and of the run.
+        directory: Directory given by the user.
+        state: Checkpoint or durable run found in it. Both are searched, and the two parents of
+            each: the directories of checkpoints and of the run.
     """
     for start in (directory.expanduser().absolute(), state):
         for path in (start, *start.parents[:2]):
@@ -180,7 +179,7 @@ def find_description(directory: Path, state: Path) -> Path | None:
 
 
 def _is_of_transformers(file: Path) -> bool:
-    """Return True if a file is the config of a model; others are called config.json, too."""
+    """Return True if a config.json is that of a transformers model."""
     try:
         return "model_type" in json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
@@ -201,24 +200,24 @@ def export_model(
 ) -> list[Path]:
     """Write saved state as transformers' or peft's `save_pretrained` does.
 
-    One tensor at a time is in memory; to merge adapters, one layer.
+    One tensor at a time is in memory; when merging adapters, one layer.
 
     Args:
-        model: What the state is of.
+        model: Model of the state.
         reader: The state.
         target: Directory to write to; files appear when all are complete.
-        dtype: Of the weights; None for that of training, float32 for the exact masters.
-        max_shard_bytes: Largest weight file, except for larger tensors.
-        merge: Add the adapters to the weights of the base, and write these.
+        dtype: Dtype of the weights; None for that of training, float32 for the exact masters.
+        max_shard_bytes: Maximum size of a weight file; a larger tensor gets a separate file.
+        merge: Add the adapters to the weights of the base and write these.
 
     Returns:
         The weight files.
 
     Raises:
-        ConfigError: The state is of another model; there are no adapters to merge, or merging
+        ConfigError: The state belongs to another model; there are no adapters to merge, or merging
             them would change a weight that is used elsewhere.
         CheckpointError: The state is damaged.
-        DoesNotFitError, MachineError: It cannot be written.
+        DoesNotFitError, MachineError: The files cannot be written.
     """
     _check_names(model, reader)
     if merge and model.adapter is None:
@@ -234,9 +233,9 @@ def load_values(model: SavedModel, reader: StateReader, precision: str) -> nn.Mo
     """Return the model in eval mode, frozen, with lazy tensors for `infinity.initialize`.
 
     Args:
-        model: What the state is of.
+        model: Model of the state.
         reader: The state; must stay open until `initialize` has returned.
-        precision: bf16, fp16 or fp32: what the engine will compute in.
+        precision: Precision of the engine: bf16, fp16 or fp32.
     """
     _check_names(model, reader)
     config, run = model.base.config, model.run
@@ -265,8 +264,8 @@ def engine_config(model: SavedModel, **changes: Any) -> Config:
     """Return the configuration of an engine that uses the model without training it.
 
     Args:
-        model: Its run says where weights may rest and in what format; others get the defaults.
-        **changes: Keys of the configuration and their values, which win.
+        model: Model whose run, if any, determines placement and format of the weights.
+        **changes: Keys of the configuration and values that take precedence.
     """
     given: dict[str, Any]
     stored = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}.get(model.base.config.dtype)
@@ -281,7 +280,7 @@ def engine_config(model: SavedModel, **changes: Any) -> Config:
 
 
 def _tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return, for each name of a parameter, all names of that parameter."""
+    """Return a mapping of each parameter name to all names of that parameter."""
     groups: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -289,7 +288,7 @@ def _tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _check_names(model: SavedModel, reader: StateReader) -> None:
-    """Raise `ConfigError` if the state is of another model."""
+    """Raise `ConfigError` if the state belongs to another model."""
     there = {record.name: record.shape for record in reader.manifest.parameters}
     tied = _tied_names(model.module)
     problems = [f"{name} is not one of the model's" for name in there if name not in tied]
@@ -311,7 +310,7 @@ def _check_names(model: SavedModel, reader: StateReader) -> None:
 
 
 class _Values(Mapping[str, Tensor]):
-    """Parameters of saved state by name, each read when it is asked for."""
+    """Parameters of saved state by name, each read on access."""
 
     def __init__(self, reader: StateReader, dtype: torch.dtype | None) -> None:
         self._tensors = {tensor.name: tensor for tensor in reader.outgoing(dtype)}
@@ -329,12 +328,12 @@ class _Values(Mapping[str, Tensor]):
 def _base_tensors(
     model: SavedModel, reader: StateReader, dtype: torch.dtype | None, *, merge: bool
 ) -> list[Outgoing]:
-    """Return the tensors of the base under its own names, with `merge` adapters added to them."""
+    """Return the tensors of the base under its names; with `merge`, add the adapters."""
     tied, layers = _tied_names(model.module), _adapted_layers(model)
     adapted_by = {_adapted_name(path, layer): path for path, layer in layers.items()}
     found = []
     for tensor in reader.outgoing(dtype):
-        names = tied.get(tensor.name, (tensor.name,))  # of a buffer its own
+        names = tied.get(tensor.name, (tensor.name,))  # a buffer has one name
         there = [n for name in names if (n := _base_name(name, layers)) is not None]
         if not there:
             continue
@@ -353,7 +352,7 @@ def _base_tensors(
 
 
 def _adapted_layers(model: SavedModel) -> dict[str, Any]:
-    """Return the layers of peft by their names; those of parameters are around one another."""
+    """Return peft's layers by name; those that adapt parameters may be nested."""
     if model.adapter is None:
         return {}
     kind = package("peft.tuners.tuners_utils").BaseTunerLayer
@@ -362,28 +361,28 @@ def _adapted_layers(model: SavedModel) -> dict[str, Any]:
 
 
 def _base_name(name: str, layers: Mapping[str, Any]) -> str | None:
-    """Return the name of a tensor of peft's model in the base; None for those of adapters."""
+    """Return the base's name of a tensor of peft's model; None for a tensor of adapters."""
     if not layers:
         return name
     parts = name.removeprefix(_PEFT_PREFIX).split(".")
     for count in range(len(parts) - 1, 0, -1):
-        if ".".join(parts[:count]) in layers:  # the innermost layer of peft that it is in
+        if ".".join(parts[:count]) in layers:  # the innermost peft layer around the tensor
             return _without_layers(parts) if parts[count] == _BASE_LAYER else None
     return ".".join(parts)
 
 
 def _without_layers(parts: Sequence[str]) -> str:
-    """Return a name as it is without layers of peft."""
+    """Return a name without peft's `base_layer` components."""
     return ".".join(part for part in parts if part != _BASE_LAYER)
 
 
 def _adapted_name(path: str, layer: Any) -> str:
-    """Return the name in the base of the parameter that a layer of peft adapts."""
+    """Return the base's name of the parameter that a peft layer adapts."""
     return f"{_without_layers(path.split('.'))}.{getattr(layer, 'parameter_name', 'weight')}"
 
 
 def _merged(layer: Any, path: str, dtype: torch.dtype, reader: StateReader) -> Tensor:
-    """Return the weight of a layer with its adapters, added in fp32 by peft's own rules."""
+    """Return the weight of a layer with its adapters, merged in fp32 by peft."""
     real = copy.deepcopy(layer).to_empty(device="cpu").float()
     adapted = getattr(real, "parameter_name", "weight")
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The configuration of a run: which model, on what data, for how long; `engine` is `Config`."""
+"""Configuration of a run: model, data, training; its `engine` section is `Config`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from infinity.config.source import apply_overrides, read_source
 from infinity.errors import ConfigError
 from infinity.types import FrozenFormat
 
-NEVER = "never"  # of `resume`
+NEVER = "never"  # value of `resume`
 AUTO = "auto"  # in scheduler.params: the number of steps of the run
-ALL_LINEAR = "all-linear"  # of adapter.targets, as peft calls it
+ALL_LINEAR = "all-linear"  # value of adapter.targets, as in peft
 BYTES = "bytes"  # the tokenizer that needs no files
-DEFAULT_LENGTH = 2048  # tokens of a window, where the model can see more
+DEFAULT_LENGTH = 2048  # tokens of a window, unless the model's context is shorter
 
 
 def _patterns(value: Any) -> tuple[str, ...]:
@@ -53,16 +53,16 @@ Text: TypeAlias = Annotated[str, Field(min_length=1)]
 
 
 class ModelSection(Section):
-    """The model: pretrained weights (`path`), or a new one (`config`)."""
+    """Model: pretrained weights (`path`), or a new model (`config`)."""
 
     path: Text | None = None
     """A directory with config.json and safetensors, or the id of a model on the Hub."""
     config: Annotated[dict[str, Any] | str | None, BeforeValidator(_model_source)] = None
     """A directory with a config.json, that file, or its keys: random weights."""
     gradient_checkpointing: bool = False
-    """Blocks are computed again in backward: less memory."""
+    """Recompute blocks in backward to save memory."""
     attention: Text | None = None
-    """sdpa, eager, ...: what transformers offers."""
+    """Attention implementation of transformers: sdpa, eager, ..."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -76,40 +76,40 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """Training data, and how it is cut into windows of tokens."""
+    """Training data, and its division into windows of tokens."""
 
     train: Patterns
     """Files, directories, patterns, hub:NAME[:CONFIG[:SPLIT]]."""
     evaluate: Patterns = ()
     """The same, for evaluation."""
     held_out: Number = Field(default=0.0, ge=0, lt=1)
-    """The last part of `train`, for evaluation."""
+    """Fraction of `train`, at its end, held out for evaluation."""
     format: Literal["auto", "text", "jsonl", "tokens", "parquet"] = "auto"
-    """auto: a file's ending: .jsonl, .ndjson, .json; .npy, .bin (tokens); .parquet; else text."""
+    """auto: by file extension: .jsonl, .ndjson, .json; .npy, .bin (tokens); .parquet; else text."""
     records: Literal["auto", "text", "chat"] = "auto"
-    """What lines of JSONL, or rows, hold: a text; or "chat", conversations in "messages", in
-    "prompt" and "completion", or as Alpaca's or ShareGPT's. "auto" looks at the first row, if they
-    are all the files."""
+    """Content of lines of JSONL, or rows: a text; or "chat", conversations in "messages", in
+    "prompt" and "completion", or in Alpaca's or ShareGPT's format. "auto" decides by the first row,
+    if all files have rows."""
     text_field: Text = "text"
-    """Where the text is in a line of JSONL, or a row."""
+    """Field of a line of JSONL, or of a row, that holds the text."""
     chat_template: OnePath | None = None
-    """A Jinja file in the place of the tokenizer's own chat template."""
+    """A Jinja file that replaces the tokenizer's chat template."""
     loss_on: Literal["assistant", "all"] = "assistant"
-    """Of conversations: what assistants say, or completions; or every token."""
+    """Tokens of conversations with a loss: the assistant's turns and completions, or all."""
     packing: bool = True
-    """Of conversations: several in a window, none of which sees another; else one, filled up."""
+    """Pack conversations into windows, without attention between them; else one each, padded."""
     token_dtype: Literal["uint16", "uint32"] | None = None
-    """What .bin files hold."""
+    """Dtype of .bin files."""
     sequence_length: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
     """Tokens of a window."""
     end_of_document: Annotated[int, Field(ge=0)] | Literal["auto", "none"] = "auto"
-    """The token put after each document: "auto" is the tokenizer's."""
+    """Token appended to each document: "auto" is the tokenizer's."""
     undecodable: Literal["refuse", "replace"] = "refuse"
-    """What to do with bytes that are not UTF-8."""
+    """Handling of bytes that are not UTF-8."""
     shuffle: bool = True
-    """Draw windows in a random order, anew for each epoch."""
+    """Draw windows in random order, a new one for each epoch."""
     cache: OnePath | None = None
-    """Where tokens are kept; the run's directory by default."""
+    """Directory of prepared tokens; by default in the run's directory."""
 
     @field_validator("held_out")
     @classmethod
@@ -120,7 +120,7 @@ class DataSection(Section):
 
     @property
     def errors(self) -> str:
-        """What `str.decode` does with bytes that are not UTF-8."""
+        """Value of `errors` for `str.decode`: "strict" or "replace"."""
         return "replace" if self.undecodable == "replace" else "strict"
 
 
@@ -130,31 +130,31 @@ class TrainingSection(Section):
     steps: int | None = Field(default=None, ge=1)
     """Steps of the run; or give `epochs`."""
     epochs: Number | None = Field(default=None, gt=0)
-    """1 where neither is given."""
+    """Passes over the data; 1 if neither is given."""
     micro_batch: int = Field(default=1, ge=1)
-    """Windows computed at once."""
+    """Windows of a micro-batch."""
     tokens_per_step: int | None = Field(default=None, ge=1)
-    """Of all ranks together; sets engine.gradient_accumulation_steps."""
+    """Tokens of a step on all ranks; sets engine.gradient_accumulation_steps."""
     seed: int = Field(default=0, ge=0)
-    """Of the order of windows; engine.seed where that is None."""
+    """Seed of the order of windows; also engine.seed if that is null."""
     evaluate_every: int = Field(default=100, ge=0)
-    """Steps; 0 = at the end only."""
+    """Steps between evaluations; 0 = at the end only."""
     evaluate_windows: int = Field(default=64, ge=1)
-    """Most held-out windows of an evaluation."""
+    """Maximum number of held-out windows in an evaluation."""
     keep_best: bool | None = None
-    """The weights with the smallest held-out loss stay in best/; by default if `early_stop` is."""
+    """Save the weights of the smallest held-out loss in best/; default: if `early_stop` is set."""
     early_stop: int | None = Field(default=None, ge=1)
     """End the run after this number of evaluations in a row without a better loss."""
     checkpoint_every: int = Field(default=500, ge=0)
-    """Steps; 0 = at the end only."""
+    """Steps between checkpoints; 0 = at the end only."""
     keep_last: int = Field(default=2, ge=1)
-    """Checkpoints that stay."""
+    """Number of checkpoints to retain."""
     sample: Text | None = None
-    """A text that the model continues at the end, for report.html: 100 tokens, a forward each."""
+    """Prompt that the model continues at the end, for report.html: 100 tokens, a forward each."""
     report_to: Annotated[tuple[Tracker, ...], BeforeValidator(_names)] = ()
     """Trackers of accelerate: tensorboard, wandb, mlflow, ..."""
     export: Literal["auto", "bf16", "fp16", "fp32", "none"] = "auto"
-    """Of the model that is written at the end: "auto" is the precision that was trained in."""
+    """Precision of the model written at the end: "auto" is that of training; "none" writes none."""
 
     @field_validator("epochs")
     @classmethod
@@ -165,27 +165,27 @@ class TrainingSection(Section):
 
 
 class AdapterSection(Section):
-    """Adapters of peft that are trained in the place of the model's own weights."""
+    """peft adapters, trained instead of the model's weights."""
 
     type: Literal["lora", "qlora"] = "lora"
     """qlora: the base is stored in the format of `engine.frozen`, nf4 by default."""
     r: int = Field(default=16, ge=1)
-    """The rank of the matrices."""
+    """Rank of the matrices."""
     alpha: Annotated[Number, Field(gt=0)] | None = None
-    """Their product counts alpha / r times; 2 r by default."""
+    """Their product is scaled by alpha / r; 2 r by default."""
     dropout: Number = Field(default=0.0, ge=0, lt=1)
     """Dropout before the matrices."""
     targets: Annotated[
         tuple[Text, ...], BeforeValidator(_names, json_schema_input_type=str | tuple[str, ...])
     ] = (ALL_LINEAR,)
-    """Ends of names of the layers that get one; all-linear: all linear ones but the head."""
+    """Suffixes of names of the layers to adapt; all-linear: all linear layers but the head."""
     target_parameters: Annotated[
         tuple[Text, ...],
         BeforeValidator(_names, json_schema_input_type=str | tuple[str, ...]),
         Field(validate_default=True),
     ] = ()
-    """Ends of names of parameters that get one, such as stacks of experts:
-    mlp.experts.gate_up_proj, mlp.experts.down_proj. `targets: []` adapts these alone.
+    """Suffixes of names of parameters to adapt, such as stacks of experts:
+    mlp.experts.gate_up_proj, mlp.experts.down_proj. `targets: []` adapts only these.
     """
 
     @field_validator("target_parameters")
@@ -199,23 +199,24 @@ class AdapterSection(Section):
 
 
 class RunConfig(Section):
-    """Configuration of `infinity train`; read it with `load_run_config`."""
+    """Configuration of `infinity train`; see `load_run_config`."""
 
     run_dir: OnePath
-    """The directory of the run: its record, metrics, checkpoints and model."""
+    """Directory of the run: its record, metrics, checkpoints and model."""
     model: ModelSection
     adapter: AdapterSection | None = None
     tokenizer: Text = "auto"
-    """auto is the model's own; a directory or Hub id; bytes: a token is a byte."""
+    """auto: the model's; a directory or Hub id; bytes: each byte is a token."""
     data: DataSection
     training: TrainingSection = TrainingSection()
     engine: Config = Config()
 
     def engine_for(self, length: int | Literal["auto"], ranks: int = 1) -> Config:
-        """Return the engine's configuration for the micro-batches of a step; logits are chunked.
+        """Return the engine's configuration, with the micro-batches of a rank and chunked logits.
 
-        Here a step is the same on any number of `ranks`, which share out its micro-batches. Raises
-        `ConfigError` where windows of `length` tokens, or these, do not come out even.
+        A step is the same on any number of `ranks`, which divide its micro-batches. Raises
+        `ConfigError` if the tokens of a step are no multiple of a micro-batch of windows of
+        `length` tokens, or its micro-batches no multiple of `ranks`.
         """
         wanted, engine = self.training.tokens_per_step, self.engine.with_chunked_logits()
         quantised = self.adapter is not None and self.adapter.type == "qlora"
@@ -245,7 +246,7 @@ class RunConfig(Section):
 
     @property
     def leaves_batches_to_the_plan(self) -> bool:
-        """Return True if only the tokens of a step are given, and no micro-batches."""
+        """Return True if the tokens of a step are configured, but not its micro-batches."""
         training = self.training
         is_explicit = (
             "micro_batch" in training.model_fields_set or self.model.gradient_checkpointing
@@ -253,12 +254,12 @@ class RunConfig(Section):
         return training.tokens_per_step is not None and not is_explicit
 
     def length_for(self, context: int | None) -> int:
-        """Return tokens of a window for a model of this context (None: unknown)."""
+        """Return the tokens of a window for a model of this context (None: unknown)."""
         length = self.data.sequence_length
         return min(context or DEFAULT_LENGTH, DEFAULT_LENGTH) if length == "auto" else length
 
     def tokens_of_a_step(self, length: int) -> int:
-        """All micro-batches of windows of `length` tokens together."""
+        """Return the tokens of a step on all ranks, with windows of `length` tokens."""
         tokens = self.training.micro_batch * length * self.engine.gradient_accumulation_steps
         return self.training.tokens_per_step or tokens
 
@@ -292,7 +293,7 @@ class RunConfig(Section):
 
 
 def micro_batches(tokens_per_step: int, micro_batch: int, sequence_length: int) -> int:
-    """How many micro-batches make a step; raises `ValueError` where they do not come out even."""
+    """Return the micro-batches of a step; raise `ValueError` if it is no multiple of them."""
     count, remainder = divmod(tokens_per_step, micro_batch * sequence_length)
     if remainder or not count:
         raise ValueError(
@@ -307,7 +308,7 @@ _OF_DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_siz
 
 
 def is_run_config(raw: Mapping[str, Any]) -> bool:
-    """Whether a mapping is meant for `infinity train` rather than for an engine."""
+    """Return True if a mapping is a configuration of `infinity train`, not of an engine."""
     return "model" in raw and ("data" in raw or "run_dir" in raw)
 
 
@@ -316,8 +317,8 @@ def load_run_config(
 ) -> RunConfig:
     """Return the configuration in a dict, or in a YAML or JSON file.
 
-    `overrides` are "section.key=value" texts and win. Raises one `ConfigError` that lists
-    everything that is wrong, each with its dotted name.
+    `overrides` are "section.key=value" strings that take precedence. Raises one `ConfigError` that
+    lists every invalid value by its dotted name.
     """
     if not isinstance(source, Mapping) and not (path := Path(source).expanduser()).exists():
         remedy = "`infinity init` writes one to start from"
@@ -346,9 +347,9 @@ def load_run_config(
 
 
 def as_yaml(config: RunConfig, derived: Mapping[str, Any], heading: str) -> str:
-    """A YAML file that means the same configuration; in comments every value that was not given.
+    """Return the configuration as YAML, with default and derived values in comments.
 
-    `derived` are values, by dotted name, that the run has worked out where nothing was given.
+    `derived` are values, by dotted name, that the run has chosen for those not given.
     """
     found = dict(entries(config, ""))
     for name, value in derived.items():

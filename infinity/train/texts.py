@@ -1,4 +1,4 @@
-"""Texts of a run: the files that are named, what they say, and its tokenizer."""
+"""Texts of a run: discovery of files, reading them, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from infinity.train.settings import BYTES
 
 T = TypeVar("T")
 HUB = "hub:"
-_FORMATS = {  # by the ending of a file
+_FORMATS = {  # by file extension
     ".txt": "text", ".text": "text", ".md": "text", ".jsonl": "jsonl", ".ndjson": "jsonl",
     ".npy": "tokens", ".bin": "tokens", ".parquet": "parquet",
 }  # fmt: skip
-_PIECE = 1 << 20  # characters of a text that are held at once
+_PIECE = 1 << 20  # characters of a text that are read at once
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """A file as it was when it was looked at, or a dataset of the Hub (size and time are 0 then).
+    """A file with its size and time when it was found, or a dataset of the Hub (0 and 0).
 
     `format` is "text", "jsonl", "tokens", "parquet" or "hub"; `modified` is in nanoseconds.
     """
@@ -50,12 +50,12 @@ class TextSource:
 
 
 def find_sources(key: str, patterns: Sequence[str], form: str) -> list[TextSource]:
-    """The files that files, directories and patterns name, in order and once each.
+    """Return the files that paths, directories and patterns match, in order, without duplicates.
 
-    Of a directory all files with a known ending are taken, those below it as well, but not those of
-    a run; "hub:NAME" is a dataset of the Hub. `key` is that of the configuration, for errors.
+    A directory stands for all files with a known extension in it and below, except those in run
+    directories; "hub:NAME" is a dataset of the Hub. `key` is the configuration key, for messages.
 
-    Raises one `ConfigError` that names every pattern that gives nothing.
+    Raises one `ConfigError` that lists every pattern without a match.
     """
     found: dict[str, TextSource] = {}
     problems = []
@@ -66,7 +66,7 @@ def find_sources(key: str, patterns: Sequence[str], form: str) -> list[TextSourc
         try:
             files, why_none = _named_files(pattern, form)
             for file in files:
-                # A .json that is named has rows; among others in a directory it may be anything.
+                # A .json given by name has rows; directories are not searched for .json.
                 fallback = "jsonl" if _ending(file) == ".json" else "text"
                 kind = _FORMATS.get(_ending(file), fallback) if form == "auto" else form
                 facts = file.stat()
@@ -84,7 +84,7 @@ def find_sources(key: str, patterns: Sequence[str], form: str) -> list[TextSourc
 
 
 def _named_files(pattern: str, form: str) -> tuple[list[Path], str]:
-    """Return the files that a pattern names, and the reason to give if there is none."""
+    """Return the files that a pattern matches, and the message if there is none."""
     path = Path(pattern)
     if path.is_dir():
         known = [ending for ending, kind in _FORMATS.items() if form in ("auto", kind)]
@@ -104,23 +104,23 @@ def _named_files(pattern: str, form: str) -> tuple[list[Path], str]:
 
 
 def _ending(path: Path) -> str:
-    """The ending, lower case; of "a.jsonl.gz" that is ".jsonl"."""
+    """Return the extension in lower case; for "a.jsonl.gz" that is ".jsonl"."""
     return Path(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
 
 
-# --- what they say -------------------------------------------------------------------------------
+# --- reading -------------------------------------------------------------------------------------
 
 
 def read_texts(
     source: TextSource, field: str, errors: str, advance: Callable[[int], None]
 ) -> Iterator[str | None]:
-    """The texts of a source in pieces that fit memory, cut at ends of lines; None ends a document.
+    """Yield the texts of a source in pieces, cut at ends of lines; None ends a document.
 
-    A text file is one document; a line of JSONL or a row of a dataset is one, in its `field`.
-    Empty documents are left out. `errors` is "strict" or "replace"; `advance` is told how many
-    bytes of the file have been read since.
+    A text file is one document; so is the `field` of each line of JSONL or row of a dataset. Empty
+    documents are omitted. `errors` is "strict" or "replace"; `advance` is called with the bytes of
+    the file that have been read since its last call.
 
-    Raises `ConfigError` naming file and place for what is not UTF-8, not JSON, or lacks the field.
+    Raises `ConfigError` with file and line for text that is not UTF-8 or JSON, or without `field`.
     """
     if source.format == "text":
         yield from _watched(
@@ -136,9 +136,9 @@ def read_texts(
 def read_rows(
     source: TextSource, errors: str, advance: Callable[[int], None]
 ) -> Iterator[tuple[str, Any]]:
-    """The lines of JSONL, or the rows of Parquet or of a dataset of the Hub, and where each is.
+    """Yield (location, value) of lines of JSONL, or rows of Parquet or of a Hub dataset.
 
-    Arguments and errors as of `read_texts`.
+    Arguments and errors are those of `read_texts`.
     """
     if source.format in ("parquet", "hub"):
         yield from _rows(source)
@@ -150,7 +150,7 @@ def read_rows(
 def _watched(
     source: TextSource, advance: Callable[[int], None], read: Callable[[Any], Iterator[T]]
 ) -> Iterator[T]:
-    """Wrap `read` for an unpacked file, reporting its position to `advance`."""
+    """Yield from `read` of the file, decompressed if it is .gz, and call `advance`."""
     with open(source.path, "rb") as file:
         packed = source.path.lower().endswith(".gz")
         data: Any = gzip.GzipFile(fileobj=file) if packed else file
@@ -195,7 +195,7 @@ def _json_rows(path: str, lines: Iterable[bytes], errors: str) -> Iterator[tuple
 
 
 def _rows(source: TextSource) -> Iterator[tuple[str, Any]]:
-    """The rows of a Parquet file or of a dataset of the Hub, and where they are."""
+    """Yield (location, row) of a Parquet file or of a dataset of the Hub."""
     try:
         load = importlib.import_module("datasets").load_dataset
     except ImportError as error:
@@ -211,7 +211,7 @@ def _rows(source: TextSource) -> Iterator[tuple[str, Any]]:
             rows = load("parquet", data_files=source.path, split="train", streaming=True)
         for number, row in enumerate(rows, start=1):
             yield f"{source.path}, row {number}", row
-    except Exception as error:  # of whatever kind its readers raise
+    except Exception as error:  # readers of datasets raise any exception
         raise ConfigError(
             f"{source.path} cannot be read by the package datasets",
             because=first_lines(error),
@@ -240,7 +240,7 @@ def _field(where: str, row: Any, field: str, errors: str) -> str:
 
 
 def as_utf8(where: str, text: str, errors: str) -> str:
-    """A text as UTF-8 has it: half of a surrogate pair is no character, and nothing encodes it."""
+    """Return the text encodable as UTF-8: refuse or replace unpaired surrogates."""
     try:
         return text.encode("utf-8", errors).decode()
     except UnicodeEncodeError:
@@ -259,12 +259,11 @@ def _not_text(what: str) -> ConfigError:
 
 
 class Tokenizer:
-    """A tokenizer of transformers, as a corpus and an export need it.
+    """Wrapper of a transformers tokenizer, for corpora and exports.
 
-    `size` is one more than the largest token, `end` the token that ends a document (None where it
-    has none); `identity` is equal for tokenizers that give equal tokens. `wrapped` is that of
-    transformers; `fast` its own of the package tokenizers, which neither cuts nor fills up, None
-    where it has none.
+    `size` is the largest token plus one, `end` the token that ends a document, or None. `identity`
+    is equal for tokenizers that give equal tokens. `wrapped` is the transformers tokenizer; `fast`
+    its backend of the package tokenizers, without truncation and padding, or None.
     """
 
     def __init__(self, name: str, tokenizer: Any) -> None:
@@ -273,7 +272,7 @@ class Tokenizer:
         end = tokenizer.eos_token_id
         self.end: int | None = end if isinstance(end, int) else None
         self.wrapped = tokenizer
-        # A copy: what is exported stays as it was.
+        # A copy: `wrapped` is exported unchanged.
         self.fast = copy.deepcopy(getattr(tokenizer, "backend_tokenizer", None))
         if self.fast is not None:
             self.fast.no_truncation()
@@ -284,7 +283,7 @@ class Tokenizer:
         self.identity = hashlib.sha256(text.encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """The tokens of each text, without special ones; long texts are not cut."""
+        """Return the tokens of each text, without special tokens and truncation."""
         if self.fast is not None:
             found = self.fast.encode_batch_fast(list(texts), add_special_tokens=False)
             return [np.asarray(one.ids, dtype=np.uint32) for one in found]
@@ -292,11 +291,11 @@ class Tokenizer:
         return [np.asarray(one, dtype=np.uint32) for one in lists]
 
     def encode_prompt(self, text: str, *, is_chat: bool) -> Tensor:
-        """Return the tokens of a text to continue, int64, shape (1, number of tokens).
+        """Return the tokens of a prompt, int64, shape (1, number of tokens).
 
         Args:
             text: The prompt.
-            is_chat: Render it with the chat template, as a message of the user.
+            is_chat: Render it with the chat template, as a user message.
         """
         if is_chat:
             messages = [{"role": "user", "content": text}]
@@ -311,7 +310,7 @@ class Tokenizer:
 
 
 class ByteTokenizer(Tokenizer):
-    """A token is a byte of UTF-8, 256 ends a document: a byte-level BPE without merges."""
+    """Byte-level BPE without merges: a token is a byte of UTF-8; 256 ends a document."""
 
     def __init__(self) -> None:
         kind = transformers().PreTrainedTokenizerFast
@@ -328,11 +327,11 @@ class ByteTokenizer(Tokenizer):
         )
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """The bytes of each text."""
+        """Return the bytes of each text."""
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
 
-# What tokenizers of transformers are read from, and the config that says which class one has.
+# Files that transformers loads a tokenizer from; config.json may determine its class.
 TOKENIZER_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json",
     "added_tokens.json", "chat_template*", "config.json",
@@ -340,9 +339,9 @@ TOKENIZER_FILES = (
 
 
 def find_tokenizer(source: str) -> Tokenizer:
-    """The tokenizer in a directory or of a Hub id, or that of bytes.
+    """Return the tokenizer of a directory or Hub id, or the byte tokenizer for "bytes".
 
-    Raises `ConfigError` where there is none, `MachineError` where the Hub does not give it.
+    Raises `ConfigError` if there is none, `MachineError` if it cannot be fetched from the Hub.
     """
     if source == BYTES:
         return ByteTokenizer()

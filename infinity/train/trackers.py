@@ -1,8 +1,7 @@
-"""Trackers of a run: TensorBoard, W&B, MLflow, and those of accelerate.
+"""Trackers of a run: TensorBoard, W&B, MLflow and others, through accelerate.
 
-They are accelerate's, which knows how each is spoken to. One that is not installed is refused
-before a run begins. Later none is a reason for a run to end: one that fails is named once and asked
-no more; `metrics.jsonl` has the numbers.
+A tracker that is not installed is refused before a run begins. Later failures do not end a run: a
+tracker that fails is reported once and not used again; `metrics.jsonl` has the numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 from infinity.errors import InfinityWarning, MachineError, first_lines
 
 PROJECT = "infinity"  # W&B's project, MLflow's experiment
-_MODULES = {"tensorboard": ("torch.utils.tensorboard", "tensorboardX")}  # others: their own names
+_MODULES = {"tensorboard": ("torch.utils.tensorboard", "tensorboardX")}  # of others: their names
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -40,10 +39,10 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers of `names`; one that cannot be started is reported, and left out.
+    """Started trackers of `names`; one that cannot be started is reported and omitted.
 
-    `directory` is the run's, `identity` the same whenever it goes on, `after` the step it does so
-    from, `settings` what it was told.
+    `directory` is that of the run, `identity` an id that stays when it is resumed, `after` the step
+    that it resumes from, and `settings` its settings, by name.
     """
 
     def __init__(
@@ -72,15 +71,15 @@ class Trackers:
         self, name: str, directory: Path, more: dict[str, Any], settings: dict[str, Any]
     ) -> None:
         tracking: Any = importlib.import_module("accelerate.tracking")
-        importlib.import_module("accelerate").PartialState()  # its logger asks for it
+        importlib.import_module("accelerate").PartialState()  # required by its logger
         kind = tracking.LOGGER_TYPE_TO_CLASS[name]
-        board = name == "tensorboard"  # in a directory of its own, which its name is
+        board = name == "tensorboard"  # its name is that of its directory
         where = {"logging_dir": os.fspath(directory)} if kind.requires_logging_directory else {}
         tracker = kind(name if board else PROJECT, **where, **more)
-        if hasattr(tracker, "start"):  # older ones begin when they are made
+        if hasattr(tracker, "start"):  # in older releases the constructor does
             tracker.start()
         self._open[name] = tracker
-        if not board:  # which would write them to a directory beside
+        if not board:  # TensorBoard's would write them to another directory
             tracker.store_init_configuration(settings)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
@@ -88,7 +87,7 @@ class Trackers:
         self._each(lambda tracker: tracker.log(dict(values), step=step))
 
     def close(self) -> None:
-        """Let them write what they have; idempotent."""
+        """Flush and close the trackers; idempotent."""
         self._each(lambda tracker: tracker.finish())
         self._open.clear()
 

@@ -1,11 +1,11 @@
-"""Windows of a corpus: cut from a row of texts, or packed with whole conversations; their order.
+"""Windows of a corpus, cut from texts or packed with full conversations, and their order.
 
 [Note: packed windows]
-Conversations that are packed into one window do not see each other: the positions of each begin
-anew, by which transformers makes an attention mask of blocks on the diagonal, and the loss of each
-first token does not count. So the losses are those of each alone. Which ones share a window is best
-fit decreasing: the longest first, each where it leaves the least room. What is longer than a
-window is cut at its end; what has no token to train on is left out.
+Conversations packed into one window do not attend to each other: the positions of each start at 0,
+from which transformers builds a block-diagonal attention mask, and the first token of each has no
+loss. So the losses equal those of separate windows. Packing is best fit decreasing: the longest
+conversation first, each into the window in which it leaves the fewest free tokens. A conversation
+longer than a window is cut at its end; one without a token to train on is left out.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from infinity.errors import CheckpointError
 from infinity.train.conversations import FIRST, TOKEN, TRAINED
 from infinity.train.data import Corpus
 
-_CHUNK = 1 << 20  # tokens of a corpus that are looked at once
-IGNORED = -100  # a label without a loss
+_CHUNK = 1 << 20  # tokens of a corpus that are read at once
+IGNORED = -100  # label of a token without a loss
 Ints = NDArray[np.int64]
 
 
 class Windows:
-    """Windows `first` to `end` of a corpus, which do not overlap: int64 tensors of `length`."""
+    """Non-overlapping windows `first` to `end` of a corpus: int64 tensors of `length`."""
 
     def __init__(self, corpus: Corpus, length: int, first: int, end: int) -> None:
         self.corpus = corpus
@@ -41,20 +41,20 @@ class Windows:
         return self._end - self._first
 
     def window(self, index: int) -> Tensor:
-        """Shape (length,): tokens, each of which is trained on."""
+        """Return tokens, all trained on, int64, shape (length,)."""
         assert 0 <= index < len(self)
         start = (self._first + index) * self.length
         return torch.from_numpy(self.corpus.read(start, self.length))
 
     def weight(self, index: int) -> int:
-        """Tokens of a window that have a loss."""
+        """Return the number of tokens of a window that have a loss."""
         return self.length - 1
 
 
 class Documents(NamedTuple):
-    """Conversations of a corpus: where each begins, its tokens, and those of them with a loss.
+    """Conversations of a corpus: first token, number of tokens, number of tokens with a loss.
 
-    `cut` of them are longer than a window, and `untrained` have no such token and are left out.
+    `cut` counts those longer than a window, `untrained` those left out because no token has a loss.
     """
 
     starts: Ints
@@ -65,11 +65,10 @@ class Documents(NamedTuple):
 
 
 class Packed(Windows):
-    """Windows of whole conversations, several in one where `packing`; see [Note: packed windows].
+    """Windows of full conversations, several per window if `packing`; see [Note: packed windows].
 
-    A window is int64 of shape (3, length): tokens, labels, positions; or (2, length), without
-    positions, where each conversation has its own. What is left is filled with token 0 without a
-    loss.
+    A window is int64 of shape (3, length): tokens, labels, positions; without `packing` (2,
+    length): tokens, labels. Padding is token 0 without a loss.
     """
 
     def __init__(self, corpus: Corpus, length: int, documents: Documents, packing: bool) -> None:
@@ -83,15 +82,15 @@ class Packed(Windows):
 
     @property
     def filled(self) -> float:
-        """The part of all windows that is no padding."""
+        """Fraction of all windows that is not padding."""
         return float(self.documents.lengths.sum() / max(len(self) * self.length, 1))
 
     def weight(self, index: int) -> int:
-        """Tokens of a window that have a loss."""
+        """Return the number of tokens of a window that have a loss."""
         return self._weights[index]
 
     def window(self, index: int) -> Tensor:
-        """Shape (3 or 2, length)."""
+        """Return the window, int64, shape (3 or 2, length)."""
         tokens = np.zeros(self.length, np.int64)
         labels, positions = np.full_like(tokens, IGNORED), np.arange(self.length)
         at = 0
@@ -109,13 +108,13 @@ class Packed(Windows):
 
 
 def pack(lengths: Ints, size: int) -> list[list[int]]:
-    """Which documents share a window of `size` tokens; windows in the order of their first one.
+    """Return the documents of each window of `size` tokens, ordered by the first of each.
 
-    Best fit decreasing: at most 11/9 of the fewest windows, and one more (Johnson, 1974).
+    Best fit decreasing: at most 11/9 of the minimal number of windows, plus one (Johnson, 1974).
     """
     windows: list[list[int]] = []
     with_room: dict[int, list[int]] = {}
-    rooms: list[int] = []  # that some window has, in order
+    rooms: list[int] = []  # the keys of `with_room`, sorted
     for document in np.argsort(-lengths, kind="stable"):
         count = int(lengths[document])
         index = bisect_left(rooms, count)
@@ -137,7 +136,7 @@ def pack(lengths: Ints, size: int) -> list[list[int]]:
 
 
 def documents_of(corpus: Corpus, length: int) -> Documents:
-    """The conversations of a corpus of marked tokens, of each the first `length` tokens."""
+    """Return the conversations of a corpus of marked tokens, each cut to `length` tokens."""
     chunks = range(0, corpus.num_tokens, _CHUNK)
 
     def read(start: int) -> Ints:
@@ -148,7 +147,7 @@ def documents_of(corpus: Corpus, length: int) -> Documents:
     )
     full_lengths = np.diff(np.append(starts, corpus.num_tokens))
     lengths = np.minimum(full_lengths, length)
-    # How many tokens before each beginning and each end have a loss, in the order of offsets.
+    # Number of tokens with a loss before each start and each end, in the order of offsets.
     offsets = np.stack([starts, starts + lengths], axis=1).ravel()
     before, done, num_before = np.zeros_like(offsets), 0, 0
     for start in chunks:
@@ -167,9 +166,9 @@ def documents_of(corpus: Corpus, length: int) -> Documents:
 def split(
     corpus: Corpus, length: int, held_out: float, packing: bool = True
 ) -> tuple[Windows, Windows]:
-    """All windows of a corpus: those to train on, and those of the last `held_out` part of it.
+    """Return the windows to train on, and those of the last fraction `held_out` of the corpus.
 
-    Of conversations the last part is held out, and each side is packed by itself.
+    Conversations are split first; both sides are packed separately.
     """
     found = documents_of(corpus, length) if corpus.marked else None
     count = corpus.num_tokens // length if found is None else len(found.starts)
@@ -189,12 +188,12 @@ def split(
 
 
 class BatchIterator:
-    """Endless micro-batches of windows, epoch after epoch; knows how far it is.
+    """Endless iterator over micro-batches of windows, with a position that can be resumed.
 
-    Of several ranks each takes its own in turn, and all stand where the last of them does.
+    Successive micro-batches go to successive ranks; the position counts those of all ranks.
 
-    Register it with the engine: then a run goes on exactly where it stopped. Each epoch has an
-    order of its own, by numpy's `RandomState`, whose numbers no release of numpy changes.
+    Registered with the engine, its position is saved and loaded with checkpoints. Each epoch has a
+    separate order, from numpy's `RandomState`, whose stream is the same in all numpy releases.
     """
 
     def __init__(
@@ -210,17 +209,17 @@ class BatchIterator:
         self._seed = seed
         self._shuffle = shuffle
         self._ranks = ranks
-        self._order: tuple[int, NDArray[np.int64]] | None = None  # of one epoch
+        self._order: tuple[int, NDArray[np.int64]] | None = None  # (epoch, permutation)
         self.taken = 0
-        """Windows that were handed out, on all ranks, all epochs together."""
+        """Number of windows returned, on all ranks, over all epochs."""
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far."""
+        """Number of passes over the data so far."""
         return self.taken / len(self._windows)
 
     def next(self) -> Tensor:
-        """`micro_batch` windows, stacked."""
+        """Return the next `micro_batch` windows of this rank, stacked."""
         first = self.taken + self._ranks.rank * self._micro_batch
         picked = [self.window_at(first + i) for i in range(self._micro_batch)]
         batch = torch.stack([self._windows.window(index) for index in picked])
@@ -228,12 +227,12 @@ class BatchIterator:
         return batch
 
     def weight(self, count: int, ahead: int = 0) -> int:
-        """Tokens with a loss in the `count` windows that come `ahead` windows from here."""
+        """Return the number of tokens with a loss in `count` windows, `ahead` windows from now."""
         first = self.taken + ahead
         return sum(self._windows.weight(self.window_at(first + i)) for i in range(count))
 
     def window_at(self, number: int) -> int:
-        """Which window comes at `number`, counted over all epochs."""
+        """Return the index of the window at position `number`, counted over all epochs."""
         epoch, index = divmod(number, len(self._windows))
         if not self._shuffle:
             return index
@@ -253,13 +252,13 @@ class BatchIterator:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and a key of the data that it belongs to."""
+        """Return the position, and the facts that identify its data and order."""
         return {"taken": self.taken, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there; raises `CheckpointError` if that was in other data.
+        """Set the position.
 
-        `ValueError` for a position that cannot be.
+        Raises `CheckpointError` if it belongs to other data, `ValueError` if it is invalid.
         """
         for name, here in self._identity().items():
             if state.get(name) != here:

@@ -1,1 +1,1 @@
-"""Pages to look at: a run's, and a trace's; each is one file that fetches nothing."""
+"""HTML pages of runs and traces, each a self-contained file."""

@@ -1,7 +1,7 @@
-"""A page in one file: text, tables and charts, in light and dark, for any screen.
+"""Self-contained HTML page of text, tables and charts, in light and dark, for any screen.
 
-Charts are Vega-Lite specifications, which are data; the library that draws them in the browser
-comes from `vl-convert-python`, and is written into the file. Why that one: decision 0028.
+Charts are Vega-Lite specifications; the library that draws them in the browser comes from
+`vl-convert-python` and is embedded in the file (decision 0028).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEIGHT = 210  # pixels of a chart
 
 @dataclass
 class ReportPage:
-    """The content of a page, in order; `datasets` are rows that charts name."""
+    """Content of a page, in order; `datasets` are rows that charts refer to by name."""
 
     title: str
     datasets: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -37,11 +37,11 @@ class ReportPage:
     figures: list[str] = field(default_factory=list)
 
     def say(self, text: str, look: str = "") -> None:
-        """A paragraph below the title; `look` is "soft" or "bad"."""
+        """Add a paragraph below the title; `look` is "soft", "bad" or ""."""
         self.head.append(f'<p class="{look}">{escape(text)}</p>')
 
     def tiles(self, facts: Iterable[tuple[str, str, str]]) -> None:
-        """Large numbers: (what, number, a word more)."""
+        """Add large numbers: (label, number, remark)."""
         cells = (
             f"<div><small>{escape(what)}</small><b>{escape(number)}</b>"
             f"<small>{escape(more)}</small></div>"
@@ -50,18 +50,18 @@ class ReportPage:
         self.head.append(f'<div class="tiles">{"".join(cells)}</div>')
 
     def facts(self, rows: Iterable[tuple[str, str]]) -> None:
-        """Lines below the title: (name, value); without a line there is nothing."""
+        """Add (name, value) lines below the title; nothing if there are no rows."""
         lines = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in rows)
         if lines:
             self.head.append(f"<dl>{lines}</dl>")
 
     def text(self, title: str, text: str, note: str, *, bold: str) -> None:
-        """A figure with text as it is, behind a `bold` beginning."""
+        """Add a figure with preformatted text after a `bold` beginning."""
         inside = f"<pre><b>{escape(bold)}</b>{escape(text)}</pre>"
         self._figure(title, inside, note)
 
     def folded(self, title: str, text: str) -> None:
-        """Text that is shown when its title is clicked, across the page."""
+        """Add text across the page, displayed when its title is clicked."""
         inside = f"<summary>{escape(title)}</summary><pre>{escape(text)}</pre>"
         self.figures.append(f'<details class="wide">{inside}</details>')
 
@@ -75,7 +75,7 @@ class ReportPage:
         self._figure(title, f'<div class="{look}" id="{name}"></div>', note)
 
     def table(self, title: str, rows: Iterable[tuple[str, str, str]], note: str = "") -> None:
-        """Add a figure of rows: (a number or a name, its label, a remark)."""
+        """Add a figure of rows: (number or name, label, remark)."""
         lines = "".join(
             f"<tr><td>{escape(number)}</td>"
             f"<td>{escape(what)}<small>{escape(more)}</small></td></tr>"
@@ -88,9 +88,9 @@ class ReportPage:
         self.figures.append(f"<figure><h2>{escape(title)}</h2>{caption}{inside}</figure>")
 
     def write(self, path: Path) -> None:
-        """Write the file, whole or not at all.
+        """Write the file atomically.
 
-        Raises `MachineError` where the library is not installed, or the file cannot be written.
+        Raises `MachineError` if the library is not installed or the file cannot be written.
         """
         body = [f"<h1>{escape(self.title)}</h1>", *self.head]
         body.append(f'<div class="charts">{"".join(self.figures)}</div>')
@@ -104,7 +104,7 @@ class ReportPage:
         )
         try:
             with atomic_write(path) as file:
-                file.write(text.encode(errors="backslashreplace"))  # of odd names
+                file.write(text.encode(errors="backslashreplace"))  # names may have surrogates
         except OSError as error:
             raise MachineError(
                 f"{path} cannot be written: {error.strerror}", remedy="--out FILE elsewhere"
@@ -113,9 +113,9 @@ class ReportPage:
 
 @cache
 def _library() -> str:
-    """Vega, Vega-Lite and what embeds them, as one script.
+    """Return Vega, Vega-Lite and vega-embed as one script.
 
-    A process of its own makes it: a JavaScript engine has no business beside a training's state.
+    It is created in a separate process, to not load a JavaScript engine into a training process.
     """
     remedy = "pip install 'torch-infinity[report]'"
     if importlib.util.find_spec("vl_convert") is None:
@@ -134,13 +134,13 @@ def _library() -> str:
 
 
 def quantitative(name: str, title: str | None, form: str = "", **more: Any) -> Spec:
-    """A channel of numbers; `form` is the format of its axis, where the usual one is too long."""
+    """Return a channel of numbers; `form` is the format of its axis if the default is too long."""
     axis = {"tickCount": 5, **({"format": form} if form else {})}
     return {"field": name, "type": "quantitative", "title": title, "axis": axis, **more}
 
 
 def tooltip(**names: tuple[str, str]) -> list[Spec]:
-    """Return the tooltip of a point: field = (title, format)."""
+    """Return the tooltip of a point; arguments are field=(title, format)."""
     return [
         {"field": name, "title": title, **({"format": form} if form else {})}
         for name, (title, form) in names.items()
@@ -148,7 +148,7 @@ def tooltip(**names: tuple[str, str]) -> list[Spec]:
 
 
 def hover(name: str, x: Spec, tooltips: list[Spec]) -> Spec:
-    """Return a line at the point nearest to the mouse, with its numbers."""
+    """Return a layer with a line and a tooltip at the point nearest to the mouse."""
     params = {
         "name": name,
         "select": {"type": "point", "on": "pointerover", "clear": "pointerout", "nearest": True,
@@ -163,5 +163,5 @@ def hover(name: str, x: Spec, tooltips: list[Spec]) -> Spec:
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """It, if it has keys, else nothing: for files that others may have touched."""
+    """Return `value` if it is a mapping, else an empty one: files may have been edited."""
     return value if isinstance(value, Mapping) else {}

@@ -1,7 +1,7 @@
-"""The page of a run of `infinity train`, from its directory: `infinity report RUN_DIR`.
+"""Page of a run of `infinity train`, from its directory: `infinity report RUN_DIR`.
 
-metrics.jsonl says what was (see `train/metrics.py`), plan.json what was expected. What neither says
-is left out, or said to be missing.
+Measured values come from metrics.jsonl (see `train/metrics.py`), expected ones from plan.json.
+Missing values are omitted, or reported as missing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from infinity.offload.transfers import STALLS
 from infinity.train.report.page import ReportPage, Spec, hover, mapping, quantitative, tooltip
 
 PAGE = "report.html"  # in the run's directory
-POINTS = 800  # of a curve; of longer runs a point is several steps
-BARS = 60  # of a chart of bars
+POINTS = 800  # most points of a curve; in longer runs a point is several steps
+BARS = 60  # most bars of a chart
 _GIB = 2**30
 _FREE = "no wait: compute, and the loop"
 _X: Spec = {
@@ -38,38 +38,38 @@ _X: Spec = {
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts in a run's directory; `plan` is empty without one."""
+    """Contents of a run directory; `plan` is empty without plan.json."""
 
     path: Path
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
     lives: list[dict[str, Any]]
-    """A "began" for each time that the run was started, with its "ended" where there was one."""
+    """The "began" record of each start; its "ended" record, if any, is in the member "ended"."""
     unsaved: int
     plan: Mapping[str, Any]
     sample: Mapping[str, Any]
-    """Text that the model generated at the end; empty where there is none."""
+    """Record of the text that the model generated at the end; empty if there is none."""
     config: str
-    """Text of config.yaml; empty where there is none."""
+    """Text of config.yaml; empty if there is none."""
 
     @property
     def num_steps(self) -> int | None:
-        """Number of steps that the last session was started with."""
+        """Number of steps of the run as of its last start."""
         return next((x["num_steps"] for x in reversed(self.lives) if "num_steps" in x), None)
 
     @property
     def ranks(self) -> int:
-        """Of its last start."""
+        """Number of ranks of the last start."""
         return int(self.lives[-1].get("ranks", 1)) if self.lives else 1
 
     def all_of(self, *keys: str) -> list[Any]:
-        """A number of each step that has it, and is finite."""
+        """Return the finite values of a number, given by nested keys, over all steps."""
         found = (_at(step, keys) for step in self.steps)
         return [value for value in found if value is not None]
 
 
 def read_run(path: Path) -> RunFacts:
-    """Read a run's directory. Raises `ConfigError` where there is none, `MachineError`."""
+    """Read a run directory; raise `ConfigError` if it holds no run, or `MachineError`."""
     lives: list[dict[str, Any]] = []
     events = ("step", "evaluation", "not saved", "sample")
     found: dict[str, list[dict[str, Any]]] = {event: [] for event in events}
@@ -118,10 +118,10 @@ def read_run(path: Path) -> RunFacts:
 
 
 def write_run_page(path: Path, out: Path | None = None) -> Path:
-    """Write the page of the run in `path`, there or to `out`, and return its path.
+    """Write the page of the run in `path` to `out`, by default in `path`; return its path.
 
     Raises:
-        CheckpointError: Its files hold values that no run writes; and see `read_run`.
+        CheckpointError: The files hold values that no run writes. `read_run` raises others.
     """
     facts = read_run(path.absolute())
     out = path.absolute() / PAGE if out is None else out
@@ -138,7 +138,7 @@ def write_run_page(path: Path, out: Path | None = None) -> Path:
 
 
 def run_page(facts: RunFacts) -> ReportPage:
-    """Everything there is to see."""
+    """Return the page with all sections that the facts allow."""
     page = ReportPage(f"{facts.path.name}: {mapping(facts.plan.get('model')).get('name', 'a run')}")
     for text, look in _state(facts):
         page.say(text, look)
@@ -173,7 +173,7 @@ def run_page(facts: RunFacts) -> ReportPage:
 
 
 def _state(facts: RunFacts) -> Iterable[tuple[str, str]]:
-    """Yield how the run ended and on which machine: (text, look)."""
+    """Yield (text, look) of how the run ended, and of problems and notes."""
     done = max((s["step"] for s in facts.steps), default=0)
     of = f" of {facts.num_steps:,}" if facts.num_steps else ""
     ended = facts.lives[-1].get("ended") if facts.lives else None
@@ -209,7 +209,7 @@ def _state(facts: RunFacts) -> Iterable[tuple[str, str]]:
 
 
 def _last_start(facts: RunFacts) -> Iterable[tuple[str, str]]:
-    """When, where and how it was started last: (name, value). Older runs do not record all."""
+    """Yield (name, value) of the last start; older runs do not record all of them."""
     life = facts.lives[-1] if facts.lives else {}
     if command := life.get("command"):
         yield "command", str(command)
@@ -224,7 +224,7 @@ def _last_start(facts: RunFacts) -> Iterable[tuple[str, str]]:
 
 
 def _facts(facts: RunFacts) -> Iterable[tuple[str, str, str]]:
-    """Tiles: (what, number, a word more)."""
+    """Yield the tiles: (label, number, remark)."""
     losses, held_out = facts.all_of("loss"), _numbers(facts.evaluations, "loss")
     if losses:
         last = _number(facts.steps[-1].get("loss"))
@@ -254,14 +254,14 @@ def _facts(facts: RunFacts) -> Iterable[tuple[str, str, str]]:
 
 
 def model_flop_share(plan: Mapping[str, Any], tokens_per_s: float) -> tuple[float, str] | None:
-    """MFU of a rank: the model's FLOP (`flop_per_token`) over what products reach; and of what.
+    """Return the MFU of a rank and a text that names its basis; None if the plan lacks facts.
 
-    What is computed twice, and products of tokens with tokens, are not counted. None where the
-    plan does not say enough.
+    MFU is the model's FLOP (`flop_per_token`) over the FLOP rate of matrix products. Recomputation
+    and attention products of tokens with tokens are not counted.
     """
     machine, work = mapping(plan.get("machine")), mapping(plan.get("work"))
     name = f"compute.{work.get('precision')}"
-    name = name.replace("fp16", "bf16")  # multiplied as fast
+    name = name.replace("fp16", "bf16")  # the plan has one rate for both
     rate = mapping(machine.get("rates")).get(name)
     flop = mapping(plan.get("model")).get("flop_per_token")
     if not rate or not flop:
@@ -278,7 +278,7 @@ def model_flop_share(plan: Mapping[str, Any], tokens_per_s: float) -> tuple[floa
 
 
 def _curves(facts: RunFacts) -> list[dict[str, Any]]:
-    """Return rows for at most `POINTS` points: means of steps, and the largest peaks."""
+    """Return rows of at most `POINTS` points: means over steps, and maxima of peaks."""
     rows = []
     written = read = 0.0
     for part in _parts(facts.steps, POINTS):
@@ -310,10 +310,10 @@ def _curve(
     *more: Spec,
     **scale: Any,
 ) -> None:
-    """One line over steps."""
+    """Add a chart of one field over steps."""
     tip = tooltip(step=("step", ","), **{field: (unit, form)})
     if len({row[field] for row in page.datasets["steps"]}) == 1:
-        scale["zero"] = True  # an axis from a value to itself has no ticks
+        scale["zero"] = True  # an axis over a single value has no ticks
     y = quantitative(field, unit, "~s" if form == "~s" else "", scale={"zero": False, **scale})
     line = {"mark": {"type": "line", "strokeWidth": 2, "point": len(page.datasets["steps"]) < 3},
             "encoding": {"x": _X, "y": y}}  # fmt: skip
@@ -322,7 +322,7 @@ def _curve(
 
 
 def _starts(page: ReportPage) -> list[Spec]:
-    """Where the run went on."""
+    """Return the layer that marks resumed starts, if there are any."""
     if not page.datasets["starts"]:
         return []
     mark = {"type": "rule", "strokeDash": [3, 3], "opacity": 0.5}
@@ -367,14 +367,14 @@ def _rates(page: ReportPage, facts: RunFacts, mean: str) -> None:
 
 
 def _computes(plan: Mapping[str, Any]) -> tuple[str, int | None]:
-    """The memory that `memory.peak` is of, and its budget."""
+    """Return the name of the memory that `memory.peak` measures, and its budget."""
     unified = mapping(plan.get("machine")).get("unified", True)
     budget = mapping(mapping(plan.get("plan")).get("budget"))
     return ("RAM", budget.get("host")) if unified else ("the device", budget.get("device"))
 
 
 def _memory(page: ReportPage, facts: RunFacts) -> None:
-    """Tiers as planned, with budgets and measured peaks."""
+    """Add a chart of planned tiers with budgets and measured peaks, and one of peaks."""
     planned, (computes, budget) = mapping(facts.plan.get("plan")), _computes(facts.plan)
     unified = computes == "RAM"
     peaks, process = facts.all_of("memory", "peak"), facts.all_of("memory", "process")
@@ -422,7 +422,7 @@ _PURPOSES = {"process": "process", "weights": "weights", "state": "moments, resi
 
 
 def _planned_memory(plan: Mapping[str, Any], unified: bool) -> dict[str, dict[str, int]]:
-    """Bytes by tier and purpose; the rest are buffers. Empty tiers are left out."""
+    """Return bytes by tier and purpose, other purposes as buffers; empty tiers are omitted."""
     found: dict[str, dict[str, int]] = {}
     estimated = mapping(plan.get("activations"))
     memory = dict(mapping(mapping(plan.get("plan")).get("memory")))
@@ -442,7 +442,7 @@ def _planned_memory(plan: Mapping[str, Any], unified: bool) -> dict[str, dict[st
 
 
 def _tiers(count: int) -> Spec:
-    step = max(70, 150 // count)  # pixels of a tier
+    step = max(70, 150 // count)  # pixels per tier
     axis = {"labelLimit": 90, "labelExpr": "split(datum.label, ', ')"}
     y = {"field": "tier", "type": "nominal", "title": None, "sort": None, "axis": axis}
     x = quantitative("share", None, "%", scale={"domain": [0, 1]})
@@ -474,7 +474,7 @@ def _tiers(count: int) -> Spec:
 
 
 def _waits(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return mean seconds of a step by cause of waits, and without waits; zeros are omitted."""
+    """Return mean seconds of a step without waits, and by cause of wait if not negligible."""
     timed = [s for s in steps if _number(s.get("step_s")) is not None]
     if not timed:
         return {}
@@ -488,7 +488,7 @@ def _waits(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _times(page: ReportPage, facts: RunFacts) -> None:
-    """Where a step's time went."""
+    """Add a chart of the time of steps by cause of wait."""
     overall = _waits(facts.steps)
     if not overall:
         return
@@ -524,7 +524,7 @@ def _label(cause: str) -> str:
 
 
 def _faster(page: ReportPage, facts: RunFacts) -> None:
-    """What took the time, and what would take less of it."""
+    """Add tables of waits with remedies, and of predicted gains of changes."""
     overall = _waits(facts.steps)
     total = sum(overall.values())
     rows = [
@@ -557,7 +557,7 @@ def _remedy(cause: str) -> str:
 
 
 def _wear(page: ReportPage, facts: RunFacts) -> None:
-    """Describe the bytes that the drives read and wrote."""
+    """Add a chart of the bytes that the drives read and wrote."""
     written = math.fsum(_numbers(facts.steps, "moved", "disk_write"))
     read = math.fsum(_numbers(facts.steps, "moved", "disk_read"))
     if not written and not read:
@@ -588,13 +588,13 @@ def _wear(page: ReportPage, facts: RunFacts) -> None:
 
 
 def _parts(steps: Sequence[dict[str, Any]], most: int) -> list[Sequence[dict[str, Any]]]:
-    """Split steps into a limited number of parts of equal length."""
+    """Split steps into at most `most` parts of equal length."""
     each = max(-(-len(steps) // most), 1)
     return [steps[first : first + each] for first in range(0, len(steps), each)]
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number, or None: metrics write "nan" and "inf" as strings."""
+    """Return a finite number, else None; metrics have "nan" and "inf" as strings."""
     kept = isinstance(value, int | float) and math.isfinite(value)
     return float(value) if kept else None
 
